@@ -15,14 +15,21 @@ import time
 from pathlib import Path
 
 import psutil
-from gpuwatch.collector.live.top_link import Link
-from gpuwatch.core.events import ModuleDef, RootDef, ScriptExit, SlotDef, Where
-from gpuwatch.core.recorder.layout import NOTHING, Field, HooksState, RankPhase, file_name
+from gpuwatch.collector.live.top_link import ViewSubscriber
+from gpuwatch.core.events import ModuleDef, RootDef, RunPosition, ScriptExit, SlotDef
+from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import Encoding
+from gpuwatch.core.values import ValueEncoding
 from gpuwatch.core.wire.keys import derive_keys, random_secret
-from gpuwatch.core.wire.pipe import AgentConfig, Bound, CollectorConfig, LaunchDone, WorkersEnded, WorkersStarted
-from gpuwatch.launcher.children import HeadCollector, NodeAgent
+from gpuwatch.core.wire.pipe import (
+    AgentConfig,
+    CollectorBound,
+    CollectorConfig,
+    LaunchDone,
+    WorkersEnded,
+    WorkersStarted,
+)
+from gpuwatch.launcher.helper_processes import HeadCollector, NodeAgent
 
 ONE = 0x3F800000
 
@@ -30,7 +37,7 @@ ONE = 0x3F800000
 def make_rank(folder: Path, rank: int, ranks: int, frames: int) -> RecorderWriter:
     """A recorder with the names of a model of so many modules."""
     writer = RecorderWriter(folder / file_name(rank, 0), rank=rank, local_rank=rank, world_size=ranks, attempt=0)
-    writer.fields[Field.HOOKS] = HooksState.ATTACHED
+    writer.fields[HeadField.HOOKS] = HooksState.ATTACHED
     writer.append(RootDef(0, "Net"), name=True)
     for module in range(frames):
         writer.append(ModuleDef(module, 0, f"layers.{module}.linear", "Linear"), name=True)
@@ -43,7 +50,9 @@ def write_batch(writer: RecorderWriter, batch: int, frames: int) -> None:
     """One batch: a frame of three rows for each module."""
     page = writer.begin_page(0, batch, batch)
     for module in range(frames):
-        rows = [(3 * module + n, writer.value(ONE, ONE, Encoding.FLOAT32 << 8), NOTHING, 1, 0, 0) for n in range(3)]
+        rows = [
+            (3 * module + n, writer.value(ONE, ONE, ValueEncoding.FLOAT32 << 8), NOTHING, 1, 0, 0) for n in range(3)
+        ]
         writer.frame(module, NOTHING, 0, 0, batch, rows)
     writer.end_page(page)
 
@@ -66,7 +75,7 @@ def start(folder: Path, ranks: int, traced: list[int], telemetry_s: float) -> tu
         print,
         lambda line: None,
     )
-    assert isinstance(collector.answer, Bound)
+    assert isinstance(collector.answer, CollectorBound)
     agent = NodeAgent(
         AgentConfig(
             collector=collector.answer.address,
@@ -107,8 +116,8 @@ def main() -> None:
         collector, agent = start(folder, args.ranks, args.trace_batches, args.telemetry)
         writers = [make_rank(folder, rank, args.ranks, args.frames) for rank in range(args.ranks)]
         agent.tell(WorkersStarted(0, dict.fromkeys(range(args.ranks), 1), {rank: rank for rank in range(args.ranks)}))
-        assert isinstance(collector.answer, Bound)
-        viewer = Link(Path(collector.answer.run_dir)) if args.viewer else None
+        assert isinstance(collector.answer, CollectorBound)
+        viewer = ViewSubscriber(Path(collector.answer.run_dir)) if args.viewer else None
         if viewer is not None:
             viewer.newest(0)
         write(writers, args, psutil.Process(agent.pid))
@@ -117,8 +126,8 @@ def main() -> None:
             assert view is not None and view.hot
             viewer.close()
         for rank, writer in enumerate(writers):
-            writer.append(ScriptExit(Where(rank, 0), 0))
-            writer.fields[Field.PHASE] = RankPhase.FINISHED
+            writer.append(ScriptExit(RunPosition(rank, 0), 0))
+            writer.fields[HeadField.PHASE] = RankPhase.FINISHED
         agent.tell(WorkersEnded(0, dict.fromkeys(range(args.ranks), 0), []))
         agent.tell(LaunchDone("ok"))
         agent.wait()

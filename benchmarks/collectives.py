@@ -16,9 +16,9 @@ import torch.distributed as dist
 from gpuwatch.core.recorder.group_table import GroupField
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.hooks.process_groups import Collectives
+from gpuwatch.worker.hooks.process_groups import CollectivePatches
 from gpuwatch.worker.record.passed import PassedValues
-from gpuwatch.worker.record.progress import Progress
+from gpuwatch.worker.record.progress import RunProgress
 from turns import in_turns, interval
 
 PLAIN, NATIVE, PYTHON = "plain", "native", "Python"
@@ -35,12 +35,12 @@ def measure(rounds: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         recorder = RecorderWriter(Path(folder) / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
-        progress = Progress(recorder, WorkerSettings(""), 0)
+        progress = RunProgress(recorder, WorkerSettings(""), 0)
         groups = progress.groups
         passed = PassedValues(progress, groups)
         faults: list[Exception] = []
         watchers = {
-            name: Collectives(
+            name: CollectivePatches(
                 groups,
                 lambda part, error: faults.append(error),
                 native=name != PYTHON,

@@ -42,8 +42,15 @@ import zmq
 from gpuwatch.core.own_imports import own_command
 from gpuwatch.core.settings import OnHang
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.pipe import AgentConfig, Bound, CollectorConfig, LaunchDone, read_from_collector, write_line
-from gpuwatch.launcher.agent.agent import Agent
+from gpuwatch.core.wire.pipe import (
+    AgentConfig,
+    CollectorBound,
+    CollectorConfig,
+    LaunchDone,
+    read_from_collector,
+    write_line,
+)
+from gpuwatch.launcher.agent.agent import NodeAgentLoop
 from gpuwatch.launcher.agent.gpus import GpuWatch
 from gpuwatch.launcher.agent.rank_watch import RankWatch
 
@@ -133,7 +140,7 @@ class Collector:
             ),
         )
         bound = read_from_collector(self._child.stdout.readline())
-        assert isinstance(bound, Bound), bound
+        assert isinstance(bound, CollectorBound), bound
         self.address, self.run = bound.address, Path(bound.run_dir)
         self._process = psutil.Process(self._child.pid)
         self.peak_rss = 0
@@ -221,7 +228,7 @@ class Nodes:
         nodes = max(1, ranks // RANKS_PER_NODE)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, nodes + 16)
-        self.agents: list[Agent] = []
+        self.agents: list[NodeAgentLoop] = []
         self.ranks: list[SimulatedRank] = []
         self._pipes: list[io.BytesIO] = []
         self._turns = 0
@@ -247,7 +254,7 @@ class Nodes:
                 hang_timeout_s=hang_timeout_s,
             )
             self._pipes.append(io.BytesIO())
-            agent = Agent(config, self._pipes[-1], gpus=cast(GpuWatch, NoGpus()), context=self._context)
+            agent = NodeAgentLoop(config, self._pipes[-1], gpus=cast(GpuWatch, NoGpus()), context=self._context)
             for local in range(RANKS_PER_NODE):
                 rank = kind(model, node * RANKS_PER_NODE + local, local, ranks)
                 rank.traces = getattr(agent, "traces", None)
@@ -301,7 +308,7 @@ class Nodes:
         self._context.term()
 
 
-def held_bytes(agent: Agent) -> int:
+def held_bytes(agent: NodeAgentLoop) -> int:
     """Of all messages that an agent has and the collector has not stored."""
     outbox = agent.outbox
     waiting = sum(map(len, outbox._names)) + outbox._page_bytes

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.worker.hooks.process_groups import Collectives
-from gpuwatch.worker.record.group_table import GroupTable
+from gpuwatch.worker.hooks.process_groups import CollectivePatches
+from gpuwatch.worker.record.group_slots import GroupTable
 from torch import multiprocessing, nn
 from turns import in_turns, interval
 
@@ -28,7 +28,7 @@ def _rank(rank: int, rounds: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=_RANKS)
     recorder = RecorderWriter(Path(folder) / f"recorder-{rank}", rank=rank, local_rank=rank, world_size=2, attempt=0)
     faults: list[Exception] = []
-    watcher = Collectives(GroupTable(recorder), lambda part, error: faults.append(error), native=True)
+    watcher = CollectivePatches(GroupTable(recorder), lambda part, error: faults.append(error), native=True)
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(
         nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())))

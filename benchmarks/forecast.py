@@ -19,8 +19,8 @@ import numpy
 import torch
 import torch.nn.functional as F
 from gpuwatch.core.values import DTYPE_CODES
-from gpuwatch.launcher.agent.forecast import Forecasts, Told
-from gpuwatch.launcher.agent.history import EVERY_BATCH, thinned
+from gpuwatch.launcher.agent.batch_history import EVERY_BATCH, thinned
+from gpuwatch.launcher.agent.forecast import ForecastCandidate, RootForecasts
 from torch import Tensor, nn
 
 WIDTH = 32
@@ -76,7 +76,7 @@ class Course(NamedTuple):
     batches: int
     overflow: int | None
     """The batch in which an output was inf or nan."""
-    told: list[tuple[int, str, Told]]
+    told: list[tuple[int, str, ForecastCandidate]]
     """In which batch, and the module."""
 
 
@@ -86,9 +86,9 @@ def train(
     """At most so many batches, or until an output is not finite. The agent sees one of `every`."""
     torch.manual_seed(seed)
     model, step = make()
-    recorder, forecasts = Recorder(model, as_float16=as_float16), Forecasts()
+    recorder, forecasts = Recorder(model, as_float16=as_float16), RootForecasts()
     rows: list[Seen] = []
-    told: list[tuple[int, str, Told]] = []
+    told: list[tuple[int, str, ForecastCandidate]] = []
     for number in range(batches):
         with torch.autocast("cpu", torch.float16):
             step(number)

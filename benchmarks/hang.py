@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
-from gpuwatch.core.events import GroupState, Issued, Where, WorkerExit
-from gpuwatch.core.wire.messages import AgentBody, Beat, EventMessage, RankState
+from gpuwatch.core.events import GroupState, IssuedOperation, RunPosition, WorkerExit
+from gpuwatch.core.wire.messages import AgentBody, EventMessage, NodeBeat, RankState
 from gpuwatch.core.wire.pipe import LaunchDone
-from gpuwatch.launcher.agent.agent import Agent
+from gpuwatch.launcher.agent.agent import NodeAgentLoop
 from gpuwatch.launcher.agent.stacks import LOOK_S
 from simulated_ranks import Model, SimulatedRank
 
@@ -46,12 +46,14 @@ class RestingRank(SimulatedRank):
     def movement(self) -> tuple[int, ...]:
         return (BATCH,)
 
-    def where(self, state: RankState) -> Where:
-        return Where(self.rank, 0, BATCH, BATCH, "Net", -1, BATCH, time.time_ns())
+    def where(self, state: RankState) -> RunPosition:
+        return RunPosition(self.rank, 0, BATCH, BATCH, "Net", -1, BATCH, time.time_ns())
 
     def groups(self) -> list[GroupState]:
         begun = 7 if self.comes else 6
-        recent = [Issued(number, "all_reduce", "float32", 1024) for number in range(max(1, begun - 7), begun + 1)]
+        recent = [
+            IssuedOperation(number, "all_reduce", "float32", 1024) for number in range(max(1, begun - 7), begun + 1)
+        ]
         phase = "waiting" if self.comes else "none"
         return [GroupState("0", f"0-{self._world_size - 1}", self._world_size, begun, 6, phase, begun, 9.0, recent)]
 
@@ -65,10 +67,10 @@ class RestingRank(SimulatedRank):
     def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
         self.ended = True
         exit_ = WorkerExit(self.where(self.state()), -15, "torchrun", "forward", groups=self.groups())
-        return [Beat([self.state(final=True)], {}), EventMessage(exit_)]
+        return [NodeBeat([self.state(final=True)], {}), EventMessage(exit_)]
 
 
-def answer(agent: Agent, answered: set[int]) -> None:
+def answer(agent: NodeAgentLoop, answered: set[int]) -> None:
     """What the signal brings about in each rank that is asked."""
     for _, watch, look in agent._stalls._looks:
         if id(look) not in answered:

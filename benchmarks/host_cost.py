@@ -36,7 +36,7 @@ from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.core.values import PENDING
 from gpuwatch.worker.hooks import native_writer
-from gpuwatch.worker.hooks.forward import Hooks
+from gpuwatch.worker.hooks.forward import ModuleHooks
 from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.tensor_stats import TensorStats
@@ -161,7 +161,7 @@ class Gpuwatch:
         if name == PYTHON:
             native_writer.FrameWriter = None
         try:
-            self._hooks = Hooks(recorder, WorkerSettings("", watch=watch), 0)
+            self._hooks = ModuleHooks(recorder, WorkerSettings("", watch=watch), 0)
         finally:
             native_writer.FrameWriter = real
         self.kernels = Kernels()
@@ -201,7 +201,7 @@ class Gpuwatch:
         )
 
 
-def _use_device(hooks: Hooks, recorder: RecorderWriter) -> None:
+def _use_device(hooks: ModuleHooks, recorder: RecorderWriter) -> None:
     """Take every tensor for one on a device, with a reader that launches nothing."""
 
     pending = TensorStats(0, 0, PENDING, RowKind.MEASURED)
@@ -276,7 +276,7 @@ class AtOnce(LateDevice):
 _NOTHING = contextlib.nullcontext()
 
 
-def _use_buffer(hooks: Hooks, recorder: RecorderWriter, kernels: Kernels) -> None:
+def _use_buffer(hooks: ModuleHooks, recorder: RecorderWriter, kernels: Kernels) -> None:
     """Take every tensor for one on a device whose kernels do nothing."""
     hooks.rows.device_buffer = DeviceStatsBuffer(
         recorder,
@@ -288,7 +288,7 @@ def _use_buffer(hooks: Hooks, recorder: RecorderWriter, kernels: Kernels) -> Non
     _use_device_writer(hooks)
 
 
-def _use_device_writer(hooks: Hooks) -> None:
+def _use_device_writer(hooks: ModuleHooks) -> None:
     """A native writer that reads nothing itself."""
     real = native_writer.late_device
     native_writer.late_device = lambda: LateDevice(0)

@@ -38,7 +38,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.hooks.forward import Hooks
+from gpuwatch.worker.hooks.forward import ModuleHooks
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -174,7 +174,7 @@ class Gpuwatch:
     def __init__(self, folder: Path, watch: tuple[str, ...]) -> None:
         path = folder / f"{'-'.join(watch)}.recorder"
         recorder = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0)
-        self._hooks = Hooks(recorder, WorkerSettings("", watch=watch), 0)
+        self._hooks = ModuleHooks(recorder, WorkerSettings("", watch=watch), 0)
 
         self._path = path
 

@@ -19,31 +19,31 @@ from gpuwatch.core.events import (
     Definition,
     ModuleDef,
     RootDef,
+    RunPosition,
     ScriptExit,
     ShapeDef,
     SlotDef,
-    Where,
     WorkerExit,
 )
 from gpuwatch.core.frames import Phase, RowKind
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder import page_tables as tables
-from gpuwatch.core.values import DTYPE_CODES, Encoding, NonFinite
+from gpuwatch.core.values import DTYPE_CODES, NonFinite, ValueEncoding
 from gpuwatch.core.wire.columns import pack
 from gpuwatch.core.wire.messages import (
     AgentBody,
-    Beat,
-    Definitions,
     EventMessage,
-    History,
     HotModule,
+    NameDefinitions,
+    NodeBeat,
     PageMessage,
+    PageSegment,
+    RankHistoryMessage,
     RankState,
-    Segment,
-    Want,
+    WantedBatch,
 )
 
-FLOAT32 = Encoding.FLOAT32 << 8
+FLOAT32 = ValueEncoding.FLOAT32 << 8
 VARIANTS = 8
 """Pages with other numbers, which the ranks take in turn."""
 _DEFINITIONS_AT_ONCE = 700
@@ -76,15 +76,17 @@ class Model:
             segments = [_with_seq(segment, seq) for segment in segments]
         return PageMessage(rank, 0, number, 0, number, number, True, segments)
 
-    def history(self, rank: int, last: int) -> History:
+    def history(self, rank: int, last: int) -> RankHistoryMessage:
         """What the agent remembers of a rank: abs max of each output in the 64 batches up to the last."""
         batches = list(range(max(0, last - 63), last + 1))
         numbers = numpy.random.default_rng(rank).random((len(batches), self.num_frames), numpy.float32)
         codes = (numbers.view(numpy.uint32) >> 16).astype(numpy.uint16)
         slots = [3 * number + 2 for number in range(self.num_frames)]
-        return History(rank, 0, 0, batches, batches, slots, bytes([DTYPE_CODES["float32"]]) * len(slots), pack(codes))
+        return RankHistoryMessage(
+            rank, 0, 0, batches, batches, slots, bytes([DTYPE_CODES["float32"]]) * len(slots), pack(codes)
+        )
 
-    def _segments(self, numbers: random.Random, bad: int) -> list[Segment]:
+    def _segments(self, numbers: random.Random, bad: int) -> list[PageSegment]:
         """`bad` is the frame whose output, and all that comes after it, is inf."""
         value = 0
         rows: list[bytes] = []
@@ -115,14 +117,14 @@ class Model:
         return layout.VALUE.pack(bits >> 1, bits, FLOAT32)
 
 
-def _with_seq(segment: Segment, seq: int) -> Segment:
+def _with_seq(segment: PageSegment, seq: int) -> PageSegment:
     """Its frames after so many collectives."""
     frames = numpy.frombuffer(bytearray(segment.frames), tables.FRAMES)
     frames["seq"] = seq
     return msgspec.structs.replace(segment, frames=frames.tobytes())
 
 
-def _cut(frames: list[bytes], rows: list[bytes], values: list[bytes]) -> Iterator[Segment]:
+def _cut(frames: list[bytes], rows: list[bytes], values: list[bytes]) -> Iterator[PageSegment]:
     """Segments as a recorder would cut them: none of the three tables over its size."""
     at = value_at = index = 0
     each = min(layout.FRAMES_PER_SEGMENT, layout.ROWS_PER_SEGMENT // 3, layout.VALUES_PER_SEGMENT // 2)
@@ -134,7 +136,7 @@ def _cut(frames: list[bytes], rows: list[bytes], values: list[bytes]) -> Iterato
             fields[6] = 3 * count
             shifted.append(layout.FRAME.pack(*fields))
         until = len(values) if at + each >= len(frames) else 1 + 2 * (at + len(some))
-        yield Segment(
+        yield PageSegment(
             index,
             at,
             value_at,
@@ -165,7 +167,7 @@ class SimulatedRank:
         self._due: list[AgentBody] = []
         entries = model.definitions
         for at in range(0, len(entries), _DEFINITIONS_AT_ONCE):
-            self._due.append(Definitions(rank, 0, entries[at : at + _DEFINITIONS_AT_ONCE]))
+            self._due.append(NameDefinitions(rank, 0, entries[at : at + _DEFINITIONS_AT_ONCE]))
 
     def poll(self, now: float) -> list[AgentBody]:
         """What is new."""
@@ -193,7 +195,7 @@ class SimulatedRank:
         number = self.pages
         self.events += 1
         self._look_back(number, _EARLIER)
-        where = Where(self.rank, 0, number, number, "Net", number, seq, time.time_ns())
+        where = RunPosition(self.rank, 0, number, number, "Net", number, seq, time.time_ns())
         module = self._model.definitions[3 + self._model.bad_frame]
         assert isinstance(module, ModuleDef)
         index = self._model.bad_frame - 1
@@ -204,7 +206,7 @@ class SimulatedRank:
         self.pages += 1
         return where.time_ns
 
-    def want(self, want: Want, now: float) -> None:
+    def want(self, want: WantedBatch, now: float) -> None:
         """It sends the page that was asked for, and its history when it has ended."""
         self._asked = True
         self._look_back(want.batch)
@@ -241,13 +243,13 @@ class SimulatedRank:
         """Its last messages."""
         self.ended = True
         batch = self.pages - 1
-        where = Where(self.rank, 0, batch, batch, "Net", batch, batch, time.time_ns())
+        where = RunPosition(self.rank, 0, batch, batch, "Net", batch, batch, time.time_ns())
         exit_ = WorkerExit(where, 0, "itself", "finished")
         return [
             *self.poll(now),
             *([self._model.history(self.rank, batch)] if self._asked else []),
             EventMessage(ScriptExit(where, 0)),
-            Beat([self.state(final=True)], {}),
+            NodeBeat([self.state(final=True)], {}),
             EventMessage(exit_),
         ]
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gpuwatch.core.events import Fault
+from gpuwatch.core.events import OwnFault
 from gpuwatch.core.frames import Page
-from gpuwatch.core.recorder.layout import Field
-from gpuwatch.core.recorder.pages import Names, decode_page
+from gpuwatch.core.recorder.layout import HeadField
+from gpuwatch.core.recorder.pages import NameTable, decode_page
 from gpuwatch.core.recorder.reader import RecorderReader
 
 V = TypeVar("V")
@@ -53,12 +53,12 @@ def recorded(path: Path) -> tuple[int, Page | None, list[str]]:
     """(number of pages, the last page, faults of gpuwatch) in a recorder."""
     reader = RecorderReader(path)
     try:
-        names = Names()
+        names = NameTable()
         definitions, events = reader.new_entries()
         names.add(definitions)
-        pages = reader[Field.PAGE] + 1
+        pages = reader[HeadField.PAGE] + 1
         message = reader.page(pages - 1)
     finally:
         reader.close()
-    faults = [f"{event.part}: {event.message}" for event in events if isinstance(event, Fault)]
+    faults = [f"{event.part}: {event.message}" for event in events if isinstance(event, OwnFault)]
     return pages, decode_page(message, names) if message is not None else None, faults

@@ -20,6 +20,6 @@ def command(arguments: tuple[str, ...]) -> int:
         from .submit import submit
 
         return submit([argument for argument in arguments if argument != "--slurm"], "check")
-    from ..launcher.launch import check
+    from ..launcher.launch_job import check
 
     return check(list(arguments))

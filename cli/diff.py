@@ -15,20 +15,20 @@ from .completion import complete_runs
 from .report import find_run
 
 
-class _Two(NamedTuple):
+class _SideNumbers(NamedTuple):
     """A number for each side; None is not said."""
 
     a: int | None = None
     b: int | None = None
 
 
-def _two(ctx: click.Context, param: click.Parameter, value: str | None) -> _Two:
+def _two(ctx: click.Context, param: click.Parameter, value: str | None) -> _SideNumbers:
     if value is None:
-        return _Two()
+        return _SideNumbers()
     if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})?", value):
         raise UsageError(f"{param.opts[0]}: expected one number, or one for each side as 0,1, found {value!r}")
     numbers = [int(number) for number in value.split(",")]
-    return _Two(numbers[0], numbers[-1])
+    return _SideNumbers(numbers[0], numbers[-1])
 
 
 @click.command(name="diff")
@@ -48,7 +48,13 @@ def _two(ctx: click.Context, param: click.Parameter, value: str | None) -> _Two:
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What to print."
 )
 def command(
-    runs: tuple[str, ...], runs_dir: str, ranks: _Two, batches: _Two, factor: float, every_row: bool, form: str
+    runs: tuple[str, ...],
+    runs_dir: str,
+    ranks: _SideNumbers,
+    batches: _SideNumbers,
+    factor: float,
+    every_row: bool,
+    form: str,
 ) -> int:
     """Tell where the numbers of two runs first differ, in the order of the calls.
 
@@ -60,10 +66,10 @@ def command(
     """
     import msgspec
 
-    from ..collector.assemble.diff import Wish, choose, difference
+    from ..collector.assemble.batch_diff import SideRequest, choose, difference
     from ..collector.assemble.diff_text import render_difference
     from ..collector.finish import fold_store
-    from ..collector.runs import RunPaths
+    from ..collector.run_list import RunPaths
     from ..collector.store import RunStore
 
     alike = ranks.a == ranks.b and batches.a == batches.b
@@ -79,8 +85,8 @@ def command(
     stores = [RunStore(RunPaths(folder).store) for folder in folders]
     try:
         facts = [fold_store(store).facts([]) for store in stores]
-        a = Wish(folders[0].name, facts[0], ranks.a, batches.a)
-        b = Wish(folders[-1].name, facts[-1], ranks.b, batches.b)
+        a = SideRequest(folders[0].name, facts[0], ranks.a, batches.a)
+        b = SideRequest(folders[-1].name, facts[-1], ranks.b, batches.b)
         chosen = choose(a, b)
     finally:
         for store in stores:

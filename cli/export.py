@@ -47,9 +47,9 @@ def command(
 
     Without RUN: the latest one. What the columns mean is in docs/export.md.
     """
-    from ..collector.assemble.export import TABLES, export_rows, write_csv, write_jsonl
+    from ..collector.assemble.frame_export import TABLES, export_rows, write_csv, write_jsonl
     from ..collector.finish import fold_store
-    from ..collector.runs import RunPaths
+    from ..collector.run_list import RunPaths
     from ..collector.store import RunStore
 
     if form in _NEEDS:
@@ -68,12 +68,12 @@ def command(
             raise UsageError(f"--rank: expected one of the ranks of this run ({known[0]} to {known[-1]}), found {rank}")
         rows = export_rows(facts, path.name, tables or TABLES, rank)
         if form == "parquet":
-            from ..collector.assemble.export import write_parquet
+            from ..collector.assemble.frame_export import write_parquet
 
             assert output is not None
             write_parquet(rows, output)
         elif form == "tensorboard":
-            from ..collector.assemble.export import write_tensorboard
+            from ..collector.assemble.frame_export import write_tensorboard
 
             assert output is not None
             if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -16,6 +16,6 @@ def _parser() -> argparse.ArgumentParser:
 @handed_over("launch", _parser)
 def command(arguments: tuple[str, ...]) -> int:
     """Run a training script under torchrun's elastic agent."""
-    from ..launcher.launch import launch
+    from ..launcher.launch_job import launch
 
     return launch(list(arguments))

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..collector.runs import RunPaths
+from ..collector.run_list import RunPaths
 from ..core.errors import GpuwatchError, UsageError
 from ..core.wire.spool import SUFFIX
 from .completion import complete_runs
 
 if TYPE_CHECKING:
-    from ..collector.report.model import Report
+    from ..collector.report.model import RunReport
 
 
 @click.command(name="report")
@@ -107,7 +107,7 @@ def command(
     return 0
 
 
-def _made(found: list[Path], rank: int | None, *, merge: bool) -> Report:
+def _made(found: list[Path], rank: int | None, *, merge: bool) -> RunReport:
     """The report made again: of spool files and runs together, or of one run, in whose folder it is written."""
     from ..collector.finish import merged_report, report_from_store, write_page, write_report
 
@@ -121,13 +121,13 @@ def _made(found: list[Path], rank: int | None, *, merge: bool) -> Report:
     return report
 
 
-def _from_store(run: Path, rank: int | None, batch: int | None = None) -> Report:
+def _from_store(run: Path, rank: int | None, batch: int | None = None) -> RunReport:
     from ..collector.finish import report_from_store
 
     return report_from_store(RunPaths(run), rank, batch)
 
 
-def _of_batch(report: Report, batch: int, rank: int | None) -> Report:
+def _of_batch(report: RunReport, batch: int, rank: int | None) -> RunReport:
     if not any(each.frames for each in report.ranks if rank is None or each.rank == rank):
         whose = "" if rank is None else f" of rank {rank}"
         raise UsageError(
@@ -137,7 +137,7 @@ def _of_batch(report: Report, batch: int, rank: int | None) -> Report:
     return report
 
 
-def _only_modules(report: Report, pattern: str) -> Report:
+def _only_modules(report: RunReport, pattern: str) -> RunReport:
     from ..collector.report.side_by_side import only_modules
 
     found = only_modules(report, pattern)
@@ -150,7 +150,7 @@ def _only_modules(report: Report, pattern: str) -> Report:
     return found
 
 
-def _rendered(report: Report, form: str, rank: int | None, *, warnings: bool, color: bool) -> str:
+def _rendered(report: RunReport, form: str, rank: int | None, *, warnings: bool, color: bool) -> str:
     if form == "json":
         from ..collector.report.model import to_json
 
@@ -159,7 +159,7 @@ def _rendered(report: Report, form: str, rank: int | None, *, warnings: bool, co
         from ..collector.report.html.page import render_html
 
         return render_html(report)
-    from ..collector.report.text import render_text
+    from ..collector.report.text_report import render_text
 
     width = max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
     return render_text(report, width=width, color=color, rank=rank, warnings=warnings)
@@ -172,7 +172,7 @@ def _open(page: Path, rank: int | None) -> None:
         click.echo(f"gpuwatch: no browser could be started here; the page is {page}", err=True)
 
 
-def _is_in_store(report: Report, rank: int) -> bool:
+def _is_in_store(report: RunReport, rank: int) -> bool:
     """Whether the store holds frames of a rank that the report has left out."""
     entry = next(entry for entry in report.ranks if entry.rank == rank)
     return entry.traces_left_out > 0 or (entry.pages > 0 and not entry.frames)

@@ -16,6 +16,6 @@ def _parser() -> argparse.ArgumentParser:
 @handed_over("run", _parser)
 def command(arguments: tuple[str, ...]) -> int:
     """Run a command as it stands and watch what becomes a rank below it."""
-    from ..launcher.run import run
+    from ..launcher.run_job import run
 
     return run(list(arguments))

@@ -12,12 +12,19 @@ from typing import Literal
 
 import click
 
-from ..collector.runs import RunPaths
+from ..collector.run_list import RunPaths
 from ..core.errors import UsageError
 from ..core.recorder.run_folder import runs_of_job
 from ..slurm.batch_script import RUNS_DIR, BatchScript, render
-from ..slurm.sbatch import JobTask, Slurm
-from ..slurm.submit import Follower, LaunchOptions, Submission, batch_script, command_line_options, take_apart
+from ..slurm.sbatch import JobTask, LocalSlurm
+from ..slurm.submission import (
+    JobFollower,
+    LaunchOptions,
+    SbatchCommand,
+    batch_script,
+    command_line_options,
+    take_apart,
+)
 
 Verb = Literal["launch", "check"]
 _REPORT_WAIT_S = 30
@@ -73,7 +80,7 @@ def submit(arguments: list[str], verb: Verb) -> int:
     if submission.print_only:
         click.echo(script, nl=False)
         return 0
-    slurm, options = Slurm(), command_line_options(submission)
+    slurm, options = LocalSlurm(), command_line_options(submission)
     if "--test-only" in options:
         click.echo(slurm.test(script, options))
         return 0
@@ -86,7 +93,7 @@ def submit(arguments: list[str], verb: Verb) -> int:
     return _follow(slurm, job, submission, started) if submission.wait else 0
 
 
-def arguments_of(submission: Submission) -> list[str]:
+def arguments_of(submission: SbatchCommand) -> list[str]:
     """What the launch gets."""
     return [*submission.launch, *submission.script]
 
@@ -100,9 +107,9 @@ def options_of(parser: argparse.ArgumentParser) -> LaunchOptions:
     )
 
 
-def _check(parser: argparse.ArgumentParser, submission: Submission, verb: Verb) -> None:
+def _check(parser: argparse.ArgumentParser, submission: SbatchCommand, verb: Verb) -> None:
     """What would only be found wrong once the job runs, hours later."""
-    from ..launcher.launch import expect_script
+    from ..launcher.launch_job import expect_script
     from ..launcher.options import check_together
 
     if verb == "launch" and not submission.script:
@@ -114,7 +121,7 @@ def _check(parser: argparse.ArgumentParser, submission: Submission, verb: Verb) 
             expect_script(args)
 
 
-def _program(submission: Submission) -> tuple[str, ...]:
+def _program(submission: SbatchCommand) -> tuple[str, ...]:
     """This installation: the nodes see the same file system, and maybe not the same PATH."""
     if submission.program is not None:
         try:
@@ -128,7 +135,7 @@ def _program(submission: Submission) -> tuple[str, ...]:
     return (str(beside),) if os.access(beside, os.X_OK) else (sys.executable, "-m", "gpuwatch.cli.main")
 
 
-def _bad_nodes(run: str, submission: Submission) -> list[str]:
+def _bad_nodes(run: str, submission: SbatchCommand) -> list[str]:
     from ..collector.report_file import read_report
     from .report import find_run
 
@@ -140,16 +147,16 @@ def _bad_nodes(run: str, submission: Submission) -> list[str]:
     return nodes
 
 
-def _follow(slurm: Slurm, job: str, submission: Submission, started: str) -> int:
+def _follow(slurm: LocalSlurm, job: str, submission: SbatchCommand, started: str) -> int:
     try:
-        tasks = Follower(slurm, _say, time.sleep).follow(job)
+        tasks = JobFollower(slurm, _say, time.sleep).follow(job)
         return max((_conclude(task, submission, started) for task in tasks), default=1)
     except KeyboardInterrupt:
         _say(f"job {job} goes on; to end it: scancel {job}")
         return 130
 
 
-def _conclude(task: JobTask, submission: Submission, started: str) -> int:
+def _conclude(task: JobTask, submission: SbatchCommand, started: str) -> int:
     """Print the report of a job that is over; its exit code is SLURM's, or the run's where SLURM has ended the job."""
     paths = _run_of(task, Path(submission.runs_dir or RUNS_DIR), started)
     if paths is None:

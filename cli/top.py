@@ -14,7 +14,7 @@ from .completion import complete_runs
 from .report import find_run
 
 if TYPE_CHECKING:
-    from ..collector.live.top_link import Link
+    from ..collector.live.top_link import ViewSubscriber
 
 _PATIENCE_S = 15.0
 _MORE, _MORE_S = 3, 1.5
@@ -31,10 +31,10 @@ def command(run: str | None, runs_dir: str, once: bool) -> int:
 
     Without RUN: the latest one. It only looks: the job is not told of it, and does not wait for it. q ends it.
     """
-    from ..collector.live.top_link import Link
+    from ..collector.live.top_link import ViewSubscriber
 
     path = find_run(run, Path(runs_dir))
-    link = Link(path)
+    link = ViewSubscriber(path)
     try:
         if not link.is_shown:
             raise UsageError(
@@ -48,13 +48,13 @@ def command(run: str | None, runs_dir: str, once: bool) -> int:
         link.close()
 
 
-def _print_once(link: Link, run: str) -> int:
-    from ..collector.live.top_model import Model, plain
+def _print_once(link: ViewSubscriber, run: str) -> int:
+    from ..collector.live.top_model import TopModel, plain
 
     view = link.newest(_PATIENCE_S)
     if view is None:
         raise GpuwatchError(f"the collector of {run} shows nothing for {_PATIENCE_S:.0f} s; is its host in reach?")
-    model = Model()
+    model = TopModel()
     model.see(view)
     for _ in range(_MORE):
         view = link.newest(_MORE_S)
@@ -67,7 +67,7 @@ def _print_once(link: Link, run: str) -> int:
     return 0
 
 
-def _watch(link: Link, run: str) -> int:
+def _watch(link: ViewSubscriber, run: str) -> int:
     from importlib.util import find_spec
 
     if find_spec("textual") is None:
@@ -75,8 +75,8 @@ def _watch(link: Link, run: str) -> int:
             "expected textual, which draws the screen, found it not installed; install it with: pip install "
             '"gpuwatch-cluster[top]", or print one picture: gpuwatch top --once'
         )
-    from ..collector.live.top_app import Top
+    from ..collector.live.top_app import TopApp
 
     for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal
         os.environ.pop(name, None)
-    return Top(lambda: link.newest(0), lambda: not link.is_shown, run).run() or 0
+    return TopApp(lambda: link.newest(0), lambda: not link.is_shown, run).run() or 0

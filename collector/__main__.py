@@ -15,11 +15,11 @@ from pathlib import Path
 import zmq
 
 from ..core.errors import ExitCode, GpuwatchError, UsageError
-from ..core.wire.pipe import Bound, CannotBind, CollectorConfig, Notice, read_config, write_line
+from ..core.wire.pipe import CannotBind, CollectorBound, CollectorConfig, UserNotice, read_config, write_line
 from .finish import fold_store, open_store
 from .protocol import RunProtocol
-from .runs import RunPaths, new_run
-from .server import ReportFailed, Server
+from .run_list import RunPaths, new_run
+from .server import CollectorServer, ReportFailed
 from .store import RunStore
 
 _SHORT = frozenset(
@@ -68,7 +68,7 @@ def main() -> int:
         server.close()
         return int(ExitCode.USAGE)
     url = server.metrics.url if server.metrics is not None else ""
-    if not write_line(sys.stdout.buffer, Bound(server.address, str(paths.folder), url)):
+    if not write_line(sys.stdout.buffer, CollectorBound(server.address, str(paths.folder), url)):
         store.close()
         server.close()
         return int(ExitCode.UNKNOWN)  # the launch waits for this word, and starts another one
@@ -84,10 +84,10 @@ def _refuse(why: CannotBind) -> None:
 
 def _tell(sentence: str) -> None:
     """Something that the user should know now."""
-    write_line(sys.stdout.buffer, Notice(sentence))
+    write_line(sys.stdout.buffer, UserNotice(sentence))
 
 
-def listen(config: CollectorConfig) -> Server:
+def listen(config: CollectorConfig) -> CollectorServer:
     """Bind. Raises zmq.ZMQError when the address cannot be had.
 
     If two nodes on one host start their collectors at once, Linux can refuse both. So a refusal counts only after
@@ -97,15 +97,15 @@ def listen(config: CollectorConfig) -> Server:
     keys = config.public_key, config.private_key, config.agent_public_key, *viewer
     for pause_s in (0.05, 0.1, 0.2, 0.4):
         try:
-            return Server(config.bind, *keys)
+            return CollectorServer(config.bind, *keys)
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE:
                 raise
             time.sleep(random.uniform(0.2, 1) * pause_s)
-    return Server(config.bind, *keys)
+    return CollectorServer(config.bind, *keys)
 
 
-def serve(server: Server, paths: RunPaths, store: RunStore, config: CollectorConfig) -> None:
+def serve(server: CollectorServer, paths: RunPaths, store: RunStore, config: CollectorConfig) -> None:
     """Run to the end with the launch's pipe as stdin."""
     run_protocol = RunProtocol(paths.run_id, str(paths.folder), config.rdzv_id, on_hang=config.on_hang)
     run_protocol.restore(store.messages(), 0.0)

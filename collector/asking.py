@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..core.events import RankLook, Stalled, WorkerExit
+from ..core.events import RankLook, RankStall, WorkerExit
 from ..core.settings import OnHang
 from .decide.hang_finding import find_hang
 from .decide.hang_model import HangFinding
-from .decide.hang_verdict import Ending, ending_of
+from .decide.hang_verdict import HangAction, ending_of
 
 ANSWER_S = 8.0
 """So long is waited for the ranks that have not told yet."""
@@ -33,7 +33,7 @@ class AskedAll:
     _looks: dict[int, RankLook] = field(default_factory=dict)
     _ended: dict[tuple[int, int], WorkerExit] = field(default_factory=dict)
 
-    def hear(self, event: Stalled | RankLook | WorkerExit, now: float) -> int | None:
+    def hear(self, event: RankStall | RankLook | WorkerExit, now: float) -> int | None:
         """Take an event. Returns the number under which all ranks are to be asked now; None for most."""
         if isinstance(event, WorkerExit):
             self._ended[event.where.attempt, event.where.rank] = event
@@ -52,7 +52,7 @@ class AskedAll:
         """What was asked before was concluded, or is asked again when a rank stalls again."""
         self._open, self._looks = False, {}
 
-    def conclude(self, world_size: int, now: float, on_hang: OnHang) -> tuple[HangFinding, Ending] | None:
+    def conclude(self, world_size: int, now: float, on_hang: OnHang) -> tuple[HangFinding, HangAction] | None:
         """What all of them together show, and what follows, once.
 
         None while some may still tell, and where it is no hang.
@@ -73,6 +73,6 @@ class AskedAll:
         return found, ending_of(found, looks, on_hang, self._limit_s)
 
 
-def text_of(found: HangFinding, ending: Ending) -> str:
+def text_of(found: HangFinding, ending: HangAction) -> str:
     """For the terminal, while the job stands still."""
     return f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"

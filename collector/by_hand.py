@@ -14,10 +14,10 @@ from ..core.errors import GpuwatchError, UsageError
 from ..core.wire.keys import derive_keys
 from .finish import open_store
 from .protocol import RunProtocol
-from .report.text import render_text
+from .report.text_report import render_text
 from .report_file import exit_code
-from .runs import new_run
-from .server import Server
+from .run_list import new_run
+from .server import CollectorServer
 
 
 def collect(
@@ -29,7 +29,7 @@ def collect(
     """
     keys = derive_keys(secret, rdzv_id)
     try:
-        server = Server(
+        server = CollectorServer(
             bind,
             keys.collector.public.decode(),
             keys.collector.private.decode(),

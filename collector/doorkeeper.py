@@ -6,11 +6,11 @@ import time
 
 import zmq
 
+from ..core.tell import tell
 from .assemble.timeline import utc
-from .log import log
 
 
-class Doorkeeper:
+class CurveAccess:
     """ZAP callback: agents come in and speak, viewers come in, strangers do not. Who is turned away is counted.
 
     One thread of ZeroMQ's calls `callback`, the collector's own all else.
@@ -50,4 +50,4 @@ class Doorkeeper:
 def _log(what: str, times: int) -> None:
     """Each 1st, 2nd, 4th ... time: one who knocks for ever fills no disk."""
     if times & (times - 1) == 0:
-        log(f"{utc(time.time())} {what}, {times} so far")
+        tell(f"{utc(time.time())} {what}, {times} so far")

@@ -15,17 +15,17 @@ import msgspec
 from ..core.wire.spool import agent_of, read_spool
 from .assemble.build import build_report
 from .assemble.timeline import utc
-from .facts.fold import Fold, fold
-from .report.model import EarlierLife, Report, to_json
-from .report.text import render_text
+from .facts.fold import FactFold, fold
+from .report.model import EarlierLife, RunReport, to_json
+from .report.text_report import render_text
 from .report_file import earlier_lives, exit_code
-from .runs import RunPaths
+from .run_list import RunPaths
 from .store import RunStore, Stored
 
 T = TypeVar("T")
 
 
-def report_from_store(paths: RunPaths, rank: int | None = None, batch: int | None = None) -> Report:
+def report_from_store(paths: RunPaths, rank: int | None = None, batch: int | None = None) -> RunReport:
     """Make the report again; `rank` is one whose frames are asked for, `batch` one that they are to be of.
 
     Raises GpuwatchError when there is no store to make it from.
@@ -37,17 +37,17 @@ def report_from_store(paths: RunPaths, rank: int | None = None, batch: int | Non
         store.close()
 
 
-def fold_store(store: RunStore) -> Fold:
+def fold_store(store: RunStore) -> FactFold:
     """All that a store holds; its pages stay there."""
-    folded = Fold(store.page, store.history)
+    folded = FactFold(store.page, store.history)
     for agent, n, body in store.messages():
         folded.add(agent, n, body)
     return folded
 
 
 def build(
-    store: RunStore, run_id: str, folded: Fold | None = None, rank: int | None = None, batch: int | None = None
-) -> Report:
+    store: RunStore, run_id: str, folded: FactFold | None = None, rank: int | None = None, batch: int | None = None
+) -> RunReport:
     """The report of an open store; `folded` holds what is in it, if that is in memory already.
 
     `rank` is one whose frames are asked for, `batch` one that they are to be of.
@@ -76,7 +76,7 @@ def stored_fact(store: RunStore, key: str, kind: type[T], default: T) -> T:
         return default
 
 
-def merged_report(paths: Sequence[Path], rank: int | None = None) -> Report:
+def merged_report(paths: Sequence[Path], rank: int | None = None) -> RunReport:
     """One report of spool files, of what their agents could not deliver, and of runs' folders. Raises GpuwatchError."""
     messages: list[Stored] = []
     folders = [path for path in paths if path.is_dir()]
@@ -95,7 +95,7 @@ def merged_report(paths: Sequence[Path], rank: int | None = None) -> Report:
     return build_report(fold(messages), run_id=run_id, started=None, ended=None, rank=rank)
 
 
-def write_report(paths: RunPaths, report: Report) -> str | None:
+def write_report(paths: RunPaths, report: RunReport) -> str | None:
     """Write report.json, report.txt, exit-code, each whole or not at all. Returns what went wrong, if something did."""
     try:
         for path, data in (
@@ -109,7 +109,7 @@ def write_report(paths: RunPaths, report: Report) -> str | None:
     return None
 
 
-def write_page(paths: RunPaths, report: Report) -> str | None:
+def write_page(paths: RunPaths, report: RunReport) -> str | None:
     """Write report.html. Returns what went wrong, if something did; the other files are not touched by that."""
     try:
         from .report.html.page import render_html  # jinja2 is imported when a page is made, and only then
@@ -127,7 +127,7 @@ def write_whole(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
-def write_where_there_is_room(paths: RunPaths, store: RunStore, report: Report) -> tuple[RunPaths, str | None]:
+def write_where_there_is_room(paths: RunPaths, store: RunStore, report: RunReport) -> tuple[RunPaths, str | None]:
     """`write_report` in the run's folder, else beside the store, else in a new temporary folder. Returns where."""
     trouble = write_report(paths, report)
     if trouble and store.path.parent != paths.folder:

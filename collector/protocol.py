@@ -12,24 +12,24 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ..core.events import Anomaly, PreflightResult, RankLook, Stalled, WorkerExit, split_label
+from ..core.events import Anomaly, PreflightResult, RankLook, RankStall, WorkerExit, split_label
 from ..core.settings import OnHang
 from ..core.wire.messages import (
     SCHEMA,
-    Ack,
     AgentBody,
+    AgentHello,
+    AgentLeaving,
     AgentMessage,
-    Beat,
-    Bye,
+    AgentRefused,
     CollectorMessage,
     EventMessage,
-    Hello,
-    Leaving,
     LookAtRanks,
-    Refused,
-    Stop,
-    Want,
-    Welcome,
+    MessageAck,
+    NodeBeat,
+    NodeBye,
+    RunWelcome,
+    StopRanks,
+    WantedBatch,
     life_of,
     node_of,
     ranks_of,
@@ -46,7 +46,7 @@ _MAX_CLAIMS = 1 << 20
 
 
 @dataclass
-class Claims:
+class RankOwnership:
     """By (attempt, rank): the node that it is on."""
 
     _node_of_rank: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -100,7 +100,7 @@ NOBODY_S = 10.0
 
 
 @dataclass(frozen=True)
-class Send:
+class SendMessage:
     """Send a message to an agent."""
 
     agent: str
@@ -108,7 +108,7 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Keep:
+class StoreMessage:
     """Put the message into the store; it is acknowledged once it is durable there (`committed`)."""
 
     agent: str
@@ -124,28 +124,28 @@ class LookAhead:
 
 
 @dataclass(frozen=True)
-class Finish:
+class FinishRun:
     """Everybody is done: decide, and write the report."""
 
 
 @dataclass(frozen=True)
-class Tell:
+class NotifyUser:
     """Tell the user something now."""
 
     text: str
 
 
-Action = Send | Keep | LookAhead | Finish | Tell
+Action = SendMessage | StoreMessage | LookAhead | FinishRun | NotifyUser
 
 
 @dataclass
-class _Node:
-    hello: Hello
+class _NodeState:
+    hello: AgentHello
     heard: float
     received: int = 0
     stored: int = 0
     """The number up to which everything is durable: what is acknowledged."""
-    bye: Bye | None = None
+    bye: NodeBye | None = None
     bye_at: float = 0.0
     lost: bool = False
     stopped: bool = False
@@ -166,10 +166,10 @@ class RunProtocol:
     run_id: str
     run_dir: str
     rdzv_id: str
-    nodes: dict[str, _Node] = field(default_factory=dict)
+    nodes: dict[str, _NodeState] = field(default_factory=dict)
     expected_nodes: int = 1
     """A collector started by hand is told; else the first hello says."""
-    claims: Claims = field(default_factory=Claims)
+    claims: RankOwnership = field(default_factory=RankOwnership)
     disbelieved: int = 0
     """Messages about ranks of other nodes."""
     strangers: int = 0
@@ -179,7 +179,7 @@ class RunProtocol:
     """Hellos that were heard before, with other contents or of an agent that another has replaced."""
     by_hand: bool = False
     """No launch started this collector, so none can tell it that the job is over."""
-    _wanted: dict[tuple[int, str, int], list[Want]] = field(default_factory=dict)
+    _wanted: dict[tuple[int, str, int], list[WantedBatch]] = field(default_factory=dict)
     _asking: AskedAll = field(default_factory=AskedAll)
     _over_since: float | None = None
     _launch_gone_at: float | None = None
@@ -191,13 +191,13 @@ class RunProtocol:
     def hear(self, agent: str, message: AgentMessage, now: float) -> list[Action]:
         """One message of an agent."""
         node = self.nodes.get(agent)
-        if isinstance(message.body, Hello) and node is None:
+        if isinstance(message.body, AgentHello) and node is None:
             return self._greet(agent, message, message.body, now)
         if node is None:  # its hello was lost on the way, or with the store of a collector before this one
-            return [Send(agent, Ack(0, resend=True))]
+            return [SendMessage(agent, MessageAck(0, resend=True))]
         node.heard = now
         node.lost = False
-        replayed = isinstance(message.body, Hello) and replace(message.body, run=node.hello.run) != node.hello
+        replayed = isinstance(message.body, AgentHello) and replace(message.body, run=node.hello.run) != node.hello
         believed = not replayed and self.claims.may_say(node_of(agent), node.hello.nproc, message.body)
         if replayed:
             self.replays += 1
@@ -206,23 +206,23 @@ class RunProtocol:
         actions: list[Action] = []
         if node.restored:
             node.restored = False
-            actions += [Send(agent, want) for wants in self._wanted.values() for want in wants]
+            actions += [SendMessage(agent, want) for wants in self._wanted.values() for want in wants]
         if message.n == 0:
-            echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
-            kept = [Keep(agent, message)] if believed and not isinstance(message.body, Leaving) else []
+            echo = message.body.sent_ns if isinstance(message.body, NodeBeat) else 0
+            kept = [StoreMessage(agent, message)] if believed and not isinstance(message.body, AgentLeaving) else []
             received = node.received if echo else -1
-            return [*actions, *kept, Send(agent, Ack(node.stored, echo_ns=echo, received=received))]
+            return [*actions, *kept, SendMessage(agent, MessageAck(node.stored, echo_ns=echo, received=received))]
         if message.n <= node.received:
-            if isinstance(message.body, Hello):  # it has not heard the welcome
-                actions.append(Send(agent, Welcome(self.run_id, self.run_dir, node.stored)))
-            return [*actions, Send(agent, Ack(node.stored))]
+            if isinstance(message.body, AgentHello):  # it has not heard the welcome
+                actions.append(SendMessage(agent, RunWelcome(self.run_id, self.run_dir, node.stored)))
+            return [*actions, SendMessage(agent, MessageAck(node.stored))]
         if message.after > node.received:
             ahead = self._look_ahead(agent, message, now) if believed else []
-            return [*actions, *ahead, Send(agent, Ack(node.stored, resend=True))]
+            return [*actions, *ahead, SendMessage(agent, MessageAck(node.stored, resend=True))]
         node.received = message.n
-        if not believed or isinstance(message.body, Hello):  # what it said hello with stands
+        if not believed or isinstance(message.body, AgentHello):  # what it said hello with stands
             return actions
-        return [*actions, Keep(agent, message), *self._react(node, message.body, now)]
+        return [*actions, StoreMessage(agent, message), *self._react(node, message.body, now)]
 
     def _look_ahead(self, agent: str, message: AgentMessage, now: float) -> list[Action]:
         """The verdict over an overflow does not wait until pages that were lost with a connection are sent again."""
@@ -237,40 +237,40 @@ class RunProtocol:
         speaking = sum(not node.gone for node in self.nodes.values())
         return min(MOST_CREDIT, ON_THE_WAY_BYTES // max(1, speaking))
 
-    def answer_while_finishing(self, agent: str, message: AgentMessage) -> Ack:
+    def answer_while_finishing(self, agent: str, message: AgentMessage) -> MessageAck:
         """To a beat, while the report is made: somebody is at work here."""
         node = self.nodes.get(agent)
-        echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
-        return Ack(node.stored if node is not None else 0, echo_ns=echo)
+        echo = message.body.sent_ns if isinstance(message.body, NodeBeat) else 0
+        return MessageAck(node.stored if node is not None else 0, echo_ns=echo)
 
     @property
     def received(self) -> dict[str, int]:
         """agent -> the number up to which everything of it was heard"""
         return {agent: node.received for agent, node in self.nodes.items()}
 
-    def committed(self, numbers: Mapping[str, int]) -> list[Send]:
+    def committed(self, numbers: Mapping[str, int]) -> list[SendMessage]:
         """All that was kept up to these numbers is durable now: acknowledge it."""
         found = []
         for agent, number in numbers.items():
             node = self.nodes[agent]
             if node.stored < number:
                 node.stored = number
-                found.append(Send(agent, Ack(node.stored)))
+                found.append(SendMessage(agent, MessageAck(node.stored)))
         return found
 
-    def taken(self, agents: Iterable[str]) -> list[Send]:
+    def taken(self, agents: Iterable[str]) -> list[SendMessage]:
         """What these agents have sent was taken from the socket, stored or not: the credit for it is free again."""
         nodes = ((agent, self.nodes[agent]) for agent in agents if agent in self.nodes)
-        return [Send(agent, Ack(node.stored, received=node.received)) for agent, node in nodes]
+        return [SendMessage(agent, MessageAck(node.stored, received=node.received)) for agent, node in nodes]
 
-    def tell_again(self) -> list[Send]:
+    def tell_again(self) -> list[SendMessage]:
         """What every agent that speaks has had acknowledged last: what else an acknowledgement says has changed."""
-        return [Send(agent, Ack(node.stored)) for agent, node in self.nodes.items() if not node.gone]
+        return [SendMessage(agent, MessageAck(node.stored)) for agent, node in self.nodes.items() if not node.gone]
 
     def restore(self, stored: Iterable[tuple[str, int, AgentBody]], now: float) -> None:
         """Go on where a collector was that had ended: what is in its store has been heard and acknowledged."""
         for agent, n, body in stored:
-            if isinstance(body, Hello) and agent not in self.nodes:
+            if isinstance(body, AgentHello) and agent not in self.nodes:
                 self._enter(agent, body, now)
             node = self.nodes.get(agent)
             if node is not None:
@@ -281,15 +281,15 @@ class RunProtocol:
                 self._react(node, body, now)
         self._asking.forget()
 
-    def _greet(self, agent: str, message: AgentMessage, hello: Hello, now: float) -> list[Action]:
+    def _greet(self, agent: str, message: AgentMessage, hello: AgentHello, now: float) -> list[Action]:
         reason = self._why_not(agent, hello)
         if reason:
             self.strangers += 1
-            return [Send(agent, Refused(reason))]
+            return [SendMessage(agent, AgentRefused(reason))]
         self._enter(agent, hello, now).received = message.n
-        return [Keep(agent, message), Send(agent, Welcome(self.run_id, self.run_dir))]
+        return [StoreMessage(agent, message), SendMessage(agent, RunWelcome(self.run_id, self.run_dir))]
 
-    def _why_not(self, agent: str, hello: Hello) -> str:
+    def _why_not(self, agent: str, hello: AgentHello) -> str:
         """Why this agent is not one of this job; "" if it is."""
         if hello.rdzv_id != self.rdzv_id:
             return f"this is the collector of rendezvous {self.rdzv_id!r}, not {hello.rdzv_id!r}"
@@ -318,17 +318,17 @@ class RunProtocol:
         """As the first node said."""
         return next(iter(self.nodes.values())).hello.max_nodes
 
-    def _enter(self, agent: str, hello: Hello, now: float) -> _Node:
+    def _enter(self, agent: str, hello: AgentHello, now: float) -> _NodeState:
         for other, node in self.nodes.items():
             if node_of(other) == node_of(agent):
                 node.replaced = True
-        self.nodes[agent] = _Node(hello, now)
+        self.nodes[agent] = _NodeState(hello, now)
         return self.nodes[agent]
 
-    def _react(self, node: _Node, body: AgentBody, now: float) -> list[Action]:
+    def _react(self, node: _NodeState, body: AgentBody, now: float) -> list[Action]:
         if isinstance(body, EventMessage):
             return self._react_to_event(body, now)
-        if isinstance(body, Bye):
+        if isinstance(body, NodeBye):
             node.bye, node.bye_at = body, now
             fixed = node.hello.min_nodes == node.hello.max_nodes
             if body.outcome != "ok" and (fixed or node.hello.starts_all):
@@ -337,7 +337,7 @@ class RunProtocol:
 
     def _react_to_event(self, message: EventMessage, now: float) -> list[Action]:
         event = message.event
-        if isinstance(event, Stalled | RankLook | WorkerExit):
+        if isinstance(event, RankStall | RankLook | WorkerExit):
             number = self._asking.hear(event, now)
             return self._ask_where_they_stand(number) if number is not None else []
         if isinstance(event, PreflightResult) and event.stops:
@@ -351,12 +351,12 @@ class RunProtocol:
         if key in self._wanted:
             return []
         batches = [where.batch, where.batch - 1] if where.batch > 0 else [where.batch]  # the one before: its history
-        wants = [Want(where.attempt, *split_label(where.root), batch) for batch in batches]
+        wants = [WantedBatch(where.attempt, *split_label(where.root), batch) for batch in batches]
         self._wanted[key] = wants
-        return [Send(agent, want) for want in wants for agent, node in self.nodes.items() if not node.gone]
+        return [SendMessage(agent, want) for want in wants for agent, node in self.nodes.items() if not node.gone]
 
     def _ask_where_they_stand(self, number: int) -> list[Action]:
-        return [Send(agent, LookAtRanks(number)) for agent, node in self.nodes.items() if not node.gone]
+        return [SendMessage(agent, LookAtRanks(number)) for agent, node in self.nodes.items() if not node.gone]
 
     def _conclude_asking(self, now: float) -> list[Action]:
         """When all ranks have told where they stand, or had time enough to."""
@@ -365,9 +365,9 @@ class RunProtocol:
         if concluded is None:
             return []
         found, ending = concluded
-        told: list[Action] = [Tell(text_of(found, ending))]
-        stop = Stop("no rank moves any more", restart=True)
-        return told + [Send(agent, stop) for agent, node in self.nodes.items() if ending.now and not node.gone]
+        told: list[Action] = [NotifyUser(text_of(found, ending))]
+        stop = StopRanks("no rank moves any more", restart=True)
+        return told + [SendMessage(agent, stop) for agent, node in self.nodes.items() if ending.now and not node.gone]
 
     def _job_is_over(self, now: float) -> None:
         if self._over_since is None:
@@ -397,10 +397,10 @@ class RunProtocol:
             for agent, node in self.nodes.items():
                 if not node.gone and not node.stopped:
                     node.stopped = True
-                    actions.append(Send(agent, Stop(self._why())))
+                    actions.append(SendMessage(agent, StopRanks(self._why())))
         if self._may_finish(now):
             self._finished = True
-            actions.append(Finish())
+            actions.append(FinishRun())
         return actions
 
     def _why(self) -> str:

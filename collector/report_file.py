@@ -10,14 +10,14 @@ from ..core.errors import EXIT_OF_KIND, ExitCode, GpuwatchError
 from ..core.recorder.run_folder import job_run, runs_of_job
 from ..core.text import shown_name
 from ..core.wire.regular_file import read_regular
-from .report.model import EarlierLife, Report
-from .runs import MOST_REPORT_BYTES, RunPaths
+from .report.model import EarlierLife, RunReport
+from .run_list import MOST_REPORT_BYTES, RunPaths
 
 
-def read_report(paths: RunPaths) -> Report:
+def read_report(paths: RunPaths) -> RunReport:
     """report.json, or what the store holds where there is none. Raises GpuwatchError when there is neither."""
     try:
-        return msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=Report)
+        return msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=RunReport)
     except FileNotFoundError:
         from .finish import report_from_store
 
@@ -34,7 +34,7 @@ def read_report(paths: RunPaths) -> Report:
 # From a verdict to the number that the launches exit with.
 
 
-def exit_code(report: Report) -> int:
+def exit_code(report: RunReport) -> int:
     """The exit code that a verdict stands for."""
     verdict = report.verdict
     if verdict.kind == "interrupted" and verdict.signal is not None:
@@ -49,13 +49,13 @@ def exit_code(report: Report) -> int:
 # How the earlier lives of a requeued job ended. Each has a run of its own, and the last report lists them.
 
 
-class _Verdict(msgspec.Struct):
+class _VerdictPart(msgspec.Struct):
     kind: str
     statement: str
 
 
-class _Report(msgspec.Struct):
-    verdict: _Verdict
+class _ReportPart(msgspec.Struct):
+    verdict: _VerdictPart
 
 
 def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
@@ -69,7 +69,7 @@ def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
 
 def _life(paths: RunPaths) -> EarlierLife:
     try:
-        verdict = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=_Report).verdict
+        verdict = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=_ReportPart).verdict
     except (OSError, msgspec.DecodeError):
         return EarlierLife(
             paths.run_id, "", f"It has left no report; to make one: gpuwatch report --again {paths.run_id}"

@@ -18,46 +18,46 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from ..core.errors import ExitCode
 from ..core.host import OwnClock
+from ..core.tell import tell as log
 from ..core.threads import OneThread
 from ..core.wire.keys import KeyPair, agent_name
 from ..core.wire.messages import (
     MAX_MESSAGE_BYTES,
     VERDICT_PATIENCE_S,
-    Ack,
     AgentBody,
+    AgentLeaving,
     AgentMessage,
     CollectorMessage,
-    Definitions,
-    Final,
-    Leaving,
+    FinalVerdict,
+    MessageAck,
+    NameDefinitions,
     PageMessage,
     WireError,
     decode_agent,
     encode,
     node_of,
 )
-from ..core.wire.pipe import Notice, PreflightOver, StageLine
-from ..core.wire.view import View
+from ..core.wire.pipe import PreflightOver, StageLine, UserNotice
+from ..core.wire.view import JobView
 from .assemble.stage_lines import StageLines
 from .assemble.timeline import utc
-from .doorkeeper import Doorkeeper
-from .facts.fold import Fold
+from .doorkeeper import CurveAccess
+from .facts.fold import FactFold
 from .finish import build, stamp, stored_fact, write_page, write_where_there_is_room
 from .live.own_numbers import OwnNumbers
-from .live.publisher import Publisher, publisher
+from .live.publisher import ViewPublisher, publisher
 from .live.snapshot import view_of
-from .live.so_far import Live
-from .log import log
-from .protocol import Action, Finish, Keep, LookAhead, RunProtocol, Send, Tell
-from .report.model import Report
-from .report.text import render_text
+from .live.so_far import LiveFindings
+from .protocol import Action, FinishRun, LookAhead, NotifyUser, RunProtocol, SendMessage, StoreMessage
+from .report.model import RunReport
+from .report.text_report import render_text
 from .report_file import exit_code
-from .runs import RunPaths
+from .run_list import RunPaths
 from .store import RunStore
 from .waiting_pages import WaitingPages
 
 if TYPE_CHECKING:
-    from .live.metrics import Metrics  # without --metrics-port, none of it is imported
+    from .live.metrics_endpoint import MetricsExporter  # without --metrics-port, none of it is imported
 
 TICK_MS = 100
 _WRITING_TICK_MS = 5
@@ -77,7 +77,7 @@ class ReportFailed(Exception):
     """The report could not be made; every agent has been told so."""
 
 
-class Server:
+class CollectorServer:
     """Listens from the moment it is made. Raises zmq.ZMQError when the address cannot be bound."""
 
     def __init__(
@@ -90,12 +90,12 @@ class Server:
         viewer_private_key: str = "",
     ) -> None:
         """With the viewer's private key, the job can be looked at: it is written into the run's folder."""
-        self.metrics: Metrics | None = None
+        self.metrics: MetricsExporter | None = None
         """What is scraped; it is closed with the server."""
         self._looked_at = False
         self._context = zmq.Context()
-        self._view: Publisher | None = None
-        self._doorkeeper = Doorkeeper(agent_public_key, viewer_public_key)
+        self._view: ViewPublisher | None = None
+        self._doorkeeper = CurveAccess(agent_public_key, viewer_public_key)
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._doorkeeper)
@@ -144,9 +144,9 @@ class Server:
     def serve_metrics(self, address: str) -> None:
         """At `HOST:PORT`, from now on; "" is nowhere. Raises UsageError where it cannot."""
         if address:
-            from .live.metrics import Metrics
+            from .live.metrics_endpoint import MetricsExporter
 
-            self.metrics = Metrics(address)
+            self.metrics = MetricsExporter(address)
             self._looked_at = True
 
     def run(
@@ -156,9 +156,9 @@ class Server:
         run_protocol: RunProtocol,
         on_end: Callable[[float], None],
         end_fd: int | None,
-        tell: Callable[[StageLine | PreflightOver | Notice], object] | None = None,
-        folded: Fold | None = None,
-    ) -> Report:
+        tell: Callable[[StageLine | PreflightOver | UserNotice], object] | None = None,
+        folded: FactFold | None = None,
+    ) -> RunReport:
         """Until the job is over; returns the report, which has been written and sent to every agent.
 
         `folded` holds what a collector before this one has received.
@@ -167,8 +167,8 @@ class Server:
         lines of the preflight while it runs, and sentences for the user.
         """
         self._tell = tell or (lambda line: None)
-        self._folded = folded if folded is not None else Fold(store.page, store.history)
-        self._live = Live(self._folded, self._say, log)
+        self._folded = folded if folded is not None else FactFold(store.page, store.history)
+        self._live = LiveFindings(self._folded, self._say, log)
         if self._view is not None:
             self._view.tell(paths.folder)
         clock = OwnClock()
@@ -198,13 +198,13 @@ class Server:
     def _receive(self, store: RunStore, run_protocol: RunProtocol, now: float) -> None:
         taken: dict[str, None] = {}
         for agent, message, data in self._messages():
-            if isinstance(message.body, PageMessage | Definitions):
+            if isinstance(message.body, PageMessage | NameDefinitions):
                 taken[agent] = None
             for action in run_protocol.hear(agent, message, now):
                 if isinstance(action, LookAhead):
                     self._ahead[agent, message.n] = message, data
                     self._fold(agent, 0, message.body)
-                elif isinstance(action, Keep):
+                elif isinstance(action, StoreMessage):
                     self._ahead.pop((agent, message.n), None)
                     self._lines.hear(message.body)
                     if message.n:
@@ -269,11 +269,11 @@ class Server:
     def _act(self, actions: Sequence[Action]) -> bool:
         """Do what the run_protocol says; True when it says that the run is over."""
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, SendMessage):
                 self._send(action.agent, action.message)
-            elif isinstance(action, Tell):
-                self._tell(Notice(action.text))
-        return any(isinstance(action, Finish) for action in actions)
+            elif isinstance(action, NotifyUser):
+                self._tell(UserNotice(action.text))
+        return any(isinstance(action, FinishRun) for action in actions)
 
     def _show(self, run: str, store: RunStore, run_protocol: RunProtocol, now: float) -> None:
         """To viewers, and to who scrapes. The agents are told when the first has come or the last has left."""
@@ -286,7 +286,7 @@ class Server:
             self._looked_at = looked_at
             self._act(run_protocol.tell_again())
 
-    def _picture(self, run: str) -> View:
+    def _picture(self, run: str) -> JobView:
         verdict = self._live.verdict_so_far
         kind = "overflow" if verdict else ""
         return view_of(self._folded.as_it_stands(), run, time.time_ns(), verdict, kind, self._live.slow)
@@ -308,10 +308,10 @@ class Server:
     def _say(self, sentence: str) -> None:
         """To the user and to the log."""
         log(f"{utc(time.time(), 'milliseconds')} {sentence}")
-        self._tell(Notice(sentence))
+        self._tell(UserNotice(sentence))
 
     def _send(self, agent: str, message: CollectorMessage) -> None:
-        if isinstance(message, Ack):
+        if isinstance(message, MessageAck):
             message = structs.replace(message, time_ns=time.time_ns(), credit=self._credit, looks=self._looked_at)
         try:
             identity = self._speaking[1] if agent == self._speaking[0] else self._routes[agent]
@@ -326,7 +326,7 @@ class Server:
             self._monitor.recv_multipart()
             self._doorkeeper.handshake_failed()
 
-    def _finish(self, paths: RunPaths, store: RunStore, run_protocol: RunProtocol) -> Report:
+    def _finish(self, paths: RunPaths, store: RunStore, run_protocol: RunProtocol) -> RunReport:
         """Make the report in a thread of its own, answer beats meanwhile, and see that every agent has the verdict."""
         while self._pages:
             self._pages.take(self._fold)
@@ -358,7 +358,7 @@ class Server:
             raise ReportFailed(str(error)) from error
         return made.result()[0]
 
-    def _bid_farewell(self, store: RunStore, run_protocol: RunProtocol, final: Final) -> None:
+    def _bid_farewell(self, store: RunStore, run_protocol: RunProtocol, final: FinalVerdict) -> None:
         """Until every node has said that it has the verdict. One that was not connected gets it when it is heard, from
         an agent that has ended and was started again, too.
 
@@ -376,7 +376,7 @@ class Server:
                 continue
             before = len(left)
             for agent, message, _ in self._messages():
-                if isinstance(message.body, Leaving):
+                if isinstance(message.body, AgentLeaving):
                     left.add(node_of(agent))
                 elif node_of(agent) in nodes:
                     self._send(agent, final)
@@ -399,7 +399,7 @@ class Server:
         self._context.term()
 
 
-def _make(paths: RunPaths, store: RunStore, folded: Fold) -> tuple[Report, Final]:
+def _make(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[RunReport, FinalVerdict]:
     """In a thread: build the report and write it.
 
     What is kept of many pages is a million objects, and stays: the garbage collector is to leave it alone.
@@ -410,19 +410,19 @@ def _make(paths: RunPaths, store: RunStore, folded: Fold) -> tuple[Report, Final
         paths, trouble = write_where_there_is_room(paths, store, report)
         text = render_text(report)
         text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}\n{_page(paths, report)}"
-        return report, Final(exit_code(report), report.verdict.kind, text, str(paths.report_json))
+        return report, FinalVerdict(exit_code(report), report.verdict.kind, text, str(paths.report_json))
     finally:
         gc.unfreeze()
 
 
-def _page(paths: RunPaths, report: Report) -> str:
+def _page(paths: RunPaths, report: RunReport) -> str:
     """Write the page, and say where it is or why it is not there."""
     return write_page(paths, report) or f"as a page: {paths.report_html}"
 
 
-def _no_report(paths: RunPaths, error: BaseException) -> Final:
+def _no_report(paths: RunPaths, error: BaseException) -> FinalVerdict:
     text = (
         f"gpuwatch: the report could not be made ({type(error).__name__}: {error}); what was received is in "
         f"{paths.store}; to try again: gpuwatch report --again {paths.run_id}"
     )
-    return Final(int(ExitCode.UNKNOWN), "unknown", text, str(paths.report_json))
+    return FinalVerdict(int(ExitCode.UNKNOWN), "unknown", text, str(paths.report_json))

@@ -28,10 +28,10 @@ from ..core.threads import OneThread
 from ..core.wire.messages import (
     AgentBody,
     AgentMessage,
-    Definitions,
     EventMessage,
-    History,
+    NameDefinitions,
     PageMessage,
+    RankHistoryMessage,
     WireError,
     decode_agent,
 )
@@ -56,7 +56,7 @@ def crc_of(data: bytes, *of: str | int) -> int:
 
 
 @dataclass
-class Batch:
+class StoreBatch:
     """What is written together."""
 
     messages: dict[Key, Row] = field(default_factory=dict)
@@ -89,9 +89,9 @@ class Batch:
                 dropped += 1
         return dropped
 
-    def followed_by(self, newer: Batch) -> Batch:
+    def followed_by(self, newer: StoreBatch) -> StoreBatch:
         """Both in one."""
-        return Batch(
+        return StoreBatch(
             {**self.messages, **newer.messages},
             [*self.definitions, *newer.definitions],
             {**self.beats, **newer.beats},
@@ -182,8 +182,8 @@ class RunStore:
         """Pages that were neither written nor kept."""
         self._fallback = fallback
         self._say = say or (lambda sentence: None)
-        self._new = Batch()
-        self._in_hand = Batch()
+        self._new = StoreBatch()
+        self._in_hand = StoreBatch()
         """What the thread is writing."""
         self._thread = OneThread()
         self._result: Future[Exception | None] | None = None
@@ -271,12 +271,12 @@ class RunStore:
         if key in self._new.messages or key in self._in_hand.messages:
             return
         kind = str(message.body.__struct_config__.tag)
-        if isinstance(message.body, Definitions):
+        if isinstance(message.body, NameDefinitions):
             kind, data = _NAMES, self._by_number(message, message.body)
         self._new.add((agent, message.n, time.time_ns(), kind, data), isinstance(message.body, EventMessage))
         self._keep_memory_bounded()
 
-    def _by_number(self, message: AgentMessage, body: Definitions) -> bytes:
+    def _by_number(self, message: AgentMessage, body: NameDefinitions) -> bytes:
         """The message with the numbers of its entries. Entries that are new are written with the next commit."""
         runs: list[tuple[int, int]] = []
         for entry in body.entries:
@@ -329,7 +329,7 @@ class RunStore:
         if self.is_writing or not self._new or (self._failed and now - self._tried_at < _RETRY_S):
             return False
         self._tried_at = now
-        self._in_hand, self._new = self._new, Batch()
+        self._in_hand, self._new = self._new, StoreBatch()
         batch, db = self._in_hand, self._db
         self._result = self._thread.submit(lambda: batch.write(db))
         return True
@@ -340,12 +340,12 @@ class RunStore:
             return None
         error, self._result = self._result.result(), None
         if error is None:
-            self._in_hand = Batch()
+            self._in_hand = StoreBatch()
             if self._failed:
                 self._say(f"the run's store can be written again: {self.path}")
             self._failed = False
             return True
-        self._new, self._in_hand = self._in_hand.followed_by(self._new), Batch()
+        self._new, self._in_hand = self._in_hand.followed_by(self._new), StoreBatch()
         self._keep_memory_bounded()
         if self._move():
             self._failed = False
@@ -428,9 +428,9 @@ class RunStore:
         """One page again; None if it was dropped, or cannot be read."""
         return next((body for body in self._bodies(agent, n, "page") if isinstance(body, PageMessage)), None)
 
-    def history(self, agent: str, n: int) -> History | None:
+    def history(self, agent: str, n: int) -> RankHistoryMessage | None:
         """One history again; None as above."""
-        return next((body for body in self._bodies(agent, n, "history") if isinstance(body, History)), None)
+        return next((body for body in self._bodies(agent, n, "history") if isinstance(body, RankHistoryMessage)), None)
 
     def _bodies(self, agent: str, n: int, kind: str) -> Iterator[AgentBody]:
         new = self._new.messages.get((agent, n)) or self._in_hand.messages.get((agent, n))
@@ -494,7 +494,7 @@ def _body(data: bytes, kind: str, definitions: dict[int, Definition]) -> tuple[A
             for number in range(first, first + min(count, len(definitions) + _MOST_DAMAGED))
             if number in definitions
         ]
-    return Definitions(names.rank, names.attempt, entries), len(entries) == sum(count for _, count in names.runs)
+    return NameDefinitions(names.rank, names.attempt, entries), len(entries) == sum(count for _, count in names.runs)
 
 
 def _definitions(db: sqlite3.Connection) -> dict[int, Definition]:

@@ -1,8 +1,8 @@
 """What a worker appends to its recorder's log: names, each interned once, and events.
 
 A row or a frame names its module, role and shape by number. The definitions here give the numbers their meaning.
-Every event says where in the run it happened (`Where`). New fields go at the end and have defaults, so that an old
-worker can talk to a new collector.
+Every event says where in the run it happened (`RunPosition`). New fields go at the end and have defaults, so that an
+old worker can talk to a new collector.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from .preflight import BandwidthRow, Finding, Grade, InventoryFacts
+from .preflight import BandwidthRow, Grade, InventoryFacts, PreflightFinding
 
 
 class RootDef(msgspec.Struct, frozen=True, tag="root"):
@@ -64,7 +64,7 @@ class ShapeDef(msgspec.Struct, frozen=True, tag="shape"):
 Definition = RootDef | ModuleDef | SlotDef | ShapeDef
 
 
-class Where(msgspec.Struct, frozen=True):
+class RunPosition(msgspec.Struct, frozen=True):
     """A place in the run. `seq` counts what the rank had issued on all its process groups, messages too.
 
     -1 is unknown: no batch has begun, or there is no process group. `time_ns` is the host's own clock.
@@ -94,7 +94,7 @@ class Where(msgspec.Struct, frozen=True):
         return sum(max(0, count) for count in self.clock.values()) if self.clock else self.seq
 
 
-class Moment(msgspec.Struct, frozen=True):
+class IssuedMoment(msgspec.Struct, frozen=True):
     """What a rank had issued when its frames had the number `seq`: see Where."""
 
     seq: int
@@ -151,7 +151,7 @@ class BadWeight(msgspec.Struct, frozen=True):
     dtype: str
 
 
-class OwnCode(msgspec.Struct, frozen=True):
+class OwnCodeModule(msgspec.Struct, frozen=True):
     """A module whose own code may have made a value."""
 
     module: str
@@ -196,7 +196,7 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """Modules were called in another thread within that forward. These calls have no frames."""
     computed: list[str] = []
     """Weights of the module that the script has computed, as for `torch.func.functional_call`."""
-    own_code: list[OwnCode] = []
+    own_code: list[OwnCodeModule] = []
     """Modules whose own code lies between the bad value of a forward and what frames show, the earliest first. Empty
     where autograd's graph does not tell."""
     own_code_of: str = ""
@@ -215,7 +215,7 @@ class LookedAgain(msgspec.Struct, frozen=True):
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     """The first frame of a batch with a non-finite value that is not an expected one."""
 
-    where: Where
+    where: RunPosition
     frame: int
     module: str
     cls: str
@@ -235,14 +235,14 @@ class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     """Of a weight that was found non-finite after a step: whose step it was, if that is known."""
     again: LookedAgain | None = None
     """What a second look at the module has found. Only a rank's first alarm has it."""
-    moments: list[Moment] = []
+    moments: list[IssuedMoment] = []
     """What the rank had issued before, the latest last. Only a rank's first alarm has it."""
 
 
-class Warned(msgspec.Struct, frozen=True, tag="warned"):
+class RangeWarning(msgspec.Struct, frozen=True, tag="warned"):
     """A finite value near overflow or in underflow: the first of its kind in one row of one module."""
 
-    where: Where
+    where: RunPosition
     kind: str
     """`near overflow` or `underflow`"""
     module: str
@@ -262,7 +262,7 @@ class ScalerSkip(msgspec.Struct, frozen=True, tag="scaler_skip"):
     `module`, `role` and `value` are those of the first bad gradient that was seen in the batch.
     """
 
-    where: Where
+    where: RunPosition
     scale: float
     in_a_row: int
     module: str | None = None
@@ -271,10 +271,10 @@ class ScalerSkip(msgspec.Struct, frozen=True, tag="scaler_skip"):
     value: str | None = None
 
 
-class Ignored(msgspec.Struct, frozen=True, tag="ignored"):
+class IgnoredAlarm(msgspec.Struct, frozen=True, tag="ignored"):
     """The first alarm of one row of one module that a rule of the user's (`--ignore`) has waived."""
 
-    where: Where
+    where: RunPosition
     pattern: str
     module: str
     role: str
@@ -290,10 +290,10 @@ no optimizer holds and no backward reached returned it.
 """
 
 
-class Absorbed(msgspec.Struct, frozen=True, tag="absorbed"):
+class AbsorbedValue(msgspec.Struct, frozen=True, tag="absorbed"):
     """The first bad value of one row of one module that led nowhere."""
 
-    where: Where
+    where: RunPosition
     module: str
     cls: str
     role: str
@@ -307,14 +307,14 @@ class Absorbed(msgspec.Struct, frozen=True, tag="absorbed"):
 class BatchInputs(msgspec.Struct, frozen=True, tag="batch_inputs"):
     """What the model was handed in the batch of a rank's first alarm: role -> digest (batch_digest.py)."""
 
-    where: Where
+    where: RunPosition
     digests: dict[str, str]
 
 
-class Passed(msgspec.Struct, frozen=True, tag="passed"):
+class PassedTensor(msgspec.Struct, frozen=True, tag="passed"):
     """A tensor that went into a collective, a send or a receive, or came out of it, and was not finite."""
 
-    where: Where
+    where: RunPosition
     operation: str
     """As in core/recorder/group_table.py: `all_reduce`, `recv`."""
     group: str
@@ -343,7 +343,7 @@ class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
     torch.compile broke its graph in the call around it, or has compiled it again.
     """
 
-    where: Where
+    where: RunPosition
     module: str
     cls: str
     around: bool = True
@@ -353,7 +353,7 @@ class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
 class CompiledUnseen(msgspec.Struct, frozen=True, tag="compiled_unseen"):
     """Modules were compiled, and this torch does not let us see all of what is inside. Once for each process."""
 
-    where: Where
+    where: RunPosition
     text: str
     """torch 2.11: gradients inside of compiled modules are not looked into"""
     calls: bool = False
@@ -363,7 +363,7 @@ class CompiledUnseen(msgspec.Struct, frozen=True, tag="compiled_unseen"):
 class LooseParameters(msgspec.Struct, frozen=True, tag="loose_parameters"):
     """An optimizer steps on parameters of the script's own: no module has them that was called. Once for each class."""
 
-    where: Where
+    where: RunPosition
     optimizer: str
     """Its class."""
     parameters: int
@@ -371,10 +371,10 @@ class LooseParameters(msgspec.Struct, frozen=True, tag="loose_parameters"):
     """Of these, on a device: nobody reads them."""
 
 
-class Cost(msgspec.Struct, frozen=True, tag="cost"):
+class WatchCost(msgspec.Struct, frozen=True, tag="cost"):
     """What watching costs in this run: medians of the time from one batch to the next, in nanoseconds."""
 
-    where: Where
+    where: RunPosition
     plain_ns: int
     watched_ns: int
     plain_batches: int
@@ -384,7 +384,7 @@ class Cost(msgspec.Struct, frozen=True, tag="cost"):
 class ScriptError(msgspec.Struct, frozen=True, tag="script_error"):
     """The user's script raised; `module` is the innermost module that was running."""
 
-    where: Where
+    where: RunPosition
     error: str
     message: str
     traceback: str
@@ -396,20 +396,20 @@ class ScriptError(msgspec.Struct, frozen=True, tag="script_error"):
 class ScriptExit(msgspec.Struct, frozen=True, tag="script_exit"):
     """The user's script came to its end or called sys.exit."""
 
-    where: Where
+    where: RunPosition
     code: int
 
 
 class LeftGroup(msgspec.Struct, frozen=True, tag="left_group"):
     """The script has destroyed its default process group by itself, and every number of before was judged."""
 
-    where: Where
+    where: RunPosition
 
 
 class PreflightBegan(msgspec.Struct, frozen=True, tag="preflight_began"):
     """A stage of the preflight began on this rank. The rank hangs or died in a stage that has not ended."""
 
-    where: Where
+    where: RunPosition
     stage: str
     limit_s: float = 0.0
     """Its deadline on this rank."""
@@ -418,7 +418,7 @@ class PreflightBegan(msgspec.Struct, frozen=True, tag="preflight_began"):
 class PreflightStage(msgspec.Struct, frozen=True, tag="preflight_stage"):
     """A stage of the preflight ended on this rank."""
 
-    where: Where
+    where: RunPosition
     stage: str
     seconds: float
     detail: str = ""
@@ -437,7 +437,7 @@ class PeerOutcome(msgspec.Struct, frozen=True):
 class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
     """This rank's conclusion. `outcome` is ok, failed (its own fault), victim (it waited for others) or skipped."""
 
-    where: Where
+    where: RunPosition
     outcome: str
     stage: str = ""
     detail: str = ""
@@ -446,35 +446,35 @@ class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
     device: str = ""
     peers: list[PeerOutcome] = []
     """The other ranks that failed or waited. torchrun stops ranks when the first one ends, so some cannot write."""
-    findings: list[Finding] = []
+    findings: list[PreflightFinding] = []
     """What the preflight found in all ranks. Each rank has the same list."""
 
 
-class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth"):
+class BandwidthRows(msgspec.Struct, frozen=True, tag="bandwidth"):
     """What this rank measured in the bandwidth test, one row per size."""
 
-    where: Where
+    where: RunPosition
     rows: list[BandwidthRow]
 
 
-class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
+class RankInventoryEvent(msgspec.Struct, frozen=True, tag="inventory"):
     """What the rank runs on, read after torch was imported."""
 
-    where: Where
+    where: RunPosition
     device: str
     versions: dict[str, str]
     facts: InventoryFacts | None = None
 
 
-class Fault(msgspec.Struct, frozen=True, tag="fault"):
+class OwnFault(msgspec.Struct, frozen=True, tag="fault"):
     """An error of gpuwatch itself. It is recorded and shown, and the training goes on."""
 
-    where: Where
+    where: RunPosition
     part: str
     message: str
 
 
-class Issued(msgspec.Struct, frozen=True):
+class IssuedOperation(msgspec.Struct, frozen=True):
     """One operation that a rank has begun on a process group."""
 
     number: int
@@ -502,10 +502,10 @@ class GroupState(msgspec.Struct, frozen=True):
     phase: str = "none"
     """`issuing`, `waiting`, `failed` (the call or the wait has raised) or `none`."""
     at: int = 0
-    """What it issues or waits for now, or did last: see `Issued.number`."""
+    """What it issues or waits for now, or did last: see `IssuedOperation.number`."""
     since_s: float = 0.0
     """For so long."""
-    recent: list[Issued] = []
+    recent: list[IssuedOperation] = []
     """The last few, by number."""
 
 
@@ -549,7 +549,7 @@ class ThreadSeen(msgspec.Struct, frozen=True):
 class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     """A worker process ended. `by` is `itself` or `torchrun`. A negative code is a signal."""
 
-    where: Where
+    where: RunPosition
     code: int | None
     by: str
     phase: str = ""
@@ -571,10 +571,10 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     """When its agent saw before that that it was not; 0: not told. It ended in between."""
 
 
-class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
+class RankStall(msgspec.Struct, frozen=True, tag="stalled"):
     """A node agent saw a rank not move for longer than its limit."""
 
-    where: Where
+    where: RunPosition
     seconds: float
     limit_s: float
 
@@ -582,7 +582,7 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
 class RankLook(msgspec.Struct, frozen=True, tag="look"):
     """Where a rank stood when all ranks were asked, because one of them had stalled. Its node agent writes it."""
 
-    where: Where
+    where: RunPosition
     number: int
     """Which time of asking."""
     still_s: float
@@ -609,7 +609,7 @@ class RankLook(msgspec.Struct, frozen=True, tag="look"):
 class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):
     """How long the parts of a rank's steps took on its host. Its node agent sends it when the rank has ended."""
 
-    where: Where
+    where: RunPosition
     timed: int
     """Steps that were timed."""
     total_s: list[float]
@@ -618,13 +618,13 @@ class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):
     """A sample of them, packed (core/wire/columns.py)."""
 
 
-class Forecast(msgspec.Struct, frozen=True, tag="forecast"):
+class LimitForecast(msgspec.Struct, frozen=True, tag="forecast"):
     """What a module returns grows, and passes its dtype's limit soon if it goes on so (launcher/agent/forecast.py).
 
     Its node agent sends it while the rank runs, once for each module. It decides nothing.
     """
 
-    where: Where
+    where: RunPosition
     """The batch in which it was told."""
     module: str
     cls: str
@@ -653,7 +653,7 @@ class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
     """The scheduler's command that told so: `sinfo`."""
 
 
-class Xid(msgspec.Struct, frozen=True, tag="xid"):
+class GpuXid(msgspec.Struct, frozen=True, tag="xid"):
     """The driver reported an XID of a GPU. NVML has no history, so these are only the XIDs since the run began."""
 
     device: str
@@ -699,27 +699,36 @@ class GpuHealth(msgspec.Struct, frozen=True, tag="gpu_health"):
 
 WorkerEvent = (
     Anomaly
-    | Warned
+    | RangeWarning
     | ScalerSkip
-    | Ignored
-    | Absorbed
-    | Passed
+    | IgnoredAlarm
+    | AbsorbedValue
+    | PassedTensor
     | NotLookedInto
     | CompiledUnseen
     | LooseParameters
     | BatchInputs
-    | Cost
+    | WatchCost
     | ScriptError
     | ScriptExit
     | LeftGroup
     | PreflightBegan
     | PreflightStage
     | PreflightResult
-    | Bandwidth
-    | Inventory
-    | Fault
+    | BandwidthRows
+    | RankInventoryEvent
+    | OwnFault
 )
 Event = (
-    WorkerEvent | WorkerExit | Stalled | RankLook | StepTimes | Forecast | NodeSignal | Xid | GpuCounters | GpuHealth
+    WorkerEvent
+    | WorkerExit
+    | RankStall
+    | RankLook
+    | StepTimes
+    | LimitForecast
+    | NodeSignal
+    | GpuXid
+    | GpuCounters
+    | GpuHealth
 )
 LogEntry = Definition | WorkerEvent

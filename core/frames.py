@@ -35,7 +35,7 @@ class Phase(IntEnum):
     """A forward that activation checkpointing runs again during the backward."""
 
 
-class Mark(IntFlag):
+class RowMark(IntFlag):
     """What is known of a row beside its numbers."""
 
     NONE = 0
@@ -80,7 +80,7 @@ class Row(msgspec.Struct, frozen=True):
     value: int = -1
     """Index of the measured value in the page. Two rows with the same index are about the same tensor."""
     mark: int = 0
-    """`Mark`"""
+    """`RowMark`"""
     zeros: float | None = None
     """Share of elements that are zero, 0 to 1; None where they were not counted."""
     subnormals: float | None = None

@@ -10,7 +10,7 @@ _DEVICE = "GPUWATCH_DEVICE"
 
 
 @dataclass(frozen=True)
-class Identity:
+class RankIdentity:
     """A rank as torchrun describes it."""
 
     rank: int
@@ -26,7 +26,7 @@ class Identity:
     """Index of the rank's GPU among the visible ones; None: its local rank."""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Identity:
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RankIdentity:
         """Read torchrun's variables. Raises KeyError for a missing one."""
         return cls(
             rank=int(environ["RANK"]),

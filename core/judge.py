@@ -25,17 +25,17 @@ from typing import NamedTuple
 
 from .bad_values import NAMED_BY_SCRIPT as NAMED_BY_SCRIPT
 from .bad_values import BadValue, BadValues
-from .events import Anomaly, LookedAgain, Moment, OptimizerStep, Where
-from .frames import Frame, Mark, Page, Row
+from .events import Anomaly, IssuedMoment, LookedAgain, OptimizerStep, RunPosition
+from .frames import Frame, Page, Row, RowMark
 from .roles import GRADIENTS, RoleKind
 from .values import DTYPE_MAX, NonFinite, name_of
 
 FORWARDS = ("forward", "recompute")
 """Phases in which calls are made, each within another one."""
-EXPECTED = Mark.IGNORED | Mark.SCALED
+EXPECTED = RowMark.IGNORED | RowMark.SCALED
 
 
-class Limits(NamedTuple):
+class WarningLimits(NamedTuple):
     """From where on a finite value is worth a warning."""
 
     near_overflow: float = 0.0
@@ -44,7 +44,7 @@ class Limits(NamedTuple):
     """Share of subnormal elements, 0 to 1; 0 or 1: no warning."""
 
 
-class Judgement(NamedTuple):
+class FrameJudgement(NamedTuple):
     """What follows from one frame."""
 
     alarm: Row | None = None
@@ -62,12 +62,12 @@ class Judgement(NamedTuple):
 
 
 _NOTHING: frozenset[int] = frozenset()
-NO_LIMITS = Limits()
+NO_LIMITS = WarningLimits()
 
 
 def judge(
-    frame: Frame, limits: Limits = NO_LIMITS, waived: Set[int] = _NOTHING, returned: Set[int] = _NOTHING
-) -> Judgement:
+    frame: Frame, limits: WarningLimits = NO_LIMITS, waived: Set[int] = _NOTHING, returned: Set[int] = _NOTHING
+) -> FrameJudgement:
     """Judge one frame.
 
     `waived`: values of the page that a rule covered where they were first returned. `returned`: values of the page
@@ -78,15 +78,15 @@ def judge(
     warnings: list[tuple[str, Row]] = []
     for row in frame.rows:
         if row.flags:
-            if row.mark & Mark.IGNORED and not is_argument(row):
+            if row.mark & RowMark.IGNORED and not is_argument(row):
                 hidden.append(row)
-            elif row.mark & Mark.SCALED and row.role_kind in GRADIENTS and scaled is None:
+            elif row.mark & RowMark.SCALED and row.role_kind in GRADIENTS and scaled is None:
                 scaled = row
         elif row.value not in returned:
             kind = _warning(row, limits)
             if kind is not None:
                 warnings.append((kind, row))
-    return Judgement(_alarm(frame, waived), tuple(hidden), scaled, tuple(warnings))
+    return FrameJudgement(_alarm(frame, waived), tuple(hidden), scaled, tuple(warnings))
 
 
 class PageSoFar:
@@ -101,21 +101,21 @@ class PageSoFar:
         self.returned: set[int] = set()
         self.bad = BadValues()
 
-    def judge(self, frame: Frame, limits: Limits = NO_LIMITS) -> Judgement:
+    def judge(self, frame: Frame, limits: WarningLimits = NO_LIMITS) -> FrameJudgement:
         """Judge the next frame."""
         found = judge(frame, limits, self.waived, self.returned)
         for row in frame.outputs:
             if row.value >= 0 and (row.flags or row.headroom is not None):
                 self.returned.add(row.value)
-                if row.mark & Mark.IGNORED:
+                if row.mark & RowMark.IGNORED:
                     self.waived.add(row.value)
         return self._decided(frame, found) if self.bad.undecided or found.alarm is not None else found
 
-    def end(self) -> Judgement:
+    def end(self) -> FrameJudgement:
         """No call of this forward returns any more: the alarm, if one is undecided."""
-        return _with(Judgement(), self.bad.end())
+        return _with(FrameJudgement(), self.bad.end())
 
-    def _decided(self, frame: Frame, found: Judgement) -> Judgement:
+    def _decided(self, frame: Frame, found: FrameJudgement) -> FrameJudgement:
         """The judgement, once it is known what has become of what the calls have returned."""
         if frame.phase not in FORWARDS:
             bad = self.bad.end()  # it came before
@@ -129,7 +129,7 @@ class PageSoFar:
         return _with(found, bad)._replace(absorbed=taken)
 
 
-def _with(found: Judgement, bad: BadValue | None) -> Judgement:
+def _with(found: FrameJudgement, bad: BadValue | None) -> FrameJudgement:
     return found._replace(alarm=bad.row, of=bad.frame) if bad is not None else found._replace(alarm=None)
 
 
@@ -173,16 +173,16 @@ def _may_come_of_mask(input_flags: int) -> bool:
     return bool(input_flags) and not input_flags & NonFinite.POSINF
 
 
-def _warning(row: Row, limits: Limits) -> str | None:
+def _warning(row: Row, limits: WarningLimits) -> str | None:
     """What a finite row is a warning of; None for most."""
-    if row.role_kind not in (RoleKind.OUTPUT, *GRADIENTS) or row.mark & Mark.IGNORED:
+    if row.role_kind not in (RoleKind.OUTPUT, *GRADIENTS) or row.mark & RowMark.IGNORED:
         return None
     if (
         limits.near_overflow > 0
         and row.headroom is not None
         and row.headroom <= limits.near_overflow
         and row.abs_max != DTYPE_MAX.get(row.dtype)  # what masks are filled with
-        and not row.mark & Mark.SCALED  # a GradScaler's scale grows until gradients overflow
+        and not row.mark & RowMark.SCALED  # a GradScaler's scale grows until gradients overflow
     ):
         return "near overflow"
     share = limits.underflow_share
@@ -245,12 +245,12 @@ def anomaly_of_page(page: Page, *, aborts: bool = False) -> Anomaly | None:
 
 def anomaly_of(page: Page, frame: Frame, row: Row, *, aborts: bool = False, cause: str = "") -> Anomaly:
     """The event for one row of a page."""
-    where = Where(page.rank, page.attempt, page.step, page.batch, page.root, page.number, frame.seq)
+    where = RunPosition(page.rank, page.attempt, page.step, page.batch, page.root, page.number, frame.seq)
     return anomaly_at(where, frame, row, aborts=aborts, cause=cause)
 
 
 def anomaly_at(
-    where: Where,
+    where: RunPosition,
     frame: Frame,
     row: Row,
     *,
@@ -258,7 +258,7 @@ def anomaly_at(
     cause: str = "",
     optimizer: OptimizerStep | None = None,
     again: LookedAgain | None = None,
-    moments: Sequence[Moment] = (),
+    moments: Sequence[IssuedMoment] = (),
 ) -> Anomaly:
     """The event for one row of a frame, at a place in the run."""
     return Anomaly(
@@ -274,7 +274,7 @@ def anomaly_at(
         inputs_finite=all(entry.finite for entry in frame.inputs),
         weights_finite=all(entry.finite for entry in frame.weights),
         aborts=aborts,
-        cause=cause or ("not looked into: --every" if row.mark & Mark.SKIPPED else ""),
+        cause=cause or ("not looked into: --every" if row.mark & RowMark.SKIPPED else ""),
         collectives=frame.collectives,
         optimizer=optimizer,
         again=again,

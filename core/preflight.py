@@ -25,7 +25,7 @@ Grade = Literal["ok", "warn", "fail", "unknown"]
 Subject = Literal["rank", "gpu", "node", "link", "job"]
 
 
-class Finding(msgspec.Struct, frozen=True):
+class PreflightFinding(msgspec.Struct, frozen=True):
     """One finding of the preflight, and the ranks that it is about."""
 
     stage: str

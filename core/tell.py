@@ -44,16 +44,16 @@ def guard_streams() -> None:
     Not in a rank: its streams are the script's. What is closed stays so for whatever this process starts.
     """
     take_standard_streams()
-    sys.stdout, sys.stderr = _Guarded(sys.stdout), _Guarded(sys.stderr)
+    sys.stdout, sys.stderr = _GuardedStream(sys.stdout), _GuardedStream(sys.stderr)
 
 
 def expect_answer(*, drops: bool = False) -> None:
     """What the command prints on stdout is what it was called for: raise OutputLost where that cannot be printed."""
-    if isinstance(sys.stdout, _Guarded):
+    if isinstance(sys.stdout, _GuardedStream):
         sys.stdout.drops = drops
 
 
-class _Guarded:
+class _GuardedStream:
     """A text stream, or none; the rest of its methods are the stream's own."""
 
     def __init__(self, stream: Any) -> None:

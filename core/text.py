@@ -23,7 +23,7 @@ _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%", re.ASCII)
 _LARGEST = 1 << 50
 
 
-class Amount(msgspec.Struct, frozen=True):
+class MemoryAmount(msgspec.Struct, frozen=True):
     """Bytes, or a share of what is free; one of them is 0."""
 
     size: int = 0
@@ -47,7 +47,7 @@ def parse_size(text: str) -> int | None:
     return int(float(found[1]) * unit)
 
 
-def parse_amount(text: str) -> Amount | None:
+def parse_amount(text: str) -> MemoryAmount | None:
     """A size, or a share above 0 % and up to 100 %; None if it is neither.
 
     >>> parse_amount("80%")
@@ -56,9 +56,9 @@ def parse_amount(text: str) -> Amount | None:
     found = _SHARE.fullmatch(text.strip())
     if found is None:
         size = parse_size(text)
-        return Amount(size=size) if size is not None else None
+        return MemoryAmount(size=size) if size is not None else None
     share = float(found[1]) / 100
-    return Amount(share=share) if 0 < share <= 1 else None
+    return MemoryAmount(share=share) if 0 < share <= 1 else None
 
 
 # A text of a given width, printed with rich as on a terminal and kept.

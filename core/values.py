@@ -28,7 +28,7 @@ class NonFinite(IntFlag):
     INF = 8
 
 
-class Encoding(IntEnum):
+class ValueEncoding(IntEnum):
     """How `low` and `high` are to be read."""
 
     INTEGER = 0
@@ -47,17 +47,17 @@ SHARE = 0xFFFF
 """The share 1.0, as `meta` holds it."""
 
 INF_BITS = {
-    Encoding.FLOAT64: 0x7FF0_0000_0000_0000,
-    Encoding.FLOAT32: 0x7F80_0000,
-    Encoding.FLOAT16: 0x7C00,
-    Encoding.BFLOAT16: 0x7F80,
+    ValueEncoding.FLOAT64: 0x7FF0_0000_0000_0000,
+    ValueEncoding.FLOAT32: 0x7F80_0000,
+    ValueEncoding.FLOAT16: 0x7C00,
+    ValueEncoding.BFLOAT16: 0x7F80,
 }
 
 SIGN_MASK = {
-    Encoding.FLOAT64: 0x7FFF_FFFF_FFFF_FFFF,
-    Encoding.FLOAT32: 0x7FFF_FFFF,
-    Encoding.FLOAT16: 0x7FFF,
-    Encoding.BFLOAT16: 0x7FFF,
+    ValueEncoding.FLOAT64: 0x7FFF_FFFF_FFFF_FFFF,
+    ValueEncoding.FLOAT32: 0x7FFF_FFFF,
+    ValueEncoding.FLOAT16: 0x7FFF,
+    ValueEncoding.BFLOAT16: 0x7FFF,
 }
 
 DTYPE_NAMES = (
@@ -146,10 +146,10 @@ DTYPE_MAX = {
 """The largest finite number of a dtype."""
 
 MIN_NORMAL_BITS = {
-    Encoding.FLOAT64: 1 << 52,
-    Encoding.FLOAT32: 1 << 23,
-    Encoding.FLOAT16: 1 << 10,
-    Encoding.BFLOAT16: 1 << 7,
+    ValueEncoding.FLOAT64: 1 << 52,
+    ValueEncoding.FLOAT32: 1 << 23,
+    ValueEncoding.FLOAT16: 1 << 10,
+    ValueEncoding.BFLOAT16: 1 << 7,
 }
 """Bits of the smallest normal number. What lies between zero and it is subnormal."""
 
@@ -168,15 +168,15 @@ def headroom(abs_max: float | None, dtype: str) -> float | None:
 
 def decode(bits: int, encoding: int) -> float:
     """Turn the sign-cleared bits of one element into a Python float."""
-    if encoding == Encoding.INTEGER:
+    if encoding == ValueEncoding.INTEGER:
         return float(bits)
-    if encoding == Encoding.FLOAT32:
+    if encoding == ValueEncoding.FLOAT32:
         return float(struct.unpack("<f", struct.pack("<I", bits))[0])
-    if encoding == Encoding.FLOAT16:
+    if encoding == ValueEncoding.FLOAT16:
         return float(struct.unpack("<e", struct.pack("<H", bits))[0])
-    if encoding == Encoding.BFLOAT16:
+    if encoding == ValueEncoding.BFLOAT16:
         return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
-    if encoding == Encoding.FLOAT64:
+    if encoding == ValueEncoding.FLOAT64:
         return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
     return math.nan
 

@@ -16,8 +16,8 @@ from ..core.errors import ExitCode
 from ..core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
 from ..core.wire.keys import SECRET_VARIABLE
 from .say import say
-from .schedulers.job import Job
-from .tasks import Task, Tasks
+from .schedulers.job import SchedulerFacts
+from .tasks import HostTasks, TaskCommand
 
 _NOT_EXECUTABLE = 126
 _NOT_FOUND = 127
@@ -111,7 +111,7 @@ def block_signals() -> set[int | signal.Signals]:
 class AttendedCommand:
     """`unblocked` is what `block_signals` has returned. `job` is what this is part of."""
 
-    def __init__(self, command: list[str], *, unblocked: set[int | signal.Signals], job: Job | None) -> None:
+    def __init__(self, command: list[str], *, unblocked: set[int | signal.Signals], job: SchedulerFacts | None) -> None:
         self._command = command
         self._unblocked = unblocked
         self._job = job if job is not None and job.scheduler is not None else None
@@ -190,7 +190,7 @@ class AttendedCommand:
             process.kill()
 
 
-def _has_sent_to_all(job: Job, sender: int) -> bool:
+def _has_sent_to_all(job: SchedulerFacts, sender: int) -> bool:
     """Whether it signals each process of a step; of a batch script, the shell alone. 0 is outside of this container."""
     if not job.in_step or job.scheduler is None:
         return False
@@ -211,7 +211,9 @@ def leaves_at_once() -> bool:
 # It runs its command, and waits for the verdict if there will be one.
 
 
-def run_as_guest(command: list[str], tasks: Tasks, unblocked: set[int | signal.Signals], *, job: Job | None) -> int:
+def run_as_guest(
+    command: list[str], tasks: HostTasks, unblocked: set[int | signal.Signals], *, job: SchedulerFacts | None
+) -> int:
     """Run the command. Returns the exit code."""
     attended = AttendedCommand(command, unblocked=unblocked, job=job)
     scratch = None
@@ -224,11 +226,11 @@ def run_as_guest(command: list[str], tasks: Tasks, unblocked: set[int | signal.S
     if scratch is None:
         say("the task that has this node's agent has ended: this one goes on unwatched")
     attended.start(scratch)
-    tasks.say(Task(attended.pid))
+    tasks.say(TaskCommand(attended.pid))
     while (code := attended.turn()) is None:
         if tasks.why_stop():
             attended.stop.set()
-    tasks.say(Task(attended.pid, code, int(attended.ended_by or 0)))
+    tasks.say(TaskCommand(attended.pid, code, int(attended.ended_by or 0)))
     verdict = tasks.verdict()
     while verdict is None and tasks.owner_lives():
         if leaves_at_once():
@@ -240,7 +242,7 @@ def run_as_guest(command: list[str], tasks: Tasks, unblocked: set[int | signal.S
     return exit_code(own, verdict.exit_code, verdict.kind, stopped=attended.stop.is_set())
 
 
-def run_unwatched(command: list[str], unblocked: set[int | signal.Signals], *, job: Job | None) -> int:
+def run_unwatched(command: list[str], unblocked: set[int | signal.Signals], *, job: SchedulerFacts | None) -> int:
     """Run the command without an agent. Returns the exit code: its own, and never that all is well."""
     attended = AttendedCommand(command, unblocked=unblocked, job=job)
     attended.start(None)

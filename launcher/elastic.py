@@ -44,7 +44,7 @@ from .say import say
 # rank that never arrives can be given a place.
 
 
-class Store(Protocol):
+class TorchStore(Protocol):
     """What is used of torch.distributed.Store."""
 
     def set(self, key: str, value: str) -> None:
@@ -61,7 +61,7 @@ class Store(Protocol):
 
 
 def agree_on_attempt(
-    store: Store,
+    store: TorchStore,
     starts: int,
     node: int,
     num_nodes: int,
@@ -119,7 +119,7 @@ WORKER = (OWN_START, "-mgpuwatch.worker")
 """Words with a dash, so that torchrun takes the script for the entry point's name and its messages stay as they are."""
 
 
-class Listener(Protocol):
+class RankListener(Protocol):
     """What the launch wants to hear of the ranks, and may say of them."""
 
     settings: WorkerSettings
@@ -143,7 +143,7 @@ class Listener(Protocol):
         """The ranks stand still: they are to end, and may be started again. Not after the next start."""
 
 
-def watched_agent_class(listener: Listener, backend: str) -> type:
+def watched_agent_class(listener: RankListener, backend: str) -> type:
     """A LocalElasticAgent that tells `listener`."""
 
     class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-defined,misc]  # not exported
@@ -285,7 +285,7 @@ def worker_command(cmd: Any, cmd_args: list[str], args: argparse.Namespace) -> t
 
 
 @record
-def run_torchrun(args: argparse.Namespace, listener: Listener) -> None:
+def run_torchrun(args: argparse.Namespace, listener: RankListener) -> None:
     """What `torchrun` runs, with the worker in front of the script. Raises what torchrun raises."""
     make_config = torchrun.config_from_args
 
@@ -299,7 +299,7 @@ def run_torchrun(args: argparse.Namespace, listener: Listener) -> None:
             torchrun.run(args)  # type: ignore[no-untyped-call]  # torch has no annotation there
 
 
-def run_to_its_end(args: argparse.Namespace, listener: Listener, any_started: Callable[[], bool]) -> LaunchDone:
+def run_to_its_end(args: argparse.Namespace, listener: RankListener, any_started: Callable[[], bool]) -> LaunchDone:
     """Run torchrun; what it raises is printed as it prints it. Raises UsageError where it takes the options for wrong,
     and what signals raise."""
     try:

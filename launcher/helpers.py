@@ -15,11 +15,11 @@ from ..core.any_text import plain_text
 from ..core.errors import UsageError
 from ..core.recorder.scratch import RESCUED
 from ..core.wire.keys import JobKeys
-from ..core.wire.pipe import AgentConfig, Bound, CollectorConfig, PreflightOver, StageLine, Verdict
-from .children import HeadCollector, NodeAgent
-from .plan import Plan
+from ..core.wire.pipe import AgentConfig, CollectorBound, CollectorConfig, JobResult, PreflightOver, StageLine
+from .helper_processes import HeadCollector, NodeAgent
+from .plan import CollectorPlan
 from .say import say
-from .schedulers.job import Job
+from .schedulers.job import SchedulerFacts
 
 # Where the collector of a job is: the handshake of its encryption tells it from any other.
 
@@ -59,17 +59,17 @@ WITHOUT_C = (
 )
 
 
-class Helpers:
+class JobServices:
     """Of one node. `nproc` is how many ranks it has; 0: not known yet. `starter` is who starts them."""
 
     def __init__(
         self,
         args: argparse.Namespace,
-        plan: Plan,
+        plan: CollectorPlan,
         keys: JobKeys,
         nproc: int,
         command: list[str],
-        job: Job | None,
+        job: SchedulerFacts | None,
         starter: str = "torchrun",
     ) -> None:
         self._args = args
@@ -87,7 +87,7 @@ class Helpers:
         """Do not wait for them at the end."""
 
     @property
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> JobResult | None:
         """None as long as there is none."""
         return self._agent.verdict if self._agent is not None else None
 
@@ -144,7 +144,7 @@ class Helpers:
         )
         self._collector = HeadCollector(config, say, show)
         answer = self._collector.answer
-        if isinstance(answer, Bound):
+        if isinstance(answer, CollectorBound):
             self.run_dir = Path(answer.run_dir)
             say(f"the report will be in {_relative(answer.run_dir)}")
             if answer.metrics:

@@ -34,15 +34,15 @@ from ..core.recorder.run_folder import JOIN_VARIABLE, write_meeting_key, write_s
 from ..core.recorder.scratch import keep_rescued, make_scratch, remove_scratch
 from ..core.settings import WorkerSettings
 from ..core.tell import tell
-from ..core.wire.keys import Join, read_join, write_join
+from ..core.wire.keys import RunInvitation, read_join, write_join
 from ..core.wire.pipe import AgentConfig, LaunchDone
-from .children import NodeAgent
 from .command import GRACE_S
+from .helper_processes import NodeAgent
 from .helpers import first_that_answers
 from .option_types import bracketed
-from .plan import Plan, split_endpoint
-from .run_ranks import Ranks
-from .tasks import Tasks
+from .plan import CollectorPlan, split_endpoint
+from .run_ranks import HostRanks
+from .tasks import HostTasks
 
 _USUAL_RANKS = 8
 _LOOK_S = 0.1
@@ -57,7 +57,7 @@ def main() -> int:
     try:
         path = Path(sys.argv[1])
         join = read_join(path)
-        tasks = Tasks(f"join {path} {host.host_name()}", 1)
+        tasks = HostTasks(f"join {path} {host.host_name()}", 1)
         if tasks.is_owner:
             return _become_the_watcher(path, join, tasks)
         scratch = _told_by_the_watcher(tasks)
@@ -76,7 +76,7 @@ def _answer(scratch: str) -> int:
     return 0
 
 
-def _told_by_the_watcher(tasks: Tasks) -> Path | None:
+def _told_by_the_watcher(tasks: HostTasks) -> Path | None:
     scratch = tasks.scratch()
     while scratch is None and tasks.owner_lives():
         time.sleep(_LOOK_S)
@@ -84,7 +84,7 @@ def _told_by_the_watcher(tasks: Tasks) -> Path | None:
     return scratch
 
 
-def _become_the_watcher(path: Path, join: Join, tasks: Tasks) -> int:
+def _become_the_watcher(path: Path, join: RunInvitation, tasks: HostTasks) -> int:
     """In a process that is nobody's child: whoever imports torch here waits for its own children, maybe, not ours."""
     told, tell = os.pipe()
     if os.fork():
@@ -110,14 +110,14 @@ def _become_the_watcher(path: Path, join: Join, tasks: Tasks) -> int:
 
     try:
         with (path.parent / "logs" / f"joined-{host.host_name()}.log").open("a", buffering=1) as log:
-            _Watcher(path, join, log.write).run(ready)
+            _HostWatcher(path, join, log.write).run(ready)
     finally:
         tasks.close()
     return 0
 
 
-class _Watcher:
-    def __init__(self, path: Path, join: Join, log: Callable[[str], object]) -> None:
+class _HostWatcher:
+    def __init__(self, path: Path, join: RunInvitation, log: Callable[[str], object]) -> None:
         self._path = str(path)
         self._join = join
         self._log = log
@@ -137,7 +137,7 @@ class _Watcher:
             starts_all=False,
         )
         self._agent = NodeAgent(config, self._say, lambda reason, restart: self._end(reason))
-        self._ranks = Ranks(scratch, self._agent.tell, lambda attempt, rank, code: None)
+        self._ranks = HostRanks(scratch, self._agent.tell, lambda attempt, rank, code: None)
         try:
             write_meeting_key(scratch, join.meeting_key)
             write_settings(scratch, with_fields(join.settings, recorder_dir=str(scratch)))
@@ -206,7 +206,7 @@ _MOST_HOSTS = 100_000
 _LINK_LOCAL = ("169.254.", "fe80:")
 
 
-def open_plan(args: argparse.Namespace, plan: Plan) -> Plan:
+def open_plan(args: argparse.Namespace, plan: CollectorPlan) -> CollectorPlan:
     """The same, with a collector that listens on every address. Raises UsageError where it is not this run's alone."""
     if not plan.local:
         raise UsageError(
@@ -223,7 +223,9 @@ def open_run(
     """Write the file by which others join. `address` is what the collector has bound. Raises OSError."""
     port = address.rpartition(":")[2]
     hosts = [split_endpoint(args.head, 0)[0]] if args.head is not None else [host_name(), *_addresses()]
-    return write_join(folder, Join([f"tcp://{bracketed(host)}:{port}" for host in hosts], agent, settings, meeting_key))
+    return write_join(
+        folder, RunInvitation([f"tcp://{bracketed(host)}:{port}" for host in hosts], agent, settings, meeting_key)
+    )
 
 
 def close_run(join: Path) -> None:

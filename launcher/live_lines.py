@@ -80,7 +80,7 @@ class _PlainLines:
             self._timer.cancel()
 
 
-class _Seconds(ProgressColumn):
+class _StageSeconds(ProgressColumn):
     """How long a stage has been running; once it is over, how long its slowest rank took."""
 
     def render(self, task: Task) -> Text:
@@ -101,7 +101,7 @@ class _TerminalLines:
             TextColumn("{task.fields[grade]}"),
             BarColumn(bar_width=24),
             TextColumn("{task.completed} of {task.total} ranks"),
-            _Seconds(),
+            _StageSeconds(),
             console=Console(file=out, highlight=False),
             transient=not keep,
         )

@@ -17,14 +17,14 @@ from ..core.settings import WorkerSettings
 from ..core.wire.keys import SECRET_VARIABLE, JobKeys, derive_keys, others_may_read, random_secret, read_secret
 from .option_types import bracketed, is_number, parse_nnodes
 from .say import say
-from .schedulers.job import Job
+from .schedulers.job import SchedulerFacts
 
 C10D_DEFAULT_PORT = 29400
 STATIC_DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
-class Plan:
+class CollectorPlan:
     """How this launch meets its collector."""
 
     min_nodes: int
@@ -45,7 +45,9 @@ class Plan:
     """What this node starts brings other hosts in."""
 
 
-def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool], loopback: str = "127.0.0.1") -> Plan:
+def make_plan(
+    args: argparse.Namespace, is_this_host: Callable[[str], bool], loopback: str = "127.0.0.1"
+) -> CollectorPlan:
     """Decide from parsed options. `is_this_host` says whether a host name or address is of this host.
 
     `loopback` is the address at which this host reaches itself.
@@ -63,10 +65,10 @@ def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool], loo
                 "expected one of --collector and --metrics-port, found both; it is the collector that serves metrics: "
                 "gpuwatch collect --metrics-port [HOST:]PORT"
             )
-        return Plan(min_nodes, max_nodes, False, False, "", args.collector, job, False)
+        return CollectorPlan(min_nodes, max_nodes, False, False, "", args.collector, job, False)
     if not several:
         port = str(args.collector_port) if args.collector_port is not None else "*"
-        return Plan(min_nodes, max_nodes, True, False, f"tcp://{bracketed(loopback)}:{port}", "", job, True)
+        return CollectorPlan(min_nodes, max_nodes, True, False, f"tcp://{bracketed(loopback)}:{port}", "", job, True)
     host, rdzv_port = _meeting_point(args, max_nodes)
     port_number = args.collector_port if args.collector_port is not None else rdzv_port + 1
     if port_number > 65535:
@@ -74,7 +76,7 @@ def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool], loo
             f"the rendezvous port is {rdzv_port}, so its next cannot be the collector's; pass --collector-port"
         )
     hosts = _is_head(args, host, is_this_host)
-    return Plan(
+    return CollectorPlan(
         min_nodes,
         max_nodes,
         hosts,
@@ -154,7 +156,7 @@ def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
 # The keys of a job's encryption.
 
 
-def job_keys(args: argparse.Namespace, plan: Plan) -> JobKeys:
+def job_keys(args: argparse.Namespace, plan: CollectorPlan) -> JobKeys:
     """From the job's secret; without one, made for this launch, or from what all nodes know."""
     secret = read_secret(args.secret_file)
     os.environ.pop(SECRET_VARIABLE, None)  # no rank needs it, nor what a rank starts
@@ -214,7 +216,7 @@ def worker_settings(args: argparse.Namespace, scratch: Path, logs: Path) -> Work
 _LAST_PORT = 65535
 
 
-def run_plan(args: argparse.Namespace, job: Job | None) -> Plan:
+def run_plan(args: argparse.Namespace, job: SchedulerFacts | None) -> CollectorPlan:
     """Completes `args` with what torchrun's parser would have of them. Raises UsageError where something is missing."""
     nnodes = args.nnodes if args.nnodes is not None else _nodes(job)
     node_rank = args.node_rank if args.node_rank is not None else job.node_rank if job is not None else None
@@ -231,7 +233,7 @@ def run_plan(args: argparse.Namespace, job: Job | None) -> Plan:
     return make_plan(args, lambda host: False, loopback())
 
 
-def meeting_place(args: argparse.Namespace, plan: Plan, collector: str) -> str:
+def meeting_place(args: argparse.Namespace, plan: CollectorPlan, collector: str) -> str:
     """HOST:PORT where the ranks meet for their preflight: the port next to the collector's; "" if all are of one host.
 
     `collector` is its address. The host is for ranks that the script does not tell where rank 0 is.
@@ -244,7 +246,7 @@ def meeting_place(args: argparse.Namespace, plan: Plan, collector: str) -> str:
     return f"{bracketed(host)}:{int(port) + 1 if int(port) < _LAST_PORT else int(port) - 1}"
 
 
-def _nodes(job: Job | None) -> str:
+def _nodes(job: SchedulerFacts | None) -> str:
     """One for each `gpuwatch run` that a scheduler starts on a node; else this one alone."""
     if job is None or job.nodes is None or not job.in_step:
         return "1"
@@ -252,7 +254,7 @@ def _nodes(job: Job | None) -> str:
     return str(most) if least == most else f"{least}:{most}"
 
 
-def _head(args: argparse.Namespace, job: Job | None) -> str:
+def _head(args: argparse.Namespace, job: SchedulerFacts | None) -> str:
     if args.head is not None:
         host, port = split_endpoint(args.head, C10D_DEFAULT_PORT)
         return f"{bracketed(host)}:{port}"

@@ -18,7 +18,7 @@ import msgspec
 
 from ..core.host import host_name
 from ..core.lone_process import is_rank, number_of_process
-from ..core.recorder.layout import Field, file_name
+from ..core.recorder.layout import HeadField, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS, tell_unwatched
 from ..core.wire.pipe import WorkersEnded, WorkersStarted
@@ -32,7 +32,7 @@ _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 """ioctl PIDFD_GET_INFO. It tells the status of a process that was waited for already, from Linux 6.15 on."""
 
 
-class OtherProcess:
+class WatchedRankProcess:
     """Raises ProcessLookupError from the constructor if there is no such process any more."""
 
     def __init__(self, pid: int) -> None:
@@ -97,17 +97,17 @@ _LAST_END_S = 2.0
 
 
 @dataclass
-class _Rank:
+class _RunRank:
     rank: int
     attempt: int
     pid: int
-    process: OtherProcess | None
+    process: WatchedRankProcess | None
     """None if it had ended before it was seen."""
     ended: bool = False
 
 
 @dataclass(frozen=True)
-class _Header:
+class _RecorderHead:
     """What a recorder says of its process."""
 
     rank: int
@@ -127,7 +127,7 @@ class _Header:
         return self.trains and self.world_size == 1
 
 
-class Ranks:
+class HostRanks:
     """Those of this host. `tell` takes what the node agent is to hear."""
 
     def __init__(
@@ -137,8 +137,8 @@ class Ranks:
         self._folder = folder
         self._tell = tell
         self._told_end = ended
-        self._ranks: dict[Path, _Rank] = {}
-        self._processes: dict[int, OtherProcess | None] = {}
+        self._ranks: dict[Path, _RunRank] = {}
+        self._processes: dict[int, WatchedRankProcess | None] = {}
         """By process id: those that may become a rank. None for one that had ended before it was seen."""
         self._taken: set[Path] = set()
         """Recorders of processes that have become a rank, or are in the report as what is none."""
@@ -227,7 +227,7 @@ class Ranks:
             if rank.attempt < last[rank.pid] and not rank.ended:
                 self._end(rank, 0, is_own=False)
 
-    def _adopt(self, is_rank: Callable[[_Header], bool]) -> None:
+    def _adopt(self, is_rank: Callable[[_RecorderHead], bool]) -> None:
         """Of processes that joined no group: one for each rank that their environment speaks of, the first to start.
 
         The others are in the report as what is no rank.
@@ -253,7 +253,7 @@ class Ranks:
         process = self._processes.get(pid)
         return own_codes.get(pid) is not None or process is None or process.has_ended()
 
-    def _tell_of_processes(self, is_due: Callable[[_Header], bool]) -> None:
+    def _tell_of_processes(self, is_due: Callable[[_RecorderHead], bool]) -> None:
         """Of those that ran a module and are no rank. Each is looked at, and has its own row in the report."""
         for path in sorted(self._folder.glob(PROCESSES)):
             header = _read(path) if path not in self._taken else None
@@ -270,17 +270,17 @@ class Ranks:
             except OSError:  # it has just become a rank
                 pass
 
-    def _start(self, path: Path, number: int, header: _Header) -> None:
+    def _start(self, path: Path, number: int, header: _RecorderHead) -> None:
         process = self._processes.pop(header.pid, None) or _process(header.pid)
         attempt = header.attempt if is_rank(number) else 0
-        self._ranks[path] = _Rank(number, attempt, header.pid, process)
+        self._ranks[path] = _RunRank(number, attempt, header.pid, process)
         self._tell(WorkersStarted(attempt, {number: header.pid}, {number: header.local_rank}))
 
-    def _code(self, rank: _Rank, own_codes: dict[int, int | None]) -> int | None:
+    def _code(self, rank: _RunRank, own_codes: dict[int, int | None]) -> int | None:
         code = own_codes.get(rank.pid)
         return rank.process.code() if code is None and rank.process is not None else code
 
-    def _end(self, rank: _Rank, code: int | None, is_own: bool) -> None:
+    def _end(self, rank: _RunRank, code: int | None, is_own: bool) -> None:
         """Whoever started the ranks ends the others once one has failed: by SIGTERM, which nobody can tell from one
         that came from elsewhere, and then by others."""
         rank.ended = True
@@ -291,7 +291,7 @@ class Ranks:
         self._tell(WorkersEnded(rank.attempt, {rank.rank: code}, [] if stopped else [rank.rank]))
 
 
-def _has_ended(rank: _Rank, own_codes: dict[int, int | None]) -> bool:
+def _has_ended(rank: _RunRank, own_codes: dict[int, int | None]) -> bool:
     """Whether it has since the last look; of a command, whoever has started it says so, and knows it first."""
     if rank.ended or rank.process is None:
         return not rank.ended
@@ -300,23 +300,23 @@ def _has_ended(rank: _Rank, own_codes: dict[int, int | None]) -> bool:
     return rank.process.has_ended()
 
 
-def _process(pid: int) -> OtherProcess | None:
+def _process(pid: int) -> WatchedRankProcess | None:
     with suppress(OSError):
-        return OtherProcess(pid)
+        return WatchedRankProcess(pid)
     return None
 
 
-def _read(path: Path) -> _Header | None:
+def _read(path: Path) -> _RecorderHead | None:
     """None if it is not ready, or gone."""
     with suppress(OSError, NotReady), closing(RecorderReader(path)) as reader:
-        return _Header(
+        return _RecorderHead(
             reader.rank,
             reader.local_rank,
-            reader[Field.WORLD_SIZE],
+            reader[HeadField.WORLD_SIZE],
             reader.attempt,
             reader.pid,
-            reader[Field.STARTED_NS],
-            trains := reader[Field.STEP] > 0 or reader.overflow_seen,
-            trains or reader[Field.BATCH] >= 0,
+            reader[HeadField.STARTED_NS],
+            trains := reader[HeadField.STEP] > 0 or reader.overflow_seen,
+            trains or reader[HeadField.BATCH] >= 0,
         )
     return None

@@ -19,7 +19,7 @@ from ..core.settings import VARIABLE
 from ..core.tell import tell
 from ..core.text import ranks_text, shown_name
 from ..core.torch_notes import notes_on
-from ..core.wire.pipe import Verdict
+from ..core.wire.pipe import JobResult
 
 
 def say(text: str) -> None:
@@ -37,7 +37,7 @@ def tell_of_torch() -> None:
 # its collector and its disk.
 
 
-class Overflows:
+class SeenOverflows:
     """By (attempt, rank): the first anomaly, or None where a rank says no more than that there was one."""
 
     def __init__(self, folder: Path) -> None:
@@ -69,7 +69,7 @@ class Overflows:
         return f"{ranks_text(ranks)} saw an overflow; of the earliest batch, on rank {first.where.rank}: {place}"
 
 
-def where_it_is(verdict: Verdict | None) -> str:
+def where_it_is(verdict: JobResult | None) -> str:
     """What has an overflow that the verdict knows nothing of."""
     if verdict is not None and verdict.overflow_in:
         return f"no report has it yet; make one of this node's spool with: gpuwatch report {quote(verdict.overflow_in)}"

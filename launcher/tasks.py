@@ -28,7 +28,7 @@ import msgspec
 
 from ..core.any_text import from_json, to_json
 from ..core.errors import GpuwatchError
-from ..core.wire.pipe import Verdict
+from ..core.wire.pipe import JobResult
 
 _SHARED_MEMORY = Path("/dev/shm")
 _COME_S = 60.0
@@ -43,7 +43,7 @@ class NoFolder(GpuwatchError):
     """There is no place for the folder: others have taken its names, or nothing can be written."""
 
 
-class Task(msgspec.Struct, frozen=True):
+class TaskCommand(msgspec.Struct, frozen=True):
     """What a task says of its command."""
 
     pid: int = 0
@@ -56,10 +56,10 @@ class Task(msgspec.Struct, frozen=True):
 class _SharedVerdict(msgspec.Struct, frozen=True):
     """What the task that has the verdict tells the others."""
 
-    verdict: Verdict | None
+    verdict: JobResult | None
 
 
-class Tasks:
+class HostTasks:
     """Those of one host and job, seen by one of them. `number` is how many there are to be."""
 
     def __init__(self, key: str, number: int) -> None:
@@ -124,7 +124,7 @@ class Tasks:
 
     # -- what all do --------------------------------------------------------------------------------------------
 
-    def say(self, task: Task) -> None:
+    def say(self, task: TaskCommand) -> None:
         """How this task's command is."""
         os.pwrite(self._mine, msgspec.json.encode(task).ljust(200), 0)  # in place: the lock is on this file
 
@@ -182,11 +182,11 @@ class Tasks:
         """Whether the command of another task has ended badly, or the task was killed."""
         return any(task.code or (task.code is None and not lives) for task, lives in self._heard())
 
-    def results(self) -> list[Task]:
+    def results(self) -> list[TaskCommand]:
         """How the other tasks ended; one that was killed has no code."""
         return [task for task, _ in self._heard()]
 
-    def share_verdict(self, verdict: Verdict | None) -> None:
+    def share_verdict(self, verdict: JobResult | None) -> None:
         """The end, for all."""
         self._write("verdict", to_json(_SharedVerdict(verdict)))
 
@@ -205,7 +205,7 @@ class Tasks:
         fcntl.flock(self._owner, fcntl.LOCK_UN)
         return False
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> JobResult | None:
         """None as long as there is none."""
         with suppress(OSError):
             return from_json((self._folder / "verdict").read_bytes(), _SharedVerdict).verdict
@@ -229,14 +229,14 @@ class Tasks:
     def _task_files(self) -> list[Path]:
         return [path for path in self._folder.glob("task-*") if path != self._path_of_mine]
 
-    def _heard(self) -> list[tuple[Task, bool]]:
+    def _heard(self) -> list[tuple[TaskCommand, bool]]:
         """What the other tasks have said, and whether each still lives."""
         found = []
         for path in self._task_files():
             lives = _is_locked(path)  # first: what it has said before it ended counts
             with suppress(OSError, msgspec.DecodeError):
                 text = path.read_bytes().strip()
-                found.append((msgspec.json.decode(text, type=Task) if text else Task(), lives))
+                found.append((msgspec.json.decode(text, type=TaskCommand) if text else TaskCommand(), lives))
         return found
 
 

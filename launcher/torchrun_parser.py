@@ -40,7 +40,7 @@ def torchrun_parser() -> argparse.ArgumentParser:
 
 def read_parser(torch: Path) -> argparse.ArgumentParser:
     """From the source of torch in this folder. Raises whatever comes of a source that is not as expected."""
-    parser: argparse.ArgumentParser = _Source(torch, "torch.distributed.run").value("get_args_parser")()
+    parser: argparse.ArgumentParser = _TorchSource(torch, "torch.distributed.run").value("get_args_parser")()
     return parser
 
 
@@ -53,7 +53,7 @@ def _torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-class _Source:
+class _TorchSource:
     """The source of one module of torch, of which single names are executed."""
 
     def __init__(self, torch: Path, module: str) -> None:
@@ -90,6 +90,6 @@ class _Source:
 
     def _import(self, module: str, attribute: str) -> Any:
         if module.partition(".")[0] == "torch":
-            return _Source(self._torch, module).value(attribute)
+            return _TorchSource(self._torch, module).value(attribute)
         found = importlib.import_module(module)
         return getattr(found, attribute) if attribute else sys.modules[module.partition(".")[0]]

@@ -21,7 +21,7 @@ _LOOKS_ACTIVE = re.compile(r"[$`\\]")
 _LINE_END = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]")
 
 
-class Option(NamedTuple):
+class SbatchOption(NamedTuple):
     """An option of sbatch. `--exclusive` has no value, `--comment=` an empty one."""
 
     name: str
@@ -33,7 +33,7 @@ class BatchScript:
     """What a batch script is made from."""
 
     verb: Literal["launch", "check"] = "launch"
-    options: tuple[Option, ...] = ()
+    options: tuple[SbatchOption, ...] = ()
     """Of sbatch."""
     arguments: tuple[str, ...] | None = None
     """What follows the verb; None: what follows the script's name on the command line of sbatch."""
@@ -65,7 +65,7 @@ def render(script: BatchScript) -> str:
     )
 
 
-def directive(option: Option) -> str:
+def directive(option: SbatchOption) -> str:
     """What stands behind `#SBATCH`. Raises UsageError on a value that goes over the end of the line."""
     if option.value is None:
         return f"--{option.name}"

@@ -48,7 +48,7 @@ class JobTask:
         return self.state in OVER
 
 
-class Scheduler(Protocol):
+class SubmitScheduler(Protocol):
     """SLURM, as far as it is needed here."""
 
     def submit(self, script: str, options: list[str]) -> str:
@@ -64,7 +64,7 @@ _ANSWER_S = 60.0
 _UNKNOWN_JOB = "Invalid job id"
 
 
-class Slurm:
+class LocalSlurm:
     """The SLURM of this machine. See scheduler.Scheduler."""
 
     def __init__(self) -> None:

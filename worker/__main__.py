@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..core.errors import ExitCode
-from ..core.identity import Identity
+from ..core.identity import RankIdentity
 from ..core.own_imports import path_as_given
 from ..core.recorder.layout import RankPhase, file_name
 from ..core.recorder.own_files import standard_streams_taken
 from ..core.settings import VARIABLE, WorkerSettings
 from ..core.tell import tell
 from .imports import after_import
-from .preflight.run import preflight_or_exit
-from .script import Target, run
-from .session import Session, open_session, watch_the_ends
+from .preflight.preflight_run import preflight_or_exit
+from .script import ScriptTarget, run
+from .session import WorkerSession, open_session, watch_the_ends
 
 
 def main() -> NoReturn:
@@ -44,15 +44,15 @@ def main() -> NoReturn:
             session.enter(RankPhase.UNWATCHED)
         os.execvp(arguments[1], arguments[1:])
     if session is None:
-        run(Target.parse(arguments), lambda error: None, lambda code: None)
+        run(ScriptTarget.parse(arguments), lambda error: None, lambda code: None)
     session.enter(RankPhase.SCRIPT)
     after_import("torch", session.attach_hooks)
-    run(Target.parse(arguments), session.raised, session.finished)
+    run(ScriptTarget.parse(arguments), session.raised, session.finished)
 
 
-def _open_session(settings: WorkerSettings) -> Session | None:
+def _open_session(settings: WorkerSettings) -> WorkerSession | None:
     """The session of this rank. None if its recorder cannot be created: then the training goes on unwatched."""
-    identity = Identity.from_environment()
+    identity = RankIdentity.from_environment()
     path = Path(settings.recorder_dir) / file_name(identity.rank, settings.attempt)
     try:
         session = open_session(settings, path, identity.rank, identity.local_rank, identity.world_size)
@@ -69,7 +69,7 @@ def _script_file(arguments: list[str]) -> str:
     return "" if arguments[0].startswith("-") else arguments[0]
 
 
-def _end_check(session: Session | None) -> NoReturn:
+def _end_check(session: WorkerSession | None) -> NoReturn:
     """End a check that this rank has passed."""
     if session is None:
         tell("gpuwatch: nothing was checked: the recorder of this rank could not be made")
@@ -78,8 +78,8 @@ def _end_check(session: Session | None) -> NoReturn:
     raise SystemExit(ExitCode.CLEAN)
 
 
-def _preflight(session: Session, script: str) -> None:
+def _preflight(session: WorkerSession, script: str) -> None:
     if session.settings.preflight == "off":
         return
     with standard_streams_taken():
-        preflight_or_exit(session, Identity.from_environment(), script)
+        preflight_or_exit(session, RankIdentity.from_environment(), script)

@@ -20,7 +20,7 @@ class LeftOut(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class GroupEntry:
     """A rank that is about to join its default process group."""
 
     rank: int
@@ -52,7 +52,7 @@ def call_before_init(call: Callable[[Mapping[str, Any]], None]) -> None:
             vars(module)[_NAME] = init_process_group
 
 
-def entry_of(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Entry | None:
+def entry_of(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> GroupEntry | None:
     """None for a call that makes no group of several processes, or that torch will refuse.
 
     Raises LeftOut where the call does not tell the rank.
@@ -79,7 +79,7 @@ def entry_of(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.envir
         meets, host = f"{url.scheme} {url.netloc}{url.path}", ""
     device = arguments.get("device_id")
     index = device if isinstance(device, int) else getattr(device, "index", None)
-    return Entry(rank, size, f"{meets}, attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", host, index)
+    return GroupEntry(rank, size, f"{meets}, attempt {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", host, index)
 
 
 def _number(*said: int | str | None) -> int | None:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.frames import RowKind
 from ..core.torch_names import name_in_torch
-from ..core.values import Encoding, NonFinite
+from ..core.values import NonFinite, ValueEncoding
 from .session import current_hooks
 from .stats.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain
 
@@ -77,7 +77,7 @@ def measure_with_one_wait(tensor: torch.Tensor) -> TensorStats:
         has_posinf, has_neginf = high == math.inf, low == -math.inf
     flags |= (NonFinite.POSINF if has_posinf else 0) | (NonFinite.NEGINF if has_neginf else 0)
     largest = math.nan if flags & NonFinite.NAN else max(abs(low), abs(high))
-    return TensorStats(_bits(least), _bits(largest), int(flags) | Encoding.FLOAT64 << 8, RowKind.MEASURED)
+    return TensorStats(_bits(least), _bits(largest), int(flags) | ValueEncoding.FLOAT64 << 8, RowKind.MEASURED)
 
 
 def _of_integers(plain: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor) -> TensorStats:
@@ -85,7 +85,7 @@ def _of_integers(plain: torch.Tensor, lowest: torch.Tensor, highest: torch.Tenso
     low, high, smallest = torch.stack((lowest, highest, least)).tolist()
     if smallest < 0:  # the absolute value of the smallest integer overflows
         return measure(plain)
-    return TensorStats(smallest, max(abs(low), abs(high)), Encoding.INTEGER << 8, RowKind.MEASURED)
+    return TensorStats(smallest, max(abs(low), abs(high)), ValueEncoding.INTEGER << 8, RowKind.MEASURED)
 
 
 def _bits(number: float) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 class _CallingLoader(importlib.abc.Loader):
     """Delegates to the module's own loader, and calls the function when the import has finished."""
 
-    def __init__(self, loader: importlib.abc.Loader, finder: _Finder) -> None:
+    def __init__(self, loader: importlib.abc.Loader, finder: _ImportFinder) -> None:
         self._loader = loader
         self._finder = finder
 
@@ -36,7 +36,7 @@ class _CallingLoader(importlib.abc.Loader):
         self._finder.then()
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _ImportFinder(importlib.abc.MetaPathFinder):
     """Stays installed until the module is imported: importlib.util.find_spec only asks whether the module exists."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
@@ -71,7 +71,7 @@ def after_import(name: str, then: Callable[[], None]) -> Callable[[], None]:
 
     Returns a function that gives up waiting. Until the import, or until it is called, `then` is kept alive.
     """
-    finder = _Finder(name, then)
+    finder = _ImportFinder(name, then)
     if name in sys.modules:
         then()
     else:

@@ -21,9 +21,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.events import Fault, LeftGroup, PreflightResult
+from ..core.events import LeftGroup, OwnFault, PreflightResult
 from ..core.own_imports import own_command
-from ..core.recorder.layout import Field, RankPhase, file_name
+from ..core.recorder.layout import HeadField, RankPhase, file_name
 from ..core.recorder.run_folder import (
     JOIN_VARIABLE,
     RUN_VARIABLE,
@@ -34,11 +34,11 @@ from ..core.recorder.run_folder import (
 )
 from ..core.settings import WorkerSettings
 from ..core.tell import tell
-from .before_init import GROUPS, Entry, LeftOut, call_before_init, entry_of
+from .before_init import GROUPS, GroupEntry, LeftOut, call_before_init, entry_of
 from .imports import after_import
 from .meeting_place import MeetingPlace
-from .preflight.run import preflight_or_exit
-from .session import Session, open_session, watch_the_ends
+from .preflight.preflight_run import preflight_or_exit
+from .session import WorkerSession, open_session, watch_the_ends
 
 # A Python of another host than that of its `gpuwatch run`: it joins through the file that GPUWATCH_JOIN names.
 
@@ -75,7 +75,7 @@ def join(path: str) -> str | None:
 # exception is on its way.
 
 
-def tell_the_end(session: Session) -> None:
+def tell_the_end(session: WorkerSession) -> None:
     """Record how this process ends, when it does."""
     util = sys.modules.get("multiprocessing.util")
     process = sys.modules.get("multiprocessing.process")
@@ -85,7 +85,7 @@ def tell_the_end(session: Session) -> None:
         atexit.register(_script_ends, session)
 
 
-def _script_ends(session: Session) -> None:
+def _script_ends(session: WorkerSession) -> None:
     if not session.is_ours:
         return
     error = getattr(sys, "last_value", None)
@@ -96,7 +96,7 @@ def _script_ends(session: Session) -> None:
         session.enter(RankPhase.FINISHED)
 
 
-def _child_ends(session: Session) -> None:
+def _child_ends(session: WorkerSession) -> None:
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -113,7 +113,7 @@ def _child_ends(session: Session) -> None:
 # The preflight of a rank that gpuwatch did not start: before its first process group, once all ranks are known.
 
 
-def preflight_before_init(session: Session, entry: Entry, local_rank: int | None) -> None:
+def preflight_before_init(session: WorkerSession, entry: GroupEntry, local_rank: int | None) -> None:
     """Test this rank with all others. Ends the process where the training should not start; else returns.
 
     It leaves nothing behind: no group, no store, no variable. What fails of our own is raised.
@@ -132,7 +132,7 @@ def preflight_before_init(session: Session, entry: Entry, local_rank: int | None
         session.enter(RankPhase.SCRIPT)
 
 
-def leave_out(session: Session, reason: str) -> None:
+def leave_out(session: WorkerSession, reason: str) -> None:
     """Say so, in the report and on stderr; "": another rank says it there."""
     session.recorder.append(PreflightResult(session.where(), "skipped", detail=reason))
     if reason:
@@ -149,7 +149,7 @@ _MOST_ATTEMPTS = 1000
 
 
 @dataclass(frozen=True)
-class Claim:
+class RankClaim:
     """What the environment says of this process."""
 
     rank: int
@@ -159,7 +159,7 @@ class Claim:
     """Whoever set it has started this very process as a rank."""
 
     @classmethod
-    def from_environment(cls) -> Claim | None:
+    def from_environment(cls) -> RankClaim | None:
         """None if it speaks of no rank."""
         rank, size = _number("RANK"), _number("WORLD_SIZE")
         if rank is None or size is None or rank >= size:
@@ -172,17 +172,17 @@ def begin(folder: str, path_folder: str) -> None:
     """Called when somebody looks for torch. `path_folder` is what `gpuwatch run` has put on PYTHONPATH."""
     settings = read_settings(Path(folder))
     if settings is not None:
-        process = _Process(settings, path_folder)
+        process = _JoiningProcess(settings, path_folder)
         after_import("torch", process.torch_is_imported)
         atexit.register(process.tell_own_error, os.getpid())
 
 
-class _Process:
+class _JoiningProcess:
     def __init__(self, settings: WorkerSettings, path_folder: str) -> None:
         self._settings = settings
         self._folder = Path(settings.recorder_dir)
         self._path_folder = path_folder
-        self._session: Session | None = None
+        self._session: WorkerSession | None = None
         self._is_sure = False
         self._tested = 0
         """The process that had its preflight: a fork has its own."""
@@ -208,7 +208,7 @@ class _Process:
     def _begin(self) -> None:
         os.register_at_fork(after_in_child=lambda: self._safely(self._is_forked))
         after_import(GROUPS, lambda: self._safely(self._watch_groups))
-        claim = Claim.from_environment()
+        claim = RankClaim.from_environment()
         if claim is None:
             self._wait_for_a_model()
         elif claim.is_sure:
@@ -269,7 +269,7 @@ class _Process:
     def _has_a_model(self) -> None:
         if self._handles and not _loads_data():
             self._forget_the_wait()
-            self._safely(lambda: self._may_become(Claim.from_environment() or Claim(0, 0, 1, False)))
+            self._safely(lambda: self._may_become(RankClaim.from_environment() or RankClaim(0, 0, 1, False)))
 
     def _calls_a_module(self, module: Any, args: Any) -> None:
         from torch.compiler import is_compiling
@@ -290,7 +290,7 @@ class _Process:
 
     # -- what it becomes ----------------------------------------------------------------------------------------
 
-    def _may_become(self, claim: Claim) -> None:
+    def _may_become(self, claim: RankClaim) -> None:
         """It is watched from here on, under its process id."""
         for programs, settings in enumerate(self._attempts()):
             path = self._folder / process_file(os.getpid(), programs)
@@ -326,14 +326,14 @@ class _Process:
             session.enter(RankPhase.SCRIPT)
             session.recorder.append(LeftGroup(session.where()))
 
-    def _join_again(self, session: Session, rank: int, world_size: int) -> None:
+    def _join_again(self, session: WorkerSession, rank: int, world_size: int) -> None:
         """It has joined another group after its first. Its name in the report is that of the first."""
         if rank != session.rank:
             text = f"rank {session.rank} has joined a second group, of {world_size} ranks, as rank {rank}"
-            session.recorder.append(Fault(session.where(), "run", text))
+            session.recorder.append(OwnFault(session.where(), "run", text))
         else:
             fields = session.recorder.fields
-            session.recorder.identify(rank, fields[Field.LOCAL_RANK], world_size, fields[Field.ATTEMPT])
+            session.recorder.identify(rank, fields[HeadField.LOCAL_RANK], world_size, fields[HeadField.ATTEMPT])
 
     def _open_rank(self, rank: int, local_rank: int, world_size: int) -> None:
         for settings in self._attempts():
@@ -345,7 +345,7 @@ class _Process:
             self._session.answer_with_stacks()
             return
 
-    def _rename(self, session: Session, rank: int, local_rank: int, world_size: int) -> None:
+    def _rename(self, session: WorkerSession, rank: int, local_rank: int, world_size: int) -> None:
         """What it has recorded under its process id is this rank's."""
         recorder, before = session.recorder, session.recorder.path
         for settings in self._attempts():
@@ -409,7 +409,7 @@ class _Process:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if self._session is not None and self._session.is_ours:
-                self._session.recorder.append(Fault(self._session.where(), "run", text))
+                self._session.recorder.append(OwnFault(self._session.where(), "run", text))
             else:
                 tell(f"gpuwatch: process {os.getpid()} goes on unwatched: {text}")
                 tell_unwatched(self._folder, os.getpid(), text)

@@ -26,11 +26,11 @@ from typing import Any
 import msgspec
 
 from ..core.host import host_name, loopback
-from ..core.identity import Identity
+from ..core.identity import RankIdentity
 from ..core.recorder.run_folder import read_meeting_key
 from ..core.text import ranks_text
-from ..core.wire.seal import Seal, SealBroken
-from .before_init import Entry, LeftOut
+from ..core.wire.seal import SealBroken, WordSeal
+from .before_init import GroupEntry, LeftOut
 
 _TICK_S = 0.05
 _TICK_OF_RANK_S = 0.0005
@@ -41,7 +41,7 @@ _LEAVE_S = 10.0
 _ANSWER_S = 20.0
 
 
-class Place(msgspec.Struct, frozen=True):
+class RankMeetingPlace(msgspec.Struct, frozen=True):
     """Of one rank."""
 
     host: str
@@ -49,30 +49,32 @@ class Place(msgspec.Struct, frozen=True):
     """None if its launcher does not say it."""
 
 
-_Decision = list[Place] | str
+_Decision = list[RankMeetingPlace] | str
 """All ranks' places, or why there will be no preflight."""
 
 
 class MeetingPlace:
     """`with MeetingPlace(...) as identity`: all ranks are there. Raises LeftOut if they cannot meet in time."""
 
-    def __init__(self, entry: Entry, local_rank: int | None, folder: Path, meets_at: str, timeout_s: float) -> None:
+    def __init__(
+        self, entry: GroupEntry, local_rank: int | None, folder: Path, meets_at: str, timeout_s: float
+    ) -> None:
         """`meets_at` is HOST:PORT for a run of several hosts, "" for one whose ranks share `folder`."""
         self._entry = entry
-        self._mine = Place(f"{host_name()} {_boot_id()}", local_rank)
+        self._mine = RankMeetingPlace(f"{host_name()} {_boot_id()}", local_rank)
         key = hashlib.sha256(f"{entry.meets} {entry.world_size}".encode()).hexdigest()[:16]
         self._file = folder / f"preflight-{key}"
         host, _, port = meets_at.rpartition(":")
         self._head, self._port = host.strip("[]"), int(port or 0)
         self._timeout_s = timeout_s
-        self._seal = Seal(read_meeting_key(folder))
+        self._seal = WordSeal(read_meeting_key(folder))
         self._tick_s = _TICK_S + _TICK_OF_RANK_S * entry.world_size
         self._prefix = f"gpuwatch/{key}"
         self._store: Any = None
         self._wrote = False
         self._came = entry.world_size
 
-    def __enter__(self) -> Identity:
+    def __enter__(self) -> RankIdentity:
         try:
             return self._meet()
         except LeftOut:
@@ -88,7 +90,7 @@ class MeetingPlace:
 
     # -- coming -------------------------------------------------------------------------------------------------
 
-    def _meet(self) -> Identity:
+    def _meet(self) -> RankIdentity:
         entry = self._entry
         deadline = time.monotonic() + self._timeout_s
         host = self._host_it() if entry.rank == 0 else self._find_it(deadline)
@@ -124,7 +126,7 @@ class MeetingPlace:
             values = [self._seal.open(*pair) for pair in zip(names, self._store.multi_get(names), strict=True)]
         except SealBroken as error:
             return _foreign(error)
-        return [msgspec.json.decode(value, type=Place) for value in values]
+        return [msgspec.json.decode(value, type=RankMeetingPlace) for value in values]
 
     def _host_it(self) -> str:
         """As rank 0. Returns the host at which it reaches the store itself."""
@@ -233,13 +235,13 @@ class MeetingPlace:
         return True
 
 
-def identity_of(entry: Entry, places: list[Place], store_host: str, store_port: int) -> Identity:
+def identity_of(entry: GroupEntry, places: list[RankMeetingPlace], store_host: str, store_port: int) -> RankIdentity:
     """Who the rank is, from where all are. Without a word of the launcher, ranks of a host count in their order."""
     host = places[entry.rank].host
     here = [rank for rank, place in enumerate(places) if place.host == host]
     told = places[entry.rank].local_rank
     local_rank = here.index(entry.rank) if told is None else told
-    return Identity(
+    return RankIdentity(
         entry.rank,
         local_rank,
         entry.world_size,

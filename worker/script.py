@@ -24,7 +24,7 @@ from .recursion import first_frame
 
 
 @dataclass(frozen=True)
-class Target:
+class ScriptTarget:
     """What to run: `script args...` or `-m module args...`."""
 
     name: str
@@ -32,14 +32,14 @@ class Target:
     is_module: bool
 
     @classmethod
-    def parse(cls, arguments: list[str]) -> Target:
+    def parse(cls, arguments: list[str]) -> ScriptTarget:
         """Parse the command line that the launcher has built."""
         if arguments[0] == "-m":
             return cls(arguments[1], arguments[2:], True)
         return cls(arguments[0], arguments[1:], False)
 
 
-def run(target: Target, raised: Callable[[BaseException], None], finished: Callable[[int], None]) -> NoReturn:
+def run(target: ScriptTarget, raised: Callable[[BaseException], None], finished: Callable[[int], None]) -> NoReturn:
     """Run the script, call `raised` or `finished`, and end the process as Python would."""
     try:
         _execute(target)
@@ -64,7 +64,7 @@ def _tell(observer: Callable[[Any], None], what: object) -> None:
         pass
 
 
-def _execute(target: Target) -> None:
+def _execute(target: ScriptTarget) -> None:
     if target.is_module:
         # `python -m` calls the same function, which runs the code in the module `__main__`
         if not _is_safe_path():

@@ -11,45 +11,45 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.events import Fault, ScriptError, ScriptExit, Where
+from ..core.events import OwnFault, RunPosition, ScriptError, ScriptExit
 from ..core.identity import is_from_peer_failure
 from ..core.own_imports import own_imports
-from ..core.recorder.layout import Field, HooksState, RankPhase, seal
+from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
 from ..core.torch_names import NEWEST, missing
 from ..core.torch_notes import release_of
-from .children import wait_for_training, watch_children
 from .own_ends import Undo, hear_of_ends
 from .record.collectives import issued, moment
 from .stack_file import answer_with_stacks
+from .training_children import wait_for_training, watch_children
 
 if TYPE_CHECKING:
-    from .hooks.forward import Hooks
+    from .hooks.forward import ModuleHooks
 
 
 SETTLE_S = 2.0
 _TRACEBACK_CHARACTERS = 16000
 
-_current: Session | None = None
+_current: WorkerSession | None = None
 """The session of this process, if it is a watched rank."""
 
 
-def make_current(session: Session) -> None:
+def make_current(session: WorkerSession) -> None:
     """Make `session` the session of this process."""
     global _current
     _current = session
 
 
-def current_hooks() -> Hooks | None:
+def current_hooks() -> ModuleHooks | None:
     """The hooks of the run that watches this process. None if there are none, as in a forked process."""
     return _current.hooks if _current is not None and _current.is_ours else None
 
 
-def open_session(settings: WorkerSettings, path: Path, rank: int, local_rank: int, world_size: int) -> Session:
+def open_session(settings: WorkerSettings, path: Path, rank: int, local_rank: int, world_size: int) -> WorkerSession:
     """Make the recorder of this process, and the session of it. Raises OSError if there is no room or it exists."""
     recorder = RecorderWriter(path, rank=rank, local_rank=local_rank, world_size=world_size, attempt=settings.attempt)
-    session = Session(settings, recorder, rank)
+    session = WorkerSession(settings, recorder, rank)
     make_current(session)
     return session
 
@@ -67,14 +67,14 @@ def watch_the_ends(variables: Callable[[Mapping[Any, Any]], dict[str, str]] = la
     hear_of_ends(before_exec, before_exit, variables)
 
 
-class Session:
+class WorkerSession:
     """The state that the parts of a worker share."""
 
     def __init__(self, settings: WorkerSettings, recorder: RecorderWriter, rank: int) -> None:
         self.settings = settings
         self.recorder = recorder
         self.rank = rank
-        self.hooks: Hooks | None = None
+        self.hooks: ModuleHooks | None = None
         self._pid = os.getpid()
 
     @property
@@ -84,8 +84,8 @@ class Session:
 
     def enter(self, phase: RankPhase) -> None:
         """Publish what this rank is doing now."""
-        self.recorder.fields[Field.PHASE] = phase
-        self.recorder.fields[Field.MOVED_NS] = time.monotonic_ns()
+        self.recorder.fields[HeadField.PHASE] = phase
+        self.recorder.fields[HeadField.MOVED_NS] = time.monotonic_ns()
 
     def become(self, settings: WorkerSettings, rank: int, local_rank: int, world_size: int) -> None:
         """This process was watched before it was known which rank it is, in which attempt."""
@@ -94,12 +94,12 @@ class Session:
             self.hooks.progress.settings, self.hooks.progress.rank = settings, rank
         self.recorder.identify(rank, local_rank, world_size, settings.attempt)
 
-    def where(self) -> Where:
+    def where(self) -> RunPosition:
         """The place in the run, for an event."""
         if self.hooks is not None:
             return self.hooks.where()
         now = moment(issued())
-        return Where(
+        return RunPosition(
             self.rank,
             self.settings.attempt,
             seq=now.seq,
@@ -122,7 +122,7 @@ class Session:
             while not (settled := hooks.settle()) and time.monotonic() < deadline:
                 time.sleep(0.005)
         except Exception as error:
-            self.recorder.append(Fault(self.where(), "settle", f"{type(error).__name__}: {error}"))
+            self.recorder.append(OwnFault(self.where(), "settle", f"{type(error).__name__}: {error}"))
             return False
         return settled
 
@@ -160,7 +160,7 @@ class Session:
     def goes_on_as_another_program(self) -> Undo:
         """The script calls os.exec. Returns what undoes this, as that may fail. Never raises."""
         try:
-            phase = RankPhase(self.recorder.fields[Field.PHASE])
+            phase = RankPhase(self.recorder.fields[HeadField.PHASE])
             if not self.is_ours or phase in (RankPhase.UNWATCHED, RankPhase.FINISHED, RankPhase.RAISED):
                 return lambda: None
             self._settle_in_time()
@@ -173,8 +173,8 @@ class Session:
         """The script calls os._exit: nothing else of its end will be heard. Never raises."""
         try:
             fields = self.recorder.fields
-            if self.is_ours and fields[Field.PHASE] == RankPhase.SCRIPT and self._settle_in_time():
-                fields[Field.LEFT] = seal(1)
+            if self.is_ours and fields[HeadField.PHASE] == RankPhase.SCRIPT and self._settle_in_time():
+                fields[HeadField.LEFT] = seal(1)
         except Exception:
             pass
 
@@ -190,7 +190,7 @@ class Session:
         try:
             answer_with_stacks(self.recorder.path.parent, self.rank, self.settings.attempt)
         except Exception as error:
-            self.recorder.append(Fault(self.where(), "stacks", f"{type(error).__name__}: {error}"))
+            self.recorder.append(OwnFault(self.where(), "stacks", f"{type(error).__name__}: {error}"))
 
     def attach_hooks(self) -> None:
         """Attach the hooks, after torch was imported. Never raises: a run without hooks is better than no run."""
@@ -202,17 +202,17 @@ class Session:
 
     def _attach_hooks(self) -> None:
         try:
-            from .hooks.forward import Hooks
+            from .hooks.forward import ModuleHooks
 
             self._tell_what_torch_lacks()
-            hooks = Hooks(self.recorder, self.settings, self.rank)
+            hooks = ModuleHooks(self.recorder, self.settings, self.rank)
             hooks.attach()
             self.hooks = hooks
             watch_children(self.recorder, lambda: current_hooks() is not None)
-            self.recorder.fields[Field.HOOKS] = HooksState.ATTACHED
+            self.recorder.fields[HeadField.HOOKS] = HooksState.ATTACHED
         except Exception as error:
-            self.recorder.fields[Field.HOOKS] = HooksState.FAILED
-            self.recorder.append(Fault(self.where(), "attach", f"{type(error).__name__}: {error}"))
+            self.recorder.fields[HeadField.HOOKS] = HooksState.FAILED
+            self.recorder.append(OwnFault(self.where(), "attach", f"{type(error).__name__}: {error}"))
 
     def _tell_what_torch_lacks(self) -> None:
         """A name that is gone, though this release should have it, turns one view off: see core/torch_names.py."""
@@ -222,12 +222,12 @@ class Session:
             gone.setdefault(one.lost, []).append(one.path)
         for lost, paths in gone.items():
             text = f"torch {version} has no {', '.join(paths)}: {lost}"
-            self.recorder.append(Fault(self.where(), "names of torch", text))
+            self.recorder.append(OwnFault(self.where(), "names of torch", text))
 
     def _wait_for_training(self) -> None:
         """In a fork of this rank: its training is not watched, and that is told in the rank's recorder."""
 
         def note() -> None:
-            self.recorder.fields[Field.UNSEEN_CHILD] = os.getpid()
+            self.recorder.fields[HeadField.UNSEEN_CHILD] = os.getpid()
 
         wait_for_training(note, lambda: current_hooks() is not None)

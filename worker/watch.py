@@ -17,15 +17,24 @@ from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
-from ..core.events import Anomaly, Definition, ScalerSkip, Warned, Where, WorkerEvent, WorkerExit
+from ..core.events import Anomaly, Definition, RangeWarning, RunPosition, ScalerSkip, WorkerEvent, WorkerExit
 from ..core.frames import Frame, Page, format_frames
 from ..core.judge import anomaly_of_page
 from ..core.recorder.own_files import OwnDescriptor
-from ..core.recorder.pages import Names, decode_page
+from ..core.recorder.pages import NameTable, decode_page
 from ..core.recorder.reader import RecorderReader
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import OnOverflow, Watched, WorkerSettings
-from ..core.wire.messages import AgentBody, Beat, Bye, Definitions, EventMessage, Hello, PageMessage, RankState
+from ..core.wire.messages import (
+    AgentBody,
+    AgentHello,
+    EventMessage,
+    NameDefinitions,
+    NodeBeat,
+    NodeBye,
+    PageMessage,
+    RankState,
+)
 from .record.collectives import ranks
 from .session import SETTLE_S, current_hooks
 
@@ -33,7 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..collector.report.model import Verdict
-    from .hooks.forward import Hooks
+    from .hooks.forward import ModuleHooks
 
 
 # The folder of a recorder without a launcher. The next one on the host removes it if its owner was killed.
@@ -108,16 +117,16 @@ def _messages(
 ) -> Iterator[AgentBody]:
     happened = list(events)
     members = ranks() if any(isinstance(event, Anomaly) for event in happened) else 1
-    yield Hello("process", socket.gethostname(), state.pid, members, 1, 1, [], {}, "")
-    yield Definitions(state.rank, state.attempt, list(definitions))
+    yield AgentHello("process", socket.gethostname(), state.pid, members, 1, 1, [], {}, "")
+    yield NameDefinitions(state.rank, state.attempt, list(definitions))
     yield from map(EventMessage, happened)
     held = list(pages)
     yield from held
     last = held[-1].number if held else -1
-    where = Where(state.rank, state.attempt, state.step, state.batch, page=last, seq=state.seq)
+    where = RunPosition(state.rank, state.attempt, state.step, state.batch, page=last, seq=state.seq)
     yield EventMessage(WorkerExit(where, 0, "itself", "script"))
-    yield Beat([_as_last(state)], {})
-    yield Bye("ok")
+    yield NodeBeat([_as_last(state)], {})
+    yield NodeBye("ok")
 
 
 def _as_last(state: RankState) -> RankState:
@@ -135,25 +144,25 @@ def rank_here() -> int | None:
     return None
 
 
-class Watch:
+class ModelWatch:
     """A watched model. A context manager that removes its hooks at the end.
 
     Under `gpuwatch launch` the run already watches every model. The handle then reads the run's recorder.
     """
 
-    def __init__(self, hooks: Hooks, recorder: RecorderWriter, *, owned: bool) -> None:
+    def __init__(self, hooks: ModuleHooks, recorder: RecorderWriter, *, owned: bool) -> None:
         self._hooks = hooks
         self._recorder = recorder
         self._owned = owned
         """The hooks belong to this handle, which removes them. A run's do not."""
         self._reader = RecorderReader(recorder.path)
-        self._names = Names()
+        self._names = NameTable()
         self._definitions: list[Definition] = []
         self._events: list[WorkerEvent] = []
         self._closed = False
         self._pid = os.getpid()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ModelWatch:
         return self
 
     def __exit__(
@@ -184,9 +193,9 @@ class Watch:
         return [event for event in self.events if isinstance(event, Anomaly)]
 
     @property
-    def warnings(self) -> list[Warned]:
+    def warnings(self) -> list[RangeWarning]:
         """The first value near overflow or in underflow of each module and role."""
-        return [event for event in self.events if isinstance(event, Warned)]
+        return [event for event in self.events if isinstance(event, RangeWarning)]
 
     @property
     def skips(self) -> list[ScalerSkip]:
@@ -258,7 +267,7 @@ def watch(
     underflow_share: float = 0.1,
     scaler_skips: int = 12,
     state_every: int = 50,
-) -> Watch:
+) -> ModelWatch:
     """Watch a model, or, with None, every model of this process. Returns a handle, which is also a context manager.
 
     The keywords are the options of `gpuwatch launch`. With `on_overflow="abort"`, OverflowDetected is raised at the end
@@ -266,11 +275,11 @@ def watch(
     only listed in `anomalies`. In a rank that `gpuwatch launch` watches, the run's settings apply and the keywords have
     no effect. Raises ValueError for an invalid keyword.
     """
-    from .hooks.forward import Hooks
+    from .hooks.forward import ModuleHooks
 
     running = current_hooks()
     if running is not None:
-        return Watch(running, running.progress.recorder, owned=False)
+        return ModelWatch(running, running.progress.recorder, owned=False)
     if every < 1:
         raise ValueError(f"expected every=1 or more, found every={every}")
     if state_every < 0:
@@ -301,14 +310,14 @@ def watch(
         rank = int(os.environ.get("RANK", "0"))
     try:
         recorder = RecorderWriter(folder.path / "recorder", rank=rank, local_rank=0, world_size=1, attempt=0)
-        hooks = Hooks(recorder, settings, rank, only=model)
+        hooks = ModuleHooks(recorder, settings, rank, only=model)
     except BaseException:
         folder.remove()
         raise
     # bound to the hooks, which the modules hold: the script need not keep the handle
     weakref.finalize(hooks, folder.remove)
     hooks.attach()
-    return Watch(hooks, recorder, owned=True)
+    return ModelWatch(hooks, recorder, owned=True)
 
 
 def _shared_memory() -> str | None:

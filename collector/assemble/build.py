@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ...core.events import GpuHealth, PreflightResult, Xid
+from ...core.events import GpuHealth, GpuXid, PreflightResult
 from ...core.frames import Frame, Page
 from ...core.lone_process import pid_of_number
 from ...core.recorder.page_tables import whole
@@ -25,21 +25,47 @@ from ..report.model import (
     SCHEMA,
     AttemptReport,
     EarlierLife,
-    FirstAnomaly,
-    Lost,
+    LossReport,
     NodeReport,
+    RankAnomaly,
     RankReport,
-    Report,
     RunInfo,
+    RunReport,
     Verdict,
 )
+from ..report.stack_groups import thread_text
 from .forecasts import forecasts_of
-from .history import histories, open_histories
 from .insights import find_insights
-from .rank_stacks import stack_of, threads_of
+from .node_telemetry import telemetry_report
+from .rank_history import histories, open_histories
 from .stragglers import step_report
-from .telemetry import telemetry_report
 from .timeline import timeline_of
+
+if TYPE_CHECKING:
+    from ..facts.facts import RankFacts
+
+
+# The stacks of a rank, as lines of its part of report.json.
+
+
+def stack_of(rank: RankFacts) -> list[str]:
+    """The rank's last stack, innermost call first: `/home/me/train.py:41 in main: dist.all_reduce(loss)`.
+
+    Of one that did not answer itself: native calls first, and where nothing could be had, what the kernel says of it.
+    """
+    if not rank.looks:
+        return []
+    look = rank.looks[-1]
+    if look.stack:
+        return [*(f"{line.short}, native" for line in look.native), *(line.shown for line in look.stack)]
+    return [thread_text(thread) for thread in look.threads]
+
+
+def threads_of(rank: RankFacts) -> list[str]:
+    """Threads of it besides the main one that Python has, as far as they were seen: `loader, at data.py:7 in load`."""
+    threads = rank.looks[-1].threads if rank.looks and rank.looks[-1].stack else []
+    return [thread_text(thread) for thread in threads if thread.at]
+
 
 # The other attempts of a job that torchrun restarted, and its earlier lives under the scheduler: a line for each.
 
@@ -68,7 +94,7 @@ def _statement(facts: RunFacts, attempt: int) -> str:
 # Which frames of a rank a report shows: the last ones up to the verdict's place, which is the same on every rank.
 
 
-class Target(NamedTuple):
+class ReportTarget(NamedTuple):
     """What the shown frames of all ranks are compared with."""
 
     rank: RankFacts
@@ -77,7 +103,7 @@ class Target(NamedTuple):
     """The frame that the verdict is about; None if it is about none."""
 
 
-class Shown(NamedTuple):
+class SelectedFrames(NamedTuple):
     """The frames of a rank that are shown."""
 
     frames: list[Frame]
@@ -85,7 +111,7 @@ class Shown(NamedTuple):
     """They are of the same point as the target's."""
 
 
-def target_of(facts: RunFacts, verdict: Verdict) -> Target | None:
+def target_of(facts: RunFacts, verdict: Verdict) -> ReportTarget | None:
     """The frame that an overflow's verdict is about; for another verdict, the last page of the rank that it names.
 
     Without a rank in the verdict, the first rank is taken that has such a page.
@@ -101,13 +127,13 @@ def target_of(facts: RunFacts, verdict: Verdict) -> Target | None:
         page = page_of(facts, found)
         if page is None:
             return None
-        return Target(rank, page, next((f for f in page.frames if f.index == found.frame), None))
+        return ReportTarget(rank, page, next((f for f in page.frames if f.index == found.frame), None))
     if verdict.kind == "overflow":
         return None
-    return next((Target(rank, rank.pages[max(rank.pages)], None) for rank in ranks if rank.pages), None)
+    return next((ReportTarget(rank, rank.pages[max(rank.pages)], None) for rank in ranks if rank.pages), None)
 
 
-def frames_to_show(rank: RankFacts, verdict: Verdict, target: Target | None, max_frames: int) -> Shown:
+def frames_to_show(rank: RankFacts, verdict: Verdict, target: ReportTarget | None, max_frames: int) -> SelectedFrames:
     """The last frames up to the target's, on every rank, so that they stand side by side.
 
     A rank without a page of the same point shows the last frames that it has.
@@ -122,26 +148,26 @@ def frames_to_show(rank: RankFacts, verdict: Verdict, target: Target | None, max
     if page is None and rank.pages:
         page = rank.pages[max(rank.pages)]
     if page is None:
-        return Shown([], False)
+        return SelectedFrames([], False)
     frames = sorted(page.frames, key=lambda frame: frame.index)
     end = len(frames)
     if verdict.kind == "overflow":
         last = _last(rank, page, verdict, target if comparable else None)
         end = next((n + 1 for n, frame in enumerate(frames) if frame.index == last), end)
-    return Shown([whole(frame) for frame in frames[max(0, end - max_frames) : end]], comparable)
+    return SelectedFrames([whole(frame) for frame in frames[max(0, end - max_frames) : end]], comparable)
 
 
-def frames_of_batch(rank: RankFacts, batch: int, target: Target | None) -> Shown:
+def frames_of_batch(rank: RankFacts, batch: int, target: ReportTarget | None) -> SelectedFrames:
     """All frames of a batch that was asked for, if it was received: of the target's root, where there are several."""
     pages = rank.pages.of_batch(batch)
     same = [page for page in pages if target is not None and page.root == target.page.root]
     page = max(same or pages, key=lambda page: page.number, default=None)
     if page is None:
-        return Shown([], False)
-    return Shown([whole(frame) for frame in sorted(page.frames, key=lambda frame: frame.index)], True)
+        return SelectedFrames([], False)
+    return SelectedFrames([whole(frame) for frame in sorted(page.frames, key=lambda frame: frame.index)], True)
 
 
-def _last(rank: RankFacts, page: KeptPage, verdict: Verdict, target: Target | None) -> int | None:
+def _last(rank: RankFacts, page: KeptPage, verdict: Verdict, target: ReportTarget | None) -> int | None:
     """Index of the frame to end with: of the rank's own diagnosis, else the target's counterpart.
 
     What a rank only received from others, as a gradient after an all-reduce, is no place of its own to end with.
@@ -176,7 +202,7 @@ MOST_ROWS_OF_ONE = 200_000
 
 
 def ranks_to_show(
-    facts: RunFacts, ranks: list[RankFacts], verdict: Verdict, target: Target | None, asked: int | None
+    facts: RunFacts, ranks: list[RankFacts], verdict: Verdict, target: ReportTarget | None, asked: int | None
 ) -> list[RankFacts]:
     """The rank that was asked for, the verdict's, those beside it, those that differ, and a healthy one like it."""
     if len(ranks) <= SMALL_JOB:
@@ -194,7 +220,7 @@ def ranks_to_show(
     return list({rank.rank: rank for rank in found}.values())
 
 
-def _healthy(facts: RunFacts, target: Target | None) -> RankFacts | None:
+def _healthy(facts: RunFacts, target: ReportTarget | None) -> RankFacts | None:
     """A rank of the same role that was at the same point and met nothing."""
     if target is None:
         return None
@@ -245,7 +271,7 @@ def build_report(
     earlier: list[EarlierLife] | None = None,
     rank: int | None = None,
     batch: int | None = None,
-) -> Report:
+) -> RunReport:
     """Make the report of a run. `rank` is one whose frames it is to hold in any case, `batch` what they are of."""
     verdict = decide(facts)
     attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
@@ -259,7 +285,7 @@ def build_report(
         _rank_report(
             facts,
             each,
-            Shown([], False)
+            SelectedFrames([], False)
             if each.rank not in held
             else frames_of_batch(each, batch, target)
             if batch is not None
@@ -274,7 +300,7 @@ def build_report(
     ]
     opened = open_histories(facts, verdict, attempt)
     history, by_module = histories(opened, verdict)
-    return Report(
+    return RunReport(
         schema=SCHEMA,
         run=_run_info(facts, run_id, started, ended, len(ranks), earlier or []),
         verdict=verdict,
@@ -320,7 +346,7 @@ def _run_info(
 
 
 def _rank_report(
-    facts: RunFacts, rank: RankFacts, shown: Shown, traces: list[Page], traces_left_out: int
+    facts: RunFacts, rank: RankFacts, shown: SelectedFrames, traces: list[Page], traces_left_out: int
 ) -> RankReport:
     diagnosis = rank.diagnosis
     state, exit_ = rank.state, rank.exit
@@ -337,7 +363,7 @@ def _rank_report(
         step=where.step if where is not None else state.step if state is not None else None,
         batch=where.batch if where is not None else state.batch if state is not None else None,
         preflight=_preflight(rank),
-        first_anomaly=FirstAnomaly(
+        first_anomaly=RankAnomaly(
             diagnosis.batch,
             diagnosis.step,
             diagnosis.frame,
@@ -355,7 +381,7 @@ def _rank_report(
         if diagnosis is not None
         else None,
         frames=shown.frames,
-        lost=Lost(
+        lost=LossReport(
             rank.pages_dropped,
             state.records_lost if state is not None else 0,
             state.frames_lost if state is not None else 0,
@@ -433,7 +459,7 @@ def _nodes(facts: RunFacts, attempt: int) -> list[NodeReport]:
                 clock_offset_ns=node.clock[0] if node.clock is not None else None,
                 clock_round_trip_ns=node.clock[1] if node.clock is not None else None,
                 gpus=[event for event in node.gpu_events if isinstance(event, GpuHealth)],
-                xids=[event for event in node.gpu_events if isinstance(event, Xid)],
+                xids=[event for event in node.gpu_events if isinstance(event, GpuXid)],
             )
         )
     return sorted(reports, key=lambda node: node.ranks)

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from ...core.frames import Row, format_number, module_text
 from ...core.text import TextConsole, shown_name
-from .diff import Difference, RowDifference, Side
+from .batch_diff import BatchDifference, DiffSide, RowDifference
 
 MOST_ROWS = 40
 _SAID = {
@@ -19,8 +19,8 @@ _SAID = {
 
 
 def render_difference(
-    sides: tuple[Side, Side],
-    found: Difference,
+    sides: tuple[DiffSide, DiffSide],
+    found: BatchDifference,
     *,
     factor: float,
     width: int = 110,
@@ -51,7 +51,7 @@ def render_difference(
     return console.text()
 
 
-def _side_text(side: Side) -> str:
+def _side_text(side: DiffSide) -> str:
     attempt = f", attempt {side.attempt}" if side.attempt else ""
     part = "" if side.complete else " (a part of it)"
     return (
@@ -60,7 +60,7 @@ def _side_text(side: Side) -> str:
     )
 
 
-def _before(found: Difference) -> str:
+def _before(found: BatchDifference) -> str:
     if found.before < 2:
         return "The tensor before it is the same." if found.before else "It is the first tensor of all."
     return f"The {found.before} tensors before it are the same."

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ...core.events import Forecast
+from ...core.events import LimitForecast
 from ...core.frames import format_number
-from ..report.model import Insight, ModuleForecast, modules_text, where_text
+from ..report.model import ModuleForecast, RunInsight, modules_text, where_text
 
 if TYPE_CHECKING:
     from ..facts.facts import RankFacts
@@ -18,7 +18,7 @@ _MOST_MODULES = 64
 
 def forecasts_of(ranks: list[RankFacts]) -> list[ModuleForecast]:
     """By module, what was told first in front."""
-    told: dict[str, list[Forecast]] = {}
+    told: dict[str, list[LimitForecast]] = {}
     for rank in ranks:
         for forecast in rank.forecasts:
             if is_sound(forecast):
@@ -50,7 +50,7 @@ def _depth(module: str) -> int:
     return module.count(".") + (module != "")
 
 
-def growth(ranks: list[RankFacts]) -> Iterator[Insight]:
+def growth(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     """One for all of them: what is behind a module that grows does, too."""
     found = forecasts_of(ranks)
     if not found:
@@ -67,7 +67,7 @@ def growth(ranks: list[RankFacts]) -> Iterator[Insight]:
     )
     if then is not None:
         text += f"; `{then.module}` overflowed in batch {then.batch}"
-    yield Insight(
+    yield RunInsight(
         "growth",
         text,
         "Keep them from growing (learning rate, decay, a norm in front), or compute them in bfloat16 or float32.",
@@ -77,7 +77,7 @@ def growth(ranks: list[RankFacts]) -> Iterator[Insight]:
     )
 
 
-def passing_text(told: ModuleForecast | Forecast) -> str:
+def passing_text(told: ModuleForecast | LimitForecast) -> str:
     """`` `fc2` was at 4.10e+03, to pass it in about 40 batches (30 to 60) ``"""
     name = f"`{told.module}`" if told.module else "the root"
     size = format_number(told.abs_max).strip()
@@ -89,7 +89,7 @@ def limit_text(limit: float) -> str:
     return f"{limit:.0f}" if limit < 1e6 else format_number(limit).strip()
 
 
-def is_sound(forecast: Forecast) -> bool:
+def is_sound(forecast: LimitForecast) -> bool:
     """Whether its numbers are some: it has come over the network."""
     numbers: Iterable[float] = (forecast.limit, forecast.abs_max)
     return all(math.isfinite(number) and number > 0 for number in numbers)

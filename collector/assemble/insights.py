@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy
 
-from ...core.events import Warned
-from ...core.frames import Mark, format_number
+from ...core.events import RangeWarning
+from ...core.frames import RowMark, format_number
 from ...core.roles import GRADIENTS, parse_role
 from ...core.values import DTYPE_MAX
 from ...core.wire.columns import NO_NUMBER
@@ -16,7 +16,7 @@ from ..decide.replicas import peers_of
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_history import OpenHistory
 from ..facts.kept_pages import KeptPage
-from ..report.model import Insight, modules_text, where_text
+from ..report.model import RunInsight, modules_text, where_text
 from ..report.notices_text import share_text
 from .forecasts import growth
 
@@ -28,10 +28,10 @@ _SMALL_SCALE = 1.0
 _MOST_PAGES = 4
 """Of the ranks' pages so many are searched for gradients that a GradScaler checks."""
 
-Group = list[tuple[int, Warned]]
+Group = list[tuple[int, RangeWarning]]
 
 
-def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[Insight]:
+def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     """Many skipped steps in a row, or a scale that has nothing left to give."""
     bad = {
         rank.rank: skip
@@ -44,7 +44,7 @@ def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[Insight]:
     worst = max(bad.values(), key=lambda skip: (skip.in_a_row, -skip.scale))
     modules = list(dict.fromkeys(skip.module for skip in bad.values() if skip.module))
     first = f"; the first bad gradient was {worst.value} in {worst.role} of `{worst.module}`" if worst.module else ""
-    yield Insight(
+    yield RunInsight(
         "scaler_collapsing",
         f"GradScaler skipped {worst.in_a_row} steps in a row {where_text(bad, [r.rank for r in ranks])}, its scale was "
         f"down to {worst.scale:g}{first}",
@@ -55,7 +55,7 @@ def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[Insight]:
     )
 
 
-def warned_rows(ranks: list[RankFacts]) -> Iterator[Insight]:
+def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     """One for each kind and dtype, of gradients and of outputs apart."""
     groups: dict[tuple[str, str, bool], Group] = {}
     for rank in ranks:
@@ -80,13 +80,13 @@ def _scaler(ranks: list[RankFacts]) -> bool | None:
         for frame in page.frames:
             if frame.phase == "backward":
                 for row in frame.rows:
-                    if row.mark & Mark.SCALED:
+                    if row.mark & RowMark.SCALED:
                         return True
                     seen = True
     return False if seen else None
 
 
-def _near_overflow(group: Group, dtype: str, is_gradient: bool, everyone: list[int]) -> Insight:
+def _near_overflow(group: Group, dtype: str, is_gradient: bool, everyone: list[int]) -> RunInsight:
     modules = _modules(group)
     number, worst = min(
         group, key=lambda entry: (entry[1].headroom if entry[1].headroom is not None else 1e9, entry[0])
@@ -94,7 +94,7 @@ def _near_overflow(group: Group, dtype: str, is_gradient: bool, everyone: list[i
     what = "gradients" if is_gradient else "outputs"
     largest = format_number(worst.abs_max).strip()
     limit = format_number(DTYPE_MAX[dtype]).strip() if dtype in DTYPE_MAX else "its limit"
-    return Insight(
+    return RunInsight(
         "near_overflow",
         f"{what} of {modules_text(modules)} came close to {dtype}'s limit of {limit} {_where(group, everyone)}; the "
         f"first time at {largest} in {worst.role} of `{worst.module}`, rank {number}, batch {worst.where.batch}",
@@ -105,7 +105,7 @@ def _near_overflow(group: Group, dtype: str, is_gradient: bool, everyone: list[i
     )
 
 
-def _underflow(group: Group, dtype: str, is_gradient: bool, everyone: list[int], scaler: bool | None) -> Insight:
+def _underflow(group: Group, dtype: str, is_gradient: bool, everyone: list[int], scaler: bool | None) -> RunInsight:
     modules = _modules(group)
     lost = max(max(warned.subnormals or 0.0, warned.zeros or 0.0) for _, warned in group)
     what = "gradients" if is_gradient else "outputs"
@@ -120,7 +120,7 @@ def _underflow(group: Group, dtype: str, is_gradient: bool, everyone: list[int],
         next_ = "Scale the loss (torch.amp.GradScaler), or compute in bfloat16."
     elif is_gradient and scaler:
         kind, next_ = "scaler_too_small", "The GradScaler's scale is too small for them: look at why it does not grow."
-    return Insight(kind, text, next_, _ranks(group), modules, _since(group))
+    return RunInsight(kind, text, next_, _ranks(group), modules, _since(group))
 
 
 def _where(group: Group, everyone: list[int]) -> str:
@@ -145,7 +145,7 @@ _MOST_PEERS = 8
 Summary = tuple[float | None, float | None, int]
 
 
-def replica_drift(facts: RunFacts, ranks: list[RankFacts]) -> Iterator[Insight]:
+def replica_drift(facts: RunFacts, ranks: list[RankFacts]) -> Iterator[RunInsight]:
     """Weights that differ between ranks now, and that all agreed at an earlier point of the training."""
     for rank in ranks:
         pages = sorted((page for page in rank.pages.values() if page.complete), key=lambda page: page.number)
@@ -188,13 +188,13 @@ def _insight(
     then: int,
     now: int,
     everyone: list[int],
-) -> Insight:
+) -> RunInsight:
     module, role = differing[0]
     one = ranks[0]
     other = next(rank for rank in ranks if weights[rank][module, role] != weights[one][module, role])
     sizes = [format_number(weights[rank][module, role][1]).strip() for rank in (one, other)]
     modules = list(dict.fromkeys(name for name, _ in differing))
-    return Insight(
+    return RunInsight(
         "replica_drift",
         f"weights of {modules_text(modules)} are not the same {where_text(ranks, everyone)} in batch {now}, and all "
         f"agreed in batch {then}: {role} of `{module}` has abs max {sizes[0]} on rank {one}, "
@@ -221,7 +221,7 @@ Table = tuple[list[str], Any]
 """Modules, and numbers of shape (batches, modules); nan where there is none."""
 
 
-def dead_modules(opened: dict[int, OpenHistory]) -> Iterator[Insight]:
+def dead_modules(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
     """Modules that returned nothing but zeros in all of the last batches, on every rank that has them."""
     alive: set[str] = set()
     dead: dict[str, set[int]] = {}
@@ -244,7 +244,7 @@ def dead_modules(opened: dict[int, OpenHistory]) -> Iterator[Insight]:
     if found:
         ranks = sorted(set().union(*(dead[module] for module in found)))
         since = min(first[module] for module in found)
-        yield Insight(
+        yield RunInsight(
             "dead_module",
             f"{modules_text(found)} returned nothing but zeros {where_text(ranks, list(opened))}, at least since batch "
             f"{since}",
@@ -255,7 +255,7 @@ def dead_modules(opened: dict[int, OpenHistory]) -> Iterator[Insight]:
         )
 
 
-def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[Insight]:
+def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
     """A rank whose module returns something far from what it returns on the others, which are alike."""
     ranks = sorted(opened)[:_MOST_COMPARED]
     batches = sorted(set.intersection(*(set(opened[rank].batches[-_LAST:]) for rank in ranks))) if ranks else []
@@ -281,7 +281,7 @@ def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[Insight]:
         least, module = max(found)
         larger = bool((numbers[place] > middle)[:, modules.index(module)].all())
         more = f", and so are those of {len(found) - 1} more modules" if len(found) > 1 else ""
-        yield Insight(
+        yield RunInsight(
             "rank_unlike",
             f"rank {ranks[place]} is unlike the other ranks: the outputs of `{module}` are at least {2**least:.0f} "
             f"times {'larger' if larger else 'smaller'} there in each of the last {len(batches)} batches{more}",
@@ -320,13 +320,13 @@ ORDER = (
 )
 
 
-def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory]) -> list[Insight]:
+def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory]) -> list[RunInsight]:
     """What values near trouble come to. One kind that cannot be told costs the others nothing.
 
     `opened`: the histories of ranks, by rank.
     """
     ranks = facts.of_attempt(attempt)
-    kinds: list[Callable[[], Iterator[Insight]]] = [
+    kinds: list[Callable[[], Iterator[RunInsight]]] = [
         lambda: replica_drift(facts, ranks),
         lambda: scaler_collapsing(ranks),
         lambda: growth(ranks),
@@ -334,10 +334,12 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
         lambda: ranks_unlike(opened),
         lambda: dead_modules(opened),
     ]
-    found: list[Insight] = []
+    found: list[RunInsight] = []
     for kind in kinds:
         try:
             found += kind()
         except Exception as error:  # it is made of what came over the network; the report must be written all the same
-            found.append(Insight("unknown", f"one kind could not be told: {type(error).__name__}: {error}", "", [], []))
+            found.append(
+                RunInsight("unknown", f"one kind could not be told: {type(error).__name__}: {error}", "", [], [])
+            )
     return sorted(found, key=lambda insight: ORDER.index(insight.kind))

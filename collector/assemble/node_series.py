@@ -10,7 +10,7 @@ import numpy
 
 from ...core.metrics import is_count
 from ...core.wire.columns import unpack_samples
-from ...core.wire.messages import Telemetry
+from ...core.wire.messages import TelemetryMessage
 
 _Part = tuple[Any, Any]
 """(seconds after the event, float64 values) of shape (samples,), nan where there is none."""
@@ -19,7 +19,7 @@ MOST_LIVES = 8
 
 
 @dataclass(frozen=True)
-class Series:
+class FigureSamples:
     """One figure. Arrays are float64 of shape (samples,), of those samples alone that have it."""
 
     at_s: Any
@@ -34,10 +34,10 @@ class Series:
         """A level as it was, a count as its growth in a second."""
         return self.values / self.over_s if self.counts else self.values
 
-    def within(self, first_s: float, last_s: float) -> Series:
+    def within(self, first_s: float, last_s: float) -> FigureSamples:
         """Of that time only. Its first sample of a count has grown from before."""
         there = (self.at_s >= first_s) & (self.at_s <= last_s)
-        return Series(self.at_s[there], self.values[there], self.over_s[there], self.counts)
+        return FigureSamples(self.at_s[there], self.values[there], self.over_s[there], self.counts)
 
     @property
     def share(self) -> float:
@@ -56,7 +56,7 @@ class NodeSeries:
         self.interval_s = interval_s
         self.troubles = troubles
         self._columns = columns
-        self._made: dict[tuple[str, str], Series] = {}
+        self._made: dict[tuple[str, str], FigureSamples] = {}
         self._span: tuple[float, float] | None = None
 
     @property
@@ -64,7 +64,7 @@ class NodeSeries:
         """(what it is of, a key of METRICS), of those with samples at that time or at another."""
         return list(self._columns)
 
-    def get(self, of: str, what: str) -> Series | None:
+    def get(self, of: str, what: str) -> FigureSamples | None:
         """One of them, if it has any sample."""
         if (of, what) not in self._columns:
             return None
@@ -88,7 +88,7 @@ class NodeSeries:
         return [of for of, its in self._columns if its == what and self.get(of, its) is not None]
 
 
-def node_series(host: str, messages: Iterable[Telemetry], zero_ns: int) -> NodeSeries | None:
+def node_series(host: str, messages: Iterable[TelemetryMessage], zero_ns: int) -> NodeSeries | None:
     """Of all lives of a node's agent; `zero_ns` is the event, by the host's clock. None if there is no sample.
 
     What cannot be unpacked is left out.
@@ -111,20 +111,20 @@ def node_series(host: str, messages: Iterable[Telemetry], zero_ns: int) -> NodeS
     return NodeSeries(host, interval_s, troubles, columns)
 
 
-def _one(at_s: Any, column: Any, counts: bool) -> Series:
+def _one(at_s: Any, column: Any, counts: bool) -> FigureSamples:
     known = numpy.flatnonzero(numpy.isfinite(column))
     at, values = at_s[known], column[known]
     over = numpy.diff(at, prepend=at[:1])
     if counts:
         values = numpy.where((values >= 0) & (over > 0), values, numpy.nan)
         over = numpy.where(over > 0, over, numpy.nan)
-    return Series(at, values, over, counts)
+    return FigureSamples(at, values, over, counts)
 
 
-def _joined(parts: list[Series]) -> Series:
+def _joined(parts: list[FigureSamples]) -> FigureSamples:
     if len(parts) == 1:
         return parts[0]
     at_s, values, over_s = (
         numpy.concatenate([getattr(part, name) for part in parts]) for name in ("at_s", "values", "over_s")
     )
-    return Series(at_s, values, over_s, parts[0].counts)
+    return FigureSamples(at_s, values, over_s, parts[0].counts)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...core.events import PreflightBegan, PreflightResult, PreflightStage
-from ...core.preflight import Finding
-from ...core.wire.messages import AgentBody, EventMessage, Hello
+from ...core.preflight import PreflightFinding
+from ...core.wire.messages import AgentBody, AgentHello, EventMessage
 from ...core.wire.pipe import PreflightOver, StageLine
 from ..decide.preflight_table import stage_order, worst
 from ..facts.fold import shown_body
@@ -19,7 +19,7 @@ _MAX_WARNINGS = 8
 
 
 @dataclass
-class _Stage:
+class _StageRanks:
     begun: set[int] = field(default_factory=set)
     ended: dict[int, PreflightStage] = field(default_factory=dict)
 
@@ -28,18 +28,18 @@ class _Stage:
 class StageLines:
     """The preflight of the first attempt. Those of later attempts are in the report alone."""
 
-    _hosts: dict[str, Hello] = field(default_factory=dict)
-    _stages: dict[str, _Stage] = field(default_factory=dict)
+    _hosts: dict[str, AgentHello] = field(default_factory=dict)
+    _stages: dict[str, _StageRanks] = field(default_factory=dict)
     _results: dict[int, PreflightResult] = field(default_factory=dict)
     _told: dict[str, StageLine] = field(default_factory=dict)
     _is_over: bool = False
 
     def hear(self, body: AgentBody) -> None:
         """One message that came in."""
-        if not isinstance(body, Hello | EventMessage):
+        if not isinstance(body, AgentHello | EventMessage):
             return
         body = shown_body(body)
-        if isinstance(body, Hello):
+        if isinstance(body, AgentHello):
             self._hosts[body.agent] = body
         if not isinstance(body, EventMessage):
             return
@@ -49,7 +49,7 @@ class StageLines:
         if isinstance(event, PreflightResult):
             self._results[event.where.rank] = event
             return
-        stage = self._stages.setdefault(event.stage, _Stage())
+        stage = self._stages.setdefault(event.stage, _StageRanks())
         stage.begun.add(event.where.rank)
         if isinstance(event, PreflightStage):
             stage.ended[event.where.rank] = event
@@ -96,7 +96,7 @@ class StageLines:
                 lines.append(line)
         return lines
 
-    def _grade(self, name: str, stage: _Stage) -> str:
+    def _grade(self, name: str, stage: _StageRanks) -> str:
         """The worst grade of its ranks and findings. A stage that a rank never ended has failed or is unknown."""
         found = [event.grade for event in stage.ended.values()]
         found += [finding.grade for finding in self._findings() if finding.stage == name]
@@ -106,8 +106,8 @@ class StageLines:
             )
         return worst(found)
 
-    def _findings(self) -> list[Finding]:
-        found: list[Finding] = []
+    def _findings(self) -> list[PreflightFinding]:
+        found: list[PreflightFinding] = []
         for result in self._results.values():
             found += [finding for finding in result.findings if finding not in found]
         return sorted(found, key=lambda f: (-GRADES.index(f.grade), stage_order(f.stage)))

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy
 
 from ...core.metrics import HOST
-from ..report.amounts import share_text, size_text, time_text, when_text
-from ..report.model import Notable
-from .node_series import NodeSeries, Series
+from ..report.model import UnusualFigure
+from ..report.sentence_parts import share_text, size_text, time_text, when_text
+from .node_series import FigureSamples, NodeSeries
 
 BEFORE_S, AFTER_S = 120.0, 30.0
 """Around the event."""
@@ -37,7 +37,7 @@ _HELD = {
 """Its power limit holds down the clocks of every GPU at full load."""
 
 
-class Found(NamedTuple):
+class NodeFinding(NamedTuple):
     """What a rule has found. `text` is the sentence without the host and the time."""
 
     of: str
@@ -50,23 +50,25 @@ class Found(NamedTuple):
     """It is told of all the time around the event, not of a moment."""
 
 
-def stands_out(node: NodeSeries, event: str) -> list[Notable]:
+def stands_out(node: NodeSeries, event: str) -> list[UnusualFigure]:
     """Of one node around the event, which `event` calls `the overflow`; the worst first."""
     around = node.within(-BEFORE_S, AFTER_S)
     return [_notable(node.host, found, event) for rule in _RULES for found in rule(around)]
 
 
-def _notable(host: str, found: Found, event: str) -> Notable:
+def _notable(host: str, found: NodeFinding, event: str) -> UnusualFigure:
     when = f" around {event}" if found.lasted else f", {when_text(found.at_s, event)}"
     value = float(f"{found.value:.4g}")
-    return Notable(host, found.of, found.what, value, found.unit, round(found.at_s, 1), f"{host}: {found.text}{when}")
+    return UnusualFigure(
+        host, found.of, found.what, value, found.unit, round(found.at_s, 1), f"{host}: {found.text}{when}"
+    )
 
 
-def _uncorrected(node: NodeSeries) -> Iterator[Found]:
+def _uncorrected(node: NodeSeries) -> Iterator[NodeFinding]:
     yield from _grown(node, "ecc_uncorrected", lambda of, n: f"{n} new uncorrectable ECC error{_s(n)} on {of}")
 
 
-def _clocks(node: NodeSeries) -> Iterator[Found]:
+def _clocks(node: NodeSeries) -> Iterator[NodeFinding]:
     for of in node.of("clocks_hw_slowdown"):
         for what, text in _HELD.items():
             held = node.get(of, what)
@@ -76,7 +78,7 @@ def _clocks(node: NodeSeries) -> Iterator[Found]:
             sentence = (
                 f"{of}: {text}{_beside(node, of)}, for {time_text(held.share * over_s)} of the {time_text(over_s)}"
             )
-            yield Found(of, what, held.share, "share", _last(held), sentence, lasted=True)
+            yield NodeFinding(of, what, held.share, "share", _last(held), sentence, lasted=True)
             break
 
 
@@ -89,53 +91,54 @@ def _beside(node: NodeSeries, of: str) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _steal(node: NodeSeries) -> Iterator[Found]:
+def _steal(node: NodeSeries) -> Iterator[NodeFinding]:
     peak = _peak(node.get(HOST, "steal"))
     if peak is not None and peak[0] >= STEAL:
         text = f"other virtual machines took {share_text(peak[0])} of its processors (steal)"
-        yield Found(HOST, "steal", peak[0], "share", peak[1], text)
+        yield NodeFinding(HOST, "steal", peak[0], "share", peak[1], text)
 
 
-def _swapping(node: NodeSeries) -> Iterator[Found]:
+def _swapping(node: NodeSeries) -> Iterator[NodeFinding]:
     for what, text in (("swap_in", "read {} a second from swap"), ("swap_out", "wrote {} a second to swap")):
         peak, used = _peak(node.get(HOST, what)), _peak(node.get(HOST, "swap_used"))
         if peak is not None and peak[0] >= SWAPPING:
             in_use = f", {size_text(used[0])} of it in use" if used is not None else ""
-            yield Found(HOST, what, peak[0], "bytes/s", peak[1], f"it {text.format(size_text(peak[0]))}{in_use}")
+            yield NodeFinding(HOST, what, peak[0], "bytes/s", peak[1], f"it {text.format(size_text(peak[0]))}{in_use}")
             return
 
 
-def _memory(node: NodeSeries) -> Iterator[Found]:
+def _memory(node: NodeSeries) -> Iterator[NodeFinding]:
     for used, limit, text in (
         ("job_memory_used", "job_memory_limit", "the job used {} of the {} of memory that it may"),
         ("memory_used", "memory_total", "{} of {} of memory were in use"),
     ):
         peak, most = _peak(node.get(HOST, used)), _peak(node.get(HOST, limit))
         if peak is not None and most is not None and peak[0] >= MEMORY_FULL * most[0] > 0:
-            yield Found(HOST, used, peak[0], "bytes", peak[1], text.format(size_text(peak[0]), size_text(most[0])))
+            sentence = text.format(size_text(peak[0]), size_text(most[0]))
+            yield NodeFinding(HOST, used, peak[0], "bytes", peak[1], sentence)
             return
 
 
-def _infiniband(node: NodeSeries) -> Iterator[Found]:
+def _infiniband(node: NodeSeries) -> Iterator[NodeFinding]:
     yield from _grown(node, "ib_errors", lambda of, n: f"{n} new error{_s(n)} of its InfiniBand port {of}")
 
 
-def _network(node: NodeSeries) -> Iterator[Found]:
+def _network(node: NodeSeries) -> Iterator[NodeFinding]:
     yield from _grown(node, "net_errors", lambda of, n: f"{n} new error{_s(n)} of its network interfaces")
 
 
-def _corrected(node: NodeSeries) -> Iterator[Found]:
+def _corrected(node: NodeSeries) -> Iterator[NodeFinding]:
     yield from _grown(node, "ecc_corrected", lambda of, n: f"{n} new corrected ECC error{_s(n)} on {of}")
 
 
-def _held_back(node: NodeSeries) -> Iterator[Found]:
+def _held_back(node: NodeSeries) -> Iterator[NodeFinding]:
     held = node.get(HOST, "job_cpu_held")
     if held is not None and held.share >= CPU_HELD:
         text = f"the job's own processor limit held it back in {share_text(held.share)} of the time"
-        yield Found(HOST, "job_cpu_held", held.share, "share", _last(held), text, lasted=True)
+        yield NodeFinding(HOST, "job_cpu_held", held.share, "share", _last(held), text, lasted=True)
 
 
-def _disk(node: NodeSeries) -> Iterator[Found]:
+def _disk(node: NodeSeries) -> Iterator[NodeFinding]:
     for of in node.of("disk_free"):
         free, size = node.get(of, "disk_free"), node.get(of, "disk_size")
         if free is None or size is None:
@@ -143,20 +146,20 @@ def _disk(node: NodeSeries) -> Iterator[Found]:
         least = int(free.values.argmin())
         left = float(free.values[least])
         if left < DISK_FREE * float(size.values.max()):
-            yield Found(
+            yield NodeFinding(
                 of, "disk_free", left, "bytes", float(free.at_s[least]), f"{size_text(left)} were left in its {of}"
             )
 
 
-def _open_files(node: NodeSeries) -> Iterator[Found]:
+def _open_files(node: NodeSeries) -> Iterator[NodeFinding]:
     for of in node.of("open_files"):
         peak, most = _peak(node.get(of, "open_files")), _peak(node.get(of, "open_files_limit"))
         if peak is not None and most is not None and peak[0] >= OPEN_FILES * most[0] > 0:
             text = f"{of} had {peak[0]:.0f} of {most[0]:.0f} files open that it may"
-            yield Found(of, "open_files", peak[0], "", peak[1], text)
+            yield NodeFinding(of, "open_files", peak[0], "", peak[1], text)
 
 
-_RULES: tuple[Callable[[NodeSeries], Iterator[Found]], ...] = (
+_RULES: tuple[Callable[[NodeSeries], Iterator[NodeFinding]], ...] = (
     _uncorrected,
     _clocks,
     _memory,
@@ -171,21 +174,21 @@ _RULES: tuple[Callable[[NodeSeries], Iterator[Found]], ...] = (
 )
 
 
-def _grown(node: NodeSeries, what: str, text: Callable[[str, int], str]) -> Iterator[Found]:
+def _grown(node: NodeSeries, what: str, text: Callable[[str, int], str]) -> Iterator[NodeFinding]:
     for of in node.of(what):
         series = node.get(of, what)
         assert series is not None
         number = round(float(numpy.nansum(series.values)))
         if number > 0:
-            yield Found(of, what, number, "", _last(series), text(of, number))
+            yield NodeFinding(of, what, number, "", _last(series), text(of, number))
 
 
-def _last(series: Series) -> float:
+def _last(series: FigureSamples) -> float:
     """When a count that has grown did so last."""
     return float(series.at_s[numpy.flatnonzero(numpy.nan_to_num(series.values))[-1]])
 
 
-def _peak(series: Series | None) -> tuple[float, float] | None:
+def _peak(series: FigureSamples | None) -> tuple[float, float] | None:
     """(the largest, when it was so closest to the event); None if there is none."""
     if series is None:
         return None
@@ -203,20 +206,20 @@ def _s(number: int) -> str:
 
 # How the host and the GPU of a slow rank did over the run, beside those of the others. Pure.
 
-Value = Callable[[Series], float]
+Value = Callable[[FigureSamples], float]
 _HOT = ("clocks_hw_thermal", "clocks_sw_thermal")
 _POWER = ("clocks_hw_power_brake", "clocks_hw_slowdown")
 
 
-def _mean(series: Series) -> float:
+def _mean(series: FigureSamples) -> float:
     return float(series.values.mean())
 
 
-def _highest(series: Series) -> float:
+def _highest(series: FigureSamples) -> float:
     return float(series.values.max())
 
 
-def _share(series: Series) -> float:
+def _share(series: FigureSamples) -> float:
     return series.share
 
 

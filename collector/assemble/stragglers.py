@@ -21,9 +21,9 @@ from ...core.wire.columns import unpack_steps
 from ..decide.node_advice import gpu_lines, gpu_of, uuid_of
 from ..decide.words import device_of
 from ..facts.facts import RankFacts, RunFacts
-from ..report.model import RankSteps, StepReport, Straggler
+from ..report.model import RankStepTotals, StepReport, StragglerReport
+from .node_telemetry import series_of_all
 from .stands_out import beside_slow
-from .telemetry import series_of_all
 
 WARN = 0.10
 """Of the job's time, from which on a slow rank is told."""
@@ -66,7 +66,7 @@ class SlowRank:
 
 
 @dataclass(frozen=True)
-class Compared:
+class StepComparison:
     """What a comparison of the ranks' steps has shown."""
 
     steps: int
@@ -76,7 +76,7 @@ class Compared:
     slow: list[SlowRank]
 
 
-def find_stragglers(ranks: Mapping[int, RankTimes]) -> Compared | None:
+def find_stragglers(ranks: Mapping[int, RankTimes]) -> StepComparison | None:
     """None if there is too little to compare."""
     common = sorted(set.intersection(*(set(times.numbers) for times in ranks.values()))) if len(ranks) > 1 else []
     common = [number for number in common if number > WARM_UP]
@@ -89,8 +89,8 @@ def find_stragglers(ranks: Mapping[int, RankTimes]) -> Compared | None:
         return None
     slow = _clear_one(late)
     if slow is None:
-        return Compared(len(common), step_s, [])
-    return Compared(len(common), step_s, [_told(list(ranks)[slow], slow, late[slow], own, table)])
+        return StepComparison(len(common), step_s, [])
+    return StepComparison(len(common), step_s, [_told(list(ranks)[slow], slow, late[slow], own, table)])
 
 
 @dataclass(frozen=True)
@@ -215,11 +215,11 @@ def _step_report(facts: RunFacts, attempt: int) -> StepReport | None:
     )
 
 
-def _of_rank(rank: RankFacts) -> RankSteps:
+def _of_rank(rank: RankFacts) -> RankStepTotals:
     times = rank.step_times
     assert times is not None
     seconds = {part: round(second, 3) for part, second in zip(PARTS, times.total_s, strict=False)}
-    return RankSteps(rank.rank, times.timed, seconds)
+    return RankStepTotals(rank.rank, times.timed, seconds)
 
 
 def _sample(rank: RankFacts) -> RankTimes | None:
@@ -231,7 +231,7 @@ def _sample(rank: RankFacts) -> RankTimes | None:
         return None
 
 
-def _straggler(facts: RunFacts, rank: RankFacts, slow: SlowRank, found: Compared) -> Straggler:
+def _straggler(facts: RunFacts, rank: RankFacts, slow: SlowRank, found: StepComparison) -> StragglerReport:
     host, device = facts.host(rank), device_of(rank)
     gpu = gpu_of(facts, rank)
     place = ", ".join(part for part in (device, f"on {host}" if host else "") if part)
@@ -246,7 +246,7 @@ def _straggler(facts: RunFacts, rank: RankFacts, slow: SlowRank, found: Compared
     )
     text += f"; most of the difference is {PART_TEXT[slow.part]}." if slow.part else "."
     text += f" It is {place}." if place else ""
-    return Straggler(
+    return StragglerReport(
         slow.rank,
         host,
         device,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
 
-from ...core.events import Fault
+from ...core.events import OwnFault
 from ...core.frames import module_text
 from ...core.lone_process import is_rank, pid_of_number, rank_name
 from ...core.recorder.faults import costs_frames
@@ -16,14 +16,14 @@ from ...core.text import ranks_text as numbers_text
 from ...core.text import shown_name
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import Verdict
-from ..report.rank_words import ranks_text
+from ..report.sentence_parts import ranks_text
 from .notices import warning_text, worst_first
 from .words import doing, left_silently, step_for_compiled, told_its_end, unseen_texts
 
 # What a rank did not record, by faults of gpuwatch's own or in a second thread: it may hold the maker. Pure.
 
 
-def that_cost_frames(faults: Iterable[Fault]) -> list[Fault]:
+def that_cost_frames(faults: Iterable[OwnFault]) -> list[OwnFault]:
     """The faults after which frames may be missing."""
     return [fault for fault in faults if costs_frames(fault.part)]
 
@@ -48,7 +48,7 @@ def doubts_about(rank: RankFacts) -> list[str]:
     that was counted and whose record was lost.
     """
     last = rank.anomalies[0].where.page if rank.anomalies else -1
-    by_part: dict[str, Fault] = {}
+    by_part: dict[str, OwnFault] = {}
     for fault in sorted(that_cost_frames(rank.faults), key=lambda fault: (fault.where.page, fault.where.time_ns)):
         if fault.where.page <= last or last < 0:
             by_part.setdefault(fault.part, fault)
@@ -90,7 +90,7 @@ def _unrecorded(rank: RankFacts, last: int) -> Iterator[str]:
             yield f"rank {rank.rank}: {line}"
 
 
-def _since(fault: Fault) -> str:
+def _since(fault: OwnFault) -> str:
     return f"in batch {fault.where.batch}" if fault.where.page >= 0 else "before its first batch, or at an unknown time"
 
 

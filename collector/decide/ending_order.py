@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ...core.events import Where
+from ...core.events import RunPosition
 from ..facts.facts import RankFacts, RunFacts
 from .words import first_line, hid_a_peer_failure, left_silently, own_error, was_aborted_at_exit, was_killed
 
@@ -27,7 +27,7 @@ _SEEN_NS = 10**9
 
 
 @dataclass(frozen=True)
-class Endings:
+class ExitOrder:
     """How the ranks of an attempt ended."""
 
     by_themselves: list[RankFacts]
@@ -45,18 +45,18 @@ class Endings:
     """Others that had issued fewer collectives, and ended at least so many nanoseconds later by that clock."""
 
 
-def endings_of(facts: RunFacts, attempt: int) -> Endings:
+def endings_of(facts: RunFacts, attempt: int) -> ExitOrder:
     """Which ranks of an attempt ended by themselves, and in which order."""
     signals = {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
     ranks = [rank for rank in facts.of_attempt(attempt) if _ended_by_itself(rank, signals)]
     if not ranks:  # a parent fails because its ranks have, and not vice versa
         ranks = [process for process in facts.lone(attempt) if _ended_by_itself(process, signals)]
-    ended = sorted((_Ended(facts, rank) for rank in ranks), key=lambda one: (one.lost_a_peer, one.seq, one.number))
+    ended = sorted((_RankExit(facts, rank) for rank in ranks), key=lambda one: (one.lost_a_peer, one.seq, one.number))
     own = [one for one in ended if not one.lost_a_peer]
     own = [one for one in own if not one.is_weak or not any(_stopped_for(one, other) for other in own)]
     own = [one for one in own if not one.was_stopped or not any(_stopped_for(one, other) for other in ended)]
     if not own:
-        return Endings([one.rank for one in ended], None)
+        return ExitOrder([one.rank for one in ended], None)
     earliest = [one for one in own if not any(_is_before(other, one) for other in own)] or own
     earliest.sort(key=lambda one: (one.is_weak, one.number))
     on_one_host = len({one.host for one in earliest}) == 1 and all(one.times[0] for one in earliest)
@@ -65,7 +65,7 @@ def endings_of(facts: RunFacts, attempt: int) -> Endings:
     first, others = earliest[0], earliest[1:]
     gaps = [(one.rank, (_gap_ns(first, one) or 0) if on_one_host else 0) for one in others]
     behind = [(one.rank, _gap_ns(first, one) or 0) for one in own if one not in earliest and _fewer(one, first)]
-    return Endings(
+    return ExitOrder(
         [one.rank for one in [*earliest, *(one for one in ended if one not in earliest)]],
         first.rank,
         [rank for rank, ns in gaps if _is_together(first.rank, rank, ns)],
@@ -75,7 +75,7 @@ def endings_of(facts: RunFacts, attempt: int) -> Endings:
     )
 
 
-class _Ended:
+class _RankExit:
     """What puts one rank's end in order with others."""
 
     def __init__(self, facts: RunFacts, rank: RankFacts) -> None:
@@ -87,7 +87,7 @@ class _Ended:
         self.was_stopped = exit_ is not None and exit_.by == "torchrun"
         self.is_weak = was_aborted_at_exit(rank) or self.was_stopped
         """It may have ended badly because its launcher stopped it, or because its peers were gone."""
-        own: Where | None = error.where if error is not None else script.where if script is not None else None
+        own: RunPosition | None = error.where if error is not None else script.where if script is not None else None
         if script is not None and error is None and script.code == 0:
             own = None  # its end came after that of its script
         self.tells = own is not None and own.time_ns > 0
@@ -103,7 +103,7 @@ class _Ended:
             self.times = (exit_.alive_ns, exit_.ended_ns)
 
 
-def _is_before(one: _Ended, other: _Ended) -> bool:
+def _is_before(one: _RankExit, other: _RankExit) -> bool:
     """By what they have issued, unless the clock of their host certainly says otherwise."""
     slack_ns = _TOGETHER_NS if one.tells and other.tells else _SEEN_NS
     if _fewer(one, other):
@@ -126,7 +126,7 @@ def _raised_alike(first: RankFacts, other: RankFacts) -> bool:
     )
 
 
-def _stopped_for(one: _Ended, other: _Ended) -> bool:
+def _stopped_for(one: _RankExit, other: _RankExit) -> bool:
     """Whether one that may have been stopped ended after another that was not."""
     if other.is_weak:
         return False
@@ -134,7 +134,7 @@ def _stopped_for(one: _Ended, other: _Ended) -> bool:
     return gap_ns >= _TOGETHER_NS if gap_ns is not None else _fewer(other, one)
 
 
-def _fewer(one: _Ended, other: _Ended) -> bool:
+def _fewer(one: _RankExit, other: _RankExit) -> bool:
     """Whether it had certainly issued fewer collectives, on groups that both are in."""
     if one.clock.keys() & other.clock.keys():
         return _is_less(one.clock, other.clock)
@@ -150,7 +150,7 @@ def left_before(facts: RunFacts, rank: RankFacts, victim: RankFacts) -> bool:
 
     By each group that both were in. A sum stands for the one group that both were in, if no messages are in it.
     """
-    one, other = _Ended(facts, rank), _Ended(facts, victim)
+    one, other = _RankExit(facts, rank), _RankExit(facts, victim)
     if one.begun.keys() & other.begun.keys() and (_is_less(one.begun, other.begun) or _is_less(other.begun, one.begun)):
         return _is_less(one.begun, other.begun)
     error = own_error(victim)
@@ -166,7 +166,7 @@ def _is_less(mine: dict[_Group, int], theirs: dict[_Group, int]) -> bool:
     )
 
 
-def _gap_ns(one: _Ended, other: _Ended) -> int | None:
+def _gap_ns(one: _RankExit, other: _RankExit) -> int | None:
     """How long after it the other certainly ended; None if no clock tells."""
     if one.host != other.host or not one.times[0] or not other.times[0]:
         return None

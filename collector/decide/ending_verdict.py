@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.events import Where, WorkerExit
+from ...core.events import RunPosition, WorkerExit
 from ...core.lone_process import is_rank, pid_of_number, rank_name
 from ...core.recorder.group_table import members_of
 from ...core.stalls import is_users
 from ..facts.facts import RankFacts, RunFacts
-from ..report.model import Cascade, Verdict
-from ..report.rank_words import one_on, ranks_text
-from .ending_order import Endings, endings_of, left_before
+from ..report.model import CascadedRank, Verdict
+from ..report.sentence_parts import one_on, ranks_text
+from .ending_order import ExitOrder, endings_of, left_before
 from .hang_model import begun_in, standing_at
 from .words import (
     cascade_of,
@@ -185,7 +185,7 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
             if len(victims) < max(facts.announced_ranks, len(facts.of_attempt(facts.last_attempt)))
             else "No rank ended for a reason of its own: compare what they raised, and test the links: gpuwatch check."
         ],
-        cascade=[Cascade(rank.rank, f"raised {rank.errors[0].error}") for rank in victims if rank.errors],
+        cascade=[CascadedRank(rank.rank, f"raised {rank.errors[0].error}") for rank in victims if rank.errors],
     )
 
 
@@ -206,16 +206,16 @@ def _job_failed(facts: RunFacts) -> bool:
     return any(node.bye is not None and node.bye.outcome != "ok" for node in facts.nodes.values())
 
 
-def _certainty(endings: Endings) -> str:
+def _certainty(endings: ExitOrder) -> str:
     return "supported" if endings.same or endings.later or endings.behind else "established"
 
 
-def _beside(endings: Endings) -> str:
+def _beside(endings: ExitOrder) -> str:
     """` (and rank 2 at the same point)`; "" if there is none."""
     return f" (and {ranks_text([rank.rank for rank in endings.same])} at the same point)" if endings.same else ""
 
 
-def _who(first: RankFacts, endings: Endings, host: str) -> str:
+def _who(first: RankFacts, endings: ExitOrder, host: str) -> str:
     """`Rank 1 (and rank 2 at the same point) on node7`."""
     return f"{one_on(first.rank)}{_beside(endings)} on {host}"
 
@@ -225,7 +225,7 @@ def _whose(first: RankFacts) -> dict[str, Any]:
     return {"rank": first.rank} if is_rank(first.rank) else {"pid": pid_of_number(first.rank)}
 
 
-def _later_lines(endings: Endings) -> list[str]:
+def _later_lines(endings: ExitOrder) -> list[str]:
     alike = "raised the same at the same point,"
     at_once = "ended at the same point,"
     behind = "had issued fewer collectives, and ended"
@@ -237,7 +237,7 @@ def _later_lines(endings: Endings) -> list[str]:
     ]
 
 
-def _lost(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
+def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     exit_ = first.exit
     assert exit_ is not None and exit_.code is not None
     name = signal_name(-exit_.code)
@@ -323,7 +323,7 @@ def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankF
     )
 
 
-def _crash(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
+def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     error = own_error(first)
     host = facts.host(first)
     who = _who(first, endings, host)
@@ -343,7 +343,7 @@ def _crash(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
         statement = f"{who} ended with exit code {code}."
         seen = first.exit
         evidence = [f"no exception of it was heard; its recorder says: {doing(seen)}"] if seen is not None else []
-        where = first.exit.where if first.exit is not None else Where(first.rank, first.attempt)
+        where = first.exit.where if first.exit is not None else RunPosition(first.rank, first.attempt)
     return Verdict(
         kind="crash",
         statement=statement,

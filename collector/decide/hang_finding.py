@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from ...core.events import RankLook, WorkerExit
 from ...core.text import ranks_text
-from .hang_groups import Shown, find_by_groups, one_too_many
-from .hang_model import BACKWARD, DEVICE, HangFinding, Standing, computes, outlook_of, standing_of
+from .hang_groups import RankGroups, find_by_groups, one_too_many
+from .hang_model import BACKWARD, DEVICE, HangFinding, RankPosition, computes, outlook_of, standing_of
 
 
 def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_size: int) -> HangFinding | None:
@@ -30,7 +30,7 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
 
 
 def _find(
-    looks: Sequence[RankLook], standings: list[Standing], ended: Mapping[int, WorkerExit], world_size: int
+    looks: Sequence[RankLook], standings: list[RankPosition], ended: Mapping[int, WorkerExit], world_size: int
 ) -> HangFinding | None:
     if all(standing.kind == "stopped" for standing in standings):
         return None
@@ -46,7 +46,7 @@ def _find(
     left = sorted(rank for rank, exit_ in ended.items() if exit_.code == 0)
     if len(left) == len(ended):
         shown = {standing.rank: _shown(standing, look) for standing, look in zip(standings, looks, strict=True)}
-        shown |= {rank: Shown(exit_.groups, "left") for rank, exit_ in ended.items()}
+        shown |= {rank: RankGroups(exit_.groups, "left") for rank, exit_ in ended.items()}
         found = find_by_groups(shown, world_size, f"have waited{_for_text(still_s)}")
         if found is not None:
             return replace(found, evidence=[*evidence, *found.evidence])
@@ -63,7 +63,7 @@ def _find(
     return _all_wait(waiting, still_s, unseen, evidence)
 
 
-def _away(standings: list[Standing], looks: Sequence[RankLook]) -> list[Standing]:
+def _away(standings: list[RankPosition], looks: Sequence[RankLook]) -> list[RankPosition]:
     """Those that do not wait. A rank that has raised lost another one: it is among them only if all of them have."""
     away = {standing.rank: standing for standing in standings if not standing.waiting}
     raised = {look.where.rank for look in looks if look.phase == "raised"}
@@ -71,8 +71,8 @@ def _away(standings: list[Standing], looks: Sequence[RankLook]) -> list[Standing
 
 
 def did_not_come(
-    away: list[Standing],
-    waiting: list[Standing],
+    away: list[RankPosition],
+    waiting: list[RankPosition],
     waited: str,
     unseen: int,
     evidence: list[str],
@@ -106,7 +106,7 @@ def did_not_come(
 
 
 def _left_early(
-    left: list[int], waiting: list[Standing], still_s: float, unseen: int, evidence: list[str]
+    left: list[int], waiting: list[RankPosition], still_s: float, unseen: int, evidence: list[str]
 ) -> HangFinding:
     one = len(left) == 1
     statement = (
@@ -124,7 +124,7 @@ def _left_early(
     )
 
 
-def _does_not_end(looks: Sequence[RankLook], standings: list[Standing], evidence: list[str]) -> HangFinding:
+def _does_not_end(looks: Sequence[RankLook], standings: list[RankPosition], evidence: list[str]) -> HangFinding:
     """Their scripts have ended or raised: they are held by an exit function, a thread or a destructor."""
     one = len(looks) == 1
     raised = all(look.phase == "raised" for look in looks)
@@ -143,7 +143,7 @@ def _does_not_end(looks: Sequence[RankLook], standings: list[Standing], evidence
     )
 
 
-def _last_one(standing: Standing, still_s: float, evidence: list[str]) -> HangFinding:
+def _last_one(standing: RankPosition, still_s: float, evidence: list[str]) -> HangFinding:
     """All others have come to their end, so the job waits for this one."""
     return HangFinding(
         f"Rank {standing.rank} has not moved for {still_s:.0f} s, and all other ranks have ended. It is "
@@ -157,7 +157,7 @@ def _last_one(standing: Standing, still_s: float, evidence: list[str]) -> HangFi
     )
 
 
-def _nobody_waits(away: list[Standing], still_s: float, world_size: int, evidence: list[str]) -> HangFinding:
+def _nobody_waits(away: list[RankPosition], still_s: float, world_size: int, evidence: list[str]) -> HangFinding:
     if world_size == 1:
         statement = f"Rank 0 has not moved for {still_s:.0f} s. It is {_what(away[0])}."
         next_ = ["Look at the line where it stands."]
@@ -169,7 +169,7 @@ def _nobody_waits(away: list[Standing], still_s: float, world_size: int, evidenc
     return HangFinding(statement, "unknown", None, [], evidence, next_, may_end=False)
 
 
-def _all_wait(waiting: list[Standing], still_s: float, unseen: int, evidence: list[str]) -> HangFinding:
+def _all_wait(waiting: list[RankPosition], still_s: float, unseen: int, evidence: list[str]) -> HangFinding:
     operations = Counter(standing.operation for standing in waiting)
     most, number = operations.most_common(1)[0]
     odd = [standing for standing in waiting if standing.operation != most]
@@ -219,21 +219,21 @@ def _all_wait(waiting: list[Standing], still_s: float, unseen: int, evidence: li
     )
 
 
-def _shown(standing: Standing, look: RankLook) -> Shown:
+def _shown(standing: RankPosition, look: RankLook) -> RankGroups:
     if standing.waiting:
-        return Shown(look.groups, standing.kind, f"in {standing.operation}")
-    return Shown(look.groups, "away" if standing.kind == "own" else standing.kind, _what(standing))
+        return RankGroups(look.groups, standing.kind, f"in {standing.operation}")
+    return RankGroups(look.groups, "away" if standing.kind == "own" else standing.kind, _what(standing))
 
 
-def _alike(standings: list[Standing]) -> list[list[Standing]]:
+def _alike(standings: list[RankPosition]) -> list[list[RankPosition]]:
     """Ranks that stand at the same place, together."""
-    groups: dict[tuple[str, str, str], list[Standing]] = {}
+    groups: dict[tuple[str, str, str], list[RankPosition]] = {}
     for standing in standings:
         groups.setdefault((standing.kind, standing.operation, standing.line), []).append(standing)
     return list(groups.values())
 
 
-def _line(group: list[Standing]) -> str:
+def _line(group: list[RankPosition]) -> str:
     """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`"""
     first = group[0]
     who = ranks_text([standing.rank for standing in group])
@@ -252,25 +252,25 @@ def _line(group: list[Standing]) -> str:
     return f"{who} {what}" + (f": {first.line}" if first.line else "")
 
 
-def _what(standing: Standing) -> str:
+def _what(standing: RankPosition) -> str:
     if standing.kind == "stopped":
         return f"stopped (by SIGSTOP, Ctrl-Z or a debugger), {standing.doing}"
     return standing.doing + (f", at {standing.line}" if standing.line else "")
 
 
-def _ranks(standings: list[Standing]) -> str:
+def _ranks(standings: list[RankPosition]) -> str:
     return ranks_text([standing.rank for standing in standings])
 
 
-def _operations(standings: list[Standing]) -> str:
+def _operations(standings: list[RankPosition]) -> str:
     return " and ".join(sorted({standing.operation for standing in standings}))
 
 
-def _wait_text(waiting: list[Standing], still_s: float) -> str:
+def _wait_text(waiting: list[RankPosition], still_s: float) -> str:
     return _waited(waiting, f"have waited{_for_text(still_s)}")
 
 
-def _waited(waiting: list[Standing], waited: str) -> str:
+def _waited(waiting: list[RankPosition], waited: str) -> str:
     return f"{_ranks(waiting)} {waited.replace('have', 'has', 1) if len(waiting) == 1 else waited}"
 
 

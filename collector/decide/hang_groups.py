@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from ...core.events import GroupState
 from ...core.recorder.group_table import RECENT
 from ...core.text import ranks_text
-from .hang_model import HangFinding, Meeting, Mismatch, group_text, kind_text, meetings_of, mismatch_of, standing_at
+from .hang_model import (
+    HangFinding,
+    OperationMismatch,
+    PendingOperation,
+    group_text,
+    kind_text,
+    meetings_of,
+    mismatch_of,
+    standing_at,
+)
 
 
 @dataclass(frozen=True)
-class Shown:
+class RankGroups:
     """One rank, as far as this needs to know."""
 
     groups: Sequence[GroupState]
@@ -25,7 +34,7 @@ class Shown:
     """It has ended, and where it has raised is where it waited."""
 
 
-def find_by_groups(shown: Mapping[int, Shown], world_size: int, waited: str) -> HangFinding | None:
+def find_by_groups(shown: Mapping[int, RankGroups], world_size: int, waited: str) -> HangFinding | None:
     """None if no rank stands in an operation that its own table shows, or if what they show leads to no sentence.
 
     `waited`: `have waited for 300 s`, `waited until they timed out`.
@@ -45,7 +54,7 @@ def find_by_groups(shown: Mapping[int, Shown], world_size: int, waited: str) -> 
         return None
     if mismatch is not None:
         return _mismatch(mismatch, world_size)
-    telling = _Telling(shown, places, meetings, world_size, waited)
+    telling = _GroupSentences(shown, places, meetings, world_size, waited)
     return telling.stopped() or telling.did_not_come() or telling.swapped() or telling.all_came() or telling.unclear()
 
 
@@ -54,7 +63,7 @@ def one_too_many(waiting: Sequence[int]) -> str:
     return f" Or rank {waiting[0]} has issued one collective too many." if len(waiting) == 1 else ""
 
 
-def _mismatch(found: Mismatch, world_size: int) -> HangFinding:
+def _mismatch(found: OperationMismatch, world_size: int) -> HangFinding:
     odd = found.odd
     inside = group_text(found.group, found.members, world_size)
     parts = sorted(found.kinds.items(), key=lambda pair: (-len(pair[1]), pair[1]))
@@ -89,12 +98,12 @@ def _mismatch(found: Mismatch, world_size: int) -> HangFinding:
 
 
 @dataclass(frozen=True)
-class _Telling:
+class _GroupSentences:
     """The sentences, tried one after the other."""
 
-    shown: Mapping[int, Shown]
+    shown: Mapping[int, RankGroups]
     places: Mapping[int, tuple[GroupState, int]]
-    meetings: list[Meeting]
+    meetings: list[PendingOperation]
     world_size: int
     waited: str
 
@@ -248,7 +257,7 @@ class _Telling:
             "mismatch",
         )
 
-    def _one_of_two(self, meeting: Meeting, other: int) -> HangFinding:
+    def _one_of_two(self, meeting: PendingOperation, other: int) -> HangFinding:
         return HangFinding(
             f"The ranks do not issue the same collectives: {self._in_text(meeting.waiting)} "
             f"{meeting.text(self.world_size)}, and rank {other} is {self.shown[other].what}. Which rank is the odd one "
@@ -261,7 +270,7 @@ class _Telling:
             "mismatch",
         )
 
-    def _are_elsewhere(self, unplaced: list[int], meeting: Meeting) -> bool:
+    def _are_elsewhere(self, unplaced: list[int], meeting: PendingOperation) -> bool:
         """Whether these never began the meeting, or have begun what no table describes under its number."""
         if not set(meeting.missing) <= set(unplaced):
             return False
@@ -313,7 +322,7 @@ class _Telling:
         waited = self.waited.replace("have", "has", 1) if len(ranks) == 1 else self.waited
         return f"{ranks_text(ranks)} {waited}"
 
-    def _name(self, meeting: Meeting) -> str:
+    def _name(self, meeting: PendingOperation) -> str:
         """`all_reduce`, `the send of rank 1`"""
         if meeting.number < 0 and meeting.operation is not None:
             return f"the {meeting.operation.operation} of {ranks_text(meeting.waiting)}"
@@ -338,5 +347,5 @@ class _Telling:
             lines.append(line)
         return lines
 
-    def _begun(self, rank: int, meeting: Meeting) -> int:
+    def _begun(self, rank: int, meeting: PendingOperation) -> int:
         return next((group.begun for group in self.shown[rank].groups if group.name == meeting.group), 0)

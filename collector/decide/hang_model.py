@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...core.events import GroupState, Issued, RankLook, StackLine
+from ...core.events import GroupState, IssuedOperation, RankLook, StackLine
 from ...core.recorder.group_table import members_of
 from ...core.recorder.layout import GROUPS
 from ...core.stalls import is_users
@@ -15,7 +15,7 @@ from .words import doing
 
 
 @dataclass(frozen=True)
-class Outlook:
+class HangPrognosis:
     """Whether a job that stands still can go on by itself."""
 
     kind: Literal["cannot go on", "all wait", "may go on"]
@@ -44,7 +44,7 @@ class HangFinding:
     is known."""
     may_end: bool = True
     """Whether the job may be ended for it at all: some rank waits for others, and none goes on."""
-    outlook: Outlook = field(default_factory=lambda: Outlook("may go on"))
+    outlook: HangPrognosis = field(default_factory=lambda: HangPrognosis("may go on"))
 
 
 # What one rank was doing when it was asked: waiting for others, and in what, or something of its own. Pure.
@@ -74,7 +74,7 @@ _COMPUTES = 0.1
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankPosition:
     """Where a rank stood."""
 
     rank: int
@@ -100,7 +100,7 @@ def computes(look: RankLook) -> bool:
     return look.busy >= _COMPUTES or look.state == "R"
 
 
-def standing_of(look: RankLook) -> Standing:
+def standing_of(look: RankLook) -> RankPosition:
     """Classify one look.
 
     >>> standing_of(RankLook(Where(1, batch=4), 1, 60.0, "script", state="T")).kind
@@ -109,11 +109,11 @@ def standing_of(look: RankLook) -> Standing:
     line = _line(look.stack)
     does = ("leaving, " if look.phase in ("finished", "raised") else "") + doing(look)
     if look.state in ("T", "t"):
-        return Standing(look.where.rank, "stopped", "", line, does)
+        return RankPosition(look.where.rank, "stopped", "", line, does)
     operation, sure = _operation(look)
     if operation:
-        return Standing(look.where.rank, "waits" if sure else "may wait", operation, line, does)
-    return Standing(look.where.rank, "own" if look.stack else "unknown", "", line, does)
+        return RankPosition(look.where.rank, "waits" if sure else "may wait", operation, line, does)
+    return RankPosition(look.where.rank, "own" if look.stack else "unknown", "", line, does)
 
 
 def _operation(look: RankLook) -> tuple[str, bool]:
@@ -159,14 +159,14 @@ Kind = tuple[str, str, int, int]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class PendingOperation:
     """One operation in which at least one rank stands."""
 
     group: str
     """Name of the group."""
     members: tuple[int, ...]
     number: int
-    operation: Issued | None
+    operation: IssuedOperation | None
     """As the first rank that stands in it has begun it; None if that is not known any more."""
     waiting: list[int]
     missing: list[int]
@@ -191,7 +191,7 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class OperationMismatch:
     """Members that have begun different operations under one number."""
 
     group: str
@@ -239,9 +239,9 @@ def standing_at(groups: Iterable[GroupState], *, failed: bool = False) -> tuple[
 
 def meetings_of(
     tables: Mapping[int, Sequence[GroupState]], places: Mapping[int, tuple[GroupState, int]], world_size: int
-) -> list[Meeting]:
+) -> list[PendingOperation]:
     """The operations in which the ranks of `places` stand. `tables` has what each rank shows that is known."""
-    found: dict[tuple[str, tuple[int, ...], int], Meeting] = {}
+    found: dict[tuple[str, tuple[int, ...], int], PendingOperation] = {}
     for rank, (state, number) in sorted(places.items()):
         members = tuple(members_of(state.members, world_size))
         operation = next((issued for issued in state.recent if issued.number == number), None)
@@ -260,13 +260,15 @@ def meetings_of(
                 untold.append(member)
             elif begun < number:
                 missing.append(member)
-        found[state.name, members, number] = Meeting(state.name, members, number, operation, [rank], missing, untold)
+        found[state.name, members, number] = PendingOperation(
+            state.name, members, number, operation, [rank], missing, untold
+        )
     return list(found.values())
 
 
 def mismatch_of(
     tables: Mapping[int, Sequence[GroupState]], places: Mapping[int, tuple[GroupState, int]], world_size: int
-) -> Mismatch | None:
+) -> OperationMismatch | None:
     """The first number under which members of a group have begun different operations, where a rank stands at or
     behind it. None if there is none, or if the numbers cannot be compared: all have ended a number that differs."""
     seen: dict[tuple[str, str], None] = {
@@ -288,7 +290,7 @@ def mismatch_of(
             if all((state := states[rank]) is not None and state.ended >= number for rank in ranks):
                 return None
             if any(at >= number for state, at in places.values() if (state.name, state.members) == (name, text)):
-                return Mismatch(name, members, number, kinds)
+                return OperationMismatch(name, members, number, kinds)
             break
     return None
 
@@ -298,11 +300,11 @@ def _of_two(
     state: GroupState,
     members: tuple[int, ...],
     number: int,
-    operation: Issued | None,
+    operation: IssuedOperation | None,
     places: Mapping[int, tuple[GroupState, int]],
-) -> Meeting:
+) -> PendingOperation:
     """A send or a receive: its peer is missing unless it stands in the other half of it."""
-    meeting = Meeting(state.name, members, number, operation, [rank], [], [])
+    meeting = PendingOperation(state.name, members, number, operation, [rank], [], [])
     peer = meeting.peer
     if peer is None or operation is None:
         meeting.untold.extend(member for member in members if member != rank)
@@ -338,7 +340,7 @@ def begun_in(groups: Sequence[GroupState], like: GroupState) -> int | None:
     return state.begun
 
 
-def _kind(issued: Issued) -> Kind:
+def _kind(issued: IssuedOperation) -> Kind:
     sized = issued.operation in _SAME_SIZE
     return issued.operation, issued.dtype, issued.elements if sized else -1, issued.peer
 
@@ -354,19 +356,21 @@ _NEVER_COMES = frozenset({"did not come", "left early", "mismatch"})
 a checkpoint writer's."""
 
 
-def outlook_of(found: HangFinding, standings: Sequence[Standing], looks: Sequence[RankLook], unseen: int) -> Outlook:
+def outlook_of(
+    found: HangFinding, standings: Sequence[RankPosition], looks: Sequence[RankLook], unseen: int
+) -> HangPrognosis:
     """`standings` and `looks` are of the same ranks in the same order; of `unseen` ranks nothing is known."""
     bound = [_bound(standing, look) for standing, look in zip(standings, looks, strict=True)]
     free = [standing.rank for standing, how in zip(standings, bound, strict=True) if how == "free"]
     if free or unseen > 0:
-        return Outlook("may go on", free)
+        return HangPrognosis("may go on", free)
     stopped = any(standing.kind == "stopped" for standing in standings)
     if all(how == "shown" for how in bound) and (stopped or found.cause in _NEVER_COMES):
-        return Outlook("cannot go on")
-    return Outlook("all wait")
+        return HangPrognosis("cannot go on")
+    return HangPrognosis("all wait")
 
 
-def _bound(standing: Standing, look: RankLook) -> Literal["shown", "seems", "free"]:
+def _bound(standing: RankPosition, look: RankLook) -> Literal["shown", "seems", "free"]:
     """Whether a rank waits for others: shown by its own table, as its stack looks, or not."""
     if standing.kind == "stopped":
         return "shown" if look.state == "T" else "free"  # t: a debugger looks at it

@@ -11,10 +11,10 @@ from ...core.events import RankLook, WorkerExit
 from ...core.settings import OnHang
 from ...core.text import ranks_text
 from ..facts.facts import RankFacts, RunFacts
-from ..report.model import Concurrent, Verdict
+from ..report.model import ConcurrentOrigin, Verdict
 from .hang_finding import did_not_come, find_hang
-from .hang_groups import Shown, find_by_groups
-from .hang_model import BACKWARD, HangFinding, Standing, computes, standing_at
+from .hang_groups import RankGroups, find_by_groups
+from .hang_model import BACKWARD, HangFinding, RankPosition, computes, standing_at
 from .words import (
     cascade_of,
     device_of,
@@ -134,9 +134,9 @@ def _common(values: Iterable[_T]) -> _T | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _concurrent(facts: RunFacts, rank: RankFacts, look: RankLook | None) -> Concurrent:
+def _concurrent(facts: RunFacts, rank: RankFacts, look: RankLook | None) -> ConcurrentOrigin:
     module = look.module if look is not None and look.module is not None else ""
-    return Concurrent(
+    return ConcurrentOrigin(
         rank.rank, module, look.cls or "" if look is not None else "", None, "", facts.host(rank), "did not come"
     )
 
@@ -191,13 +191,13 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
     return verdict_of(facts, found, ranks, {}, "hang" if timed_out else "crash")
 
 
-def _missed_the_reduction(waiting: list[int], shown: dict[int, Shown], waited: str) -> HangFinding | None:
+def _missed_the_reduction(waiting: list[int], shown: dict[int, RankGroups], waited: str) -> HangFinding | None:
     """Some waited in a backward's reduction, which no table describes, and others were elsewhere and behind."""
     away = [rank for rank, one in shown.items() if one.kind == "away"]
     if not waiting or not away or len(waiting) + len(away) < len(shown) or not _are_behind(away, waiting, shown):
         return None
     standings = {
-        rank: Standing(
+        rank: RankPosition(
             rank, "may wait" if rank in waiting else "own", BACKWARD if rank in waiting else "", "", one.what
         )
         for rank, one in shown.items()
@@ -208,7 +208,7 @@ def _missed_the_reduction(waiting: list[int], shown: dict[int, Shown], waited: s
     )
 
 
-def _are_behind(away: list[int], waiting: list[int], shown: dict[int, Shown]) -> bool:
+def _are_behind(away: list[int], waiting: list[int], shown: dict[int, RankGroups]) -> bool:
     """Whether each of these has begun fewer collectives of a group than one that waits, as far as their tables show."""
     begun = {rank: {(g.name, g.members): g.begun for g in one.groups} for rank, one in shown.items()}
     most: dict[tuple[str, str], int] = {}
@@ -218,7 +218,7 @@ def _are_behind(away: list[int], waiting: list[int], shown: dict[int, Shown]) ->
     return all(any(number < most.get(group, 0) for group, number in begun[rank].items()) for rank in away)
 
 
-def _counts(shown: dict[int, Shown]) -> list[str]:
+def _counts(shown: dict[int, RankGroups]) -> list[str]:
     """`collectives begun in group 0: 9 by ranks 0, 2; 8 by rank 1`"""
     found: dict[str, dict[int, list[int]]] = {}
     for rank, one in sorted(shown.items()):
@@ -248,7 +248,7 @@ def _was_in_backward(rank: RankFacts) -> bool:
     return rank.exit is not None and (rank.exit.by, rank.exit.phase) == ("torchrun", "backward")
 
 
-def _shown(rank: RankFacts, reduces: bool) -> Shown | None:
+def _shown(rank: RankFacts, reduces: bool) -> RankGroups | None:
     """None for a rank that ended for a reason of its own, or whose end is not known."""
     exit_, error = rank.exit, own_error(rank)
     if exit_ is None or exit_.code is None:
@@ -258,15 +258,15 @@ def _shown(rank: RankFacts, reduces: bool) -> Shown | None:
     if error is not None or hid_a_peer_failure(rank):
         placed = standing_at(exit_.groups, failed=True) is not None
         what = f"in {BACKWARD}" if reduces else doing(exit_)
-        return Shown(exit_.groups, "waits" if placed else "may wait", what, failed=True)
+        return RankGroups(exit_.groups, "waits" if placed else "may wait", what, failed=True)
     if exit_.by == "itself" and (exit_.code == 0 or was_aborted_at_exit(rank)):
-        return Shown(exit_.groups, "left")
+        return RankGroups(exit_.groups, "left")
     placed = standing_at(exit_.groups) is not None
     if exit_.by == "itself" and not (exit_.code == -signal.SIGABRT and placed):
         return None
     if not placed and reduces:
-        return Shown(exit_.groups, "may wait", f"in {BACKWARD}")
-    return Shown(exit_.groups, "waits" if placed else "away", doing(exit_))
+        return RankGroups(exit_.groups, "may wait", f"in {BACKWARD}")
+    return RankGroups(exit_.groups, "waits" if placed else "away", doing(exit_))
 
 
 def _world_size(rank: RankFacts) -> int:
@@ -282,7 +282,7 @@ _NEARLY = 0.9
 
 
 @dataclass(frozen=True)
-class Ending:
+class HangAction:
     """What follows from a finding."""
 
     now: bool
@@ -291,32 +291,32 @@ class Ending:
     """`ending the ranks`, or why they are not, and what to do to have them ended."""
 
 
-def ending_of(found: HangFinding, looks: Sequence[RankLook], on_hang: OnHang, limit_s: float) -> Ending:
+def ending_of(found: HangFinding, looks: Sequence[RankLook], on_hang: OnHang, limit_s: float) -> HangAction:
     """`limit_s` is the limit that the first rank has passed."""
     if on_hang == "report":
-        return Ending(False, "the job is left as it is; to have it ended: --on-hang abort")
+        return HangAction(False, "the job is left as it is; to have it ended: --on-hang abort")
     return _abort(found, looks, limit_s) if on_hang == "abort" else _auto(found, looks, limit_s)
 
 
-def _auto(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> Ending:
+def _auto(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:
     """Only what cannot go on is ended."""
     outlook = found.outlook
     if outlook.kind == "may go on":
         who = ranks_text(outlook.free) if outlook.free else "a rank that was not seen"
-        return Ending(
+        return HangAction(
             False,
             f"the job is left as it is, as {who} may still go on; the timeouts of its process groups hold; to have it "
             "ended all the same: --on-hang abort",
         )
     if outlook.kind == "all wait" and not _have_rested(looks, PATIENCE_TIMES * limit_s):
-        return Ending(False, f"if no rank moves, the job is ended after {PATIENCE_TIMES * limit_s:.0f} s")
+        return HangAction(False, f"if no rank moves, the job is ended after {PATIENCE_TIMES * limit_s:.0f} s")
     return _END
 
 
-def _abort(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> Ending:
+def _abort(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:
     """All is ended where the others wait for a rank; a rank that computes may come to its end."""
     if not found.may_end:
-        return Ending(False, "the job is left as it is, as no rank is seen to wait for another")
+        return HangAction(False, "the job is left as it is, as no rank is seen to wait for another")
     absent = {found.rank, *found.others}
     patience_s = PATIENCE_TIMES * limit_s
     working = [look for look in looks if look.where.rank in absent and computes(look)]
@@ -325,11 +325,11 @@ def _abort(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> End
         return _END
     verb = "computes" if len(early) == 1 else "compute"
     who = ranks_text(sorted(look.where.rank for look in early))
-    return Ending(False, f"the job is left as it is, as {who} {verb}; after {patience_s:.0f} s it is ended")
+    return HangAction(False, f"the job is left as it is, as {who} {verb}; after {patience_s:.0f} s it is ended")
 
 
 def _have_rested(looks: Sequence[RankLook], seconds: float) -> bool:
     return all(look.still_s >= _NEARLY * seconds for look in looks)
 
 
-_END = Ending(True, "ending the ranks")
+_END = HangAction(True, "ending the ranks")

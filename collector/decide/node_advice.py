@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from ...core.events import Xid
+from ...core.events import GpuXid
 from ...core.gpu.counters import GpuSincePreflight, gpu_of_rank, since_preflight
-from ...core.wire.messages import Hello, SchedulerJob, fill_command
+from ...core.wire.messages import AgentHello, SchedulerJob, fill_command
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import Verdict
 from .preflight_table import findings_of
@@ -65,7 +65,7 @@ def gpu_lines(gpu: GpuSincePreflight) -> list[str]:
     return lines
 
 
-def _xid_text(xid: Xid) -> str:
+def _xid_text(xid: GpuXid) -> str:
     meaning = f" ({xid.meaning})" if xid.meaning else ""
     return f"the driver reported XID {xid.number}{meaning} for its GPU {xid.device}"
 
@@ -100,7 +100,7 @@ def advice(nodes: list[str], why: str, job: SchedulerJob) -> list[str]:
     return [f"{title}\n{fill_command(command, nodes, reason)}" for title, command in lines if command]
 
 
-def _blamed(facts: RunFacts, verdict: Verdict, hellos: list[Hello]) -> dict[str, str]:
+def _blamed(facts: RunFacts, verdict: Verdict, hellos: list[AgentHello]) -> dict[str, str]:
     """What the scheduler calls a node -> what it is blamed for."""
     if verdict.kind == "preflight":
         return _by_preflight(facts, verdict, hellos)
@@ -117,7 +117,7 @@ def _blamed(facts: RunFacts, verdict: Verdict, hellos: list[Hello]) -> dict[str,
     return blamed
 
 
-def _by_preflight(facts: RunFacts, verdict: Verdict, hellos: list[Hello]) -> dict[str, str]:
+def _by_preflight(facts: RunFacts, verdict: Verdict, hellos: list[AgentHello]) -> dict[str, str]:
     """The nodes blamed in the verdict's stage. A difference between nodes is the job owner's to settle."""
     if verdict.stage is None or verdict.stage == "consistency" or verdict.certainty == "unknown":
         return {}
@@ -144,6 +144,6 @@ def _names(nodes: Iterable[NodeFacts]) -> list[str]:
     return [name for node in nodes if node.hello is not None and (name := _name(node.hello))]
 
 
-def _name(hello: Hello) -> str:
+def _name(hello: AgentHello) -> str:
     """What the scheduler calls a node; "" if there is none."""
     return hello.job.node if hello.job is not None else ""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...core.events import Ignored, Warned
+from ...core.events import IgnoredAlarm, RangeWarning
 from ...core.frames import format_number
 from ..report.notices_text import share_text
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from ..facts.facts import RankFacts
 
 
-def worst_first(warnings: list[tuple[int, Warned]]) -> list[tuple[int, Warned]]:
+def worst_first(warnings: list[tuple[int, RangeWarning]]) -> list[tuple[int, RangeWarning]]:
     """(rank, warning), the one with the least room first, and near overflow before underflow."""
 
-    def badness(entry: tuple[int, Warned]) -> tuple[Any, ...]:
+    def badness(entry: tuple[int, RangeWarning]) -> tuple[Any, ...]:
         number, warned = entry
         near = warned.kind == "near overflow"
         lost = max(warned.subnormals or 0.0, warned.zeros or 0.0)
@@ -27,14 +27,14 @@ def worst_first(warnings: list[tuple[int, Warned]]) -> list[tuple[int, Warned]]:
     return sorted(warnings, key=badness)
 
 
-def warning_text(warned: Warned) -> str:
+def warning_text(warned: RangeWarning) -> str:
     """`near overflow: output of up (Linear) in batch 3: abs max 6.20e+04, 0.1 powers of two below float16's limit`."""
     phase = "" if warned.phase == "forward" else f", {warned.phase}"
     place = f"{warned.role} of {warned.module or 'the root'} ({warned.cls}{phase}) in batch {warned.where.batch}"
     return f"{warned.kind}: {place}: {amount_text(warned)}"
 
 
-def amount_text(warned: Warned) -> str:
+def amount_text(warned: RangeWarning) -> str:
     """How close it was."""
     if warned.kind == "near overflow" and warned.headroom is not None:
         largest = format_number(warned.abs_max).strip()
@@ -88,7 +88,7 @@ def scaler_of(rank: RankFacts) -> dict[str, Any] | None:
 
 def waived_of(rank: RankFacts) -> list[dict[str, Any]]:
     """For report.json: the first waived row of each rule and place."""
-    found: dict[tuple[str, str, str], Ignored] = {}
+    found: dict[tuple[str, str, str], IgnoredAlarm] = {}
     for ignored in rank.ignored:
         found.setdefault((ignored.pattern, ignored.module, ignored.role), ignored)
     return [

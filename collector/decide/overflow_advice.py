@@ -19,7 +19,7 @@ _SHOWN = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class Clues:
+class AdviceClues:
     """What is known beside a diagnosis that decides what to look at."""
 
     odd: OddWeight | None = None
@@ -38,13 +38,13 @@ def clues_of(
     odd: OddWeight | None = None,
     blamed: OddWeight | None = None,
     large: str = "",
-) -> Clues:
+) -> AdviceClues:
     """The clues of a diagnosis. `odd` is a copy of a weight that differs, and `blamed` the same if it explains it."""
     page = page_of(facts, first)
     frames = page.frames if page is not None else []
     from_outside = first.source == "outside" and first.phase == "backward"
     may_be_wild = odd is None and first.seen_in in _SHOWN and (first.is_origin or from_outside)
-    return Clues(
+    return AdviceClues(
         odd=blamed,
         wild=wild_weight(facts, first) if may_be_wild else None,
         large=large,
@@ -66,16 +66,16 @@ def _size(wild: WildWeight) -> str:
     return format_number(wild.row.abs_max).strip()
 
 
-def next_steps(first: LocalDiagnosis, clues: Clues | None = None) -> list[str]:
+def next_steps(first: LocalDiagnosis, clues: AdviceClues | None = None) -> list[str]:
     """Short advice on what to look at."""
-    clues = clues or Clues()
+    clues = clues or AdviceClues()
     steps = _of_clues(first, clues) or _by_source(first, clues)
     if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != "optimizer":
         steps = [_FLOAT16, *steps]
     return steps if first.source == "skipped" else [*steps, _WHOLE_BATCHES]
 
 
-def _of_clues(first: LocalDiagnosis, clues: Clues) -> list[str]:
+def _of_clues(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
     """Advice on something that is known to be bad, or odd; empty if nothing is."""
     if clues.odd is not None:
         return _of_odd(clues.odd)
@@ -115,7 +115,7 @@ def _of_odd(odd: OddWeight) -> list[str]:
     ]
 
 
-def _by_source(first: LocalDiagnosis, clues: Clues) -> list[str]:
+def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
     if first.source == "skipped":
         return ["Run it again with --every 1 (or --trace-batches with that batch) to have the module named."]
     if first.source == "received":
@@ -174,7 +174,7 @@ def _of_input(first: LocalDiagnosis) -> str:
     return "Look at the data loader of this rank, or at the code that makes what the model is handed."
 
 
-def _of_weight(first: LocalDiagnosis, clues: Clues) -> str:
+def _of_weight(first: LocalDiagnosis, clues: AdviceClues) -> str:
     if first.computed:
         return "Look at the code that computes that weight, and at what it is computed of."
     if first.seen_in == "optimizer":

@@ -8,10 +8,10 @@ from ...core.frames import format_number, module_text
 from ...core.judge import first_alarm, first_expected_gradient
 from ...core.lone_process import rank_name
 from ...core.roles import RoleKind, parse_role
-from ..facts.diagnosis import LocalDiagnosis, Order, reason
+from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, reason
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
-from ..report.rank_words import ranks_text
+from ..report.sentence_parts import ranks_text
 from .clean_verdict import doubts_about, was_not_watched
 from .overflow_advice import wild_line
 from .overflow_words import is_alike
@@ -25,7 +25,7 @@ def evidence_of(
     facts: RunFacts,
     first: LocalDiagnosis,
     diagnoses: list[LocalDiagnosis],
-    order: Order,
+    order: DiagnosisOrder,
     concurrent: list[LocalDiagnosis],
     odd: OddWeight | None,
     wild: WildWeight | None,
@@ -80,7 +80,7 @@ def _of_unwatched(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
     return [f"{ranks_text(found)} {was} not watched: {it} may have been first"]
 
 
-def _of_silent_groups(order: Order) -> list[str]:
+def _of_silent_groups(order: DiagnosisOrder) -> list[str]:
     silent = order.silent_groups()
     if not silent:
         return []

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...core.events import Passed
+from ...core.events import PassedTensor
 from ...core.frames import Row
 from ...core.lone_process import is_rank, rank_name
 from ...core.roles import is_param_group
-from ..facts.diagnosis import LocalDiagnosis, Order
+from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..facts.step_origin import local_gradients
-from ..report.model import Concurrent, Verdict
-from ..report.rank_words import ranks_text
+from ..report.model import ConcurrentOrigin, Verdict
+from ..report.sentence_parts import ranks_text
 from .clean_verdict import doubts_about
 from .gradient_sum import GradientSum
 from .overflow_advice import clues_of, next_steps
 from .overflow_evidence import evidence_of, is_compiled, large_weight, missing_ranks, number_of_ranks, of_concurrent
 from .overflow_words import fed_sentence, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
-from .passed_values import Fed, Passages, as_passed, fed_lines, way_text
+from .passed_values import PassedOperations, ValueArrival, as_passed, fed_lines, way_text
 from .replicas import OddWeight, odd_weight, page_of, peers, run_the_same_model
 from .words import cascade_of, device_of, found_text, place_of, seen_in, step_for_compiled
 
@@ -31,7 +31,7 @@ from .words import cascade_of, device_of, found_text, place_of, seen_in, step_fo
 
 
 def of_reduced(
-    facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis], passages: Passages
+    facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis], passages: PassedOperations
 ) -> Verdict:
     """The verdict over gradients that were non-finite when the optimizers got them, from the pages of all ranks."""
     first = tier[0]
@@ -81,7 +81,9 @@ def of_reduced(
     )
 
 
-def _statement(first: LocalDiagnosis, tier: list[LocalDiagnosis], found: GradientSum | None, put: Passed | None) -> str:
+def _statement(
+    first: LocalDiagnosis, tier: list[LocalDiagnosis], found: GradientSum | None, put: PassedTensor | None
+) -> str:
     """`found`: what all ranks' gradients say; None if not all of them are known. `put`: what one put into the sum."""
     what = f"{first.value} in the {first.role} of {place_of(first)}"
     if found is None:
@@ -249,13 +251,13 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     diagnoses = sorted(
         (d for d in diagnoses if d.attempt == first_attempt), key=lambda d: (not is_rank(d.rank), d.rank)
     )
-    order = Order(diagnoses)
+    order = DiagnosisOrder(diagnoses)
     level = order.earliest()
     outside = [d for d in level if d.source == "outside"][:_MOST_PASSED]
     level = [as_passed(facts, d) if d in outside else d for d in level]
     tier = next(found for tier in _TIERS if (found := [d for d in level if d.source in tier]))
     first = tier[0]
-    passages = Passages(facts, first_attempt)
+    passages = PassedOperations(facts, first_attempt)
     fed = passages.fed_by(first)
     if fed is not None:
         return _fed(facts, tier, diagnoses, order, passages, fed)
@@ -291,9 +293,9 @@ def _fed(
     facts: RunFacts,
     tier: list[LocalDiagnosis],
     diagnoses: list[LocalDiagnosis],
-    order: Order,
-    passages: Passages,
-    fed: Fed,
+    order: DiagnosisOrder,
+    passages: PassedOperations,
+    fed: ValueArrival,
 ) -> Verdict:
     """The verdict where another rank has passed the value on, or a sum over the ranks has made it."""
     met = tier[0]
@@ -328,7 +330,7 @@ def _fed(
     )
 
 
-def _of_sum(facts: RunFacts, met: LocalDiagnosis, diagnoses: list[LocalDiagnosis], fed: Fed) -> Verdict:
+def _of_sum(facts: RunFacts, met: LocalDiagnosis, diagnoses: list[LocalDiagnosis], fed: ValueArrival) -> Verdict:
     """The verdict where every rank put finite numbers into a reduction, and what came out was not finite."""
     failed = [line for rank in facts.of_attempt(met.attempt) for line in doubts_about(rank)]
     came = fed.ways[-1]
@@ -361,7 +363,7 @@ def _named(
     first: LocalDiagnosis,
     rest: list[LocalDiagnosis],
     diagnoses: list[LocalDiagnosis],
-    order: Order,
+    order: DiagnosisOrder,
     odd: OddWeight | None,
 ) -> Verdict:
     host = facts.host(facts.one(first.attempt, first.rank))
@@ -384,7 +386,7 @@ def _named(
             *next_steps(first, clues),
         ],
         concurrent=[
-            Concurrent(
+            ConcurrentOrigin(
                 d.rank,
                 d.module,
                 d.cls,
@@ -400,7 +402,9 @@ def _named(
     )
 
 
-def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis], order: Order) -> Verdict:
+def _skipped(
+    facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis], order: DiagnosisOrder
+) -> Verdict:
     """The rank is known. What happened in it is not: its batch was skipped."""
     first = tier[0]
     host = facts.host(facts.one(first.attempt, first.rank))

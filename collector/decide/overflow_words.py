@@ -10,8 +10,8 @@ from ...core.roles import RoleKind, parse_role
 from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RunFacts
 from ..report.model import Verdict
-from ..report.rank_words import one_on, ranks_text
-from .passed_values import Fed, way_text
+from ..report.sentence_parts import one_on, ranks_text
+from .passed_values import ValueArrival, way_text
 from .replicas import OddWeight
 from .words import between_text, device_of, found_text, place_of, seen_in
 
@@ -209,7 +209,7 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     )
 
 
-def fed_sentence(met: LocalDiagnosis, fed: Fed, host: str) -> str:
+def fed_sentence(met: LocalDiagnosis, fed: ValueArrival, host: str) -> str:
     """The statement where a rank has put a value into an operation that none of its modules is known to have made."""
     put = fed.put
     assert put is not None

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...core.events import Passed
+from ...core.events import PassedTensor
 from ...core.frames import Frame
 from ...core.recorder.group_table import members_of
 from ...core.roles import RoleKind, parse_role
@@ -21,7 +21,7 @@ from ..facts.calls import begun
 from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
-from ..report.rank_words import ranks_text
+from ..report.sentence_parts import ranks_text
 from .replicas import page_of, run_the_same_model
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
@@ -30,14 +30,14 @@ _HANDED = ("outside", "received", "carried")
 
 
 @dataclass(frozen=True)
-class Fed:
+class ValueArrival:
     """How a value came to the rank of a diagnosis."""
 
-    ways: tuple[Passed, ...]
+    ways: tuple[PassedTensor, ...]
     """What came out, on each rank on the way; the last one first."""
-    put: Passed | None
+    put: PassedTensor | None
     """What the first rank put in; None: all ranks put finite numbers in, and the sum of these was not."""
-    summands: tuple[Passed, ...] = ()
+    summands: tuple[PassedTensor, ...] = ()
     """What each rank tells of that sum."""
 
     @property
@@ -46,17 +46,17 @@ class Fed:
         return self.put.where.rank if self.put is not None else None
 
 
-class Passages:
+class PassedOperations:
     """What the ranks of an attempt tell of what they passed to each other, found by operation."""
 
     def __init__(self, facts: RunFacts, attempt: int) -> None:
         self._ranks = {rank.rank: rank for rank in facts.of_attempt(attempt)}
-        self._told: defaultdict[tuple[object, ...], list[Passed]] = defaultdict(list)
+        self._told: defaultdict[tuple[object, ...], list[PassedTensor]] = defaultdict(list)
         for rank in self._ranks.values():
             for one in rank.passed:
                 self._told[_key(one)].append(one)
 
-    def fed_by(self, diagnosis: LocalDiagnosis) -> Fed | None:
+    def fed_by(self, diagnosis: LocalDiagnosis) -> ValueArrival | None:
         """How the value of a diagnosis came to its rank; None if it came by no way that was seen."""
         rank = self._ranks.get(diagnosis.rank)  # a process that is no rank shares no group
         if rank is None or diagnosis.source not in _HANDED or diagnosis.shape is None:
@@ -71,7 +71,7 @@ class Passages:
         ] or _reduced(rank, diagnosis, elements)
         return self._follow(came[-1]) if came else None
 
-    def put_into_sum(self, diagnosis: LocalDiagnosis) -> Passed | None:
+    def put_into_sum(self, diagnosis: LocalDiagnosis) -> PassedTensor | None:
         """What one rank put into the sum of the gradients in which that of a diagnosis was; None if that is not known.
 
         Every other rank has put finite numbers into that sum.
@@ -87,26 +87,26 @@ class Passages:
                 return next(iter(put.values()))
         return None
 
-    def _follow(self, came: Passed) -> Fed | None:
-        ways: list[Passed] = []
+    def _follow(self, came: PassedTensor) -> ValueArrival | None:
+        ways: list[PassedTensor] = []
         while came not in ways and len(ways) < _MOST_HOPS:
             ways.append(came)
             told = self._of(came)
             given = [one for one in told if not one.came_out]
             if not given and came.operation in _REDUCTIONS:
                 summands = [one for one in told if one.given == "finite"]
-                return Fed(tuple(ways), None, tuple(summands)) if _all_of(came, summands) else None
+                return ValueArrival(tuple(ways), None, tuple(summands)) if _all_of(came, summands) else None
             put = given[0] if given else None
             if put is None or any(one.given == "not finite" and one.where.rank != put.where.rank for one in told):
                 return None  # several did, or it is not known who
             before = _came_out(self._ranks[put.where.rank], put.where.step, put.where.seq)
             before = [one for one in before if one.value == put.value and one != came and _is_same_tensor(one, put)]
             if not before:
-                return Fed(tuple(ways), put)
+                return ValueArrival(tuple(ways), put)
             came = before[-1]
         return None
 
-    def _of(self, came: Passed) -> list[Passed]:
+    def _of(self, came: PassedTensor) -> list[PassedTensor]:
         """What all ranks tell of the operation out of which something came."""
         if came.operation == "recv":
             return self._told.get(("send", came.group, came.number, came.tag, came.peer, came.where.rank), [])
@@ -115,23 +115,23 @@ class Passages:
         return [one for one in self._told.get(_key(came), []) if one.where.rank in members]
 
 
-def _key(one: Passed) -> tuple[object, ...]:
+def _key(one: PassedTensor) -> tuple[object, ...]:
     if one.operation == "send":
         return one.operation, one.group, one.number, one.tag, one.where.rank, one.peer
     return one.operation, one.group, one.number
 
 
-def _members(one: Passed) -> list[int]:
+def _members(one: PassedTensor) -> list[int]:
     return members_of(one.members, most=1 << 16)
 
 
-def _came_out(rank: RankFacts, step: int, seq: int) -> list[Passed]:
+def _came_out(rank: RankFacts, step: int, seq: int) -> list[PassedTensor]:
     """What came out on a rank in a step, up to a place; the earliest first."""
     found = [one for one in rank.passed if one.came_out and one.where.step == step and one.where.seq <= seq]
     return sorted(found, key=lambda one: (one.where.seq, one.where.time_ns))
 
 
-def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[Passed]:
+def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[PassedTensor]:
     """What came out of reductions that a gradient can have been a part of, in whatever dtype they were reduced."""
     if parse_role(diagnosis.role).kind is not RoleKind.GRAD_WEIGHT:
         return []
@@ -142,19 +142,19 @@ def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[
     ]
 
 
-def _elements_of(one: Passed) -> int:
+def _elements_of(one: PassedTensor) -> int:
     """Of all ranks together: the gradient of a sharded weight has the shape of the whole."""
     return one.elements * (len(_members(one)) if one.operation == "reduce_scatter" else 1)
 
 
-def _is_same_tensor(came: Passed, put: Passed) -> bool:
+def _is_same_tensor(came: PassedTensor, put: PassedTensor) -> bool:
     """Whether what a rank was handed can be what it passed on. The same operation's own output is not."""
     if (came.operation, came.group, came.number) == (put.operation, put.group, put.number):
         return False
     return (came.dtype, came.elements) == (put.dtype, put.elements)
 
 
-def _all_of(came: Passed, summands: list[Passed]) -> bool:
+def _all_of(came: PassedTensor, summands: list[PassedTensor]) -> bool:
     """Whether each rank's own was finite, and so large that the sum of all can have overflowed. A sum is never nan."""
     members = _members(came)
     sizes = {one.where.rank: one.given_max or 0.0 for one in summands}
@@ -164,7 +164,7 @@ def _all_of(came: Passed, summands: list[Passed]) -> bool:
     )
 
 
-def way_text(one: Passed) -> str:
+def way_text(one: PassedTensor) -> str:
     """`all_reduce 7 of process group 0`, `message 3 from rank 0 to rank 1`."""
     if one.operation == "send":
         return f"message {one.number} from rank {one.where.rank} to rank {one.peer}"
@@ -173,7 +173,7 @@ def way_text(one: Passed) -> str:
     return f"{one.operation} {one.number} of process group {one.group} ({ranks_text(_members(one))})"
 
 
-def fed_lines(fed: Fed) -> list[str]:
+def fed_lines(fed: ValueArrival) -> list[str]:
     """The way, from who put it in to who met it."""
     lines = []
     if fed.put is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ...core.preflight import STAGES, Finding
+from ...core.preflight import STAGES, PreflightFinding
 from ..report.model import GRADES, BandwidthSize, NodeRow, PreflightReport, RankInventory, StageCell, StageColumn
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ def preflight_report(facts: RunFacts, attempt: int) -> PreflightReport:
     )
 
 
-def findings_of(ranks: Iterable[RankFacts]) -> list[Finding]:
+def findings_of(ranks: Iterable[RankFacts]) -> list[PreflightFinding]:
     """Every finding once, though each rank reports it: the worst first, then in the order of the stages."""
-    found: list[Finding] = []
+    found: list[PreflightFinding] = []
     for rank in ranks:
         if rank.preflight is not None:
             found += [f for f in rank.preflight.findings if f.grade != "ok" and f not in found]
@@ -64,7 +64,7 @@ def _outcome(ranks: list[RankFacts]) -> str:
     return "off"
 
 
-def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[Finding]) -> list[NodeRow]:
+def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[PreflightFinding]) -> list[NodeRow]:
     blamed = _blamed(findings, {rank.rank for rank in ranks})
     victims = {(finding.stage, rank) for finding in findings for rank in finding.victims} - set(blamed)
     rows = []
@@ -86,16 +86,16 @@ def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[Finding]) -> 
     return sorted(rows, key=lambda row: (row.ranks or [1 << 30], row.host))
 
 
-def _blamed(findings: list[Finding], everyone: set[int]) -> dict[tuple[str, int], Finding]:
+def _blamed(findings: list[PreflightFinding], everyone: set[int]) -> dict[tuple[str, int], PreflightFinding]:
     """(stage, rank) -> the finding that blames it. A finding about the whole job blames all ranks."""
-    found: dict[tuple[str, int], Finding] = {}
+    found: dict[tuple[str, int], PreflightFinding] = {}
     for finding in findings:
         for rank in finding.ranks or everyone:
             found.setdefault((finding.stage, rank), finding)
     return found
 
 
-def _reached(ranks: list[RankFacts], blamed: dict[tuple[str, int], Finding]) -> list[str]:
+def _reached(ranks: list[RankFacts], blamed: dict[tuple[str, int], PreflightFinding]) -> list[str]:
     stages = {event.stage for rank in ranks for event in rank.begun}
     stages |= {event.stage for rank in ranks for event in rank.stages}
     stages |= {stage for stage, number in blamed if any(rank.rank == number for rank in ranks)}
@@ -103,7 +103,7 @@ def _reached(ranks: list[RankFacts], blamed: dict[tuple[str, int], Finding]) -> 
 
 
 def _cell(
-    stage: str, ranks: list[RankFacts], blamed: dict[tuple[str, int], Finding], victims: set[tuple[str, int]]
+    stage: str, ranks: list[RankFacts], blamed: dict[tuple[str, int], PreflightFinding], victims: set[tuple[str, int]]
 ) -> StageCell | None:
     """The worst of a node's ranks, and the time of the slowest."""
     graded = []
@@ -129,7 +129,7 @@ def _cell(
     )
 
 
-def _grade(stage: str, rank: RankFacts, finding: Finding | None, is_victim: bool) -> tuple[str, str] | None:
+def _grade(stage: str, rank: RankFacts, finding: PreflightFinding | None, is_victim: bool) -> tuple[str, str] | None:
     """(grade, why) of one rank in a stage; None if it did not reach it. `finding` blames it, if one does."""
     ended = next((event for event in rank.stages if event.stage == stage), None)
     begun = any(event.stage == stage for event in rank.begun)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...core.preflight import Finding
+from ...core.preflight import PreflightFinding
 from ...core.text import ranks_text
 from ..facts.facts import RankFacts, RunFacts
-from ..report.model import Cascade, Verdict
+from ..report.model import CascadedRank, Verdict
 from .preflight_table import findings_of, seconds_of, stage_order
 from .words import local_rank_of, node_name, unfinished_stage
 
@@ -96,7 +96,7 @@ def _nodes_missing(facts: RunFacts) -> int:
     return max(0, max((hello.min_nodes for hello in hellos), default=0) - len(hellos))
 
 
-def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Finding]) -> Verdict:
+def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[PreflightFinding]) -> Verdict:
     """The first failed stage gives the reason. Later failures may be its consequence, so they are evidence."""
     first = failures[0]
     same = [finding for finding in failures[1:] if finding.stage == first.stage]
@@ -124,11 +124,11 @@ def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Finding
             *_witnesses(ranks, first),
         ],
         next=list(dict.fromkeys(finding.next for finding in [first, *same, *later] if finding.next))[:_MAX_LINES],
-        cascade=[Cascade(rank, _victim_text(facts, rank, first)) for rank in sorted(victims)],
+        cascade=[CascadedRank(rank, _victim_text(facts, rank, first)) for rank in sorted(victims)],
     )
 
 
-def _told_by(facts: RunFacts, ranks: list[RankFacts], first: Finding) -> list[str]:
+def _told_by(facts: RunFacts, ranks: list[RankFacts], first: PreflightFinding) -> list[str]:
     """What the blamed ranks say of themselves."""
     lines = []
     for rank in ranks:
@@ -140,7 +140,7 @@ def _told_by(facts: RunFacts, ranks: list[RankFacts], first: Finding) -> list[st
     return lines[:_MAX_LINES]
 
 
-def _witnesses(ranks: list[RankFacts], first: Finding) -> list[str]:
+def _witnesses(ranks: list[RankFacts], first: PreflightFinding) -> list[str]:
     """The ranks that passed the failed stage, and those that never ended it."""
     passed = [r.rank for r in ranks if any(s.stage == first.stage and s.grade != "fail" for s in r.stages)]
     passed = [rank for rank in passed if rank not in first.ranks and rank not in first.victims]
@@ -149,7 +149,7 @@ def _witnesses(ranks: list[RankFacts], first: Finding) -> list[str]:
     return [*lines, f"{ranks_text(stuck)} did not end it"] if stuck else lines
 
 
-def _victim_text(facts: RunFacts, number: int, first: Finding) -> str:
+def _victim_text(facts: RunFacts, number: int, first: PreflightFinding) -> str:
     rank = facts.ranks.get((facts.last_attempt, number))
     if rank is not None and rank.preflight is not None and rank.preflight.outcome == "victim":
         return f"is a victim: {rank.preflight.detail or f'it waited in stage {rank.preflight.stage}'}"
@@ -160,7 +160,7 @@ def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
     """The ranks reached no common conclusion: only each rank's own result is known."""
     guilty = [rank for rank in ranks if rank.preflight is not None and rank.preflight.outcome == "failed"]
     victims = [rank for rank in ranks if rank.preflight is not None and rank.preflight.outcome == "victim"]
-    cascade = [Cascade(rank.rank, _outcome_text(rank)) for rank in victims]
+    cascade = [CascadedRank(rank.rank, _outcome_text(rank)) for rank in victims]
     evidence = [f"rank {rank.rank} on {facts.host(rank)}: {_outcome_text(rank)}" for rank in [*guilty, *victims]]
     if not guilty:
         return Verdict(
@@ -200,7 +200,7 @@ def _outcome_text(rank: RankFacts) -> str:
     return f"{rank.preflight.outcome} in stage {rank.preflight.stage}: {rank.preflight.detail}"
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: PreflightFinding) -> str:
     return f"{finding.stage}, {finding.grade}: {finding.sentence}"
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ...core.frames import Frame, Row, format_number
 from ...core.lone_process import is_rank
-from ..facts.calls import Calls, begun
+from ..facts.calls import FrameCalls, begun
 from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
@@ -290,7 +290,7 @@ def _history(facts: RunFacts, rank: RankFacts, page: KeptPage, key: tuple[str, s
 
 
 def _is_spread(page: KeptPage) -> bool:
-    return page.calls_in_common(lambda: Calls(frame for frame in page.frames if frame.phase == "forward").exchange)
+    return page.calls_in_common(lambda: FrameCalls(frame for frame in page.frames if frame.phase == "forward").exchange)
 
 
 def _same(left: Row, right: Row) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...core.events import RankLook, ScriptError, WorkerExit
 from ...core.frames import module_text
 from ...core.lone_process import rank_name
-from ..report.model import Cascade, SeenIn
+from ..report.model import CascadedRank, SeenIn
 
 if TYPE_CHECKING:
     from ..facts.diagnosis import LocalDiagnosis
@@ -35,7 +35,7 @@ def step_for_compiled(ranks: Iterable[RankFacts]) -> str:
     return _NOT_WITH_THIS_TORCH if blind else _COMPILED
 
 
-def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Cascade]:
+def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[CascadedRank]:
     """How the other ranks ended, which are not `initiating`."""
     found = []
     for rank in facts.of_attempt(attempt):
@@ -44,11 +44,11 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
         error = own_error(rank)
         if error is not None:
             found.append(
-                Cascade(rank.rank, f"raised {error.error} after {max(error.where.collectives, 0)} collectives")
+                CascadedRank(rank.rank, f"raised {error.error} after {max(error.where.collectives, 0)} collectives")
             )
         elif rank.exit is not None and rank.exit.code not in (0, None):
             how = f"was stopped by {facts.starter}" if rank.exit.by == "torchrun" else f"ended with {rank.exit.code}"
-            found.append(Cascade(rank.rank, f"{how} {doing(rank.exit)}"))
+            found.append(CascadedRank(rank.rank, f"{how} {doing(rank.exit)}"))
     return found
 
 

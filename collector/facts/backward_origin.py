@@ -21,7 +21,7 @@ from ...core.events import Anomaly, GraphNode, split_label
 from ...core.frames import Frame, Page, Row
 from ...core.roles import RoleKind
 from ...core.values import DTYPE_MAX
-from .calls import Calls, Users, users_inside, users_of
+from .calls import FrameCalls, TensorUsers, users_inside, users_of
 from .diagnosis import LocalDiagnosis, Source, diagnosis_of_row, left_before
 
 # Which calls' operations can have made a bad gradient, from autograd's graph and the gradients above it.
@@ -37,7 +37,7 @@ from .diagnosis import LocalDiagnosis, Source, diagnosis_of_row, left_before
 
 
 @dataclass(frozen=True)
-class Maker:
+class GradientMaker:
     """Operations of one call that can have made it."""
 
     module: str
@@ -49,17 +49,17 @@ class Maker:
 
 
 @dataclass(frozen=True)
-class Makers:
+class GradientMakers:
     """What can have made a bad gradient, and what cannot have."""
 
-    makers: tuple[Maker, ...]
+    makers: tuple[GradientMaker, ...]
     passed: tuple[GraphNode, ...]
     """Operations that have used the tensor, and that only passed on a finite gradient."""
 
 
 def makers_of(
     graph: Sequence[GraphNode], finite: Callable[[str, int], bool], returned_finite: Callable[[str], bool] | None = None
-) -> Makers | None:
+) -> GradientMakers | None:
     """What can have made the gradient that the first node was handed; None if that is not known.
 
     `finite(module, outputs)`: whether the gradients of all that the module returned were seen, at least so many of
@@ -91,10 +91,10 @@ def makers_of(
         if not passes or not node.users:
             able.setdefault((node.module if node.call >= 0 else "", node.call), []).append(node)
     made = tuple(
-        Maker(module, call, tuple(sorted({node.op for node in nodes})), any(node.opaque for node in nodes))
+        GradientMaker(module, call, tuple(sorted({node.op for node in nodes})), any(node.opaque for node in nodes))
         for (module, call), nodes in sorted(able.items())
     )
-    return Makers(made, tuple(passed))
+    return GradientMakers(made, tuple(passed))
 
 
 def _makes_no_nan(node: GraphNode, returned_finite: Callable[[str], bool] | None) -> bool:
@@ -154,19 +154,19 @@ def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, an
     left = left_before(page, frame, row, anomaly)
     if left is not None:
         return left
-    backward = _Backward(page, frames, frame, row, anomaly)
+    backward = _BackwardTrail(page, frames, frame, row, anomaly)
     if row.role_kind is RoleKind.GRAD_OUTPUT:
         return backward.of_output()
     return backward.of_parameter()
 
 
-class _Backward:
+class _BackwardTrail:
     def __init__(self, page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> None:
         self._page = page
         self._frame = frame
         self._row = row
         self._anomaly = anomaly
-        self._calls = Calls(other for other in frames if other.phase == "forward")
+        self._calls = FrameCalls(other for other in frames if other.phase == "forward")
         self._before = [other for other in frames if other.phase == "backward" and other.index < frame.index]
         self._root_class = split_label(page.root)[0]
 
@@ -288,7 +288,7 @@ class _Backward:
         found = makers_of(again.graph, self._all_finite, self._returned_finite if is_nan else None)
         if found is None or not self._is_no_sum():
             return None
-        calls: dict[Maker, Frame] = {}
+        calls: dict[GradientMaker, Frame] = {}
         excluded = [f"{node.op} of {_named(node.module)}" for node in found.passed]
         for maker in found.makers:
             of = self._calls_of(maker.module)
@@ -301,7 +301,7 @@ class _Backward:
         if not calls or any(call.collectives for call in calls.values()) or self._may_be_received([*calls.values()]):
             return None
         if len(calls) > 1:
-            users = Users(
+            users = TensorUsers(
                 calls=[call for call in calls.values() if not self._calls.children(call)],
                 own_code=[call.module for call in calls.values() if self._calls.children(call)],
             )
@@ -328,7 +328,7 @@ class _Backward:
         rows = [row for call in self._calls_of(module) for row in call.outputs]
         return bool(rows) and all(row.finite and row.kind == "measured" for row in rows)
 
-    def _cannot_overflow(self, maker: Maker, call: Frame) -> bool:
+    def _cannot_overflow(self, maker: GradientMaker, call: Frame) -> bool:
         """Whether a call's operations are of a kind, and its numbers so small, that it can only make finite ones."""
         if self._calls.exchange or self._calls.children(call):
             return False
@@ -349,7 +349,7 @@ class _Backward:
 
     # -- what frames alone show ---------------------------------------------------------------------------------
 
-    def _of_users(self, users: Users, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
+    def _of_users(self, users: TensorUsers, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
         """Descend into the only call that used the tensor, for as long as there is only one.
 
         `own_code`: modules around it whose own code may have used it as well.
@@ -481,7 +481,7 @@ class _Backward:
 
     # -- diagnoses -----------------------------------------------------------------------------------------------
 
-    def _somewhere(self, users: Users, own_code: tuple[str, ...] = (), *, sure: bool = True) -> LocalDiagnosis:
+    def _somewhere(self, users: TensorUsers, own_code: tuple[str, ...] = (), *, sure: bool = True) -> LocalDiagnosis:
         """Several users, or their sum, can have made it. Name the smallest module that holds all of them."""
         suspects = tuple(dict.fromkeys(call.module for call in [*users.calls, *users.takers]))
         scope = users.scope

@@ -16,7 +16,7 @@ from ...core.frames import Frame, Row, is_inside
 _SYNCHRONISED = "SyncBatchNorm"
 
 
-class Calls:
+class FrameCalls:
     """The frames of one forward, or of one recomputed stretch of a forward."""
 
     def __init__(self, frames: Iterable[Frame]) -> None:
@@ -34,7 +34,7 @@ class Calls:
             open_.append(frame)
 
     @classmethod
-    def around(cls, frames: list[Frame], frame: Frame) -> Calls:
+    def around(cls, frames: list[Frame], frame: Frame) -> FrameCalls:
         """The calls around `frame`: those of its forward, or of its recomputed stretch."""
         if frame.phase != "recompute":
             return cls(other for other in frames if other.phase == "forward")
@@ -124,7 +124,7 @@ def begun(frame: Frame) -> int:
 
 
 @dataclass
-class Users:
+class TensorUsers:
     """What can have used a tensor."""
 
     calls: list[Frame] = field(default_factory=list)
@@ -142,7 +142,7 @@ class Users:
     explained: bool = True
     """Whether own code, wherever it made a tensor, had another one to work on: one that no call was handed."""
 
-    def add(self, own: OwnCode | None) -> None:
+    def add(self, own: OwnCodeResult | None) -> None:
         """Add what own code has made; None: nothing that is known."""
         self.takers += own.takers if own is not None else []
         self.explained &= own is not None and own.explained
@@ -173,9 +173,9 @@ class Users:
         return common([*names, *self.own_code])
 
 
-def users_of(calls: Calls, made: list[Frame], roles: list[str]) -> Users:
+def users_of(calls: FrameCalls, made: list[Frame], roles: list[str]) -> TensorUsers:
     """What can have used these outputs of these calls."""
-    users = Users(unwatched=not made)
+    users = TensorUsers(unwatched=not made)
     for call in made:
         for row in call.outputs:
             if row.role not in roles:
@@ -189,9 +189,9 @@ def users_of(calls: Calls, made: list[Frame], roles: list[str]) -> Users:
     return users
 
 
-def users_inside(calls: Calls, user: Frame, value: int) -> Users:
+def users_inside(calls: FrameCalls, user: Frame, value: int) -> TensorUsers:
     """What inside a call can have used the tensor that the call was handed."""
-    inner = Users([child for child in calls.children(user) if _uses(child, value)], value=value)
+    inner = TensorUsers([child for child in calls.children(user) if _uses(child, value)], value=value)
     own = _own_code(calls, user, -1)
     if not inner.calls or own is not None:
         inner.own_code.append(user.module)
@@ -199,7 +199,7 @@ def users_inside(calls: Calls, user: Frame, value: int) -> Users:
     return inner
 
 
-def _add_users(calls: Calls, users: Users, call: Frame, value: int) -> None:
+def _add_users(calls: FrameCalls, users: TensorUsers, call: Frame, value: int) -> None:
     """Add the users in the module that made the call, and in each module around it that returned the tensor."""
     inside, scope = call, calls.parent(call)
     while scope is not None:
@@ -222,7 +222,7 @@ def _add_users(calls: Calls, users: Users, call: Frame, value: int) -> None:
         ]
 
 
-def _add_maker(calls: Calls, users: Users, call: Frame, value: int) -> None:
+def _add_maker(calls: FrameCalls, users: TensorUsers, call: Frame, value: int) -> None:
     """Add the call itself if it may have used its output: it has returned something else that it made.
 
     `weights = self.softmax(scores); return self.out(weights @ v), weights`: with nothing else returned, what it made of
@@ -234,14 +234,14 @@ def _add_maker(calls: Calls, users: Users, call: Frame, value: int) -> None:
         users.add(_own_code(calls, call, -1))
 
 
-class OwnCode(NamedTuple):
+class OwnCodeResult(NamedTuple):
     """What a module's own code has made between its calls."""
 
     takers: list[Frame]
     explained: bool
 
 
-def _own_code(calls: Calls, scope: Frame, since: int) -> OwnCode | None:
+def _own_code(calls: FrameCalls, scope: Frame, since: int) -> OwnCodeResult | None:
     """What a module's own code has made after its call `since` that can have a gradient; None if nothing."""
     known = _values(scope.inputs)
     free: list[int] = []
@@ -258,7 +258,7 @@ def _own_code(calls: Calls, scope: Frame, since: int) -> OwnCode | None:
     if any(_can_lead_on(row) and row.value not in known for row in scope.outputs):
         made = True
         explained &= bool(free)
-    return OwnCode(takers, explained) if takers or made else None
+    return OwnCodeResult(takers, explained) if takers or made else None
 
 
 def _uses(call: Frame, value: int) -> bool:

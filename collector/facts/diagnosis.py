@@ -9,12 +9,12 @@ from typing import Literal
 
 import numpy
 
-from ...core.events import Anomaly, LookedAgain, Moment, Where, split_label
+from ...core.events import Anomaly, IssuedMoment, LookedAgain, RunPosition, split_label
 from ...core.frames import Frame, Page, Row, module_text
 from ...core.lone_process import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
-from ..report.rank_words import ranks_text
+from ..report.sentence_parts import ranks_text
 
 Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried", "left"]
 """How the value came to the place that a diagnosis names.
@@ -159,7 +159,7 @@ def diagnosis_of_row(
     )
 
 
-def _issued_then(anomaly: Anomaly, seq: int) -> Moment | Where:
+def _issued_then(anomaly: Anomaly, seq: int) -> IssuedMoment | RunPosition:
     """What the rank had issued at its number `seq`; if nobody knows that, when the alarm was raised."""
     return next((moment for moment in anomaly.moments if moment.seq == seq), anomaly.where)
 
@@ -294,15 +294,15 @@ _UNKNOWN_PEER = -1
 
 def before(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
     """Whether `left` was certainly earlier than `right`, by what these two ranks have passed to each other."""
-    return Order([left, right]).before(left, right)
+    return DiagnosisOrder([left, right]).before(left, right)
 
 
 def earliest(diagnoses: list[LocalDiagnosis]) -> list[LocalDiagnosis]:
     """The diagnoses that none came before. If they form a ring, all of them."""
-    return Order(diagnoses).earliest()
+    return DiagnosisOrder(diagnoses).earliest()
 
 
-class Order:
+class DiagnosisOrder:
     """The strict partial order of some diagnoses, one of each rank. It is transitive: over a third rank as well."""
 
     def __init__(self, diagnoses: list[LocalDiagnosis]) -> None:

@@ -6,37 +6,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...core.events import (
-    Absorbed,
+    AbsorbedValue,
     Anomaly,
-    Bandwidth,
+    BandwidthRows,
     BatchInputs,
     CompiledUnseen,
-    Cost,
-    Fault,
-    Forecast,
     GpuCounters,
     GpuHealth,
-    Ignored,
-    Inventory,
+    GpuXid,
+    IgnoredAlarm,
     LeftGroup,
+    LimitForecast,
     LooseParameters,
     NodeSignal,
     NotLookedInto,
-    Passed,
+    OwnFault,
+    PassedTensor,
     PreflightBegan,
     PreflightResult,
     PreflightStage,
+    RangeWarning,
+    RankInventoryEvent,
     RankLook,
     ScalerSkip,
     ScriptError,
     ScriptExit,
     StepTimes,
-    Warned,
+    WatchCost,
     WorkerExit,
-    Xid,
 )
 from ...core.lone_process import is_rank
-from ...core.wire.messages import Bye, Hello, RankState, Telemetry
+from ...core.wire.messages import AgentHello, NodeBye, RankState, TelemetryMessage
 from .diagnosis import LocalDiagnosis
 from .kept_history import KeptHistory
 from .kept_pages import KeptPage
@@ -91,12 +91,12 @@ class RankFacts:
     agent: str = ""
     anomalies: list[Anomaly] = field(default_factory=list)
     errors: list[ScriptError] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[OwnFault] = field(default_factory=list)
     begun: list[PreflightBegan] = field(default_factory=list)
     stages: list[PreflightStage] = field(default_factory=list)
-    bandwidth: Bandwidth | None = None
+    bandwidth: BandwidthRows | None = None
     preflight: PreflightResult | None = None
-    inventory: Inventory | None = None
+    inventory: RankInventoryEvent | None = None
     script_exit: ScriptExit | None = None
     left_group: LeftGroup | None = None
     """The last time that it did."""
@@ -107,21 +107,21 @@ class RankFacts:
     """By root."""
     state: RankState | None = None
     pages_dropped: int = 0
-    warned: list[Warned] = field(default_factory=list)
+    warned: list[RangeWarning] = field(default_factory=list)
     scaler_skips: list[ScalerSkip] = field(default_factory=list)
-    ignored: list[Ignored] = field(default_factory=list)
-    absorbed: list[Absorbed] = field(default_factory=list)
-    passed: list[Passed] = field(default_factory=list)
+    ignored: list[IgnoredAlarm] = field(default_factory=list)
+    absorbed: list[AbsorbedValue] = field(default_factory=list)
+    passed: list[PassedTensor] = field(default_factory=list)
     """What was not finite and went into collectives and messages, or came out of them; the earliest first."""
     not_looked_into: list[NotLookedInto] = field(default_factory=list)
     compiled_unseen: list[CompiledUnseen] = field(default_factory=list)
     loose_parameters: list[LooseParameters] = field(default_factory=list)
     batch_inputs: list[BatchInputs] = field(default_factory=list)
-    costs: list[Cost] = field(default_factory=list)
+    costs: list[WatchCost] = field(default_factory=list)
     looks: list[RankLook] = field(default_factory=list)
     """Where it stood each time when all ranks were asked."""
     step_times: StepTimes | None = None
-    forecasts: list[Forecast] = field(default_factory=list)
+    forecasts: list[LimitForecast] = field(default_factory=list)
     """While it ran: modules that were about to pass their limit."""
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none."""
@@ -152,7 +152,7 @@ class RankFacts:
         return self.state.batches_skipped if self.state is not None else 0
 
     @property
-    def cost(self) -> Cost | None:
+    def cost(self) -> WatchCost | None:
         """The measurement that saw the most."""
         return max(self.costs, key=lambda cost: (cost.watched_batches, cost.plain_batches), default=None)
 
@@ -162,19 +162,19 @@ class NodeFacts:
     """One node agent."""
 
     agent: str
-    hello: Hello | None = None
-    bye: Bye | None = None
+    hello: AgentHello | None = None
+    bye: NodeBye | None = None
     signal: NodeSignal | None = None
     lost: bool = False
     """It went silent before its Bye."""
     clock: tuple[int, int] | None = None
     """(by how much the collector's clock is ahead, round trip of the exchange that told), in nanoseconds."""
-    gpu_events: list[Xid | GpuCounters | GpuHealth] = field(default_factory=list)
+    gpu_events: list[GpuXid | GpuCounters | GpuHealth] = field(default_factory=list)
     hot: bytes = b""
     """Modules of its ranks that were closest to their limit, as its last beat has them."""
     gpus: bytes = b""
     """How its GPUs do, as its last beat has them."""
-    telemetry: dict[int, Telemetry] = field(default_factory=dict)
+    telemetry: dict[int, TelemetryMessage] = field(default_factory=dict)
     """By when it began: an agent that was started again begins anew. Of each the newest."""
     pages_dropped: dict[int, int] = field(default_factory=dict)
     """rank -> pages that its agent had no room for"""

@@ -12,36 +12,36 @@ import msgspec
 from msgspec.structs import replace
 
 from ...core.events import (
-    Absorbed,
+    AbsorbedValue,
     Anomaly,
-    Bandwidth,
+    BandwidthRows,
     BatchInputs,
     CompiledUnseen,
-    Cost,
-    Fault,
-    Forecast,
     GpuCounters,
     GpuHealth,
-    Ignored,
-    Inventory,
+    GpuXid,
+    IgnoredAlarm,
     LeftGroup,
+    LimitForecast,
     LooseParameters,
     NodeSignal,
     NotLookedInto,
-    Passed,
+    OwnFault,
+    PassedTensor,
     PreflightBegan,
     PreflightResult,
     PreflightStage,
+    RangeWarning,
+    RankInventoryEvent,
     RankLook,
     RootDef,
+    RunPosition,
     ScalerSkip,
     ScriptError,
     ScriptExit,
     StepTimes,
-    Warned,
-    Where,
+    WatchCost,
     WorkerExit,
-    Xid,
     split_label,
 )
 from ...core.judge import anomaly_of, first_alarm
@@ -49,22 +49,22 @@ from ...core.lone_process import is_rank
 from ...core.text import is_shown, shown, shown_lines, shown_name
 from ...core.wire.messages import (
     AgentBody,
-    Beat,
-    Bye,
-    Definitions,
+    AgentHello,
     EventMessage,
-    Hello,
-    History,
+    NameDefinitions,
+    NodeBeat,
+    NodeBye,
     PageMessage,
+    RankHistoryMessage,
     RankState,
-    Telemetry,
+    TelemetryMessage,
     node_of,
 )
-from .diagnose import diagnose
 from .facts import NodeFacts, RankFacts, RunFacts
+from .forward_origin import diagnose
 from .heard import HeardNumbers
 from .kept_history import KeptHistory
-from .kept_pages import KeptPage, RankNames, Shelf
+from .kept_pages import KeptPage, PageCache, RankNames
 
 # A message with all its text made safe to show (core/text.py), before anything is made of it. Pure.
 #
@@ -127,10 +127,10 @@ def _root(label: str) -> str:
 
 _EARLIER_PAGES = 3
 """Of a rank, so many pages from before its first anomaly are looked at."""
-_Body = TypeVar("_Body", PageMessage, History)
+_Body = TypeVar("_Body", PageMessage, RankHistoryMessage)
 LoadPage = Callable[[str, int], PageMessage | None]
 """Gives the page again that an agent has sent under a number; None if it is lost."""
-LoadHistory = Callable[[str, int], History | None]
+LoadHistory = Callable[[str, int], RankHistoryMessage | None]
 """The same for a history."""
 
 
@@ -138,13 +138,13 @@ def fold(
     messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[str] = (), load: LoadPage | None = None
 ) -> RunFacts:
     """Put messages together. `lost_agents` went silent, as the collector saw it; without `load` all pages are kept."""
-    folded = Fold(load)
+    folded = FactFold(load)
     for agent, n, body in messages:
         folded.add(agent, n, body)
     return folded.facts(lost_agents)
 
 
-class Fold:
+class FactFold:
     """The facts as far as messages have come."""
 
     def __init__(self, load: LoadPage | None = None, load_history: LoadHistory | None = None) -> None:
@@ -153,7 +153,7 @@ class Fold:
         self._load_history = load_history
         self._facts = RunFacts()
         self._heard = HeardNumbers()
-        self._shelf = Shelf()
+        self._shelf = PageCache()
         self._names: dict[tuple[int, int], RankNames] = {}
         self._diagnosed: dict[tuple[int, int], tuple[Anomaly, list[tuple[int, int]]]] = {}
         """What a rank's diagnosis was made of."""
@@ -170,23 +170,27 @@ class Fold:
         """One message of an agent, by its number; 0 is not numbered."""
         agent = node_of(name)
         self._heard.add(name, n)
-        body = received if isinstance(received, PageMessage | History | Definitions) else shown_body(received)
+        body = (
+            received
+            if isinstance(received, PageMessage | RankHistoryMessage | NameDefinitions)
+            else shown_body(received)
+        )
         node = self._facts.nodes.setdefault(agent, NodeFacts(agent))
-        if isinstance(body, Hello):
+        if isinstance(body, AgentHello):
             node.hello = body
-        elif isinstance(body, Bye):
+        elif isinstance(body, NodeBye):
             node.bye = body
-        elif isinstance(body, Definitions):
+        elif isinstance(body, NameDefinitions):
             self._names_of(body.attempt, body.rank).add(name, body.entries)
         elif isinstance(body, PageMessage):
             self._take_page(name, n, body)
-        elif isinstance(body, History):
+        elif isinstance(body, RankHistoryMessage):
             self._take_history(name, n, body)
-        elif isinstance(body, Telemetry):
+        elif isinstance(body, TelemetryMessage):
             known = node.telemetry.get(body.began_ns)
             if known is None or (known.sent_ns, known.samples) < (body.sent_ns, body.samples):
                 node.telemetry[body.began_ns] = body
-        elif isinstance(body, Beat):
+        elif isinstance(body, NodeBeat):
             _take_beat(self._facts, node, body)
         elif isinstance(body, EventMessage):
             if isinstance(body.event, Anomaly):
@@ -256,7 +260,7 @@ class Fold:
         if known is None or page.fullness > known.fullness:
             rank.pages[page.number] = page
 
-    def _take_history(self, name: str, n: int, message: History) -> None:
+    def _take_history(self, name: str, n: int, message: RankHistoryMessage) -> None:
         rank = _rank(self._facts, node_of(name), message.attempt, message.rank)
         load, names = _loader(self._load_history, name, n, message), self._names_of(message.attempt, message.rank)
         rank.histories[message.root] = KeptHistory(load, names, self._shelf, message.root)
@@ -272,7 +276,7 @@ class Fold:
             for peer in teller.peers:
                 rank = ranks.get((teller.where.attempt, peer.rank))
                 if rank is not None and rank.preflight is None:
-                    where = Where(peer.rank, teller.where.attempt)
+                    where = RunPosition(peer.rank, teller.where.attempt)
                     rank.preflight = PreflightResult(where, peer.outcome, peer.stage, peer.detail, teller.stops)
                     self._told.add((rank.attempt, rank.rank))
 
@@ -387,7 +391,7 @@ def _sort(rank: RankFacts) -> None:
     rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
 
 
-def _place(where: Where) -> tuple[int, int, int]:
+def _place(where: RunPosition) -> tuple[int, int, int]:
     return where.page, where.batch, where.seq
 
 
@@ -413,7 +417,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
     if isinstance(event, NodeSignal):
         node.signal = event
         return
-    if isinstance(event, Xid | GpuCounters | GpuHealth):
+    if isinstance(event, GpuXid | GpuCounters | GpuHealth):
         if event not in node.gpu_events:
             node.gpu_events.append(event)
         return
@@ -421,21 +425,21 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
     lists: list[tuple[type, list]] = [  # type: ignore[type-arg]  # each list holds what its type says
         (Anomaly, rank.anomalies),
         (ScriptError, rank.errors),
-        (Fault, rank.faults),
+        (OwnFault, rank.faults),
         (PreflightBegan, rank.begun),
         (PreflightStage, rank.stages),
-        (Warned, rank.warned),
+        (RangeWarning, rank.warned),
         (ScalerSkip, rank.scaler_skips),
-        (Ignored, rank.ignored),
-        (Absorbed, rank.absorbed),
-        (Passed, rank.passed),
+        (IgnoredAlarm, rank.ignored),
+        (AbsorbedValue, rank.absorbed),
+        (PassedTensor, rank.passed),
         (NotLookedInto, rank.not_looked_into),
         (CompiledUnseen, rank.compiled_unseen),
         (LooseParameters, rank.loose_parameters),
         (BatchInputs, rank.batch_inputs),
-        (Cost, rank.costs),
+        (WatchCost, rank.costs),
         (RankLook, rank.looks),
-        (Forecast, rank.forecasts),
+        (LimitForecast, rank.forecasts),
     ]
     for kind, events in lists:
         if isinstance(event, kind):
@@ -444,10 +448,10 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
             return
     if isinstance(event, PreflightResult):
         rank.preflight = event
-    elif isinstance(event, Inventory):
+    elif isinstance(event, RankInventoryEvent):
         if rank.inventory is None or event.facts is not None:  # what runs without facts is told once more, with them
             rank.inventory = event
-    elif isinstance(event, Bandwidth):
+    elif isinstance(event, BandwidthRows):
         rank.bandwidth = event
     elif isinstance(event, ScriptExit):
         rank.script_exit = event
@@ -465,7 +469,7 @@ def _amount(times: StepTimes) -> tuple[int, bytes]:
     return times.timed, times.steps
 
 
-def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
+def _take_beat(facts: RunFacts, node: NodeFacts, beat: NodeBeat) -> None:
     if beat.sent_ns:
         node.hot, node.gpus = beat.hot, beat.gpus
     if beat.clock_offset_ns is not None and beat.clock_round_trip_ns is not None:

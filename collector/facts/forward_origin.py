@@ -7,19 +7,19 @@ code between two calls made it. The backward (backward_origin.py) and the step (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
 
 from ...core.events import Anomaly, split_label
-from ...core.frames import Frame, Mark, Page, Row, module_text
+from ...core.frames import Frame, Page, Row, RowMark, module_text
 from ...core.judge import first_expected_gradient
 from ...core.roles import RoleKind, role_of_parameter
 from ...core.values import NonFinite, name_of
 from .backward_origin import explain_gradient
-from .calls import Calls, begun, common, returns
+from .calls import FrameCalls, begun, common, returns
 from .diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
 from .step_origin import explain_reduced, explain_state, explain_step
 from .weight_timeline import UNSEEN, history_of
@@ -40,7 +40,7 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
         expected = first_expected_gradient(frames)
         return _of_gradient(page, frames, *expected, anomaly) if expected is not None else from_event(anomaly)
     if first.phase in ("forward", "recompute"):
-        found = _Forward(page, Calls.around(frames, first), anomaly, earlier).explain(first)
+        found = _ForwardTrail(page, FrameCalls.around(frames, first), anomaly, earlier).explain(first)
         return _by_another_way(found, page, first, anomaly)
     row = next((row for row in first.rows if row.role == anomaly.role and not row.finite), None)
     if row is None:  # its own rows were lost
@@ -99,10 +99,10 @@ def _by_another_way(found: LocalDiagnosis, page: Page, first: Frame, anomaly: An
     )
 
 
-class _Forward:
+class _ForwardTrail:
     """Follows a bad value back through the calls of one forward."""
 
-    def __init__(self, page: Page, calls: Calls, anomaly: Anomaly, earlier: Sequence[Page]) -> None:
+    def __init__(self, page: Page, calls: FrameCalls, anomaly: Anomaly, earlier: Sequence[Page]) -> None:
         self._page = page
         self._earlier = earlier
         self._calls = calls
@@ -138,7 +138,7 @@ class _Forward:
         neginf = _worst(frame.inputs)
         return self._made_in(frame, output) if neginf is None else self._beside_neginf(frame, output, neginf)
 
-    def _out_of_mask(self, frame: Frame, output: Row, mask: Row, before: Before | None) -> LocalDiagnosis:
+    def _out_of_mask(self, frame: Frame, output: Row, mask: Row, before: EarlierRow | None) -> LocalDiagnosis:
         """The call made nan of an -inf that is nothing new, or that is known to be the whole of a row."""
         given = self._trace_input(frame, mask)  # before the nan has a place of its own
         self._turned = (frame.module, frame.cls)
@@ -166,7 +166,7 @@ class _Forward:
         """Whether a row of the mask is known to be -inf throughout."""
         again = self._anomaly.again
         told = again is not None and frame.module == self._anomaly.module and mask.role in again.closed
-        return told or bool(mask.mark & Mark.CLOSED)
+        return told or bool(mask.mark & RowMark.CLOSED)
 
     def _beside_neginf(self, frame: Frame, output: Row, given: Row) -> LocalDiagnosis:
         """The call was handed -inf and returned +inf. A mask makes no +inf; a Linear does, of a logarithm of 0."""
@@ -396,7 +396,7 @@ class _Forward:
                 if row.only_neginf:
                     if bad.only_neginf or (bad.nan and position == 0 and self._is_new(frame, row)):
                         return frame, row
-                elif row.mark & Mark.IGNORED and not bad.only_neginf:
+                elif row.mark & RowMark.IGNORED and not bad.only_neginf:
                     return frame, row
         return None
 
@@ -441,7 +441,7 @@ class _Forward:
             notes=notes,
             turned=self._turned,
         )
-        if row.mark & Mark.IGNORED:
+        if row.mark & RowMark.IGNORED:
             found = replace(found, notes=(*found.notes, "a rule of --ignore waives this row"))
         return found
 
@@ -471,7 +471,7 @@ def _bad_input(frame: Frame, bad_output: Row | None) -> Row | None:
     return bad if bad_output is None or bad_output.nan or bad_output.only_neginf else None
 
 
-class Before(NamedTuple):
+class EarlierRow(NamedTuple):
     """What an earlier batch says of a row."""
 
     batch: int
@@ -479,12 +479,12 @@ class Before(NamedTuple):
     """It held -inf there."""
 
 
-def neginf_before(earlier: Sequence[Page], frame: Frame, role: str) -> Before | None:
+def neginf_before(earlier: Sequence[Page], frame: Frame, role: str) -> EarlierRow | None:
     """Whether a row of the same module held -inf in an earlier batch. `earlier` are pages, latest first.
 
     None if no earlier batch has that row.
     """
-    absent: Before | None = None
+    absent: EarlierRow | None = None
     for page in earlier:
         rows = [
             row
@@ -494,7 +494,24 @@ def neginf_before(earlier: Sequence[Page], frame: Frame, role: str) -> Before | 
             if row.role == role and row.kind == "measured"
         ]
         if any(row.only_neginf for row in rows):
-            return Before(page.batch, True)
+            return EarlierRow(page.batch, True)
         if rows and absent is None:
-            absent = Before(page.batch, False)
+            absent = EarlierRow(page.batch, False)
     return absent
+
+
+# One rank's diagnosis: where its first non-finite value came from. Pure; called once per rank.
+
+
+def diagnose(anomalies: Sequence[Anomaly], pages: Mapping[int, Page]) -> LocalDiagnosis | None:
+    """The diagnosis of a rank's first anomaly, from its page if that was received; None if the rank had none.
+
+    `anomalies` are in the order in which they happened; `pages` are the rank's pages by number.
+    """
+    if not anomalies:
+        return None
+    page = pages.get(anomalies[0].where.page)
+    if page is None:
+        return from_event(anomalies[0])
+    earlier = [found for found in pages.values() if found.root == page.root and found.number < page.number]
+    return origin_in_page(page, anomalies[0], sorted(earlier, key=lambda found: -found.number))

@@ -10,11 +10,11 @@ import numpy
 
 from ...core.values import DTYPE_NAMES
 from ...core.wire.columns import NO_NUMBER, unpack
-from ...core.wire.messages import History
-from .kept_pages import RankNames, Shelf
+from ...core.wire.messages import RankHistoryMessage
+from .kept_pages import PageCache, RankNames
 
 
-class Returned(NamedTuple):
+class ModuleOutputs(NamedTuple):
     """What a module returned."""
 
     module: str
@@ -22,10 +22,10 @@ class Returned(NamedTuple):
     dtype: str
 
 
-class _Columns(NamedTuple):
+class _HistoryColumns(NamedTuple):
     """How the columns of a message become modules: column `sources[i]` belongs to module `targets[i]`."""
 
-    modules: list[Returned]
+    modules: list[ModuleOutputs]
     sources: list[int]
     targets: list[int]
 
@@ -36,7 +36,7 @@ class OpenHistory:
 
     batches: list[int]
     steps: list[int]
-    modules: list[Returned]
+    modules: list[ModuleOutputs]
     numbers: Any
 
 
@@ -44,9 +44,9 @@ class OpenHistory:
 class KeptHistory:
     """Of one root of one rank. `load` gives the message again."""
 
-    load: Callable[[], History | None]
+    load: Callable[[], RankHistoryMessage | None]
     names: RankNames
-    shelf: Shelf
+    shelf: PageCache
     root_id: int
 
     @property
@@ -73,10 +73,10 @@ class KeptHistory:
                 found[:, target] = numpy.maximum(found[:, target], numbers[:, source])
         return OpenHistory(message.batches, message.steps, columns.modules, found)
 
-    def _columns(self, message: History) -> _Columns:
+    def _columns(self, message: RankHistoryMessage) -> _HistoryColumns:
         names = self.names.names
         place: dict[str, int] = {}
-        found = _Columns([], [], [])
+        found = _HistoryColumns([], [], [])
         for column, (slot_id, dtype) in enumerate(zip(message.slots, message.dtypes, strict=True)):
             slot = names.slots.get(slot_id)
             module = names.modules.get(slot.module) if slot is not None else None
@@ -84,7 +84,7 @@ class KeptHistory:
                 if module.name not in place:
                     place[module.name] = len(found.modules)
                     known = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else "unknown"
-                    found.modules.append(Returned(module.name, module.cls, known))
+                    found.modules.append(ModuleOutputs(module.name, module.cls, known))
                 found.sources.append(column)
                 found.targets.append(place[module.name])
         return found

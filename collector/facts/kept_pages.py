@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ...core.events import Definition
 from ...core.frames import Frame, Page, Phase, Row
 from ...core.recorder.page_tables import PageTables, whole
-from ...core.recorder.pages import Names, decode_frame
+from ...core.recorder.pages import NameTable, decode_frame
 from ...core.wire.messages import PageMessage
 
 # The definitions of all ranks, each kept once: ranks of one role define the same modules in the same order.
@@ -38,7 +38,7 @@ class SharedNames:
         self._next: dict[tuple[int, int], int] = {}
         self._came_from: list[tuple[int, int]] = [(START, -1)]
         self._depths = [0]
-        self._ready: OrderedDict[int, Names] = OrderedDict()
+        self._ready: OrderedDict[int, NameTable] = OrderedDict()
 
     def after(self, place: int, entries: Iterable[Definition]) -> int:
         """The place of a rank that was at `place` and has defined these."""
@@ -60,7 +60,7 @@ class SharedNames:
         """How much was defined up to there."""
         return self._depths[place]
 
-    def at(self, place: int) -> Names:
+    def at(self, place: int) -> NameTable:
         """The names of a rank at this place. Not to be changed."""
         names = self._ready.get(place)
         if names is not None:
@@ -71,7 +71,7 @@ class SharedNames:
         while back != START:
             back, number = self._came_from[back]
             entries.append(self._entries[number])
-        names = Names()
+        names = NameTable()
         names.add(reversed(entries))
         self._ready[place] = names
         if len(self._ready) > _KEPT:
@@ -108,12 +108,12 @@ class RankNames:
             self.place = there
 
     @property
-    def names(self) -> Names:
+    def names(self) -> NameTable:
         """As far as they are known."""
         return self._shared.at(self.place)
 
 
-class Shelf:
+class PageCache:
     """What was looked at last, and what many pages have in common."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class KeptPage:
         "step",
     )
 
-    def __init__(self, message: PageMessage, load: Load, names: RankNames, shelf: Shelf) -> None:
+    def __init__(self, message: PageMessage, load: Load, names: RankNames, shelf: PageCache) -> None:
         """`load` gives the message again. Raises an error for bytes that no recorder holds."""
         tables = PageTables(message)
         self.rank = message.rank

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...core.events import Anomaly, OptimizerStep
-from ...core.frames import Frame, Mark, Page, Row, format_number
+from ...core.frames import Frame, Page, Row, RowMark, format_number
 from ...core.judge import first_expected_gradient
 from ...core.roles import RoleKind, is_param_group, role_of_parameter
 from ...core.values import DTYPE_MAX
@@ -41,7 +41,7 @@ class KnownStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _StepRule:
     change: Callable[[Mapping[str, float], KnownStep], float | None]
     """The largest change; None if that is not known."""
     needs: tuple[str, ...] = ()
@@ -135,12 +135,12 @@ def _eps(settings: Mapping[str, float], known: KnownStep) -> float | None:
 
 
 _RULES = {
-    "SGD": _Rule(_sgd),
-    "Adam": _Rule(_adam, ("exp_avg", "exp_avg_sq")),
-    "AdamW": _Rule(_adam, ("exp_avg", "exp_avg_sq")),
-    "Adagrad": _Rule(_adagrad, ("sum",)),
-    "RMSprop": _Rule(_rmsprop, ("square_avg",)),
-    "Adafactor": _Rule(_adafactor),
+    "SGD": _StepRule(_sgd),
+    "Adam": _StepRule(_adam, ("exp_avg", "exp_avg_sq")),
+    "AdamW": _StepRule(_adam, ("exp_avg", "exp_avg_sq")),
+    "Adagrad": _StepRule(_adagrad, ("sum",)),
+    "RMSprop": _StepRule(_rmsprop, ("square_avg",)),
+    "Adafactor": _StepRule(_adafactor),
 }
 
 
@@ -158,7 +158,7 @@ def explain_reduced(
     sure = bool(local)
     notes: tuple[str, ...] = ()
     bad = [before for before in local if not before.finite]
-    if any(before.mark & Mark.SCALED for before in bad):
+    if any(before.mark & RowMark.SCALED for before in bad):
         first = first_expected_gradient(other for other in frames if other.index < frame.index)
         if first is not None:
             return first

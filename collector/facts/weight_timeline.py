@@ -18,7 +18,7 @@ from ...core.roles import RoleKind
 UNSEEN = "no optimizer step was seen in between: the script, a load or memory changed it"
 
 
-class Reading(NamedTuple):
+class WeightReading(NamedTuple):
     """One reading of a weight."""
 
     page: Page
@@ -35,7 +35,7 @@ class Reading(NamedTuple):
 class WeightHistory:
     """What is known of a bad weight from before."""
 
-    finite: Reading | None
+    finite: WeightReading | None
     """Its last reading, if that was finite; None if there is none that is known, or that was bad as well."""
     stepped: bool | None
     """Whether a step can have changed it since; None if that is not known."""
@@ -53,7 +53,7 @@ class WeightHistory:
         return f"{row.role} was finite when it was last read, {when} batch {page.batch}: abs max {largest}"
 
 
-def readings(page: Page, frame: Frame, row: Row, earlier: Sequence[Page] = ()) -> Iterator[Reading]:
+def readings(page: Page, frame: Frame, row: Row, earlier: Sequence[Page] = ()) -> Iterator[WeightReading]:
     """The readings of a weight from before `frame` of `page`, the latest first. `earlier` are pages, latest first.
 
     One of another shape is left out: a shard is not the whole weight.
@@ -66,7 +66,7 @@ def readings(page: Page, frame: Frame, row: Row, earlier: Sequence[Page] = ()) -
                 continue
             for found in other.weights:
                 if found.role == row.role and found.kind == "measured" and found.shape == row.shape:
-                    yield Reading(each, other, found)
+                    yield WeightReading(each, other, found)
 
 
 def history_of(page: Page, frame: Frame, row: Row, earlier: Sequence[Page]) -> WeightHistory:
@@ -92,12 +92,12 @@ def history_of(page: Page, frame: Frame, row: Row, earlier: Sequence[Page]) -> W
     return _open(last, steps)
 
 
-def _changed(last: Reading, frame: Frame, text: str) -> WeightHistory:
+def _changed(last: WeightReading, frame: Frame, text: str) -> WeightHistory:
     collectives = ", a collective" if frame.seq > last.frame.seq >= 0 else ""
     return WeightHistory(last, False, f"{text}: the script, a load{collectives} or memory changed it")
 
 
-def _open(last: Reading, steps: int) -> WeightHistory:
+def _open(last: WeightReading, steps: int) -> WeightHistory:
     ran = f"{steps} optimizer step{'s' if steps != 1 else ''} ran in between"
     text = (
         f"it was finite in batch {last.page.batch}; {ran}, and it was not read after that: whether a step or something "

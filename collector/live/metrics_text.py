@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from ...core.errors import EXIT_OF_KIND
 from ...core.lone_process import is_rank, pid_of_number
-from ...core.wire.view import RankView, View
+from ...core.wire.view import JobView, RankView
 from .own_numbers import OwnNumbers
 from .snapshot import STATES, behind_of, state_of
 
@@ -29,20 +29,20 @@ _RANK = ("rank", "host")
 _MODULE = ("module", "dtype")
 
 
-def text_of(view: View, own: OwnNumbers) -> bytes:
+def text_of(view: JobView, own: OwnNumbers) -> bytes:
     """Prometheus's text format, version 0.0.4."""
-    return generate_latest(_Collected(view, own))
+    return generate_latest(_CollectedMetrics(view, own))
 
 
-class _Collected(Collector):
-    def __init__(self, view: View, own: OwnNumbers) -> None:
+class _CollectedMetrics(Collector):
+    def __init__(self, view: JobView, own: OwnNumbers) -> None:
         self._view, self._own = view, own
 
     def collect(self) -> Iterator[Metric]:
         return families(self._view, self._own)
 
 
-def families(view: View, own: OwnNumbers) -> Iterator[Metric]:
+def families(view: JobView, own: OwnNumbers) -> Iterator[Metric]:
     """All of them; one that nothing is known for has no sample."""
     yield InfoMetricFamily(
         "gpuwatch_run", "The run that this collector watches.", {"run": view.run, "attempt": str(view.attempt)}
@@ -61,7 +61,7 @@ def families(view: View, own: OwnNumbers) -> Iterator[Metric]:
     yield from _own(own)
 
 
-def _ranks(view: View) -> Iterator[Metric]:
+def _ranks(view: JobView) -> Iterator[Metric]:
     behind = behind_of(view.ranks)
     states = {rank.rank: state_of(rank, behind) for rank in view.ranks}
     number = Counter(states.values())
@@ -93,7 +93,7 @@ def _name(rank: RankView) -> str:
     return str(rank.rank) if is_rank(rank.rank) else f"pid {pid_of_number(rank.rank)}"
 
 
-def _gpus(view: View) -> Iterator[Metric]:
+def _gpus(view: JobView) -> Iterator[Metric]:
     use = GaugeMetricFamily(
         "gpuwatch_rank_gpu_use_share", "Of the time in which a kernel ran on the rank's GPU.", labels=_RANK
     )
@@ -108,7 +108,7 @@ def _gpus(view: View) -> Iterator[Metric]:
         yield family
 
 
-def _modules(view: View) -> Iterator[Metric]:
+def _modules(view: JobView) -> Iterator[Metric]:
     left = GaugeMetricFamily(
         "gpuwatch_module_headroom", "Powers of two from its output's abs max to its dtype's limit.", labels=_MODULE
     )
@@ -126,7 +126,7 @@ def _modules(view: View) -> Iterator[Metric]:
     yield passing
 
 
-def _counts(view: View) -> Iterator[Metric]:
+def _counts(view: JobView) -> Iterator[Metric]:
     yield _by_label(CounterMetricFamily, "gpuwatch_events", "What happened.", "kind", view.events_by_kind)
     values = {value: view.anomalies_by_value.get(value, 0) for value in ("nan", "+inf", "-inf")}
     yield _by_label(CounterMetricFamily, "gpuwatch_anomalies", "Anomalies.", "value", values)

@@ -18,9 +18,9 @@ import msgspec
 import zmq
 
 from ...core import host
+from ...core.tell import tell
 from ...core.wire.keys import KeyPair
-from ...core.wire.view import FILE, View, ViewerKeys, encode_view
-from ..log import log
+from ...core.wire.view import FILE, JobView, ViewerKeys, encode_view
 
 # When the next picture is due: once a second, and less often where making one takes long.
 
@@ -29,7 +29,7 @@ _SHARE = 0.02
 """So much of one processor pictures may take."""
 
 
-class Pace:
+class PicturePace:
     """`now` is monotonic time in seconds."""
 
     def __init__(self) -> None:
@@ -55,13 +55,13 @@ _MOST_WORDS = 64
 """Of viewers, in one turn: they come and go. Nothing else that they say is looked at."""
 
 
-class Publisher:
+class ViewPublisher:
     """Binds beside `address`, the collector's own, on a port of its own. Raises zmq.ZMQError."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, server: KeyPair, viewer: KeyPair) -> None:
         self._socket = context.socket(zmq.XPUB)
         self._viewers = 0
-        self._pace = Pace()
+        self._pace = PicturePace()
         self._file: Path | None = None
         try:
             self._socket.linger = 0
@@ -92,7 +92,7 @@ class Publisher:
             part.replace(path)
             self._file = path
 
-    def show(self, make: Callable[[], View], now: float) -> None:
+    def show(self, make: Callable[[], JobView], now: float) -> None:
         """Send a picture, if somebody looks and it is time. `now` is monotonic time in seconds."""
         if not self._pace.is_due(now):
             return
@@ -103,7 +103,7 @@ class Publisher:
         try:
             picture = encode_view(make())
         except Exception as error:  # it costs the view alone
-            log(f"what a viewer sees could not be made: {type(error).__name__}: {error}")
+            tell(f"what a viewer sees could not be made: {type(error).__name__}: {error}")
             self._pace.stop()
             return
         with suppress(zmq.ZMQError):
@@ -137,10 +137,10 @@ class Publisher:
 
 def publisher(
     context: zmq.Context[zmq.Socket[bytes]], address: str, server: KeyPair, viewer: KeyPair
-) -> Publisher | None:
+) -> ViewPublisher | None:
     """One that listens; None where no port can be had, which costs the view alone."""
     try:
-        return Publisher(context, address, server, viewer)
+        return ViewPublisher(context, address, server, viewer)
     except zmq.ZMQError as error:
-        log(f"nobody can look on: {error}")
+        tell(f"nobody can look on: {error}")
         return None

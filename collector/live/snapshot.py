@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, get_args
 
-from ...core.events import GpuHealth, Xid
+from ...core.events import GpuHealth, GpuXid
 from ...core.lone_process import rank_name
 from ...core.wire.messages import GpuNow, closest_modules, unpack_gpus, unpack_hot
-from ...core.wire.view import Happened, NodeView, Passing, RankView, SlowRank, View
+from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, ViewEvent, ViewStraggler
 from ..assemble.forecasts import forecasts_of, is_sound, passing_text
 from ..decide.node_advice import uuid_of
 from ..facts.facts import RankFacts, RunFacts
@@ -22,8 +22,8 @@ _MOST_XIDS = 4
 
 
 def view_of(
-    facts: RunFacts, run: str, time_ns: int, verdict: str = "", kind: str = "", slow: SlowRank | None = None
-) -> View:
+    facts: RunFacts, run: str, time_ns: int, verdict: str = "", kind: str = "", slow: ViewStraggler | None = None
+) -> JobView:
     """`verdict` is the one so far, "" where there is none, `kind` its kind, `slow` who costs the others time."""
     attempt = facts.last_attempt
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
@@ -31,7 +31,7 @@ def view_of(
     lone = _lone(facts)
     gpus = {agent: {gpu.uuid: gpu for gpu in unpack_gpus(node.gpus)} for agent, node in facts.nodes.items()}
     hot = closest_modules((hot for node in facts.nodes.values() for hot in unpack_hot(node.hot)), MOST_HOT)
-    return View(
+    return JobView(
         time_ns,
         run,
         hellos[0].command if hellos else [],
@@ -93,42 +93,46 @@ def _nodes(facts: RunFacts) -> list[NodeView]:
     found = []
     for node in facts.nodes.values():
         health = [event for event in node.gpu_events if isinstance(event, GpuHealth)]
-        xids = [event.number for event in node.gpu_events if isinstance(event, Xid)]
+        xids = [event.number for event in node.gpu_events if isinstance(event, GpuXid)]
         gpus = (health[-1].grade if health[-1].grade == "ok" else health[-1].detail) if health else ""
         found.append(NodeView(node.hello.host if node.hello is not None else "", node.lost, gpus, xids[-_MOST_XIDS:]))
     return found
 
 
-def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[Happened]:
-    found: list[Happened] = []
+def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[ViewEvent]:
+    found: list[ViewEvent] = []
     for rank in ranks:
         name = rank_name(rank.rank)
         for anomaly in rank.anomalies[:1]:
             place = f"`{anomaly.module}`" if anomaly.module else "the root"
             text = f"{name}: {anomaly.value} in {anomaly.role} of {place}, batch {anomaly.where.batch}"
-            found.append(Happened(anomaly.where.time_ns, text, True))
+            found.append(ViewEvent(anomaly.where.time_ns, text, True))
         for error in rank.errors[:1]:
-            found.append(Happened(error.where.time_ns, f"{name} raised {error.error}", True))
+            found.append(ViewEvent(error.where.time_ns, f"{name} raised {error.error}", True))
         for forecast in rank.forecasts[:1]:
             if is_sound(forecast):
                 text = f"{name}: in batch {forecast.where.batch} {passing_text(forecast)}"
-                found.append(Happened(forecast.where.time_ns, text, True))
+                found.append(ViewEvent(forecast.where.time_ns, text, True))
         for fault in rank.faults[:1]:
-            found.append(Happened(fault.where.time_ns, f"{name}: gpuwatch's own fault: {fault.part}"))
+            found.append(ViewEvent(fault.where.time_ns, f"{name}: gpuwatch's own fault: {fault.part}"))
         for skip in rank.scaler_skips[-1:]:
-            found.append(Happened(skip.where.time_ns, f"{name}: GradScaler skipped a step, scale {skip.scale:g}"))
+            found.append(ViewEvent(skip.where.time_ns, f"{name}: GradScaler skipped a step, scale {skip.scale:g}"))
     for node in facts.nodes.values():
         host = node.hello.host if node.hello is not None else "a node"
-        for xid in [event for event in node.gpu_events if isinstance(event, Xid)][-_MOST_XIDS:]:
-            found.append(Happened(xid.time_ns, f"{host}: XID {xid.number} {xid.meaning}".rstrip(), xid.grade == "fail"))
+        for xid in [event for event in node.gpu_events if isinstance(event, GpuXid)][-_MOST_XIDS:]:
+            found.append(
+                ViewEvent(xid.time_ns, f"{host}: XID {xid.number} {xid.meaning}".rstrip(), xid.grade == "fail")
+            )
         if node.lost:
-            found.append(Happened(1 << 62, f"{host} is silent", True))
+            found.append(ViewEvent(1 << 62, f"{host} is silent", True))
     return sorted(found, key=lambda event: event.time_ns)
 
 
-def _passing(ranks: list[RankFacts]) -> list[Passing]:
+def _passing(ranks: list[RankFacts]) -> list[LimitPassing]:
     found = [
-        Passing(told.module, told.dtype, told.batch + told.after, told.batch + told.earliest, told.batch + told.latest)
+        LimitPassing(
+            told.module, told.dtype, told.batch + told.after, told.batch + told.earliest, told.batch + told.latest
+        )
         for told in forecasts_of(ranks)
     ]
     return sorted(found, key=lambda passing: (passing.batch, passing.module))[:MOST_PASSING]
@@ -145,7 +149,7 @@ def _events_by_kind(facts: RunFacts) -> dict[str, int]:
         found["warned_row"] += rank.warned_rows
         found["fault"] += len(rank.faults)
         found["exit"] += rank.exit is not None
-    found["xid"] = sum(isinstance(event, Xid) for node in facts.nodes.values() for event in node.gpu_events)
+    found["xid"] = sum(isinstance(event, GpuXid) for node in facts.nodes.values() for event in node.gpu_events)
     return dict(found)
 
 

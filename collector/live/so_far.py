@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from ...core.events import Anomaly, Forecast
+from ...core.events import Anomaly, LimitForecast
 from ...core.wire.messages import AgentBody, EventMessage, PageMessage
-from ...core.wire.view import SlowRank
+from ...core.wire.view import ViewStraggler
 from ..assemble.forecasts import is_sound, limit_text, passing_text
 from ..assemble.timeline import utc
 from ..decide.overflow_verdict import overflow_verdict
-from ..facts.fold import Fold, shown_body
-from .stragglers import LiveStragglers
+from ..facts.fold import FactFold, shown_body
+from .straggler_notices import LiveStragglers
 
 # The verdict over an overflow while the job still runs: one line in the collector's log each time that it changes.
 #
@@ -38,7 +38,7 @@ class LiveVerdict:
 
     def __init__(
         self,
-        folded: Fold,
+        folded: FactFold,
         say: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
         used: Callable[[], float] = time.thread_time,
@@ -103,13 +103,13 @@ class LiveVerdict:
 class LiveForecast:
     """`say` is given the sentence. A run that `folded` knows a forecast of has told it before."""
 
-    def __init__(self, folded: Fold, say: Callable[[str], object]) -> None:
+    def __init__(self, folded: FactFold, say: Callable[[str], object]) -> None:
         self._say = say
         self._told = folded.has_forecasts
 
     def hear(self, body: AgentBody) -> None:
         """One message that came in."""
-        if self._told or not isinstance(body, EventMessage) or not isinstance(body.event, Forecast):
+        if self._told or not isinstance(body, EventMessage) or not isinstance(body.event, LimitForecast):
             return
         told = shown_body(body.event)
         if not is_sound(told):
@@ -124,7 +124,7 @@ class LiveForecast:
         """Nothing waits for its time."""
 
 
-class _Part(Protocol):
+class _TimeShare(Protocol):
     def hear(self, body: AgentBody) -> None:
         """What was added to the fold."""
 
@@ -132,14 +132,14 @@ class _Part(Protocol):
         """Tell what is new, if it is time."""
 
 
-class Live:
+class LiveFindings:
     """`say` is given what the user should know, `log` what the log is for."""
 
-    def __init__(self, folded: Fold, say: Callable[[str], object], log: Callable[[str], object]) -> None:
+    def __init__(self, folded: FactFold, say: Callable[[str], object], log: Callable[[str], object]) -> None:
         self._log = log
         self._verdict = LiveVerdict(folded, log)
         self._stragglers = LiveStragglers(folded, say)
-        self._parts: list[_Part] = [self._verdict, LiveForecast(folded, say), self._stragglers]
+        self._parts: list[_TimeShare] = [self._verdict, LiveForecast(folded, say), self._stragglers]
         self._errors: set[str] = set()
 
     @property
@@ -148,7 +148,7 @@ class Live:
         return self._verdict.said
 
     @property
-    def slow(self) -> SlowRank | None:
+    def slow(self) -> ViewStraggler | None:
         """The rank that the others wait for in their steps."""
         return self._stragglers.slow
 
@@ -160,14 +160,14 @@ class Live:
         """After what has come at once."""
         self._each(lambda part: part.tick())
 
-    def _each(self, do: Callable[[_Part], None]) -> None:
+    def _each(self, do: Callable[[_TimeShare], None]) -> None:
         for part in self._parts:
             try:
                 do(part)
             except Exception as error:
                 self._failed(part, error)
 
-    def _failed(self, part: _Part, error: Exception) -> None:
+    def _failed(self, part: _TimeShare, error: Exception) -> None:
         line = f"{type(part).__name__} has failed: {type(error).__name__}: {error}"
         if line not in self._errors:
             self._errors.add(line)

@@ -16,8 +16,8 @@ from textual.strip import Strip
 from textual.widgets import Footer, Static
 
 from ...core.errors import GpuwatchError
-from ...core.wire.view import View
-from .top_model import Line, Model
+from ...core.wire.view import JobView
+from .top_model import ScreenLine, TopModel
 
 EVERY_S = 0.5
 _STYLES = {
@@ -28,16 +28,16 @@ _STYLES = {
 }
 
 
-class Ranks(ScrollView):
+class RankTable(ScrollView):
     """A line for each rank. Only those that are seen are drawn, so that ten thousand cost what twenty do."""
 
     can_focus = True
 
     def __init__(self, id: str) -> None:
         super().__init__(id=id)
-        self.lines: list[Line] = []
+        self.lines: list[ScreenLine] = []
 
-    def show(self, lines: list[Line]) -> None:
+    def show(self, lines: list[ScreenLine]) -> None:
         """Replace all lines; the place that is looked at stays."""
         self.lines = lines
         self.virtual_size = Size(self.size.width, len(lines))
@@ -52,7 +52,7 @@ class Ranks(ScrollView):
         return Strip([Segment(line.text, _STYLES[line.look])]).adjust_cell_length(width)
 
 
-class Top(App[int]):
+class TopApp(App[int]):
     """`newest` gives the last picture, None where none has come; `is_over` says whether none will come any more."""
 
     CSS = """
@@ -68,16 +68,16 @@ class Top(App[int]):
     ]
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, newest: Callable[[], View | None], is_over: Callable[[], bool], run: str) -> None:
+    def __init__(self, newest: Callable[[], JobView | None], is_over: Callable[[], bool], run: str) -> None:
         super().__init__()
-        self.model = Model()
+        self.model = TopModel()
         self._newest, self._is_over, self._run = newest, is_over, run
 
     def compose(self) -> ComposeResult:
         """Five parts, one below the other."""
         yield Static(id="head")
         yield Static(id="title")
-        yield Ranks(id="ranks")
+        yield RankTable(id="ranks")
         yield Static(id="hot")
         yield Static(id="events")
         yield Footer()
@@ -85,7 +85,7 @@ class Top(App[int]):
     def on_mount(self) -> None:
         """Begin to look."""
         self.set_interval(EVERY_S, self.look)
-        self.query_one(Ranks).focus()
+        self.query_one(RankTable).focus()
         self.draw()
 
     def look(self) -> None:
@@ -112,8 +112,8 @@ class Top(App[int]):
     def draw(self, *, over: bool = False) -> None:
         """All parts."""
         screen = self.model.screen(self.size.width)
-        head = [*screen.head, *([Line(f"the job is over: gpuwatch report {self._run}", "warn")] if over else [])]
-        self.query_one(Ranks).show(screen.ranks)
+        head = [*screen.head, *([ScreenLine(f"the job is over: gpuwatch report {self._run}", "warn")] if over else [])]
+        self.query_one(RankTable).show(screen.ranks)
         for name, lines in (
             ("head", head),
             ("title", [screen.ranks_title]),

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import zmq
 
-from ...core.wire.view import View, ViewerKeys, decode_view, read_viewer_keys
+from ...core.wire.view import JobView, ViewerKeys, decode_view, read_viewer_keys
 
 MAX_BYTES = 32 << 20
 
 
-class Link:
+class ViewSubscriber:
     """To the collector of the run in `folder`. A collector that is started again is found again by its file."""
 
     def __init__(self, folder: Path) -> None:
@@ -26,7 +26,7 @@ class Link:
         """Whether a collector shows this run now, as far as its file says. Raises GpuwatchError for a damaged file."""
         return read_viewer_keys(self._folder) is not None
 
-    def newest(self, timeout_s: float) -> View | None:
+    def newest(self, timeout_s: float) -> JobView | None:
         """The last picture of those that have come; None if none comes in time. Raises GpuwatchError as above."""
         socket = self._connected()
         if socket is None:

@@ -15,7 +15,7 @@ from ...core.frames import format_number
 from ...core.lone_process import is_rank, pid_of_number, rank_name
 from ...core.text import numbers_text, shown
 from ...core.values import DTYPE_MAX
-from ...core.wire.view import RankView, View
+from ...core.wire.view import JobView, RankView
 from .snapshot import STATES, STILL_S, behind_of, state_of
 
 WINDOW_S = 20.0
@@ -23,58 +23,58 @@ WINDOW_S = 20.0
 _ENDED = "ended"
 
 
-class Line(NamedTuple):
+class ScreenLine(NamedTuple):
     """One line, and how it is to be seen: "", `dim`, `warn` or `bad`."""
 
     text: str
     look: str = ""
 
 
-class Screen(NamedTuple):
+class TopScreen(NamedTuple):
     """All of it. The parts stand one below the other; `ranks` may be longer than the terminal is high."""
 
-    head: list[Line]
-    ranks_title: Line
-    ranks: list[Line]
-    hot: list[Line]
-    events: list[Line]
+    head: list[ScreenLine]
+    ranks_title: ScreenLine
+    ranks: list[ScreenLine]
+    hot: list[ScreenLine]
+    events: list[ScreenLine]
 
 
-class _Point(NamedTuple):
+class _HistoryPoint(NamedTuple):
     time_ns: int
     attempt: int
     batches: dict[int, int]
 
 
 @dataclass
-class Model:
+class TopModel:
     """Give it each picture, then ask for the screen."""
 
     by_number: bool = False
     """Ranks in their order; else those first that there is something to say of."""
-    _points: deque[_Point] = field(default_factory=deque)
-    _view: View | None = None
+    _points: deque[_HistoryPoint] = field(default_factory=deque)
+    _view: JobView | None = None
 
-    def see(self, view: View) -> None:
+    def see(self, view: JobView) -> None:
         """The next picture."""
         self._view = view
         if self._points and (self._points[-1].attempt != view.attempt or self._points[-1].time_ns >= view.time_ns):
             self._points.clear()
-        self._points.append(_Point(view.time_ns, view.attempt, {rank.rank: rank.batch for rank in view.ranks}))
+        self._points.append(_HistoryPoint(view.time_ns, view.attempt, {rank.rank: rank.batch for rank in view.ranks}))
         while len(self._points) > 2 and view.time_ns - self._points[0].time_ns > WINDOW_S * 1e9:
             self._points.popleft()
 
-    def screen(self, width: int) -> Screen:
+    def screen(self, width: int) -> TopScreen:
         """For a terminal of this width; no line is longer."""
         view = self._view
         if view is None:
-            return Screen([Line("waiting for the collector's first picture")], Line(""), [], [], [])
+            return TopScreen([ScreenLine("waiting for the collector's first picture")], ScreenLine(""), [], [], [])
         rates = self._rates()
         behind = behind_of(view.ranks)
         columns = _columns(width, has_gpus=any(rank.gpu_use >= 0 for rank in view.ranks))
-        parts = Screen(
+        parts = TopScreen(
             _head(view, rates, behind),
-            Line("".join(map(_cell, columns, columns)) + " in", "dim"),
+            ScreenLine("".join(map(_cell, columns, columns)) + " in", "dim"),
             [
                 _rank_line(rank, rates.get(rank.rank), rank.rank in behind, columns)
                 for rank in self._ordered(view, behind)
@@ -83,7 +83,7 @@ class Model:
             _hot(view),
             [_event(event.text, event.loud) for event in reversed(view.events)],
         )
-        return Screen(*(_cut(part, width) for part in parts))  # type: ignore[arg-type]  # each keeps its kind
+        return TopScreen(*(_cut(part, width) for part in parts))  # type: ignore[arg-type]  # each keeps its kind
 
     def _rates(self) -> dict[int, float]:
         """Batches a second of each rank."""
@@ -94,15 +94,15 @@ class Model:
         both = [rank for rank in last.batches if first.batches.get(rank, -1) >= 0]
         return {rank: max(0, last.batches[rank] - first.batches[rank]) / seconds for rank in both}
 
-    def _ordered(self, view: View, behind: set[int]) -> list[RankView]:
+    def _ordered(self, view: JobView, behind: set[int]) -> list[RankView]:
         if self.by_number:
             return view.ranks
         return sorted(view.ranks, key=lambda rank: (STATES.index(state_of(rank, behind)), rank.rank))
 
 
-def _head(view: View, rates: dict[int, float], behind: set[int]) -> list[Line]:
+def _head(view: JobView, rates: dict[int, float], behind: set[int]) -> list[ScreenLine]:
     hosts = len(view.nodes)
-    lines = [Line(f"run {view.run}: {' '.join(view.command)}")]
+    lines = [ScreenLine(f"run {view.run}: {' '.join(view.command)}")]
     speeds = sorted(rates[rank.rank] for rank in view.ranks if not rank.ended and rank.rank in rates)
     steps = [rank.step for rank in view.ranks if rank.step >= 0]
     text = f"{view.world_size} rank{'s' if view.world_size != 1 else ''} on {hosts} node{'s' if hosts != 1 else ''}"
@@ -110,40 +110,40 @@ def _head(view: View, rates: dict[int, float], behind: set[int]) -> list[Line]:
         text += f", {speeds[len(speeds) // 2]:.3g} batches/s ({speeds[0]:.3g} to {speeds[-1]:.3g})"
     text += f", step {max(steps)}" if steps else ""
     text += f", attempt {view.attempt + 1}" if view.attempt else ""
-    lines.append(Line(text))
+    lines.append(ScreenLine(text))
     phases = Counter(_ENDED if rank.ended else rank.phase for rank in view.ranks)
-    lines.append(Line(", ".join(f"{number} {phase}" for phase, number in phases.most_common())))
+    lines.append(ScreenLine(", ".join(f"{number} {phase}" for phase, number in phases.most_common())))
     if behind:
         lines.append(_waiting(view, behind))
     if view.verdict:
-        lines.append(Line(view.verdict, "bad"))
+        lines.append(ScreenLine(view.verdict, "bad"))
     if view.slow is not None:
-        lines.append(Line(f"rank {view.slow.rank} costs the job {view.slow.cost:.0%} of its time now", "warn"))
+        lines.append(ScreenLine(f"rank {view.slow.rank} costs the job {view.slow.cost:.0%} of its time now", "warn"))
     lines += _gpus(view)
     gpus = [f"{node.host}: {node.gpus}" for node in view.nodes if node.gpus not in ("", "ok")]
     lost = [node.host for node in view.nodes if node.lost]
     xids = [f"{node.host}: XID {', '.join(map(str, node.xids))}" for node in view.nodes if node.xids]
-    lines += [Line(f"silent: {', '.join(lost)}", "bad")] if lost else []
-    lines += [Line("; ".join(xids), "bad")] if xids else []
-    lines += [Line(f"GPUs not watched on {len(gpus)} of {hosts} nodes: {gpus[0]}", "dim")] if gpus else []
+    lines += [ScreenLine(f"silent: {', '.join(lost)}", "bad")] if lost else []
+    lines += [ScreenLine("; ".join(xids), "bad")] if xids else []
+    lines += [ScreenLine(f"GPUs not watched on {len(gpus)} of {hosts} nodes: {gpus[0]}", "dim")] if gpus else []
     return lines
 
 
-def _waiting(view: View, behind: set[int]) -> Line:
+def _waiting(view: JobView, behind: set[int]) -> ScreenLine:
     """`rank 2 is waited for: it has stood for 41 s in forward, `net.fc1`; 3 ranks wait`"""
     one = next(rank for rank in view.ranks if rank.rank in behind)
     names = f"rank{'s' if len(behind) > 1 else ''} {numbers_text(sorted(behind))}"
     where = one.phase + (f", `{one.module}`" if one.module else "")
     waiting = sum(not rank.ended for rank in view.ranks) - len(behind)
     stood = "it has stood" if len(behind) == 1 else f"rank {one.rank} has stood"
-    return Line(
+    return ScreenLine(
         f"{names} {'is' if len(behind) == 1 else 'are'} waited for: {stood} for {one.still_s:.0f} s in {where}; "
         f"{waiting} rank{'s' if waiting != 1 else ''} wait{'s' if waiting == 1 else ''}",
         "bad",
     )
 
 
-def _gpus(view: View) -> list[Line]:
+def _gpus(view: JobView) -> list[ScreenLine]:
     """`GPUs in use 97 % of the time (3 to 99 %), memory up to 81 %`"""
     shares = sorted(rank.gpu_use for rank in view.ranks if rank.gpu_use >= 0)
     if not shares:
@@ -151,7 +151,7 @@ def _gpus(view: View) -> list[Line]:
     memory = max(rank.gpu_memory for rank in view.ranks)
     middle, least, most = (_percent(share) for share in (shares[len(shares) // 2], shares[0], shares[-1]))
     full = f", memory up to {_percent(memory)} %" if memory >= 0 else ""
-    return [Line(f"GPUs in use {middle} % of the time ({least} to {most} %){full}")]
+    return [ScreenLine(f"GPUs in use {middle} % of the time ({least} to {most} %){full}")]
 
 
 def _percent(share: float) -> str:
@@ -182,7 +182,7 @@ def _cell(column: str, text: str) -> str:
     return f"{text[:size]:<{size}} " if _WIDTHS[column] < 0 else f"{text:>{size}} "
 
 
-def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: list[str]) -> Line:
+def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: list[str]) -> ScreenLine:
     phase = _ENDED + (f" {rank.exit}" if rank.exit else "") if rank.ended else rank.phase
     still = f"{rank.still_s:.0f} s" if not rank.ended and rank.still_s >= STILL_S else ""
     where = rank.module if not rank.ended else ""
@@ -202,18 +202,18 @@ def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: lis
     }
     text = "".join(_cell(name, cells[name]) for name in columns) + f" {note}{where}"
     bad = rank.overflow or is_behind or (rank.ended and rank.exit not in (0, None))
-    return Line(text.rstrip(), "bad" if bad else "warn" if still else "dim" if rank.ended else "")
+    return ScreenLine(text.rstrip(), "bad" if bad else "warn" if still else "dim" if rank.ended else "")
 
 
-def _process_lines(view: View, columns: list[str]) -> list[Line]:
+def _process_lines(view: JobView, columns: list[str]) -> list[ScreenLine]:
     """Processes that are no rank, behind the ranks."""
     lines = [_rank_line(process, None, False, columns) for process in view.processes]
     return lines + (
-        [Line(f"{view.more_processes} more processes without a rank", "dim")] if view.more_processes else []
+        [ScreenLine(f"{view.more_processes} more processes without a rank", "dim")] if view.more_processes else []
     )
 
 
-def _hot(view: View) -> list[Line]:
+def _hot(view: JobView) -> list[ScreenLine]:
     """`fc2                 2.1 powers of two up to float16's 6.55e+04, +0.05 a batch: 42 batches  rank 3, batch 812`"""
     lines = []
     for hot in view.hot:
@@ -225,31 +225,31 @@ def _hot(view: View) -> list[Line]:
             f"{hot.left:5.1f} powers of two below {hot.dtype}'s {limit}{going}: {hot.module or '(root)'}, "
             f"{rank_name(hot.rank)}, batch {hot.batch}"
         )
-        lines.append(Line(text, "bad" if hot.left < 1 else "warn" if hot.left < 3 else ""))
+        lines.append(ScreenLine(text, "bad" if hot.left < 1 else "warn" if hot.left < 3 else ""))
     return lines
 
 
-def _event(text: str, loud: bool) -> Line:
-    return Line(text, "bad" if loud else "")
+def _event(text: str, loud: bool) -> ScreenLine:
+    return ScreenLine(text, "bad" if loud else "")
 
 
 def _count(number: int) -> str:
     return str(number) if number >= 0 else "-"
 
 
-def _cut(part: Line | list[Line], width: int) -> Line | list[Line]:
+def _cut(part: ScreenLine | list[ScreenLine], width: int) -> ScreenLine | list[ScreenLine]:
     """No line is longer than the terminal is wide, and none has a character that moves the cursor."""
     if isinstance(part, list):
         return [_cut_line(line, width) for line in part]
     return _cut_line(part, width)
 
 
-def _cut_line(line: Line, width: int) -> Line:
+def _cut_line(line: ScreenLine, width: int) -> ScreenLine:
     text = shown(line.text)
-    return Line(text if len(text) <= width else text[: max(0, width - 3)] + "...", line.look)
+    return ScreenLine(text if len(text) <= width else text[: max(0, width - 3)] + "...", line.look)
 
 
-def plain(screen: Screen, most_ranks: int) -> str:
+def plain(screen: TopScreen, most_ranks: int) -> str:
     """The screen as text, for where there is no terminal."""
     ranks = [line.text for line in screen.ranks[:most_ranks]]
     if len(screen.ranks) > most_ranks:

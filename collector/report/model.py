@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from ...core.events import GpuHealth, Xid
+from ...core.events import GpuHealth, GpuXid
 from ...core.frames import Frame, Page
 from ...core.gpu.counters import GpuSincePreflight
 from ...core.lone_process import is_rank, pid_of_number, rank_name
-from ...core.preflight import Finding, InventoryFacts
+from ...core.preflight import InventoryFacts, PreflightFinding
 from ...core.text import ranks_text
 
 # The verdict as a value: report.json's `verdict`.
@@ -28,7 +28,7 @@ class SeenIn(msgspec.Struct, frozen=True):
     role: str
 
 
-class Concurrent(msgspec.Struct, frozen=True):
+class ConcurrentOrigin(msgspec.Struct, frozen=True):
     """Another origin, which nothing puts before or after the verdict's."""
 
     rank: int
@@ -43,7 +43,7 @@ class Concurrent(msgspec.Struct, frozen=True):
     seen_in: SeenIn | None = None
 
 
-class Cascade(msgspec.Struct, frozen=True):
+class CascadedRank(msgspec.Struct, frozen=True):
     """A rank that ended because the verdict's rank did."""
 
     rank: int
@@ -72,8 +72,8 @@ class Verdict(msgspec.Struct, frozen=True):
     between: tuple[str | None, str | None] | None = None
     evidence: list[str] = []
     next: list[str] = []
-    concurrent: list[Concurrent] = []
-    cascade: list[Cascade] = []
+    concurrent: list[ConcurrentOrigin] = []
+    cascade: list[CascadedRank] = []
     signal: str | None = None
     stage: str | None = None
     bad_nodes: list[str] = []
@@ -89,7 +89,7 @@ class Verdict(msgspec.Struct, frozen=True):
 # report.json's `steps`: where the ranks' time goes, and a rank that the others wait for.
 
 
-class RankSteps(msgspec.Struct, frozen=True):
+class RankStepTotals(msgspec.Struct, frozen=True):
     """One rank: how many steps were timed, and the seconds of all of them in each part."""
 
     rank: int
@@ -97,7 +97,7 @@ class RankSteps(msgspec.Struct, frozen=True):
     seconds: dict[str, float]
 
 
-class Straggler(msgspec.Struct, frozen=True):
+class StragglerReport(msgspec.Struct, frozen=True):
     """A rank that the others wait for."""
 
     rank: int
@@ -120,12 +120,12 @@ class Straggler(msgspec.Struct, frozen=True):
 class StepReport(msgspec.Struct, frozen=True):
     """report.json's `steps`."""
 
-    ranks: list[RankSteps]
+    ranks: list[RankStepTotals]
     compared: int = 0
     """Steps of all ranks that were compared; 0: too few."""
     step_s: float | None = None
     """Mean of those."""
-    stragglers: list[Straggler] = []
+    stragglers: list[StragglerReport] = []
     trouble: str = ""
     """Why it could not be told; "" where it could."""
 
@@ -133,7 +133,7 @@ class StepReport(msgspec.Struct, frozen=True):
 # report.json's `telemetry`: how the nodes did around the event.
 
 
-class Notable(msgspec.Struct, frozen=True):
+class UnusualFigure(msgspec.Struct, frozen=True):
     """A figure that stands out."""
 
     host: str
@@ -151,7 +151,7 @@ class Notable(msgspec.Struct, frozen=True):
     """On so many other nodes the same figure stands out."""
 
 
-class Figure(msgspec.Struct, frozen=True):
+class FigureSeries(msgspec.Struct, frozen=True):
     """One figure over time."""
 
     of: str
@@ -171,7 +171,7 @@ class NodeFigures(msgspec.Struct, frozen=True):
     host: str
     at_s: list[float]
     """Seconds after the event; without one, before the end of the record."""
-    figures: list[Figure]
+    figures: list[FigureSeries]
     troubles: list[str] = []
     """What could not be read, and why."""
 
@@ -183,7 +183,7 @@ class TelemetryReport(msgspec.Struct, frozen=True):
     """What the times are measured from: `the overflow`; "" where nothing happened."""
     event_time: str | None = None
     """ISO 8601, by the collector's clock."""
-    notable: list[Notable] = []
+    notable: list[UnusualFigure] = []
     """What stands out around the event, the verdict's node first; of many nodes alike, the first few."""
     nodes: list[NodeFigures] = []
     """The verdict's node, those where something stands out, then others."""
@@ -196,7 +196,7 @@ class TelemetryReport(msgspec.Struct, frozen=True):
 # An insight: report.json's `insights`.
 
 
-class Insight(msgspec.Struct, frozen=True):
+class RunInsight(msgspec.Struct, frozen=True):
     """One finding over ranks, modules and batches. It is no verdict: nothing of it has to be wrong."""
 
     kind: str
@@ -339,7 +339,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     """Of a scheduler's job that was requeued: how its earlier lives ended."""
 
 
-class FirstAnomaly(msgspec.Struct, frozen=True):
+class RankAnomaly(msgspec.Struct, frozen=True):
     """The first non-finite value of a rank."""
 
     batch: int
@@ -358,7 +358,7 @@ class FirstAnomaly(msgspec.Struct, frozen=True):
     seen_in: SeenIn | None = None
 
 
-class Lost(msgspec.Struct, frozen=True):
+class LossReport(msgspec.Struct, frozen=True):
     """How much was recorded and did not arrive."""
 
     pages: int = 0
@@ -385,9 +385,9 @@ class RankReport(msgspec.Struct, frozen=True):
     step: int | None
     batch: int | None
     preflight: dict[str, Any]
-    first_anomaly: FirstAnomaly | None
+    first_anomaly: RankAnomaly | None
     frames: list[Frame]
-    lost: Lost
+    lost: LossReport
     attempt: int = 0
     traces: list[Page] = []
     error: dict[str, Any] | None = None
@@ -449,11 +449,11 @@ class NodeReport(msgspec.Struct, frozen=True):
     clock_round_trip_ns: int | None = None
     gpus: list[GpuHealth] = []
     """Whether NVML watched its GPUs, and why not. The first is from before the training."""
-    xids: list[Xid] = []
+    xids: list[GpuXid] = []
     """XIDs of all its GPUs, including those that no rank used."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class RunReport(msgspec.Struct, frozen=True):
     """The one combined report of all ranks."""
 
     schema: int
@@ -472,7 +472,7 @@ class Report(msgspec.Struct, frozen=True):
     """The modules of all ranks in the batch of an overflow."""
     forecasts: list[ModuleForecast] = []
     """Modules that were about to pass their dtype's limit, as it was told while the job ran."""
-    insights: list[Insight] = []
+    insights: list[RunInsight] = []
     """What values near trouble come to, the most harmful first."""
     steps: StepReport | None = None
     """Where the ranks' time goes, and a rank that the others wait for."""
@@ -494,7 +494,7 @@ class Report(msgspec.Struct, frozen=True):
         return self.verdict.rank if found is None else found
 
 
-def to_json(report: Report) -> bytes:
+def to_json(report: RunReport) -> bytes:
     """Indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1)
 
@@ -591,7 +591,7 @@ class PreflightReport(msgspec.Struct, frozen=True):
     """Of the slowest rank, all stages together."""
     stages: list[StageColumn] = []
     nodes: list[NodeRow] = []
-    findings: list[Finding] = []
+    findings: list[PreflightFinding] = []
     """The worst first, without those that are `ok`."""
     bandwidth: list[BandwidthSize] = []
     inventory: list[RankInventory] = []

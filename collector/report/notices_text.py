@@ -10,8 +10,8 @@ from rich.text import Text
 
 from ...core.frames import format_number, module_text
 from ...core.text import shown_name
-from .model import RankReport, Report
-from .rank_words import ranks_text
+from .model import RankReport, RunReport
+from .sentence_parts import ranks_text
 
 _MAX_WARNINGS = 8
 _MAX_INSIGHTS = 6
@@ -19,7 +19,7 @@ _MAX_HIDDEN = 4
 _MAX_NOTABLE = 3
 
 
-def print_notices(console: Console, report: Report, *, warnings: bool = False) -> None:
+def print_notices(console: Console, report: RunReport, *, warnings: bool = False) -> None:
     """A slow rank, values near trouble, then expected and waived values, skipped batches and the cost of watching.
 
     `warnings`: the rows that are near trouble, too.
@@ -33,14 +33,14 @@ def print_notices(console: Console, report: Report, *, warnings: bool = False) -
         console.print(Text(line))
 
 
-def notice_lines(report: Report) -> list[str]:
+def notice_lines(report: RunReport) -> list[str]:
     """Skipped steps, waived and absorbed values, batches skipped or not kept, the cost of watching: a line each."""
     ranks = report.ranks
     thinned = _thinned([*ranks, *report.processes])
     return [*_scaler(ranks), *_waived(ranks), *_absorbed(ranks), *_skipped(ranks), *thinned, *_cost(ranks)]
 
 
-def _nodes(console: Console, report: Report) -> None:
+def _nodes(console: Console, report: RunReport) -> None:
     """What stands out in the figures of the nodes around the event."""
     telemetry = report.telemetry
     if telemetry is None:
@@ -59,7 +59,7 @@ def _nodes(console: Console, report: Report) -> None:
         console.print(Text(telemetry.trouble, style="yellow"))
 
 
-def _stragglers(console: Console, report: Report) -> None:
+def _stragglers(console: Console, report: RunReport) -> None:
     found = report.steps.stragglers if report.steps is not None else []
     if found:
         console.print()
@@ -73,7 +73,7 @@ def _stragglers(console: Console, report: Report) -> None:
         console.print(Text(report.steps.trouble, style="yellow"))
 
 
-def _insights(console: Console, report: Report, warnings: bool) -> None:
+def _insights(console: Console, report: RunReport, warnings: bool) -> None:
     if report.insights:
         console.print()
         console.print(Text("Close to trouble", style="bold"))

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...core.preflight import Finding
+from ...core.preflight import PreflightFinding
 from ...core.text import ranks_text
 from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, StageCell
 
@@ -91,7 +91,7 @@ def print_findings(console: Console, preflight: PreflightReport, told: Iterable[
     _list(console, "Also found by the preflight", [f for f in left if f.stage != "consistency"])
 
 
-def _list(console: Console, title: str, findings: list[Finding]) -> None:
+def _list(console: Console, title: str, findings: list[PreflightFinding]) -> None:
     if not findings:
         return
     console.print(Text(title, style="bold"))

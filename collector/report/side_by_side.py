@@ -8,10 +8,10 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ...core.frames import Frame, format_number
-from .model import RankReport, Report
+from .model import RankReport, RunReport
 
 
-class Cell(NamedTuple):
+class ModuleCell(NamedTuple):
     """One module on one rank."""
 
     text: str
@@ -28,7 +28,7 @@ class SideBySideRow(NamedTuple):
 
     title: str
     module: str
-    cells: list[Cell]
+    cells: list[ModuleCell]
 
 
 class SideBySide(NamedTuple):
@@ -42,7 +42,7 @@ class SideBySide(NamedTuple):
     """Ranks that could be compared, too, and for which there is no column."""
 
 
-def rank_to_show(report: Report, rank: int | None = None) -> RankReport | None:
+def rank_to_show(report: RunReport, rank: int | None = None) -> RankReport | None:
     """Whose frames a reader wants to see first: the rank that was asked for, else the verdict's, else any."""
     wanted = rank if rank is not None else report.named
     if wanted is None:
@@ -50,7 +50,7 @@ def rank_to_show(report: Report, rank: int | None = None) -> RankReport | None:
     return next((r for r in report.everyone if r.rank == wanted and r.frames), None)
 
 
-def side_by_side(report: Report, shown: RankReport, most_ranks: int, most_rows: int) -> SideBySide | None:
+def side_by_side(report: RunReport, shown: RankReport, most_ranks: int, most_rows: int) -> SideBySide | None:
     """None if there is no other rank to compare with."""
     if not shown.frames_comparable:
         return None
@@ -83,25 +83,25 @@ def _title(frame: Frame) -> str:
     return title
 
 
-def cell_of(frame: Frame | None) -> Cell:
+def cell_of(frame: Frame | None) -> ModuleCell:
     """abs max over the outputs of a forward, over all rows of another frame."""
     if frame is None:
-        return Cell("-")
+        return ModuleCell("-")
     rows = frame.outputs if frame.phase in ("forward", "recompute") else frame.rows
     rows = [row for row in rows if row.kind == "measured"]
     if not rows:
-        return Cell("-")
+        return ModuleCell("-")
     for name, bad in (("nan", any(r.nan for r in rows)), ("inf", any(r.posinf or r.neginf for r in rows))):
         if bad:
-            return Cell(name, True)
+            return ModuleCell(name, True)
     largest = max(rows, key=lambda row: row.abs_max or 0.0)
-    return Cell(format_number(largest.abs_max or 0.0), False, largest.abs_max or 0.0, largest.headroom)
+    return ModuleCell(format_number(largest.abs_max or 0.0), False, largest.abs_max or 0.0, largest.headroom)
 
 
 # A report with the frames of some modules only.
 
 
-def only_modules(report: Report, pattern: str) -> Report | None:
+def only_modules(report: RunReport, pattern: str) -> RunReport | None:
     """`pattern` is a shell's: `*.wo` fits `block.0.wo`. The root's name is empty. None if no frame fits."""
 
     def chosen(frames: list[Frame]) -> list[Frame]:

@@ -8,40 +8,40 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .child import say, start
-from .lines import Asking, Finished, Told, Trouble
+from .lines import NvmlAnswer, NvmlFinished, NvmlQuestion, NvmlTrouble
+from .nvml_child import say, start
 
 
 def read(devices: list[str], loaded: bool) -> None:
     """One reading, as lines."""
-    say(Asking("its start"))
+    say(NvmlQuestion("its start"))
     begun = start()
     say(begun)
-    if isinstance(begun, Trouble):
+    if isinstance(begun, NvmlTrouble):
         return
     from .nvml import NotKnown, handle_of, handles, uuid_of
     from .questions import ask_group, introduce, questions
 
-    say(Asking("its devices"))
+    say(NvmlQuestion("its devices"))
     found = {}
     try:
         wanted = devices or [uuid_of(handle) for handle in handles()[0]]
     except NotKnown as error:
-        say(Trouble(f"NVML does not list its devices: {error}"))
+        say(NvmlTrouble(f"NVML does not list its devices: {error}"))
         return
     for uuid in wanted:
-        say(Asking("its name", uuid))
+        say(NvmlQuestion("its name", uuid))
         try:
             found[uuid] = handle_of(uuid)
             say(introduce(uuid, found[uuid]))
         except NotKnown as error:
             lost = {"lost": 1} if error.gpu_is_lost else {}
-            say(Told(uuid, lost, {} if lost else {"lost": f"NVML has no such device: {error}"}))
+            say(NvmlAnswer(uuid, lost, {} if lost else {"lost": f"NVML has no such device: {error}"}))
     for uuid, handle in found.items():
         for what, group in questions(loaded):
-            say(Asking(what, uuid))
+            say(NvmlQuestion(what, uuid))
             say(ask_group(uuid, handle, group))
-    say(Finished())
+    say(NvmlFinished())
 
 
 def main() -> int:
@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--watch", action="store_true", help="tell XIDs as they come, and counters when asked on stdin")
     options = parser.parse_args()
     if options.watch:
-        from .child import watch
+        from .nvml_child import watch
 
         watch()
     else:

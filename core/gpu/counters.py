@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import psutil
 
-from ..events import GpuCounters, GpuHealth, Xid
+from ..events import GpuCounters, GpuHealth, GpuXid
 from ..preflight import Grade
 from .limits import RATES
 
@@ -34,7 +34,7 @@ _WORDS: dict[str, tuple[str, Grade]] = {
 """Counter -> its name in words, and the grade of its growth. The lifetime totals grow with these counters."""
 
 
-class Change(msgspec.Struct, frozen=True):
+class CounterChange(msgspec.Struct, frozen=True):
     """A counter that has changed. `uncorrectable ECC errors: 0 -> 2`"""
 
     counter: str
@@ -50,8 +50,8 @@ class GpuSincePreflight(msgspec.Struct, frozen=True):
     device: str
     known: bool
     """Whether there are two readings to compare."""
-    changes: list[Change] = []
-    xids: list[Xid] = []
+    changes: list[CounterChange] = []
+    xids: list[GpuXid] = []
     unknown: dict[str, str] = {}
     """Counter -> why it could not be compared; "" -> why nothing could."""
     seconds: float = 0.0
@@ -68,7 +68,7 @@ class GpuSincePreflight(msgspec.Struct, frozen=True):
         return "ok" if self.known else "unknown"
 
 
-def difference(before: GpuCounters, after: GpuCounters) -> list[Change]:
+def difference(before: GpuCounters, after: GpuCounters) -> list[CounterChange]:
     """Counters that have changed, the worst first."""
     seconds = max((after.time_ns - before.time_ns) / 1e9, 1e-9)
     changes = []
@@ -77,7 +77,7 @@ def difference(before: GpuCounters, after: GpuCounters) -> list[Change]:
         if first is None or last is None or first == last:
             continue
         if last < first:
-            changes.append(Change(name, first, last, "ok", f"{words}: {first} -> {last}, counted anew"))
+            changes.append(CounterChange(name, first, last, "ok", f"{words}: {first} -> {last}, counted anew"))
             continue
         sentence = f"{words}: {first} -> {last}"
         if name in RATES:
@@ -86,12 +86,12 @@ def difference(before: GpuCounters, after: GpuCounters) -> list[Change]:
             if limits.warn is not None and rate >= limits.warn:
                 grade = "warn"
                 sentence += f", {rate:.0f} in {over_s:.0f} s"
-        changes.append(Change(name, first, last, grade, sentence))
+        changes.append(CounterChange(name, first, last, grade, sentence))
     order: tuple[Grade, ...] = ("fail", "warn", "unknown", "ok")
     return sorted(changes, key=lambda change: order.index(change.grade))
 
 
-def since_preflight(events: Iterable[Xid | GpuCounters | GpuHealth], device: str) -> GpuSincePreflight:
+def since_preflight(events: Iterable[GpuXid | GpuCounters | GpuHealth], device: str) -> GpuSincePreflight:
     """What happened to a GPU since the training began. `device` is what its rank calls it: the UUID of the GPU or of
     a MIG device on it, with or without `GPU-`."""
     events = list(events)
@@ -99,7 +99,7 @@ def since_preflight(events: Iterable[Xid | GpuCounters | GpuHealth], device: str
     readings.sort(key=lambda reading: reading.time_ns)
     whole = readings[0].device if readings else device
     xids = sorted(
-        (event for event in events if isinstance(event, Xid) and _bare(event.device) == _bare(whole)),
+        (event for event in events if isinstance(event, GpuXid) and _bare(event.device) == _bare(whole)),
         key=lambda xid: xid.time_ns,
     )
     before = next((reading for reading in readings if reading.moment == "before"), None)

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from ..errors import UsageError
-from ..preflight import Finding, Grade
-from .lines import NO_ANSWER_YET, Answer, Reading
+from ..preflight import Grade, PreflightFinding
+from .lines import NO_ANSWER_YET, ChildAnswer, GpuReading
 
 MEMORY_GUIDE = "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/"
 RETIREMENT_GUIDE = "https://docs.nvidia.com/deploy/dynamic-page-retirement/"
@@ -45,7 +45,7 @@ LOADED_FACTS = (
 Facts = Mapping[str, int]
 
 
-class Limits(msgspec.Struct, frozen=True):
+class CheckLimits(msgspec.Struct, frozen=True):
     """The limits of a warning and of a failure; None: never."""
 
     warn: float | None = None
@@ -53,14 +53,14 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Check:
+class HealthCheck:
     """A row of the table. If one of the facts in `needs` is unknown, so is the check."""
 
     name: str
     what: str
     """As it is said: `uncorrectable ECC errors since the driver was loaded`."""
     needs: tuple[str, ...]
-    limits: Limits
+    limits: CheckLimits
     next: str
     source: str
     value: Callable[[Facts], int] | None = None
@@ -94,355 +94,355 @@ _LINKS = (
 )
 _FABRIC = "Look at the fabric manager: systemctl status nvidia-fabricmanager, and nvidia-smi -q under Fabric."
 
-CHECKS: tuple[Check, ...] = (
-    Check(
+CHECKS: tuple[HealthCheck, ...] = (
+    HealthCheck(
         "lost",
         "the driver has lost the GPU, or demands a reset",
         ("lost",),
-        Limits(fail=1),
+        CheckLimits(fail=1),
         _RESET,
         f"NVML_ERROR_GPU_IS_LOST and NVML_ERROR_RESET_REQUIRED, {NVML}",
         flag=True,
     ),
-    Check(
+    HealthCheck(
         "recovery_action",
         "the driver asks for a recovery",
         ("recovery_action",),
-        Limits(fail=1),
+        CheckLimits(fail=1),
         _RESET,
         f"recovery action flag, {MEMORY_GUIDE}error-recovery-and-response-flags.html",
     ),
-    Check(
+    HealthCheck(
         "ecc_uncorrected_volatile",
         "uncorrectable ECC errors since the driver was loaded",
         ("ecc_uncorrected_volatile",),
-        Limits(fail=1),
+        CheckLimits(fail=1),
         _RESET,
         f"volatile double-bit errors, {DCGM}",
     ),
-    Check(
+    HealthCheck(
         "ecc_uncorrected_aggregate",
         "uncorrectable ECC errors in the GPU's life",
         ("ecc_uncorrected_aggregate",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _WATCH,
         f"contained errors are repaired by row remapping: {MEMORY_GUIDE}row-remapping.html; to warn of them is {OURS}",
     ),
-    Check(
+    HealthCheck(
         "ecc_corrected_volatile",
         "corrected ECC errors since the driver was loaded",
         ("ecc_corrected_volatile",),
-        Limits(),
+        CheckLimits(),
         _WATCH,
         f"no published limit: outside the scope of {MEMORY_GUIDE}overview.html; set one for your own fleet",
     ),
-    Check(
+    HealthCheck(
         "ecc_corrected_aggregate",
         "corrected ECC errors in the GPU's life",
         ("ecc_corrected_aggregate",),
-        Limits(),
+        CheckLimits(),
         _WATCH,
         f"no published limit: outside the scope of {MEMORY_GUIDE}overview.html; set one for your own fleet",
     ),
-    Check(
+    HealthCheck(
         "ecc_disabled",
         "ECC is switched off",
         ("ecc_enabled",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         "Switch it on with nvidia-smi -e 1 and reset the GPU: without it a flipped bit is silent.",
         OURS,
         value=lambda facts: int(not facts["ecc_enabled"]),
         flag=True,
     ),
-    Check(
+    HealthCheck(
         "sram_threshold_exceeded",
         "too many uncorrectable errors in its caches (SRAM threshold exceeded)",
         ("sram_threshold_exceeded",),
-        Limits(fail=1),
+        CheckLimits(fail=1),
         _SERVICE,
         f"L2 memory RMA policy, {MEMORY_GUIDE}rma-policy-thresholds-for-row-remapping.html",
         flag=True,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "remap_failed",
         "a memory row could not be remapped",
         ("remap_failed",),
-        Limits(fail=1),
+        CheckLimits(fail=1),
         _SERVICE,
         f"row-remapping failure flag, {MEMORY_GUIDE}rma-policy-thresholds-for-row-remapping.html",
         moot_with="retired_pages_uncorrected",
         flag=True,
     ),
-    Check(
+    HealthCheck(
         "remap_pending",
         "a memory row waits for a reset to be remapped",
         ("remap_pending",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         "Reset the GPU at the next opportunity (nvidia-smi -r); until then it may be used.",
         f"row-remapping pending flag, {MEMORY_GUIDE}error-recovery-and-response-flags.html",
         moot_with="retired_pages_uncorrected",
         flag=True,
     ),
-    Check(
+    HealthCheck(
         "remap_uncorrected",
         "memory rows remapped after uncorrectable errors",
         ("remap_uncorrected",),
-        Limits(fail=512),
+        CheckLimits(fail=512),
         _SERVICE,
         f"512 remappings for uncorrectable errors, {MEMORY_GUIDE}rma-policy-thresholds-for-row-remapping.html",
         moot_with="retired_pages_uncorrected",
     ),
-    Check(
+    HealthCheck(
         "retired_pages",
         "retired memory pages",
         ("retired_pages_corrected", "retired_pages_uncorrected"),
-        Limits(warn=15, fail=60),
+        CheckLimits(warn=15, fail=60),
         _SERVICE,
         f"60 in all, and 15 as the soft limit, {DCGM}; at most 64 can be retired, {RETIREMENT_GUIDE}",
         value=lambda facts: facts["retired_pages_corrected"] + facts["retired_pages_uncorrected"],
         moot_with="remap_failed",
     ),
-    Check(
+    HealthCheck(
         "retired_pages_pending",
         "memory pages wait for a reboot to be retired",
         ("retired_pages_pending",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         "Reload the driver or reboot the node.",
         f"{RETIREMENT_GUIDE}visibility.html",
         moot_with="remap_failed",
         flag=True,
     ),
-    Check(
+    HealthCheck(
         "temperature_margin",
         "degrees below the temperature at which it slows down",
         ("temperature", "temperature_slowdown"),
-        Limits(warn=5),
+        CheckLimits(warn=5),
         _COOLING,
         f"NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, {NVML}; the margin is {OURS}",
         value=lambda facts: facts["temperature_slowdown"] - facts["temperature"],
         low=True,
     ),
-    Check(
+    HealthCheck(
         "clocks_hw_slowdown",
         "the hardware holds its clocks at half or less",
         ("clocks_hw_slowdown",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         f"{_COOLING} {_POWER}",
         f"nvmlClocksEventReasons, {NVML}",
         flag=True,
     ),
-    Check(
+    HealthCheck(
         "clocks_hw_thermal",
         "the hardware holds its clocks at half or less because it is hot",
         ("clocks_hw_thermal",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _COOLING,
         f"nvmlClocksEventReasons, {NVML}",
         flag=True,
     ),
-    Check(
+    HealthCheck(
         "clocks_hw_power_brake",
         "the power supply holds its clocks at half or less (power brake)",
         ("clocks_hw_power_brake",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _POWER,
         f"nvmlClocksEventReasons, {NVML}",
         flag=True,
     ),
-    Check(
+    HealthCheck(
         "clocks_sw_thermal",
         "the driver holds its clocks down because it is hot",
         ("clocks_sw_thermal",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _COOLING,
         f"nvmlClocksEventReasons, {NVML}",
         flag=True,
     ),
-    Check(
+    HealthCheck(
         "clocks_sw_power_cap",
         "its power limit holds its clocks down",
         ("clocks_sw_power_cap",),
-        Limits(),
+        CheckLimits(),
         _POWER,
         f"usual at full load: nvmlClocksEventReasons, {NVML}",
         flag=True,
     ),
-    Check(
+    HealthCheck(
         "pcie_generations_lost",
         "PCIe generations below what GPU and slot can do, under load",
         ("pcie_generation", "pcie_generation_max"),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _SEAT,
         f"nvmlDeviceGetMaxPcieLinkGeneration is what device and system can do together, {NVML}",
         value=lambda facts: facts["pcie_generation_max"] - facts["pcie_generation"],
     ),
-    Check(
+    HealthCheck(
         "pcie_lanes_lost",
         "PCIe lanes below what GPU and slot can do, under load",
         ("pcie_width", "pcie_width_max"),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _SEAT,
         f"nvmlDeviceGetMaxPcieLinkWidth is what device and system can do together, {NVML}",
         value=lambda facts: facts["pcie_width_max"] - facts["pcie_width"],
     ),
-    Check(
+    HealthCheck(
         "nvlinks_down",
         "NVLinks down while others are up",
         ("nvlinks_active", "nvlinks_inactive"),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _LINKS,
         f"{HEALTH_VALIDATION}nvlink allows none; a bridged PCIe GPU may have them by design",
         value=lambda facts: facts["nvlinks_inactive"] if facts["nvlinks_active"] else 0,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "nvlinks_down_on_fabric",
         "NVLinks to the NVSwitch fabric down",
         ("nvlinks_inactive", "fabric_state"),
-        Limits(fail=1),
+        CheckLimits(fail=1),
         _LINKS,
         f"{HEALTH_VALIDATION}nvlink allows none",
         value=lambda facts: facts["nvlinks_inactive"] if facts["fabric_state"] == 3 else 0,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "nvlink_replay_errors",
         "NVLink replays since the driver was loaded",
         ("nvlink_replay_errors",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _LINKS,
         f"from the first one on, {DCGM}",
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "nvlink_recovery_errors",
         "NVLink recoveries since the driver was loaded",
         ("nvlink_recovery_errors",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _LINKS,
         f"from the first one on, {DCGM}",
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "nvlink_crc_errors",
         "NVLink CRC errors since the driver was loaded",
         ("nvlink_crc_errors",),
-        Limits(),
+        CheckLimits(),
         _LINKS,
         f"only their rate matters, {DCGM}",
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "fabric_not_ready",
         "it has not joined its NVSwitch fabric",
         ("fabric_state",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _FABRIC,
         f"nvmlGpuFabricState_t: anything but COMPLETED, {NVML}; a GPU that works alone may be so by design: {OURS}",
         value=lambda facts: int(facts["fabric_state"] != 3),
         flag=True,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "fabric_error",
         "joining its NVSwitch fabric ended with an error of NVML",
         ("fabric_state", "fabric_status"),
-        Limits(fail=1),
+        CheckLimits(fail=1),
         _FABRIC,
         f"nvmlGpuFabricInfo_v3_t.status, to be checked once the state is COMPLETED, {NVML}",
         value=lambda facts: facts["fabric_status"] if facts["fabric_state"] == 3 else 0,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "fabric_degraded_bandwidth",
         "the bandwidth of its NVSwitch fabric is degraded",
         ("fabric_degraded_bandwidth",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _FABRIC,
         f"NVML_GPU_FABRIC_HEALTH_MASK_DEGRADED_BW, {NVML}",
         value=lambda facts: int(facts["fabric_degraded_bandwidth"] == 1),
         flag=True,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "fabric_route_unhealthy",
         "a route through its NVSwitch fabric is unhealthy",
         ("fabric_route_unhealthy",),
-        Limits(fail=1),
+        CheckLimits(fail=1),
         _FABRIC,
         f"NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_UNHEALTHY, {NVML}",
         value=lambda facts: int(facts["fabric_route_unhealthy"] == 1),
         flag=True,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "fabric_recovering",
         "its NVSwitch fabric is being recovered",
         ("fabric_route_recovery", "fabric_access_timeout_recovery"),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         _FABRIC,
         f"NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_RECOVERY and _ACCESS_TIMEOUT_RECOVERY, {NVML}",
         value=lambda facts: int(1 in (facts["fabric_route_recovery"], facts["fabric_access_timeout_recovery"])),
         flag=True,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "fabric_misconfigured",
         "its NVSwitch fabric is configured wrongly",
         ("fabric_configuration",),
-        Limits(fail=1),
+        CheckLimits(fail=1),
         _FABRIC,
         f"NVML_GPU_FABRIC_HEALTH_MASK_INCORRECT_CONFIGURATION, {NVML}",
         value=lambda facts: int(facts["fabric_configuration"] > 1),
         flag=True,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "other_processes",
         "processes of others on the GPU",
         ("other_processes",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         "End them, or ask the scheduler for exclusive GPUs.",
         OURS,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "compute_prohibited",
         "its compute mode is PROHIBITED",
         ("compute_mode",),
-        Limits(fail=1),
+        CheckLimits(fail=1),
         "Set it with nvidia-smi -c DEFAULT.",
         f"nvmlComputeMode_t, {NVML}",
         value=lambda facts: int(facts["compute_mode"] == 2),
         flag=True,
     ),
-    Check(
+    HealthCheck(
         "exclusive_and_taken",
         "its compute mode is EXCLUSIVE_PROCESS, and others have it",
         ("compute_mode", "other_processes"),
-        Limits(fail=1),
+        CheckLimits(fail=1),
         "End the other process, or set nvidia-smi -c DEFAULT.",
         f"nvmlComputeMode_t, {NVML}",
         value=lambda facts: int(facts["compute_mode"] == 3 and facts["other_processes"] > 0),
         flag=True,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "mig_enabled_but_unused",
         "MIG is switched on, and the rank uses the whole GPU",
         ("mig_enabled_but_unused",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         "Give the rank a MIG device, or switch MIG off with nvidia-smi -mig 0.",
         OURS,
         flag=True,
         optional=True,
     ),
-    Check(
+    HealthCheck(
         "mig_change_pending",
         "a change of its MIG mode waits for a reset",
         ("mig_change_pending",),
-        Limits(warn=1),
+        CheckLimits(warn=1),
         "Reset the GPU with nvidia-smi -r.",
         f"nvmlDeviceGetMigMode, {NVML}",
         flag=True,
@@ -450,16 +450,16 @@ CHECKS: tuple[Check, ...] = (
     ),
 )
 
-RATES: dict[str, tuple[Limits, float, str]] = {
-    "pcie_replays": (Limits(warn=8), 60.0, f"8 per minute, {DCGM}"),
-    "nvlink_crc_errors": (Limits(warn=100), 1.0, f"100 per second, {DCGM}"),
+RATES: dict[str, tuple[CheckLimits, float, str]] = {
+    "pcie_replays": (CheckLimits(warn=8), 60.0, f"8 per minute, {DCGM}"),
+    "nvlink_crc_errors": (CheckLimits(warn=100), 1.0, f"100 per second, {DCGM}"),
 }
 """Counters whose rate matters: limits, the seconds of the rate, source."""
 
-DEFAULTS: dict[str, Limits] = {check.name: check.limits for check in CHECKS}
+DEFAULTS: dict[str, CheckLimits] = {check.name: check.limits for check in CHECKS}
 
 
-def load_thresholds(path: str) -> dict[str, Limits]:
+def load_thresholds(path: str) -> dict[str, CheckLimits]:
     """The table's limits, replaced by those of the file; "" is no file. Raises UsageError."""
     if not path:
         return dict(DEFAULTS)
@@ -495,7 +495,7 @@ def _toml() -> ModuleType:
         raise UsageError("expected a .json file: this Python, older than 3.11, reads no TOML") from error
 
 
-def _limits(path: str, name: str, row: Any, default: Limits) -> Limits:
+def _limits(path: str, name: str, row: Any, default: CheckLimits) -> CheckLimits:
     if not isinstance(row, dict) or not row or row.keys() - {"warn", "fail"}:
         found = ", ".join(map(str, row)) if isinstance(row, dict) and row else repr(row)
         raise UsageError(f"expected warn, fail or both for {name} in {path}, found {found}")
@@ -507,7 +507,7 @@ def _limits(path: str, name: str, row: Any, default: Limits) -> Limits:
             limits[key] = float(value)
         else:
             raise UsageError(f"expected a number, or false for never, as {name}.{key} in {path}, found {value!r}")
-    return Limits(**limits)
+    return CheckLimits(**limits)
 
 
 # Turns NVML's answers into findings. Pure. A fact that is not known is `unknown`, which is neither good nor bad.
@@ -533,7 +533,7 @@ RECOVERY_ACTIONS = {
 
 
 @dataclass(frozen=True)
-class Judgement:
+class HealthGrade:
     """One check of one GPU."""
 
     check: str
@@ -544,7 +544,7 @@ class Judgement:
     """If it is unknown, that is no finding."""
 
 
-def judge(reading: Reading, limits: Mapping[str, Limits]) -> list[Judgement]:
+def judge(reading: GpuReading, limits: Mapping[str, CheckLimits]) -> list[HealthGrade]:
     """Every check that means something for this GPU, in the table's order."""
     facts = {"lost": 0, **reading.values}
     judged = []
@@ -556,18 +556,18 @@ def judge(reading: Reading, limits: Mapping[str, Limits]) -> list[Judgement]:
             why, optional = reading.why_unknown(missing[0]), check.optional
             if missing[0] in LOADED_FACTS and missing[0] not in reading.unknown:
                 why, optional = "not under load", True
-            judged.append(Judgement(check.name, "unknown", why, optional=optional))
+            judged.append(HealthGrade(check.name, "unknown", why, optional=optional))
     return judged
 
 
-def _compare(check: Check, value: int, limits: Limits, reading: Reading) -> Judgement:
+def _compare(check: HealthCheck, value: int, limits: CheckLimits, reading: GpuReading) -> HealthGrade:
     grade: Grade = "ok"
     if check.reaches(value, limits.fail):
         grade = "fail"
     elif check.reaches(value, limits.warn):
         grade = "warn"
     sentence = check.what if check.flag else f"{check.what}: {value}"
-    found = Judgement(check.name, grade, sentence, check.next)
+    found = HealthGrade(check.name, grade, sentence, check.next)
     if check.name == "recovery_action" and value in RECOVERY_ACTIONS:
         action, todo = RECOVERY_ACTIONS[value]
         return replace(found, sentence=f"the driver asks for {action}", next=todo)
@@ -577,12 +577,14 @@ def _compare(check: Check, value: int, limits: Limits, reading: Reading) -> Judg
     return found
 
 
-def grade(reading: Reading, limits: Mapping[str, Limits], ranks: list[int], host: str) -> list[Finding]:
+def grade(
+    reading: GpuReading, limits: Mapping[str, CheckLimits], ranks: list[int], host: str
+) -> list[PreflightFinding]:
     """One finding for each thing that is wrong with a GPU, and one for all that is unknown. Empty: the GPU is well."""
     who = f"{reading.name or 'GPU'} {reading.device} on {host}"
     judged = judge(reading, limits)
     findings = [
-        Finding(STAGE, one.grade, "gpu", ranks, [host], f"{who}: {one.sentence}", one.next, reading.device)
+        PreflightFinding(STAGE, one.grade, "gpu", ranks, [host], f"{who}: {one.sentence}", one.next, reading.device)
         for one in judged
         if one.grade in ("warn", "fail")
     ]
@@ -590,12 +592,12 @@ def grade(reading: Reading, limits: Mapping[str, Limits], ranks: list[int], host
     if unknown:
         sentence = f"{who}: NVML does not tell of {_reasons(unknown)}"
         findings.append(
-            Finding(STAGE, "unknown", "gpu", ranks, [host], sentence, _how_to_know(unknown), reading.device)
+            PreflightFinding(STAGE, "unknown", "gpu", ranks, [host], sentence, _how_to_know(unknown), reading.device)
         )
     return findings
 
 
-def _reasons(unknown: list[Judgement]) -> str:
+def _reasons(unknown: list[HealthGrade]) -> str:
     """`remap_failed, remap_pending (Not Supported); sram_threshold_exceeded (Insufficient Permissions)`"""
     by_reason: dict[str, list[str]] = {}
     for one in unknown:
@@ -603,26 +605,26 @@ def _reasons(unknown: list[Judgement]) -> str:
     return "; ".join(f"{', '.join(names)} ({why})" for why, names in by_reason.items())
 
 
-def _how_to_know(unknown: list[Judgement]) -> str:
+def _how_to_know(unknown: list[HealthGrade]) -> str:
     if any("Permission" in one.sentence for one in unknown):
         return "Some of it only root may read; ask whoever looks after the node, if it matters."
     return ""
 
 
 def grade_answer(
-    answer: Answer, device: str, limits: Mapping[str, Limits], ranks: list[int], host: str
-) -> tuple[list[Finding], str]:
+    answer: ChildAnswer, device: str, limits: Mapping[str, CheckLimits], ranks: list[int], host: str
+) -> tuple[list[PreflightFinding], str]:
     """Findings about one GPU from a child's answer, and one line that counts the checks."""
     reading = answer.readings.get(device)
     findings = grade(reading, limits, ranks, host) if reading is not None else []
     if answer.trouble:
         sentence = f"the health of GPU {device} on {host} is unknown: {answer.trouble}"
         known = [one for one in findings if one.grade in ("warn", "fail")]
-        findings = [*known, Finding(STAGE, "unknown", "gpu", ranks, [host], sentence, answer.next, device)]
+        findings = [*known, PreflightFinding(STAGE, "unknown", "gpu", ranks, [host], sentence, answer.next, device)]
     return findings, summary(reading, limits, answer)
 
 
-def summary(reading: Reading | None, limits: Mapping[str, Limits], answer: Answer) -> str:
+def summary(reading: GpuReading | None, limits: Mapping[str, CheckLimits], answer: ChildAnswer) -> str:
     """`29 checks: 24 ok, 1 warn, 4 unknown: sram_threshold_exceeded (Insufficient Permissions); ...`"""
     if reading is None:
         return answer.trouble or NO_ANSWER_YET

@@ -19,7 +19,7 @@ import msgspec
 NO_ANSWER_YET = "not asked"
 
 
-class OtherProcess(msgspec.Struct, frozen=True):
+class GpuProcess(msgspec.Struct, frozen=True):
     """A process on the GPU that is not of this job."""
 
     pid: int
@@ -28,28 +28,28 @@ class OtherProcess(msgspec.Struct, frozen=True):
     """Bytes of the GPU's memory that it holds."""
 
 
-class Started(msgspec.Struct, frozen=True, tag="started"):
+class NvmlStarted(msgspec.Struct, frozen=True, tag="started"):
     """NVML could be loaded and initialised."""
 
     driver: str = ""
     library: str = ""
 
 
-class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
+class NvmlTrouble(msgspec.Struct, frozen=True, tag="trouble"):
     """NVML cannot be asked. The reason is one sentence without its full stop; `next` says what to do."""
 
     why: str
     next: str = ""
 
 
-class Asking(msgspec.Struct, frozen=True, tag="asking"):
+class NvmlQuestion(msgspec.Struct, frozen=True, tag="asking"):
     """The next question; `device` is "" for one that is about the driver."""
 
     what: str
     device: str = ""
 
 
-class Told(msgspec.Struct, frozen=True, tag="told"):
+class NvmlAnswer(msgspec.Struct, frozen=True, tag="told"):
     """One or several answers: numbers by name, and a reason for each that is unknown."""
 
     device: str
@@ -59,14 +59,14 @@ class Told(msgspec.Struct, frozen=True, tag="told"):
     pci_bus: str = ""
     parent: str = ""
     """UUID of the whole GPU, where `device` is a MIG device."""
-    processes: list[OtherProcess] = []
+    processes: list[GpuProcess] = []
 
 
-class Finished(msgspec.Struct, frozen=True, tag="finished"):
+class NvmlFinished(msgspec.Struct, frozen=True, tag="finished"):
     """Everything has been asked."""
 
 
-class Watching(msgspec.Struct, frozen=True, tag="watching"):
+class XidWatch(msgspec.Struct, frozen=True, tag="watching"):
     """XIDs of these GPUs are reported from now on. `unwatched` says which GPUs are not watched, and why."""
 
     driver: str = ""
@@ -116,7 +116,17 @@ class SampleLine(msgspec.Struct, frozen=True, tag="sample"):
     last: bool = False
 
 
-Line = Started | Trouble | Asking | Told | Finished | Watching | XidLine | CountersLine | SampleLine
+Line = (
+    NvmlStarted
+    | NvmlTrouble
+    | NvmlQuestion
+    | NvmlAnswer
+    | NvmlFinished
+    | XidWatch
+    | XidLine
+    | CountersLine
+    | SampleLine
+)
 
 _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
@@ -130,7 +140,7 @@ def parse(line: bytes) -> Line | None:
 
 
 @dataclass
-class Reading:
+class GpuReading:
     """One GPU as NVML described it. A fact is in `values`, in `unknown`, or was never asked for."""
 
     device: str
@@ -139,9 +149,9 @@ class Reading:
     parent: str = ""
     values: dict[str, int] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
-    processes: list[OtherProcess] = field(default_factory=list)
+    processes: list[GpuProcess] = field(default_factory=list)
 
-    def take(self, told: Told) -> None:
+    def take(self, told: NvmlAnswer) -> None:
         """Add an answer."""
         self.name = told.name or self.name
         self.pci_bus = told.pci_bus or self.pci_bus
@@ -164,29 +174,29 @@ class Reading:
 
 
 @dataclass
-class Answer:
+class ChildAnswer:
     """What a child has told by its end."""
 
-    readings: dict[str, Reading] = field(default_factory=dict)
+    readings: dict[str, GpuReading] = field(default_factory=dict)
     """By the UUID that was asked for; without one: of every GPU."""
     driver: str = ""
     trouble: str = ""
     """Why nothing, or not everything, could be asked."""
     next: str = ""
-    asking: Asking | None = None
+    asking: NvmlQuestion | None = None
     """The question without an answer."""
     finished: bool = False
 
     def take(self, line: Line) -> None:
         """Add a line."""
-        if isinstance(line, Started):
+        if isinstance(line, NvmlStarted):
             self.driver = line.driver
-        elif isinstance(line, Trouble):
+        elif isinstance(line, NvmlTrouble):
             self.trouble, self.next, self.finished = line.why, line.next, True
-        elif isinstance(line, Asking):
+        elif isinstance(line, NvmlQuestion):
             self.asking = line
-        elif isinstance(line, Told):
+        elif isinstance(line, NvmlAnswer):
             self.asking = None
-            self.readings.setdefault(line.device, Reading(line.device)).take(line)
-        elif isinstance(line, Finished):
+            self.readings.setdefault(line.device, GpuReading(line.device)).take(line)
+        elif isinstance(line, NvmlFinished):
             self.asking, self.finished = None, True

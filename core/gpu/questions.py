@@ -15,7 +15,7 @@ import psutil
 import pynvml
 
 from .counters import is_of_this_job
-from .lines import OtherProcess, SampleLine, Told
+from .lines import GpuProcess, NvmlAnswer, SampleLine
 from .nvml import NotKnown, ask, constant, field_value, mig_devices, text, uuid_of, whole_gpu
 
 _LOADED_SAMPLES = 10
@@ -49,12 +49,12 @@ _NVLINK5_ERRORS = {
 
 
 @dataclass
-class Asked:
+class GroupAnswers:
     """What one group has found out."""
 
     values: dict[str, int] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
-    processes: list[OtherProcess] = field(default_factory=list)
+    processes: list[GpuProcess] = field(default_factory=list)
 
     @contextmanager
     def facts(self, *names: str) -> Iterator[None]:
@@ -72,16 +72,16 @@ class Asked:
         self.unknown.update({name: why for name in names if name not in self.values})
 
 
-Group = Callable[[Any, Any, Asked], None]
+Group = Callable[[Any, Any, GroupAnswers], None]
 """(the device, the whole GPU it is or is a part of, where to put the answers)"""
 
 
-def _recovery(device: Any, whole: Any, asked: Asked) -> None:
+def _recovery(device: Any, whole: Any, asked: GroupAnswers) -> None:
     with asked.facts("recovery_action"):
         asked.values["recovery_action"] = field_value(whole, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")
 
 
-def _ecc(device: Any, whole: Any, asked: Asked) -> None:
+def _ecc(device: Any, whole: Any, asked: GroupAnswers) -> None:
     with asked.facts("ecc_enabled"):
         asked.values["ecc_enabled"] = ask("nvmlDeviceGetEccMode", whole)[0]
     for kind, error_type in (("corrected", 0), ("uncorrected", 1)):
@@ -97,7 +97,7 @@ def _ecc(device: Any, whole: Any, asked: Asked) -> None:
         asked.values["sram_threshold_exceeded"] = int(bool(status.bThresholdExceeded))
 
 
-def _memory_repairs(device: Any, whole: Any, asked: Asked) -> None:
+def _memory_repairs(device: Any, whole: Any, asked: GroupAnswers) -> None:
     names = ("remap_corrected", "remap_uncorrected", "remap_pending", "remap_failed")
     with asked.facts(*names):
         asked.values.update(zip(names, map(int, ask("nvmlDeviceGetRemappedRows", whole)), strict=True))
@@ -108,7 +108,7 @@ def _memory_repairs(device: Any, whole: Any, asked: Asked) -> None:
         asked.values["retired_pages_pending"] = ask("nvmlDeviceGetRetiredPagesPendingStatus", whole)
 
 
-def _temperature(device: Any, whole: Any, asked: Asked) -> None:
+def _temperature(device: Any, whole: Any, asked: GroupAnswers) -> None:
     with asked.facts("temperature"):
         asked.values["temperature"] = ask("nvmlDeviceGetTemperature", whole, pynvml.NVML_TEMPERATURE_GPU)
     with asked.facts("temperature_slowdown"):
@@ -117,7 +117,7 @@ def _temperature(device: Any, whole: Any, asked: Asked) -> None:
         )
 
 
-def _pcie(device: Any, whole: Any, asked: Asked) -> None:
+def _pcie(device: Any, whole: Any, asked: GroupAnswers) -> None:
     for name, function in (
         ("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration"),
         ("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth"),
@@ -127,7 +127,7 @@ def _pcie(device: Any, whole: Any, asked: Asked) -> None:
             asked.values[name] = ask(function, whole)
 
 
-def _nvlink(device: Any, whole: Any, asked: Asked) -> None:
+def _nvlink(device: Any, whole: Any, asked: GroupAnswers) -> None:
     active: list[int] = []
     inactive = 0
     with asked.facts("nvlinks_active", "nvlinks_inactive"):
@@ -154,7 +154,7 @@ def _link_count(whole: Any) -> int:
         return constant("NVML_NVLINK_MAX_LINKS")
 
 
-def _nvlink_errors(whole: Any, active: list[int], asked: Asked) -> None:
+def _nvlink_errors(whole: Any, active: list[int], asked: GroupAnswers) -> None:
     for name, counters in (
         ("nvlink_crc_errors", ("NVML_NVLINK_ERROR_DL_CRC_FLIT", "NVML_NVLINK_ERROR_DL_CRC_DATA")),
         ("nvlink_replay_errors", ("NVML_NVLINK_ERROR_DL_REPLAY",)),
@@ -183,7 +183,7 @@ def _old_link_errors(whole: Any, link: int, counters: tuple[str, ...]) -> int:
     return sum(counts)
 
 
-def _fabric(device: Any, whole: Any, asked: Asked) -> None:
+def _fabric(device: Any, whole: Any, asked: GroupAnswers) -> None:
     names = ("fabric_state", "fabric_status", "fabric_configuration", *_FABRIC_MASKS)
     with asked.facts(*names):
         info = _fabric_info(whole)
@@ -217,7 +217,7 @@ def _fabric_info(whole: Any) -> Any:
     return info
 
 
-def _modes(device: Any, whole: Any, asked: Asked) -> None:
+def _modes(device: Any, whole: Any, asked: GroupAnswers) -> None:
     with asked.facts("mig_enabled", "mig_change_pending"):
         current, pending = ask("nvmlDeviceGetMigMode", whole)
         whole_is_used = uuid_of(device).startswith("GPU-")
@@ -230,7 +230,7 @@ def _modes(device: Any, whole: Any, asked: Asked) -> None:
         asked.values["compute_mode"] = ask("nvmlDeviceGetComputeMode", whole)
 
 
-def _processes(device: Any, whole: Any, asked: Asked) -> None:
+def _processes(device: Any, whole: Any, asked: GroupAnswers) -> None:
     """Other processes on the GPU. In a container NVML may give pids that mean nothing here; those are not counted."""
     with asked.facts("other_processes"):
         unseen = 0
@@ -238,7 +238,7 @@ def _processes(device: Any, whole: Any, asked: Asked) -> None:
             try:
                 if not is_of_this_job(process.pid):
                     name = psutil.Process(process.pid).name()
-                    asked.processes.append(OtherProcess(process.pid, name, process.usedGpuMemory))
+                    asked.processes.append(GpuProcess(process.pid, name, process.usedGpuMemory))
             except psutil.NoSuchProcess:
                 unseen += 1
         if unseen and not asked.processes:
@@ -246,7 +246,7 @@ def _processes(device: Any, whole: Any, asked: Asked) -> None:
         asked.values["other_processes"] = len(asked.processes)
 
 
-def _clocks_and_link(device: Any, whole: Any, asked: Asked) -> None:
+def _clocks_and_link(device: Any, whole: Any, asked: GroupAnswers) -> None:
     """Sample for half a second: what holds the clocks back most of the time, and the fastest PCIe link seen."""
     reasons: list[int] = []
     generations: list[int] = []
@@ -298,14 +298,14 @@ def questions(loaded: bool) -> tuple[tuple[str, Group], ...]:
     return (("clocks and PCIe under load", _clocks_and_link),) if loaded else _GROUPS
 
 
-def ask_group(uuid: str, device: Any, group: Group) -> Told:
+def ask_group(uuid: str, device: Any, group: Group) -> NvmlAnswer:
     """The answers of one group."""
-    asked = Asked()
+    asked = GroupAnswers()
     group(device, whole_gpu(device), asked)
-    return Told(uuid, asked.values, asked.unknown, processes=asked.processes)
+    return NvmlAnswer(uuid, asked.values, asked.unknown, processes=asked.processes)
 
 
-def introduce(uuid: str, device: Any) -> Told:
+def introduce(uuid: str, device: Any) -> NvmlAnswer:
     """What it is."""
     whole = whole_gpu(device)
     pci_bus = ""
@@ -316,12 +316,14 @@ def introduce(uuid: str, device: Any) -> Told:
     except NotKnown:
         parent = ""
     own = text("nvmlDeviceGetUUID", device)
-    return Told(uuid, name=text("nvmlDeviceGetName", device), pci_bus=pci_bus, parent="" if parent == own else parent)
+    return NvmlAnswer(
+        uuid, name=text("nvmlDeviceGetName", device), pci_bus=pci_bus, parent="" if parent == own else parent
+    )
 
 
-def read_counters(whole: Any) -> Asked:
+def read_counters(whole: Any) -> GroupAnswers:
     """Only the counters: cheap enough to be read in the middle of a training."""
-    asked = Asked()
+    asked = GroupAnswers()
     for _, group in _COUNTERS:
         group(whole, whole, asked)
     return asked

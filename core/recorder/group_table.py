@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
-from ..events import GroupState, Issued
+from ..events import GroupState, IssuedOperation
 from ..values import DTYPE_NAMES
 from .layout import GROUP_BYTES, GROUPS
 
@@ -179,9 +179,9 @@ def _group(data: bytes, at: int, now_ns: int) -> GroupState | None:
     )
 
 
-def _issued(number: int, what: int, elements: int) -> Issued:
+def _issued(number: int, what: int, elements: int) -> IssuedOperation:
     operation, dtype, peer = what & 0xFF, what >> 8 & 0xFF, (what >> 16 & 0xFFFF_FFFF) - 1
-    return Issued(
+    return IssuedOperation(
         number,
         OPERATIONS[operation] if operation < len(OPERATIONS) else "",
         DTYPE_NAMES[dtype] if 0 < dtype < len(DTYPE_NAMES) else "",

@@ -1,7 +1,7 @@
 """The bytes of a recorder file.
 
-    header    4096 bytes   512 integers of 8 bytes: what is fixed, then where the rank is (`Field`); from ANOMALY_AT on
-                           the rank's first anomaly: length, crc32, msgpack
+    header    4096 bytes   512 integers of 8 bytes: what is fixed, then where the rank is (`HeadField`); from ANOMALY_AT
+                           on the rank's first anomaly: length, crc32, msgpack
               8192 bytes   what it does in its process groups: see group_table.py
               4096 bytes   how long the parts of its last steps took: see step_table.py
     log       LOG_BYTES    definitions and events, append only: length, crc32, msgpack, padded to 8
@@ -79,10 +79,10 @@ _MOST_CODE = 31
 
 def check_of(fields: Sequence[int]) -> int:
     """What CHECK says of the integers between MAGIC and itself."""
-    return zlib.crc32(struct.pack(f"<{Field.CHECK - 1}q", *fields[Field.VERSION : Field.CHECK]))
+    return zlib.crc32(struct.pack(f"<{HeadField.CHECK - 1}q", *fields[HeadField.VERSION : HeadField.CHECK]))
 
 
-class Field(IntEnum):
+class HeadField(IntEnum):
     """The integers of the header, by position."""
 
     MAGIC = 0
@@ -164,7 +164,7 @@ class SegmentField(IntEnum):
     STARTED_NS = 12
 
 
-class Closed(IntEnum):
+class SegmentEnd(IntEnum):
     """How a segment ended."""
 
     OPEN = 0
@@ -186,7 +186,7 @@ class RankPhase(IntEnum):
     OPTIMIZER = seal(8)
 
 
-class FirstAnomaly(IntEnum):
+class AnomalyFlag(IntEnum):
     """What the header's ANOMALY says."""
 
     NONE = seal(0)
@@ -206,13 +206,13 @@ class HooksState(IntEnum):
     """Too many errors of gpuwatch itself: the hooks were removed."""
 
 
-SEALED: dict[Field, frozenset[int]] = {
-    Field.PHASE: frozenset(RankPhase),
-    Field.ANOMALY: frozenset(FirstAnomaly),
-    Field.HOOKS: frozenset(HooksState),
-    Field.ABORT: frozenset(map(seal, range(_MOST_CODE + 1))),
-    Field.LEFT: frozenset({seal(0), seal(1)}),
-    Field.PASSED_UNSEEN: frozenset({seal(0), seal(1)}),
+SEALED: dict[HeadField, frozenset[int]] = {
+    HeadField.PHASE: frozenset(RankPhase),
+    HeadField.ANOMALY: frozenset(AnomalyFlag),
+    HeadField.HOOKS: frozenset(HooksState),
+    HeadField.ABORT: frozenset(map(seal, range(_MOST_CODE + 1))),
+    HeadField.LEFT: frozenset({seal(0), seal(1)}),
+    HeadField.PASSED_UNSEEN: frozenset({seal(0), seal(1)}),
 }
 """What decides, and all that it can be."""
 

@@ -14,10 +14,10 @@ from typing import Any, cast
 import numpy
 
 from ..frames import Frame, Phase, Row, RowKind
-from ..values import Encoding, Value
+from ..values import Value, ValueEncoding
 from ..wire.messages import PageMessage
 from . import layout
-from .pages import Names, decode_frame, decode_row, frames_lost
+from .pages import NameTable, decode_frame, decode_row, frames_lost
 
 # The tables of a recorder as NumPy records: all rows of a page can be looked at at once. The bytes are layout.py's.
 
@@ -43,9 +43,9 @@ assert (FRAMES.itemsize, ROWS.itemsize, VALUES.itemsize) == (layout.FRAME.size, 
 
 _MOST_BITS = numpy.full(256, (1 << 64) - 1, numpy.uint64)
 """By encoding: the largest integer that stands for a number."""
-_MOST_BITS[Encoding.FLOAT64] = (1 << 63) - 1
-_MOST_BITS[Encoding.FLOAT32] = (1 << 32) - 1
-_MOST_BITS[[Encoding.FLOAT16, Encoding.BFLOAT16]] = (1 << 16) - 1
+_MOST_BITS[ValueEncoding.FLOAT64] = (1 << 63) - 1
+_MOST_BITS[ValueEncoding.FLOAT32] = (1 << 32) - 1
+_MOST_BITS[[ValueEncoding.FLOAT16, ValueEncoding.BFLOAT16]] = (1 << 16) - 1
 
 _LAST_PHASE, _LAST_KIND = int(max(Phase)), int(max(RowKind))
 
@@ -100,7 +100,7 @@ class PageTables:
         cut = int((ends - starts < self.frames["count"]).sum())
         return frames_lost(int(seen[-1]) if len(seen) else -1, len(seen), cut)
 
-    def are_named(self, names: Names) -> bool:
+    def are_named(self, names: NameTable) -> bool:
         """Whether the modules of all frames and the slots of all rows are known."""
         modules, slots = numpy.unique(self.frames["module"]).tolist(), numpy.unique(self.rows["slot"]).tolist()
         return names.modules.keys() >= set(modules) and names.slots.keys() >= set(slots)
@@ -117,22 +117,22 @@ class PageTables:
 
     # -- frames as objects --------------------------------------------------------------------------------------
 
-    def decode(self, names: Names) -> list[Frame]:
+    def decode(self, names: NameTable) -> list[Frame]:
         """All frames, in their order in the page."""
         return self._decode(range(len(self.frames)), names)
 
-    def suspicious(self, names: Names) -> bool:
+    def suspicious(self, names: NameTable) -> bool:
         """Whether anything but the arguments of calls is nan or inf. Nothing else can be an alarm."""
         return bool(self.flags.any()) and bool(self._suspects(names).any())
 
-    def decode_suspicious(self, names: Names) -> list[Frame]:
+    def decode_suspicious(self, names: NameTable) -> list[Frame]:
         """The frames with such a row."""
         bad = self._suspects(names)
         starts, ends = self._bounds
         sums = numpy.concatenate(([0], numpy.cumsum(bad)))
         return self._decode((int(place) for place in numpy.flatnonzero(sums[ends] > sums[starts])), names)
 
-    def _decode(self, places: Iterable[int], names: Names) -> list[Frame]:
+    def _decode(self, places: Iterable[int], names: NameTable) -> list[Frame]:
         starts, ends = (bound.tolist() for bound in self._bounds)
         row_bytes = self.rows.tobytes()
         fields = self.frames.tolist()
@@ -166,21 +166,21 @@ class PageTables:
             calls["seq"] -= calls["seq"][0]
         return bytes(calls.tobytes())
 
-    def weights(self, names: Names) -> bytes:
+    def weights(self, names: NameTable) -> bytes:
         """Of two pages with the same names: equal if their forwards saw the same weights."""
         chosen = self._rows_of(self._forward()) & _is_one_of(self.rows["slot"], names.weight_slots)
         rows, positions = self.rows[chosen], self.positions[chosen]
         rows["value"] = positions >= 0
         return self.forward_modules() + bytes(rows.tobytes()) + bytes(self.values[positions[positions >= 0]].tobytes())
 
-    def forward_weights(self, names: Names) -> list[Frame]:
+    def forward_weights(self, names: NameTable) -> list[Frame]:
         """The frames of the forward that have a weight."""
         sums = numpy.concatenate(([0], numpy.cumsum(_is_one_of(self.rows["slot"], names.weight_slots))))
         starts, ends = self._bounds
         chosen = (sums[ends] > sums[starts]) & self._forward()
         return self._decode((int(place) for place in numpy.flatnonzero(chosen)), names)
 
-    def _suspects(self, names: Names) -> Any:
+    def _suspects(self, names: NameTable) -> Any:
         if not len(self.flags):
             return numpy.zeros(len(self.rows), bool)
         positions = self.positions
@@ -252,7 +252,7 @@ class LazyFrame:
         "seq",
     )
 
-    def __init__(self, page: PageTables, names: Names, row_bytes: bytes, fields: FrameFields) -> None:
+    def __init__(self, page: PageTables, names: NameTable, row_bytes: bytes, fields: FrameFields) -> None:
         bare = decode_frame(page.batch, fields, (), page.value_at, names)
         self.batch, self.index, self.module, self.cls, self.phase = (
             bare.batch,

@@ -23,7 +23,7 @@ _MOST_SLOTS = 1 << 20
 """More than the log of a recorder can hold."""
 
 
-class Names:
+class NameTable:
     """The definitions of one rank in one attempt. Their names are safe to show (core/text.py)."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ RowFields = tuple[int, int, int, int, int, int]
 """What `layout.ROW` unpacks to."""
 
 
-def decode_page(message: PageMessage, names: Names) -> Page:
+def decode_page(message: PageMessage, names: NameTable) -> Page:
     """Give a page its names. A missing definition or number is shown as lost and never guessed."""
     values: dict[int, Value] = {}
     for segment in message.segments:
@@ -116,7 +116,7 @@ def decode_frame(
     fields: FrameFields,
     rows: Iterable[RowFields],
     value_at: Callable[[int], Value | None],
-    names: Names,
+    names: NameTable,
 ) -> Frame:
     """One frame. `value_at` gives the numbers at an index of the page, None if they are lost."""
     module_id, parent_id, depth, phase, collectives, seq, _, _, index = fields
@@ -143,7 +143,7 @@ _STATISTICS = [
 _NO_STATISTICS: dict[str, Any] = dict.fromkeys(_STATISTICS)
 
 
-def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: Names) -> Row:
+def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: NameTable) -> Row:
     """One row of a frame."""
     slot_id, value_index, shape_id, dtype, kind, mark = row
     slot = names.slots.get(slot_id)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import msgspec
 
 from ..events import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
-from ..wire.messages import HooksText, PageMessage, RankState, Segment
+from ..wire.messages import HooksText, PageMessage, PageSegment, RankState
 from . import layout
 from .group_table import progress_of, read_groups
-from .layout import Closed, Field, FirstAnomaly, HooksState, RankPhase, SegmentField
+from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField
 from .own_files import OwnDescriptor
 from .step_table import TimedStep, read_steps
 
@@ -31,7 +31,7 @@ _VERSIONS = (layout.EARLIER_VERSION, layout.VERSION)
 _MAX_ENTRY = 64 << 10
 """What is longer is not found again behind a damaged entry."""
 _INTEGER = struct.Struct("<q")
-_FIELDS = struct.Struct(f"<{max(Field) + 1}q")
+_FIELDS = struct.Struct(f"<{max(HeadField) + 1}q")
 _SEGMENT_FIELDS = struct.Struct(f"<{len(SegmentField)}q")
 
 _HOOKS: dict[int, HooksText] = {
@@ -89,10 +89,10 @@ class RecorderReader:
         if not stat.S_ISREG(found.st_mode) or found.st_size < layout.HEADER_BYTES:
             raise NotReady(f"{self.path} has {found.st_size} bytes")
         header = self.header()
-        if header[Field.MAGIC] != layout.MAGIC or header[Field.VERSION] not in _VERSIONS:
+        if header[HeadField.MAGIC] != layout.MAGIC or header[HeadField.VERSION] not in _VERSIONS:
             raise NotReady(f"{self.path} is not a recorder of version {layout.VERSION}")
-        self._is_earlier = header[Field.VERSION] == layout.EARLIER_VERSION
-        self.head_is_damaged = not self._is_earlier and header[Field.CHECK] != layout.check_of(header)
+        self._is_earlier = header[HeadField.VERSION] == layout.EARLIER_VERSION
+        self.head_is_damaged = not self._is_earlier and header[HeadField.CHECK] != layout.check_of(header)
         if self.head_is_damaged and not self._even_damaged:
             raise NotReady(f"{self.path} has a damaged header, or one that is being written")
         self._log_bytes, self._segments = self._sizes(header, found.st_size)
@@ -100,10 +100,10 @@ class RecorderReader:
         self._log_read = 0
         self._searched = 0
         self._decoder: msgspec.msgpack.Decoder[LogEntry] = msgspec.msgpack.Decoder(LogEntry)
-        self.rank = header[Field.RANK]
-        self.local_rank = header[Field.LOCAL_RANK]
-        self.attempt = header[Field.ATTEMPT]
-        self.pid = header[Field.PID]
+        self.rank = header[HeadField.RANK]
+        self.local_rank = header[HeadField.LOCAL_RANK]
+        self.attempt = header[HeadField.ATTEMPT]
+        self.pid = header[HeadField.PID]
         self.roots: dict[int, RootDef] = {}
         self.modules: dict[int, ModuleDef] = {}
         self.damaged = 0
@@ -111,7 +111,7 @@ class RecorderReader:
 
     def _sizes(self, header: tuple[int, ...], size: int) -> tuple[int, int]:
         """(bytes of the log, segments), as the header says, or as the file's size has it where that is damaged."""
-        log_bytes, segments = header[Field.LOG_BYTES], header[Field.SEGMENTS]
+        log_bytes, segments = header[HeadField.LOG_BYTES], header[HeadField.SEGMENTS]
         if log_bytes >= 0 and segments >= 0 and layout.file_bytes(log_bytes, segments) == size:
             return log_bytes, segments
         if size == layout.file_bytes():
@@ -125,7 +125,7 @@ class RecorderReader:
         return data
 
     def header(self) -> tuple[int, ...]:
-        """The integers of the header (`Field`), as they are now. Of one that is being written half may be old."""
+        """The integers of the header (`HeadField`), as they are now. Of one that is being written half may be old."""
         fields = _FIELDS.unpack(self._read(0, _FIELDS.size))
         return _sealed(fields) if self._is_earlier else fields
 
@@ -137,7 +137,7 @@ class RecorderReader:
                 return fields
         return self.header()
 
-    def __getitem__(self, field: Field) -> int:
+    def __getitem__(self, field: HeadField) -> int:
         (number,) = _INTEGER.unpack(self._read(8 * field, 8))
         return layout.seal(number) if self._is_earlier and field in layout.SEALED else int(number)
 
@@ -145,14 +145,14 @@ class RecorderReader:
 
     def _log_end(self) -> int:
         """Read twice: a copy of a number that is being written may hold half of the new one."""
-        end = self[Field.LOG_END]
-        while (again := self[Field.LOG_END]) != end:
+        end = self[HeadField.LOG_END]
+        while (again := self[HeadField.LOG_END]) != end:
             end = again
         return end
 
     def has_more(self, header: tuple[int, ...]) -> bool:
         """Whether something was appended to the log since the last call of `new_entries`."""
-        return header[Field.LOG_END] >= self._log_read + layout.ENTRY.size
+        return header[HeadField.LOG_END] >= self._log_read + layout.ENTRY.size
 
     def new_entries(self) -> tuple[list[Definition], list[WorkerEvent]]:
         """What was appended to the log since the last call."""
@@ -161,7 +161,7 @@ class RecorderReader:
         end = min(self._log_end(), self._log_bytes)
         if self._log_read + layout.ENTRY.size > end:
             return definitions, events
-        log = _Log(self._read(layout.HEADER_BYTES + self._log_read, end - self._log_read), self._log_read)
+        log = _LogStretch(self._read(layout.HEADER_BYTES + self._log_read, end - self._log_read), self._log_read)
         while self._log_read + layout.ENTRY.size <= end:
             payload = log.entry(self._log_read)
             if payload is None:
@@ -187,7 +187,7 @@ class RecorderReader:
 
     def first_anomaly(self) -> Anomaly | None:
         """What the rank has written into its header; None if there is nothing, or nothing whole (`overflow_seen`)."""
-        if self[Field.ANOMALY] != FirstAnomaly.WRITTEN:
+        if self[HeadField.ANOMALY] != AnomalyFlag.WRITTEN:
             return None
         header = self._read(0, layout.FIXED_BYTES)
         size, checksum = layout.ENTRY.unpack_from(header, layout.ANOMALY_AT)
@@ -204,28 +204,28 @@ class RecorderReader:
     @property
     def overflow_seen(self) -> bool:
         """Whether the rank says that it has seen an anomaly, readable or not."""
-        return self[Field.ANOMALY] in _SEEN
+        return self[HeadField.ANOMALY] in _SEEN
 
     @property
     def abort(self) -> int:
         """The exit code of a job that the rank ends itself; 0: it does not; -1: that is damaged."""
-        return layout.unseal(self[Field.ABORT])
+        return layout.unseal(self[HeadField.ABORT])
 
     # -- where the rank is --------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> RankPhase:
         """What the rank is doing."""
-        return _phase(self[Field.PHASE])
+        return _phase(self[HeadField.PHASE])
 
     def module(self) -> ModuleDef | None:
         """The innermost module that is running, or None between forwards."""
-        return self.modules.get(self[Field.MODULE])
+        return self.modules.get(self[HeadField.MODULE])
 
     def movement(self) -> tuple[int, ...]:
         """Changes whenever the rank has recorded anything, or has entered another module or phase."""
         fields = self.header()
-        segment = fields[Field.SEGMENT]
+        segment = fields[HeadField.SEGMENT]
         head = self._head(segment % self._segments) if segment >= 0 and self._segments else []
         written = (head[SegmentField.FRAMES], head[SegmentField.ROWS]) if head else ()
         return (*(fields[field] for field in _MOVING), *written, *progress_of(self._groups()))
@@ -244,39 +244,39 @@ class RecorderReader:
     def state(self) -> RankState:
         """A snapshot for a beat."""
         fields = self._steady_header()
-        module = self.modules.get(fields[Field.MODULE])
+        module = self.modules.get(fields[HeadField.MODULE])
         return RankState(
             rank=self.rank,
             local_rank=self.local_rank,
             attempt=self.attempt,
             pid=self.pid,
-            phase=_phase(fields[Field.PHASE]).name.lower(),
-            step=fields[Field.STEP],
-            batch=fields[Field.BATCH],
-            seq=fields[Field.SEQ],
+            phase=_phase(fields[HeadField.PHASE]).name.lower(),
+            step=fields[HeadField.STEP],
+            batch=fields[HeadField.BATCH],
+            seq=fields[HeadField.SEQ],
             module=module.name if module is not None else None,
             cls=module.cls if module is not None else None,
-            frames_lost=fields[Field.FRAMES_LOST],
-            rows_lost=fields[Field.ROWS_LOST],
-            records_lost=fields[Field.RECORDS_LOST] + self.damaged + _is_garbage(fields),
-            ignored=fields[Field.IGNORED],
-            scaler_skips=fields[Field.SCALER_SKIPS],
-            warned=fields[Field.WARNED],
-            batches_skipped=fields[Field.BATCHES_SKIPPED],
-            age_s=max(0.0, (time.monotonic_ns() - fields[Field.MOVED_NS]) / 1e9),
-            world_size=fields[Field.WORLD_SIZE],
-            hooks=_HOOKS.get(fields[Field.HOOKS], "none"),
-            overflow=fields[Field.ANOMALY] in _SEEN,
-            absorbed=fields[Field.ABSORBED],
-            faults=fields[Field.FAULTS],
-            names_lost=fields[Field.NAMES_LOST],
-            calls_left_out=fields[Field.CALLS_LEFT_OUT],
-            left_out_page=fields[Field.LEFT_OUT_PAGE],
-            hooks_gone=fields[Field.HOOKS_GONE],
-            gone_page=fields[Field.GONE_PAGE],
-            unseen_child=fields[Field.UNSEEN_CHILD] if 0 <= fields[Field.UNSEEN_CHILD] <= _MOST_PID else 0,
-            left=fields[Field.LEFT] == layout.seal(1),
-            passed_unseen=fields[Field.PASSED_UNSEEN] != layout.seal(0),
+            frames_lost=fields[HeadField.FRAMES_LOST],
+            rows_lost=fields[HeadField.ROWS_LOST],
+            records_lost=fields[HeadField.RECORDS_LOST] + self.damaged + _is_garbage(fields),
+            ignored=fields[HeadField.IGNORED],
+            scaler_skips=fields[HeadField.SCALER_SKIPS],
+            warned=fields[HeadField.WARNED],
+            batches_skipped=fields[HeadField.BATCHES_SKIPPED],
+            age_s=max(0.0, (time.monotonic_ns() - fields[HeadField.MOVED_NS]) / 1e9),
+            world_size=fields[HeadField.WORLD_SIZE],
+            hooks=_HOOKS.get(fields[HeadField.HOOKS], "none"),
+            overflow=fields[HeadField.ANOMALY] in _SEEN,
+            absorbed=fields[HeadField.ABSORBED],
+            faults=fields[HeadField.FAULTS],
+            names_lost=fields[HeadField.NAMES_LOST],
+            calls_left_out=fields[HeadField.CALLS_LEFT_OUT],
+            left_out_page=fields[HeadField.LEFT_OUT_PAGE],
+            hooks_gone=fields[HeadField.HOOKS_GONE],
+            gone_page=fields[HeadField.GONE_PAGE],
+            unseen_child=fields[HeadField.UNSEEN_CHILD] if 0 <= fields[HeadField.UNSEEN_CHILD] <= _MOST_PID else 0,
+            left=fields[HeadField.LEFT] == layout.seal(1),
+            passed_unseen=fields[HeadField.PASSED_UNSEEN] != layout.seal(0),
         )
 
     # -- pages --------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class RecorderReader:
     def begun_after(self, segment: int) -> list[tuple[int, int]]:
         """(segment, batch) of the segments that were begun after that one and are still there, counted from the run's
         beginning. A few of them are quicker to look at than all that the ring holds."""
-        last = self[Field.SEGMENT]
+        last = self[HeadField.SEGMENT]
         first = max(segment + 1, last - self._segments + 1)
         return [(number, self._head(number % self._segments)[SegmentField.BATCH]) for number in range(first, last + 1)]
 
@@ -307,7 +307,7 @@ class RecorderReader:
                 number=number,
                 root=head[SegmentField.ROOT],
                 batch=head[SegmentField.BATCH],
-                complete=head[SegmentField.CLOSED] == Closed.PAGE_END,
+                complete=head[SegmentField.CLOSED] == SegmentEnd.PAGE_END,
                 frames=head[SegmentField.FRAME_BASE] + head[SegmentField.FRAMES],
                 values=head[SegmentField.VALUE_BASE] + head[SegmentField.VALUES],
             )
@@ -316,7 +316,7 @@ class RecorderReader:
 
     def page(self, number: int) -> PageMessage | None:
         """What the ring still holds of page `number`; None if nothing."""
-        found: dict[int, tuple[list[int], Segment]] = {}
+        found: dict[int, tuple[list[int], PageSegment]] = {}
         for position in range(self._segments):
             head = self._head(position)
             if head[SegmentField.PAGE] != number or not _is_whole(head):
@@ -335,7 +335,7 @@ class RecorderReader:
             root=last[SegmentField.ROOT],
             batch=last[SegmentField.BATCH],
             step=last[SegmentField.STEP],
-            complete=last[SegmentField.CLOSED] == Closed.PAGE_END,
+            complete=last[SegmentField.CLOSED] == SegmentEnd.PAGE_END,
             segments=[found[index][1] for index in order],
         )
 
@@ -343,14 +343,14 @@ class RecorderReader:
         at = self._segments_at + position * layout.SEGMENT_BYTES
         return list(_SEGMENT_FIELDS.unpack(self._read(at, _SEGMENT_FIELDS.size)))
 
-    def _copy(self, position: int, head: list[int]) -> Segment | None:
+    def _copy(self, position: int, head: list[int]) -> PageSegment | None:
         at = self._segments_at + position * layout.SEGMENT_BYTES
 
         def table(start: int, count: int, size: int) -> bytes:
             return self._read(at + start, count * size)
 
         # Frames last were written, so they are read first: what they refer to is then there.
-        segment = Segment(
+        segment = PageSegment(
             index=head[SegmentField.INDEX],
             frame_base=head[SegmentField.FRAME_BASE],
             value_base=head[SegmentField.VALUE_BASE],
@@ -365,7 +365,7 @@ class RecorderReader:
         self._close()
 
 
-class _Log:
+class _LogStretch:
     """A stretch of the log; positions count from the log's beginning."""
 
     def __init__(self, data: bytes, start: int) -> None:
@@ -396,7 +396,7 @@ def _phase(number: int) -> RankPhase:
     return RankPhase(number) if number in RankPhase._value2member_map_ else RankPhase.STARTING
 
 
-_SEEN = (FirstAnomaly.SEEN, FirstAnomaly.WRITTEN)
+_SEEN = (AnomalyFlag.SEEN, AnomalyFlag.WRITTEN)
 _MOST_PID = 1 << 22
 
 
@@ -405,7 +405,7 @@ def _is_garbage(fields: tuple[int, ...]) -> bool:
     return (
         any(fields[field] not in known for field, known in layout.SEALED.items())
         or any(fields[field] < 0 for field in _COUNTED)
-        or fields[Field.UNSEEN_CHILD] > _MOST_PID
+        or fields[HeadField.UNSEEN_CHILD] > _MOST_PID
     )
 
 
@@ -415,32 +415,32 @@ def _sealed(fields: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _COUNTED = (
-    Field.RECORDS_LOST,
-    Field.FRAMES_LOST,
-    Field.ROWS_LOST,
-    Field.IGNORED,
-    Field.SCALER_SKIPS,
-    Field.WARNED,
-    Field.BATCHES_SKIPPED,
-    Field.ABSORBED,
-    Field.FAULTS,
-    Field.NAMES_LOST,
-    Field.CALLS_LEFT_OUT,
-    Field.HOOKS_GONE,
-    Field.UNSEEN_CHILD,
+    HeadField.RECORDS_LOST,
+    HeadField.FRAMES_LOST,
+    HeadField.ROWS_LOST,
+    HeadField.IGNORED,
+    HeadField.SCALER_SKIPS,
+    HeadField.WARNED,
+    HeadField.BATCHES_SKIPPED,
+    HeadField.ABSORBED,
+    HeadField.FAULTS,
+    HeadField.NAMES_LOST,
+    HeadField.CALLS_LEFT_OUT,
+    HeadField.HOOKS_GONE,
+    HeadField.UNSEEN_CHILD,
 )
 """What is never below 0."""
 _MOVING = (
-    Field.PHASE,
-    Field.STEP,
-    Field.BATCH,
-    Field.PAGE,
-    Field.MODULE,
-    Field.SEQ,
-    Field.MOVED_NS,
-    Field.LOG_END,
-    Field.SEGMENT,
-    Field.BATCHES_SKIPPED,
+    HeadField.PHASE,
+    HeadField.STEP,
+    HeadField.BATCH,
+    HeadField.PAGE,
+    HeadField.MODULE,
+    HeadField.SEQ,
+    HeadField.MOVED_NS,
+    HeadField.LOG_END,
+    HeadField.SEGMENT,
+    HeadField.BATCHES_SKIPPED,
 )
 _TABLES = (
     (SegmentField.FRAMES, layout.FRAMES_PER_SEGMENT),

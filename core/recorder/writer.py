@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from ..events import Anomaly, Definition, Fault, LogEntry
+from ..events import Anomaly, Definition, LogEntry, OwnFault
 from . import layout
 from .faults import costs_frames
-from .layout import Closed, Field, FirstAnomaly, HooksState, RankPhase, SegmentField
+from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField
 from .own_files import RecorderMap
-from .pages import Names
+from .pages import NameTable
 
 _EVENT_RESERVE = 256 << 10
 """Bytes of the log that names may not take, so that an event always finds room."""
@@ -128,7 +128,7 @@ class RecorderWriter:
         self._segments = segments
         self._segment = -1
         self._pages = 0
-        self.names = Names()
+        self.names = NameTable()
         """The definitions so far, for whoever reads pages in this process."""
         self.page: OpenPage | None = None
         """The page that is being written."""
@@ -144,36 +144,36 @@ class RecorderWriter:
 
         fields = self.fields
         for field, value in (
-            (Field.VERSION, layout.VERSION),
-            (Field.PID, os.getpid()),
-            (Field.STARTED_NS, time.time_ns()),
-            (Field.LOG_BYTES, log_bytes),
-            (Field.SEGMENTS, segments),
-            (Field.PHASE, RankPhase.STARTING),
-            (Field.ANOMALY, FirstAnomaly.NONE),
-            (Field.HOOKS, HooksState.NONE),
-            (Field.ABORT, layout.seal(0)),
-            (Field.LEFT, layout.seal(0)),
-            (Field.PASSED_UNSEEN, layout.seal(0)),
-            (Field.BATCH, -1),
-            (Field.PAGE, -1),
-            (Field.ROOT, -1),
-            (Field.MODULE, -1),
-            (Field.SEQ, -1),
-            (Field.SEGMENT, -1),
-            (Field.MOVED_NS, time.monotonic_ns()),
+            (HeadField.VERSION, layout.VERSION),
+            (HeadField.PID, os.getpid()),
+            (HeadField.STARTED_NS, time.time_ns()),
+            (HeadField.LOG_BYTES, log_bytes),
+            (HeadField.SEGMENTS, segments),
+            (HeadField.PHASE, RankPhase.STARTING),
+            (HeadField.ANOMALY, AnomalyFlag.NONE),
+            (HeadField.HOOKS, HooksState.NONE),
+            (HeadField.ABORT, layout.seal(0)),
+            (HeadField.LEFT, layout.seal(0)),
+            (HeadField.PASSED_UNSEEN, layout.seal(0)),
+            (HeadField.BATCH, -1),
+            (HeadField.PAGE, -1),
+            (HeadField.ROOT, -1),
+            (HeadField.MODULE, -1),
+            (HeadField.SEQ, -1),
+            (HeadField.SEGMENT, -1),
+            (HeadField.MOVED_NS, time.monotonic_ns()),
         ):
             fields[field] = value
         self.identify(rank, local_rank, world_size, attempt)
-        fields[Field.MAGIC] = layout.MAGIC  # last: a reader waits for it
+        fields[HeadField.MAGIC] = layout.MAGIC  # last: a reader waits for it
 
     def identify(self, rank: int, local_rank: int, world_size: int, attempt: int) -> None:
         """Say whose the file is. A reader that comes in between finds it not ready."""
         fields = self.fields
-        fields[Field.CHECK] = -1
-        fields[Field.RANK], fields[Field.LOCAL_RANK] = rank, local_rank
-        fields[Field.WORLD_SIZE], fields[Field.ATTEMPT] = world_size, attempt
-        fields[Field.CHECK] = layout.check_of(fields[: Field.CHECK].tolist())
+        fields[HeadField.CHECK] = -1
+        fields[HeadField.RANK], fields[HeadField.LOCAL_RANK] = rank, local_rank
+        fields[HeadField.WORLD_SIZE], fields[HeadField.ATTEMPT] = world_size, attempt
+        fields[HeadField.CHECK] = layout.check_of(fields[: HeadField.CHECK].tolist())
 
     @property
     def memory(self) -> RecorderMap:
@@ -217,38 +217,38 @@ class RecorderWriter:
             self.names.add((record,))
         if isinstance(record, Anomaly):
             self.note_first_anomaly(record)
-        if isinstance(record, Fault):
+        if isinstance(record, OwnFault):
             self.count_fault(record.part)
         payload = self._encode(record)
         if payload is None:
-            self.fields[Field.RECORDS_LOST] += 1
+            self.fields[HeadField.RECORDS_LOST] += 1
             return False
         size = (layout.ENTRY.size + len(payload) + 7) & ~7
         room = self._log_bytes - (_EVENT_RESERVE if name and self._log_bytes > 2 * _EVENT_RESERVE else 0)
         if self._log_end + size > room:
-            self.fields[Field.RECORDS_LOST] += 1
-            self.fields[Field.NAMES_LOST] += isinstance(record, Definition)
+            self.fields[HeadField.RECORDS_LOST] += 1
+            self.fields[HeadField.NAMES_LOST] += isinstance(record, Definition)
             return False
         at = self._log_at + self._log_end
         layout.ENTRY.pack_into(self._bytes, at, len(payload), zlib.crc32(payload))
         start = at + layout.ENTRY.size
         self._bytes[start : start + len(payload)] = payload
         self._log_end += size
-        self.fields[Field.LOG_END] = self._log_end
+        self.fields[HeadField.LOG_END] = self._log_end
         return True
 
     def count_fault(self, part: str) -> None:
         """Count an error of gpuwatch itself, where no log can be full. `append` calls it for every Fault."""
         if costs_frames(part):
-            self.fields[Field.FAULTS] += 1
+            self.fields[HeadField.FAULTS] += 1
 
     def note_first_anomaly(self, anomaly: Anomaly) -> None:
         """Write the rank's first anomaly into the header, in place: no log that is full, and no reader that is gone,
         makes it unseen. A later one changes nothing. `append` calls it for every Anomaly."""
         fields = self.fields
-        if fields[Field.ANOMALY] != FirstAnomaly.NONE:
+        if fields[HeadField.ANOMALY] != AnomalyFlag.NONE:
             return
-        fields[Field.ANOMALY] = FirstAnomaly.SEEN
+        fields[HeadField.ANOMALY] = AnomalyFlag.SEEN
         room = layout.ANOMALY_BYTES - layout.ENTRY.size
         try:
             payload = self._encode(anomaly)
@@ -261,7 +261,7 @@ class RecorderWriter:
         start = layout.ANOMALY_AT + layout.ENTRY.size
         layout.ENTRY.pack_into(self._bytes, layout.ANOMALY_AT, len(payload), zlib.crc32(payload))
         self._bytes[start : start + len(payload)] = payload
-        fields[Field.ANOMALY] = FirstAnomaly.WRITTEN  # last: a reader waits for it
+        fields[HeadField.ANOMALY] = AnomalyFlag.WRITTEN  # last: a reader waits for it
 
     def _encode(self, record: LogEntry) -> bytes | None:
         """Bytes of a record; None for one that cannot be written at all (an integer beyond 64 bits)."""
@@ -290,9 +290,9 @@ class RecorderWriter:
         if page is not None:
             self.page = None
             self.cursor[0] = -1
-            self._seg[SegmentField.CLOSED] = Closed.PAGE_END if page.ended else Closed.CONTINUED
+            self._seg[SegmentField.CLOSED] = SegmentEnd.PAGE_END if page.ended else SegmentEnd.CONTINUED
             self._segment_done(page)
-            self.fields[Field.MOVED_NS] = time.monotonic_ns()
+            self.fields[HeadField.MOVED_NS] = time.monotonic_ns()
 
     def resume_page(self, page: OpenPage) -> None:
         """Write on in a page, in a segment of its own."""
@@ -311,7 +311,7 @@ class RecorderWriter:
         elif self._segment - page.segment < self._segments:  # else it has been overwritten
             at = self._segments_at + (page.segment % self._segments) * layout.SEGMENT_BYTES
             with self._bytes[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as head:
-                head[SegmentField.CLOSED] = Closed.PAGE_END
+                head[SegmentField.CLOSED] = SegmentEnd.PAGE_END
 
     def value(self, low: int, high: int, meta: int) -> int:
         """Store the numbers of one tensor; returns its index in the page."""
@@ -348,7 +348,7 @@ class RecorderWriter:
         assert self.page is not None
         count = len(rows)
         if count > _ROWS_PER_SEGMENT:
-            self.fields[Field.ROWS_LOST] += count - _ROWS_PER_SEGMENT
+            self.fields[HeadField.ROWS_LOST] += count - _ROWS_PER_SEGMENT
             count = _ROWS_PER_SEGMENT
             rows = rows[:count]
         seg = self._seg
@@ -372,16 +372,16 @@ class RecorderWriter:
 
     def _say_where(self, page: OpenPage) -> None:
         fields = self.fields
-        fields[Field.BATCH] = page.batch
-        fields[Field.ROOT] = page.root
-        fields[Field.PAGE] = page.number
-        fields[Field.MOVED_NS] = time.monotonic_ns()
+        fields[HeadField.BATCH] = page.batch
+        fields[HeadField.ROOT] = page.root
+        fields[HeadField.PAGE] = page.number
+        fields[HeadField.MOVED_NS] = time.monotonic_ns()
 
     def continue_segment(self) -> memoryview:
         """End the open segment, one of whose tables is full, and begin the next one. Returns its header."""
         page = self.page
         assert page is not None
-        self._seg[SegmentField.CLOSED] = Closed.CONTINUED
+        self._seg[SegmentField.CLOSED] = SegmentEnd.CONTINUED
         self._segment_done(page)
         self._next_segment(page)
         return self._seg
@@ -407,7 +407,7 @@ class RecorderWriter:
         seg[SegmentField.FRAMES] = seg[SegmentField.ROWS] = seg[SegmentField.VALUES] = 0
         seg[SegmentField.FRAME_BASE] = page.frames
         seg[SegmentField.VALUE_BASE] = page.values
-        seg[SegmentField.CLOSED] = Closed.OPEN
+        seg[SegmentField.CLOSED] = SegmentEnd.OPEN
         seg[SegmentField.STARTED_NS] = time.time_ns()
         seg[SegmentField.GENERATION] = generation + 2
         page.segment = self._segment
@@ -417,7 +417,7 @@ class RecorderWriter:
         self._rows_at = at + layout.ROWS_AT
         self._values_at = at + layout.VALUES_AT
         self.cursor[0] = at
-        self.fields[Field.SEGMENT] = self._segment
+        self.fields[HeadField.SEGMENT] = self._segment
 
     # -- the end ------------------------------------------------------------------------------------------------
 

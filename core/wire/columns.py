@@ -17,8 +17,8 @@ from ..metrics import is_count
 from ..recorder.page_tables import PageTables
 from ..recorder.step_table import PARTS, TimedStep
 from ..roles import RoleKind, parse_role
-from ..values import Encoding
-from .messages import History
+from ..values import ValueEncoding
+from .messages import RankHistoryMessage
 
 ABSENT = 0xFFFF
 """A nan with its sign: no absolute value is that."""
@@ -31,7 +31,7 @@ _MOST_CELLS = 8 << 20
 """Of one history that is received."""
 
 
-class Reading(NamedTuple):
+class BatchColumns(NamedTuple):
     """One batch: the columns that have a number, the numbers, and their dtypes. `pending`: more are on their way."""
 
     columns: Any
@@ -63,7 +63,7 @@ class OutputSlots:
                     self._column[entry.id] = len(self.slots)
                     self.slots.append(entry.id)
 
-    def read(self, page: PageTables) -> Reading:
+    def read(self, page: PageTables) -> BatchColumns:
         """abs max of each output of the page's forward; of a module that was called twice, the larger one."""
         rows = page.rows
         slots = rows["slot"].astype(numpy.int64)
@@ -84,7 +84,7 @@ class OutputSlots:
         numpy.maximum.at(largest, inverse, codes)  # nan is above inf, which is above every number
         dtypes = numpy.zeros(len(found), numpy.uint8)
         dtypes[inverse] = rows["dtype"][chosen]
-        return Reading(found, largest, dtypes, bool((wanted & pending).any()))
+        return BatchColumns(found, largest, dtypes, bool((wanted & pending).any()))
 
 
 def _codes(high: Any, meta: Any) -> Any:
@@ -92,14 +92,18 @@ def _codes(high: Any, meta: Any) -> Any:
     bits, encoding, flags = high.astype(numpy.int64), meta >> 8 & 0xFF, meta & 0xFF
     found = numpy.zeros(len(bits), numpy.float32)
     with numpy.errstate(over="ignore"):
-        for code, view in ((Encoding.FLOAT32, "<u4"), (Encoding.FLOAT16, "<u2"), (Encoding.FLOAT64, "<u8")):
+        for code, view in (
+            (ValueEncoding.FLOAT32, "<u4"),
+            (ValueEncoding.FLOAT16, "<u2"),
+            (ValueEncoding.FLOAT64, "<u8"),
+        ):
             chosen = encoding == code
             if chosen.any():
                 found[chosen] = bits[chosen].astype(view).view(view.replace("u", "f")).astype(numpy.float32)
-    chosen = encoding == Encoding.INTEGER
+    chosen = encoding == ValueEncoding.INTEGER
     found[chosen] = bits[chosen]
     codes = (found.view(numpy.uint32) + 0x8000 >> 16).astype(numpy.uint16)  # the nearest one
-    chosen = encoding == Encoding.BFLOAT16
+    chosen = encoding == ValueEncoding.BFLOAT16
     codes[chosen] = bits[chosen]
     codes = numpy.minimum(codes, _FINITE)
     codes[flags != 0] = _INF
@@ -112,7 +116,7 @@ def pack(codes: Any) -> bytes:
     return zlib.compress(codes.astype("<u2").tobytes(), 1)
 
 
-def unpack(history: History) -> Any:
+def unpack(history: RankHistoryMessage) -> Any:
     """The numbers again, float32 of shape (batches, columns); -1 where there is none.
 
     Raises ValueError for bytes that no agent sends.

@@ -120,7 +120,7 @@ def others_may_read(secret_file: str | None) -> str:
 NAME = "join.json"
 
 
-class Join(msgspec.Struct, frozen=True):
+class RunInvitation(msgspec.Struct, frozen=True):
     """`addresses` are those of the collector: a host takes one at which it answers."""
 
     addresses: list[str]
@@ -131,7 +131,7 @@ class Join(msgspec.Struct, frozen=True):
     """What the ranks seal the values of their preflight with."""
 
 
-def write_join(folder: Path, join: Join) -> Path:
+def write_join(folder: Path, join: RunInvitation) -> Path:
     """Whole, or not at all. Returns its path. Raises OSError."""
     path = folder / NAME
     new = folder / f".{NAME}"
@@ -142,10 +142,10 @@ def write_join(folder: Path, join: Join) -> Path:
     return path
 
 
-def read_join(path: Path) -> Join:
+def read_join(path: Path) -> RunInvitation:
     """Raises UsageError with what there is instead."""
     try:
-        return from_json(path.read_bytes(), Join)
+        return from_json(path.read_bytes(), RunInvitation)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read here ({error.strerror}): the run is over, or its folder is not shared with this "

@@ -17,7 +17,7 @@ import msgspec
 
 from ..any_text import carried, given_back
 from ..errors import GpuwatchError
-from ..events import Definition, Event, GpuCounters, GpuHealth, NodeSignal, Xid
+from ..events import Definition, Event, GpuCounters, GpuHealth, GpuXid, NodeSignal
 
 # The job of a batch scheduler that a node runs in, in the scheduler's own words. The launcher's module for that
 # scheduler fills it in; who reads it knows no scheduler by name.
@@ -63,7 +63,7 @@ VERDICT_PATIENCE_S = 60.0
 has said goodbye and not taken the verdict. Packets may be lost meanwhile, or the collector be started again."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
+class AgentHello(msgspec.Struct, frozen=True, tag="hello"):
     """An agent's first message: who it is."""
 
     agent: str
@@ -97,7 +97,7 @@ class EventMessage(msgspec.Struct, frozen=True, tag="event"):
     event: Event
 
 
-class Definitions(msgspec.Struct, frozen=True, tag="definitions"):
+class NameDefinitions(msgspec.Struct, frozen=True, tag="definitions"):
     """Names that the pages after it refer to."""
 
     rank: int
@@ -105,7 +105,7 @@ class Definitions(msgspec.Struct, frozen=True, tag="definitions"):
     entries: list[Definition]
 
 
-class Segment(msgspec.Struct, frozen=True):
+class PageSegment(msgspec.Struct, frozen=True):
     """A stretch of a page as the recorder holds it (recorder/layout.py); the bases count from the start of the page."""
 
     index: int
@@ -126,10 +126,10 @@ class PageMessage(msgspec.Struct, frozen=True, tag="page"):
     batch: int
     step: int
     complete: bool
-    segments: list[Segment]
+    segments: list[PageSegment]
 
 
-class History(msgspec.Struct, frozen=True, tag="history"):
+class RankHistoryMessage(msgspec.Struct, frozen=True, tag="history"):
     """abs max of what the modules below one root of one rank returned, over its batches (core/wire/columns.py).
 
     Sent once, when the rank has ended. It decides nothing.
@@ -158,7 +158,7 @@ class SeriesName(msgspec.Struct, frozen=True):
     """A key of METRICS (core/metrics.py)."""
 
 
-class Telemetry(msgspec.Struct, frozen=True, tag="telemetry"):
+class TelemetryMessage(msgspec.Struct, frozen=True, tag="telemetry"):
     """How a node has done since its agent began: samples, the older, the further apart (launcher/agent/telemetry.py).
 
     Sent when a rank stalls, when one meets an overflow, and when the run ends; a later one has all of those before it.
@@ -279,7 +279,7 @@ class GpuNow(msgspec.Struct, frozen=True, array_like=True):
     """Share of its memory that is in use; -1: not known."""
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
+class NodeBeat(msgspec.Struct, frozen=True, tag="beat"):
     """The node is alive. It says where its ranks are."""
 
     ranks: list[RankState]
@@ -297,7 +297,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """Its GPUs (`pack_gpus`), while somebody looks on. It decides nothing."""
 
 
-class Bye(msgspec.Struct, frozen=True, tag="bye"):
+class NodeBye(msgspec.Struct, frozen=True, tag="bye"):
     """torchrun has ended on this node. Everything that was recorded was sent before this message."""
 
     outcome: str
@@ -366,20 +366,30 @@ def life_of(agent: str) -> int:
     return int(life) if life.isascii() and life.isdigit() and len(life) < 10 else 0
 
 
-class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+class AgentLeaving(msgspec.Struct, frozen=True, tag="leaving"):
     """The agent has the verdict. Not numbered."""
 
 
-AgentBody = Hello | EventMessage | Definitions | PageMessage | History | Telemetry | Beat | Bye | Leaving
+AgentBody = (
+    AgentHello
+    | EventMessage
+    | NameDefinitions
+    | PageMessage
+    | RankHistoryMessage
+    | TelemetryMessage
+    | NodeBeat
+    | NodeBye
+    | AgentLeaving
+)
 
 
 def ranks_of(body: AgentBody) -> list[tuple[int, int]]:
     """(attempt, rank) of all that a message is about."""
-    if isinstance(body, Beat):
+    if isinstance(body, NodeBeat):
         return [(state.attempt, state.rank) for state in body.ranks]
-    if isinstance(body, Definitions | PageMessage | History):
+    if isinstance(body, NameDefinitions | PageMessage | RankHistoryMessage):
         return [(body.attempt, body.rank)]
-    if isinstance(body, EventMessage) and not isinstance(body.event, NodeSignal | Xid | GpuCounters | GpuHealth):
+    if isinstance(body, EventMessage) and not isinstance(body.event, NodeSignal | GpuXid | GpuCounters | GpuHealth):
         return [(body.event.where.attempt, body.event.where.rank)]
     return []
 
@@ -400,7 +410,7 @@ class AgentMessage(msgspec.Struct, frozen=True):
     after: Number = 0
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+class RunWelcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The collector of this run; `received` is the highest number it has from this agent."""
 
     run_id: str
@@ -409,7 +419,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     schema: int = SCHEMA
 
 
-class Ack(msgspec.Struct, frozen=True, tag="ack"):
+class MessageAck(msgspec.Struct, frozen=True, tag="ack"):
     """Everything up to and including `n` is stored; `resend` asks for all that came after it."""
 
     n: int
@@ -426,7 +436,7 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     """Somebody looks on: beats should say which modules are closest to their limit."""
 
 
-class Want(msgspec.Struct, frozen=True, tag="want"):
+class WantedBatch(msgspec.Struct, frozen=True, tag="want"):
     """Send what the recorders of your ranks still hold of this batch."""
 
     attempt: int
@@ -442,7 +452,7 @@ class LookAtRanks(msgspec.Struct, frozen=True, tag="look_at_ranks"):
     """Counts how often the collector has asked."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
+class StopRanks(msgspec.Struct, frozen=True, tag="stop"):
     """End the ranks of this node, because the job has ended elsewhere."""
 
     reason: str
@@ -450,7 +460,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The job stands still: torchrun may start them again, if it was told to (`--max-restarts`)."""
 
 
-class Final(msgspec.Struct, frozen=True, tag="final"):
+class FinalVerdict(msgspec.Struct, frozen=True, tag="final"):
     """The verdict; the agent hands it to its launch, which prints it and exits with `exit_code`."""
 
     exit_code: int
@@ -459,13 +469,13 @@ class Final(msgspec.Struct, frozen=True, tag="final"):
     report: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class AgentRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The collector refuses this agent. `reason` says why."""
 
     reason: str
 
 
-CollectorMessage = Welcome | Ack | Want | LookAtRanks | Stop | Final | Refused
+CollectorMessage = RunWelcome | MessageAck | WantedBatch | LookAtRanks | StopRanks | FinalVerdict | AgentRefused
 
 
 class WireError(GpuwatchError):

@@ -88,7 +88,7 @@ class LaunchDone(msgspec.Struct, frozen=True, tag="done"):
 ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone
 
 
-class Notice(msgspec.Struct, frozen=True, tag="notice"):
+class UserNotice(msgspec.Struct, frozen=True, tag="notice"):
     """One sentence for the user."""
 
     text: str
@@ -102,7 +102,7 @@ class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
     """It stands still: torchrun may start them again."""
 
 
-class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
+class JobResult(msgspec.Struct, frozen=True, tag="verdict"):
     """A node agent's last message: what to print, and the exit code."""
 
     exit_code: int
@@ -113,17 +113,17 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     """The spool that has an overflow of this node; "" where the verdict came from a collector, or there is none."""
 
 
-class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
+class VerdictWait(msgspec.Struct, frozen=True, tag="waiting"):
     """The job is over, and the node agent is at work or waits for a verdict that is being made."""
 
 
-class Welcomed(msgspec.Struct, frozen=True, tag="welcomed"):
+class NodeWelcomed(msgspec.Struct, frozen=True, tag="welcomed"):
     """The collector has taken this node into its run."""
 
     run: str
 
 
-FromAgent = Notice | StopRequest | Verdict | Waiting | Welcomed
+FromAgent = UserNotice | StopRequest | JobResult | VerdictWait | NodeWelcomed
 
 
 class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
@@ -151,7 +151,7 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     """`HOST:PORT` where a Prometheus scrapes; "": nowhere."""
 
 
-class Bound(msgspec.Struct, frozen=True, tag="bound"):
+class CollectorBound(msgspec.Struct, frozen=True, tag="bound"):
     """The collector listens at `address`; its run is in `run_dir`."""
 
     address: str
@@ -193,7 +193,7 @@ class PreflightOver(msgspec.Struct, frozen=True, tag="preflight_over"):
     warnings: list[str] = []
 
 
-FromCollector = Bound | CannotBind | Notice | StageLine | PreflightOver
+FromCollector = CollectorBound | CannotBind | UserNotice | StageLine | PreflightOver
 
 Config = TypeVar("Config", AgentConfig, CollectorConfig)
 

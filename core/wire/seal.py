@@ -12,7 +12,7 @@ class SealBroken(Exception):
     """Somebody without the key has written it."""
 
 
-class Seal:
+class WordSeal:
     """HMAC-SHA256 in front of a value, over its name, too: no value passes for another one's. Without a key: nothing.
 
     seal.close("arrive/3", "{}") -> "5f0c...{}"

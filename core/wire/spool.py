@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import GpuwatchError
-from .messages import MAX_MESSAGE_BYTES, AgentMessage, Hello, WireError, decode_agent
+from .messages import MAX_MESSAGE_BYTES, AgentHello, AgentMessage, WireError, decode_agent
 from .regular_file import read_regular
 
 SUFFIX = ".spool"
@@ -130,5 +130,5 @@ def read_spool(path: Path) -> list[AgentMessage]:
 
 def agent_of(messages: list[AgentMessage], path: Path) -> str:
     """Whose spool it is: as its Hello says, else by the file's name."""
-    hellos = [message.body for message in messages if isinstance(message.body, Hello)]
+    hellos = [message.body for message in messages if isinstance(message.body, AgentHello)]
     return hellos[-1].agent if hellos else path.stem.removeprefix("agent-")

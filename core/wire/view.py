@@ -64,7 +64,7 @@ class NodeView(msgspec.Struct, frozen=True):
     """Of all its GPUs, the newest last."""
 
 
-class SlowRank(msgspec.Struct, frozen=True):
+class ViewStraggler(msgspec.Struct, frozen=True):
     """The rank that the others wait for in their steps, as the last comparisons have shown."""
 
     rank: int
@@ -73,7 +73,7 @@ class SlowRank(msgspec.Struct, frozen=True):
     """Share of the job's time."""
 
 
-class Passing(msgspec.Struct, frozen=True):
+class LimitPassing(msgspec.Struct, frozen=True):
     """A module's output that passes its dtype's limit, if it goes on so: the batches in which it does."""
 
     module: str
@@ -83,7 +83,7 @@ class Passing(msgspec.Struct, frozen=True):
     latest: int
 
 
-class Happened(msgspec.Struct, frozen=True):
+class ViewEvent(msgspec.Struct, frozen=True):
     """An event."""
 
     time_ns: int
@@ -91,7 +91,7 @@ class Happened(msgspec.Struct, frozen=True):
     loud: bool = False
 
 
-class View(msgspec.Struct, frozen=True):
+class JobView(msgspec.Struct, frozen=True):
     """The job."""
 
     time_ns: int
@@ -104,14 +104,14 @@ class View(msgspec.Struct, frozen=True):
     ranks: list[RankView]
     hot: list[HotModule]
     """The closest to its limit first."""
-    events: list[Happened]
+    events: list[ViewEvent]
     """The newest last."""
     verdict: str = ""
     """The verdict so far, where a rank has overflowed."""
     kind: str = ""
     """Its kind; "" as long as there is none."""
-    slow: SlowRank | None = None
-    passing: list[Passing] = []
+    slow: ViewStraggler | None = None
+    passing: list[LimitPassing] = []
     """The soonest first, one for each module."""
     events_by_kind: dict[str, int] = {}
     """How many there were, of all attempts."""
@@ -137,15 +137,15 @@ def read_viewer_keys(folder: Path) -> ViewerKeys | None:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(View)
+_decoder = msgspec.msgpack.Decoder(JobView)
 
 
-def encode_view(view: View) -> bytes:
+def encode_view(view: JobView) -> bytes:
     """Bytes for one ZeroMQ frame."""
     return _encoder.encode(view)
 
 
-def decode_view(data: bytes) -> View | None:
+def decode_view(data: bytes) -> JobView | None:
     """None for bytes that are no view."""
     try:
         return _decoder.decode(data)

@@ -29,8 +29,8 @@ from msgspec.structs import replace
 
 from ...core import host
 from ...core.errors import ExitCode, GpuwatchError
-from ...core.events import Anomaly, GpuCounters, GpuHealth, NodeSignal, PreflightResult, WorkerExit, Xid
-from ...core.gpu.child import KILLED_S
+from ...core.events import Anomaly, GpuCounters, GpuHealth, GpuXid, NodeSignal, PreflightResult, WorkerExit
+from ...core.gpu.nvml_child import KILLED_S
 from ...core.host import OwnClock
 from ...core.lone_process import is_rank
 from ...core.recorder.layout import file_name
@@ -40,24 +40,24 @@ from ...core.tell import flush_streams
 from ...core.wire.keys import agent_name, new_identity
 from ...core.wire.messages import (
     VERDICT_PATIENCE_S,
-    Ack,
     AgentBody,
+    AgentHello,
+    AgentLeaving,
     AgentMessage,
-    Beat,
-    Bye,
+    AgentRefused,
     EventMessage,
-    Final,
-    Hello,
-    History,
-    Leaving,
+    FinalVerdict,
     LookAtRanks,
+    MessageAck,
+    NodeBeat,
+    NodeBye,
     PageMessage,
+    RankHistoryMessage,
     RankState,
-    Refused,
-    Stop,
-    Telemetry,
-    Want,
-    Welcome,
+    RunWelcome,
+    StopRanks,
+    TelemetryMessage,
+    WantedBatch,
     WireError,
     closest_modules,
     decode_collector,
@@ -69,12 +69,12 @@ from ...core.wire.messages import (
 )
 from ...core.wire.pipe import (
     AgentConfig,
+    JobResult,
     LaunchDone,
-    Notice,
+    NodeWelcomed,
     StopRequest,
-    Verdict,
-    Waiting,
-    Welcomed,
+    UserNotice,
+    VerdictWait,
     WorkersEnded,
     WorkersStarted,
     read_config,
@@ -83,10 +83,10 @@ from ...core.wire.pipe import (
 )
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
 from .gpus import GpuWatch
-from .outbox import Beats, ClockOffset, Outbox, Resending
-from .process_ends import Orphans, ProcessEnds, memory_kills, session_of
+from .outbox import BeatClock, ClockOffset, MessageOutbox, ResendClock
+from .process_ends import ProcessEnds, RunOrphans, memory_kills, session_of
+from .rank_stalls import StallWatch
 from .rank_watch import MOST_HOT, RankWatch
-from .stalls import StallWatch
 from .telemetry import NodeTelemetry
 from .traced import TracedBatches
 
@@ -112,11 +112,11 @@ _M_MMAP_THRESHOLD = -3
 """mallopt(3)"""
 
 
-class Forgotten(Exception):
+class ForgottenMessages(Exception):
     """The collector does not know any more what it had acknowledged."""
 
 
-class Agent:
+class NodeAgentLoop:
     """The agent of one node. `now` is monotonic time in seconds."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Agent:
         self._folder = Path(config.recorder_dir)
         self._identity = f"{config.identity or new_identity()}.{config.life}".encode()
         self._id = agent_name(self._identity)
-        self.outbox = Outbox()
+        self.outbox = MessageOutbox()
         self.traces = TracedBatches(config.max_nodes)
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
         self._clock = ClockOffset()
@@ -155,23 +155,23 @@ class Agent:
         self._said_goodbye = False
         self._launch_gone = False
         self._launch_session = session_of(os.getppid())
-        self._orphans: Orphans | None = None
+        self._orphans: RunOrphans | None = None
         """What the launch has left behind, once it was killed."""
-        self._final: Final | None = None
+        self._final: FinalVerdict | None = None
         self._welcomed = False
         self._refused = False
         self._worst = ExitCode.CLEAN
         self._began = self._heard = self._now
-        self._beats = Beats()
+        self._beats = BeatClock()
         self._last_waiting = 0.0
-        self._resending = Resending(self._now)
+        self._resending = ResendClock(self._now)
         self._told_unreachable = False
         self._own_context = context is None
         self._context = context if context is not None else zmq.Context()
         self._socket = self._connect()
         self._used = True
         """Since it was last asked what has come. Its descriptor need not say so then (ZMQ_FD, zmq_getsockopt(3))."""
-        self._hello = Hello(
+        self._hello = AgentHello(
             agent=self._id,
             host=host.host_name(),
             pid=os.getpid(),
@@ -204,9 +204,9 @@ class Agent:
                         self._put(message.body)
 
     def _is_only_there(self, body: AgentBody) -> bool:
-        if isinstance(body, Telemetry):
+        if isinstance(body, TelemetryMessage):
             return True
-        if isinstance(body, EventMessage) and isinstance(body.event, Xid | GpuCounters | GpuHealth):
+        if isinstance(body, EventMessage) and isinstance(body.event, GpuXid | GpuCounters | GpuHealth):
             return True
         ranks = ranks_of(body)
         if isinstance(body, EventMessage) and isinstance(body.event, WorkerExit):
@@ -314,7 +314,7 @@ class Agent:
     def _say_waiting(self, now: float) -> None:
         if self._done is not None and now - self._last_waiting > WAITING_S:
             self._last_waiting = now
-            self._tell(Waiting())
+            self._tell(VerdictWait())
 
     # -- the launch ---------------------------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ class Agent:
             adopt_scratch(self._folder)
             if self._config.ends_ranks:
                 self._tell_signal(LaunchDone("failed", int(signal.SIGKILL)))
-                self._orphans = Orphans(self._folder, self._launch_session, self._pids_of_ranks, now)
+                self._orphans = RunOrphans(self._folder, self._launch_session, self._pids_of_ranks, now)
             else:
                 self._conclude_for_launch(now)
 
@@ -423,7 +423,7 @@ class Agent:
         if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
             self._said_goodbye = True
             self._put(
-                Bye(self._done.outcome, self._done.signal, self._done.note, self._done.unwatched, self._done.error)
+                NodeBye(self._done.outcome, self._done.signal, self._done.note, self._done.unwatched, self._done.error)
             )
 
     # -- the GPUs -----------------------------------------------------------------------------------------------
@@ -459,7 +459,7 @@ class Agent:
     def _running(self) -> list[tuple[int, int]]:
         return [(watch.rank, watch.pid) for watch in self._ranks.values() if not watch.ended]
 
-    def _put_telemetry(self, message: Telemetry | None) -> None:
+    def _put_telemetry(self, message: TelemetryMessage | None) -> None:
         if message is not None:
             self._put(message)
 
@@ -468,7 +468,8 @@ class Agent:
         if isinstance(body, EventMessage):
             self._note(body)
         self._spool.append(
-            self.outbox.put(body, needed=needed), is_page=isinstance(body, PageMessage | History | Telemetry)
+            self.outbox.put(body, needed=needed),
+            is_page=isinstance(body, PageMessage | RankHistoryMessage | TelemetryMessage),
         )
 
     def _note(self, message: EventMessage) -> None:
@@ -500,17 +501,17 @@ class Agent:
             try:
                 message = decode_collector(data)
             except WireError as error:
-                self._tell(Notice(f"the collector sent what this agent does not understand: {error}"))
+                self._tell(UserNotice(f"the collector sent what this agent does not understand: {error}"))
                 continue
             self._heard = now
             self._welcomed = True
             self._resending.heard(now)
-            if isinstance(message, Welcome):
-                self._tell(Welcomed(message.run_id))
+            if isinstance(message, RunWelcome):
+                self._tell(NodeWelcomed(message.run_id))
                 self.outbox.change_first(replace(self._hello, run=message.run_id))
                 if self._told_unreachable:
-                    self._tell(Notice(f"the collector at {self._config.collector} answers now"))
-            elif isinstance(message, Ack):
+                    self._tell(UserNotice(f"the collector at {self._config.collector} answers now"))
+            elif isinstance(message, MessageAck):
                 self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
                 self._beats.answered(message.echo_ns)
                 self._looks = message.looks
@@ -520,26 +521,26 @@ class Agent:
                     self._start_over()
                 elif message.resend or self._resending.is_lost(message.echo_ns, message.received, now):
                     self.outbox.send_again()
-            elif isinstance(message, Want):
+            elif isinstance(message, WantedBatch):
                 self.outbox.need(message.attempt, message.batch)
                 for watch in self._ranks.values():
                     watch.want(message, now)
             elif isinstance(message, LookAtRanks):
                 self._stalls.look(self._of_ranks, message.number, now)
                 self._put_telemetry(self._telemetry.told("stall", now))
-            elif isinstance(message, Stop):
+            elif isinstance(message, StopRanks):
                 self._tell(StopRequest(message.reason, message.restart))
-            elif isinstance(message, Final):
+            elif isinstance(message, FinalVerdict):
                 self._final = message
-                self._try_send(encode(AgentMessage(0, Leaving())))
-            elif isinstance(message, Refused):
+                self._try_send(encode(AgentMessage(0, AgentLeaving())))
+            elif isinstance(message, AgentRefused):
                 self._refused = True
-                self._tell(Notice(f"the collector at {self._config.collector} refuses this node: {message.reason}"))
+                self._tell(UserNotice(f"the collector at {self._config.collector} refuses this node: {message.reason}"))
 
     def _start_over(self) -> None:
         """The collector's store was lost. Another agent reads everything again; the launch starts it."""
         if not self._launch_gone:
-            raise Forgotten
+            raise ForgottenMessages
 
     def _send(self, now: float) -> None:
         if self._refused:
@@ -565,16 +566,16 @@ class Agent:
         ):
             self._told_unreachable = True
             self._tell(
-                Notice(
+                UserNotice(
                     f"no collector answers at {self._config.collector} after {UNREACHABLE_S:.0f} s; the training goes "
                     "on and this node's records are kept; if that is the wrong place, pass --collector tcp://HOST:PORT "
                     "or --collector-port PORT"
                 )
             )
 
-    def _beat(self, states: list[RankState]) -> Beat:
+    def _beat(self, states: list[RankState]) -> NodeBeat:
         clock = self._clock.best
-        return Beat(
+        return NodeBeat(
             states,
             dict(self.outbox.pages_dropped),
             time.time_ns(),
@@ -601,7 +602,7 @@ class Agent:
     def _conclude(self) -> None:
         final = self._final
         if final is not None:
-            self._tell(Verdict(final.exit_code, final.kind, final.text, final.report))
+            self._tell(JobResult(final.exit_code, final.kind, final.text, final.report))
             return
         more = self.outbox.unacknowledged() if self._spool.left_out else []
         spool = keep_spools(self._spools(), Path(self._config.spool_dir), node_of(self._id), more)
@@ -613,7 +614,7 @@ class Agent:
         why = f"the collector at {where} did not answer" if where else "no collector could be started"
         text = f"gpuwatch: no verdict: {why}{kept}"
         saw = spool if self._worst is ExitCode.OVERFLOW else None
-        self._tell(Verdict(code, "unknown", text, "", overflow_in=str(saw or "")))
+        self._tell(JobResult(code, "unknown", text, "", overflow_in=str(saw or "")))
 
     def _tell(self, message: msgspec.Struct) -> None:
         write_line(self._to_launch, message)
@@ -662,8 +663,10 @@ def _run() -> int:
         return int(ExitCode.USAGE)
     _give_back_pages()
     try:
-        Agent(config, sys.stdout.buffer).run()
-    except Forgotten:
-        write_line(sys.stdout.buffer, Notice("the collector has lost what it had received; this node tells it again"))
+        NodeAgentLoop(config, sys.stdout.buffer).run()
+    except ForgottenMessages:
+        write_line(
+            sys.stdout.buffer, UserNotice("the collector has lost what it had received; this node tells it again")
+        )
         return 1
     return 0

@@ -40,7 +40,7 @@ HORIZON = 1.0
 """It is looked ahead for so many times as long as the window is."""
 
 
-class Passing(NamedTuple):
+class LimitCrossing(NamedTuple):
     """In how many batches after the last one the limit is passed, and how surely: between `earliest` and `latest`."""
 
     after: int
@@ -50,7 +50,7 @@ class Passing(NamedTuple):
     """The first batch of the window."""
 
 
-def forecast(batches: Sequence[int], numbers: Any, limit: float) -> Passing | None:
+def forecast(batches: Sequence[int], numbers: Any, limit: float) -> LimitCrossing | None:
     """None if it cannot be told, or nothing is to be told.
 
     `batches` ascend, `numbers` is float of shape (batches,): abs max; what is not above zero was not measured.
@@ -68,7 +68,7 @@ def forecast(batches: Sequence[int], numbers: Any, limit: float) -> Passing | No
     return None
 
 
-def _passing(at: Any, level: Any, limit: float) -> Passing | None:
+def _passing(at: Any, level: Any, limit: float) -> LimitCrossing | None:
     span = at[-1] - at[0]
     slope, scatter, now = _line(at, level)
     growth = slope * span
@@ -89,7 +89,7 @@ def _passing(at: Any, level: Any, limit: float) -> Passing | None:
     straight, proportional = left / slope, (2.0**left - 1) / (math.log(2) * last)
     more, less = left + _WILD_LATE * scatter, max(0.0, left - _WILD_EARLY * scatter)
     latest = more / min(slope, second), (2.0**more - 1) / (math.log(2) * last)
-    return Passing(
+    return LimitCrossing(
         max(1, round(_between(straight, proportional, bend / 2))),
         max(1, math.floor(_steeper(less, max(slope, second), span, second - first))),
         max(2, math.ceil(_between(*latest, bend))),
@@ -136,7 +136,7 @@ _INF = 0x7F80
 _NO_LIMIT = 0x7FFF_FFFF
 
 
-class Row(Protocol):
+class BatchRow(Protocol):
     """One batch."""
 
     @property
@@ -147,17 +147,17 @@ class Row(Protocol):
     def codes(self) -> Any: ...  # noqa: D102
 
 
-class Told(NamedTuple):
+class ForecastCandidate(NamedTuple):
     """A column that passes its limit soon."""
 
     column: int
     dtype: str
     abs_max: float
     """In the last batch."""
-    passing: Passing
+    passing: LimitCrossing
 
 
-class Close(NamedTuple):
+class ModuleHeadroom(NamedTuple):
     """A column, and how far it is from its limit."""
 
     column: int
@@ -168,7 +168,7 @@ class Close(NamedTuple):
     """Powers of two a batch."""
 
 
-def closest(rows: Sequence[Row], dtypes: dict[int, int], most: int) -> list[Close]:
+def closest(rows: Sequence[BatchRow], dtypes: dict[int, int], most: int) -> list[ModuleHeadroom]:
     """The columns that are closest to their limit in the newest of the rows."""
     limits = _limits(dtypes)
     now = _spread(rows[-1], len(limits))
@@ -182,11 +182,11 @@ def closest(rows: Sequence[Row], dtypes: dict[int, int], most: int) -> list[Clos
             change = (now[column] - then[column]) / 128 / batches if then[column] > 0 else 0.0
             number = _number(int(now[column]))
             to_go = math.log2(DTYPE_MAX[DTYPE_NAMES[dtypes[column]]]) - math.log2(number)
-            found.append(Close(column, number, to_go, float(change)))
+            found.append(ModuleHeadroom(column, number, to_go, float(change)))
     return found
 
 
-class Forecasts:
+class RootForecasts:
     """Of one root of one rank. A forecast is told once, when two looks that follow each other agree on it."""
 
     def __init__(self) -> None:
@@ -198,12 +198,12 @@ class Forecasts:
         self._before: dict[int, int] = {}
         """What the last look found: the batch by which each passes, at the latest."""
 
-    def look(self, rows: Sequence[Row], dtypes: dict[int, int]) -> list[Told]:
+    def look(self, rows: Sequence[BatchRow], dtypes: dict[int, int]) -> list[ForecastCandidate]:
         """Call it for each new batch; `rows` are all that are kept, the newest last, `dtypes` are those of columns."""
         self._rows += 1
         if self._rows % EVERY or len(rows) < FEWEST or len(self._told) >= MOST_TOLD:
             return []
-        found: list[Told] = []
+        found: list[ForecastCandidate] = []
         before, self._before = self._before, {}
         for column in self._growing(rows, dtypes):
             batches, numbers = _series(rows[-WINDOWS[-1] :], column)
@@ -214,10 +214,10 @@ class Forecasts:
             self._before[column] = batches[-1] + passing.latest
             if before.get(column, -1) >= batches[-1] + passing.earliest:
                 self._told.add(column)
-                found.append(Told(column, dtype, float(numbers[-1]), passing))
+                found.append(ForecastCandidate(column, dtype, float(numbers[-1]), passing))
         return found
 
-    def _growing(self, rows: Sequence[Row], dtypes: dict[int, int]) -> list[int]:
+    def _growing(self, rows: Sequence[BatchRow], dtypes: dict[int, int]) -> list[int]:
         """Columns that are worth a line, those first that have the least left."""
         if self._known != len(dtypes):
             self._known, self._limits = len(dtypes), _limits(dtypes)
@@ -255,7 +255,7 @@ def _number(code: int) -> float:
     return float(numpy.uint32(code << 16).view(numpy.float32))
 
 
-def _spread(row: Row, size: int) -> Any:
+def _spread(row: BatchRow, size: int) -> Any:
     """By column; -1 where there is none."""
     found = numpy.full(size, -1, numpy.int64)
     known = row.columns < size
@@ -263,7 +263,7 @@ def _spread(row: Row, size: int) -> Any:
     return found
 
 
-def _series(rows: Sequence[Row], column: int) -> tuple[list[int], Any]:
+def _series(rows: Sequence[BatchRow], column: int) -> tuple[list[int], Any]:
     """The batches in which a column was measured, and its numbers."""
     batches, codes = [], []
     for row in rows:

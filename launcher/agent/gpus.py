@@ -15,19 +15,19 @@ import time
 
 import msgspec
 
-from ...core.events import GpuCounters, GpuHealth, Xid
-from ...core.gpu.child import command
+from ...core.events import GpuCounters, GpuHealth, GpuXid
 from ...core.gpu.lines import (
     AskCounters,
     AskSamples,
     CountersLine,
     Line,
+    NvmlTrouble,
     SampleLine,
-    Trouble,
-    Watching,
     XidLine,
+    XidWatch,
     parse,
 )
+from ...core.gpu.nvml_child import command
 from ...core.gpu.xids import meaning_of
 
 BEGIN_S = 30.0
@@ -39,7 +39,7 @@ END_S = 3.0
 AGAIN_S = 5.0
 """Anomalies that follow one another within this time are one reason to read the counters."""
 
-Event = Xid | GpuCounters | GpuHealth
+Event = GpuXid | GpuCounters | GpuHealth
 
 
 class GpuWatch:
@@ -49,7 +49,7 @@ class GpuWatch:
         self._events: list[Event] = []
         self._rest = b""
         self._began = now
-        self._watching: Watching | None = None
+        self._watching: XidWatch | None = None
         self._asked: list[tuple[str, float]] = []
         """Moments that are not answered yet, and when they were asked."""
         self._samples: list[SampleLine] = []
@@ -171,7 +171,7 @@ class GpuWatch:
         return True
 
     def _take(self, line: Line) -> None:
-        if isinstance(line, Watching):
+        if isinstance(line, XidWatch):
             self._watching = line
             detail = f"watching {len(line.devices)} GPU(s) for XIDs" if line.devices else "NVML shows no GPU here"
             grade = "ok" if line.devices and not line.unwatched else "unknown"
@@ -179,12 +179,12 @@ class GpuWatch:
                 detail += f"; not {', '.join(f'{uuid} ({why})' for uuid, why in line.unwatched.items())}"
             self._events.append(GpuHealth(grade, detail, line.driver, line.devices, line.unwatched, time.time_ns()))
             self._ask("before", time.monotonic())
-        elif isinstance(line, Trouble):
+        elif isinstance(line, NvmlTrouble):
             self._give_up(line.why)
         elif isinstance(line, XidLine):
             meaning = meaning_of(line.number)
             self._events.append(
-                Xid(line.device, line.number, line.time_ns, meaning.meaning, meaning.next, meaning.grade, line.mig)
+                GpuXid(line.device, line.number, line.time_ns, meaning.meaning, meaning.next, meaning.grade, line.mig)
             )
         elif isinstance(line, SampleLine):
             self._samples.append(line)

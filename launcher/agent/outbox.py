@@ -23,11 +23,11 @@ from typing import NamedTuple
 from ...core.wire.messages import (
     FIRST_CREDIT,
     AgentBody,
-    Bye,
-    Definitions,
-    History,
+    NameDefinitions,
+    NodeBye,
     PageMessage,
-    Telemetry,
+    RankHistoryMessage,
+    TelemetryMessage,
     encode_body,
     envelope,
 )
@@ -42,7 +42,7 @@ _FIRST_NEEDED = 4
 """Of each attempt: an overflow's batch, and those before it."""
 
 
-class _Waiting(NamedTuple):
+class _WaitingPage(NamedTuple):
     data: bytes
     rank: int
     """-1 where it is about the node"""
@@ -50,15 +50,15 @@ class _Waiting(NamedTuple):
     """attempt and batch"""
 
 
-class Outbox:
+class MessageOutbox:
     """Numbered messages in order, and the pages that wait for a number."""
 
     def __init__(self, page_bytes: int = PAGE_BYTES, other_bytes: int = OTHER_BYTES) -> None:
         self._page_limit = page_bytes
         self._other_limit = min(page_bytes, other_bytes)
         self._names: deque[bytes] = deque()
-        self._needed: deque[_Waiting] = deque()
-        self._others: deque[_Waiting] = deque()
+        self._needed: deque[_WaitingPage] = deque()
+        self._others: deque[_WaitingPage] = deque()
         """Pages that nothing needs."""
         self._needed_batches: dict[tuple[int, int], None] = {}
         self._first_needed: set[tuple[int, int]] = set()
@@ -84,16 +84,16 @@ class Outbox:
         data = encode_body(body)
         if isinstance(body, PageMessage):
             of = body.attempt, body.batch
-            self._wait(_Waiting(data, body.rank, of), needed or of in self._needed_batches)
-        elif isinstance(body, History | Telemetry):
-            page = _Waiting(data, body.rank if isinstance(body, History) else -1, (-1, -1))
+            self._wait(_WaitingPage(data, body.rank, of), needed or of in self._needed_batches)
+        elif isinstance(body, RankHistoryMessage | TelemetryMessage):
+            page = _WaitingPage(data, body.rank if isinstance(body, RankHistoryMessage) else -1, (-1, -1))
             if self._page_bytes + len(data) <= self._page_limit // 2:  # it displaces no page
                 self._wait(page, needed=True)
             else:
                 self._count_dropped(page)
-        elif isinstance(body, Definitions):
+        elif isinstance(body, NameDefinitions):
             self._names.append(data)
-        elif isinstance(body, Bye):  # after everything else
+        elif isinstance(body, NodeBye):  # after everything else
             self._bye = data
         else:
             self._number(data)
@@ -126,7 +126,7 @@ class Outbox:
             self._on_the_way += len(data)
             self._kept_bytes += len(data)
 
-    def _wait(self, page: _Waiting, needed: bool) -> None:
+    def _wait(self, page: _WaitingPage, needed: bool) -> None:
         (self._needed if needed else self._others).append(page)
         self._page_bytes += len(page.data)
         self._other_bytes += 0 if needed else len(page.data)
@@ -139,14 +139,14 @@ class Outbox:
                 later = (n for n, each in enumerate(self._needed) if each.of not in self._first_needed)
                 self._drop(self._needed, next(later, -1))
 
-    def _drop(self, pages: deque[_Waiting], number: int = 0) -> None:
+    def _drop(self, pages: deque[_WaitingPage], number: int = 0) -> None:
         self._count_dropped(self._take(pages, number))
 
-    def _count_dropped(self, page: _Waiting) -> None:
+    def _count_dropped(self, page: _WaitingPage) -> None:
         if page.rank != -1:
             self.pages_dropped[page.rank] = self.pages_dropped.get(page.rank, 0) + 1
 
-    def _take(self, pages: deque[_Waiting], number: int = 0) -> _Waiting:
+    def _take(self, pages: deque[_WaitingPage], number: int = 0) -> _WaitingPage:
         page = pages[number]
         del pages[number]
         self._page_bytes -= len(page.data)
@@ -247,7 +247,7 @@ LONGEST_RESEND_S = 60.0
 _KEPT_BEATS = 256
 
 
-class Resending:
+class ResendClock:
     """`now` is monotonic time in seconds."""
 
     def __init__(self, now: float) -> None:
@@ -309,7 +309,7 @@ UNANSWERED_S = 2.0
 """So long an answer is waited for. Then it beats all the same: the beat or its answer may be lost."""
 
 
-class Beats:
+class BeatClock:
     """`now` is monotonic time in seconds."""
 
     def __init__(self) -> None:
@@ -341,7 +341,7 @@ KEPT = 64
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ClockExchange:
     """One question and its answer; nanoseconds."""
 
     round_trip_ns: int
@@ -352,15 +352,15 @@ class ClockOffset:
     """What the exchanges have told so far."""
 
     def __init__(self) -> None:
-        self._exchanges: deque[Exchange] = deque(maxlen=KEPT)
+        self._exchanges: deque[ClockExchange] = deque(maxlen=KEPT)
 
     def hear(self, sent_ns: int, theirs_ns: int, now_ns: int) -> None:
         """An answer has come at `now_ns` to what was sent at `sent_ns`, both by this host's clock."""
         if not sent_ns or not theirs_ns or now_ns < sent_ns:  # an older collector; a clock that was set back meanwhile
             return
-        self._exchanges.append(Exchange(now_ns - sent_ns, theirs_ns - (sent_ns + now_ns) // 2))
+        self._exchanges.append(ClockExchange(now_ns - sent_ns, theirs_ns - (sent_ns + now_ns) // 2))
 
     @property
-    def best(self) -> Exchange | None:
+    def best(self) -> ClockExchange | None:
         """The quickest exchange; None before the first."""
         return min(self._exchanges, key=lambda exchange: exchange.round_trip_ns, default=None)

@@ -24,7 +24,7 @@ RankKey = tuple[int, int]
 """(rank, attempt)"""
 
 
-class _Watched(NamedTuple):
+class _WatchedProcess(NamedTuple):
     key: RankKey
     pidfd: int
     statm: int
@@ -35,7 +35,7 @@ class ProcessEnds:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._watched: list[_Watched] = []
+        self._watched: list[_WatchedProcess] = []
         self._looked_ns = time.time_ns()
         self._ended: dict[RankKey, tuple[int, int]] = {}
 
@@ -49,7 +49,7 @@ class ProcessEnds:
         with suppress(OSError, AttributeError):  # Python has the call only where Linux had it when Python was built
             pidfd = os.pidfd_open(pid)
             try:
-                self._watched.append(_Watched(key, pidfd, os.open(f"/proc/{pid}/statm", os.O_RDONLY)))
+                self._watched.append(_WatchedProcess(key, pidfd, os.open(f"/proc/{pid}/statm", os.O_RDONLY)))
             except OSError:
                 os.close(pidfd)
                 raise
@@ -84,7 +84,7 @@ def _is_ending(statm: int) -> bool:
         return True
 
 
-def _close(watched: _Watched) -> None:
+def _close(watched: _WatchedProcess) -> None:
     os.close(watched.pidfd)
     os.close(watched.statm)
 
@@ -148,7 +148,7 @@ def session_of(pid: int) -> int | None:
     return None
 
 
-class Orphans:
+class RunOrphans:
     """Those of one run: what has its variable, and is in its session or a rank.
 
     A process that has left the session and is no rank is a service that was meant to stay.

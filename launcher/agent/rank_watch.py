@@ -14,25 +14,34 @@ from msgspec.structs import replace
 from ...core.events import (
     Anomaly,
     Definition,
-    Fault,
-    Forecast,
     GroupState,
+    LimitForecast,
+    OwnFault,
+    RunPosition,
     ScriptError,
     ScriptExit,
-    Where,
     WorkerEvent,
     WorkerExit,
     split_label,
 )
 from ...core.lone_process import is_rank, rank_name
-from ...core.recorder.layout import FRAME, VALUE, Field, file_name
+from ...core.recorder.layout import FRAME, VALUE, HeadField, file_name
 from ...core.recorder.reader import HeldPage, NotReady, RecorderReader
 from ...core.stalls import stack_file_name
 from ...core.values import PENDING
-from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, HotModule, PageMessage, RankState, Want
-from .history import RankHistory
+from ...core.wire.messages import (
+    AgentBody,
+    EventMessage,
+    HotModule,
+    NameDefinitions,
+    NodeBeat,
+    PageMessage,
+    RankState,
+    WantedBatch,
+)
+from .batch_history import RankHistory
 from .stacks import fatal_stack
-from .step_times import RankSteps
+from .step_times import RankStepTimes
 from .traced import TracedBatches
 
 PAGE_WAIT_S = 5.0
@@ -53,7 +62,7 @@ LAST_PAGES = 8
 
 
 @dataclass
-class _Wanted:
+class _BatchRequest:
     """A batch that somebody asked for."""
 
     deadline: float
@@ -62,7 +71,7 @@ class _Wanted:
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _PageCopy:
     """What of a page has been sent."""
 
     times: int
@@ -98,7 +107,7 @@ class RankWatch:
         self._even_damaged = False
         self._path = folder / file_name(rank, attempt)
         self._reader: RecorderReader | None = None
-        self._wanted: dict[tuple[str, int, int], _Wanted] = {}
+        self._wanted: dict[tuple[str, int, int], _BatchRequest] = {}
         """by root class, ordinal, batch"""
         self._traced = frozenset(traced)
         self._traces = traces if traces is not None else TracedBatches()
@@ -110,7 +119,7 @@ class RankWatch:
         """The last segment that was looked at for a traced batch."""
         self._traced_until = -1
         """The segment that overwrites the last one that had some."""
-        self._sent: dict[int, _Copy] = {}
+        self._sent: dict[int, _PageCopy] = {}
         """by number of the page, as long as the ring holds something of it"""
         self._anomaly_sent = False
         self._broken = False
@@ -119,10 +128,10 @@ class RankWatch:
         self._script_code: int | None = None
         """What it then ends with."""
         self._history = RankHistory(ranks)
-        self._steps = RankSteps()
+        self._steps = RankStepTimes()
         self._asked = False
         """Whether a batch of it was asked for, by its own anomaly or by the collector."""
-        self._faults: dict[str, Fault | None] = {}
+        self._faults: dict[str, OwnFault | None] = {}
         """By part: errors of ours that cost no frame; None once told."""
 
     def poll(self, now: float) -> list[AgentBody]:
@@ -139,7 +148,7 @@ class RankWatch:
         note = (
             f"the recorder of {rank_name(self.rank)} is damaged and is read no further: {type(error).__name__}: {error}"
         )
-        return EventMessage(Fault(Where(self.rank, self.attempt), "recorder", note))
+        return EventMessage(OwnFault(RunPosition(self.rank, self.attempt), "recorder", note))
 
     def _poll(self, now: float) -> list[AgentBody]:
         reader = self._open()
@@ -163,24 +172,24 @@ class RankWatch:
         messages += self._due_pages(reader, now)
         return messages
 
-    def want(self, want: Want, now: float) -> None:
+    def want(self, want: WantedBatch, now: float) -> None:
         """The collector asks for a batch."""
         if want.attempt == self.attempt:
             self._asked = True
-            self._wanted.setdefault((want.root_cls, want.root_ordinal, want.batch), _Wanted(now + PAGE_WAIT_S))
+            self._wanted.setdefault((want.root_cls, want.root_ordinal, want.batch), _BatchRequest(now + PAGE_WAIT_S))
 
     def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
         """The process has ended: read the rest, and send its last pages, its last state and where it was."""
         self._even_damaged = True  # nobody writes it any more: its head will not get better
         messages = self.poll(now)
         self.ended = True
-        bare = EventMessage(WorkerExit(Where(self.rank, self.attempt), code, by, "starting"))
+        bare = EventMessage(WorkerExit(RunPosition(self.rank, self.attempt), code, by, "starting"))
         reader = self._reader
         if reader is None:
             return [*messages, bare]
         if reader.head_is_damaged:
             note = f"the head of the recorder of {rank_name(self.rank)} is damaged"
-            messages.append(EventMessage(Fault(Where(self.rank, self.attempt), "recorder", note)))
+            messages.append(EventMessage(OwnFault(RunPosition(self.rank, self.attempt), "recorder", note)))
         if not self._broken:
             try:
                 return [*messages, *self._end(reader, code, by, now)]
@@ -195,14 +204,14 @@ class RankWatch:
         messages += self._last_pages(reader)
         messages += self._unlogged_anomaly(reader)
         state = replace(reader.state(), final=True, pending=_pending_in_ring(reader), traces_thinned=self._num_thinned)
-        root = reader.roots.get(reader[Field.ROOT])
-        where = Where(
+        root = reader.roots.get(reader[HeadField.ROOT])
+        where = RunPosition(
             rank=self.rank,
             attempt=self.attempt,
             step=state.step,
             batch=state.batch,
             root=root.label if root is not None else "",
-            page=reader[Field.PAGE],
+            page=reader[HeadField.PAGE],
             seq=state.seq,
         )
         if state.phase == "finished" and not self._script_ended and code is not None and code >= 0:
@@ -219,7 +228,7 @@ class RankWatch:
         times = self._steps.event(where)
         if times is not None:
             messages.append(EventMessage(times))
-        return [*messages, *self._history_of(reader, code), Beat([state], {}), EventMessage(exit_)]
+        return [*messages, *self._history_of(reader, code), NodeBeat([state], {}), EventMessage(exit_)]
 
     def _of_this_rank(self, event: WorkerEvent) -> WorkerEvent:
         """What a process has recorded before it was known which rank it is, is this rank's."""
@@ -235,7 +244,7 @@ class RankWatch:
 
         Returns what the history says of the batches to come, and what has failed.
         """
-        forecasts: list[Forecast] = []
+        forecasts: list[LimitForecast] = []
         try:
             self._steps.look(reader, header)
         except Exception as error:
@@ -254,8 +263,8 @@ class RankWatch:
 
     def _failed(self, part: str, error: Exception) -> None:
         """An error of ours that costs no frame is told once for each part."""
-        where = Where(self.rank, self.attempt)
-        self._faults.setdefault(part, Fault(where, part, f"{type(error).__name__}: {error}"))
+        where = RunPosition(self.rank, self.attempt)
+        self._faults.setdefault(part, OwnFault(where, part, f"{type(error).__name__}: {error}"))
 
     def _new_faults(self) -> list[EventMessage]:
         if not self._faults:
@@ -333,9 +342,9 @@ class RankWatch:
             self._failed("hottest modules", error)
             return []
 
-    def where(self, state: RankState) -> Where:
+    def where(self, state: RankState) -> RunPosition:
         """The place of a state."""
-        return Where(self.rank, self.attempt, state.step, state.batch, seq=state.seq, time_ns=time.time_ns())
+        return RunPosition(self.rank, self.attempt, state.step, state.batch, seq=state.seq, time_ns=time.time_ns())
 
     @property
     def was_removed(self) -> bool:
@@ -369,16 +378,16 @@ class RankWatch:
         return self._reader
 
     def _definitions(self, entries: list[Definition]) -> list[AgentBody]:
-        return [Definitions(self.rank, self.attempt, entries)] if entries else []
+        return [NameDefinitions(self.rank, self.attempt, entries)] if entries else []
 
     def _react(self, event: WorkerEvent, now: float) -> None:
         if isinstance(event, Anomaly):
             self._anomaly_sent = self._asked = True
             root, batch = split_label(event.where.root), event.where.batch
-            self._wanted.setdefault((*root, batch), _Wanted(now + PAGE_WAIT_S))
+            self._wanted.setdefault((*root, batch), _BatchRequest(now + PAGE_WAIT_S))
             for earlier in range(max(0, batch - EARLIER_PAGES), batch):
                 if earlier in self._traced:
-                    self._wanted.setdefault((*root, earlier), _Wanted(now + PAGE_WAIT_S))
+                    self._wanted.setdefault((*root, earlier), _BatchRequest(now + PAGE_WAIT_S))
 
     def _due_pages(self, reader: RecorderReader, now: float) -> list[AgentBody]:
         if not self._wanted and (self.ended or not self._traced_in_ring(reader)):
@@ -425,7 +434,7 @@ class RankWatch:
         numbers = {page.number for page in traced if self._traces.takes(page.batch)}
         self._thinned.update({page.number for page in traced} - numbers - self._sent.keys())
         numbers.update([page.number for page in held if not page.complete][-LAST_PAGES:])
-        numbers.add(reader[Field.PAGE])
+        numbers.add(reader[HeadField.PAGE])
         return [
             message for page in held if page.number in numbers for message in self._page(reader, page, overdue=True)
         ]
@@ -454,7 +463,7 @@ class RankWatch:
         self._thinned.discard(held.number)
         if held.batch in self._traced:
             self._traces.sent(page)
-        self._sent[held.number] = _Copy(sent.times + 1 if sent is not None else 1, extent, pending)
+        self._sent[held.number] = _PageCopy(sent.times + 1 if sent is not None else 1, extent, pending)
         return [page]
 
 

@@ -105,19 +105,19 @@ _HELD = "TD"
 """States in which a process cannot be held."""
 
 
-class _Frame(msgspec.Struct, frozen=True):
+class _StackFrame(msgspec.Struct, frozen=True):
     name: str
     filename: str
     line: int = 0
 
 
-class _Thread(msgspec.Struct, frozen=True):
+class _ThreadStack(msgspec.Struct, frozen=True):
     os_thread_id: int | None = None
     thread_name: str | None = None
-    frames: list[_Frame] = []
+    frames: list[_StackFrame] = []
 
 
-class Spied(NamedTuple):
+class PySpyStacks(NamedTuple):
     """What py-spy has seen."""
 
     stack: list[StackLine]
@@ -156,7 +156,7 @@ class PySpy:
         """Whether it has ended, or will not be waited for any longer."""
         return self._child is None or self._child.poll() is not None or now >= self._end
 
-    def result(self) -> Spied | None:
+    def result(self) -> PySpyStacks | None:
         """What it has seen; None if it is not there, may not look, or did not end in time. Ends it."""
         child, output = self._child, self._output
         try:
@@ -185,10 +185,10 @@ def find_py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def parse_spied(data: bytes, pid: int) -> Spied | None:
+def parse_spied(data: bytes, pid: int) -> PySpyStacks | None:
     """What `py-spy dump --json` has printed; None if it is something else. The main thread has the process's number."""
     try:
-        threads = msgspec.json.decode(data, type=list[_Thread])
+        threads = msgspec.json.decode(data, type=list[_ThreadStack])
     except (msgspec.DecodeError, RecursionError):
         return None
     main = next((thread for thread in threads if thread.os_thread_id == pid), threads[0] if threads else None)
@@ -205,22 +205,22 @@ def parse_spied(data: bytes, pid: int) -> Spied | None:
         elif not stack and not frame.name.startswith("0x"):
             native.append(line)
     others = [ThreadSeen(thread.thread_name or "", at=_place(thread)) for thread in threads if thread is not main]
-    return Spied(stack[:MOST_LINES], native[:_MOST_NATIVE], others[:_MOST_OTHERS])
+    return PySpyStacks(stack[:MOST_LINES], native[:_MOST_NATIVE], others[:_MOST_OTHERS])
 
 
-def _is_native(frame: _Frame) -> bool:
+def _is_native(frame: _StackFrame) -> bool:
     """An interpreter that was built with debugging information has lines of C."""
     return frame.line <= 0 or frame.filename.endswith(_NATIVE)
 
 
-def _py_spy_line(frame: _Frame) -> StackLine:
+def _py_spy_line(frame: _StackFrame) -> StackLine:
     if _is_native(frame):
         return StackLine(frame.filename, 0, frame.name)
     text = linecache.getline(frame.filename, frame.line).strip()[:200]
     return StackLine(frame.filename, frame.line, frame.name.rpartition(".")[2], text)
 
 
-def _place(thread: _Thread) -> str:
+def _place(thread: _ThreadStack) -> str:
     """The innermost line of the user's own files; where there is none, of any file."""
     lines = [_py_spy_line(frame) for frame in thread.frames if not _is_native(frame)]
     line = next((line for line in lines if is_users(line.shown)), lines[0] if lines else None)
@@ -233,7 +233,7 @@ _MOST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class Seen:
+class StackLookResult:
     """What a look has shown."""
 
     state: str
@@ -247,7 +247,7 @@ class Seen:
     """and its threads."""
 
 
-class Look:
+class StackLook:
     """One look at one process: made at `now`, finished by `result` about `LOOK_S` later.
 
     Later by up to py-spy's limit where the process does not answer and py-spy is there.
@@ -283,17 +283,17 @@ class Look:
                 self._spy = PySpy(self._pid, state, now)
         return self._spy is None or self._spy.is_done(now)
 
-    def result(self, now: float) -> Seen:
+    def result(self, now: float) -> StackLookResult:
         """What it has shown, once it is due."""
         assert self._busy is not None
         state = _stat(self._pid)[0]
         if self._answer:
-            return Seen(state, self._busy, self._answer)
+            return StackLookResult(state, self._busy, self._answer)
         threads = threads_of(self._pid)
         spied = self._spy.result() if self._spy is not None else None
         if spied is None:
-            return Seen(state, self._busy, [], [], threads)
-        return Seen(state, self._busy, spied.stack, spied.native, [*threads[:1], *spied.others])
+            return StackLookResult(state, self._busy, [], [], threads)
+        return StackLookResult(state, self._busy, spied.stack, spied.native, [*threads[:1], *spied.others])
 
     def close(self) -> None:
         """Without a result: end what is still at work."""

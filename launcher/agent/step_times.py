@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...core.events import StepTimes, Where
-from ...core.recorder.layout import Field
+from ...core.events import RunPosition, StepTimes
+from ...core.recorder.layout import HeadField
 from ...core.recorder.reader import RecorderReader
 from ...core.recorder.step_table import PARTS, TimedStep
 from ...core.wire.columns import MOST_STEPS, pack_steps
@@ -58,7 +58,7 @@ BLOCK = 8
 """Steps that followed each other."""
 
 
-class RankSteps:
+class RankStepTimes:
     """Of one rank in one attempt."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class RankSteps:
 
     def look(self, reader: RecorderReader, header: tuple[int, ...]) -> None:
         """Take the steps that were timed since the last look. What the ring has lost meanwhile is not in the sums."""
-        if header[Field.STEPS_TIMED] == self._seen:
+        if header[HeadField.STEPS_TIMED] == self._seen:
             return
         for count, step in reader.steps(self._seen):
             self._seen = count
@@ -102,7 +102,7 @@ class RankSteps:
         """Seconds of the last steps that were timed, in their order."""
         return list(self._last_s)
 
-    def event(self, where: Where) -> StepTimes | None:
+    def event(self, where: RunPosition) -> StepTimes | None:
         """What is known; None if no step was timed."""
         if not self._kept:
             return None

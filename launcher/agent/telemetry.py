@@ -24,8 +24,8 @@ import numpy
 from ...core.gpu.lines import SampleLine
 from ...core.threads import start_thread
 from ...core.wire.columns import pack_samples
-from ...core.wire.messages import GpuNow, SeriesName, Telemetry
-from .history import spread, thinned
+from ...core.wire.messages import GpuNow, SeriesName, TelemetryMessage
+from .batch_history import spread, thinned
 from .host_figures import Values, read_cgroup, read_disks, read_host, read_infiniband, read_ranks
 
 # The thread that reads the host's figures: a file system that does not answer stops it, and nothing else.
@@ -95,7 +95,7 @@ SENT_BYTES = 128 << 10
 """Before it is packed."""
 
 
-class _Sample(NamedTuple):
+class _TelemetrySample(NamedTuple):
     number: int
     time_ns: int
     values: array[float]
@@ -107,7 +107,7 @@ class NodeRecord:
 
     def __init__(self) -> None:
         self._series: dict[tuple[str, str], int] = {}
-        self._samples: list[_Sample] = []
+        self._samples: list[_TelemetrySample] = []
         self._taken = 0
 
     def add(self, time_ns: int, values: Values) -> None:
@@ -119,12 +119,12 @@ class NodeRecord:
         for name, value in values.items():
             if name in self._series:
                 row[self._series[name]] = value
-        self._samples.append(_Sample(self._taken, time_ns, row))
+        self._samples.append(_TelemetrySample(self._taken, time_ns, row))
         self._taken += 1
         if self._taken % NEWEST == 0:
             self._samples = thinned(self._samples, lambda sample: sample.number, NEWEST)
 
-    def message(self, reason: str, sent_ns: int, interval_s: float, troubles: list[str]) -> Telemetry | None:
+    def message(self, reason: str, sent_ns: int, interval_s: float, troubles: list[str]) -> TelemetryMessage | None:
         """All of it; None if there is nothing."""
         samples = _ascending(spread(self._samples, max(8, SENT_BYTES // (8 + 4 * max(1, len(self._series))))))
         if not samples or not self._series:
@@ -132,7 +132,7 @@ class NodeRecord:
         table = numpy.full((len(samples), len(self._series)), numpy.nan)
         for n, sample in enumerate(samples):
             table[n, : len(sample.values)] = sample.values
-        return Telemetry(
+        return TelemetryMessage(
             samples[0].time_ns,
             sent_ns,
             reason,
@@ -143,9 +143,9 @@ class NodeRecord:
         )
 
 
-def _ascending(samples: list[_Sample]) -> list[_Sample]:
+def _ascending(samples: list[_TelemetrySample]) -> list[_TelemetrySample]:
     """Without those that a clock that was set back has put behind later ones."""
-    found: list[_Sample] = []
+    found: list[_TelemetrySample] = []
     for sample in samples:
         while found and found[-1].time_ns > sample.time_ns:
             found.pop()
@@ -255,7 +255,7 @@ class NodeTelemetry:
         """As NVML found them last; none where there is no GPU, or NVML does not answer."""
         return self._gpus_now
 
-    def told(self, reason: str, now: float) -> Telemetry | None:
+    def told(self, reason: str, now: float) -> TelemetryMessage | None:
         """What to send because of a stall or an anomaly; None if the last one was not long ago, or nothing is known."""
         if self._told_at is not None and now - self._told_at < self._again_s:
             return None
@@ -265,11 +265,11 @@ class NodeTelemetry:
             self._told_at = now
         return message
 
-    def ended(self) -> Telemetry | None:
+    def ended(self) -> TelemetryMessage | None:
         """What to send when the run has ended; None if nothing is known."""
         return self._message("end")
 
-    def _message(self, reason: str) -> Telemetry | None:
+    def _message(self, reason: str) -> TelemetryMessage | None:
         self._close_sample()
         with suppress(Exception):  # it decides nothing
             return self._record.message(reason, self._time_ns(), self._interval_s, list(self._troubles.values()))

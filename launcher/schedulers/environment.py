@@ -13,35 +13,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .job import Job, Variable, nodes, port, read_facts, whole
+from .job import JobVariable, SchedulerFacts, nodes, port, read_facts, whole
 from .mpi import read_mpi_job
 from .slurm_variables import SLURM
 
 _SCHEDULERS = (SLURM,)
 
 _PLAIN = {
-    "nodes": Variable(("NNODES",), nodes),
-    "node_rank": Variable(("NODE_RANK",), whole),
-    "head": Variable(("MASTER_ADDR",)),
-    "port": Variable(("MASTER_PORT",), port),
-    "nproc": Variable(("NPROC_PER_NODE",)),
+    "nodes": JobVariable(("NNODES",), nodes),
+    "node_rank": JobVariable(("NODE_RANK",), whole),
+    "head": JobVariable(("MASTER_ADDR",)),
+    "port": JobVariable(("MASTER_PORT",), port),
+    "nproc": JobVariable(("NPROC_PER_NODE",)),
 }
 
 
-def read_job(environ: Mapping[str, str]) -> Job | None:
+def read_job(environ: Mapping[str, str]) -> SchedulerFacts | None:
     """The job that this process is part of; None if nothing speaks of one. Raises UsageError on a senseless value."""
     for scheduler in _SCHEDULERS:
         if any(environ.get(name, "").strip() for name in scheduler.variables["job_id"].names):
             return scheduler.read(environ)
     facts = read_facts(_PLAIN, environ)
-    return Job(None, **facts) if any(value is not None for value in facts.values()) else None
+    return SchedulerFacts(None, **facts) if any(value is not None for value in facts.values()) else None
 
 
-def read_task(environ: Mapping[str, str]) -> Job | None:
+def read_task(environ: Mapping[str, str]) -> SchedulerFacts | None:
     """The same for a command of which each task is one process: mpirun may run inside of a scheduler's job."""
     return read_mpi_job(environ) or read_job(environ)
 
 
-def variables(job: Job, fact: str) -> str:
+def variables(job: SchedulerFacts, fact: str) -> str:
     """The names that a fact may have, for a sentence: `SLURM_STEP_NUM_NODES or SLURM_NNODES`."""
     return " or ".join((job.scheduler.variables if job.scheduler is not None else _PLAIN)[fact].names)

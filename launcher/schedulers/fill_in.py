@@ -9,7 +9,7 @@ from ...core.errors import UsageError
 from ..option_types import bracketed, parse_nnodes
 from ..plan import C10D_DEFAULT_PORT, add_rendezvous_conf
 from .environment import variables
-from .job import Job
+from .job import SchedulerFacts
 
 
 def given_options(parser: argparse.ArgumentParser, arguments: list[str], environ: Mapping[str, str]) -> set[str]:
@@ -25,7 +25,9 @@ def given_options(parser: argparse.ArgumentParser, arguments: list[str], environ
     return said | {dest for dest in dests if f"PET_{dest.upper()}" in environ}
 
 
-def fill_in(args: argparse.Namespace, given: set[str], job: Job | None, count_gpus: Callable[[], int]) -> bool:
+def fill_in(
+    args: argparse.Namespace, given: set[str], job: SchedulerFacts | None, count_gpus: Callable[[], int]
+) -> bool:
     """Complete the options of torchrun. Returns whether the nodes meet at the job's own head.
 
     `count_gpus` is asked for this node's GPUs only where the job does not tell. Raises UsageError, in one sentence,
@@ -48,14 +50,14 @@ def fill_in(args: argparse.Namespace, given: set[str], job: Job | None, count_gp
     return False
 
 
-def _fill_processes(args: argparse.Namespace, job: Job, count_gpus: Callable[[], int]) -> None:
+def _fill_processes(args: argparse.Namespace, job: SchedulerFacts, count_gpus: Callable[[], int]) -> None:
     if job.nproc is not None:
         args.nproc_per_node = job.nproc
     elif job.scheduler is not None and (gpus := count_gpus()) > 0:
         args.nproc_per_node = str(gpus)
 
 
-def _fill_nodes(args: argparse.Namespace, job: Job) -> None:
+def _fill_nodes(args: argparse.Namespace, job: SchedulerFacts) -> None:
     if job.nodes is None:
         if job.scheduler is not None:
             raise UsageError(
@@ -77,11 +79,11 @@ def _fill_nodes(args: argparse.Namespace, job: Job) -> None:
     args.nnodes = str(most) if least == most else f"{least}:{most}"
 
 
-def _on_each(job: Job, nodes: int) -> str:
+def _on_each(job: SchedulerFacts, nodes: int) -> str:
     return job.scheduler.on_each_node.replace("{nodes}", str(nodes)) if job.scheduler is not None else ""
 
 
-def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: Job) -> bool:
+def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: SchedulerFacts) -> bool:
     if "rdzv_backend" not in given and not _means_static(given, job):
         args.rdzv_backend = "c10d"
     if args.rdzv_backend == "static" and "node_rank" not in given and job.node_rank is not None:
@@ -106,14 +108,14 @@ def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: Job) -> 
     return ours
 
 
-def _means_static(given: set[str], job: Job) -> bool:
+def _means_static(given: set[str], job: SchedulerFacts) -> bool:
     """Options that speak of torchrun's static rendezvous, which is its default."""
     if given & {"master_addr", "master_port"}:
         return True
     return "rdzv_endpoint" in given and (job.scheduler is None or "node_rank" in given)
 
 
-def _fill_this_node(args: argparse.Namespace, given: set[str], job: Job) -> None:
+def _fill_this_node(args: argparse.Namespace, given: set[str], job: SchedulerFacts) -> None:
     """Whether this node hosts the rendezvous, and by which name the others reach it."""
     node_rank = args.node_rank if "node_rank" in given else job.node_rank
     most = parse_nnodes(args.nnodes)[1]

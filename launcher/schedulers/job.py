@@ -1,6 +1,6 @@
 """What a launch may know of the job that it is part of, and what it must be told of a scheduler to find that out.
 
-A scheduler is one file, such as slurm.py. What is in its `Scheduler` is all that the rest of gpuwatch knows of it.
+A scheduler is one file, such as slurm.py. What is in its `BatchScheduler` is all that the rest of gpuwatch knows of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..option_types import is_number, parse_nnodes
 
 
 @dataclass(frozen=True)
-class Variable:
+class JobVariable:
     """A fact of the environment: the names that it may have, the best one first, and how it is written."""
 
     names: tuple[str, ...]
@@ -37,16 +37,16 @@ class EndReason:
 
 
 @dataclass(frozen=True)
-class Scheduler:
+class BatchScheduler:
     """A batch scheduler: its words, and what only it can tell."""
 
     name: str
     """What users call it."""
-    variables: Mapping[str, Variable]
+    variables: Mapping[str, JobVariable]
     """Fact -> the variables of the environment that tell it. `job_id` is there in every job of its."""
-    read: Callable[[Mapping[str, str]], Job]
+    read: Callable[[Mapping[str, str]], SchedulerFacts]
     """The job that an environment speaks of. Raises UsageError on a senseless value."""
-    why_it_ends: Callable[[Job], EndReason]
+    why_it_ends: Callable[[SchedulerFacts], EndReason]
     """Asks it; never raises, and takes seconds at most."""
     on_each_node: str
     """How a command is started once on each of `{nodes}` nodes."""
@@ -59,10 +59,10 @@ class Scheduler:
 
 
 @dataclass(frozen=True)
-class Job:
+class SchedulerFacts:
     """What is known of the job; None is unknown."""
 
-    scheduler: Scheduler | None
+    scheduler: BatchScheduler | None
     """None: plain variables speak of it."""
     nodes: tuple[int, int] | None = None
     """Fewest and most."""
@@ -132,7 +132,7 @@ def nodes(text: str) -> tuple[int, int]:
         raise ValueError("a number of nodes or MIN:MAX") from None
 
 
-def read_facts(table: Mapping[str, Variable], environ: Mapping[str, str]) -> dict[str, Any]:
+def read_facts(table: Mapping[str, JobVariable], environ: Mapping[str, str]) -> dict[str, Any]:
     """Each fact of a table, None where no variable tells it."""
     facts: dict[str, Any] = dict.fromkeys(table)
     for fact, variable in table.items():

@@ -9,19 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from .job import Job, Variable, port, read_facts, whole
+from .job import JobVariable, SchedulerFacts, port, read_facts, whole
 
 VARIABLES = {
-    "size": Variable(("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"), whole),
-    "rank": Variable(("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK"), whole),
-    "tasks_here": Variable(("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"), whole),
-    "job_id": Variable(("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVS")),
-    "head": Variable(("MASTER_ADDR",)),
-    "port": Variable(("MASTER_PORT",), port),
+    "size": JobVariable(("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"), whole),
+    "rank": JobVariable(("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK"), whole),
+    "tasks_here": JobVariable(("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"), whole),
+    "job_id": JobVariable(("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVS")),
+    "head": JobVariable(("MASTER_ADDR",)),
+    "port": JobVariable(("MASTER_PORT",), port),
 }
 
 
-def read_mpi_job(environ: Mapping[str, str]) -> Job | None:
+def read_mpi_job(environ: Mapping[str, str]) -> SchedulerFacts | None:
     """The job that MPI's variables speak of; None if they speak of none. Raises UsageError on a senseless value."""
     if not any(environ.get(name, "").strip() for name in VARIABLES["tasks_here"].names):
         return None
@@ -30,7 +30,7 @@ def read_mpi_job(environ: Mapping[str, str]) -> Job | None:
     if not size or not here or rank is None:
         return None
     nodes = -(-size // here)
-    return Job(
+    return SchedulerFacts(
         None,
         nodes=(nodes, nodes),
         node_rank=rank // here,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from ...core.errors import UsageError
 from ..option_types import is_number
-from .job import EndReason, Job, Scheduler, Variable, nodes, read_facts, whole
+from .job import BatchScheduler, EndReason, JobVariable, SchedulerFacts, nodes, read_facts, whole
 
 # SLURM's short form of host names, written out: without `scontrol`, which a container rarely has.
 
@@ -116,22 +116,22 @@ def _devices(text: str) -> int:
 
 
 _VARIABLES = {
-    "job_id": Variable(("SLURM_JOB_ID", "SLURM_JOBID"), whole),
-    "restart": Variable(("SLURM_RESTART_COUNT",), whole),
-    "step": Variable(("SLURM_STEP_ID", "SLURM_STEPID"), whole),
-    "nodes": Variable(("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
-    "hosts": Variable(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"), _hosts),
-    "node_rank": Variable(("SLURM_NODEID",), whole),
-    "node": Variable(("SLURMD_NODENAME",)),
-    "gpus": Variable(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), _gpus),
-    "visible_gpus": Variable(("CUDA_VISIBLE_DEVICES",), _devices, may_be_empty=True),
-    "tasks_per_node": Variable(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), _tasks),
-    "tasks_here": Variable(("SLURM_GTIDS",), lambda text: len(text.split(","))),
-    "ends": Variable(("SLURM_JOB_END_TIME",), whole),
+    "job_id": JobVariable(("SLURM_JOB_ID", "SLURM_JOBID"), whole),
+    "restart": JobVariable(("SLURM_RESTART_COUNT",), whole),
+    "step": JobVariable(("SLURM_STEP_ID", "SLURM_STEPID"), whole),
+    "nodes": JobVariable(("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
+    "hosts": JobVariable(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"), _hosts),
+    "node_rank": JobVariable(("SLURM_NODEID",), whole),
+    "node": JobVariable(("SLURMD_NODENAME",)),
+    "gpus": JobVariable(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), _gpus),
+    "visible_gpus": JobVariable(("CUDA_VISIBLE_DEVICES",), _devices, may_be_empty=True),
+    "tasks_per_node": JobVariable(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), _tasks),
+    "tasks_here": JobVariable(("SLURM_GTIDS",), lambda text: len(text.split(","))),
+    "ends": JobVariable(("SLURM_JOB_END_TIME",), whole),
 }
 
 
-def read_slurm_job(environ: Mapping[str, str]) -> Job:
+def read_slurm_job(environ: Mapping[str, str]) -> SchedulerFacts:
     """The job that SLURM's variables speak of. Raises UsageError on a senseless value."""
     facts = read_facts(_VARIABLES, environ)
     step = facts["step"]
@@ -148,7 +148,7 @@ def read_slurm_job(environ: Mapping[str, str]) -> Job:
     restart = facts["restart"] or 0
     number = step if in_step else None
     nproc = _processes(facts["gpus"], facts["visible_gpus"])
-    return Job(
+    return SchedulerFacts(
         SLURM,
         nodes=facts["nodes"],
         node_rank=facts["node_rank"],
@@ -191,7 +191,7 @@ def rendezvous_port(job_id: int, step: int, restart: int = 0) -> int:
 # -- why it ends a job --------------------------------------------------------------------------------------------
 
 
-def why_it_ends(job: Job) -> EndReason:
+def why_it_ends(job: SchedulerFacts) -> EndReason:
     """What SLURM says of a job that it ends; nothing where it cannot be asked. A launch hears SIGTERM and no more."""
     if job.job_id is None or not job.hosts:
         return EndReason()
@@ -236,7 +236,7 @@ def _output(*command: str) -> str:
         return ""
 
 
-SLURM = Scheduler(
+SLURM = BatchScheduler(
     name="SLURM",
     variables=_VARIABLES,
     read=read_slurm_job,

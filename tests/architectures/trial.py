@@ -165,7 +165,7 @@ def watched(
     try:
         trained = train(architecture, dtype, prepare)
         verdict = handle.verdict()
-        faults = [event for event in handle.events if type(event).__name__ == "Fault"]
+        faults = [event for event in handle.events if type(event).__name__ == "OwnFault"]
     finally:
         if handle is not None:
             handle.remove()
@@ -295,7 +295,7 @@ def _train_compiled(
                 losses.append(float(loss))
             verdict = handle.verdict() if handle is not None else None
             events = handle.events if handle is not None else []
-            faults = [event for event in events if type(event).__name__ == "Fault"]
+            faults = [event for event in events if type(event).__name__ == "OwnFault"]
         finally:
             if handle is not None:
                 handle.remove()

@@ -9,43 +9,43 @@ from types import SimpleNamespace
 import msgspec
 import numpy
 import pytest
-from gpuwatch.collector.facts.kept_pages import KeptPage, RankNames, Shelf
+from gpuwatch.collector.facts.kept_pages import KeptPage, PageCache, RankNames
 from gpuwatch.core.events import (
     Anomaly,
     Definition,
-    Inventory,
     ModuleDef,
     PreflightBegan,
     PreflightResult,
     PreflightStage,
+    RankInventoryEvent,
     RootDef,
+    RunPosition,
     ScriptError,
     ScriptExit,
     ShapeDef,
     SlotDef,
-    Where,
     WorkerExit,
 )
-from gpuwatch.core.frames import Mark, Phase, RowKind
+from gpuwatch.core.frames import Phase, RowKind, RowMark
 from gpuwatch.core.judge import anomaly_of, first_expected_gradient, judge
-from gpuwatch.core.preflight import Finding
+from gpuwatch.core.preflight import PreflightFinding
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.recorder.pages import Names, decode_page
-from gpuwatch.core.values import COUNTED, DTYPE_CODES, SHARE, Encoding, NonFinite
+from gpuwatch.core.recorder.pages import NameTable, decode_page
+from gpuwatch.core.values import COUNTED, DTYPE_CODES, SHARE, NonFinite, ValueEncoding
 from gpuwatch.core.wire.columns import pack_samples
 from gpuwatch.core.wire.keys import agent_name
 from gpuwatch.core.wire.messages import (
     AgentBody,
-    Beat,
-    Bye,
-    Definitions,
+    AgentHello,
     EventMessage,
-    Hello,
+    NameDefinitions,
+    NodeBeat,
+    NodeBye,
     PageMessage,
+    PageSegment,
     RankState,
-    Segment,
     SeriesName,
-    Telemetry,
+    TelemetryMessage,
 )
 
 NAN, INF, NEGINF = math.nan, math.inf, -math.inf
@@ -102,7 +102,7 @@ class Batch:
         """A tensor whose values are `number`, and `low` if given; the same index twice is the same tensor."""
         (bits,) = struct.unpack("<I", struct.pack("<f", abs(number)))
         (low_bits,) = struct.unpack("<I", struct.pack("<f", abs(number if low is None else low)))
-        meta = Encoding.FLOAT32 << 8 | _flags(number)
+        meta = ValueEncoding.FLOAT32 << 8 | _flags(number)
         if zeros is not None:
             meta |= int(zeros * SHARE) << 16 | int((subnormals or 0.0) * SHARE) << 32 | COUNTED
         self._values.append((low_bits, bits, meta))
@@ -228,24 +228,24 @@ class Batch:
 
     def decoded(self):
         """The page as the collector sees it."""
-        names = Names()
+        names = NameTable()
         names.add(self._definitions)
         return decode_page(self.page_message(), names)
 
     def kept(self) -> KeptPage:
         """The page as the collector keeps it."""
-        message, shelf = self.page_message(), Shelf()
+        message, shelf = self.page_message(), PageCache()
         names = RankNames(shelf.names)
         names.add("a0", self._definitions)
         return KeptPage(message, lambda: message, names, shelf)
 
-    def definitions(self) -> Definitions:
-        return Definitions(self.rank, self.attempt, list(self._definitions))
+    def definitions(self) -> NameDefinitions:
+        return NameDefinitions(self.rank, self.attempt, list(self._definitions))
 
     def page_message(self, *, complete=True, first_frame=0) -> PageMessage:
         rows = b"".join(layout.ROW.pack(*row) for row in self._rows)
         values = b"".join(layout.VALUE.pack(*value) for value in self._values)
-        segment = Segment(0, first_frame, 0, b"".join(self._frames[first_frame:]), rows, values)
+        segment = PageSegment(0, first_frame, 0, b"".join(self._frames[first_frame:]), rows, values)
         return PageMessage(self.rank, self.attempt, self.page, 0, self.batch, self.step, complete, [segment])
 
     def page_before(self, *, masks=False) -> PageMessage:
@@ -270,16 +270,16 @@ class Batch:
         return [*found, self.page_message()] if page else found
 
 
-def where(rank, *, attempt=0, step=0, batch=0, root="Net", page=0, seq=0, time_ns=1_000) -> Where:
-    return Where(rank, attempt, step, batch, root, page, seq, time_ns)
+def where(rank, *, attempt=0, step=0, batch=0, root="Net", page=0, seq=0, time_ns=1_000) -> RunPosition:
+    return RunPosition(rank, attempt, step, batch, root, page, seq, time_ns)
 
 
-def hello(agent="a0", host="h0", nproc=2, nodes=1, **more) -> Hello:
+def hello(agent="a0", host="h0", nproc=2, nodes=1, **more) -> AgentHello:
     given = {"command": ["gpuwatch", "launch", "train.py"], "versions": {"gpuwatch": "0.1"}, "rdzv_id": "job", **more}
-    return Hello(agent, host, 1, nproc, nodes, nodes, **given)
+    return AgentHello(agent, host, 1, nproc, nodes, nodes, **given)
 
 
-def hello_of(identity="a0", **more) -> Hello:
+def hello_of(identity="a0", **more) -> AgentHello:
     """Of an agent that speaks over a socket with this identity."""
     return hello(agent_name(identity.encode()), **more)
 
@@ -292,14 +292,14 @@ def ended(
     return EventMessage(WorkerExit(where(rank, **place), code, by, phase, module, cls, alive_ns=alive, ended_ns=ended))
 
 
-def telemetry(figures, *, began_s=1000.0, step_s=5.0, reason="end", troubles=()) -> Telemetry:
+def telemetry(figures, *, began_s=1000.0, step_s=5.0, reason="end", troubles=()) -> TelemetryMessage:
     """A node's figures: (what it is of, key of METRICS) -> values `step_s` apart, a count as it stood."""
     names = list(figures)
     table = numpy.array([figures[name] for name in names], float).T
     times = [round((began_s + step_s * n) * 1e9) for n in range(len(table))]
     packed = pack_samples(times, table, [what for _, what in names])
     series = [SeriesName(of, what) for of, what in names]
-    return Telemetry(times[0], times[-1] + 10**9, reason, step_s, series, packed, list(troubles))
+    return TelemetryMessage(times[0], times[-1] + 10**9, reason, step_s, series, packed, list(troubles))
 
 
 def finished(rank, *, last=None, **place) -> list[AgentBody]:
@@ -308,7 +308,7 @@ def finished(rank, *, last=None, **place) -> list[AgentBody]:
     final = {"phase": "finished", "attempt": at.attempt, "step": at.step, "batch": at.batch, **(last or {})}
     return [
         EventMessage(ScriptExit(at, 0)),
-        Beat([state(rank, **{"final": True, "hooks": "attached", **final})], {}),
+        NodeBeat([state(rank, **{"final": True, "hooks": "attached", **final})], {}),
         ended(rank, 0, phase="finished", **place),
     ]
 
@@ -318,7 +318,7 @@ def broken_off(rank, code=1, by="itself", *, last=None, phase="script", **place)
     at = where(rank, **place)
     final = {"phase": phase, "attempt": at.attempt, "step": at.step, "batch": at.batch, **(last or {})}
     return [
-        Beat([state(rank, **{"final": True, "hooks": "attached", **final})], {}),
+        NodeBeat([state(rank, **{"final": True, "hooks": "attached", **final})], {}),
         ended(rank, code, by, phase=phase, **place),
     ]
 
@@ -339,8 +339,8 @@ def stage(rank, name, seconds=0.1, grade="ok", detail="", **place) -> EventMessa
     return EventMessage(PreflightStage(where(rank, **place), name, seconds, detail, grade))
 
 
-def found(stage, grade="fail", subject="rank", ranks=(), hosts=(), sentence="it is bad", **more) -> Finding:
-    return Finding(stage, grade, subject, list(ranks), list(hosts), sentence, **more)
+def found(stage, grade="fail", subject="rank", ranks=(), hosts=(), sentence="it is bad", **more) -> PreflightFinding:
+    return PreflightFinding(stage, grade, subject, list(ranks), list(hosts), sentence, **more)
 
 
 def concluded(rank, findings=(), outcome="ok", stage="", detail="", *, stops=None, **place) -> EventMessage:
@@ -356,10 +356,10 @@ def state(rank, *, local_rank=0, attempt=0, step=0, batch=0, seq=0, phase="forwa
 
 BUILDERS = SimpleNamespace(
     Batch=Batch,
-    Beat=Beat,
-    Bye=Bye,
-    Inventory=Inventory,
-    Mark=Mark,
+    NodeBeat=NodeBeat,
+    NodeBye=NodeBye,
+    RankInventoryEvent=RankInventoryEvent,
+    RowMark=RowMark,
     Phase=Phase,
     NAN=NAN,
     INF=INF,

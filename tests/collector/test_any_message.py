@@ -6,22 +6,22 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.assemble.stage_lines import StageLines
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.protocol import Keep, RunProtocol
+from gpuwatch.collector.protocol import RunProtocol, StoreMessage
 from gpuwatch.collector.report.model import to_json
-from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.core.events import (
-    Bandwidth,
-    Cost,
-    Fault,
-    Forecast,
+    BandwidthRows,
     GpuCounters,
     GpuHealth,
-    Ignored,
+    GpuXid,
+    IgnoredAlarm,
+    LimitForecast,
     NodeSignal,
+    OwnFault,
     PreflightResult,
+    RangeWarning,
     ScalerSkip,
-    Warned,
-    Xid,
+    WatchCost,
 )
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, WireError, decode_agent, encode
 from hypothesis import given, settings
@@ -35,16 +35,16 @@ def wires(make) -> list[bytes]:
     batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)], depth=1)
     place = make.where(1, batch=1)
     events = [
-        Warned(place, "near overflow", "up", "Linear", "forward", "output", "float16", 6e4, 0.2),
+        RangeWarning(place, "near overflow", "up", "Linear", "forward", "output", "float16", 6e4, 0.2),
         ScalerSkip(place, 2.0, 1, "up", "Linear", "grad output", "+inf"),
-        Ignored(place, "p*", "p", "output", "+inf"),
-        Cost(place, 10, 20, 3, 3),
-        Fault(place, "hook", "x"),
-        Forecast(place, "up", "Linear", "float16", 65504.0, 4e3, 40, 30, 60),
-        Bandwidth(place, []),
+        IgnoredAlarm(place, "p*", "p", "output", "+inf"),
+        WatchCost(place, 10, 20, 3, 3),
+        OwnFault(place, "hook", "x"),
+        LimitForecast(place, "up", "Linear", "float16", 65504.0, 4e3, 40, 30, 60),
+        BandwidthRows(place, []),
         PreflightResult(place, "ok", findings=[make.found("compute")]),
         NodeSignal(15, 5),
-        Xid("GPU-0", 79, 5),
+        GpuXid("GPU-0", 79, 5),
         GpuCounters("GPU-0", "before", {"ecc": 1}),
         GpuHealth("ok", devices={"GPU-0": "H100"}),
     ]
@@ -72,7 +72,7 @@ def report_of(wires: list[bytes]) -> str:
         except WireError:
             continue
         for action in protocol.hear("a0", message, 0.0):
-            if isinstance(action, Keep):
+            if isinstance(action, StoreMessage):
                 lines.hear(message.body)
                 kept.append(("a0", message.n, message.body))
     protocol.tick(1000.0)

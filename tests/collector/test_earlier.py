@@ -7,9 +7,9 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import build, open_store, report_from_store, write_report
 from gpuwatch.collector.report.model import EarlierLife, Verdict
-from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.report_file import earlier_lives, read_report
-from gpuwatch.collector.runs import RunPaths, new_run
+from gpuwatch.collector.run_list import RunPaths, new_run
 from msgspec.structs import replace
 
 FIRST, SECOND, THIRD = (

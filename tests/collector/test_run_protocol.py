@@ -14,26 +14,26 @@ from gpuwatch.collector.protocol import (
     ON_THE_WAY_BYTES,
     SILENT_S,
     STOP_AFTER_S,
-    Finish,
-    Keep,
+    FinishRun,
     LookAhead,
+    NotifyUser,
     RunProtocol,
-    Send,
-    Tell,
+    SendMessage,
+    StoreMessage,
 )
-from gpuwatch.core.events import Anomaly, NodeSignal, RankLook, RootDef, StackLine, Stalled, Where
+from gpuwatch.core.events import Anomaly, NodeSignal, RankLook, RankStall, RootDef, RunPosition, StackLine
 from gpuwatch.core.wire.messages import (
-    Ack,
     AgentMessage,
-    Beat,
-    Bye,
-    Definitions,
+    AgentRefused,
     EventMessage,
     LookAtRanks,
-    Refused,
-    Stop,
-    Want,
-    Welcome,
+    MessageAck,
+    NameDefinitions,
+    NodeBeat,
+    NodeBye,
+    RunWelcome,
+    StopRanks,
+    WantedBatch,
 )
 
 
@@ -53,14 +53,14 @@ class Cluster:
             self.say(agent, greeting)
 
     def say(self, agent, body, now=0.0):
-        n = 0 if isinstance(body, Beat) else self._sent.get(agent, 0) + 1
+        n = 0 if isinstance(body, NodeBeat) else self._sent.get(agent, 0) + 1
         if n:
             self._sent[agent] = n
         return self.run_protocol.hear(agent, AgentMessage(n, body, max(0, n - 1)), now)
 
     def beat(self, now, *agents):
         for agent in agents:
-            self.say(agent, Beat([], {}), now)
+            self.say(agent, NodeBeat([], {}), now)
 
     def tick(self, now):
         return self.run_protocol.tick(now)
@@ -75,7 +75,7 @@ def sent(actions, kind):
     return [
         (action.agent, action.message)
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, kind)
+        if isinstance(action, SendMessage) and isinstance(action.message, kind)
     ]
 
 
@@ -86,7 +86,15 @@ def event(number=1) -> EventMessage:
 def anomaly(rank=0, batch=3, root="Net", aborts=False) -> EventMessage:
     return EventMessage(
         Anomaly(
-            Where(rank, 0, batch, batch, root), 0, "fc", "Linear", "forward", "output", "nan", "float32", aborts=aborts
+            RunPosition(rank, 0, batch, batch, root),
+            0,
+            "fc",
+            "Linear",
+            "forward",
+            "output",
+            "nan",
+            "float32",
+            aborts=aborts,
         )
     )
 
@@ -97,14 +105,17 @@ def anomaly(rank=0, batch=3, root="Net", aborts=False) -> EventMessage:
 def test_a_hello_is_kept_welcomed_and_acknowledged(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
     message = AgentMessage(1, make.hello())
-    assert run_protocol.hear("a0", message, 0) == [Keep("a0", message), Send("a0", Welcome("run", "/runs/run"))]
-    assert run_protocol.committed(run_protocol.received) == [Send("a0", Ack(1))]
+    assert run_protocol.hear("a0", message, 0) == [
+        StoreMessage("a0", message),
+        SendMessage("a0", RunWelcome("run", "/runs/run")),
+    ]
+    assert run_protocol.committed(run_protocol.received) == [SendMessage("a0", MessageAck(1))]
 
 
 def test_an_agent_of_another_job_is_refused_and_counted(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
     actions = run_protocol.hear("x", AgentMessage(1, make.hello(rdzv_id="other job")), 0)
-    assert [type(action.message) for action in actions] == [Refused]
+    assert [type(action.message) for action in actions] == [AgentRefused]
     assert "'other job'" in actions[0].message.reason
     assert run_protocol.strangers == 1
     assert run_protocol.nodes == {}
@@ -121,9 +132,9 @@ def test_an_agent_of_another_job_is_refused_and_counted(make):
 )
 def test_a_hello_that_is_not_of_this_job_is_refused_and_ends_nothing(two, make, agent, hello, reason):
     greeting = make.hello(**{"agent": agent, "nproc": 1, "nodes": 2, **hello})
-    ((_, refused),) = sent(two.run_protocol.hear(agent, AgentMessage(1, greeting), 0), Refused)
+    ((_, refused),) = sent(two.run_protocol.hear(agent, AgentMessage(1, greeting), 0), AgentRefused)
     assert reason in refused.reason
-    two.run_protocol.hear(agent, AgentMessage(2, Bye("failed"), 1), 0)
+    two.run_protocol.hear(agent, AgentMessage(2, NodeBye("failed"), 1), 0)
     two.beat(100, "a0", "a1")
     assert two.tick(100) == []
     assert two.run_protocol.strangers == 1
@@ -131,7 +142,7 @@ def test_a_hello_that_is_not_of_this_job_is_refused_and_ends_nothing(two, make, 
 
 
 def test_a_node_that_has_failed_or_is_silent_makes_room_for_another(two, make):
-    two.say("a1", Bye("failed"))
+    two.say("a1", NodeBye("failed"))
     two.run_protocol.hear("a9", AgentMessage(1, make.hello("a9", "h9", 1, 2)), 0)
     assert "a9" in two.run_protocol.nodes
 
@@ -141,12 +152,12 @@ def test_what_a_node_says_of_another_nodes_rank_is_not_believed(two, make):
     two.say("a1", make.Beat([make.state(1)], {}))
     assert two.say("a1", anomaly(rank=0, aborts=True)) == []
     beat = AgentMessage(0, make.Beat([make.state(1), make.state(0)], {}))
-    assert not any(isinstance(action, Keep) for action in two.run_protocol.hear("a1", beat, 0))
+    assert not any(isinstance(action, StoreMessage) for action in two.run_protocol.hear("a1", beat, 0))
     assert two.run_protocol.disbelieved == 2
     two.beat(STOP_AFTER_S + 1, "a0", "a1")
     assert two.tick(STOP_AFTER_S + 1) == []
-    assert sent(two.say("a1", anomaly(rank=1)), Want) != [], "it goes on being heard"
-    assert two.run_protocol.committed(two.run_protocol.received)[-1] == Send("a1", Ack(3))
+    assert sent(two.say("a1", anomaly(rank=1)), WantedBatch) != [], "it goes on being heard"
+    assert two.run_protocol.committed(two.run_protocol.received)[-1] == SendMessage("a1", MessageAck(3))
 
 
 def test_a_node_speaks_of_no_more_ranks_than_it_said_hello_with(two, make):
@@ -165,14 +176,14 @@ def test_a_second_hello_of_an_agent_changes_nothing_and_is_counted(two, make):
 
 def test_a_hello_that_is_sent_again_as_nobody_has_answered_is_no_replay(two):
     first = AgentMessage(1, two.run_protocol.nodes["a0"].hello)
-    assert sent(two.run_protocol.hear("a0", first, 0), Welcome) != []
+    assert sent(two.run_protocol.hear("a0", first, 0), RunWelcome) != []
     assert two.run_protocol.replays == 0
 
 
 def test_a_replayed_hello_of_an_earlier_agent_does_not_take_the_place_of_a_later_one(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
     run_protocol.hear("a.1", AgentMessage(1, make.hello("a.1")), 0)
-    ((_, refused),) = sent(run_protocol.hear("a.0", AgentMessage(1, make.hello("a.0")), 0), Refused)
+    ((_, refused),) = sent(run_protocol.hear("a.0", AgentMessage(1, make.hello("a.0")), 0), AgentRefused)
     assert "a later agent of its launch" in refused.reason
     assert set(run_protocol.nodes) == {"a.1"}
     assert not run_protocol.nodes["a.1"].replaced
@@ -181,19 +192,19 @@ def test_a_replayed_hello_of_an_earlier_agent_does_not_take_the_place_of_a_later
 
 def test_a_message_is_acknowledged_once_it_is_durable_and_not_before(two):
     two.run_protocol.committed(two.run_protocol.received)
-    assert [type(action) for action in two.say("a0", event())] == [Keep]
-    beat = AgentMessage(0, Beat([], {}))
-    assert two.run_protocol.hear("a0", beat, 0)[1] == Send("a0", Ack(1))
+    assert [type(action) for action in two.say("a0", event())] == [StoreMessage]
+    beat = AgentMessage(0, NodeBeat([], {}))
+    assert two.run_protocol.hear("a0", beat, 0)[1] == SendMessage("a0", MessageAck(1))
     again = AgentMessage(2, event(), after=1)
-    assert two.run_protocol.hear("a0", again, 0) == [Send("a0", Ack(1))]
-    assert two.run_protocol.committed(two.run_protocol.received) == [Send("a0", Ack(2))]
+    assert two.run_protocol.hear("a0", again, 0) == [SendMessage("a0", MessageAck(1))]
+    assert two.run_protocol.committed(two.run_protocol.received) == [SendMessage("a0", MessageAck(2))]
     assert two.run_protocol.committed(two.run_protocol.received) == []
 
 
 def test_a_gap_is_not_kept_and_asked_for_again(two):
     two.run_protocol.committed(two.run_protocol.received)
     lost = AgentMessage(4, event(), after=3)
-    assert two.run_protocol.hear("a0", lost, 0) == [Send("a0", Ack(1, resend=True))]
+    assert two.run_protocol.hear("a0", lost, 0) == [SendMessage("a0", MessageAck(1, resend=True))]
 
 
 def test_an_anomaly_behind_a_gap_is_looked_at_and_not_kept_before_it_comes_in_its_order(two):
@@ -201,31 +212,33 @@ def test_an_anomaly_behind_a_gap_is_looked_at_and_not_kept_before_it_comes_in_it
     ahead = AgentMessage(4, anomaly(), 3)
     actions = two.run_protocol.hear("a0", ahead, 0)
     assert actions[0] == LookAhead("a0", ahead)
-    assert actions[-1] == Send("a0", Ack(0, resend=True))
-    assert len(sent(actions, Want)) == 4, "two batches of two nodes"
+    assert actions[-1] == SendMessage("a0", MessageAck(0, resend=True))
+    assert len(sent(actions, WantedBatch)) == 4, "two batches of two nodes"
     for number in (2, 3):
         two.run_protocol.hear("a0", AgentMessage(number, event(number), number - 1), 0)
-    assert two.run_protocol.hear("a0", ahead, 0) == [Keep("a0", ahead)]
+    assert two.run_protocol.hear("a0", ahead, 0) == [StoreMessage("a0", ahead)]
 
 
 def test_a_page_that_the_agent_dropped_is_no_gap(two):
     dropped = AgentMessage(9, event(), after=1)
-    assert two.run_protocol.hear("a0", dropped, 0) == [Keep("a0", dropped)]
-    assert two.run_protocol.committed(two.run_protocol.received)[0] == Send("a0", Ack(9))
+    assert two.run_protocol.hear("a0", dropped, 0) == [StoreMessage("a0", dropped)]
+    assert two.run_protocol.committed(two.run_protocol.received)[0] == SendMessage("a0", MessageAck(9))
 
 
 def test_a_duplicate_is_acknowledged_and_not_kept_again(two):
     two.say("a0", event())
     two.run_protocol.committed(two.run_protocol.received)
     again = AgentMessage(2, event(), after=1)
-    assert two.run_protocol.hear("a0", again, 0) == [Send("a0", Ack(2))]
+    assert two.run_protocol.hear("a0", again, 0) == [SendMessage("a0", MessageAck(2))]
 
 
 def test_an_agent_whose_hello_was_lost_is_asked_for_everything(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
-    assert run_protocol.hear("a9", AgentMessage(2, event(), 1), 0) == [Send("a9", Ack(0, resend=True))]
+    assert run_protocol.hear("a9", AgentMessage(2, event(), 1), 0) == [SendMessage("a9", MessageAck(0, resend=True))]
     # nor does one say more that has told everything, to a collector whose store was lost
-    assert run_protocol.hear("a9", AgentMessage(0, Beat([], {})), 0) == [Send("a9", Ack(0, resend=True))]
+    assert run_protocol.hear("a9", AgentMessage(0, NodeBeat([], {})), 0) == [
+        SendMessage("a9", MessageAck(0, resend=True))
+    ]
 
 
 def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
@@ -234,29 +247,29 @@ def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
     run_protocol.hear("a0", message, 0)
     run_protocol.committed(run_protocol.received)
     again = run_protocol.hear("a0", message, 1)
-    assert sent(again, Welcome) == [("a0", Welcome("run", "/runs/run", 1))]
-    assert not any(isinstance(action, Keep) for action in again)
+    assert sent(again, RunWelcome) == [("a0", RunWelcome("run", "/runs/run", 1))]
+    assert not any(isinstance(action, StoreMessage) for action in again)
 
 
 def test_a_hello_that_comes_again_with_the_run_that_has_welcomed_it_is_no_replay(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
     run_protocol.hear("a0", AgentMessage(1, make.hello()), 0)
     again = run_protocol.hear("a0", AgentMessage(1, make.hello(run="run")), 1)
-    assert sent(again, Welcome) == [("a0", Welcome("run", "/runs/run"))]
+    assert sent(again, RunWelcome) == [("a0", RunWelcome("run", "/runs/run"))]
     assert run_protocol.replays == 0
 
 
 def test_a_beat_is_kept_and_answered_with_what_there_is(two):
     two.say("a0", event())
     two.run_protocol.committed(two.run_protocol.received)
-    beat = AgentMessage(0, Beat([], {}))
-    assert two.run_protocol.hear("a0", beat, 0) == [Keep("a0", beat), Send("a0", Ack(2))]
+    beat = AgentMessage(0, NodeBeat([], {}))
+    assert two.run_protocol.hear("a0", beat, 0) == [StoreMessage("a0", beat), SendMessage("a0", MessageAck(2))]
 
 
 def test_an_answer_to_a_beat_says_what_had_come_before_it_stored_or_not(two):
     two.say("a0", event())
-    assert two.run_protocol.hear("a0", AgentMessage(0, Beat([], {}, sent_ns=7)), 0)[-1] == Send(
-        "a0", Ack(0, echo_ns=7, received=2)
+    assert two.run_protocol.hear("a0", AgentMessage(0, NodeBeat([], {}, sent_ns=7)), 0)[-1] == SendMessage(
+        "a0", MessageAck(0, echo_ns=7, received=2)
     )
 
 
@@ -267,7 +280,7 @@ def test_agents_share_the_room_for_what_is_on_the_way(make):
         agent = f"a{number}"
         run_protocol.hear(agent, AgentMessage(1, make.hello(agent, nproc=8, nodes=128)), 0)
     assert run_protocol.credit == ON_THE_WAY_BYTES // 128
-    run_protocol.hear("a0", AgentMessage(2, Bye("ok"), 1), 0)
+    run_protocol.hear("a0", AgentMessage(2, NodeBye("ok"), 1), 0)
     assert run_protocol.credit == ON_THE_WAY_BYTES // 127
 
 
@@ -275,21 +288,21 @@ def test_agents_share_the_room_for_what_is_on_the_way(make):
 
 
 def test_the_first_anomaly_asks_every_node_for_that_batch_once(two):
-    two.say("a1", Definitions(1, 0, [RootDef(3, "Net", 1)]))
-    wants = [Want(0, "Net", 1, 3), Want(0, "Net", 1, 2)]
+    two.say("a1", NameDefinitions(1, 0, [RootDef(3, "Net", 1)]))
+    wants = [WantedBatch(0, "Net", 1, 3), WantedBatch(0, "Net", 1, 2)]
     expected = [(agent, want) for want in wants for agent in ("a0", "a1")]
-    assert sent(two.say("a1", anomaly(rank=1, root="Net#2")), Want) == expected
-    assert sent(two.say("a0", anomaly(rank=0, root="Net#2")), Want) == []
+    assert sent(two.say("a1", anomaly(rank=1, root="Net#2")), WantedBatch) == expected
+    assert sent(two.say("a0", anomaly(rank=0, root="Net#2")), WantedBatch) == []
 
 
 def test_other_batches_are_asked_for_too(two):
-    assert len(sent(two.say("a0", anomaly(batch=3)), Want)) == 4
-    assert len(sent(two.say("a0", anomaly(batch=4)), Want)) == 4
-    assert len(sent(two.say("a0", anomaly(batch=0)), Want)) == 2, "there is no batch before the first"
+    assert len(sent(two.say("a0", anomaly(batch=3)), WantedBatch)) == 4
+    assert len(sent(two.say("a0", anomaly(batch=4)), WantedBatch)) == 4
+    assert len(sent(two.say("a0", anomaly(batch=0)), WantedBatch)) == 2, "there is no batch before the first"
 
 
 def test_the_second_root_of_a_class_is_told_by_its_name_even_if_its_definition_is_missing(two):
-    ((_, want), *_) = sent(two.say("a0", anomaly(root="Net#3")), Want)
+    ((_, want), *_) = sent(two.say("a0", anomaly(root="Net#3")), WantedBatch)
     assert (want.root_cls, want.root_ordinal) == ("Net", 2)
 
 
@@ -297,38 +310,38 @@ def test_the_second_root_of_a_class_is_told_by_its_name_even_if_its_definition_i
 
 
 def test_a_run_is_over_when_every_node_has_said_goodbye(two):
-    two.say("a0", Bye("ok"), 1)
+    two.say("a0", NodeBye("ok"), 1)
     assert two.tick(1.1) == []
-    two.say("a1", Bye("ok"), 2)
-    assert two.tick(2.1) == [Finish()]
+    two.say("a1", NodeBye("ok"), 2)
+    assert two.tick(2.1) == [FinishRun()]
     assert two.tick(3) == []
 
 
 def test_after_a_failure_the_other_nodes_are_told_to_stop_once(two):
-    two.say("a0", Bye("failed"), 10)
+    two.say("a0", NodeBye("failed"), 10)
     two.beat(10, "a1")
     assert two.tick(10 + STOP_AFTER_S - 0.1) == []
-    ((agent, stop),) = sent(two.tick(10.1 + STOP_AFTER_S), Stop)
+    ((agent, stop),) = sent(two.tick(10.1 + STOP_AFTER_S), StopRanks)
     assert (agent, stop.reason) == ("a1", "the job has ended on h0")
-    assert sent(two.tick(11 + STOP_AFTER_S), Stop) == []
+    assert sent(two.tick(11 + STOP_AFTER_S), StopRanks) == []
 
 
 def test_a_node_that_ends_by_itself_in_time_is_not_told(two):
-    two.say("a0", Bye("failed"), 10)
-    two.say("a1", Bye("failed"), 12)
-    assert two.tick(20) == [Finish()]
+    two.say("a0", NodeBye("failed"), 10)
+    two.say("a1", NodeBye("failed"), 12)
+    assert two.tick(20) == [FinishRun()]
 
 
 @pytest.mark.parametrize("what", ["abort", "preflight"])
 def test_an_abort_or_a_failed_preflight_stops_the_others(two, make, what):
     two.say("a0", anomaly(aborts=True) if what == "abort" else make.preflight(0, "failed"), 10)
     two.beat(10, "a1", "a0")
-    assert [agent for agent, _ in sent(two.tick(10.1 + STOP_AFTER_S), Stop)] == ["a0", "a1"]
+    assert [agent for agent, _ in sent(two.tick(10.1 + STOP_AFTER_S), StopRanks)] == ["a0", "a1"]
 
 
 def test_an_elastic_job_goes_on_without_a_node_that_failed(make):
     cluster = Cluster(make, max_nodes=4)
-    cluster.say("a0", Bye("failed"), 10)
+    cluster.say("a0", NodeBye("failed"), 10)
     cluster.beat(20, "a1")
     assert cluster.tick(20.5) == []
 
@@ -349,9 +362,9 @@ def test_all_nodes_silent_end_nobodys_job_while_the_launch_lives(two):
 
 def test_a_silent_node_is_waited_for_after_a_goodbye_but_not_for_ever(two):
     two.beat(100, "a1")
-    two.say("a0", Bye("ok"), 100)
+    two.say("a0", NodeBye("ok"), 100)
     assert two.tick(100 + GONE_S) == []
-    assert two.tick(101 + GONE_S) == [Finish()]
+    assert two.tick(101 + GONE_S) == [FinishRun()]
     assert two.run_protocol.lost_agents == ["a1"]
 
 
@@ -359,14 +372,14 @@ def test_when_the_launch_and_all_agents_are_gone_the_report_is_made(two):
     two.run_protocol.launch_gone(100)
     two.beat(100, "a0", "a1")
     assert two.tick(100 + SILENT_S) == []
-    assert two.tick(101 + SILENT_S) == [Finish()]
+    assert two.tick(101 + SILENT_S) == [FinishRun()]
 
 
 def test_a_collector_without_a_launch_gives_up_after_a_long_silence(make):
     cluster = Cluster(make)
     cluster.run_protocol.by_hand = True
     assert cluster.tick(ABANDONED_S) == []
-    assert cluster.tick(ABANDONED_S + 1) == [Finish()]
+    assert cluster.tick(ABANDONED_S + 1) == [FinishRun()]
 
 
 def test_an_agent_that_was_started_again_takes_the_place_of_the_one_before(make):
@@ -375,8 +388,8 @@ def test_an_agent_that_was_started_again_takes_the_place_of_the_one_before(make)
     cluster.say("a.1", make.hello("a.1", nproc=1, nodes=1), 5)
     assert cluster.tick(SILENT_S + 1) == []
     assert cluster.run_protocol.lost_agents == []
-    cluster.say("a.1", Bye("ok"), SILENT_S + 2)
-    assert cluster.tick(SILENT_S + 2) == [Finish()]
+    cluster.say("a.1", NodeBye("ok"), SILENT_S + 2)
+    assert cluster.tick(SILENT_S + 2) == [FinishRun()]
 
 
 # -- a collector that was started again ---------------------------------------------------------------------------
@@ -392,24 +405,26 @@ def restored(make, *bodies, nodes=2):
 
 def test_it_goes_on_where_the_one_before_it_was(make):
     run_protocol = restored(make, event())
-    beat = AgentMessage(0, Beat([], {}))
-    assert run_protocol.hear("a0", beat, 1) == [Keep("a0", beat), Send("a0", Ack(2))]
+    beat = AgentMessage(0, NodeBeat([], {}))
+    assert run_protocol.hear("a0", beat, 1) == [StoreMessage("a0", beat), SendMessage("a0", MessageAck(2))]
     lost = AgentMessage(4, event(), after=3)
-    assert run_protocol.hear("a0", lost, 1) == [Send("a0", Ack(2, resend=True))]
-    assert run_protocol.hear("a0", AgentMessage(3, event(), after=2), 1) == [Keep("a0", AgentMessage(3, event(), 2))]
+    assert run_protocol.hear("a0", lost, 1) == [SendMessage("a0", MessageAck(2, resend=True))]
+    assert run_protocol.hear("a0", AgentMessage(3, event(), after=2), 1) == [
+        StoreMessage("a0", AgentMessage(3, event(), 2))
+    ]
 
 
 def test_it_asks_again_for_the_batches_that_the_one_before_it_wanted(make):
     run_protocol = restored(make, anomaly(rank=1, root="Net#2"))
-    beat = AgentMessage(0, Beat([], {}))
-    asked = sent(run_protocol.hear("a0", beat, 1), Want)
-    assert asked == [("a0", Want(0, "Net", 1, 3)), ("a0", Want(0, "Net", 1, 2))]
-    assert sent(run_protocol.hear("a0", beat, 2), Want) == []
+    beat = AgentMessage(0, NodeBeat([], {}))
+    asked = sent(run_protocol.hear("a0", beat, 1), WantedBatch)
+    assert asked == [("a0", WantedBatch(0, "Net", 1, 3)), ("a0", WantedBatch(0, "Net", 1, 2))]
+    assert sent(run_protocol.hear("a0", beat, 2), WantedBatch) == []
 
 
 def test_it_knows_who_has_said_goodbye(make):
-    run_protocol = restored(make, Bye("ok"), nodes=1)
-    assert run_protocol.tick(0.1) == [Finish()]
+    run_protocol = restored(make, NodeBye("ok"), nodes=1)
+    assert run_protocol.tick(0.1) == [FinishRun()]
 
 
 def test_a_node_that_is_heard_again_is_not_lost(two):
@@ -420,27 +435,27 @@ def test_a_node_that_is_heard_again_is_not_lost(two):
 
 
 def test_a_node_that_has_said_goodbye_may_be_silent(two):
-    two.say("a0", Bye("ok"), 1)
+    two.say("a0", NodeBye("ok"), 1)
     two.beat(50, "a1")
     two.tick(50)
     assert two.run_protocol.lost_agents == []
 
 
 def test_a_straggler_is_waited_for_but_not_for_ever(two):
-    two.say("a0", Bye("ok"), 1)
+    two.say("a0", NodeBye("ok"), 1)
     two.beat(LINGER_S, "a1")
-    assert Finish() not in two.tick(LINGER_S)
+    assert FinishRun() not in two.tick(LINGER_S)
     two.beat(LINGER_S + 2, "a1")
-    assert Finish() in two.tick(LINGER_S + 2)
+    assert FinishRun() in two.tick(LINGER_S + 2)
 
 
 def test_a_node_that_never_came_is_given_a_moment(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
     run_protocol.hear("a0", AgentMessage(1, make.hello("a0", nodes=2)), 0)
-    run_protocol.hear("a0", AgentMessage(2, Bye("failed"), 1), 1)
+    run_protocol.hear("a0", AgentMessage(2, NodeBye("failed"), 1), 1)
     assert run_protocol.tick(2) == []
-    run_protocol.hear("a0", AgentMessage(0, Beat([], {})), 1 + STOP_AFTER_S)  # it waits for the verdict
-    assert run_protocol.tick(1.1 + STOP_AFTER_S) == [Finish()]
+    run_protocol.hear("a0", AgentMessage(0, NodeBeat([], {})), 1 + STOP_AFTER_S)  # it waits for the verdict
+    assert run_protocol.tick(1.1 + STOP_AFTER_S) == [FinishRun()]
 
 
 def test_without_any_agent_the_launchs_end_is_the_end():
@@ -449,20 +464,20 @@ def test_without_any_agent_the_launchs_end_is_the_end():
     run_protocol.launch_gone(1000)
     run_protocol.launch_gone(1000 + NOBODY_S)
     assert run_protocol.tick(999 + NOBODY_S) == []
-    assert run_protocol.tick(1001 + NOBODY_S) == [Finish()]
+    assert run_protocol.tick(1001 + NOBODY_S) == [FinishRun()]
 
 
 # -- a job that stands still --------------------------------------------------------------------------------------
 
 
 def stalled(rank, limit_s=300.0):
-    return EventMessage(Stalled(Where(rank, batch=4), limit_s + 1, limit_s))
+    return EventMessage(RankStall(RunPosition(rank, batch=4), limit_s + 1, limit_s))
 
 
 def look(rank, function, *, still_s=300.0, number=1, limit_s=0.0, busy=0.0):
     stack = [StackLine("/torch/distributed/distributed_c10d.py", 1, function)] if function else []
     stack.append(StackLine("/home/me/train.py", 7, "main", "work()"))
-    where = Where(rank, batch=4)
+    where = RunPosition(rank, batch=4)
     seen = RankLook(where, number, still_s, "script", state="S", busy=busy, stack=stack, limit_s=limit_s)
     return EventMessage(seen)
 
@@ -476,7 +491,7 @@ def asked(actions):
 
 
 def told(actions):
-    return [action.text for action in actions if isinstance(action, Tell)]
+    return [action.text for action in actions if isinstance(action, NotifyUser)]
 
 
 def test_when_one_rank_stalls_all_nodes_are_asked_once(make):
@@ -553,7 +568,7 @@ def test_the_job_is_ended_only_where_that_was_asked_for(make, on_hang, stops):
     cluster.say("a1", look(1, ""), 401.0)
     actions = cluster.tick(401.1)
 
-    assert [a.message.reason for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)] == [
+    assert [a.message.reason for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)] == [
         "no rank moves any more"
     ] * stops
 
@@ -569,7 +584,7 @@ def test_the_last_living_rank_that_stands_still_is_ended_where_that_was_asked_fo
     (text,) = told(actions)
 
     assert text.startswith("Rank 1 has not moved for 300 s, and all other ranks have ended.")
-    assert len([a for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)]) == stops
+    assert len([a for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)]) == stops
 
 
 def test_where_all_wait_and_nothing_says_that_it_never_comes_the_job_is_ended_later(make):
@@ -583,7 +598,7 @@ def test_where_all_wait_and_nothing_says_that_it_never_comes_the_job_is_ended_la
         actions = cluster.tick(at + 1.1)
         (text,) = told(actions)
         assert ("if no rank moves, the job is ended after 1200 s" in text) == (not stops)
-        assert len([a for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)]) == stops
+        assert len([a for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)]) == stops
 
 
 def test_what_computes_while_the_others_wait_is_told_and_ended_later(make):
@@ -598,7 +613,7 @@ def test_what_computes_while_the_others_wait_is_told_and_ended_later(make):
         actions = cluster.tick(at + 1.1)
         (text,) = told(actions)
         assert ("as rank 1 computes; after 1200 s it is ended" in text) == (not stops)
-        assert len([a for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)]) == stops
+        assert len([a for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)]) == stops
 
 
 def test_a_collector_that_was_started_again_does_not_conclude_from_what_is_in_its_store(make):

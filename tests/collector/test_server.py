@@ -16,21 +16,21 @@ import zmq
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.protocol import RunProtocol
-from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.report_file import exit_code
-from gpuwatch.collector.runs import new_run
-from gpuwatch.collector.server import Server
+from gpuwatch.collector.run_list import new_run
+from gpuwatch.collector.server import CollectorServer
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.wire.keys import agent_name, derive_keys
 from gpuwatch.core.wire.messages import (
-    Ack,
+    AgentLeaving,
     AgentMessage,
-    Beat,
-    Bye,
-    Final,
-    Leaving,
-    Refused,
-    Welcome,
+    AgentRefused,
+    FinalVerdict,
+    MessageAck,
+    NodeBeat,
+    NodeBye,
+    RunWelcome,
     decode_collector,
     encode,
 )
@@ -45,7 +45,7 @@ class Running:
 
     def __init__(self, folder) -> None:
         self.paths = new_run(folder)
-        self.server = Server(
+        self.server = CollectorServer(
             "tcp://127.0.0.1:*",
             KEYS.collector.public.decode(),
             KEYS.collector.private.decode(),
@@ -120,16 +120,16 @@ def receive(socket):
 
 def acknowledged(socket) -> int:
     answer = receive(socket)
-    assert isinstance(answer, Ack)
+    assert isinstance(answer, MessageAck)
     return answer.n
 
 
-def say_goodbye(agent) -> Final:
+def say_goodbye(agent) -> FinalVerdict:
     """As an agent does when its launch has ended: Bye, and Leaving once it has the verdict."""
-    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
-    while not isinstance(message := receive(agent), Final):
+    agent.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
+    while not isinstance(message := receive(agent), FinalVerdict):
         pass
-    agent.send(encode(AgentMessage(0, Leaving())))
+    agent.send(encode(AgentMessage(0, AgentLeaving())))
     return message
 
 
@@ -144,16 +144,16 @@ def test_while_the_store_is_being_written_everybody_is_heard_and_nothing_is_ackn
     with contextlib.closing(sqlite3.connect(running.paths.store, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")  # as a slow disk does: whoever writes waits
         agent.send(encode(AgentMessage(2, make.raised(0), 1)))
-        agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=1))))
+        agent.send(encode(AgentMessage(0, NodeBeat([], {}, sent_ns=1))))
         answer = receive(agent)
-        assert isinstance(answer, Ack)
+        assert isinstance(answer, MessageAck)
         assert (answer.n, answer.received, answer.echo_ns) == (1, 2, 1)
         while answer.credit:  # no pages before the disk has what is there: from the next turn on
-            agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=2))))
+            agent.send(encode(AgentMessage(0, NodeBeat([], {}, sent_ns=2))))
             answer = receive(agent)
         other.execute("ROLLBACK")
     answer = receive(agent)
-    assert isinstance(answer, Ack)
+    assert isinstance(answer, MessageAck)
     assert answer.n == 2
     assert answer.credit > 0
     store = RunStore(running.paths.store)
@@ -166,7 +166,7 @@ def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, c
     agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     receive(agent), receive(agent)
     before = time.time_ns()
-    agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=before))))
+    agent.send(encode(AgentMessage(0, NodeBeat([], {}, sent_ns=before))))
     answer = receive(agent)
     assert (answer.n, answer.echo_ns, answer.received) == (1, before, 1)
     assert answer.credit == running.protocol.credit > 0
@@ -177,13 +177,13 @@ def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, c
 def test_an_agent_with_the_keys_is_welcomed_acknowledged_and_told_the_verdict(running, connect, make):
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
-    assert receive(agent) == Welcome(running.paths.run_id, str(running.paths.folder))
+    assert receive(agent) == RunWelcome(running.paths.run_id, str(running.paths.folder))
     assert acknowledged(agent) == 1
-    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    agent.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
     assert acknowledged(agent) == 2
     final = receive(agent)
-    assert isinstance(final, Final)
-    agent.send(encode(AgentMessage(0, Leaving())))
+    assert isinstance(final, FinalVerdict)
+    agent.send(encode(AgentMessage(0, AgentLeaving())))
     assert (final.exit_code, final.kind) == (6, "unknown"), "no rank was ever heard"
     report = running.join()
     assert report.verdict.statement in final.text
@@ -195,15 +195,15 @@ def test_an_agent_that_is_started_again_while_the_verdict_is_told_has_it_too(run
     monkeypatch.setattr("gpuwatch.collector.server.VERDICT_PATIENCE_S", 300.0)
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
-    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
-    while not isinstance(receive(agent), Final):
+    agent.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
+    while not isinstance(receive(agent), FinalVerdict):
         pass
     agent.close(linger=0)  # killed before it could hand the verdict on
     again = connect(identity=b"a0.1")
     again.send(encode(AgentMessage(1, make.hello_of("a0.1", nproc=0))))
     final = receive(again)
-    assert isinstance(final, Final)
-    again.send(encode(AgentMessage(0, Leaving())))
+    assert isinstance(final, FinalVerdict)
+    again.send(encode(AgentMessage(0, AgentLeaving())))
     assert running.join().verdict.statement in final.text
 
 
@@ -259,7 +259,7 @@ def test_strangers_leave_a_line_in_the_collectors_log_and_not_one_for_each_knock
 
 def test_what_a_viewer_sends_is_not_read_and_counted(running, connect, make):
     viewer = connect(KEYS.viewer, b"a0")
-    for body in (make.hello_of(nproc=0), Bye("failed")):
+    for body in (make.hello_of(nproc=0), NodeBye("failed")):
         viewer.send(encode(AgentMessage(1, body)))
     viewer.send(b"\xff garbage")
     until = time.monotonic() + WAIT_MS / 1000
@@ -288,7 +288,7 @@ def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(runnin
     agent.send(encode(AgentMessage(0, make.Beat([], {}))))
     assert receive(agent).resend  # it has not said hello
     agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
-    assert isinstance(receive(agent), Welcome)
+    assert isinstance(receive(agent), RunWelcome)
     say_goodbye(agent)
     report = running.join()
     assert report.collector["malformed"] >= 3
@@ -306,24 +306,24 @@ def test_who_knows_an_agents_name_and_the_jobs_keys_can_say_nothing_in_its_place
     """Its name is in the store, in the report and in the name of its spool."""
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello_of(nproc=1))))
-    assert isinstance(receive(agent), Welcome)
+    assert isinstance(receive(agent), RunWelcome)
     (name,) = running.protocol.nodes
     insider = connect(identity=name.encode())
     insider.send(encode(AgentMessage(1, make.hello_of(nproc=1))))
-    insider.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    insider.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
     heard = receive(insider)
-    assert isinstance(heard, Refused), heard
+    assert isinstance(heard, AgentRefused), heard
     later = connect(identity=f"{name}.7".encode())
     later.send(encode(AgentMessage(1, make.hello(f"{name}.7", nproc=1))))
-    assert isinstance(receive(later), Refused)
+    assert isinstance(receive(later), AgentRefused)
 
     agent.send(encode(AgentMessage(2, make.raised(0), 1)))
     while acknowledged_of(receive(agent)) < 2:
         pass
-    agent.send(encode(AgentMessage(3, Bye("failed"), 2)))
-    while not isinstance(receive(agent), Final):
+    agent.send(encode(AgentMessage(3, NodeBye("failed"), 2)))
+    while not isinstance(receive(agent), FinalVerdict):
         pass
-    agent.send(encode(AgentMessage(0, Leaving())))
+    agent.send(encode(AgentMessage(0, AgentLeaving())))
     report = running.join()
     assert [rank.rank for rank in report.ranks] == [0], "what it said was taken for a duplicate, and lost"
     assert report.nodes[0].state == "failed"
@@ -332,7 +332,7 @@ def test_who_knows_an_agents_name_and_the_jobs_keys_can_say_nothing_in_its_place
 
 def test_a_port_that_is_taken_is_an_error_at_once_and_leaves_nothing_open(running):
     with pytest.raises(zmq.ZMQError) as caught:
-        Server(
+        CollectorServer(
             running.address, KEYS.collector.public.decode(), KEYS.collector.private.decode(), KEYS.agent.public.decode()
         )
     assert caught.value.errno == zmq.EADDRINUSE
@@ -361,7 +361,7 @@ def test_exit_codes_are_a_contract(make, kind, signal, code):
 
 def test_a_run_that_called_no_module_does_not_exit_like_a_clean_one(make):
     ended = [body for rank in range(2) for body in make.finished(rank, batch=-1, page=-1)]
-    messages = [("a0", n, body) for n, body in enumerate([make.hello(), *ended, Bye("ok")], 1)]
+    messages = [("a0", n, body) for n, body in enumerate([make.hello(), *ended, NodeBye("ok")], 1)]
     report = build_report(fold(messages), run_id="x", started=None, ended=None)
     assert (report.verdict.kind, exit_code(report)) == ("unknown", 6)
 
@@ -377,20 +377,20 @@ def test_beats_are_answered_while_a_report_is_made(running, connect, make, monke
     monkeypatch.setattr(server_module, "build", slow)
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
-    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    agent.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
     while acknowledged_of(receive(agent)) < 2:
         pass
     for sent_ns in range(1, 6):
-        agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=sent_ns))))
+        agent.send(encode(AgentMessage(0, NodeBeat([], {}, sent_ns=sent_ns))))
         answer = receive(agent)
         assert (answer.n, answer.echo_ns) == (2, sent_ns)
     release.set()
-    assert isinstance(receive(agent), Final)
-    agent.send(encode(AgentMessage(0, Leaving())))
+    assert isinstance(receive(agent), FinalVerdict)
+    agent.send(encode(AgentMessage(0, AgentLeaving())))
 
 
 def acknowledged_of(message) -> int:
-    return message.n if isinstance(message, Ack) else 0
+    return message.n if isinstance(message, MessageAck) else 0
 
 
 def test_a_report_that_cannot_be_made_is_told_to_the_agents(running, connect, make, monkeypatch):
@@ -410,15 +410,15 @@ def test_an_agent_that_comes_back_late_is_told_the_verdict(running, connect, mak
     monkeypatch.setattr(server_module, "VERDICT_PATIENCE_S", WAIT_MS / 1000)
     first = connect()
     first.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
-    first.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    first.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
     while acknowledged_of(receive(first)) < 2:
         pass
     first.close(linger=0)  # it was stopped, or the network was
     again = connect()
     deadline = time.monotonic() + WAIT_MS / 1000
     told = None
-    while not isinstance(told, Final) and time.monotonic() < deadline:
-        again.send(encode(AgentMessage(0, Beat([], {}))))
+    while not isinstance(told, FinalVerdict) and time.monotonic() < deadline:
+        again.send(encode(AgentMessage(0, NodeBeat([], {}))))
         told = decode_collector(again.recv()) if again.poll(50) else None
-    assert isinstance(told, Final)
-    again.send(encode(AgentMessage(0, Leaving())))
+    assert isinstance(told, FinalVerdict)
+    again.send(encode(AgentMessage(0, AgentLeaving())))

@@ -8,18 +8,18 @@ import time
 import pytest
 from gpuwatch.collector.finish import report_from_store
 from gpuwatch.collector.report.model import to_json
-from gpuwatch.collector.runs import RunPaths
+from gpuwatch.collector.run_list import RunPaths
 from gpuwatch.collector.store import SCHEMA, RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.events import ModuleDef, NodeSignal, RootDef, ShapeDef
 from gpuwatch.core.wire.messages import (
     AgentMessage,
-    Beat,
-    Bye,
-    Definitions,
     EventMessage,
+    NameDefinitions,
+    NodeBeat,
+    NodeBye,
     PageMessage,
-    Segment,
+    PageSegment,
     encode,
 )
 from hypothesis import given, settings
@@ -57,9 +57,9 @@ def test_a_duplicate_is_ignored(store):
 
 def test_of_beats_the_last_one_is_kept_and_comes_last(store):
     for dropped in (1, 2):
-        store.beat("a", encode(AgentMessage(0, Beat([], {0: dropped}))))
+        store.beat("a", encode(AgentMessage(0, NodeBeat([], {0: dropped}))))
     add(store, "a", message(1))
-    assert [type(body) for _, _, body in store.messages()] == [EventMessage, Beat]
+    assert [type(body) for _, _, body in store.messages()] == [EventMessage, NodeBeat]
     assert list(store.messages())[1][2].pages_dropped == {0: 2}
 
 
@@ -124,7 +124,7 @@ def fill(store: RunStore, many: int = 400) -> list[int]:
     durable: list[int] = []
     waiting: list[int] = []
     for n in range(1, many + 1):
-        add(store, "a", AgentMessage(n, Bye("x" * 5000)))
+        add(store, "a", AgentMessage(n, NodeBye("x" * 5000)))
         waiting.append(n)
         if store.commit():
             durable += waiting
@@ -186,7 +186,7 @@ def test_pages_that_no_disk_takes_are_dropped_before_memory_is_full_and_events_a
     monkeypatch.setattr("gpuwatch.collector.store.MEMORY_BYTES", 20_000)
     add(store, "a", message(1))
     for n in range(2, 12):
-        segment = Segment(0, 0, 0, b"", b"", b"x" * 4000)
+        segment = PageSegment(0, 0, 0, b"", b"", b"x" * 4000)
         add(store, "a", AgentMessage(n, PageMessage(0, 0, n, 0, 0, 0, True, [segment])))
     numbers = [n for _, n, _ in store.messages()]
     assert (numbers[0], numbers[-1], len(numbers) + store.dropped) == (1, 11, 11)
@@ -196,15 +196,15 @@ def test_pages_that_no_disk_takes_are_dropped_before_memory_is_full_and_events_a
 @pytest.mark.parametrize("n", [1 << 63, (1 << 64) - 1])
 def test_a_number_beyond_sqlites_does_no_harm(store, n):
     """It passes the decoder: msgpack has unsigned integers of 64 bits."""
-    add(store, "a", AgentMessage(n, Bye("ok")))
-    assert [body for _, _, body in store.messages()] in ([], [Bye("ok")])
+    add(store, "a", AgentMessage(n, NodeBye("ok")))
+    assert [body for _, _, body in store.messages()] in ([], [NodeBye("ok")])
 
 
 NET = [RootDef(0, "Net"), ShapeDef(0, (2, 3)), *(ModuleDef(n, 0, f"encoder.layers.{n}", "Linear") for n in range(500))]
 
 
 def of_rank(rank: int, entries=NET, n: int = 1) -> AgentMessage:
-    return AgentMessage(n, Definitions(rank, 0, entries), n - 1)
+    return AgentMessage(n, NameDefinitions(rank, 0, entries), n - 1)
 
 
 def test_definitions_of_ranks_that_run_the_same_model_are_stored_once(tmp_path):
@@ -254,7 +254,7 @@ def test_a_store_of_schema_1_is_read(tmp_path):
 
 
 def test_a_page_is_found_again_written_or_not(store):
-    page = PageMessage(0, 0, 7, 0, 0, 0, True, [Segment(0, 0, 0, b"", b"", b"x")])
+    page = PageMessage(0, 0, 7, 0, 0, 0, True, [PageSegment(0, 0, 0, b"", b"", b"x")])
     add(store, "a", AgentMessage(5, page, 4))
     add(store, "a", message(6))
     for _ in range(2):
@@ -285,8 +285,8 @@ def whole(tmp_path_factory) -> bytes:
     made.set("started", "now")
     made.set("max_frames", "7")
     for n in range(1, 40):
-        add(made, "a", AgentMessage(n, Bye("x" * 300)))
-    made.beat("a", encode(AgentMessage(0, Beat([], {}))))
+        add(made, "a", AgentMessage(n, NodeBye("x" * 300)))
+    made.beat("a", encode(AgentMessage(0, NodeBeat([], {}))))
     made.close()
     return path.read_bytes()
 
@@ -330,13 +330,13 @@ def before_checksums(store: RunStore) -> None:
 
 
 def test_a_store_without_checksums_is_read_and_goes_on(store):
-    names = Definitions(0, 0, [RootDef(0, "Net")])
+    names = NameDefinitions(0, 0, [RootDef(0, "Net")])
     page = PageMessage(0, 0, 0, 0, 0, 0, True, [])
     for n, body in enumerate((names, page), 1):
         add(store, "a", AgentMessage(n, body, n - 1))
-    store.beat("a", encode(AgentMessage(0, Beat([], {0: 1}))))
+    store.beat("a", encode(AgentMessage(0, NodeBeat([], {0: 1}))))
     before_checksums(store)
-    expected = [("a", 1, names), ("a", 2, page), ("a", 0, Beat([], {0: 1}))]
+    expected = [("a", 1, names), ("a", 2, page), ("a", 0, NodeBeat([], {0: 1}))]
 
     with contextlib.closing(RunStore(store.path)) as read:
         assert list(read.messages()) == expected
@@ -350,9 +350,9 @@ def test_a_store_without_checksums_is_read_and_goes_on(store):
 
 @pytest.mark.parametrize("table", ["message", "definition", "beat"])
 def test_a_row_that_the_disk_has_damaged_is_left_out(store, table):
-    add(store, "a", AgentMessage(1, Definitions(0, 0, [RootDef(0, "Net"), RootDef(1, "Met")]), 0))
+    add(store, "a", AgentMessage(1, NameDefinitions(0, 0, [RootDef(0, "Net"), RootDef(1, "Met")]), 0))
     add(store, "a", AgentMessage(2, EventMessage(NodeSignal(15, reason="Net")), 1))
-    store.beat("a", encode(AgentMessage(0, Beat([], {}, hot=b"Net"))))
+    store.beat("a", encode(AgentMessage(0, NodeBeat([], {}, hot=b"Net"))))
     store.close()
     whole = {(n, type(body)) for _, n, body in RunStore(store.path).messages()}
     with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as db:
@@ -361,7 +361,7 @@ def test_a_row_that_the_disk_has_damaged_is_left_out(store, table):
 
     left = list(RunStore(store.path).messages())
 
-    lost = {"message": (2, EventMessage), "definition": (1, Definitions), "beat": (0, Beat)}[table]
+    lost = {"message": (2, EventMessage), "definition": (1, NameDefinitions), "beat": (0, NodeBeat)}[table]
     assert lost in whole and lost not in {(n, type(body)) for _, n, body in left}
     if table == "definition":  # what is left of it has no number: the message is not whole
-        assert ("a", 0, Definitions(0, 0, [RootDef(1, "Met")])) in left
+        assert ("a", 0, NameDefinitions(0, 0, [RootDef(1, "Met")])) in left

@@ -5,19 +5,27 @@ from __future__ import annotations
 import gpuwatch.collector.server as server_module
 import pytest
 import zmq
-from gpuwatch.collector.facts.fold import Fold
+from gpuwatch.collector.facts.fold import FactFold
 from gpuwatch.collector.protocol import RunProtocol
-from gpuwatch.collector.runs import new_run
-from gpuwatch.collector.server import Server
+from gpuwatch.collector.run_list import new_run
+from gpuwatch.collector.server import CollectorServer
 from gpuwatch.collector.store import RunStore
 from gpuwatch.collector.waiting_pages import WaitingPages
-from gpuwatch.core.events import Anomaly, Where
+from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import AgentMessage, Bye, EventMessage, Hello, PageMessage, Segment, encode
+from gpuwatch.core.wire.messages import (
+    AgentHello,
+    AgentMessage,
+    EventMessage,
+    NodeBye,
+    PageMessage,
+    PageSegment,
+    encode,
+)
 
 
 def page(number: int) -> PageMessage:
-    return PageMessage(0, 0, number, 0, number, 0, True, [Segment(0, 0, 0, b"", b"", b"")])
+    return PageMessage(0, 0, number, 0, number, 0, True, [PageSegment(0, 0, 0, b"", b"", b"")])
 
 
 def test_they_are_looked_at_in_their_order_some_at_a_time_and_make_room_again():
@@ -44,9 +52,14 @@ def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path
 
     Where the pages were lost the event comes twice: behind a gap, and when all was sent again.
     """
-    where = Where(0, 0, 5, 5, "Net", 5)
+    where = RunPosition(0, 0, 5, 5, "Net", 5)
     anomaly = EventMessage(Anomaly(where, 0, "fc", "Linear", "forward", "output", "+inf", "float32"))
-    backlog = [Hello("a.0", "h", 1, 1, 1, 1, [], {}, "job"), *(page(n) for n in range(300)), anomaly, Bye("ok")]
+    backlog = [
+        AgentHello("a.0", "h", 1, 1, 1, 1, [], {}, "job"),
+        *(page(n) for n in range(300)),
+        anomaly,
+        NodeBye("ok"),
+    ]
     come = [
         ("a.0", message, encode(message)) for message in (AgentMessage(n, b, n - 1) for n, b in enumerate(backlog, 1))
     ]
@@ -54,12 +67,12 @@ def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path
     keys, paths = derive_keys("a secret of the tests", "job"), new_run(tmp_path)
     store, seen = RunStore(paths.store, create=True), []
 
-    class Noting(Fold):
+    class Noting(FactFold):
         def add(self, name, n, received):
             seen.append(received)
             super().add(name, n, received)
 
-    server = Server(
+    server = CollectorServer(
         "tcp://127.0.0.1:*", keys.collector.public.decode(), keys.collector.private.decode(), keys.agent.public.decode()
     )
     turns = [[come[0], come[-2]], come[1:]] if are_lost else [come]
@@ -74,7 +87,7 @@ def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path
             server.close()
             store.close()
     kinds = [type(body) for body in seen]
-    assert kinds[: 3 + are_lost] == [Hello, *[EventMessage] * (1 + are_lost), Bye]
+    assert kinds[: 3 + are_lost] == [AgentHello, *[EventMessage] * (1 + are_lost), NodeBye]
     assert kinds[3 + are_lost :] == [PageMessage] * 300
     assert report.verdict.kind == "overflow"
     again = RunStore(paths.store)

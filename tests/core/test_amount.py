@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.core.text import Amount, parse_amount, parse_size
+from gpuwatch.core.text import MemoryAmount, parse_amount, parse_size
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from gpuwatch.core.text import Amount, parse_amount, parse_size
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
-    assert parse_amount(text) == Amount(size=size)
+    assert parse_amount(text) == MemoryAmount(size=size)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1e6", "M", "1PiB", "1 2", "²", "0x10", "9999TiB", "0.5", "1M%"])
@@ -32,7 +32,7 @@ def test_what_is_no_size(text):
 
 @pytest.mark.parametrize(("text", "share"), [("80%", 0.8), ("100 %", 1.0), ("0.5%", 0.005)])
 def test_shares(text, share):
-    assert parse_amount(text) == Amount(share=share)
+    assert parse_amount(text) == MemoryAmount(share=share)
     assert parse_size(text) is None
 
 
@@ -42,5 +42,5 @@ def test_what_is_no_share(text):
 
 
 def test_an_amount_of_what_is_free():
-    assert Amount(share=0.25).of(1000) == 250
-    assert Amount(size=64).of(1000) == 64
+    assert MemoryAmount(share=0.25).of(1000) == 250
+    assert MemoryAmount(size=64).of(1000) == 64

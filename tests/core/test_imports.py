@@ -41,11 +41,11 @@ def python(code: str) -> str:
         "import gpuwatch.launcher.agent.agent",
         "import gpuwatch.worker.__main__",
         "import gpuwatch.worker.joining",
-        "import gpuwatch.launcher.run",
+        "import gpuwatch.launcher.run_job",
         "import gpuwatch.cli.main, gpuwatch.cli.report",
         "from gpuwatch.collector.facts.fold import fold\n"
         "from gpuwatch.collector.assemble.build import build_report\n"
-        "from gpuwatch.collector.report.text import render_text\n"
+        "from gpuwatch.collector.report.text_report import render_text\n"
         "render_text(build_report(fold([]), run_id='x', started=None, ended=None))",
     ],
 )
@@ -54,8 +54,11 @@ def test_torch_is_not_imported(code):
 
 
 def test_a_written_report_is_shown_without_what_makes_one():
-    code = "import gpuwatch.cli.report, gpuwatch.collector.report_file, gpuwatch.collector.report.text\nimport sys\n"
-    assert python(f"{code}print([name for name in sys.modules if name in ('numpy', 'sqlite3', 'jinja2')])") == "[]"
+    code = "import gpuwatch.cli.report, gpuwatch.collector.report_file, gpuwatch.collector.report.text_report"
+    assert (
+        python(f"{code}\nimport sys\nprint([name for name in sys.modules if name in ('numpy', 'sqlite3', 'jinja2')])")
+        == "[]"
+    )
 
 
 def test_importing_gpuwatch_starts_and_changes_nothing():
@@ -108,8 +111,8 @@ FLOORS = {
         "before_init.py meeting_place.py",
         "preflight",
         "preflight/blame",
-        "preflight/deadlines.py preflight/meeting.py preflight/messages.py preflight/steps.py",
-        "session.py children.py",
+        "preflight/meeting.py preflight/stage_messages.py preflight/steps.py",
+        "session.py training_children.py",
         "hooks",
         "compile",
         "record",
@@ -131,7 +134,6 @@ FLOORS = {
         "decide",
         "facts",
         "report",
-        "log.py",
     ],
     "core": [
         "wire/columns.py",

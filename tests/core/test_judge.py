@@ -6,11 +6,11 @@ import itertools
 
 import msgspec
 import pytest
-from gpuwatch.core.events import Anomaly, Where
-from gpuwatch.core.frames import Frame, Mark, Page, Row
+from gpuwatch.core.events import Anomaly, RunPosition
+from gpuwatch.core.frames import Frame, Page, Row, RowMark
 from gpuwatch.core.judge import (
-    Limits,
     PageSoFar,
+    WarningLimits,
     ZeroGradients,
     anomaly_of,
     anomaly_of_page,
@@ -21,7 +21,7 @@ from gpuwatch.core.judge import (
 from gpuwatch.core.values import NonFinite
 
 NAN, POSINF, NEGINF, INF = NonFinite.NAN, NonFinite.POSINF, NonFinite.NEGINF, NonFinite.INF
-SCALED, IGNORED = Mark.SCALED, Mark.IGNORED
+SCALED, IGNORED = RowMark.SCALED, RowMark.IGNORED
 
 
 def row(role: str, flags: int = 0, *, mark: int = 0, value: int = -1) -> Row:
@@ -348,7 +348,7 @@ def test_a_row_of_an_argument_is_never_hidden():
 
 
 def test_a_warning_is_given_where_the_value_was_first_returned():
-    limits = Limits(near_overflow=1.0, underflow_share=0.1)
+    limits = WarningLimits(near_overflow=1.0, underflow_share=0.1)
     near = msgspec.structs.replace(row("output", value=3), abs_max=40000.0, headroom=0.7)
     so_far = PageSoFar()
 
@@ -372,7 +372,7 @@ WARNINGS = {
 
 @pytest.mark.parametrize(("gradient", "kinds"), WARNINGS.values(), ids=WARNINGS)
 def test_a_warning_of_a_gradient(gradient, kinds):
-    found = judge(frame(gradient, phase="backward"), Limits(near_overflow=1.0, underflow_share=0.1))
+    found = judge(frame(gradient, phase="backward"), WarningLimits(near_overflow=1.0, underflow_share=0.1))
     assert [kind for kind, _ in found.warnings] == kinds
 
 
@@ -420,7 +420,7 @@ def test_the_first_alarm_is_the_first_frame_with_one():
 @pytest.mark.parametrize("order", list(itertools.permutations([CLEAN, MASK, SOFTMAX, AFTER])))
 def test_a_pages_event_does_not_depend_on_the_order_in_which_its_frames_lie(order):
     assert anomaly_of_page(page(*order), aborts=True) == Anomaly(
-        where=Where(2, 1, 7, 3, "Net#2", 4, 17),
+        where=RunPosition(2, 1, 7, 3, "Net#2", 4, 17),
         frame=2,
         module="softmax",
         cls="Linear",

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 from gpuwatch.core.events import ModuleDef, RootDef, ShapeDef, SlotDef
-from gpuwatch.core.frames import Mark, Phase, RowKind
+from gpuwatch.core.frames import Phase, RowKind, RowMark
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.recorder.pages import Names, decode_page
-from gpuwatch.core.values import COUNTED, DTYPE_CODES, PENDING, SHARE, Encoding, NonFinite, Value
-from gpuwatch.core.wire.messages import PageMessage, Segment
+from gpuwatch.core.recorder.pages import NameTable, decode_page
+from gpuwatch.core.values import COUNTED, DTYPE_CODES, PENDING, SHARE, NonFinite, Value, ValueEncoding
+from gpuwatch.core.wire.messages import PageMessage, PageSegment
 
-F32 = Encoding.FLOAT32 << 8
+F32 = ValueEncoding.FLOAT32 << 8
 ONE, TWO, INF = 0x3F800000, 0x40000000, 0x7F800000
 DEFINITIONS = [
     RootDef(0, "Net"),
@@ -24,13 +24,13 @@ DEFINITIONS = [
 NOTHING = layout.NOTHING
 
 
-def names(entries=DEFINITIONS) -> Names:
-    found = Names()
+def names(entries=DEFINITIONS) -> NameTable:
+    found = NameTable()
     found.add(entries)
     return found
 
 
-def segment(frames, values=(), index=0, frame_base=0, value_base=0, phase=0, collectives=0) -> Segment:
+def segment(frames, values=(), index=0, frame_base=0, value_base=0, phase=0, collectives=0) -> PageSegment:
     rows = [row for frame in frames for row in frame[-1]]
     counts = [len(frame[-1]) for frame in frames]
     firsts = [0, *itertools.accumulate(counts)]
@@ -38,7 +38,7 @@ def segment(frames, values=(), index=0, frame_base=0, value_base=0, phase=0, col
         layout.FRAME.pack(module, parent, depth, phase, collectives, 7, firsts[n], counts[n], frame_base + n)
         for n, (module, parent, depth, _) in enumerate(frames)
     ]
-    return Segment(
+    return PageSegment(
         index,
         frame_base,
         value_base,
@@ -48,7 +48,7 @@ def segment(frames, values=(), index=0, frame_base=0, value_base=0, phase=0, col
     )
 
 
-def page(*segments: Segment, root=0, complete=True) -> PageMessage:
+def page(*segments: PageSegment, root=0, complete=True) -> PageMessage:
     return PageMessage(2, 1, 4, root, 9, 3, complete, list(segments))
 
 
@@ -162,14 +162,14 @@ def test_every_phase_has_its_name(phase):
     assert (decoded.frames[0].phase, decoded.frames[0].collectives) == (phase.name.lower(), 9)
 
 
-@pytest.mark.parametrize("mark", [Mark.NONE, Mark.IGNORED | Mark.SCALED, 0x8000])
+@pytest.mark.parametrize("mark", [RowMark.NONE, RowMark.IGNORED | RowMark.SCALED, 0x8000])
 def test_a_rows_mark_is_kept_even_one_of_a_later_version(mark):
     frame = (1, 0, 1, [(0, 0, 0, DTYPE_CODES["float32"], 0, int(mark))])
     assert decode_page(page(segment([frame], VALUES)), names()).frames[0].rows[0].mark == mark
 
 
 def test_shares_and_headroom_are_there_where_they_can_be():
-    counted = Encoding.FLOAT16 << 8 | SHARE << 16 | (SHARE // 5) << 32 | COUNTED
+    counted = ValueEncoding.FLOAT16 << 8 | SHARE << 16 | (SHARE // 5) << 32 | COUNTED
     values = [(0, 0x7800, counted), (ONE, TWO, F32)]  # 0x7800 is 32768
     table = [(0, 0, 0, DTYPE_CODES["float16"], 0), (1, 1, 0, DTYPE_CODES["float32"], 0), (1, 9, 0, 1, 0)]
     half, single, lost = decode_page(page(segment([(1, 0, 1, table)], values)), names()).frames[0].rows

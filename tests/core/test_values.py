@@ -18,9 +18,9 @@ from gpuwatch.core.values import (
     PENDING,
     SHARE,
     SIGN_MASK,
-    Encoding,
     NonFinite,
     Value,
+    ValueEncoding,
     decode,
     headroom,
     name_of,
@@ -30,15 +30,15 @@ from hypothesis import strategies as st
 from needs import RELEASE
 
 NUMPY = {
-    Encoding.FLOAT64: (np.uint64, np.float64),
-    Encoding.FLOAT32: (np.uint32, np.float32),
-    Encoding.FLOAT16: (np.uint16, np.float16),
+    ValueEncoding.FLOAT64: (np.uint64, np.float64),
+    ValueEncoding.FLOAT32: (np.uint32, np.float32),
+    ValueEncoding.FLOAT16: (np.uint16, np.float16),
 }
-FLOATS = [*NUMPY, Encoding.BFLOAT16]
+FLOATS = [*NUMPY, ValueEncoding.BFLOAT16]
 
 
-def reference(bits: int, encoding: Encoding) -> float:
-    if encoding is Encoding.BFLOAT16:
+def reference(bits: int, encoding: ValueEncoding) -> float:
+    if encoding is ValueEncoding.BFLOAT16:
         return torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16).item()
     integer, floating = NUMPY[encoding]
     return float(np.array([bits], dtype=integer).view(floating)[0])
@@ -64,16 +64,16 @@ def test_borders_decode_exactly(encoding, offset):
 
 
 def test_the_smallest_bits_are_subnormals():
-    assert decode(1, Encoding.FLOAT32) == 2.0**-149
-    assert decode(1, Encoding.FLOAT16) == 2.0**-24
-    assert decode(1, Encoding.BFLOAT16) == 2.0**-133
-    assert decode(1, Encoding.FLOAT64) == 5e-324
+    assert decode(1, ValueEncoding.FLOAT32) == 2.0**-149
+    assert decode(1, ValueEncoding.FLOAT16) == 2.0**-24
+    assert decode(1, ValueEncoding.BFLOAT16) == 2.0**-133
+    assert decode(1, ValueEncoding.FLOAT64) == 5e-324
 
 
 @given(st.floats(width=32), st.floats(width=32))
 def test_sign_cleared_bits_sort_as_absolute_values_with_nan_on_top(left, right):
     def bits(number: float) -> int:
-        return struct.unpack("<I", struct.pack("<f", number))[0] & SIGN_MASK[Encoding.FLOAT32]
+        return struct.unpack("<I", struct.pack("<f", number))[0] & SIGN_MASK[ValueEncoding.FLOAT32]
 
     def key(number: float) -> float:
         return math.inf if math.isnan(number) else abs(number)
@@ -85,7 +85,7 @@ def test_sign_cleared_bits_sort_as_absolute_values_with_nan_on_top(left, right):
 
 
 def test_integers_decode_as_themselves():
-    assert decode(65504, Encoding.INTEGER) == 65504.0
+    assert decode(65504, ValueEncoding.INTEGER) == 65504.0
 
 
 def test_an_encoding_of_a_later_version_is_nan_and_no_error():
@@ -93,7 +93,7 @@ def test_an_encoding_of_a_later_version_is_nan_and_no_error():
 
 
 def test_a_value_splits_its_meta_into_flags_and_encoding():
-    value = Value(0x3F000000, 0x7F800000, Encoding.FLOAT32 << 8 | NonFinite.POSINF | NonFinite.NEGINF)
+    value = Value(0x3F000000, 0x7F800000, ValueEncoding.FLOAT32 << 8 | NonFinite.POSINF | NonFinite.NEGINF)
     assert value.flags == NonFinite.POSINF | NonFinite.NEGINF
     assert (value.abs_min, value.abs_max) == (0.5, math.inf)
 
@@ -132,7 +132,7 @@ def test_the_table_of_dtypes_is_append_only():
 
 @given(
     flags=st.integers(0, 15),
-    encoding=st.sampled_from(Encoding),
+    encoding=st.sampled_from(ValueEncoding),
     zeros=st.integers(0, SHARE),
     subnormals=st.integers(0, SHARE),
 )
@@ -157,7 +157,7 @@ def test_none_and_all_are_exact():
     assert (value.zeros, value.subnormals) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("meta", [PENDING, Encoding.FLOAT16 << 8, Encoding.FLOAT16 << 8 | 0xFFFF << 16])
+@pytest.mark.parametrize("meta", [PENDING, ValueEncoding.FLOAT16 << 8, ValueEncoding.FLOAT16 << 8 | 0xFFFF << 16])
 def test_where_nobody_counted_there_are_no_shares(meta):
     assert (Value(0, 0, meta).zeros, Value(0, 0, meta).subnormals) == (None, None)
 
@@ -182,10 +182,10 @@ def test_every_dtype_with_an_exponent_and_a_sign_has_a_largest_number():
 
 
 DTYPES = {
-    Encoding.FLOAT64: torch.float64,
-    Encoding.FLOAT32: torch.float32,
-    Encoding.FLOAT16: torch.float16,
-    Encoding.BFLOAT16: torch.bfloat16,
+    ValueEncoding.FLOAT64: torch.float64,
+    ValueEncoding.FLOAT32: torch.float32,
+    ValueEncoding.FLOAT16: torch.float16,
+    ValueEncoding.BFLOAT16: torch.bfloat16,
 }
 
 
@@ -196,7 +196,7 @@ def test_the_smallest_number_of_full_precision_is_torchs(encoding):
 
 
 def test_every_encoding_of_floats_has_its_borders():
-    floats = set(Encoding) - {Encoding.INTEGER}
+    floats = set(ValueEncoding) - {ValueEncoding.INTEGER}
     assert set(MIN_NORMAL_BITS) == set(INF_BITS) == set(SIGN_MASK) == set(DTYPES) == floats
 
 

@@ -17,11 +17,11 @@ from gpuwatch.cli.report import command as report
 from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import arguments_of, options_of
 from gpuwatch.cli.top import command as top
-from gpuwatch.collector.assemble.export import ExportRow
-from gpuwatch.collector.report.model import RankReport, Report, RunInfo, Verdict
+from gpuwatch.collector.assemble.frame_export import ExportRow
+from gpuwatch.collector.report.model import RankReport, RunInfo, RunReport, Verdict
 from gpuwatch.core.errors import EXIT_OF_KIND, ExitCode
 from gpuwatch.launcher.options import get_check_parser, get_parser, parse_run
-from gpuwatch.slurm.submit import take_apart
+from gpuwatch.slurm.submission import take_apart
 from msgspec.structs import fields
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_every_column_of_an_export_is_told():
     assert told == named
 
 
-@pytest.mark.parametrize("struct", [Verdict, RankReport, Report, RunInfo], ids=lambda struct: struct.__name__)
+@pytest.mark.parametrize("struct", [Verdict, RankReport, RunReport, RunInfo], ids=lambda struct: struct.__name__)
 def test_every_field_of_the_report_is_told(struct):
     page = (ROOT / "docs" / "report.md").read_text()
     missing = [field.encode_name for field in fields(struct) if not re.search(rf"\b{field.encode_name}\b", page)]

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.events import Stalled
+from gpuwatch.core.events import RankStall
 from gpuwatch.core.wire.messages import EventMessage
 from gpuwatch.launcher.agent.step_times import LEAST_S, UNTIL_KNOWN_S
 
@@ -113,7 +113,7 @@ def test_by_default_the_limit_is_learned_from_the_steps(bench):
     store = RunStore(run.cwd / "gpuwatch-runs" / "latest" / "run.sqlite")
     events = [body.event for _, _, body in store.messages() if isinstance(body, EventMessage)]
     store.close()
-    limits = [event.limit_s for event in events if isinstance(event, Stalled)]
+    limits = [event.limit_s for event in events if isinstance(event, RankStall)]
     assert limits
     assert all(LEAST_S <= limit < UNTIL_KNOWN_S for limit in limits)
 

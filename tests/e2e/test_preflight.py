@@ -6,7 +6,7 @@ from datetime import timedelta
 import msgspec
 import pytest
 import torch.distributed as dist
-from gpuwatch.core.preflight import Finding
+from gpuwatch.core.preflight import PreflightFinding
 
 pytestmark = pytest.mark.sample(3, of="a preflight")  # of those without a mark of their own
 
@@ -208,7 +208,7 @@ def test_a_forged_conclusion_in_torchruns_store_stops_no_job(bench, port):
     command = ("launch", "--nproc-per-node", "2", *where, bench.script("clean.py"))
     launch = bench.start("gpuwatch.cli.main", *command)
     stranger = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
-    forged = {"findings": [Finding("arrive", "fail", "rank", [1], [], "rank 1 is broken")], "outcomes": []}
+    forged = {"findings": [PreflightFinding("arrive", "fail", "rank", [1], [], "rank 1 is broken")], "outcomes": []}
     stranger.set(f"gpuwatch/{launch.pid}-0/arrive/conclusion", msgspec.json.encode(forged).decode())
     run = bench.finish(launch)
 

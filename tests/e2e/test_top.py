@@ -9,8 +9,8 @@ import time
 import urllib.request
 
 import pytest
-from gpuwatch.collector.live.top_link import Link
-from gpuwatch.collector.live.top_model import Model
+from gpuwatch.collector.live.top_link import ViewSubscriber
+from gpuwatch.collector.live.top_model import TopModel
 from gpuwatch.core.host import host_name
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -41,7 +41,7 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
         *("--hang-timeout", "0", "--metrics-port", str(port), bench.script("looked_at.py"), str(tmp_path)),
     )
     folder = bench.cwd / "gpuwatch-runs" / "shown"
-    link, model = Link(folder), Model()
+    link, model = ViewSubscriber(folder), TopModel()
     try:
         screen = until(job, link, model, lambda screen: "batches/s" in str(screen.head) and screen.hot)
         assert [line.text.split()[0] for line in screen.ranks] == ["0", "1", "2", "3"]

@@ -22,22 +22,22 @@ with atheris.instrument_imports(include=["gpuwatch"]):
     from gpuwatch.collector.assemble.build import build_report
     from gpuwatch.collector.facts.fold import fold
     from gpuwatch.collector.finish import merged_report, report_from_store
-    from gpuwatch.collector.protocol import Keep, RunProtocol
+    from gpuwatch.collector.protocol import RunProtocol, StoreMessage
     from gpuwatch.collector.report.model import to_json
-    from gpuwatch.collector.report.text import render_text
+    from gpuwatch.collector.report.text_report import render_text
     from gpuwatch.collector.report_file import read_report
-    from gpuwatch.collector.runs import RunPaths
+    from gpuwatch.collector.run_list import RunPaths
     from gpuwatch.collector.store import RunStore
     from gpuwatch.core.errors import GpuwatchError
-    from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, ScriptExit, ShapeDef, SlotDef, Where
+    from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, ShapeDef, SlotDef
     from gpuwatch.core.recorder.layout import NOTHING, file_name
     from gpuwatch.core.recorder.writer import RecorderWriter
-    from gpuwatch.core.values import Encoding
+    from gpuwatch.core.values import ValueEncoding
     from gpuwatch.core.wire.messages import (
         AgentBody,
+        AgentHello,
         AgentMessage,
-        Bye,
-        Hello,
+        NodeBye,
         WireError,
         decode_agent,
         decode_collector,
@@ -64,16 +64,16 @@ class Seeds:
         for batch in range(3):
             page = writer.begin_page(0, batch, batch)
             for _ in range(2):
-                value = writer.value(0, 0x7F800000, Encoding.FLOAT32 << 8 | 2)
+                value = writer.value(0, 0x7F800000, ValueEncoding.FLOAT32 << 8 | 2)
                 writer.frame(0, NOTHING, 0, 0, batch, [(0, value, 0, 1, 0, 0)])
             writer.end_page(page)
-        where = Where(0, 0, 2, 2, "Net", 2)
+        where = RunPosition(0, 0, 2, 2, "Net", 2)
         writer.append(Anomaly(where, 0, "fc", "Linear", "forward", "output", "+inf", "float32"))
-        writer.append(ScriptExit(Where(0, 0), 1))
+        writer.append(ScriptExit(RunPosition(0, 0), 1))
         writer.close()
         self.recorder = path.read_bytes()
-        hello = Hello("a", "host", 1, 1, 1, 1, ["gpuwatch", "launch"], {}, "job")
-        bodies: list[AgentBody] = [hello, *of_recorder(folder), Bye("failed")]
+        hello = AgentHello("a", "host", 1, 1, 1, 1, ["gpuwatch", "launch"], {}, "job")
+        bodies: list[AgentBody] = [hello, *of_recorder(folder), NodeBye("failed")]
         self.messages = [AgentMessage(n, body, n - 1) for n, body in enumerate(bodies, 1)]
         self.wire = [encode(message) for message in self.messages]
         spool = SpoolWriter(folder / "agent-a.spool")
@@ -129,7 +129,7 @@ def targets(folder: Path, seeds: Seeds) -> dict[str, tuple[list[bytes], Callable
             return
         protocol, kept = RunProtocol("run", "/run", "job"), []
         for each in (*seeds.messages[:-1], message, seeds.messages[-1]):
-            kept += [act.message.body for act in protocol.hear("a", each, 0.0) if isinstance(act, Keep)]
+            kept += [act.message.body for act in protocol.hear("a", each, 0.0) if isinstance(act, StoreMessage)]
         protocol.tick(1000.0)
         report_of(kept)
 

@@ -35,7 +35,7 @@ NCCL = """
 import json, time
 import torch, torch.distributed as dist
 from gpuwatch.worker.preflight.bandwidth import _Meter
-from gpuwatch.worker.preflight.group import join
+from gpuwatch.worker.preflight.group_collectives import join
 
 device, deadline = torch.device("cuda", 0), time.monotonic() + 100
 group = join(dist.HashStore(), device, "nccl", [0], 0, deadline, lambda step: None)

@@ -12,21 +12,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gpuwatch.core.events import ModuleDef, RootDef, ScriptExit, SlotDef, Where
-from gpuwatch.core.recorder.layout import Field, HooksState, RankPhase, file_name
+from gpuwatch.core.events import ModuleDef, RootDef, RunPosition, ScriptExit, SlotDef
+from gpuwatch.core.recorder.layout import HeadField, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import Encoding
+from gpuwatch.core.values import ValueEncoding
 from gpuwatch.core.wire.keys import JobKeys, derive_keys
 from gpuwatch.core.wire.pipe import (
     AgentConfig,
-    Bound,
+    CollectorBound,
     CollectorConfig,
+    JobResult,
     LaunchDone,
-    Verdict,
     WorkersEnded,
     WorkersStarted,
 )
-from gpuwatch.launcher.children import HeadCollector, NodeAgent
+from gpuwatch.launcher.helper_processes import HeadCollector, NodeAgent
 
 from ..ports import ports_of_this_test
 
@@ -55,20 +55,20 @@ class Rank:
             log_bytes=1 << 20,
             segments=8,
         )
-        self.writer.fields[Field.HOOKS] = HooksState.ATTACHED
+        self.writer.fields[HeadField.HOOKS] = HooksState.ATTACHED
         self.writer.append(RootDef(0, "Net"), name=True)
         self.writer.append(ModuleDef(0, 0, "fc", "Linear"), name=True)
         self.writer.append(SlotDef(0, 0, "output"), name=True)
 
     def batch(self, number: int) -> None:
         page = self.writer.begin_page(0, number, number)
-        value = self.writer.value(0, 0x3F800000, Encoding.FLOAT32 << 8)
+        value = self.writer.value(0, 0x3F800000, ValueEncoding.FLOAT32 << 8)
         self.writer.frame(0, 0xFFFFFFFF, 0, 0, number, [(0, value, 0xFFFFFFFF, 1, 0, 0)])
         self.writer.end_page(page)
 
     def finish(self) -> None:
-        self.writer.append(ScriptExit(Where(self.rank, self.attempt), 0))
-        self.writer.fields[Field.PHASE] = RankPhase.FINISHED
+        self.writer.append(ScriptExit(RunPosition(self.rank, self.attempt), 0))
+        self.writer.fields[HeadField.PHASE] = RankPhase.FINISHED
 
 
 @dataclasses.dataclass
@@ -101,13 +101,13 @@ class Node:
             viewer_private_key=self.keys.viewer.private.decode() if self.is_shown else "",
         )
         self.collector = HeadCollector(config, self.said.append, lambda line: None)
-        assert isinstance(self.collector.answer, Bound)
+        assert isinstance(self.collector.answer, CollectorBound)
         return self.collector.answer.address
 
     @property
     def run_dir(self) -> Path:
         assert self.collector is not None
-        assert isinstance(self.collector.answer, Bound)
+        assert isinstance(self.collector.answer, CollectorBound)
         return Path(self.collector.answer.run_dir)
 
     def start_agent(self, address: str, *, ranks: range = range(2), world: int = 2, nodes: int = 1) -> None:
@@ -143,7 +143,7 @@ class Node:
         self.agent.tell(WorkersEnded(attempt, {rank.rank: 0 for rank in self.ranks}, []))
         self.agent.tell(LaunchDone("ok"))
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> JobResult:
         assert self.agent is not None
         self.agent.wait()
         assert self.agent.verdict is not None, self.said

@@ -6,9 +6,9 @@ import signal
 
 import psutil
 import pytest
-from gpuwatch.core.events import Anomaly, Where
+from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.recorder.layout import FRAMES_PER_SEGMENT
-from gpuwatch.core.values import Encoding
+from gpuwatch.core.values import ValueEncoding
 from gpuwatch.core.wire.messages import EventMessage, PageMessage
 from gpuwatch.launcher.agent.outbox import PAGE_BYTES
 
@@ -29,9 +29,9 @@ def wide_batch(rank: Rank, number: int) -> None:
     writer = rank.writer
     page = writer.begin_page(0, number, number)
     for _ in range(FRAMES):
-        value = writer.value(0, 0x3F800000, Encoding.FLOAT32 << 8)
+        value = writer.value(0, 0x3F800000, ValueEncoding.FLOAT32 << 8)
         writer.frame(0, 0xFFFFFFFF, 0, 0, number, [(0, value, 0xFFFFFFFF, 1, 0, 0)] * 3)
-    where = Where(rank.rank, 0, number, number, "Net", number, number)
+    where = RunPosition(rank.rank, 0, number, number, "Net", number, number)
     writer.append(Anomaly(where, 0, "fc", "Linear", "forward", "output", "+inf", "float32"))
     writer.end_page(page)
 

@@ -12,7 +12,7 @@ import time
 
 import psutil
 import pytest
-from gpuwatch.core.events import Anomaly, Where
+from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded
 
 DISTURBED_S = 12.0
@@ -52,7 +52,7 @@ def test_whatever_happens_to_the_helpers_the_verdict_is_right(make_node, seed):
         for node in nodes:
             node.train(batch)
         if kind == "overflow" and batch == 20:
-            where = Where(3, 0, batch, batch, "Net", batch, batch)
+            where = RunPosition(3, 0, batch, batch, "Net", batch, batch)
             other.ranks[1].writer.append(Anomaly(where, 0, "fc", "Linear", "forward", "output", "+inf", "float32"))
         batch += 1
         time.sleep(0.05)

@@ -19,15 +19,17 @@ from click.testing import CliRunner
 from gpuwatch.cli.report import command as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.events import Anomaly, Warned, Where
+from gpuwatch.core.events import Anomaly, RangeWarning, RunPosition
 from gpuwatch.core.recorder.scratch import keep_rescued
-from gpuwatch.core.wire.messages import VERDICT_PATIENCE_S, Bye, Definitions, EventMessage, Hello
+from gpuwatch.core.wire.messages import VERDICT_PATIENCE_S, AgentHello, EventMessage, NameDefinitions, NodeBye
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded, WorkersStarted
 
 from .conftest import Rank, until
 
-ANOMALY = Anomaly(Where(1, 0, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
-ANOMALY_OF_ATTEMPT_4 = Anomaly(Where(1, 4, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "nan", "float32")
+ANOMALY = Anomaly(RunPosition(1, 0, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
+ANOMALY_OF_ATTEMPT_4 = Anomaly(
+    RunPosition(1, 4, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "nan", "float32"
+)
 
 
 def stored(node, kind) -> list:
@@ -90,7 +92,7 @@ def test_an_agent_that_is_killed_is_started_again_and_nothing_is_lost_or_doubled
 
 def test_a_collector_that_is_killed_is_started_again_with_what_it_had(node):
     node.train(0)
-    until(lambda: stored(node, Hello), "the hello in the store")
+    until(lambda: stored(node, AgentHello), "the hello in the store")
     kill(node.collector)
     node.train(1)
     node.ranks[1].writer.append(ANOMALY)
@@ -147,7 +149,7 @@ def nothing_can_be_stored(node):
 
 def test_a_verdict_waits_for_no_disk(node):
     """The store takes nothing from before the overflow until after the verdict so far; at the end it has all."""
-    until(lambda: stored(node, Definitions), "the names")
+    until(lambda: stored(node, NameDefinitions), "the names")
     with nothing_can_be_stored(node):
         node.train(0, 1, 2)
         node.ranks[1].writer.append(ANOMALY)
@@ -170,13 +172,13 @@ def test_an_agent_goes_to_no_other_run_than_its_own(make_node, is_acknowledged):
         node.start_agent(address)
         until(node.agent.welcomed.is_set, "the welcome")  # from then on the node belongs to that run
         if is_acknowledged:
-            until(lambda: stored(node, Hello), "the hello")
+            until(lambda: stored(node, AgentHello), "the hello")
         kill(node.collector, signal.SIGSTOP)
         gone = psutil.Process(node.collector.pid)
         node.collector.end(0.01)  # so that no other one is started in its place
         gone.kill()
         gone.wait(300.0)
-    assert len(stored(node, Hello)) == is_acknowledged
+    assert len(stored(node, AgentHello)) == is_acknowledged
     later = make_node()
     later.start_collector(address)
     node.train(0)
@@ -185,7 +187,7 @@ def test_an_agent_goes_to_no_other_run_than_its_own(make_node, is_acknowledged):
     verdict = node.verdict()
     assert (verdict.exit_code, verdict.kind) == (6, "unknown"), verdict.text
     assert "this node's records are in" in verdict.text
-    assert stored(later, Hello) == []
+    assert stored(later, AgentHello) == []
 
 
 @pytest.mark.slow
@@ -195,9 +197,9 @@ def test_a_collector_that_is_killed_when_only_its_own_node_has_the_verdict(make_
     for number, node in enumerate((head, other)):
         node.start_agent(address, ranks=range(number, number + 1), nodes=2)
         node.train(0, 1)
-    until(lambda: len(stored(head, Hello)) == 2, "both hellos")
+    until(lambda: len(stored(head, AgentHello)) == 2, "both hellos")
     other.end_ranks()
-    until(lambda: stored(head, Bye), "the other node's goodbye")
+    until(lambda: stored(head, NodeBye), "the other node's goodbye")
     kill(other.agent, signal.SIGSTOP)
     head.end_ranks()
     assert head.verdict().kind == "clean"
@@ -273,7 +275,7 @@ def test_recorders_of_old_attempts_are_freed_and_the_last_ones_kept(node):
 
 def test_an_agent_does_not_die_of_a_recorder_that_is_cut_short(node):
     node.train(0, 1)
-    until(lambda: stored(node, Definitions), "the names in the store")
+    until(lambda: stored(node, NameDefinitions), "the names in the store")
     broken = node.ranks.pop()
     broken.writer.close()
     os.truncate(broken.writer.path, 5000)  # its own rank would be killed by SIGBUS
@@ -293,9 +295,9 @@ def test_an_agent_does_not_die_of_a_recorder_that_is_cut_short(node):
 
 def chatter(rank, number: int) -> None:
     """A kilobyte of events."""
-    place = Where(rank.rank, 0, number, number, "Net", number, number)
+    place = RunPosition(rank.rank, 0, number, number, "Net", number, number)
     rank.writer.append(
-        Warned(place, "near overflow", f"module {number} {'x' * 1000}", "Linear", "forward", "output", "float16")
+        RangeWarning(place, "near overflow", f"module {number} {'x' * 1000}", "Linear", "forward", "output", "float16")
     )
 
 
@@ -373,7 +375,7 @@ def test_an_agent_that_is_stopped_for_long_ends_nobodys_job(make_node):
     for number, node in enumerate((head, other)):
         node.start_agent(address, ranks=range(number, number + 1), nodes=2)
         node.train(0, 1)
-    until(lambda: len(stored(head, Hello)) == 2, "both hellos")
+    until(lambda: len(stored(head, AgentHello)) == 2, "both hellos")
     kill(other.agent, signal.SIGSTOP)
     time.sleep(LONGER_THAN_ANY_PATIENCE_S)
     kill(other.agent, signal.SIGCONT)
@@ -388,7 +390,7 @@ def test_an_agent_that_is_stopped_for_long_ends_nobodys_job(make_node):
 @pytest.mark.sample(1, of="a helper that is stopped for long")
 def test_a_collector_that_is_stopped_for_long_counts_nobodys_silence(node):
     node.train(0, 1)
-    until(lambda: stored(node, Hello), "the hello")
+    until(lambda: stored(node, AgentHello), "the hello")
     kill(node.collector, signal.SIGSTOP)
     node.end_ranks()
     time.sleep(LONGER_THAN_ANY_PATIENCE_S)

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from gpuwatch.core.events import Anomaly, Where
+from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.wire.pipe import AgentConfig, CollectorConfig
-from gpuwatch.launcher.children import Child, HeadCollector, NodeAgent
+from gpuwatch.launcher.helper_processes import HeadCollector, HelperProcess, NodeAgent
 from gpuwatch.launcher.say import where_it_is
 
 from . import conftest
 
-ANOMALY = Anomaly(Where(1, 0, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
+ANOMALY = Anomaly(RunPosition(1, 0, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
 
 
 @contextmanager
@@ -92,9 +92,9 @@ def test_an_overflow_that_only_a_spool_has_is_told_with_the_command_that_makes_i
 
 
 def test_a_helper_that_cannot_be_told_its_settings_is_ended(monkeypatch):
-    monkeypatch.setattr("gpuwatch.launcher.children.write_line", lambda pipe, message: False)
+    monkeypatch.setattr("gpuwatch.launcher.helper_processes.write_line", lambda pipe, message: False)
     config = AgentConfig("", "", "", "", "", "", 1, 1, 1, [], {}, "job")
-    child = Child("launcher.agent.agent", config)
+    child = HelperProcess("launcher.agent.agent", config)
     assert child.stdout.read() == b""
     assert child.end(30.0) == -9
 
@@ -102,9 +102,9 @@ def test_a_helper_that_cannot_be_told_its_settings_is_ended(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.sample(1, of="helpers that die at once")
 def test_a_collector_that_dies_before_its_first_word_is_started_again(make_node, monkeypatch):
-    lives: list[Child] = []
+    lives: list[HelperProcess] = []
 
-    class DiesOnce(Child):
+    class DiesOnce(HelperProcess):
         def __init__(self, *arguments) -> None:
             super().__init__(*arguments)
             if arguments[0] == "collector":  # the agent is such a child, too
@@ -112,7 +112,7 @@ def test_a_collector_that_dies_before_its_first_word_is_started_again(make_node,
                 if len(lives) == 1:
                     self.kill()
 
-    monkeypatch.setattr("gpuwatch.launcher.children.Child", DiesOnce)
+    monkeypatch.setattr("gpuwatch.launcher.helper_processes.HelperProcess", DiesOnce)
     node = make_node()
     node.start_agent(node.start_collector())
     node.train(0)
@@ -126,9 +126,9 @@ def test_a_collector_that_dies_before_its_first_word_is_started_again(make_node,
 def test_a_collector_that_was_killed_and_says_nothing_when_it_is_started_again_is_not_tried_for_ever(
     make_node, monkeypatch
 ):
-    lives: list[Child] = []
+    lives: list[HelperProcess] = []
 
-    class SaysNothingAgain(Child):
+    class SaysNothingAgain(HelperProcess):
         def __init__(self, *arguments) -> None:
             super().__init__(*arguments)
             if arguments[0] == "collector":
@@ -136,11 +136,11 @@ def test_a_collector_that_was_killed_and_says_nothing_when_it_is_started_again_i
                 if len(lives) > 1:
                     os.kill(self.pid, signal.SIGSTOP)
 
-    monkeypatch.setattr("gpuwatch.launcher.children.Child", SaysNothingAgain)
-    monkeypatch.setattr("gpuwatch.launcher.children.LIVED_S", 0.1)  # one that was waited for has lived long
+    monkeypatch.setattr("gpuwatch.launcher.helper_processes.HelperProcess", SaysNothingAgain)
+    monkeypatch.setattr("gpuwatch.launcher.helper_processes.LIVED_S", 0.1)  # one that was waited for has lived long
     node = make_node()
     node.start_collector()
-    monkeypatch.setattr("gpuwatch.launcher.children._FIRST_WORD_S", 0.5)
+    monkeypatch.setattr("gpuwatch.launcher.helper_processes._FIRST_WORD_S", 0.5)
     node.collector._ending.set()
     lives[0].kill()
     node.collector.end(30.0)
@@ -151,7 +151,7 @@ def test_a_collector_that_was_killed_and_says_nothing_when_it_is_started_again_i
 @pytest.mark.slow
 @pytest.mark.sample(1, of="an agent that does not answer")
 def test_an_agent_that_does_not_answer_at_the_end_is_ended_and_the_next_one_has_the_verdict(make_node, monkeypatch):
-    monkeypatch.setattr("gpuwatch.launcher.children.SILENT_S", 8.0)  # one that is alive says so every 5 s
+    monkeypatch.setattr("gpuwatch.launcher.helper_processes.SILENT_S", 8.0)  # one that is alive says so every 5 s
     node = make_node()
     node.start_agent(node.start_collector())
     node.train(0, 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
-from gpuwatch.collector.live.top_link import Link
+from gpuwatch.collector.live.top_link import ViewSubscriber
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.wire.messages import Beat, unpack_hot
+from gpuwatch.core.wire.messages import NodeBeat, unpack_hot
 
 from .conftest import until
 
@@ -15,7 +15,7 @@ from .conftest import until
 def told(node) -> list:
     """The modules that are closest to their limit, as the last beat in the run's store has them."""
     with closing(RunStore(node.run_dir / "run.sqlite")) as store:
-        beats = [body for _, _, body in store.messages() if isinstance(body, Beat)]
+        beats = [body for _, _, body in store.messages() if isinstance(body, NodeBeat)]
     return [hot for beat in beats for hot in unpack_hot(beat.hot)]
 
 
@@ -25,7 +25,7 @@ def test_the_modules_closest_to_their_limits_are_told_while_somebody_looks_and_n
     node.is_shown = True
     node.start_agent(node.start_collector())
     node.train(0, 1, 2)
-    link = Link(node.run_dir)
+    link = ViewSubscriber(node.run_dir)
     try:
         until(lambda: (view := link.newest(0.1)) is not None and view.hot, "a picture with the modules")
         until(lambda: told(node), "a beat with them")

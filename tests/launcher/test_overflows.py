@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 from gpuwatch.core.errors import RANK_OVERFLOW
-from gpuwatch.core.events import Anomaly, Where
-from gpuwatch.core.recorder.layout import Field, FirstAnomaly, file_name
+from gpuwatch.core.events import Anomaly, RunPosition
+from gpuwatch.core.recorder.layout import AnomalyFlag, HeadField, file_name
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.launcher.say import Overflows
+from gpuwatch.launcher.say import SeenOverflows
 
-ANOMALY = Anomaly(Where(1, 0, 3, 3, "Net", 3), 2, "fc", "Linear", "forward", "output", "+inf", "float32")
+ANOMALY = Anomaly(RunPosition(1, 0, 3, 3, "Net", 3), 2, "fc", "Linear", "forward", "output", "+inf", "float32")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def record(tmp_path):
 
 def test_a_rank_that_has_said_nothing_is_no_overflow(record, tmp_path):
     record(0)
-    overflows = Overflows(tmp_path)
+    overflows = SeenOverflows(tmp_path)
     overflows.look(0, {0: 0, 1: 1, 2: None})
     assert overflows.sentence == ""
 
@@ -41,7 +41,7 @@ def test_what_a_recorders_header_says_is_told_and_outlives_the_file(record, tmp_
     record(0)
     writer = record(1)
     writer.append(ANOMALY)
-    overflows = Overflows(tmp_path)
+    overflows = SeenOverflows(tmp_path)
     overflows.look(0, {0: 1, 1: 1})
     writer.path.unlink()
     overflows.look(1, {0: 0, 1: 0})
@@ -53,7 +53,7 @@ def test_of_several_ranks_the_earliest_batch_is_told(record, tmp_path):
     record(1).append(ANOMALY)
     later = msgspec.structs.replace(ANOMALY.where, rank=0, batch=4)
     record(0).append(msgspec.structs.replace(ANOMALY, where=later, module="embed"))
-    overflows = Overflows(tmp_path)
+    overflows = SeenOverflows(tmp_path)
     overflows.look(0, {0: 0, 1: 0})
     assert overflows.sentence == (
         "ranks 0, 1 saw an overflow; of the earliest batch, on rank 1: "
@@ -62,18 +62,18 @@ def test_of_several_ranks_the_earliest_batch_is_told(record, tmp_path):
 
 
 def test_an_exit_code_or_a_damaged_header_is_told_without_a_place(record, tmp_path):
-    overflows = Overflows(tmp_path)
+    overflows = SeenOverflows(tmp_path)
     overflows.look(0, {4: RANK_OVERFLOW})
     assert overflows.sentence == "rank 4 saw an overflow, and where is unknown"
-    other = Overflows(tmp_path)
-    record(2).fields[Field.ANOMALY] = FirstAnomaly.SEEN
+    other = SeenOverflows(tmp_path)
+    record(2).fields[HeadField.ANOMALY] = AnomalyFlag.SEEN
     other.look(0, {2: 0})
     assert other.sentence == "rank 2 saw an overflow, and where is unknown"
 
 
 def test_the_code_of_a_script_is_no_overflow_where_the_recorder_says_none(record, tmp_path):
     record(1)
-    overflows = Overflows(tmp_path)
+    overflows = SeenOverflows(tmp_path)
     overflows.look(0, {1: RANK_OVERFLOW})
     assert overflows.sentence == ""
 
@@ -81,8 +81,8 @@ def test_the_code_of_a_script_is_no_overflow_where_the_recorder_says_none(record
 @pytest.mark.parametrize("garbage", [-1, 3, 77, 1 << 40])
 def test_garbage_in_a_header_accuses_nobody(record, tmp_path, garbage):
     writer = record(1)
-    writer.fields[Field.ANOMALY] = garbage
-    overflows = Overflows(tmp_path)
+    writer.fields[HeadField.ANOMALY] = garbage
+    overflows = SeenOverflows(tmp_path)
     overflows.look(0, {1: 1})
     assert overflows.sentence == ""
     reader = RecorderReader(writer.path)
@@ -92,7 +92,7 @@ def test_garbage_in_a_header_accuses_nobody(record, tmp_path, garbage):
 
 def test_a_hostile_name_reaches_no_terminal(record, tmp_path):
     record(1).append(msgspec.structs.replace(ANOMALY, module="fc\x1b[2J\nVERDICT", role="kwargs.\x9b"))
-    overflows = Overflows(tmp_path)
+    overflows = SeenOverflows(tmp_path)
     overflows.look(0, {1: 1})
     assert overflows.sentence.isprintable()
     assert "`fc\\x1b[2J\\nVERDICT` (Linear)" in overflows.sentence

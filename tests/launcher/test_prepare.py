@@ -4,7 +4,7 @@ import os
 
 import pytest
 from gpuwatch.core.errors import UsageError
-from gpuwatch.launcher.launch import expect_address, fill_in_from_job
+from gpuwatch.launcher.launch_job import expect_address, fill_in_from_job
 from gpuwatch.launcher.options import get_parser
 
 

@@ -11,11 +11,11 @@ import pytest
 from gpuwatch.core.host import host_name
 from gpuwatch.core.lone_process import number_of_process, pid_of_number
 from gpuwatch.core.recorder import writer
-from gpuwatch.core.recorder.layout import Field, file_name
+from gpuwatch.core.recorder.layout import HeadField, file_name
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.run_folder import process_file
 from gpuwatch.core.wire.pipe import WorkersEnded, WorkersStarted
-from gpuwatch.launcher.run_ranks import Ranks
+from gpuwatch.launcher.run_ranks import HostRanks
 
 
 def record(monkeypatch, pid, path, attempt=0, **fields):
@@ -25,7 +25,7 @@ def record(monkeypatch, pid, path, attempt=0, **fields):
         sizes = {"log_bytes": 1 << 16, "segments": 2}
         made = writer.RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=attempt, **sizes)
     for name, value in fields.items():
-        made.fields[Field[name]] = value
+        made.fields[HeadField[name]] = value
     made.close()
 
 
@@ -36,7 +36,7 @@ def test_a_command_that_had_a_model_and_no_optimizer_is_a_rank_whose_end_is_know
     command.wait()
     record(monkeypatch, command.pid, tmp_path / process_file(command.pid))
     told, ended = [], []
-    ranks = Ranks(tmp_path, told.append, lambda *end: ended.append(end))
+    ranks = HostRanks(tmp_path, told.append, lambda *end: ended.append(end))
 
     ranks.last_look({command.pid: command.returncode})
 
@@ -51,7 +51,7 @@ def test_a_rank_that_is_the_command_has_ended_by_itself_once_whoever_started_it_
     command = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     record(monkeypatch, command.pid, tmp_path / file_name(0, 0))
     told = []
-    ranks = Ranks(tmp_path, told.append, lambda *end: None)
+    ranks = HostRanks(tmp_path, told.append, lambda *end: None)
     ranks.look({command.pid: None})
 
     ranks.last_look({command.pid: -signal.SIGKILL})
@@ -70,7 +70,7 @@ def test_a_process_that_goes_on_as_another_program_is_two_attempts_of_one_rank(t
     path = (lambda n: file_name(0, n)) if becomes == "ranks" else (lambda n: process_file(command.pid, n))
     record(monkeypatch, command.pid, tmp_path / path(0))
     told, ended = [], []
-    ranks = Ranks(tmp_path, told.append, lambda *end: ended.append(end))
+    ranks = HostRanks(tmp_path, told.append, lambda *end: ended.append(end))
     ranks.look({command.pid: None})
     record(monkeypatch, command.pid, tmp_path / path(1), attempt=1)
     ranks.look({command.pid: None})
@@ -102,7 +102,7 @@ def waiting():
         process.wait()
 
 
-def to_the_end(ranks: Ranks) -> None:
+def to_the_end(ranks: HostRanks) -> None:
     """As a run does it: until each rank was seen to end."""
     ranks.last_look({})
     while ranks.running:
@@ -121,7 +121,7 @@ def test_of_two_that_train_without_a_group_one_is_the_rank_and_the_other_has_its
     for process in (first, second):
         record(monkeypatch, process.pid, tmp_path / process_file(process.pid), STEP=3, BATCH=2)
     told, ended = [], []
-    ranks = Ranks(tmp_path, told.append, lambda *end: ended.append(end))
+    ranks = HostRanks(tmp_path, told.append, lambda *end: ended.append(end))
     for _ in range(2):
         ranks.look({})
     assert [each.pids for each in told] == [{0: first.pid}, {number_of(second): second.pid}]
@@ -146,7 +146,7 @@ def test_a_process_that_only_made_a_model_is_not_in_the_report_and_one_that_call
     record(monkeypatch, made.pid, tmp_path / process_file(made.pid))
     record(monkeypatch, called.pid, tmp_path / process_file(called.pid), BATCH=0)
     told = []
-    ranks = Ranks(tmp_path, told.append, lambda *end: None)
+    ranks = HostRanks(tmp_path, told.append, lambda *end: None)
     for _ in range(2):
         ranks.look({})
     assert [each.pids for each in told] == [{0: rank.pid}]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.launcher import tasks as module
-from gpuwatch.launcher.tasks import Tasks
+from gpuwatch.launcher.tasks import HostTasks
 
 
 def test_a_task_that_is_coming_has_not_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(module.os, "getpid", lambda: 1)
-    owner = Tasks("a job", number=2)
+    owner = HostTasks("a job", number=2)
     flock, seen = fcntl.flock, []
 
     def the_owner_looks_first(fd, operation):
@@ -25,7 +25,7 @@ def test_a_task_that_is_coming_has_not_failed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.os, "getpid", lambda: 2)
     monkeypatch.setattr(module.fcntl, "flock", the_owner_looks_first)
-    other = Tasks("a job", number=2)
+    other = HostTasks("a job", number=2)
     assert seen == [False], "a task that had not said anything was told as one that had failed"
     assert owner.is_owner
     assert not other.is_owner
@@ -69,15 +69,15 @@ def test_a_name_that_others_have_taken_is_not_needed(take, places, monkeypatch):
     taken = name_of_folder(places)
     take(taken)
     monkeypatch.setattr(module.os, "getpid", lambda: 1)
-    owner = Tasks("a job", number=2)
+    owner = HostTasks("a job", number=2)
     monkeypatch.setattr(module.os, "getpid", lambda: 2)
-    other = Tasks("a job", number=2)
+    other = HostTasks("a job", number=2)
 
     assert (owner.is_owner, other.is_owner) == (True, False)
     assert len(owner.results()) == 1
     taken.rename(taken.with_name("gone"))  # and it may be given back at any time
     monkeypatch.setattr(module.os, "getpid", lambda: 3)
-    late = Tasks("a job", number=2)
+    late = HostTasks("a job", number=2)
     assert not late.is_owner
     for task in (late, other, owner):
         task.close()
@@ -85,7 +85,7 @@ def test_a_name_that_others_have_taken_is_not_needed(take, places, monkeypatch):
 
 
 def name_of_folder(places):
-    task = Tasks("a job", number=2)
+    task = HostTasks("a job", number=2)
     (found,) = places[0].iterdir()
     task.close()
     assert not list(places[0].iterdir())

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.wire.messages import AgentMessage, Telemetry, decode_agent, encode
+from gpuwatch.core.wire.messages import AgentMessage, TelemetryMessage, decode_agent, encode
 from runner import SCRIPTS, start_watched
 from truths import LEAF, SCENARIOS, Scenario
 
@@ -89,7 +89,7 @@ def pack(store: Path, target: Path) -> None:
         source, copy = RunStore(store), RunStore(path, create=True)
         hidden = _of_this_machine()
         for agent, n, body in source.messages():
-            if isinstance(body, Telemetry):
+            if isinstance(body, TelemetryMessage):
                 body = msgspec.structs.replace(body, series=[], samples=b"", troubles=[])
             message = AgentMessage(n, body, max(0, n - 1))
             data = msgspec.msgpack.encode(_replaced(msgspec.msgpack.decode(encode(message)), hidden))

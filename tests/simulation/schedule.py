@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.recorder.layout import HeadField
 
 IN_A_CALL = (
     "bad",
@@ -119,4 +119,4 @@ class Schedule:
 
 def is_drawn(kind: str) -> bool:
     """Whether gpuwatch can know of it."""
-    return NEEDS.get(kind, "MAGIC") in Field.__members__
+    return NEEDS.get(kind, "MAGIC") in HeadField.__members__

@@ -11,25 +11,25 @@ from typing import Any
 
 from gpuwatch.core.events import (
     Anomaly,
-    Fault,
     ModuleDef,
     NotLookedInto,
+    OwnFault,
+    RangeWarning,
     RootDef,
+    RunPosition,
     ScriptError,
     ScriptExit,
     SlotDef,
-    Warned,
-    Where,
 )
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.recorder.layout import Field, HooksState, RankPhase, file_name, seal
+from gpuwatch.core.recorder.layout import HeadField, HooksState, RankPhase, file_name, seal
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import PENDING, Encoding, NonFinite
+from gpuwatch.core.values import PENDING, NonFinite, ValueEncoding
 
 from .oracle import Call, Oracle
 from .schedule import Schedule
 
-FLOAT32 = Encoding.FLOAT32 << 8
+FLOAT32 = ValueEncoding.FLOAT32 << 8
 NO_PROCESS = 1 << 22
 """No process has this number, or a higher one."""
 MOST_FAULTS = 20
@@ -56,9 +56,9 @@ class Worker:
         """The script has cleared torch's hooks; at the batch's end they are put back."""
         self._without_hooks: list[Call] = []
         self._exits = False
-        self._late: list[tuple[int, Call, Where, int]] = []
+        self._late: list[tuple[int, Call, RunPosition, int]] = []
         """(where its number comes to, ...) of the calls that are not judged yet."""
-        self._at = Where(rank, attempt)
+        self._at = RunPosition(rank, attempt)
 
     def life(self) -> Iterator[None]:
         """The script."""
@@ -119,13 +119,13 @@ class Worker:
             log_bytes=16 << 10,
             segments=3,
         )
-        writer.fields[Field.PID] = self.pid
+        writer.fields[HeadField.PID] = self.pid
         writer.identify(self.rank, self.rank, size, self.attempt)
         if start == "hooks failed":
-            writer.fields[Field.HOOKS] = HooksState.FAILED
-            writer.append(Fault(self._at, "attach", "RuntimeError: no hooks"))
+            writer.fields[HeadField.HOOKS] = HooksState.FAILED
+            writer.append(OwnFault(self._at, "attach", "RuntimeError: no hooks"))
         else:
-            writer.fields[Field.HOOKS] = HooksState.ATTACHED
+            writer.fields[HeadField.HOOKS] = HooksState.ATTACHED
             self._watched = True
         writer.append(RootDef(0, "Net"), name=True)
         for module in range(self._schedule.calls):
@@ -135,20 +135,20 @@ class Worker:
 
     def _enter(self, phase: RankPhase) -> None:
         if self._writer is not None:
-            self._writer.fields[Field.PHASE] = phase
+            self._writer.fields[HeadField.PHASE] = phase
 
     def _begin_batch(self, batch: int, skipped: bool) -> Any:
         writer = self._writer
         if writer is None or not self._watched:
-            self._at = Where(self.rank, self.attempt, batch=batch)
+            self._at = RunPosition(self.rank, self.attempt, batch=batch)
             return None
         if skipped:
-            writer.fields[Field.BATCHES_SKIPPED] += 1
-            writer.fields[Field.BATCH] = batch
-            self._at = Where(self.rank, self.attempt, batch, batch, "Net")
+            writer.fields[HeadField.BATCHES_SKIPPED] += 1
+            writer.fields[HeadField.BATCH] = batch
+            self._at = RunPosition(self.rank, self.attempt, batch, batch, "Net")
             return None
         page = writer.begin_page(0, batch, batch)
-        self._at = Where(self.rank, self.attempt, batch, batch, "Net", page.number, batch)
+        self._at = RunPosition(self.rank, self.attempt, batch, batch, "Net", page.number, batch)
         self._enter(RankPhase.FORWARD)
         return page
 
@@ -160,7 +160,7 @@ class Worker:
             self._set("HOOKS_GONE", 1)
         if writer is not None and self._watched and page is not None:
             writer.end_page(page)
-            writer.fields[Field.STEP] += 1
+            writer.fields[HeadField.STEP] += 1
             self._enter(RankPhase.SCRIPT)
         if self._exits:
             self.code = 0
@@ -170,7 +170,7 @@ class Worker:
     def _set(self, field: str, value: int) -> None:
         """A field that a version of ours may not have yet (schedule.NEEDS)."""
         if self._writer is not None and self._watched:
-            self._writer.fields[Field[field]] = value
+            self._writer.fields[HeadField[field]] = value
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -196,7 +196,9 @@ class Worker:
             self._set("CALLS_LEFT_OUT", 1)
             self._set("LEFT_OUT_PAGE", self._at.page)
         elif what == "full log":
-            while writer.append(Warned(self._at, "underflow", f"layer{module}", "Linear", "forward", "o", "float32")):
+            while writer.append(
+                RangeWarning(self._at, "underflow", f"layer{module}", "Linear", "forward", "o", "float32")
+            ):
                 pass
         elif what in ("fault", "detach"):
             self._fail(MOST_FAULTS if what == "detach" else 1)
@@ -205,7 +207,7 @@ class Worker:
             writer.append(NotLookedInto(self._at, f"layer{module}", "Linear", around=False))
             return
         elif what == "rows lost":
-            writer.fields[Field.ROWS_LOST] += 1
+            writer.fields[HeadField.ROWS_LOST] += 1
             return
         elif what == "hooks cleared":
             self._watched = False
@@ -215,7 +217,9 @@ class Worker:
         elif what == "exit":
             self._exits = True  # at the batch's end
         elif what == "warn":
-            writer.append(Warned(self._at, "near overflow", f"layer{module}", "Linear", "forward", "o", "float32"))
+            writer.append(
+                RangeWarning(self._at, "near overflow", f"layer{module}", "Linear", "forward", "o", "float32")
+            )
         if skipped:  # the root's output alone is read: a bad value of within is taken to reach it
             call.skipped = True
             if call.bad:
@@ -238,12 +242,12 @@ class Worker:
         else:
             self._judge(call, self._at, module)
 
-    def _judge(self, call: Call, at: Where, module: int) -> None:
+    def _judge(self, call: Call, at: RunPosition, module: int) -> None:
         call.judged = True
         if call.bad:
             self._alarm(call, at, module)
 
-    def _alarm(self, call: Call, at: Where, module: int) -> None:
+    def _alarm(self, call: Call, at: RunPosition, module: int) -> None:
         assert self._writer is not None
         call.judged = True
         anomaly = Anomaly(at, module, f"layer{module}", "Linear", "forward", "output", "+inf", "float32")
@@ -261,10 +265,10 @@ class Worker:
     def _fail(self, times: int) -> None:
         assert self._writer is not None
         for _ in range(times):
-            self._writer.append(Fault(self._at, "forward hook", "RuntimeError: ours"))
+            self._writer.append(OwnFault(self._at, "forward hook", "RuntimeError: ours"))
         if times == MOST_FAULTS:
             states: Any = HooksState
-            self._writer.fields[Field.HOOKS] = getattr(states, "DETACHED", HooksState.ATTACHED)
+            self._writer.fields[HeadField.HOOKS] = getattr(states, "DETACHED", HooksState.ATTACHED)
             self._watched = False
 
     def _go_on_as_another_program(self) -> None:

@@ -15,14 +15,14 @@ from typing import Any, cast
 
 import msgspec
 from gpuwatch.collector.decide.decide import decide
-from gpuwatch.collector.facts.fold import Fold, fold
-from gpuwatch.collector.protocol import Finish, Keep, RunProtocol, Send
+from gpuwatch.collector.facts.fold import FactFold, fold
+from gpuwatch.collector.protocol import FinishRun, RunProtocol, SendMessage, StoreMessage
 from gpuwatch.collector.report.model import Verdict
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.wire.keys import agent_name
-from gpuwatch.core.wire.messages import Ack, AgentBody, EventMessage, LookAtRanks, decode_agent, encode
+from gpuwatch.core.wire.messages import AgentBody, EventMessage, LookAtRanks, MessageAck, decode_agent, encode
 from gpuwatch.core.wire.pipe import AgentConfig, LaunchDone, WorkersEnded, WorkersStarted
-from gpuwatch.launcher.agent.agent import Agent, Forgotten
+from gpuwatch.launcher.agent.agent import ForgottenMessages, NodeAgentLoop
 
 from .network import Context, NoGpus
 from .oracle import Oracle
@@ -39,7 +39,7 @@ class Node:
     ranks: list[int]
     schedule: Schedule
     life: int = 0
-    agent: Agent | None = None
+    agent: NodeAgentLoop | None = None
     network: Context = field(default_factory=Context)
     told: list[bytes] = field(default_factory=list)
     """Lines for the agent: one that is started again hears them from the beginning."""
@@ -69,7 +69,7 @@ class Node:
             life=self.life,
             hang_timeout_s=0,
         )
-        agent = Agent(config, io.BytesIO(), gpus=cast(Any, NoGpus()), context=cast(Any, self.network))
+        agent = NodeAgentLoop(config, io.BytesIO(), gpus=cast(Any, NoGpus()), context=cast(Any, self.network))
         self.life += 1
         self.agent = agent
         for line in self.told:
@@ -96,7 +96,7 @@ class Collector:
         self.stored = stored
         self.beats = beats
         self.new: list[tuple[str, int, AgentBody]] = []
-        self.folded = Fold()
+        self.folded = FactFold()
         for agent, n, body in self.messages:
             self.folded.add(agent, n, body)
         self.protocol.restore(self.messages, now)
@@ -107,20 +107,20 @@ class Collector:
         """All that is in the store."""
         return [*sorted(self.stored, key=lambda each: each[:2]), *((agent, 0, b) for agent, b in self.beats.items())]
 
-    def hear(self, agent: str, data: bytes, now: float) -> Iterator[Send]:
+    def hear(self, agent: str, data: bytes, now: float) -> Iterator[SendMessage]:
         """One message from the network."""
         message = decode_agent(data)
         for action in self.protocol.hear(agent, message, now):
-            if isinstance(action, Keep):
+            if isinstance(action, StoreMessage):
                 if message.n:
                     self.new.append((agent, message.n, message.body))
                 else:
                     self.beats[agent] = message.body
                 self.folded.add(agent, message.n, message.body)
-            elif isinstance(action, Send):
+            elif isinstance(action, SendMessage):
                 yield action
 
-    def commit(self) -> list[Send]:
+    def commit(self) -> list[SendMessage]:
         """What was heard is durable."""
         self.stored += self.new
         self.new = []
@@ -245,11 +245,11 @@ class World:
             self.collector.protocol.launch_gone(self.now - 100.0)
         elif self.gone:
             self.now += 20.0
-        self.collector.finished |= any(isinstance(each, Finish) for each in self._ticked())
+        self.collector.finished |= any(isinstance(each, FinishRun) for each in self._ticked())
 
     def _ticked(self) -> list[Any]:
         actions = self.collector.protocol.tick(self.now)
-        self._send([action for action in actions if isinstance(action, Send)])
+        self._send([action for action in actions if isinstance(action, SendMessage)])
         return list(actions)
 
     def _turn(self, node: Node) -> None:
@@ -259,7 +259,7 @@ class World:
             return
         try:
             node.agent.turn(self.now)
-        except Forgotten:
+        except ForgottenMessages:
             node.lose_agent()
 
     def _deliver(self, node: Node, number: int) -> None:
@@ -267,12 +267,12 @@ class World:
         for _ in range(min(number, len(queue))):
             self._send(self.collector.hear(node.agent_name, queue.popleft(), self.now))
 
-    def _send(self, sends: Iterator[Send] | list[Send]) -> None:
+    def _send(self, sends: Iterator[SendMessage] | list[SendMessage]) -> None:
         for send in sends:
             message = send.message
             if isinstance(message, LookAtRanks):  # there are no processes to look at
                 continue
-            if isinstance(message, Ack):
+            if isinstance(message, MessageAck):
                 message = msgspec.structs.replace(message, credit=self.collector.protocol.credit)
             for node in self.nodes:
                 if send.agent == node.agent_name:

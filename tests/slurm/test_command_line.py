@@ -6,22 +6,22 @@ import pytest
 from gpuwatch.cli.submit import options_of
 from gpuwatch.core.errors import UsageError
 from gpuwatch.launcher.options import get_check_parser, get_parser
-from gpuwatch.slurm.batch_script import Option
+from gpuwatch.slurm.batch_script import SbatchOption
 from gpuwatch.slurm.sbatch import REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE
-from gpuwatch.slurm.submit import Submission, batch_script, command_line_options, take_apart
+from gpuwatch.slurm.submission import SbatchCommand, batch_script, command_line_options, take_apart
 from hypothesis import given
 from hypothesis import strategies as st
 
 LAUNCH = options_of(get_parser())
 
 
-def taken(*arguments: str) -> Submission:
+def taken(*arguments: str) -> SbatchCommand:
     return take_apart(list(arguments), LAUNCH)
 
 
 def test_options_go_where_they_belong_in_any_order():
     found = taken("--every", "5", "-N", "2", "--wait", "--time=1:00", "--nproc-per-node=4", "train.py", "--time", "9")
-    assert found.sbatch == [Option("nodes", "2"), Option("time", "1:00")]
+    assert found.sbatch == [SbatchOption("nodes", "2"), SbatchOption("time", "1:00")]
     assert found.launch == ["--every", "5", "--nproc-per-node=4"]
     assert found.script == ["train.py", "--time", "9"]
     assert (found.wait, found.print_only) == (True, False)
@@ -30,20 +30,20 @@ def test_options_go_where_they_belong_in_any_order():
 @pytest.mark.parametrize(
     ("typed", "options"),
     [
-        (["-N2"], [Option("nodes", "2")]),
-        (["-N", "2"], [Option("nodes", "2")]),
-        (["-HO"], [Option("hold"), Option("overcommit")]),
-        (["-Hpgpu"], [Option("hold"), Option("partition", "gpu")]),
-        (["-t", "4:00:00"], [Option("time", "4:00:00")]),
-        (["--exclusive"], [Option("exclusive")]),
-        (["--exclusive=user"], [Option("exclusive", "user")]),
-        (["--nice"], [Option("nice")]),
-        (["--comment="], [Option("comment", "")]),
-        (["--comment", "--hold"], [Option("comment", "--hold")]),
-        (["--comment=a=b"], [Option("comment", "a=b")]),
-        (["--container-image=nvcr.io#x"], [Option("container-image", "nvcr.io#x")]),
-        (["--nnodes", "2"], [Option("nodes", "2")]),
-        (["--nnodes=2:4"], [Option("nodes", "2-4")]),
+        (["-N2"], [SbatchOption("nodes", "2")]),
+        (["-N", "2"], [SbatchOption("nodes", "2")]),
+        (["-HO"], [SbatchOption("hold"), SbatchOption("overcommit")]),
+        (["-Hpgpu"], [SbatchOption("hold"), SbatchOption("partition", "gpu")]),
+        (["-t", "4:00:00"], [SbatchOption("time", "4:00:00")]),
+        (["--exclusive"], [SbatchOption("exclusive")]),
+        (["--exclusive=user"], [SbatchOption("exclusive", "user")]),
+        (["--nice"], [SbatchOption("nice")]),
+        (["--comment="], [SbatchOption("comment", "")]),
+        (["--comment", "--hold"], [SbatchOption("comment", "--hold")]),
+        (["--comment=a=b"], [SbatchOption("comment", "a=b")]),
+        (["--container-image=nvcr.io#x"], [SbatchOption("container-image", "nvcr.io#x")]),
+        (["--nnodes", "2"], [SbatchOption("nodes", "2")]),
+        (["--nnodes=2:4"], [SbatchOption("nodes", "2-4")]),
     ],
 )
 def test_options_of_sbatch_however_they_are_written(typed, options):
@@ -132,13 +132,13 @@ def test_whatever_is_typed_is_taken_apart_or_refused_in_a_sentence(arguments):
 def test_what_changes_sbatchs_own_doing_stays_on_its_command_line():
     submission = taken("--clusters=b", "--parsable", "-N2", "--test-only", "t.py")
     assert command_line_options(submission) == ["--clusters=b", "--parsable", "--test-only"]
-    assert batch_script(submission, "launch", ("gpuwatch",), []).options == (Option("nodes", "2"),)
+    assert batch_script(submission, "launch", ("gpuwatch",), []).options == (SbatchOption("nodes", "2"),)
 
 
 def test_bad_nodes_join_those_that_were_excluded_by_hand():
     submission = taken("-x", "gpu-1,gpu-2", "t.py")
     script = batch_script(submission, "launch", ("gpuwatch",), ["gpu-2", "gpu-3"])
-    assert script.options == (Option("exclude", "gpu-1,gpu-2,gpu-2,gpu-3"),)  # twice does no harm
+    assert script.options == (SbatchOption("exclude", "gpu-1,gpu-2,gpu-2,gpu-3"),)  # twice does no harm
 
 
 @pytest.mark.parametrize(

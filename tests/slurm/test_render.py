@@ -19,8 +19,8 @@ from gpuwatch.cli.submit import options_of
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.recorder.run_folder import job_run
 from gpuwatch.launcher.options import get_check_parser, get_parser
-from gpuwatch.slurm.batch_script import BatchScript, Option, directive, render
-from gpuwatch.slurm.submit import batch_script, take_apart
+from gpuwatch.slurm.batch_script import BatchScript, SbatchOption, directive, render
+from gpuwatch.slurm.submission import batch_script, take_apart
 
 GOLDEN = Path(__file__).parent / "golden"
 ACCEPT = "GPUWATCH_TESTS_ACCEPT"
@@ -137,7 +137,7 @@ def test_bash_and_shellcheck_have_nothing_to_say(path):
 @pytest.mark.parametrize("value", ["a\nb", "a\rb", "a\x00b", "a\u2028b"])
 def test_a_directive_cannot_go_over_the_end_of_its_line(value):
     with pytest.raises(UsageError, match="--comment: expected a value in one line"):
-        directive(Option("comment", value))
+        directive(SbatchOption("comment", value))
 
 
 def test_a_job_of_a_script_with_an_impossible_name_has_a_name():

@@ -13,8 +13,8 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import Verdict, to_json
 from gpuwatch.core.errors import UsageError
-from gpuwatch.slurm.sbatch import JobTask, Slurm, exit_code_of, read_tasks
-from gpuwatch.slurm.submit import Follower
+from gpuwatch.slurm.sbatch import JobTask, LocalSlurm, exit_code_of, read_tasks
+from gpuwatch.slurm.submission import JobFollower
 from msgspec.structs import replace
 
 
@@ -34,7 +34,7 @@ class FakeSlurm:
         return self._answers[len(self.slept)]
 
     def follow(self) -> list[JobTask]:
-        return Follower(self, self.said.append, self.slept.append).follow("17")
+        return JobFollower(self, self.said.append, self.slept.append).follow("17")
 
 
 def task(state: str, id: str = "17", **more) -> JobTask:
@@ -131,28 +131,28 @@ def write(path: Path, text: str) -> None:
 
 def test_without_slurm_it_says_what_to_do(commands):
     with pytest.raises(UsageError, match=r"expected SLURM's sbatch on this machine, found none; .*--print"):
-        Slurm().submit("#!/bin/sh\n", [])
+        LocalSlurm().submit("#!/bin/sh\n", [])
 
 
 def test_what_sbatch_refuses_is_said_in_its_own_words(commands):
     write(commands / "sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1")
     with pytest.raises(UsageError, match="sbatch does not take the job: Batch job submission failed: Invalid account"):
-        Slurm().submit("#!/bin/sh\n", [])
+        LocalSlurm().submit("#!/bin/sh\n", [])
 
 
 def test_a_job_of_another_cluster_is_looked_for_there(commands):
     write(commands / "sbatch", 'while read -r line; do :; done; echo "17;west"')
     write(commands / "squeue", 'echo "17|RUNNING|0|$1|None|"')
-    slurm = Slurm()
+    slurm = LocalSlurm()
     assert slurm.submit("#!/bin/sh\n", ["--clusters=west"]) == "17"
     assert slurm.tasks("17") == [JobTask("17", "RUNNING", "None", "--clusters=west")]
 
 
 def test_a_job_that_slurm_has_forgotten_and_a_slurm_that_is_away(commands):
     write(commands / "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert Slurm().tasks("17") == []
+    assert LocalSlurm().tasks("17") == []
     write(commands / "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    assert Slurm().tasks("17") is None
+    assert LocalSlurm().tasks("17") is None
 
 
 # -- the command --------------------------------------------------------------------------------------------------

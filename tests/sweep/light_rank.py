@@ -17,15 +17,15 @@ import time
 from pathlib import Path
 
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, ShapeDef, SlotDef, Where
+from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ShapeDef, SlotDef
 from gpuwatch.core.frames import Phase, RowKind
-from gpuwatch.core.recorder.layout import NOTHING, Field, HooksState
+from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import DTYPE_CODES, Encoding, NonFinite
+from gpuwatch.core.values import DTYPE_CODES, NonFinite, ValueEncoding
 from gpuwatch.worker import session as sessions
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-FLOAT32 = Encoding.FLOAT32 << 8
+FLOAT32 = ValueEncoding.FLOAT32 << 8
 ONE, INF = 0x3F80_0000, 0x7F80_0000
 LAYERS = ("fc1", "fc2")
 NEVER_S = 300.0
@@ -37,7 +37,7 @@ class Frames:
     def __init__(self, recorder: RecorderWriter, *, ends: bool) -> None:
         self._recorder = recorder
         self._ends = ends
-        recorder.fields[Field.HOOKS] = HooksState.ATTACHED
+        recorder.fields[HeadField.HOOKS] = HooksState.ATTACHED
         for entry in (RootDef(0, "Net"), ShapeDef(0, (4, 8)), ModuleDef(0, 0, "", "Net")):
             recorder.append(entry, name=True)
         for number, name in enumerate(LAYERS, 1):
@@ -49,7 +49,7 @@ class Frames:
     def batch(self, number: int, bad: str) -> None:
         """One forward. From the layer `bad` on the outputs are inf."""
         recorder = self._recorder
-        recorder.fields[Field.STEP] = number
+        recorder.fields[HeadField.STEP] = number
         page = recorder.begin_page(0, number, number)
         given, weight = self._value(ONE), self._value(ONE)
         first, is_bad = given, False
@@ -58,7 +58,7 @@ class Frames:
             made = self._value(ONE, inf=is_bad)
             index = self._frame(layer, 0, 1, number, (weight, given, made))
             if name == bad:
-                where = Where(RANK, 0, number, number, "Net", number, number, time.time_ns())
+                where = RunPosition(RANK, 0, number, number, "Net", number, number, time.time_ns())
                 recorder.append(
                     Anomaly(
                         where, index, name, "Linear", "forward", "output", "+inf", "float32", [4, 8], aborts=self._ends

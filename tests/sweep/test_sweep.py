@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.pipe import Bound, CannotBind, CollectorConfig
-from gpuwatch.launcher.children import HeadCollector
+from gpuwatch.core.wire.pipe import CannotBind, CollectorBound, CollectorConfig
+from gpuwatch.launcher.helper_processes import HeadCollector
 
 sys.path.insert(0, str(Path(__file__).parent))  # sweep.py is a script, and finds its neighbours like this
 
@@ -162,7 +162,7 @@ def test_the_library_fails_the_call_that_it_is_told_to(n, lasting, said, tmp_pat
 @pytest.mark.parametrize(
     ("failure", "answer"),
     [
-        (Failure("collector", "work", "open", 1), Bound),
+        (Failure("collector", "work", "open", 1), CollectorBound),
         (Failure("collector", "work", "open", 1, lasting=True), CannotBind),
     ],
     ids=str,
@@ -182,7 +182,7 @@ def test_a_collector_is_tried_again_and_what_the_machine_lacks_is_no_wrong_optio
     collector._ending.set()
     collector._child.end(0.01)
     assert isinstance(collector.answer, answer)
-    assert answer is Bound or collector.answer.may_pass, collector.answer.reason
+    assert answer is CollectorBound or collector.answer.may_pass, collector.answer.reason
     assert counts_of(tmp_path)[1] > 0
 
 

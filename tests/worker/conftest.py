@@ -11,16 +11,16 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import Verdict
-from gpuwatch.core.events import Anomaly, Fault, WorkerEvent
+from gpuwatch.core.events import Anomaly, OwnFault, WorkerEvent
 from gpuwatch.core.frames import Frame, Page, Row
 from gpuwatch.core.recorder.layout import file_name
-from gpuwatch.core.recorder.pages import Names, decode_page
+from gpuwatch.core.recorder.pages import NameTable, decode_page
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.core.wire.messages import AgentBody, Bye, Hello
+from gpuwatch.core.wire.messages import AgentBody, AgentHello, NodeBye
 from gpuwatch.launcher.agent.rank_watch import RankWatch
-from gpuwatch.worker.session import Session
+from gpuwatch.worker.session import WorkerSession
 
 if TYPE_CHECKING:
     from gpuwatch.worker.stats.late_device import LateDevice
@@ -36,15 +36,15 @@ class Watched:
     """Attached hooks and a reader of what they record."""
 
     def __init__(self, path: Path, *, log_bytes: int = 1 << 20, **settings: Any) -> None:
-        from gpuwatch.worker.hooks.forward import Hooks
+        from gpuwatch.worker.hooks.forward import ModuleHooks
 
         self.recorder = RecorderWriter(
             path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=log_bytes, segments=64
         )
         self.reader = RecorderReader(path)
-        self.hooks = Hooks(self.recorder, WorkerSettings("", **{"on_overflow": "continue", **settings}), 0)
+        self.hooks = ModuleHooks(self.recorder, WorkerSettings("", **{"on_overflow": "continue", **settings}), 0)
         self.hooks.attach()
-        self._names = Names()
+        self._names = NameTable()
         self._events: list[WorkerEvent] = []
 
     def _read(self) -> None:
@@ -68,8 +68,8 @@ class Watched:
         return self.of(Anomaly)
 
     @property
-    def faults(self) -> list[Fault]:
-        return self.of(Fault)
+    def faults(self) -> list[OwnFault]:
+        return self.of(OwnFault)
 
     @property
     def pages(self) -> list[Page]:
@@ -97,15 +97,15 @@ class Watched:
 
     def verdict(self, before: Sequence[AgentBody] = ()) -> Verdict:
         """What is told of a run of this rank alone, if its script ends now and well."""
-        session = Session(self.hooks.progress.settings, self.recorder, 0)
+        session = WorkerSession(self.hooks.progress.settings, self.recorder, 0)
         session.hooks = self.hooks
         session.finished(0)
         folder = self.recorder.path.with_suffix(".node")
         folder.mkdir()
         (folder / file_name(0, 0)).hardlink_to(self.recorder.path)
         agent = RankWatch(folder, 0, 0, 0, os.getpid(), [])
-        hello = Hello("a", "host", 1, 1, 1, 1, ["train.py"], {}, "run")
-        bodies = [hello, *before, *agent.end(0, "itself", 0.0), Bye("ok")]
+        hello = AgentHello("a", "host", 1, 1, 1, 1, ["train.py"], {}, "run")
+        bodies = [hello, *before, *agent.end(0, "itself", 0.0), NodeBye("ok")]
         agent.close()
         return decide(fold([("a", number, body) for number, body in enumerate(bodies)]))
 

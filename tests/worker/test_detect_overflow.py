@@ -10,7 +10,7 @@ from gpuwatch import detect_overflow
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker import session as session_module
-from gpuwatch.worker.session import Session, current_hooks, make_current
+from gpuwatch.worker.session import WorkerSession, current_hooks, make_current
 from transformers import debug_utils
 
 NAN, INF = math.nan, math.inf
@@ -93,7 +93,7 @@ class Looks:
 def session(tmp_path, monkeypatch):
     monkeypatch.setattr(session_module, "_current", None)
     recorder = RecorderWriter(tmp_path / "0.recorder", rank=0, local_rank=0, world_size=1, attempt=0, segments=4)
-    made = Session(WorkerSettings(""), recorder, 0)
+    made = WorkerSession(WorkerSettings(""), recorder, 0)
     made.hooks = Looks()
     yield made
     recorder.close()

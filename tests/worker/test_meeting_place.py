@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from gpuwatch.core.host import loopback
 from gpuwatch.core.recorder.run_folder import write_meeting_key
-from gpuwatch.worker.before_init import Entry, LeftOut
+from gpuwatch.worker.before_init import GroupEntry, LeftOut
 from gpuwatch.worker.meeting_place import MeetingPlace
 
 from ..ports import ports_of_this_test
@@ -19,8 +19,8 @@ from ..ports import ports_of_this_test
 LOOK = "look at who can reach the port at which the ranks meet"
 
 
-def entry(rank: int) -> Entry:
-    return Entry(rank, 2, "a group", host="127.0.0.1")
+def entry(rank: int) -> GroupEntry:
+    return GroupEntry(rank, 2, "a group", host="127.0.0.1")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from gpuwatch.core.recorder.layout import RankPhase
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.session import Session
+from gpuwatch.worker.session import WorkerSession
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def session(tmp_path):
     recorder = RecorderWriter(
         tmp_path / "r", rank=2, local_rank=0, world_size=4, attempt=1, log_bytes=1 << 20, segments=4
     )
-    yield Session(WorkerSettings(str(tmp_path), attempt=1), recorder, 2)
+    yield WorkerSession(WorkerSettings(str(tmp_path), attempt=1), recorder, 2)
     recorder.close()
 
 

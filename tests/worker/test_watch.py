@@ -16,7 +16,7 @@ from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker import session as session_module
 from gpuwatch.worker import watch as watch_module
 from gpuwatch.worker.record.roots import ModuleInfo
-from gpuwatch.worker.session import Session
+from gpuwatch.worker.session import WorkerSession
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -395,7 +395,7 @@ def test_the_scripts_default_device_does_not_matter(folders, device):
 def run(tmp_path, monkeypatch):
     """A rank that `gpuwatch launch` watches, in this process."""
     recorder = RecorderWriter(tmp_path / "recorder", rank=3, local_rank=0, world_size=4, attempt=0)
-    session = Session(WorkerSettings("", on_overflow="continue"), recorder, 3)
+    session = WorkerSession(WorkerSettings("", on_overflow="continue"), recorder, 3)
     session.attach_hooks()
     monkeypatch.setattr(session_module, "_current", session)
     yield session

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...core.frames import Phase
 from ...core.recorder.layout import NOTHING
 from ..imports import after_import
-from ..record.alarm_frames import Frames
-from ..record.progress import Progress
-from ..record.roots import ModuleInfo, RootInfo, Roots
-from ..record.rows import Row, Rows
+from ..record.alarm_frames import FrameWriter
+from ..record.progress import RunProgress
+from ..record.roots import ModuleInfo, RankRoots, RootInfo
+from ..record.rows import RecordedRow, RowWriter
 from . import traced_hooks as traced
-from .kinds import Opened
+from .kinds import RegionScope
 from .views import CompiledViews, compiled_views
 
 if TYPE_CHECKING:
     import torch
 
-    from .frames import RegionPages
-    from .regions import Region, Regions
-    from .untraced import Untraced
+    from .region_frames import RegionPages
+    from .regions import RankRegions, Region
+    from .untraced import UntracedGraphs
 
 
 class GradientHooks(Protocol):
@@ -40,21 +40,21 @@ class GradientHooks(Protocol):
         """Whether a backward of this page has been seen."""
 
 
-class Graphs:
+class CompiledRegions:
     """The compiled regions of a rank. Works without torch._dynamo too: there are no regions then."""
 
     def __init__(
         self,
         resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
-        may_open: Callable[[torch.nn.Module, bool, torch.nn.Module | None], Opened],
+        may_open: Callable[[torch.nn.Module, bool, torch.nn.Module | None], RegionScope],
         running: Callable[[], torch.nn.Module | None],
         not_looked_into: Callable[[ModuleInfo | None, str], None],
         may_not_open: Callable[[str], None],
         unseen: Callable[[CompiledViews], None],
-        progress: Progress,
-        roots: Roots,
-        rows: Rows,
-        frames: Frames,
+        progress: RunProgress,
+        roots: RankRoots,
+        rows: RowWriter,
+        frames: FrameWriter,
         gradients: GradientHooks,
         fault: Callable[[str, Exception], None],
         hooks: tuple[Callable[..., Any], ...],
@@ -80,7 +80,7 @@ class Graphs:
         self._attached = False
         self._give_up: Callable[[], None] = lambda: None
         """Waits no longer for torch._dynamo."""
-        self._regions: Regions | Untraced | None = None
+        self._regions: RankRegions | UntracedGraphs | None = None
         self._pages: RegionPages | None = None
 
     def attach(self) -> None:
@@ -117,26 +117,26 @@ class Graphs:
             self._trace_nothing(views)
 
     def _trace_nothing(self, views: CompiledViews) -> None:
-        from .untraced import Untraced, untraced_before
+        from .untraced import UntracedGraphs, untraced_before
 
         def entered(cls: str) -> None:
             self._unseen(views)
             self._may_not_open(cls)
 
         traced.before, traced.after = untraced_before, None
-        self._regions = Untraced(entered, self._fault)
+        self._regions = UntracedGraphs(entered, self._fault)
         self._regions.attach()
 
     def _trace_calls(self, views: CompiledViews) -> None:
-        from .frames import RegionPages
-        from .regions import Regions
+        from .region_frames import RegionPages
+        from .regions import RankRegions
         from .trace import traced_after, traced_before
         from .untraced import leave_alone
 
         traced.before, traced.after = traced_before, traced_after
         grads = "grads" in self._progress.settings.watch
         without = (lambda: self._unseen(views)) if grads and not views.gradients else None
-        self._regions = Regions(
+        self._regions = RankRegions(
             self._resolve,
             self._may_open,
             self._running,
@@ -180,11 +180,11 @@ class Graphs:
         if self._pages is not None:
             self._pages.batch_ends(root)
 
-    def leaf(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
+    def leaf(self, info: ModuleInfo, role: str, leaf: Any) -> RecordedRow:
         """See `RegionPages.leaf`."""
         return self._pages.leaf(info, role, leaf) if self._pages is not None else self._rows.leaf(info, role, leaf)
 
-    def argument(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
+    def argument(self, info: ModuleInfo, role: str, leaf: Any) -> RecordedRow:
         """See `RegionPages.argument`."""
         reader = self._pages if self._pages is not None else self._rows
         return reader.argument(info, role, leaf)

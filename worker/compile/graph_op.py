@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..stats.tensor_stats import NOT_MEASURABLE, Seen, TensorStats, measure
+from ..stats.tensor_stats import NOT_MEASURABLE, TensorReading, TensorStats, measure
 
 try:
     from ..native.core import Look
@@ -23,7 +23,7 @@ except ImportError:  # gpuwatch was installed without a C compiler
     Look = None  # type: ignore[assignment,misc]
 
 
-SEEN: list[Seen | None] = []
+SEEN: list[TensorReading | None] = []
 """place -> what a graph wrote there. The reader sets it back to None."""
 
 
@@ -35,9 +35,9 @@ def new_place() -> int:
 
 def _look(tensor: torch.Tensor, token: torch.Tensor, place: int) -> None:
     try:
-        seen = Seen(measure(tensor), tuple(tensor.shape))
+        seen = TensorReading(measure(tensor), tuple(tensor.shape))
     except Exception:  # an error here must not end the training
-        seen = Seen(NOT_MEASURABLE, ())
+        seen = TensorReading(NOT_MEASURABLE, ())
     if 0 <= place < len(SEEN):
         SEEN[place] = seen
 
@@ -51,7 +51,9 @@ def _native_look() -> object:
     if Look is None or exchange is None:
         return _look
     try:
-        return Look(exchange=exchange, seen=SEEN, cls=Seen, numbers=TensorStats, tensor=torch.Tensor, otherwise=_look)
+        return Look(
+            exchange=exchange, seen=SEEN, cls=TensorReading, numbers=TensorStats, tensor=torch.Tensor, otherwise=_look
+        )
     except (TypeError, ValueError):  # a torch version whose internals differ
         return _look
 

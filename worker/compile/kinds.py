@@ -42,7 +42,7 @@ class RegionGradient:
     to the lowest."""
 
 
-class Opened(Enum):
+class RegionScope(Enum):
     """Whether a graph is recorded."""
 
     NO = auto()

@@ -14,7 +14,7 @@ NUMBERS = 3
 """Numbers in a buffer: smallest, largest and smallest absolute value, as float64."""
 
 
-class _Buffers:
+class _GraphBuffers:
     """The tensors that graphs write to, one attribute each. A graph has guards only on those that it uses.
 
     place_7 holds the numbers of a tensor on a device. token_8 is the token of the `gpuwatch::look` that writes SEEN[8].
@@ -23,7 +23,7 @@ class _Buffers:
     """
 
 
-BUFFERS = _Buffers()
+BUFFERS = _GraphBuffers()
 
 
 def on_device(place: int) -> torch.Tensor | None:

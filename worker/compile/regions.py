@@ -16,9 +16,9 @@ from ..record.names import wrapped_child
 from ..record.roots import ModuleInfo
 from .dynamo import current_output, is_closed, is_for_inductor, traced_method
 from .graph_op import SEEN
-from .kinds import Opened, RegionFrame, RegionGradient, RegionRow
+from .kinds import RegionFrame, RegionGradient, RegionRow, RegionScope
 from .places import forget, on_device, place_on, token
-from .runs import Runs
+from .region_calls import RegionCalls
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Region:
     """One graph. Several modules of a class may share it: each run of it is one of theirs."""
 
     def __init__(
-        self, root: ModuleInfo, cls: str, owner: torch.nn.Module | None, opened: Opened, gradients: bool
+        self, root: ModuleInfo, cls: str, owner: torch.nn.Module | None, opened: RegionScope, gradients: bool
     ) -> None:
         """`gradients`: whether those of its tensors are recorded."""
         self.with_gradients = gradients
@@ -64,14 +64,14 @@ class Region:
         self._output: Callable[[], Any] = _nothing
         """The trace that this is of, as long as dynamo keeps it."""
         self._version = 0
-        self._is_unseen = opened is Opened.UNSEEN
+        self._is_unseen = opened is RegionScope.UNSEEN
         self._versions_of_a_run = 1 if is_for_inductor() else 2
         self.has_missed_a_run = False
         """It has run more than once since the last look: only the last run's numbers are there."""
         self._ran = False
         self._is_sorted = False
         self._skipped = False
-        self.runs = Runs(root, owner, opened, self.frames, self.gradients)
+        self.runs = RegionCalls(root, owner, opened, self.frames, self.gradients)
 
     @property
     def has_run(self) -> bool:
@@ -188,15 +188,15 @@ def _last_of(graph: torch.fx.Graph | None) -> torch.fx.Node | None:
 # All graphs of a rank: which of them are recorded, and what is recorded of the one that is being traced.
 
 
-class Regions:
+class RankRegions:
     """All graphs of a rank. One instance is current at a time, set by `attach`: the traced functions use it."""
 
-    current: Regions | None = None
+    current: RankRegions | None = None
 
     def __init__(
         self,
         resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
-        may_open: Callable[[torch.nn.Module, bool, torch.nn.Module | None], Opened],
+        may_open: Callable[[torch.nn.Module, bool, torch.nn.Module | None], RegionScope],
         running: Callable[[], torch.nn.Module | None],
         not_looked_into: Callable[[ModuleInfo | None, str], None],
         gradients: bool,
@@ -217,7 +217,7 @@ class Regions:
         self._by_compile: dict[Any, Region | None] = {}
         self._opening: tuple[Any, str] | None = None
         self._owner: torch.nn.Module | None = None
-        self._opened = Opened.NO
+        self._opened = RegionScope.NO
         """Of the graph whose region is being opened: the module whose method it is, and how it is recorded."""
         self._owners: dict[types.CodeType | None, Callable[[], torch.nn.Module | None]] = {}
         """Code of a method -> the last module that dynamo has traced it for."""
@@ -225,12 +225,12 @@ class Regions:
 
     def attach(self) -> None:
         """Record the graphs that are traced from now on here."""
-        Regions.current = self
+        RankRegions.current = self
 
     def detach(self) -> None:
         """Stop recording. Traced graphs go on writing to their buffers, until dynamo sees that the hooks are gone."""
-        if Regions.current is self:
-            Regions.current = None
+        if RankRegions.current is self:
+            RankRegions.current = None
 
     # -- called while tracing; dynamo treats the result of every call as a constant -------------------------------
 
@@ -252,7 +252,7 @@ class Regions:
             owner = self._owners[code]()
             owner = running if type(running) is type(owner) else owner
         opened = self._may_open(module, self._knows(cls, owner), owner)
-        if opened is Opened.NO:
+        if opened is RegionScope.NO:
             return False
         self._owner, self._opened = owner, opened
         self._opening = compile_id, cls
@@ -276,7 +276,7 @@ class Regions:
         region = self._by_compile.get(compile_id)
         if region is None:
             info = self._resolve(module, None)
-            gradients = self._gradients and (self._opened is not Opened.UNSEEN or is_for_inductor())
+            gradients = self._gradients and (self._opened is not RegionScope.UNSEEN or is_for_inductor())
             region = Region(info, type(module).__name__, self._owner, self._opened, gradients)
             if self._gradients and not gradients:
                 self._not_looked_into(None, region.cls)

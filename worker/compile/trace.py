@@ -26,7 +26,7 @@ from ...core.frames import RowKind
 from . import places
 from .dynamo import current_graph, hook_begins, hook_ends, is_closed, traced_value
 from .places import BUFFERS
-from .regions import Regions
+from .regions import RankRegions
 from .views import compiled_views
 
 MARK = "_gpuwatch_place"
@@ -40,9 +40,9 @@ _THROUGH_DATA = compiled_views().through_data
 R = TypeVar("R")
 
 
-def _safely(call: Callable[[Regions], R], otherwise: R) -> R:
+def _safely(call: Callable[[RankRegions], R], otherwise: R) -> R:
     """What `call` returns. An error in it must not end the compilation."""
-    current = Regions.current
+    current = RankRegions.current
     if current is None:
         return otherwise
     try:
@@ -73,12 +73,12 @@ def _enter() -> int:
 
 @_constant
 def _leave() -> bool:
-    return _safely(Regions.leave, False)
+    return _safely(RankRegions.leave, False)
 
 
 @_constant
 def _is_open() -> bool:
-    return Regions.current is not None and Regions.current.traced is not None and not is_closed()
+    return RankRegions.current is not None and RankRegions.current.traced is not None and not is_closed()
 
 
 # The next four depend on how dynamo stores its graph. In a torch version that stores it differently, no read is moved
@@ -88,44 +88,44 @@ def _is_open() -> bool:
 @_constant
 def _move_deferred_reads() -> int:
     with suppress(Exception):
-        assert Regions.current is not None
-        Regions.current.region.move_deferred_reads(current_graph())
+        assert RankRegions.current is not None
+        RankRegions.current.region.move_deferred_reads(current_graph())
     return 0
 
 
 @_constant
 def _read_begins() -> int:
     with suppress(Exception):
-        assert Regions.current is not None
-        Regions.current.region.read_begins(current_graph())
+        assert RankRegions.current is not None
+        RankRegions.current.region.read_begins(current_graph())
     return 0
 
 
 @_constant
 def _place_of_detached() -> int:
     with suppress(Exception):
-        assert Regions.current is not None
-        return Regions.current.region.place_of_detached(current_graph())
+        assert RankRegions.current is not None
+        return RankRegions.current.region.place_of_detached(current_graph())
     return -1
 
 
 @_constant
 def _read_ends(place: int) -> int:
     with suppress(Exception):
-        assert Regions.current is not None
-        Regions.current.region.read_ends(current_graph(), place)
+        assert RankRegions.current is not None
+        RankRegions.current.region.read_ends(current_graph(), place)
     return 0
 
 
 @_constant
 def _has_read(place: int) -> bool:
-    assert Regions.current is not None
-    return Regions.current.region.has_read(place)
+    assert RankRegions.current is not None
+    return RankRegions.current.region.has_read(place)
 
 
 @_constant
 def _left_root() -> bool:
-    region = Regions.current.traced if Regions.current is not None else None
+    region = RankRegions.current.traced if RankRegions.current is not None else None
     return region is not None and not region.left.name
 
 
@@ -136,14 +136,14 @@ def _in_host_memory(device: str) -> bool:
 
 @_constant
 def _row(role: str, place: int, kind: int, dtype: Any, device: str) -> int:
-    assert Regions.current is not None
-    return Regions.current.row(role, place, kind, dtype, device)
+    assert RankRegions.current is not None
+    return RankRegions.current.row(role, place, kind, dtype, device)
 
 
 @_constant
 def _gradient(device: str) -> int:
-    assert Regions.current is not None
-    return Regions.current.gradient(device)
+    assert RankRegions.current is not None
+    return RankRegions.current.gradient(device)
 
 
 @_constant
@@ -160,7 +160,7 @@ def _hook_ends() -> int:
 
 @_constant
 def _wants_gradients() -> bool:
-    return Regions.current is not None and Regions.current.region.with_gradients
+    return RankRegions.current is not None and RankRegions.current.region.with_gradients
 
 
 # What dynamo traces.

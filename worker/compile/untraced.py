@@ -20,10 +20,10 @@ from torch._guards import CompileContext
 _PACKAGE = __name__.partition(".")[0] + "."
 
 
-class Untraced:
+class UntracedGraphs:
     """The graphs of a rank that are not looked into. One instance is current at a time."""
 
-    current: Untraced | None = None
+    current: UntracedGraphs | None = None
 
     def __init__(self, not_looked_into: Callable[[str], None], fault: Callable[[str, Exception], None]) -> None:
         """`not_looked_into` is told the class of the first module in a graph."""
@@ -34,12 +34,12 @@ class Untraced:
 
     def attach(self) -> None:
         """Tell of the graphs that are traced from now on."""
-        Untraced.current = self
+        UntracedGraphs.current = self
 
     def detach(self) -> None:
         """Tell of no graph any more."""
-        if Untraced.current is self:
-            Untraced.current = None
+        if UntracedGraphs.current is self:
+            UntracedGraphs.current = None
 
     def entered(self, cls: str) -> None:
         """A module is entered in a trace."""
@@ -54,8 +54,8 @@ class Untraced:
 
 @assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotation: called while tracing alone
 def _entered(cls: str) -> bool:
-    if Untraced.current is not None:
-        Untraced.current.entered(cls)
+    if UntracedGraphs.current is not None:
+        UntracedGraphs.current.entered(cls)
     return True
 
 

@@ -15,17 +15,17 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 
-from ...core.frames import Mark, Phase
+from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
-from ..record.alarm_frames import Frames
-from ..record.autograd_graph import Graph, GraphCalls, GraphHold, running_graph
-from ..record.judging import Judging
+from ..record.alarm_frames import FrameWriter
+from ..record.autograd_graph import AutogradGraph, GraphCalls, GraphHold, running_graph
+from ..record.judging import AlarmRecorder
 from ..record.leaves import OUTPUTS, outputs_of
 from ..record.left_gradients import LeftGradients
-from ..record.progress import Progress
+from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RootInfo
-from ..record.rows import Rows
+from ..record.rows import RowWriter
 from ..stats.tensor_stats import version_of
 from ..stats.without_modes import without_modes
 
@@ -47,7 +47,7 @@ class _OutputHook:
     __slots__ = ("gradients", "info", "page", "role")
     __torch_unserializable__ = True  # torch.save of such a tensor does not warn about a hook that the user never saw
 
-    def __init__(self, gradients: Gradients, info: ModuleInfo, role: str, page: OpenPage) -> None:
+    def __init__(self, gradients: BackwardHooks, info: ModuleInfo, role: str, page: OpenPage) -> None:
         self.gradients = gradients
         self.info = info
         self.role = role
@@ -61,7 +61,7 @@ class _ParameterHook:
     __slots__ = ("gradients", "info", "role")
     __torch_unserializable__ = True
 
-    def __init__(self, gradients: Gradients, info: ModuleInfo, role: str) -> None:
+    def __init__(self, gradients: BackwardHooks, info: ModuleInfo, role: str) -> None:
         self.gradients = gradients
         self.info = info
         self.role = role
@@ -76,7 +76,7 @@ class _GraphHook:
     __slots__ = ("calls", "gradients")
     __torch_unserializable__ = True
 
-    def __init__(self, gradients: Gradients, calls: GraphCalls) -> None:
+    def __init__(self, gradients: BackwardHooks, calls: GraphCalls) -> None:
         self.gradients = weakref.ref(gradients)  # which may hold the graph that holds this hook
         self.calls = calls
 
@@ -86,15 +86,15 @@ class _GraphHook:
             gradients.graph_begins(self.calls)
 
 
-class Gradients:
+class BackwardHooks:
     """All gradient hooks of a rank."""
 
     def __init__(
         self,
-        progress: Progress,
-        rows: Rows,
-        frames: Frames,
-        judging: Judging,
+        progress: RunProgress,
+        rows: RowWriter,
+        frames: FrameWriter,
+        judging: AlarmRecorder,
         on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._progress = progress
@@ -116,9 +116,9 @@ class Gradients:
         """The page of the running backward."""
         self.scaled = False
         """A GradScaler checks the gradients of this backward."""
-        self.graphs: list[Graph] = []
+        self.graphs: list[AutogradGraph] = []
         """The graphs of the backward that is running, latest first."""
-        self.held: list[Graph] = []
+        self.held: list[AutogradGraph] = []
         """Graphs of backwards that have ended and whose numbers have not arrived, latest first."""
         self._hold = GraphHold()
         self._backwards: deque[int] = deque(maxlen=_MOST_GRAPHS)
@@ -278,7 +278,7 @@ class Gradients:
         progress.resume(page)
         progress.enter(RankPhase.BACKWARD, info.id)
         self._rows.count_in(page.batch)
-        row = self._rows.gradient(info, role, gradient, Mark.SCALED if self.scaled else 0)
+        row = self._rows.gradient(info, role, gradient, RowMark.SCALED if self.scaled else 0)
         self._frames.put(page, info, Phase.BACKWARD, [row])
 
     def page_of(self, root: RootInfo) -> OpenPage | None:

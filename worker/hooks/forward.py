@@ -24,16 +24,16 @@ from ...core.events import (
     BadWeight,
     BatchInputs,
     CompiledUnseen,
-    Fault,
     GraphNode,
     LookedAgain,
     NotLookedInto,
-    OwnCode,
-    Where,
+    OwnCodeModule,
+    OwnFault,
+    RunPosition,
 )
-from ...core.frames import Mark, Phase, format_number, module_text
-from ...core.judge import Limits
-from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase, seal
+from ...core.frames import Phase, RowMark, format_number, module_text
+from ...core.judge import WarningLimits
+from ...core.recorder.layout import NOTHING, HeadField, HooksState, RankPhase, seal
 from ...core.recorder.writer import RecorderWriter
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.settings import WorkerSettings
@@ -42,38 +42,38 @@ from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, decode, name_of
 from ..compile import traced_hooks as traced
 from ..compile.apart import apart_from_dynamo
-from ..compile.attach import Graphs
-from ..compile.kinds import Opened
+from ..compile.attach import CompiledRegions
+from ..compile.kinds import RegionScope
 from ..compile.views import CompiledViews
-from ..record.alarm_frames import Frames
+from ..record.alarm_frames import FrameWriter
 from ..record.autograd_graph import GraphCalls, next_node
 from ..record.closed_rows import LateMasks, closed_marked
 from ..record.collectives import issued
 from ..record.graph_sources import explaining_row, shown_in, sources_later, sources_now
 from ..record.held_alarms import NonFiniteRow
-from ..record.judging import Judging
+from ..record.judging import AlarmRecorder
 from ..record.late_passed import LatePassed
 from ..record.leaves import inputs_of, outputs_of
-from ..record.names import Selection, class_of, unwrap
+from ..record.names import ModuleSelection, class_of, unwrap
 from ..record.passed import PassedValues
-from ..record.progress import CostMeter, Progress
-from ..record.roots import ModuleInfo, Roots
-from ..record.rows import Row, Rows
-from ..record.trained import Trained
+from ..record.progress import CostMeter, RunProgress
+from ..record.roots import ModuleInfo, RankRoots
+from ..record.rows import RecordedRow, RowWriter
+from ..record.trained import TrainedModules
 from ..recursion import call_begins, call_ends, work_begins, work_ends
 from ..stack_file import look_at_stack_file
 from ..stats.device import is_on_device
-from ..stats.notable import Notable
+from ..stats.notable import NotableFilter
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
 from ..stats.without_modes import without_modes
-from .backward import Gradients
-from .export import Exports
+from .backward import BackwardHooks
 from .global_hooks import GlobalHooks
-from .grad_scaler import Scalers
+from .grad_scaler import GradScalerHooks
 from .native_writer import called_by_native_hooks, native_writer_of
-from .optimizer import Steps
-from .process_groups import Collectives
-from .second_look import Output, batch_digest, graph_users, look_again
+from .optimizer import OptimizerHooks
+from .process_groups import CollectivePatches
+from .second_look import BadOutput, batch_digest, graph_users, look_again
+from .torch_export import ExportPatches
 
 _MAX_FAULTS = 20
 _MOST_CHANGED = 4
@@ -86,16 +86,16 @@ _is_tracing = name_in_torch("torch._C._is_tracing", lambda: False)
 _graph_task = name_in_torch("torch._C._current_graph_task_id", lambda: -1)
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _this_thread = threading.get_ident
-_MODULE = int(Field.MODULE)
-_LEFT_OUT = int(Field.CALLS_LEFT_OUT)
-_SKIPPED = int(Mark.SKIPPED)
+_MODULE = int(HeadField.MODULE)
+_LEFT_OUT = int(HeadField.CALLS_LEFT_OUT)
+_SKIPPED = int(RowMark.SKIPPED)
 _NAN = int(NonFinite.NAN)
 
 _CALL = torch.nn.Module._call_impl.__code__
 """The code object of every module call. A stack frame with this code is a module call."""
 
 
-class Hooks:
+class ModuleHooks:
     """The hooks of one rank. `attach()` registers them, `detach()` removes every one of them."""
 
     def __init__(
@@ -134,26 +134,26 @@ class Hooks:
         self._forward = "forward" in settings.watch
         self._grads = "grads" in settings.watch
         self._weights = "weights" in settings.watch
-        selection = Selection(settings.modules, settings.ignore)
-        self.progress = Progress(recorder, settings, rank)
-        self._roots = Roots(recorder, selection)
-        notable = Notable(Limits(settings.near_overflow, settings.underflow_share))
+        selection = ModuleSelection(settings.modules, settings.ignore)
+        self.progress = RunProgress(recorder, settings, rank)
+        self._roots = RankRoots(recorder, selection)
+        notable = NotableFilter(WarningLimits(settings.near_overflow, settings.underflow_share))
         self._lock = self.progress.lock
-        self.rows = Rows(recorder, selection, notable, self._fault, self._lock)
-        self.judging = Judging(self.progress, self.rows)
+        self.rows = RowWriter(recorder, selection, notable, self._fault, self._lock)
+        self.judging = AlarmRecorder(self.progress, self.rows)
         self.judging.look_again = self._look_again
-        self.frames = Frames(self.progress, self.judging)
-        self._gradients = Gradients(self.progress, self.rows, self.frames, self.judging, self._fault)
-        self._trained = Trained(self._roots)
+        self.frames = FrameWriter(self.progress, self.judging)
+        self._gradients = BackwardHooks(self.progress, self.rows, self.frames, self.judging, self._fault)
+        self._trained = TrainedModules(self._roots)
         self.judging.hold_with(self._trained, self._gradients.has_run)
-        self._steps = Steps(
+        self._steps = OptimizerHooks(
             self.progress, self.rows, self._roots, self.frames, self.judging, self._gradients, self._fault
         )
         self._steps.only = only is not None
-        self._scalers = Scalers(self.progress, self.judging, self._gradients, self._steps, self._fault)
+        self._scalers = GradScalerHooks(self.progress, self.judging, self._gradients, self._steps, self._fault)
         hooks: tuple[Callable[..., Any], ...] = (self._before, self._after, self._before_step, self._steps.after)
         called = [apart_from_dynamo(hook) for hook in hooks]
-        self._graphs = Graphs(
+        self._graphs = CompiledRegions(
             self._resolve,
             self._may_open_region,
             lambda: self._stack[-1].ref() if self._stack else None,
@@ -172,16 +172,16 @@ class Hooks:
         self._steps.writer = self.writer
         passed = PassedValues(self.progress, self.progress.groups)
         looks = "comms" in settings.watch
-        self._fields[Field.PASSED_UNSEEN] = seal(not looks)
+        self._fields[HeadField.PASSED_UNSEEN] = seal(not looks)
         self._masks = LateMasks(self.rows)
         self.judging.learn_masks = self._masks.learn
         self._late_passed = LatePassed(passed, self.rows, self.progress.groups, self._lock, self._fault, self._masks)
         self.judging.collect_passed = self._late_passed.collect
-        self._collectives = Collectives(
+        self._collectives = CollectivePatches(
             self.progress.groups, self._fault, passed=passed if looks else None, late=self._late_passed
         )
         self._global = GlobalHooks(*called)
-        self._exports = Exports(lambda: self._global.handles)
+        self._exports = ExportPatches(lambda: self._global.handles)
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:
             self._roots.on_parameter = self._gradients.watch_parameter
@@ -223,7 +223,7 @@ class Hooks:
 
     # -- place in the run ---------------------------------------------------------------------------------------
 
-    def where(self) -> Where:
+    def where(self) -> RunPosition:
         """The place in the run, for an event."""
         return self.progress.where(root=self._stack[0].root.label if self._stack else None)
 
@@ -278,9 +278,9 @@ class Hooks:
             if self._stack and not self._still_running():
                 self._stack.clear()  # its forward has returned without our hook
             fields = self._fields
-            if not fields[Field.HOOKS_GONE]:
-                fields[Field.GONE_PAGE] = fields[Field.PAGE]
-            fields[Field.HOOKS_GONE] += 1
+            if not fields[HeadField.HOOKS_GONE]:
+                fields[HeadField.GONE_PAGE] = fields[HeadField.PAGE]
+            fields[HeadField.HOOKS_GONE] += 1
 
     # -- the hooks ----------------------------------------------------------------------------------------------
 
@@ -381,7 +381,7 @@ class Hooks:
         """Write a frame of the root's output, unless all of it is known to be finite."""
         info, _ = self._roots.enter(module)
         page = None
-        rows: list[Row] = []
+        rows: list[RecordedRow] = []
         for role, leaf in outputs_of(output):
             if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
@@ -508,8 +508,8 @@ class Hooks:
             if progress.skipped:
                 self._skipped_root = weakref.ref(module)
                 if opens_batch:
-                    self._fields[Field.BATCHES_SKIPPED] += 1
-                    self._fields[Field.BATCH] = root.batches - 1
+                    self._fields[HeadField.BATCHES_SKIPPED] += 1
+                    self._fields[HeadField.BATCH] = root.batches - 1
                 return None
             page = progress.begin_page(root)
             self.rows.begin_page(page.batch)
@@ -526,7 +526,7 @@ class Hooks:
         page, fields = self._recorder.page, self._fields
         self._page_with_threads = page.number if page is not None else -1
         if not fields[_LEFT_OUT]:
-            fields[Field.LEFT_OUT_PAGE] = self._page_with_threads
+            fields[HeadField.LEFT_OUT_PAGE] = self._page_with_threads
         fields[_LEFT_OUT] += 1
 
     # -- after a module's forward -------------------------------------------------------------------------------
@@ -608,7 +608,7 @@ class Hooks:
                 without_modes(self._gradients.watch_graph, self._calls, output)
             self._calls = None
         self.progress.enter(RankPhase.BACKWARD if self._phase is Phase.RECOMPUTE else RankPhase.SCRIPT)
-        fields[Field.SEQ] = issued()
+        fields[HeadField.SEQ] = issued()
         if raised or self._phase is Phase.RECOMPUTE:
             return False
         self.progress.times.forward_ends()
@@ -638,12 +638,12 @@ class Hooks:
         kwargs: Any,
         output: Any,
         raised: bool,
-        reader: Rows | Graphs,
+        reader: RowWriter | CompiledRegions,
     ) -> None:
         page = self._recorder.page
         if page is None:
             return
-        rows: list[Row] = []
+        rows: list[RecordedRow] = []
         later: list[tuple[str, torch.Tensor]] = []
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -688,7 +688,9 @@ class Hooks:
             entered=info.seq,
         )
 
-    def _read_weights_again(self, info: ModuleInfo, module: torch.nn.Module, rows: list[Row], weights: int) -> None:
+    def _read_weights_again(
+        self, info: ModuleInfo, module: torch.nn.Module, rows: list[RecordedRow], weights: int
+    ) -> None:
         """The output is non-finite: read the weights again, since something else may have changed them."""
         if any(row.flags for row in rows[:weights]):
             return
@@ -738,7 +740,7 @@ class Hooks:
         place = (bad.page.root, bad.frame.module, bad.frame.cls, role.name)
         return next((each for each, info, name in owned if (info.root.id, info.name, info.cls, name) == place), None)
 
-    def _own_code_of(self, bad: NonFiniteRow, module: torch.nn.Module) -> tuple[str, list[OwnCode]]:
+    def _own_code_of(self, bad: NonFiniteRow, module: torch.nn.Module) -> tuple[str, list[OwnCodeModule]]:
         """(role, whose own code lies behind it) of the value that explains an alarm of a forward."""
         page, frame = bad.page, bad.frame
         row = explaining_row(frame)
@@ -767,7 +769,7 @@ class Hooks:
             shape = tuple(bad.row.shape) if bad.row.shape is not None else None
             is_late = self.rows.device_buffer is not None and not self._sync
             maker = _running_node() if not is_late else None
-            return graph_users(graphs, Output(number, shape, "[" not in role.name, maker))
+            return graph_users(graphs, BadOutput(number, shape, "[" not in role.name, maker))
         parameter = self._parameter_of(bad)
         return graph_users(graphs, parameter) if parameter is not None else []
 
@@ -798,7 +800,7 @@ class Hooks:
         return found, worst
 
     def _read_arguments_again(
-        self, info: ModuleInfo, arguments: list[tuple[str, Any]], rows: list[Row], weights: int
+        self, info: ModuleInfo, arguments: list[tuple[str, Any]], rows: list[RecordedRow], weights: int
     ) -> None:
         """Something bad came out: read again the arguments that were finite when they were last read.
 
@@ -815,7 +817,7 @@ class Hooks:
         info: ModuleInfo,
         arguments: list[tuple[str, Any]],
         returned: list[tuple[str, Any]],
-        rows: list[Row],
+        rows: list[RecordedRow],
         first: int,
     ) -> None:
         """Add the earlier numbers of each argument that the call changed in place and returned.
@@ -852,7 +854,7 @@ class Hooks:
 
     # -- compiled regions ---------------------------------------------------------------------------------------
 
-    def _may_open_region(self, first: torch.nn.Module, known: bool, owner: torch.nn.Module | None) -> Opened:
+    def _may_open_region(self, first: torch.nn.Module, known: bool, owner: torch.nn.Module | None) -> RegionScope:
         """Whether a compiled region is recorded: its `owner` is running, or no module outside of it is.
 
         `first` is the first module in it, and `owner` the one whose method is compiled. Others of its class may share
@@ -865,15 +867,15 @@ class Hooks:
         if skipped is None and inner is None and self._only is not None and not self._only & {id(first), id(owner)}:
             if cls in self._watched_classes:  # those that are watched will share it
                 self._note_not_looked_into(None, cls)
-            return Opened.NO
+            return RegionScope.NO
         if skipped is None:
             if inner is not None and owner is not None and inner.ref() is owner:
                 self._around_graphs.add(inner.cls)
-                return Opened.BY_OWNER
+                return RegionScope.BY_OWNER
             if not known and all(info.is_wrapper for info in self._stack):
-                return Opened.ALONE if self._stack else Opened.UNSEEN
+                return RegionScope.ALONE if self._stack else RegionScope.UNSEEN
         self._may_not_open_region(cls)
-        return Opened.NO
+        return RegionScope.NO
 
     def _may_not_open_region(self, cls: str) -> None:
         """A compiled region is not recorded. Its first module is of this class."""
@@ -962,7 +964,7 @@ class Hooks:
             else:
                 self._recorder.count_fault(part)
             if self._faults == _MAX_FAULTS:
-                self._fields[Field.HOOKS] = HooksState.DETACHED
+                self._fields[HeadField.HOOKS] = HooksState.DETACHED
         except Exception:  # the recorder is closed
             pass
         if self._faults == _MAX_FAULTS:
@@ -970,14 +972,14 @@ class Hooks:
 
     def _record_fault(self, part: str, error: Exception) -> None:
         try:
-            fault = Fault(self.where(), part, f"{type(error).__name__}: {error}")
+            fault = OwnFault(self.where(), part, f"{type(error).__name__}: {error}")
         except Exception:
             self._recorder.count_fault(part)
         else:
             self._recorder.append(fault)
 
 
-_AFTER = Hooks._after.__code__
+_AFTER = ModuleHooks._after.__code__
 
 
 def _extremes(numbers: TensorStats) -> tuple[float | None, float | None, int]:

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ...core.recorder.layout import Field
-from ..record.judging import Judging
-from ..record.progress import Progress
+from ...core.recorder.layout import HeadField
+from ..record.judging import AlarmRecorder
+from ..record.progress import RunProgress
 from ..stats.device import ToHost, to_host
 from ..stats.without_modes import without_modes
-from .backward import Gradients
-from .optimizer import Steps
+from .backward import BackwardHooks
+from .optimizer import OptimizerHooks
 
 COLLAPSED = 1.0
 """A scale below this makes gradients smaller than they are: lowering it further cannot help."""
@@ -33,21 +33,21 @@ class _UnknownStep(NamedTuple):
     """Optimizer steps before it."""
 
 
-class Scalers:
+class GradScalerHooks:
     """Watches every GradScaler by wrapping the methods `scale`, `step` and `update` of its class.
 
     All watchers share one wrapper per method. The first watcher adds it, the last one removes it.
     """
 
-    _watchers: ClassVar[list[Scalers]] = []
+    _watchers: ClassVar[list[GradScalerHooks]] = []
     _originals: ClassVar[dict[tuple[type, str], Any]] = {}
 
     def __init__(
         self,
-        progress: Progress,
-        judging: Judging,
-        gradients: Gradients,
-        steps: Steps,
+        progress: RunProgress,
+        judging: AlarmRecorder,
+        gradients: BackwardHooks,
+        steps: OptimizerHooks,
         on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._progress = progress
@@ -167,7 +167,7 @@ class Scalers:
             bad = self._judging.take_scaled(step)
         in_a_row = self._in_a_row[id(optimizer)] = self._in_a_row.get(id(optimizer), 0) + 1
         self._skips += 1
-        self._progress.fields[Field.SCALER_SKIPS] = self._skips
+        self._progress.fields[HeadField.SCALER_SKIPS] = self._skips
         if self._skips <= _MAX_SKIPS:
             self._judging.skipped(bad, scale, in_a_row)
         if bad is not None and (in_a_row >= self._limit or scale < COLLAPSED):
@@ -181,13 +181,13 @@ class Scalers:
 def _init(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
     for cls in type(scaler).__mro__:  # the class may have been imported after attach()
         if issubclass(cls, GradScaler):
-            Scalers._wrap_class(cls)
+            GradScalerHooks._wrap_class(cls)
     original(scaler, *args, **kwargs)
 
 
 def _scale(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
     if scaler.is_enabled():
-        for watcher in Scalers._watchers:  # this scaler checks the gradients of the next backward
+        for watcher in GradScalerHooks._watchers:  # this scaler checks the gradients of the next backward
             watcher._gradients.scaled = True
             if watcher._last is None or watcher._last() is not scaler:
                 watcher._last = weakref.ref(scaler)
@@ -195,7 +195,7 @@ def _scale(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any)
 
 
 def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    before = [(watcher, watcher._progress.step) for watcher in Scalers._watchers]
+    before = [(watcher, watcher._progress.step) for watcher in GradScalerHooks._watchers]
     result = original(scaler, optimizer, *args, **kwargs)
     for watcher, step in before:
         watcher._stepped(scaler, optimizer, step)
@@ -203,6 +203,6 @@ def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
 
 
 def _update(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-    for watcher in Scalers._watchers:
+    for watcher in GradScalerHooks._watchers:
         watcher._gradients.scaled = False
     return original(scaler, *args, **kwargs)

@@ -15,10 +15,10 @@ import torch
 from ...core.events import LooseParameters
 from ...core.frames import Phase
 from ...core.roles import param_group
-from ..record.alarm_frames import Frames
-from ..record.progress import Progress
-from ..record.roots import Roots
-from ..record.rows import Rows
+from ..record.alarm_frames import FrameWriter
+from ..record.progress import RunProgress
+from ..record.roots import RankRoots
+from ..record.rows import RowWriter
 from ..stats.device import is_on_device
 from ..stats.tensor_stats import measure
 
@@ -28,7 +28,7 @@ Loose = list[tuple[int, int, torch.Tensor]]
 """(group, position in it, parameter)"""
 
 
-class _Reached:
+class _ReachedHook:
     """A hook on a parameter: autograd has made a gradient of it, so the script computes with it."""
 
     __slots__ = ("handle", "parameter", "yes")
@@ -57,13 +57,13 @@ class LooseReader:
     told: nothing is computed with it, and autograd makes no gradient of it.
     """
 
-    def __init__(self, progress: Progress, rows: Rows, roots: Roots, frames: Frames) -> None:
+    def __init__(self, progress: RunProgress, rows: RowWriter, roots: RankRoots, frames: FrameWriter) -> None:
         self._progress = progress
         self._rows = rows
         self._roots = roots
         self._frames = frames
         self._told: set[tuple[str, bool]] = set()
-        self._reached: dict[int, _Reached] = {}
+        self._reached: dict[int, _ReachedHook] = {}
         """By id of a parameter."""
 
     def after_step(self, optimizer: Any, loose: Loose) -> None:
@@ -105,7 +105,7 @@ class LooseReader:
         known = self._reached.get(id(parameter))
         if known is None or known.parameter() is not parameter:
             self._forget_dead()
-            self._reached[id(parameter)] = _Reached(parameter)
+            self._reached[id(parameter)] = _ReachedHook(parameter)
             return False
         if known.yes:
             known.remove()

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...core.events import Fault
-from ...core.frames import Mark, Phase, RowKind
+from ...core.events import OwnFault
+from ...core.frames import Phase, RowKind, RowMark
 from ...core.recorder import group_table, layout
 from ...core.recorder.group_table import GroupField, GroupPhase
-from ...core.recorder.layout import Field, RankPhase, SegmentField
-from ...core.values import DTYPE_CODES, INF_BITS, Encoding
+from ...core.recorder.layout import HeadField, RankPhase, SegmentField
+from ...core.values import DTYPE_CODES, INF_BITS, ValueEncoding
 from ..record.collectives import issued
-from ..record.group_table import GroupCall
+from ..record.group_slots import GroupCall
 from ..record.leaves import KWARGS, leaves_of
-from ..record.progress import Progress
-from ..record.rows import COUNT_EVERY, Rows
+from ..record.progress import RunProgress
+from ..record.rows import COUNT_EVERY, RowWriter
 from ..stats.device import late_device
 from ..stats.tensor_stats import TensorStats
-from .backward import Gradients
+from .backward import BackwardHooks
 
 try:
     from ..native.core import LAYOUT, FrameWriter
@@ -64,9 +64,9 @@ def python_layout() -> dict[str, int]:
         "S_VALUES": SegmentField.VALUES,
         "S_FRAME_BASE": SegmentField.FRAME_BASE,
         "S_VALUE_BASE": SegmentField.VALUE_BASE,
-        "F_PHASE": Field.PHASE,
-        "F_MODULE": Field.MODULE,
-        "F_WAITED_NS": Field.WAITED_NS,
+        "F_PHASE": HeadField.PHASE,
+        "F_MODULE": HeadField.MODULE,
+        "F_WAITED_NS": HeadField.WAITED_NS,
         "RANK_BACKWARD": RankPhase.BACKWARD,
         "FRAME_DEPTH": _offset(layout.FRAME, 2),
         "FRAME_PHASE": _offset(layout.FRAME, 3),
@@ -83,8 +83,8 @@ def python_layout() -> dict[str, int]:
         "KIND_NOT_A_TENSOR": RowKind.NOT_A_TENSOR,
         "KIND_NOT_MEASURABLE": RowKind.NOT_MEASURABLE,
         "KIND_EMPTY": RowKind.EMPTY,
-        "MARK_SCALED": Mark.SCALED,
-        "ENCODING_INTEGER": Encoding.INTEGER,
+        "MARK_SCALED": RowMark.SCALED,
+        "ENCODING_INTEGER": ValueEncoding.INTEGER,
         "COUNT_EVERY": COUNT_EVERY,
         "NOTHING": layout.NOTHING,
         "GROUPS_AT": layout.GROUPS_AT,
@@ -97,7 +97,7 @@ def python_layout() -> dict[str, int]:
     numbers |= {f"GROUP_{phase.name}": phase for phase in GroupPhase if phase != GroupPhase.NONE}
     numbers |= {f"G_{field.name}": field for field in GroupField if field not in (GroupField.USED, GroupField.SIZE)}
     numbers |= {f"CALL_{call.name}": call for call in GroupCall}
-    for encoding in (Encoding.FLOAT32, Encoding.FLOAT16, Encoding.BFLOAT16, Encoding.FLOAT64):
+    for encoding in (ValueEncoding.FLOAT32, ValueEncoding.FLOAT16, ValueEncoding.BFLOAT16, ValueEncoding.FLOAT64):
         numbers[f"ENCODING_{encoding.name}"] = encoding
         numbers[f"INF_{encoding.name}"] = INF_BITS[encoding]
     numbers |= {f"DTYPE_{name.upper()}": code for name, code in DTYPE_CODES.items() if name not in _NOT_IN_DLPACK}
@@ -112,12 +112,12 @@ def difference(native: dict[str, int]) -> str:
     return f"not used: it was built for another layout ({found}); install gpuwatch again" if found else ""
 
 
-def called_by_native_hooks(progress: Progress, rows: Rows) -> tuple[Callable[..., Any], ...]:
+def called_by_native_hooks(progress: RunProgress, rows: RowWriter) -> tuple[Callable[..., Any], ...]:
     """What the hooks of a FrameWriter call in a backward without a Python function of ours around it."""
     return rows.device_frame, rows.device_read, progress.recorder.continue_segment, leaves_of, issued
 
 
-def native_writer_of(progress: Progress, rows: Rows, gradients: Gradients) -> Any:
+def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: BackwardHooks) -> Any:
     """A FrameWriter; None if it was not built, this torch does not support it, or `--sync` is set.
 
     It reads tensors in host memory itself. For a frame's tensors on a device it calls `rows.device_frame`.
@@ -128,7 +128,7 @@ def native_writer_of(progress: Progress, rows: Rows, gradients: Gradients) -> An
         return None
     wrong = difference(LAYOUT)
     if wrong:
-        progress.recorder.append(Fault(progress.where(), "native frame writer", wrong))
+        progress.recorder.append(OwnFault(progress.where(), "native frame writer", wrong))
         return None
     try:
         return FrameWriter(

@@ -9,25 +9,55 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.events import OptimizerStep
-from ...core.frames import Frame, Mark, Phase
-from ...core.recorder.layout import NOTHING, Field, RankPhase
+from ...core.frames import Frame, Phase, RowMark
+from ...core.recorder.layout import NOTHING, HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.roles import param_group, parse_role
-from ..record.alarm_frames import Frames
+from ..record.alarm_frames import FrameWriter
 from ..record.collectives import ranks
 from ..record.held_alarms import NonFiniteRow
-from ..record.judging import Judging
-from ..record.progress import Progress
-from ..record.roots import ModuleInfo, RootInfo, Roots
-from ..record.rows import Row, Rows
+from ..record.judging import AlarmRecorder
+from ..record.progress import RunProgress
+from ..record.roots import ModuleInfo, RankRoots, RootInfo
+from ..record.rows import RecordedRow, RowWriter
 from ..stats.device import is_on_device
 from ..stats.tensor_stats import measure
 from ..stats.without_modes import without_modes
-from .backward import Gradients
+from .backward import BackwardHooks
 from .loose_parameters import Loose, LooseReader
-from .low_precision_state import LowPrecisionState, low_precision_states
 from .rpc_optimizer import RpcOptimizers, ScriptedOptimizer
 from .second_look import OptimizerSteps
+
+# The optimizer's states that are kept in 16 bits or less: which steps read them, and which tensors they are.
+#
+# A square of a gradient overflows in float16 long before the gradient does. Adam's update is then 0 for good, its
+# weights stay finite, and the training stops without a sign. A state in float32 is not read.
+
+
+class LowPrecisionState:
+    """Counts the steps of each optimizer. Its first one is read, and from there one in `every`; 0 reads none."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._until: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Optimizer -> its steps until one is read."""
+
+    def is_due(self, optimizer: Any) -> bool:
+        """Count a step that has ended. True if the states are to be read after it."""
+        if not self._every:
+            return False
+        until = self._until.get(optimizer, 0)
+        self._until[optimizer] = (until or self._every) - 1
+        return until == 0
+
+
+def low_precision_states(optimizer: Any, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(what the optimizer calls it, tensor) of each state of a parameter in 16 bits or less."""
+    held = optimizer.state.get(parameter)
+    for key, value in list(held.items()) if isinstance(held, dict) else ():
+        if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize <= 2:
+            yield str(key), value
+
 
 _Parameters = dict[ModuleInfo, list[tuple[str, torch.Tensor]]]
 
@@ -43,17 +73,17 @@ class _LastStep(NamedTuple):
     """ids of parameters that had none."""
 
 
-class Steps:
+class OptimizerHooks:
     """Records gradients before every optimizer step and weights after it."""
 
     def __init__(
         self,
-        progress: Progress,
-        rows: Rows,
-        roots: Roots,
-        frames: Frames,
-        judging: Judging,
-        gradients: Gradients,
+        progress: RunProgress,
+        rows: RowWriter,
+        roots: RankRoots,
+        frames: FrameWriter,
+        judging: AlarmRecorder,
+        gradients: BackwardHooks,
         on_fault: Callable[[str, Exception], None],
     ) -> None:
         settings = progress.settings
@@ -154,7 +184,7 @@ class Steps:
         True if the guard is on and one of them is an alarm. The guard waits for their numbers.
         """
         reduced, given = ranks() > 1, optimizer.gradients if isinstance(optimizer, ScriptedOptimizer) else None
-        mark = Mark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
+        mark = RowMark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
         written: list[tuple[OpenPage, int]] = []
         self._loose = []
         self._grouped = self._by_module(optimizer, self._loose)
@@ -164,7 +194,7 @@ class Steps:
                 may_skip = given is None and not reduced and not self._guard and self.writer is not None
                 if may_skip and self.writer.all_local(parameters):
                     continue
-                rows: list[Row] = []
+                rows: list[RecordedRow] = []
                 for name, parameter in parameters:
                     gradient = parameter.grad if given is None else given.get(id(parameter))
                     if gradient is not None and (reduced or self._guard or not self._gradients.is_local(gradient)):
@@ -221,7 +251,7 @@ class Steps:
     def _count(self) -> None:
         progress = self._progress
         progress.step += 1
-        progress.fields[Field.STEP] = progress.step
+        progress.fields[HeadField.STEP] = progress.step
         progress.times.step_ends(progress.step)
 
     def _step_ended(self, optimizer: Any) -> None:
@@ -263,7 +293,7 @@ class Steps:
                     written[page.number, self._recorder.frame_count] = info
                 if self.writer is not None and self.writer.weights(info, parameters, self._progress.step):
                     continue
-                rows: list[Row] = []
+                rows: list[RecordedRow] = []
                 for name, parameter in parameters:
                     row = self._rows.weight(info, name, parameter, self._progress.step)
                     rows.append(row)
@@ -304,7 +334,7 @@ class Steps:
 
     def _step_rows(
         self, info: ModuleInfo, name: str, optimizer: Any, parameter: torch.Tensor, has_gradient: bool
-    ) -> Iterator[Row]:
+    ) -> Iterator[RecordedRow]:
         """What a step on a weight that is bad now had beside it: the optimizer's state; that it had no gradient."""
         if not has_gradient:
             yield self._rows.leaf(info, f"state grad {name}", None)  # none of the backward's: `grad` is for these
@@ -403,7 +433,7 @@ class Steps:
                     continue
                 numbers = measure(gradient)
                 if numbers.meta & 0xFF:
-                    row = self._rows.gradient(info, f"grad {name}", gradient, Mark.SCALED, numbers)
+                    row = self._rows.gradient(info, f"grad {name}", gradient, RowMark.SCALED, numbers)
                     self._frames.put(page, info, Phase.COLLECTIVE, [row])
                     return
 

@@ -21,7 +21,7 @@ import torch
 
 from ...core.recorder.group_table import OPERATIONS
 from ..record.collectives import count_with
-from ..record.group_table import NO_MESSAGE, GroupCall, GroupTable, Place, described
+from ..record.group_slots import NO_MESSAGE, GroupCall, GroupTable, OperationPlace, described
 from ..record.late_passed import LatePassed, PassedWhen
 from ..record.passed import NOT_FINITE, PassedValues, look_at, refs_to, tensors_in
 from ..stats.device import is_on_device, late_device
@@ -34,7 +34,7 @@ except ImportError:  # gpuwatch was installed without a C compiler
 
 
 @dataclass(frozen=True)
-class Method:
+class ReplacedMethod:
     """One that is replaced."""
 
     name: str
@@ -57,8 +57,8 @@ class Method:
     """No other rank gives anything, or is given anything."""
 
 
-def _collective(name: str, operation: str, tensor: int = 0, is_rooted: bool = False, given: int = 1) -> Method:
-    return Method(
+def _collective(name: str, operation: str, tensor: int = 0, is_rooted: bool = False, given: int = 1) -> ReplacedMethod:
+    return ReplacedMethod(
         name,
         GroupCall.COLLECTIVE,
         operation,
@@ -94,18 +94,18 @@ METHODS = (
     _collective("alltoall", "all_to_all", 1),
     _collective("alltoall_base", "all_to_all", 1),
     _collective("all_to_all_single", "all_to_all", 1),
-    Method("barrier", GroupCall.COLLECTIVE, "barrier"),
-    Method("send", GroupCall.P2P, "send", tensor=0, peer=1, tag=2, given=0),
-    Method("recv", GroupCall.P2P, "recv", tensor=0, peer=1, tag=2, returned=0),
-    Method("recv_anysource", GroupCall.P2P, "recv", tensor=0, tag=1, returned=0),
-    Method("monitored_barrier", GroupCall.BARRIER, "monitored_barrier"),
+    ReplacedMethod("barrier", GroupCall.COLLECTIVE, "barrier"),
+    ReplacedMethod("send", GroupCall.P2P, "send", tensor=0, peer=1, tag=2, given=0),
+    ReplacedMethod("recv", GroupCall.P2P, "recv", tensor=0, peer=1, tag=2, returned=0),
+    ReplacedMethod("recv_anysource", GroupCall.P2P, "recv", tensor=0, tag=1, returned=0),
+    ReplacedMethod("monitored_barrier", GroupCall.BARRIER, "monitored_barrier"),
 )
 """Of a process group."""
-WAIT = Method("wait", GroupCall.WAIT)
+WAIT = ReplacedMethod("wait", GroupCall.WAIT)
 """Of a work."""
 
 
-class Collectives:
+class CollectivePatches:
     """The replaced methods. `attach` puts them in place, `detach` takes them away."""
 
     def __init__(
@@ -178,7 +178,7 @@ class Collectives:
         except (KeyError, TypeError, ValueError):  # a torch version whose internals differ
             return None
 
-    def _replace(self, owner: Any, method: Method) -> None:
+    def _replace(self, owner: Any, method: ReplacedMethod) -> None:
         before = owner.__dict__.get(method.name)
         if before is None:  # another version of torch
             return
@@ -242,7 +242,7 @@ class Collectives:
 
     # -- what worker/native/group_methods.c does likewise -------------------------------------------------------
 
-    def _around(self, before: Any, method: Method) -> FunctionType:
+    def _around(self, before: Any, method: ReplacedMethod) -> FunctionType:
         on_fault, groups = self._fault, self._groups
         begin, finish = self._begin_of(method), self._finish_of(method)
 
@@ -268,12 +268,12 @@ class Collectives:
 
         return _named(call, method.name, before)
 
-    def _begin_of(self, method: Method) -> Callable[[Any, tuple[Any, ...]], Place | None]:
+    def _begin_of(self, method: ReplacedMethod) -> Callable[[Any, tuple[Any, ...]], OperationPlace | None]:
         groups, code = self._groups, OPERATIONS.index(method.operation)
         if method.call == GroupCall.WAIT:
             return lambda work, args: groups.waits_for(work)
 
-        def begin(group: Any, args: tuple[Any, ...]) -> Place | None:
+        def begin(group: Any, args: tuple[Any, ...]) -> OperationPlace | None:
             if method.tensor >= len(args):  # called with names: the group's own counter tells that it was
                 return None
             tensor = args[method.tensor] if method.tensor >= 0 else None
@@ -293,7 +293,7 @@ class Collectives:
         return begin
 
     def _look_at_inputs(
-        self, passed: PassedValues, place: Place, group: Any, method: Method, args: tuple[Any, ...]
+        self, passed: PassedValues, place: OperationPlace, group: Any, method: ReplacedMethod, args: tuple[Any, ...]
     ) -> None:
         """Look at what goes in, and remember where it will come out."""
         is_root = place.root < 0 or place.root == group.rank()
@@ -305,7 +305,7 @@ class Collectives:
             if place.given[0] == NOT_FINITE:
                 _tell(passed, place, False, args[method.given])
 
-    def _look_late(self, place: Place, when: PassedWhen, tensors: Any) -> Any:
+    def _look_late(self, place: OperationPlace, when: PassedWhen, tensors: Any) -> Any:
         late = [tensor for tensor in tensors_in(tensors) if is_on_device(tensor)]
         if self._late is None or not late:
             return None
@@ -313,12 +313,12 @@ class Collectives:
             place.slot.number, place.number, place.operation, place.root, place.message, when, place.late, late
         )
 
-    def _finish_of(self, method: Method) -> Callable[[Place, Any, Any], None]:
+    def _finish_of(self, method: ReplacedMethod) -> Callable[[OperationPlace, Any, Any], None]:
         groups = self._groups
         counts_again = method.call in (GroupCall.P2P, GroupCall.BARRIER)
         ends = method.call in (GroupCall.WAIT, GroupCall.BARRIER)
 
-        def finish(place: Place, owner: Any, result: Any) -> None:
+        def finish(place: OperationPlace, owner: Any, result: Any) -> None:
             if counts_again:
                 groups.count_again(place, owner)
             if ends:
@@ -335,7 +335,7 @@ class Collectives:
         return finish
 
 
-def _alive(place: Place) -> list[torch.Tensor]:
+def _alive(place: OperationPlace) -> list[torch.Tensor]:
     return [tensor for ref in place.outputs if (tensor := ref()) is not None]
 
 
@@ -349,7 +349,7 @@ def _named(call: Callable[..., Any], name: str, before: Any) -> FunctionType:
     return ours
 
 
-def _tell(passed: PassedValues, place: Place, came_out: bool, tensors: Any) -> None:
+def _tell(passed: PassedValues, place: OperationPlace, came_out: bool, tensors: Any) -> None:
     passed.note(
         place.slot.number,
         place.number,

@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 from ...core.events import GraphNode, HeldValue, LookedAgain, OptimizerStep
 from ...core.frames import RowKind
 from ...core.values import NonFinite, name_of
-from ..record.autograd_graph import Graph, GraphCalls, NodesOfCall
+from ..record.autograd_graph import AutogradGraph, GraphCalls, NodesOfCall
 from ..record.names import class_of
 from ..stats.device import is_on_device
 from ..stats.tensor_stats import measure
@@ -135,7 +135,7 @@ _SUMS = frozenset(("AddBackward0", "SubBackward0"))
 """They pass gradients on, unless they multiply by an alpha, or sum over what they have repeated (broadcasting)."""
 
 
-class Output(NamedTuple):
+class BadOutput(NamedTuple):
     """An output whose gradient is bad, and what is known of it to find its node."""
 
     module: int
@@ -148,21 +148,21 @@ class Output(NamedTuple):
     """The node that is making the gradient now; None if its numbers have come later, from a device."""
 
 
-def graph_users(graphs: Sequence[Graph], tensor: torch.Tensor | Output) -> list[GraphNode]:
+def graph_users(graphs: Sequence[AutogradGraph], tensor: torch.Tensor | BadOutput) -> list[GraphNode]:
     """What leads from the bad gradient of `tensor`, a parameter or an output, to the gradients above it.
 
     Empty if that is not known. The first node is the one that has made the tensor. Each node names those that have used
     what it returned by their positions in the list. `graphs` are those of one batch.
     """
-    users = _Users(graphs)
-    made = users.of_output(tensor) if isinstance(tensor, Output) else users.of_parameter(tensor)
+    users = _GraphUsers(graphs)
+    made = users.of_output(tensor) if isinstance(tensor, BadOutput) else users.of_parameter(tensor)
     return users.towards_the_loss(made) if made is not None else []
 
 
-class _Users:
+class _GraphUsers:
     """The nodes of one batch's graphs, and what has used what each of them returned."""
 
-    def __init__(self, graphs: Sequence[Graph]) -> None:
+    def __init__(self, graphs: Sequence[AutogradGraph]) -> None:
         self._calls: dict[Any, GraphCalls] = {}
         """Node -> the calls among which it was made."""
         self._users: dict[Any, list[tuple[Any, int]]] = {}
@@ -176,7 +176,7 @@ class _Users:
             if graph.within is not None:
                 self._join(graph)
 
-    def _add(self, graph: Graph) -> None:
+    def _add(self, graph: AutogradGraph) -> None:
         left = [root for root in graph.roots if root not in self._users]
         self._users |= {root: [] for root in left}
         self._calls |= dict.fromkeys(left, graph.calls)
@@ -191,7 +191,7 @@ class _Users:
                     left.append(used)
                 self._users[used].append((node, output))
 
-    def _join(self, graph: Graph) -> None:
+    def _join(self, graph: AutogradGraph) -> None:
         """A checkpoint has run a stretch again, on a copy of what it was handed, and goes back through that."""
         begun = graph.within
         leaves = [
@@ -215,7 +215,7 @@ class _Users:
         """The node that collects the gradient of a parameter."""
         return next((node for node in self._users if getattr(node, "variable", None) is parameter), None)
 
-    def of_output(self, output: Output) -> Any:
+    def of_output(self, output: BadOutput) -> Any:
         """The node that made the output: the one whose gradient is being made now, or the only one that may be it."""
         if output.maker in self._users and self._module(output.maker) == output.module:
             return output.maker
@@ -354,7 +354,7 @@ _KEPT = 16
 """Steps. The numbers of a step on a device arrive a batch later, in which several optimizers may step."""
 
 
-class _Step(NamedTuple):
+class _StepFrames(NamedTuple):
     number: int
     """Steps finished after it."""
     optimizer: weakref.ref[Any]
@@ -365,12 +365,12 @@ class OptimizerSteps:
     """The last steps of a rank."""
 
     def __init__(self) -> None:
-        self._steps: deque[_Step] = deque(maxlen=_KEPT)
+        self._steps: deque[_StepFrames] = deque(maxlen=_KEPT)
 
     def add(self, number: int, optimizer: Any) -> None:
         """Remember a step. `number`: steps finished, with this one. Waits for no device."""
         groups = [_numbers(group) for group in optimizer.param_groups]
-        self._steps.append(_Step(number, weakref.ref(optimizer), groups))
+        self._steps.append(_StepFrames(number, weakref.ref(optimizer), groups))
 
     def last(self) -> OptimizerStep | None:
         """The last step, with the settings of its first parameter group; None before the first."""

@@ -36,7 +36,7 @@ static PyObject *answer(int taken)
 
 /* -- a module call ---------------------------------------------------------------------------------------------- */
 
-/* Call Gradients.watch_parameter, unless the parameter is watched already or needs no gradient */
+/* Call BackwardHooks.watch_parameter, unless the parameter is watched already or needs no gradient */
 static int watch_parameter(FrameWriter *self, PyObject *parameter, PyObject *info, PyObject *name)
 {
     PyObject *key = PyLong_FromVoidPtr(parameter);
@@ -188,7 +188,7 @@ static PyObject *writer_weights(FrameWriter *self, PyObject *const *args, Py_ssi
     return answer(taken);
 }
 
-/* Gradients.is_local */
+/* BackwardHooks.is_local */
 static int is_local(FrameWriter *self, PyObject *gradient)
 {
     int64_t version;

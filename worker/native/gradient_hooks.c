@@ -60,7 +60,7 @@ PyObject *new_gradient_hook(FrameWriter *writer, PyObject *info, PyObject *role,
 
 /* -- what they see ---------------------------------------------------------------------------------------------- */
 
-/* Enter a gradient that was read into Gradients.local; 0 if that fails */
+/* Enter a gradient that was read into BackwardHooks.local; 0 if that fails */
 static int remember_local(FrameWriter *self, PyObject *gradient)
 {
     int64_t version = 0;
@@ -79,7 +79,7 @@ static int remember_local(FrameWriter *self, PyObject *gradient)
     return good;
 }
 
-/* Gradients.take for an ordinary gradient: 1 if its frame was written, 0 if it is left to Python. `is_local`: the gradient
+/* BackwardHooks.take for an ordinary gradient: 1 if its frame was written, 0 if it is left to Python. `is_local`: the gradient
    of a parameter */
 static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject *gradient, int is_local)
 {
@@ -108,7 +108,7 @@ static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject
     return taken;
 }
 
-/* Gradients.of_parameter for an ordinary gradient: 1, or 0 if it is left to Python */
+/* BackwardHooks.of_parameter for an ordinary gradient: 1, or 0 if it is left to Python */
 static int take_parameter(Hook *self, PyObject *parameter)
 {
     FrameWriter *writer = (FrameWriter *)self->writer;

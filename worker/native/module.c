@@ -119,7 +119,8 @@ static PyMethodDef methods[] = {
      "from the limit of its encoding on. Raises TypeError and BufferError."},
     {"readings", METHOD(readings), METH_FASTCALL,
      "readings(exchange, types, waiting, at, tensors, earlier, device type, device id) -> (bytes, next)\n\n"
-     "The entries of Readings (worker/stats/torch_reader.py) for the Waiting from `at` on, up to the first whose entries\n"
+     "The entries of GroupedReadings (worker/stats/torch_reader.py) for the\n"
+     "WaitingTensors from `at` on, up to the first whose entries\n"
      "Python must make: `next`. Tensors and earlier numbers are appended to the lists. Raises TypeError and ValueError."},
     {"tables", METHOD(tables), METH_FASTCALL,
      "tables(entries, share_of, most, rows) -> (bytes, [(variant, programs, bytes), ...])\n\n"

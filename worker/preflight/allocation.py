@@ -12,14 +12,14 @@ import msgspec
 import psutil
 import torch
 
-from ...core.text import Amount
-from .child import ProbeFailure
+from ...core.text import MemoryAmount
+from .rank_child import ProbeFailure
 
-CPU_QUICK = Amount(size=64 << 20)
-CPU_FULL = Amount(size=256 << 20)
-CUDA_QUICK = Amount(share=0.1)
+CPU_QUICK = MemoryAmount(size=64 << 20)
+CPU_FULL = MemoryAmount(size=256 << 20)
+CUDA_QUICK = MemoryAmount(share=0.1)
 CUDA_QUICK_MOST = 1 << 30
-CUDA_FULL = Amount(share=0.8)
+CUDA_FULL = MemoryAmount(share=0.8)
 CUDA_LEAST_FREE = 0.1
 """A GPU with a smaller share of free memory gets a warning: the training may not fit."""
 
@@ -29,7 +29,7 @@ _GRAIN = 1 << 20
 _WORD = 8
 
 
-class Allocated(msgspec.Struct, frozen=True):
+class AllocationResult(msgspec.Struct, frozen=True):
     """What was done, in words. If little memory was free, also how little, and what to do about it."""
 
     detail: str
@@ -37,7 +37,9 @@ class Allocated(msgspec.Struct, frozen=True):
     next: str = ""
 
 
-def allocate(device: torch.device, amount: Amount | None, *, quick: bool = False, sharers: int = 1) -> Allocated:
+def allocate(
+    device: torch.device, amount: MemoryAmount | None, *, quick: bool = False, sharers: int = 1
+) -> AllocationResult:
     """Test `amount` of memory; None: the mode's default. Raises ProbeFailure.
 
     `sharers` is the number of ranks that test the same memory at once: on the CPU those of this host, on CUDA those
@@ -86,7 +88,7 @@ def allocate(device: torch.device, amount: Amount | None, *, quick: bool = False
         most = free // sharers if device.type == "cuda" else free
         had = max(wanted, largest_block(lambda size: _can_have(size, device), most))
         detail += f"; largest block {_mib(had)} of {_mib(free)} free"
-    return Allocated(detail, scarce, next_)
+    return AllocationResult(detail, scarce, next_)
 
 
 def count_wrong_words(block: torch.Tensor) -> int:

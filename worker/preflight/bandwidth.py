@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import Store
 from ...core.preflight import BandwidthRow
 from .blame.link_speeds import size_text
 from .compute import DeviceTimer
-from .group import Collectives, join
-from .messages import LinkSpeed, Measured
+from .group_collectives import GroupCollectives, join
+from .stage_messages import LinkSpeed, RankMeasurements
 
 CPU_LARGEST = 16 << 20
 CUDA_LARGEST = 256 << 20
@@ -46,18 +46,18 @@ def measure(
     timeout_s: float,
     say: Callable[[str], None],
     largest_bytes: int = 0,
-) -> Measured:
+) -> RankMeasurements:
     """Measure sizes up to `largest_bytes` (0: the device's default), while `timeout_s` allows. See also check_group.
 
     Polling does not affect the times: on CUDA the device's own clock measures them.
     """
     began = time.monotonic()
     if len(ranks) == 1:
-        return Measured([])
+        return RankMeasurements([])
     deadline = began + timeout_s
     collectives = join(store, device, backend, ranks, rank, deadline, say)
     largest = largest_bytes or (CUDA_LARGEST if device.type == "cuda" else CPU_LARGEST)
-    meter = _Meter(collectives, device, len(ranks), deadline)
+    meter = _BandwidthMeter(collectives, device, len(ranks), deadline)
     rows: list[BandwidthRow] = []
     longest_s: dict[int, float] = {}
     left_s = 0.0
@@ -81,7 +81,7 @@ def measure(
         say("links")
         found = meter.links(pairs, list(ranks).index(rank), size)
         links += [LinkSpeed(ranks[first], ranks[second], gbs) for first, second, gbs in found]
-    return Measured(rows, links)
+    return RankMeasurements(rows, links)
 
 
 def sizes_up_to(largest: int) -> list[int]:
@@ -125,10 +125,10 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-class _Meter:
+class _BandwidthMeter:
     """Times collectives and transfers on one device, in the group that this process has joined."""
 
-    def __init__(self, collectives: Collectives, device: torch.device, count: int, deadline: float) -> None:
+    def __init__(self, collectives: GroupCollectives, device: torch.device, count: int, deadline: float) -> None:
         self._collectives = collectives
         self._device = device
         self._count = count

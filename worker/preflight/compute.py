@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from .child import ProbeFailure
 from .inventory import device_uuid
-from .messages import ComputeResult
+from .rank_child import ProbeFailure
+from .stage_messages import ComputeResult
 
 # Measures durations by the GPU's own clock.
 

@@ -20,11 +20,11 @@ from typing import NoReturn
 import msgspec
 
 from ...core.host import die_with_parent
-from ...core.identity import Identity
+from ...core.identity import RankIdentity
 from ...core.own_imports import path_as_given
 from ...core.settings import WorkerSettings
-from .messages import Line, StageBegan
-from .steps import Deadlines
+from .stage_messages import Line, StageBegan
+from .steps import StageDeadlines
 
 
 def say(line: Line) -> None:
@@ -58,13 +58,13 @@ def _coordinate() -> int:
         return 1
     settings = WorkerSettings.from_environment()
     assert settings is not None
-    identity = Identity.from_environment(os.environ)
-    deadlines = Deadlines(settings.preflight_timeout_s)
+    identity = RankIdentity.from_environment(os.environ)
+    deadlines = StageDeadlines(settings.preflight_timeout_s)
     if not options.fallen:
         say(StageBegan("inventory", deadlines.work("inventory"), "arrive"))
     path_as_given()
-    from .course import Course, Fallen  # imports torch
+    from .course import PreflightRun, RankFailure  # imports torch
 
-    fallen = Fallen(options.fallen, options.stage, options.detail) if options.fallen else None
-    Course(identity, settings, deadlines, say, began, options.script, fallen).run()
+    fallen = RankFailure(options.fallen, options.stage, options.detail) if options.fallen else None
+    PreflightRun(identity, settings, deadlines, say, began, options.script, fallen).run()
     return 0

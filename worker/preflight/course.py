@@ -12,30 +12,30 @@ import msgspec
 from msgspec.structs import replace
 
 from ...core.host import host_name
-from ...core.identity import Identity
-from ...core.preflight import Finding, Grade
+from ...core.identity import RankIdentity
+from ...core.preflight import Grade, PreflightFinding
 from ...core.recorder.run_folder import read_meeting_key
 from ...core.settings import WorkerSettings
-from .blame.conclude import Heard, Terms, conclude_softly, foreign_finding
-from .meeting import LEADER, ForeignValue, Meeting, NoConclusion, Reports, StoreLost, connect
-from .messages import (
-    At,
-    Attendance,
+from .blame.conclude import PreflightLimits, StepReports, conclude_softly, foreign_finding
+from .meeting import LEADER, ForeignValue, MetReports, NoConclusion, StoreLost, StoreRendezvous, connect
+from .parts import RankTests
+from .stage_messages import (
     BandwidthLine,
-    Concluded,
-    Conclusion,
     FaultLine,
     InventoryLine,
     Line,
+    PreflightEnd,
+    RankAttendance,
     RankOutcome,
-    Report,
-    Roster,
+    RankRoster,
+    RankStepReport,
     StageBegan,
     StageEnded,
-    Waits,
+    StageProgress,
+    StepConclusion,
+    StepWait,
 )
-from .parts import Parts
-from .steps import DEPUTY_S, Deadlines, is_local, stage_of
+from .steps import DEPUTY_S, StageDeadlines, is_local, stage_of
 
 STORE_S = 20.0
 """Timeout to connect to the store."""
@@ -46,7 +46,7 @@ _ORDER: tuple[Grade, ...] = ("ok", "unknown", "warn", "fail")
 
 
 @dataclass(frozen=True)
-class Fallen:
+class RankFailure:
     """This rank cannot go on. It only informs the other ranks."""
 
     step: str
@@ -56,18 +56,18 @@ class Fallen:
     """The cause is an error of gpuwatch; else the rank's coordinator died or hung."""
 
 
-class Course:
+class PreflightRun:
     """`say` is called with each line for the worker. `began` is the coordinator's start on the monotonic clock."""
 
     def __init__(
         self,
-        identity: Identity,
+        identity: RankIdentity,
         settings: WorkerSettings,
-        deadlines: Deadlines,
+        deadlines: StageDeadlines,
         say: Callable[[Line], None],
         began: float,
         script: str = "",
-        fallen: Fallen | None = None,
+        fallen: RankFailure | None = None,
     ) -> None:
         self._me = identity
         self._settings = settings
@@ -75,8 +75,8 @@ class Course:
         self._say = say
         self._fallen = fallen
         self._prefix = f"gpuwatch/{settings.round}"
-        self._parts = Parts(identity, settings, deadlines, self._prefix, script)
-        self._terms = Terms(
+        self._parts = RankTests(identity, settings, deadlines, self._prefix, script)
+        self._terms = PreflightLimits(
             "quick" if settings.preflight == "quick" else "full",
             identity.world_size,
             deadlines.work("arrive"),
@@ -84,16 +84,16 @@ class Course:
             settings.min_busbw,
             tuple(settings.node_hosts),
         )
-        self._roster: Roster | None = None
+        self._roster: RankRoster | None = None
         self._steps: list[str] = []
         self._arrived = identity.world_size
         self._began = began
 
     def run(self) -> None:
         """Run all steps. The last line has the conclusion, also after a failure."""
-        now = Conclusion(next=self._fallen.step if self._fallen else "arrive")
+        now = StepConclusion(next=self._fallen.step if self._fallen else "arrive")
         try:
-            inventory = Report() if self._fallen else self._inventory()
+            inventory = RankStepReport() if self._fallen else self._inventory()
             self._meeting = self._connect()
             while now.next:
                 now = self._take_softly(now, inventory)
@@ -107,9 +107,9 @@ class Course:
         finally:
             self._parts.close()
         backend = self._roster.backend if self._roster else ""
-        self._say(Concluded(now.findings, now.outcomes, backend, self._parts.facts.device))
+        self._say(PreflightEnd(now.findings, now.outcomes, backend, self._parts.facts.device))
 
-    def _take_softly(self, now: Conclusion, inventory: Report) -> Conclusion:
+    def _take_softly(self, now: StepConclusion, inventory: RankStepReport) -> StepConclusion:
         """Run one step. An error of gpuwatch ends the preflight of all ranks, but not the job."""
         try:
             return self._take(now.next, now, inventory)
@@ -120,28 +120,30 @@ class Course:
                 raise
             traceback.print_exc()
             stage = stage_of(now.next)
-            self._fallen = Fallen(now.next, stage, f"{type(error).__name__}: {error}", ours=True)
+            self._fallen = RankFailure(now.next, stage, f"{type(error).__name__}: {error}", ours=True)
             return self._take(now.next, now, inventory)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def _inventory(self) -> Report:
+    def _inventory(self) -> RankStepReport:
         """The coordinator announced this stage before it imported torch."""
         limit_s = self._deadlines.work("inventory")
-        self._say(At("inventory", "the look at its device", limit_s))  # a new deadline after the import of torch
+        self._say(
+            StageProgress("inventory", "the look at its device", limit_s)
+        )  # a new deadline after the import of torch
         report = self._parts.inventory()
         self._say(InventoryLine(self._parts.facts))
         self._end_stage("inventory", _worst(report.findings), report.detail)
         return report
 
-    def _connect(self) -> Meeting:
+    def _connect(self) -> StoreRendezvous:
         if self._fallen is None:
             self._begin("arrive")
         store = connect(self._me, min(STORE_S, self._deadlines.timeout_s))
         key = read_meeting_key(Path(self._settings.recorder_dir))
-        return Meeting(store, self._prefix, self._me.rank, self._me.world_size, key)
+        return StoreRendezvous(store, self._prefix, self._me.rank, self._me.world_size, key)
 
-    def _take(self, step: str, before: Conclusion, inventory: Report) -> Conclusion:
+    def _take(self, step: str, before: StepConclusion, inventory: RankStepReport) -> StepConclusion:
         stage = stage_of(step)
         if self._fallen is not None:
             report = self._report_of_fallen(stage)
@@ -150,7 +152,7 @@ class Course:
             report, takes_part = self._attend(inventory), True
         else:
             takes_part = self._takes_part(step, before)
-            report = self._do(step, before) if takes_part else Report("idle")
+            report = self._do(step, before) if takes_part else RankStepReport("idle")
         if report.kind == "fault":
             self._say(FaultLine(f"{stage}: {report.detail}"))
         now = self._meet(step, report, before)
@@ -162,15 +164,15 @@ class Course:
             self._end_stage(stage, _worst(mine), now.note)
         return now
 
-    def _meet(self, step: str, report: Report, before: Conclusion) -> Conclusion:
+    def _meet(self, step: str, report: RankStepReport, before: StepConclusion) -> StepConclusion:
         deadlines, stage = self._deadlines, stage_of(step)
         self._steps.append(step)
-        self._say(Waits(step, deadlines.wait(stage)))
+        self._say(StepWait(step, deadlines.wait(stage)))
 
-        def draw(found: Reports) -> bytes:
-            reports = {rank: msgspec.json.decode(data, type=Report) for rank, data in found.by_rank.items()}
-            reports |= {rank: Report("foreign", sentence) for rank, sentence in found.foreign.items()}
-            heard = Heard(step, reports, found.silent, found.leader_failed)
+        def draw(found: MetReports) -> bytes:
+            reports = {rank: msgspec.json.decode(data, type=RankStepReport) for rank, data in found.by_rank.items()}
+            reports |= {rank: RankStepReport("foreign", sentence) for rank, sentence in found.foreign.items()}
+            heard = StepReports(step, reports, found.silent, found.leader_failed)
             return msgspec.json.encode(conclude_softly(self._terms, heard, before, self._roster))
 
         data = self._meeting.meet(
@@ -181,11 +183,11 @@ class Course:
             conclusion_s=deadlines.conclusion(stage),
             deputy_s=DEPUTY_S,
         )
-        return msgspec.json.decode(data, type=Conclusion)
+        return msgspec.json.decode(data, type=StepConclusion)
 
-    def _leave(self, now: Conclusion) -> None:
+    def _leave(self, now: StepConclusion) -> None:
         if now.failed:
-            self._say(Waits(_FAREWELL, 3 * FAREWELL_S))
+            self._say(StepWait(_FAREWELL, 3 * FAREWELL_S))
             self._steps.append(_FAREWELL)
             try:
                 self._meeting.meet(
@@ -205,17 +207,17 @@ class Course:
 
     # -- this rank's part ---------------------------------------------------------------------------------------
 
-    def _attend(self, inventory: Report) -> Report:
+    def _attend(self, inventory: RankStepReport) -> RankStepReport:
         facts = self._parts.facts
-        here = Attendance(
+        here = RankAttendance(
             facts.host, facts.node, self._me.local_rank, self._me.local_world_size, facts.device, facts.uuid
         )
-        return Report(attendance=here, findings=inventory.findings)
+        return RankStepReport(attendance=here, findings=inventory.findings)
 
-    def _takes_part(self, step: str, before: Conclusion) -> bool:
+    def _takes_part(self, step: str, before: StepConclusion) -> bool:
         return is_local(step) or len(self._members(step, before)) > 1
 
-    def _members(self, step: str, before: Conclusion) -> list[int]:
+    def _members(self, step: str, before: StepConclusion) -> list[int]:
         """The ranks of the process group that this rank joins; [] if it joins none."""
         roster = self._roster
         assert roster is not None
@@ -230,11 +232,11 @@ class Course:
             return next((roster.ranks_of(*pair) for pair in before.pairs if node in pair), [])
         return list(range(self._me.world_size))
 
-    def _do(self, step: str, before: Conclusion) -> Report:
+    def _do(self, step: str, before: StepConclusion) -> RankStepReport:
         stage = stage_of(step)
         self._begin(stage, step)
         if step == "consistency":  # the rank that gathers the reports compares them: the stage ends with its conclusion
-            return Report(facts=self._parts.facts)
+            return RankStepReport(facts=self._parts.facts)
         assert self._roster is not None
         if is_local(step):
             gpus = self._roster.gpus
@@ -246,19 +248,21 @@ class Course:
             report = alone[step]()
         else:
             test = self._parts.bandwidth if step == "bandwidth" else self._parts.group
-            report = test(step, self._members(step, before), self._roster.backend, lambda at: self._say(At(stage, at)))
+            report = test(
+                step, self._members(step, before), self._roster.backend, lambda at: self._say(StageProgress(stage, at))
+            )
         if report.measured is not None:
             self._say(BandwidthLine(report.measured.rows))
         self._end_stage(stage, _grade(report), report.detail or _text(report.findings))
         return report
 
-    def _report_of_fallen(self, stage: str) -> Report:
+    def _report_of_fallen(self, stage: str) -> RankStepReport:
         assert self._fallen is not None
         me = self._me
-        here = Attendance(host_name(), 0, me.local_rank, me.local_world_size, "")
+        here = RankAttendance(host_name(), 0, me.local_rank, me.local_world_size, "")
         if self._fallen.ours:
-            return Report("fault", self._fallen.detail, attendance=here)
-        return Report("fallen", self._fallen.detail, said=self._fallen.stage or stage, attendance=here)
+            return RankStepReport("fault", self._fallen.detail, attendance=here)
+        return RankStepReport("fallen", self._fallen.detail, said=self._fallen.stage or stage, attendance=here)
 
     def _begin(self, stage: str, step: str = "arrive") -> None:
         self._began = time.monotonic()
@@ -269,7 +273,7 @@ class Course:
 
     # -- without the others ---------------------------------------------------------------------------------------
 
-    def _end_alone(self, now: Conclusion, finding: Finding) -> Conclusion:
+    def _end_alone(self, now: StepConclusion, finding: PreflightFinding) -> StepConclusion:
         rank = self._me.rank
         own = next((outcome for outcome in now.outcomes if outcome.rank == rank), None)
         if own is None:
@@ -277,14 +281,14 @@ class Course:
         if self._fallen is not None and not self._fallen.ours:
             own = RankOutcome(rank, "failed", self._fallen.stage, self._fallen.detail)
         others = [outcome for outcome in now.outcomes if outcome.rank != rank]
-        return Conclusion(findings=[*now.findings, finding], outcomes=[*others, own])
+        return StepConclusion(findings=[*now.findings, finding], outcomes=[*others, own])
 
-    def _lost(self, step: str, lost: StoreLost) -> Finding:
+    def _lost(self, step: str, lost: StoreLost) -> PreflightFinding:
         """The finding of a rank that lost the store. It cannot tell which side of the link is broken."""
         me, stage = self._me, stage_of(step)
         host = self._parts.facts.host or host_name()
         where = f"{me.master_addr}:{me.master_port}"
-        return Finding(
+        return PreflightFinding(
             stage=stage,
             grade="fail",
             subject="link",
@@ -295,9 +299,9 @@ class Course:
             victims=[me.rank],
         )
 
-    def _no_conclusion(self, step: str) -> Finding:
+    def _no_conclusion(self, step: str) -> PreflightFinding:
         stage = stage_of(step)
-        return Finding(
+        return PreflightFinding(
             stage=stage,
             grade="fail",
             subject="rank",
@@ -309,15 +313,15 @@ class Course:
         )
 
 
-def _grade(report: Report) -> Grade:
+def _grade(report: RankStepReport) -> Grade:
     if report.kind in ("ok", "idle"):
         return _worst(report.findings)
     return "unknown" if report.kind == "fault" else "fail"
 
 
-def _worst(findings: list[Finding]) -> Grade:
+def _worst(findings: list[PreflightFinding]) -> Grade:
     return max((finding.grade for finding in findings), key=_ORDER.index, default="ok")
 
 
-def _text(findings: list[Finding]) -> str:
+def _text(findings: list[PreflightFinding]) -> str:
     return findings[0].sentence if findings else ""

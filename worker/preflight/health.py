@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...core.gpu.child import ask_nvml
 from ...core.gpu.limits import LOADED_FACTS, STAGE, grade_answer, load_thresholds
-from ...core.gpu.lines import Reading, Told
-from ...core.preflight import Finding
+from ...core.gpu.lines import GpuReading, NvmlAnswer
+from ...core.gpu.nvml_child import ask_nvml
+from ...core.preflight import PreflightFinding
 
 _LOAD_SIZE = 4096
 _SAMPLING_S = 5.0
@@ -27,7 +27,7 @@ _STOPS_S = 1.0
 class HealthResult:
     """The findings, and one line about what was read."""
 
-    findings: list[Finding]
+    findings: list[PreflightFinding]
     detail: str
     load_hangs: bool = False
     """The load did not end, so no other test may use this process."""
@@ -41,7 +41,7 @@ def check_health(
     limits = load_thresholds(thresholds)
     if not uuid:
         sentence = f"the health of the GPU of rank {rank} on {host} is unknown: CUDA does not tell its UUID"
-        return HealthResult([Finding(STAGE, "unknown", "rank", [rank], [host], sentence)], "not asked")
+        return HealthResult([PreflightFinding(STAGE, "unknown", "rank", [rank], [host], sentence)], "not asked")
     end = time.monotonic() + deadline_s
     answer = ask_nvml([uuid], deadline_s)
     reading = answer.readings.get(uuid)
@@ -52,14 +52,14 @@ def check_health(
     return HealthResult(findings, detail, load_hangs)
 
 
-def _read_under_load(reading: Reading, load: Callable[[], None], end: float) -> bool:
+def _read_under_load(reading: GpuReading, load: Callable[[], None], end: float) -> bool:
     """Read the GPU's clocks and link under load. Returns whether the load has ended. `end` is monotonic time."""
     at_work = _AtWork(load)
     trouble = at_work.wait(end - time.monotonic() - _SAMPLING_S)
     if not trouble:
         answer = ask_nvml([reading.device], end - time.monotonic(), loaded=True)
-        told = answer.readings.get(reading.device, Reading(reading.device))
-        reading.take(Told(reading.device, told.values, told.unknown))
+        told = answer.readings.get(reading.device, GpuReading(reading.device))
+        reading.take(NvmlAnswer(reading.device, told.values, told.unknown))
         trouble = at_work.error or answer.trouble
     ended = at_work.stop()
     if trouble:

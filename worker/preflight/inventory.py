@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from ...core.host import gpuwatch_version, host_name
-from ...core.identity import Identity
+from ...core.identity import RankIdentity
 from ...core.preflight import InventoryFacts
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ _LIMITS = {
 _CAP_IPC_LOCK = 14
 
 
-def gather(identity: Identity, script: str = "", environ: Mapping[str, str] = os.environ) -> InventoryFacts:
+def gather(identity: RankIdentity, script: str = "", environ: Mapping[str, str] = os.environ) -> InventoryFacts:
     """Everything except the GPU, which device_facts.py reads in a separate process. Never raises.
 
     Does not use CUDA, so that the process can fork afterwards. With a torch without CUDA the inventory is complete, and

@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ...core.identity import Identity
-from ...core.wire.seal import Seal, SealBroken
+from ...core.identity import RankIdentity
+from ...core.wire.seal import SealBroken, WordSeal
 
 LEADER = 0
 
@@ -38,7 +38,7 @@ class NoConclusion(Exception):
 
 
 @dataclass(frozen=True)
-class Reports:
+class MetReports:
     """The reports of the ranks in one step."""
 
     by_rank: dict[int, bytes]
@@ -49,7 +49,7 @@ class Reports:
     """Ranks in whose place somebody without the job's key has written, and what is to be said of it."""
 
 
-def connect(identity: Identity, timeout_s: float) -> Any:
+def connect(identity: RankIdentity, timeout_s: float) -> Any:
     """A new client of the store. A client made before a fork must not be used after it. Raises StoreLost."""
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]  # torch re-exports it without saying so
@@ -64,17 +64,17 @@ def connect(identity: Identity, timeout_s: float) -> Any:
         raise StoreLost(_first_line(error)) from error
 
 
-def group_store(identity: Identity, prefix: str, group: str, timeout_s: float) -> Store:
+def group_store(identity: RankIdentity, prefix: str, group: str, timeout_s: float) -> Store:
     """A store for one process group, below our prefix. For the child that makes the group."""
     return PrefixStore(f"{prefix}/group {group}", connect(identity, timeout_s))
 
 
-class Meeting:
+class StoreRendezvous:
     """One rank's access to the meeting. Every method may raise StoreLost."""
 
     def __init__(self, store: Any, prefix: str, rank: int, world_size: int, key: str = "") -> None:
         """`key` seals reports and conclusions; without one they are as anybody may have written them."""
-        self._seal = Seal(key)
+        self._seal = WordSeal(key)
         self._base = store
         self._store = PrefixStore(prefix, store)
         self._prefix = prefix
@@ -85,7 +85,7 @@ class Meeting:
         self,
         step: str,
         report: bytes,
-        conclude: Callable[[Reports], bytes],
+        conclude: Callable[[MetReports], bytes],
         *,
         reports_s: float,
         conclusion_s: float,
@@ -146,7 +146,7 @@ class Meeting:
     def _opened(self, name: str, sealed: bytes) -> bytes:
         return self._seal.open(f"{self._prefix}/{name}", sealed)
 
-    def _gather(self, step: str, timeout_s: float) -> Reports:
+    def _gather(self, step: str, timeout_s: float) -> MetReports:
         ranks = range(self._world_size)
         if not self._wait([f"{step}/{rank}" for rank in ranks], timeout_s):
             ranks = [rank for rank in ranks if self._store.check([f"{step}/{rank}"])]  # type: ignore[assignment]
@@ -159,7 +159,7 @@ class Meeting:
             except SealBroken as error:
                 foreign[rank] = str(error)
         silent = [rank for rank in range(self._world_size) if rank not in by_rank and rank not in foreign]
-        return Reports(by_rank, silent, foreign=foreign)
+        return MetReports(by_rank, silent, foreign=foreign)
 
     def _wait(self, keys: list[str], timeout_s: float) -> bool:
         """Whether all keys exist in time. The store does the waiting, without polling."""

@@ -16,18 +16,18 @@ import torch
 from msgspec.structs import replace
 
 from ...core.gpu.counters import gpu_of_rank
-from ...core.identity import Identity, is_peer_failure
-from ...core.preflight import Finding, Grade, InventoryFacts
+from ...core.identity import RankIdentity, is_peer_failure
+from ...core.preflight import Grade, InventoryFacts, PreflightFinding
 from ...core.settings import WorkerSettings
 from ...core.text import parse_amount
-from .allocation import Allocated
+from .allocation import AllocationResult
 from .blame.known_errors import explain
-from .child import Child, Ending, Say
 from .health import HealthResult
 from .inventory import DeviceFacts, gather, with_device
-from .messages import ComputeResult, Measured, Report
-from .requests import Allocate, CheckHealth, Compute, InGroup, LookAtDevice, Request, perform
-from .steps import Deadlines, stage_of
+from .rank_child import Say, TestEnding, TestProcess
+from .requests import AllocationRequest, CheckHealth, ComputeRequest, InGroup, LookAtDevice, Request, perform
+from .stage_messages import ComputeResult, RankMeasurements, RankStepReport
+from .steps import StageDeadlines, stage_of
 
 _HEALTH_SHARE = 0.8
 """The share of the stage's deadline for NVML's answer. The rest is for the start, and to report a missing answer."""
@@ -35,30 +35,30 @@ _LOG_TAIL = 200_000
 
 
 @dataclass
-class Parts:
+class RankTests:
     """The tests of one rank. `facts` are complete after the inventory."""
 
-    identity: Identity
+    identity: RankIdentity
     settings: WorkerSettings
-    deadlines: Deadlines
+    deadlines: StageDeadlines
     prefix: str
     script: str
     facts: InventoryFacts = field(default_factory=InventoryFacts)
-    child: Child = field(default_factory=lambda: Child(perform))
+    child: TestProcess = field(default_factory=lambda: TestProcess(perform))
 
     def close(self) -> None:
         """End the child. Its memory on the device is then free for the script."""
         self.child.close()
 
-    def _ask(self, request: Request, deadline_s: float, on_step: Say = lambda step: None) -> Ending:
+    def _ask(self, request: Request, deadline_s: float, on_step: Say = lambda step: None) -> TestEnding:
         return self.child.run(msgspec.json.encode(request), deadline_s, on_step)
 
-    def inventory(self) -> Report:
+    def inventory(self) -> RankStepReport:
         """What this rank runs on. Fails if the child hangs or dies when it reads the GPU; other errors are unknown."""
         facts = gather(self.identity, self.script)
         self.facts = replace(facts, device=facts.device or "cpu")
         if facts.device == "cpu":
-            return Report(facts=facts)
+            return RankStepReport(facts=facts)
         me = self.identity
         index = me.local_rank if me.device is None else me.device
         ending = self._ask(LookAtDevice(index), self.deadlines.work("inventory"))
@@ -66,23 +66,23 @@ class Parts:
             grade: Grade = "unknown" if ending.kind == "raised" else "fail"
             sentence = f"rank {self.identity.rank} ({facts.host}) could not look at its GPU: {ending.detail}"
             next_ = f"Run nvidia-smi on {facts.host}: if it hangs, too, the node needs a reset."
-            finding = Finding("inventory", grade, "rank", [self.identity.rank], [facts.host], sentence, next_)
+            finding = PreflightFinding("inventory", grade, "rank", [self.identity.rank], [facts.host], sentence, next_)
             self.facts = replace(self.facts, device_error=ending.detail)
-            return Report(facts=self.facts, findings=[finding])
+            return RankStepReport(facts=self.facts, findings=[finding])
         self.facts = with_device(facts, msgspec.json.decode(ending.value, type=DeviceFacts))
-        return Report(facts=self.facts)
+        return RankStepReport(facts=self.facts)
 
     @property
     def device(self) -> torch.device:
         """This rank's device."""
         return torch.device(self.facts.device)
 
-    def health(self) -> Report:
+    def health(self) -> RankStepReport:
         """What the driver reports of this rank's GPU. Values that cannot be read are unknown."""
         me, deadline_s = self.identity, self.deadlines.work("health")
         uuid = gpu_of_rank(self.facts.uuid, me.local_rank, os.environ)
         if not uuid and self.facts.device == "cpu":
-            return Report(detail="no GPU in use")
+            return RankStepReport(detail="no GPU in use")
 
         thresholds, share_s = self.settings.health_thresholds, deadline_s * _HEALTH_SHARE
         ending = self._ask(
@@ -92,55 +92,64 @@ class Parts:
             result = msgspec.json.decode(ending.value, type=HealthResult)
             if result.load_hangs:
                 self.child.close()
-            return Report(findings=result.findings, detail=result.detail)
+            return RankStepReport(findings=result.findings, detail=result.detail)
         sentence = f"the health of the GPU of rank {me.rank} ({self.facts.host}) could not be read: {ending.detail}"
-        return Report(findings=[Finding("health", "unknown", "rank", [me.rank], [self.facts.host], sentence)])
+        return RankStepReport(
+            findings=[PreflightFinding("health", "unknown", "rank", [me.rank], [self.facts.host], sentence)]
+        )
 
-    def allocation(self, gpus: Sequence[str]) -> Report:
+    def allocation(self, gpus: Sequence[str]) -> RankStepReport:
         """The memory test. `gpus` are the UUIDs of all ranks' GPUs: ranks that share a GPU share its memory."""
         amount = parse_amount(self.settings.alloc) if self.settings.alloc else None
         quick = self.settings.preflight == "quick"
         on_cuda, uuid = self.device.type == "cuda", self.facts.uuid
         sharers = max(1, gpus.count(uuid) if uuid else 1) if on_cuda else self.identity.local_world_size
-        ending = self._ask(Allocate(self.facts.device, amount, quick, sharers), self.deadlines.work("allocation"))
+        ending = self._ask(
+            AllocationRequest(self.facts.device, amount, quick, sharers), self.deadlines.work("allocation")
+        )
         if ending.kind != "ok":
             return self._report(ending, own=True)
-        allocated = msgspec.json.decode(ending.value, type=Allocated)
-        return Report(detail=allocated.detail, findings=self._scarce(allocated))
+        allocated = msgspec.json.decode(ending.value, type=AllocationResult)
+        return RankStepReport(detail=allocated.detail, findings=self._scarce(allocated))
 
-    def _scarce(self, allocated: Allocated) -> list[Finding]:
+    def _scarce(self, allocated: AllocationResult) -> list[PreflightFinding]:
         if not allocated.scarce:
             return []
         me, host = self.identity.rank, self.facts.host
         sentence = f"rank {me} ({host}) finds {allocated.scarce}"
-        return [Finding("allocation", "warn", "gpu", [me], [host], sentence, allocated.next, self.facts.uuid)]
+        return [PreflightFinding("allocation", "warn", "gpu", [me], [host], sentence, allocated.next, self.facts.uuid)]
 
-    def compute(self) -> Report:
+    def compute(self) -> RankStepReport:
         """The matmul test."""
-        ending = self._ask(Compute(self.facts.device), self.deadlines.work("compute"))
+        ending = self._ask(ComputeRequest(self.facts.device), self.deadlines.work("compute"))
         if ending.kind != "ok":
             return self._report(ending, own=True)
         computed = msgspec.json.decode(ending.value, type=ComputeResult)
-        return Report(computed=computed, detail=f"{computed.milliseconds:.3g} ms, {computed.digest}")
+        return RankStepReport(computed=computed, detail=f"{computed.milliseconds:.3g} ms, {computed.digest}")
 
-    def group(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> Report:
+    def group(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> RankStepReport:
         """The test of a process group of `ranks`, at least two."""
-        return self._in_group(step, ranks, backend, on_step, lambda ending: Report(detail=_text(ending)))
+        return self._in_group(step, ranks, backend, on_step, lambda ending: RankStepReport(detail=_text(ending)))
 
-    def bandwidth(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> Report:
+    def bandwidth(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> RankStepReport:
         """The bandwidth test: how fast all_reduce is."""
 
-        def report(ending: Ending) -> Report:
-            measured = msgspec.json.decode(ending.value, type=Measured)
+        def report(ending: TestEnding) -> RankStepReport:
+            measured = msgspec.json.decode(ending.value, type=RankMeasurements)
             best = max(measured.rows, key=lambda row: row.size_bytes, default=None)
             detail = f"{best.busbw_gbs:.3g} GB/s bus bandwidth at {best.size_bytes >> 10} KiB" if best else ""
-            return Report(measured=measured, detail=detail)
+            return RankStepReport(measured=measured, detail=detail)
 
         return self._in_group(step, ranks, backend, on_step, report)
 
     def _in_group(
-        self, step: str, ranks: Sequence[int], backend: str, on_step: Say, report: Callable[[Ending], Report]
-    ) -> Report:
+        self,
+        step: str,
+        ranks: Sequence[int],
+        backend: str,
+        on_step: Say,
+        report: Callable[[TestEnding], RankStepReport],
+    ) -> RankStepReport:
         stage = stage_of(step)
         rank = self.identity.rank
         log = Path(self.settings.nccl_debug) / f"nccl-rank{rank}.log" if self.settings.nccl_debug else None
@@ -164,27 +173,27 @@ class Parts:
             return report(ending)
         return self._report(ending, log=log)
 
-    def _report(self, ending: Ending, *, own: bool | None = None, log: Path | None = None) -> Report:
+    def _report(self, ending: TestEnding, *, own: bool | None = None, log: Path | None = None) -> RankStepReport:
         """The report of a failed test, with the cause if torch's or NCCL's messages name a known one."""
         if ending.kind == "raised" and ending.ours:
-            return Report("fault", ending.detail, said=ending.said)
+            return RankStepReport("fault", ending.detail, said=ending.said)
         if ending.kind == "raised" and ending.failure is not None:
             failure = ending.failure
             own = failure.peers is None
-            return Report("raised", failure.detail, own, failure.peers or [], failure.next, ending.said)
+            return RankStepReport("raised", failure.detail, own, failure.peers or [], failure.next, ending.said)
         causes = explain(f"{ending.detail}\n{ending.output}\n{_tail(log)}")
         if causes:
             cause = causes[0]
             text = f"{ending.detail} ({cause.sentence})" if ending.kind == "hung" else f"{cause.sentence}: {cause.line}"
             if own is None and ending.kind != "hung":
                 own = cause.own
-            return Report(ending.kind, text, own, next=cause.next, said=ending.said)
+            return RankStepReport(ending.kind, text, own, next=cause.next, said=ending.said)
         if own is None and ending.kind != "hung":
             own = not is_peer_failure(f"{ending.detail}\n{ending.output}")
-        return Report(ending.kind, ending.detail, own, said=ending.said)
+        return RankStepReport(ending.kind, ending.detail, own, said=ending.said)
 
 
-def _text(ending: Ending) -> str:
+def _text(ending: TestEnding) -> str:
     return msgspec.json.decode(ending.value, type=str)
 
 

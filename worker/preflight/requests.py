@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 import torch
 
-from ...core.identity import Identity
-from ...core.text import Amount
-from .allocation import Allocated, allocate
+from ...core.identity import RankIdentity
+from ...core.text import MemoryAmount
+from .allocation import AllocationResult, allocate
 from .bandwidth import measure
-from .child import Say
 from .compute import compute
-from .group import check_group
+from .group_collectives import check_group
 from .health import HealthResult, check_health, cuda_load
 from .inventory import DeviceFacts, gather_device
 from .meeting import group_store
-from .messages import ComputeResult, Measured
+from .rank_child import Say
+from .stage_messages import ComputeResult, RankMeasurements
 
 
 class LookAtDevice(msgspec.Struct, frozen=True, tag=True):
@@ -52,20 +52,20 @@ class CheckHealth(msgspec.Struct, frozen=True, tag=True):
         return check_health(self.uuid, self.rank, self.host, self.thresholds, self.deadline_s, load)
 
 
-class Allocate(msgspec.Struct, frozen=True, tag=True):
+class AllocationRequest(msgspec.Struct, frozen=True, tag=True):
     """Test the memory of a device. None: the mode's default amount."""
 
     device: str
-    amount: Amount | None
+    amount: MemoryAmount | None
     quick: bool
     sharers: int
 
-    def perform(self, say: Say) -> Allocated:
+    def perform(self, say: Say) -> AllocationResult:
         """Write the memory and read it back."""
         return allocate(torch.device(self.device), self.amount, quick=self.quick, sharers=self.sharers)
 
 
-class Compute(msgspec.Struct, frozen=True, tag=True):
+class ComputeRequest(msgspec.Struct, frozen=True, tag=True):
     """Compute a matmul."""
 
     device: str
@@ -79,7 +79,7 @@ class InGroup(msgspec.Struct, frozen=True, tag=True):
     """Test a process group of `ranks`, whose store is below `prefix` and `name`. The child must end after it."""
 
     bandwidth: bool
-    identity: Identity
+    identity: RankIdentity
     prefix: str
     name: str
     device: str
@@ -90,7 +90,7 @@ class InGroup(msgspec.Struct, frozen=True, tag=True):
     """Path of NCCL's log; "" for none."""
     largest_bytes: int = 0
 
-    def perform(self, say: Say) -> str | Measured:
+    def perform(self, say: Say) -> str | RankMeasurements:
         """Run the collectives, or measure their bandwidth."""
         if self.log:
             Path(self.log).parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class InGroup(msgspec.Struct, frozen=True, tag=True):
         return check_group(store, device, self.backend, self.ranks, rank, self.timeout_s, say)
 
 
-Request = LookAtDevice | CheckHealth | Allocate | Compute | InGroup
+Request = LookAtDevice | CheckHealth | AllocationRequest | ComputeRequest | InGroup
 
 _decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 

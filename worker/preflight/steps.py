@@ -83,7 +83,7 @@ _TORCH_SHARE = 0.7
 
 
 @dataclass(frozen=True)
-class Deadlines:
+class StageDeadlines:
     """Seconds, from the start of a stage on this rank. `timeout_s` is --preflight-timeout."""
 
     timeout_s: float

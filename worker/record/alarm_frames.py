@@ -8,16 +8,16 @@ from ...core.frames import Phase
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
 from .collectives import issued
-from .judging import Judging
-from .progress import Progress
+from .judging import AlarmRecorder
+from .progress import RunProgress
 from .roots import ModuleInfo
-from .rows import Row
+from .rows import RecordedRow
 
 
-class Frames:
+class FrameWriter:
     """Writes the frames that the native writer does not write."""
 
-    def __init__(self, progress: Progress, judging: Judging) -> None:
+    def __init__(self, progress: RunProgress, judging: AlarmRecorder) -> None:
         self._recorder = progress.recorder
         self._judging = judging
 
@@ -26,7 +26,7 @@ class Frames:
         page: OpenPage,
         info: ModuleInfo,
         phase: Phase,
-        rows: Sequence[Row],
+        rows: Sequence[RecordedRow],
         *,
         parent: int = NOTHING,
         depth: int = 0,

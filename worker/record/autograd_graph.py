@@ -70,7 +70,7 @@ class GraphCalls:
                 open_.append(call)
 
 
-class Graph(NamedTuple):
+class AutogradGraph(NamedTuple):
     """A graph that a backward runs through."""
 
     roots: tuple[Any, ...]
@@ -86,7 +86,7 @@ _ENGINE = name_in_torch("torch.autograd.graph._engine_run_backward")
 """The function of torch that every backward runs in."""
 
 
-def running_graph(calls: GraphCalls) -> Graph | None:
+def running_graph(calls: GraphCalls) -> AutogradGraph | None:
     """The graph of the backward that is running; None if it is not known.
 
     On a device, hooks run in a thread of autograd's own, while the thread that has called it waits.
@@ -102,7 +102,7 @@ def running_graph(calls: GraphCalls) -> Graph | None:
         within = around.f_locals["ctx"] if around is not None else None
         # of (gradients, retain_graph, create_graph, inputs, ...); a backward to some inputs goes through a part of it
         kept = any(bool(each) for each in engine.f_locals.get("args", (None, True))[1:4])
-        return Graph(roots, calls, within, kept) if roots else None
+        return AutogradGraph(roots, calls, within, kept) if roots else None
     finally:
         del frames  # this one is among them, and would keep what they hold
         engine = around = None
@@ -150,7 +150,7 @@ class GraphHold:
         self._known: dict[tuple[int, int], tuple[bool, int]] = {}
         """(calls, roots) of a graph -> (whether it may be kept, for how many more graphs like it)."""
 
-    def may_keep(self, graph: Graph) -> bool:
+    def may_keep(self, graph: AutogradGraph) -> bool:
         """Whether a graph whose backward has ended holds nothing of the script's."""
         if graph.kept or graph.within is not None:
             return False

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.frames import Mark
+from ...core.frames import RowMark
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.values import NonFinite
@@ -21,17 +21,17 @@ from ..stats.without_modes import without_modes
 from .judging import slots_of_masks
 from .leaves import inputs_of
 from .roots import ModuleInfo
-from .rows import Row, Rows
+from .rows import RecordedRow, RowWriter
 
 _NEGINF = int(NonFinite.NEGINF)
-_CLOSED = int(Mark.CLOSED)
+_CLOSED = int(RowMark.CLOSED)
 _MOST_PAGES = 64
 """Pages with -inf that are looked through for masks: a model's masks are all in its first batches."""
 _MOST_CLOSED = 256
 
 
-def closed_marked(row: Row, leaf: Any) -> Row:
-    """The row of an argument, with `Mark.CLOSED` if it is a mask in host memory with such a row.
+def closed_marked(row: RecordedRow, leaf: Any) -> RecordedRow:
+    """The row of an argument, with `RowMark.CLOSED` if it is a mask in host memory with such a row.
 
     Called only for a call that has returned nan. Other rows are returned as they are.
     """
@@ -54,7 +54,7 @@ class ClosedMask(NamedTuple):
 class LateMasks:
     """The masks on a device."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: RowWriter) -> None:
         self._rows = rows
         self._pages_left = _MOST_PAGES
         self._closed: dict[ClosedMask, None] = {}

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ...core.events import Moment
+from ...core.events import IssuedMoment
 
 if TYPE_CHECKING:
-    from .group_table import GroupTable
+    from .group_slots import GroupTable
 
 _modules = sys.modules
 _MOST_MOMENTS = 2048
 
 
-class _History:
+class _MomentHistory:
     """The moments of this process, and what they are made of."""
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class _History:
         """What `issued` has returned last."""
         self.groups = 0
         """How many groups there were then."""
-        self.moments: deque[Moment] = deque(maxlen=_MOST_MOMENTS)
+        self.moments: deque[IssuedMoment] = deque(maxlen=_MOST_MOMENTS)
         self.table: Callable[[], GroupTable | None] = lambda: None
         self.silent: dict[int, weakref.ref[Any]] = {}
         """Groups whose backend has no counter, by id: torch's `fake`."""
 
 
-_history = _History()
+_history = _MomentHistory()
 
 
 def count_with(table: GroupTable) -> None:
@@ -87,13 +87,13 @@ def clock() -> dict[str, int]:
         return {}
 
 
-def moment(seq: int) -> Moment:
+def moment(seq: int) -> IssuedMoment:
     """What had been issued when `issued` returned `seq`; without counts if that is not known any more."""
     found = next((one for one in reversed(_history.moments) if one.seq == seq), None)
-    return found if found is not None else Moment(seq)
+    return found if found is not None else IssuedMoment(seq)
 
 
-def moments(most: int, until: int) -> list[Moment]:
+def moments(most: int, until: int) -> list[IssuedMoment]:
     """The last moments before `issued` returned `until`, the latest last."""
     earlier = (one for one in reversed(_history.moments) if one.seq < until)
     return list(islice(earlier, most))[::-1]
@@ -107,10 +107,10 @@ def ranks() -> int:
     return int(module.GroupMember.WORLD.size())
 
 
-def _moment(seq: int) -> Moment:
+def _moment(seq: int) -> IssuedMoment:
     table = _history.table()
     sent, received = table.messages() if table is not None else ({}, {})
-    return Moment(seq, clock(), sent, received)
+    return IssuedMoment(seq, clock(), sent, received)
 
 
 def _count_of(group: Any) -> int:

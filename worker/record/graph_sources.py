@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...core.events import OwnCode
+from ...core.events import OwnCodeModule
 from ...core.frames import Frame, Row
 from ...core.roles import RoleKind
-from .autograd_graph import Graph, GraphCalls, NodesOfCall, next_node
+from .autograd_graph import AutogradGraph, GraphCalls, NodesOfCall, next_node
 from .leaves import inputs_of, outputs_of
 from .roots import ModuleInfo
 
@@ -36,7 +36,7 @@ _KINDS = (RoleKind.INPUT, RoleKind.OUTPUT)
 _NO_TENSORS = ("none", "not_a_tensor")
 
 
-class Shown(NamedTuple):
+class ShownTensors(NamedTuple):
     """How many tensors the frames of a page show for the calls of each module, by its name."""
 
     handed: Mapping[str, int]
@@ -44,7 +44,7 @@ class Shown(NamedTuple):
     """Without those that a call inside of it has returned, or that it was handed."""
 
 
-def shown_in(frames: Iterable[Frame]) -> Shown:
+def shown_in(frames: Iterable[Frame]) -> ShownTensors:
     """Counts what frames show."""
     handed: Counter[str] = Counter()
     returned: Counter[str] = Counter()
@@ -55,7 +55,7 @@ def shown_in(frames: Iterable[Frame]) -> Shown:
         made = [row.value for row in frame.outputs if row.kind not in _NO_TENSORS and row.value not in given]
         returned[frame.module] += sum(value < 0 or value not in known for value in made)
         known.update(made)
-    return Shown(handed, returned)
+    return ShownTensors(handed, returned)
 
 
 def explaining_row(frame: Frame) -> Row | None:
@@ -71,8 +71,8 @@ def sources_now(
     hook: CodeType,
     calls: GraphCalls,
     running: Sequence[ModuleInfo],
-    shown: Shown,
-) -> list[OwnCode]:
+    shown: ShownTensors,
+) -> list[OwnCodeModule]:
     """Of a row of a call of `module`, which has this name, in the forward that is running.
 
     `hook` is the code of the hook that torch has called now; it has the arguments and results of a call that has just
@@ -92,25 +92,25 @@ def sources_now(
     outputs = outputs_of(returned)
     if frame.f_locals["module"] is not module:
         roots = [leaf.grad_fn for _, leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-        sources = _Sources(whole, roots, shown, handed)
+        sources = _GraphSources(whole, roots, shown, handed)
         start = sources.node_of(row, named)
         return sources.of(start) if start is not None else []
     tensor = next((leaf for role, leaf in [*arguments, *outputs] if role == row.role), None)
     if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is None:
         return []
-    exact = Shown({}, shown.returned)  # what this call and those around it were handed is known
-    return _Sources(whole, [tensor.grad_fn], exact, handed).of(tensor.grad_fn)
+    exact = ShownTensors({}, shown.returned)  # what this call and those around it were handed is known
+    return _GraphSources(whole, [tensor.grad_fn], exact, handed).of(tensor.grad_fn)
 
 
-def sources_later(row: Row, module: str, graph: Graph, shown: Shown) -> list[OwnCode]:
+def sources_later(row: Row, module: str, graph: AutogradGraph, shown: ShownTensors) -> list[OwnCodeModule]:
     """Of a row of a call of the module of this name, from the graph of its batch's backward."""
-    sources = _Sources(graph.calls, graph.roots, shown, set())
+    sources = _GraphSources(graph.calls, graph.roots, shown, set())
     start = sources.node_of(row, module)
     return sources.of(start) if start is not None else []
 
 
-class _Sources:
-    def __init__(self, calls: GraphCalls, roots: Iterable[Any], shown: Shown, handed: AbstractSet[Any]) -> None:
+class _GraphSources:
+    def __init__(self, calls: GraphCalls, roots: Iterable[Any], shown: ShownTensors, handed: AbstractSet[Any]) -> None:
         """`roots` are the nodes from which on the graph is known, and `handed` those that are known to be shown."""
         self._calls = calls
         self._left: dict[str, set[Any]] = {}
@@ -153,14 +153,14 @@ class _Sources:
         found = [node for node in nodes if row.shape is not None and tuple(row.shape) in _shapes(node)]
         return found[0] if len(found) == 1 else None
 
-    def of(self, start: Any) -> list[OwnCode]:
+    def of(self, start: Any) -> list[OwnCodeModule]:
         """The modules, the earliest first, whose own code lies behind a node."""
         found = {start, *(used for _, used in _edges([start], self._shown - {start}))}
-        own: dict[str, OwnCode] = {}
+        own: dict[str, OwnCodeModule] = {}
         for node in sorted(found, key=lambda node: node._sequence_nr()):
             call = self._call(node)
             if call is not None and not call.info.is_wrapper:
-                own.setdefault(call.info.name, OwnCode(call.info.name, call.info.cls, node.name()))
+                own.setdefault(call.info.name, OwnCodeModule(call.info.name, call.info.cls, node.name()))
         return list(own.values())[:_MOST_TOLD]
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...core.events import LedNowhere
 from ...core.frames import Frame, Row
 from ...core.recorder.writer import OpenPage
-from .trained import Trained
+from .trained import TrainedModules
 
 _MOST = 64
 
@@ -26,12 +26,12 @@ class NonFiniteRow(NamedTuple):
     row: Row
 
 
-class Held:
+class HeldAlarm:
     """What is held back from an alarm."""
 
     def __init__(
         self,
-        trained: Trained,
+        trained: TrainedModules,
         alarm: Callable[[NonFiniteRow], None],
         notice: Callable[[NonFiniteRow, LedNowhere], None],
         has_run: Callable[[int], bool],

@@ -15,21 +15,29 @@ import numpy
 
 from ...core.errors import ExitCode, OverflowDetected
 from ...core.events import (
-    Absorbed,
+    AbsorbedValue,
     Anomaly,
-    Fault,
-    Ignored,
+    IgnoredAlarm,
     LedNowhere,
     LookedAgain,
     OptimizerStep,
+    OwnFault,
+    RangeWarning,
+    RunPosition,
     ScalerSkip,
-    Warned,
-    Where,
 )
-from ...core.frames import Frame, Mark, Row, module_text
-from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, Judgement, Limits, PageSoFar, ZeroGradients, anomaly_at
+from ...core.frames import Frame, Row, RowMark, module_text
+from ...core.judge import (
+    FORWARDS,
+    NAMED_BY_SCRIPT,
+    FrameJudgement,
+    PageSoFar,
+    WarningLimits,
+    ZeroGradients,
+    anomaly_at,
+)
 from ...core.recorder import layout
-from ...core.recorder.layout import Field, SegmentField, seal
+from ...core.recorder.layout import HeadField, SegmentField, seal
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.page_tables import FRAMES, ROWS, VALUES
 from ...core.recorder.writer import OpenPage
@@ -37,10 +45,10 @@ from ...core.roles import RoleKind, parse_role
 from ...core.text import shown_name
 from ...core.values import PENDING, NonFinite, name_of
 from .collectives import moments
-from .held_alarms import Held, NonFiniteRow
-from .progress import Progress
-from .rows import COUNT_EVERY, Rows
-from .trained import Trained
+from .held_alarms import HeldAlarm, NonFiniteRow
+from .progress import RunProgress
+from .rows import COUNT_EVERY, RowWriter
+from .trained import TrainedModules
 
 # Which frames of a page the judge should see: found in its tables at once, so that only those are decoded.
 #
@@ -173,10 +181,10 @@ class _PageJudged:
         """Something notable was found in the page. A later frame may show the same value again."""
 
 
-class Judging:
+class AlarmRecorder:
     """All judgements of a rank, and whether the job is to end."""
 
-    def __init__(self, progress: Progress, rows: Rows) -> None:
+    def __init__(self, progress: RunProgress, rows: RowWriter) -> None:
         settings = progress.settings
         self._progress = progress
         self._recorder = progress.recorder
@@ -184,7 +192,7 @@ class Judging:
         self._rows = rows
         self._own = OwnPages(progress.recorder)
         self._sync = settings.sync
-        self._limits = Limits(settings.near_overflow, settings.underflow_share)
+        self._limits = WarningLimits(settings.near_overflow, settings.underflow_share)
         self.aborts = settings.on_overflow == "abort"
         """An overflow ends the job."""
         self.optimizer_of: Callable[[NonFiniteRow], OptimizerStep | None] | None = None
@@ -214,16 +222,16 @@ class Judging:
         """Tells of what has passed between ranks, as far as its numbers have arrived."""
         self.learn_masks: Callable[[OwnPages, OpenPage], None] = lambda own, page: None
         """Called with a page in which numbers of a device have arrived that are not finite."""
-        self.held: Held | None = None
+        self.held: HeldAlarm | None = None
         """What is no alarm yet; None with --sync."""
         rows.expect = self.expect
 
-    def hold_with(self, trained: Trained, has_run: Callable[[int], bool]) -> None:
+    def hold_with(self, trained: TrainedModules, has_run: Callable[[int], bool]) -> None:
         """Bad values that lead nowhere are held back from an alarm, as far as `trained` and `has_run` know."""
         if not self._sync:
             gradients = "grads" in self._progress.settings.watch
             step = lambda: self._progress.step  # noqa: E731
-            self.held = Held(trained, self.alarm, self._led_nowhere, has_run, step, with_gradients=gradients)
+            self.held = HeldAlarm(trained, self.alarm, self._led_nowhere, has_run, step, with_gradients=gradients)
 
     # -- frames -------------------------------------------------------------------------------------------------
 
@@ -278,10 +286,10 @@ class Judging:
         if found is not None and found.alarm is not None and found.of is not None:
             self.alarm(NonFiniteRow(page, found.of, found.alarm))
 
-    def judge_again(self, page: OpenPage, index: int) -> Judgement:
+    def judge_again(self, page: OpenPage, index: int) -> FrameJudgement:
         """Judge one frame by itself, without recording anything. Its numbers must have arrived."""
         frame = self._own.frame(page, index)
-        return PageSoFar().judge(frame) if frame is not None else Judgement()
+        return PageSoFar().judge(frame) if frame is not None else FrameJudgement()
 
     def frames_of(self, page: OpenPage) -> list[Frame]:
         """The frames of a page that the ring still holds."""
@@ -315,12 +323,12 @@ class Judging:
         if unseen and not self._graph_fault_recorded:
             self._graph_fault_recorded = True
             message = "graph: not seen. A CUDA graph was captured, and what its replays compute is not read"
-            self._recorder.append(Fault(self._progress.where(), "graph", message))
+            self._recorder.append(OwnFault(self._progress.where(), "graph", message))
         if buffer is None:
             return True
         if buffer.note != self._recorded_note:
             self._recorded_note = buffer.note
-            self._recorder.append(Fault(self._progress.where(), "device note", buffer.note))
+            self._recorder.append(OwnFault(self._progress.where(), "device note", buffer.note))
         self.collect_passed()
         for number in buffer.collect():
             if number in self._late:
@@ -422,7 +430,7 @@ class Judging:
         earlier = self.held.cause_of(bad) if self.held is not None else None
         if earlier is not None:
             self.alarm(earlier)
-        if not cause and bad.row.mark & Mark.SKIPPED:
+        if not cause and bad.row.mark & RowMark.SKIPPED:
             cause = f"not looked into: --every {self._progress.settings.every}"
         where = self._progress.where_of(bad.page, bad.frame)
         stepped = (
@@ -448,24 +456,24 @@ class Judging:
         if self._anomalies <= _MAX_ANOMALIES:
             self._recorder.append(anomaly)
         else:  # the training goes on with nan in every batch: only the first anomalies matter
-            self._fields[Field.RECORDS_LOST] += 1
+            self._fields[HeadField.RECORDS_LOST] += 1
         if anomaly.aborts and self.pending is None:
             self.pending = anomaly
 
     def _asked(
-        self, what: str, where: Where, ask: Callable[_P, _T] | None, *args: _P.args, **named: _P.kwargs
+        self, what: str, where: RunPosition, ask: Callable[_P, _T] | None, *args: _P.args, **named: _P.kwargs
     ) -> _T | None:
         """What a part of the worker says about an alarm at `where`. If it fails, the alarm is recorded without it."""
         try:
             return ask(*args, **named) if ask is not None else None
         except Exception as error:
             message = f"the alarm is recorded without it: {type(error).__name__}: {error}"
-            self._recorder.append(Fault(where, what, message))
+            self._recorder.append(OwnFault(where, what, message))
             return None
 
     def _hide(self, bad: NonFiniteRow) -> None:
         """Count a row that an --ignore rule covers, and record an event for the first of its module and role."""
-        self._fields[Field.IGNORED] += 1
+        self._fields[HeadField.IGNORED] += 1
         page, frame, row = bad
         root = self._recorder.names.root_label(page.root)
         key = (root, frame.module, row.role)
@@ -473,21 +481,21 @@ class Judging:
             self._hidden.add(key)
             rule = self._rows.rule_for(frame.module, row.role)
             where = self._progress.where_of(page, frame)
-            self._recorder.append(Ignored(where, rule, frame.module, row.role, name_of(NonFinite(row.flags))))
+            self._recorder.append(IgnoredAlarm(where, rule, frame.module, row.role, name_of(NonFinite(row.flags))))
 
     def _led_nowhere(self, bad: NonFiniteRow, why: LedNowhere, by: str = "") -> None:
         """Count a bad value that led nowhere, and record an event for the first of its module and role.
 
         `by`: the module that has taken it away.
         """
-        self._fields[Field.ABSORBED] += 1
+        self._fields[HeadField.ABSORBED] += 1
         page, frame, row = bad
         key = (self._recorder.names.root_label(page.root), frame.module, row.role)
         if key in self._absorbed or len(self._absorbed) >= _MAX_WARNED:
             return
         self._absorbed.add(key)
         where, value = self._progress.where_of(page, frame), name_of(NonFinite(row.flags))
-        self._recorder.append(Absorbed(where, frame.module, frame.cls, row.role, value, row.dtype, by, why))
+        self._recorder.append(AbsorbedValue(where, frame.module, frame.cls, row.role, value, row.dtype, by, why))
 
     def take_scaled(self, step: int) -> NonFiniteRow | None:
         """The first bad gradient that a GradScaler was to catch up to optimizer step `step`. Forgets all of them."""
@@ -513,20 +521,20 @@ class Judging:
         """Raise OverflowDetected if an anomaly is to end the job."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            self._fields[Field.ABORT] = seal(ExitCode.OVERFLOW)
+            self._fields[HeadField.ABORT] = seal(ExitCode.OVERFLOW)
             raise OverflowDetected(sentence(pending, launched=bool(self._progress.settings.recorder_dir)))
 
     # -- near overflow and underflow ----------------------------------------------------------------------------
 
     def _warn(self, kind: str, page: OpenPage, frame: Frame, row: Row) -> None:
-        self._fields[Field.WARNED] += 1
+        self._fields[HeadField.WARNED] += 1
         key = (kind, self._recorder.names.root_label(page.root), frame.module, row.role)
         if key in self._warned or len(self._warned) >= _MAX_WARNED:
             return
         self._warned.add(key)
         where = self._progress.where_of(page, frame)
         self._recorder.append(
-            Warned(
+            RangeWarning(
                 where,
                 kind,
                 frame.module,

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.events import Where
+from ...core.events import RunPosition
 from ...core.recorder.group_table import OPERATIONS
-from ...core.recorder.layout import Field, seal
+from ...core.recorder.layout import HeadField, seal
 from ...core.values import NonFinite
 from ..stats.device import is_on_device
-from ..stats.passed_readings import PassedReadings, Reading
+from ..stats.passed_readings import PassedReading, PassedReadings
 from ..stats.tensor_stats import CODES
 from .closed_rows import ClosedMask, LateMasks
-from .group_table import NO_MESSAGE, GroupTable
-from .passed import NOT_FINITE, NOTHING_LOOKED, Look, PassedValues, Passing, look_at, tensors_in
+from .group_slots import NO_MESSAGE, GroupTable
+from .passed import NOT_FINITE, NOTHING_LOOKED, NotedOperation, PassedLook, PassedValues, look_at, tensors_in
 from .progress import RecorderLock
-from .rows import Rows
+from .rows import RowWriter
 
 _MESSAGES = {OPERATIONS.index("send"), OPERATIONS.index("recv")}
 
@@ -40,16 +40,16 @@ class PassedWhen(IntEnum):
     """The call has returned, and nobody can wait for this operation alone."""
 
 
-Given = Reading | Look | None
+Given = PassedReading | PassedLook | None
 """What an operation was given, as far as it is known."""
 
 
 class _LateValues(NamedTuple):
     """What a Reading is about."""
 
-    passing: Passing
+    passing: NotedOperation
     came_out: bool
-    where: Where
+    where: RunPosition
     given: Given
     tensors: list[tuple[int, int]]
     """(code of the dtype, elements) of each."""
@@ -61,7 +61,7 @@ class LatePassed:
     def __init__(
         self,
         passed: PassedValues,
-        rows: Rows,
+        rows: RowWriter,
         groups: GroupTable,
         lock: RecorderLock,
         on_fault: Callable[[str, Exception], None],
@@ -76,7 +76,7 @@ class LatePassed:
         self._on_fault = on_fault
         self._fields = groups.fields
         self._failed = False
-        self._held: list[Reading] = []
+        self._held: list[PassedReading] = []
         """They wait for the numbers of what their operation was given."""
         groups.on_bundle = self._bundle_ended
 
@@ -94,7 +94,7 @@ class LatePassed:
                 return self._look(slot, number, operation, root, message, when, given, tensors)
         except Exception as error:
             self._failed = True
-            self._fields[Field.PASSED_UNSEEN] = seal(1)
+            self._fields[HeadField.PASSED_UNSEEN] = seal(1)
             self._on_fault("what passes", error)
             return None
 
@@ -119,14 +119,14 @@ class LatePassed:
             return self._read(passing, came_out, given, late)
         look = look_at(found)
         if look.high == NOT_FINITE:
-            known = (given if isinstance(given, Look) else NOTHING_LOOKED) if came_out else look
+            known = (given if isinstance(given, PassedLook) else NOTHING_LOOKED) if came_out else look
             self._passed.note(slot, number, operation, root, message, came_out, *known, found)
         return look
 
-    def _read(self, passing: Passing, came_out: bool, given: Given, tensors: Sequence[torch.Tensor]) -> Given:
+    def _read(self, passing: NotedOperation, came_out: bool, given: Given, tensors: Sequence[torch.Tensor]) -> Given:
         readings = self._rows.passed_on(tensors[0].device)
         if readings is None:
-            self._fields[Field.PASSED_UNSEEN] = seal(1)
+            self._fields[HeadField.PASSED_UNSEEN] = seal(1)
             return None
         self._collect(readings)
         found = readings.read(tensors, None)
@@ -164,7 +164,7 @@ class LatePassed:
     def _collect(self, readings: PassedReadings) -> None:
         come = self._held + readings.collect()
         if readings.unseen:
-            self._fields[Field.PASSED_UNSEEN] = seal(1)
+            self._fields[HeadField.PASSED_UNSEEN] = seal(1)
         self._held = []
         for reading in come:
             about: _LateValues | ClosedMask | None = reading.about
@@ -172,16 +172,16 @@ class LatePassed:
                 continue
             if isinstance(about, ClosedMask):
                 self._masks.note(about)
-            elif isinstance(about.given, Reading) and about.given.missing and not about.given.is_lost:
+            elif isinstance(about.given, PassedReading) and about.given.missing and not about.given.is_lost:
                 self._held.append(reading)
             else:
                 self._tell(reading, about)
 
-    def _tell(self, reading: Reading, about: _LateValues) -> None:
+    def _tell(self, reading: PassedReading, about: _LateValues) -> None:
         numbers = reading.numbers
         assert numbers is not None
         given = (about.given if about.came_out else reading) or NOTHING_LOOKED
-        look = _look_of(given) if isinstance(given, Reading) else given
+        look = _look_of(given) if isinstance(given, PassedReading) else given
         bad = [
             (flags, *tensor)
             for (*_, meta), tensor in zip(numbers, about.tensors, strict=True)
@@ -191,12 +191,12 @@ class LatePassed:
         self._passed.tell(about.passing, about.came_out, look, *worst, about.where)
 
 
-def _look_of(reading: Reading) -> Look:
+def _look_of(reading: PassedReading) -> PassedLook:
     """As `look_at`."""
     found = NOTHING_LOOKED
     for (_, high, meta), (code, _) in zip(reading.numbers or (), reading.about.tensors, strict=False):
         if meta & 0xFF:
-            return Look(NOT_FINITE, code)
+            return PassedLook(NOT_FINITE, code)
         if found.high < 0 or (found.dtype == code and found.high < high):
-            found = Look(high, code)
+            found = PassedLook(high, code)
     return found

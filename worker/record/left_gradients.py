@@ -18,7 +18,7 @@ from ..stats.tensor_stats import version_of
 from ..stats.without_modes import without_modes
 
 
-class _Left(NamedTuple):
+class _LeftGradient(NamedTuple):
     parameter: Callable[[], torch.Tensor | None]
     gradient: Callable[[], torch.Tensor | None]
     version: int
@@ -35,8 +35,8 @@ class LeftGradients:
     """What was in `.grad` before the first backward, for parameters that had a gradient then."""
 
     def __init__(self) -> None:
-        self._left: list[_Left] = []
-        self._found: dict[int, tuple[_Left, int]] = {}
+        self._left: list[_LeftGradient] = []
+        self._found: dict[int, tuple[_LeftGradient, int]] = {}
         """id of a parameter -> (its entry, number of the page whose backward has found that gradient)."""
 
     def __bool__(self) -> bool:
@@ -49,7 +49,9 @@ class LeftGradients:
             return  # of a shard of a DTensor, an operation may be a collective
         extremes = without_modes(_extremes, gradient)
         if extremes is not None:
-            self._left.append(_Left(weakref.ref(parameter), weakref.ref(gradient), version_of(gradient), extremes))
+            self._left.append(
+                _LeftGradient(weakref.ref(parameter), weakref.ref(gradient), version_of(gradient), extremes)
+            )
 
     def backward_begins(self, page: int) -> None:
         """A backward of the page of this number begins: each gradient that is still there is added to."""

@@ -72,7 +72,7 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 # Which modules are watched, and which rows are ignored, by shell patterns on their names.
 
 
-class Selection:
+class ModuleSelection:
     """Compiled patterns of `--modules` and `--ignore`."""
 
     def __init__(self, modules: list[str], ignore: list[str]) -> None:

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.events import Passed, Where
+from ...core.events import PassedTensor, RunPosition
 from ...core.frames import RowKind
 from ...core.recorder.group_table import OPERATIONS
 from ...core.values import DTYPE_NAMES, NonFinite, decode, name_of
 from ..stats.device import is_on_device
-from ..stats.tensor_stats import CODES, FLOATS, Float, TensorStats, in_memory, measure
-from .group_table import GroupTable, Slot, message_of
-from .progress import Progress
+from ..stats.tensor_stats import CODES, FLOATS, FloatFormat, TensorStats, in_memory, measure
+from .group_slots import GroupSlot, GroupTable, message_of
+from .progress import RunProgress
 
 NOT_LOOKED, NOT_FINITE = -1, -2
 _MOST = 512
@@ -30,17 +30,17 @@ _MOST_ALIKE = 32
 _ENCODINGS = {CODES[dtype]: kind.meta >> 8 & 0xFF for dtype, kind in FLOATS.items()}
 
 
-class Look(NamedTuple):
+class PassedLook(NamedTuple):
     """The bits of the largest number in some tensors, or NOT_LOOKED or NOT_FINITE, and the code of its dtype."""
 
     high: int
     dtype: int
 
 
-NOTHING_LOOKED = Look(NOT_LOOKED, 0)
+NOTHING_LOOKED = PassedLook(NOT_LOOKED, 0)
 
 
-def look_at(tensors: Any) -> Look:
+def look_at(tensors: Any) -> PassedLook:
     """What is in the tensors of a list, or of lists in it. As worker/native/group_look.c."""
     found = NOTHING_LOOKED
     for tensor in tensors_in(tensors):
@@ -50,9 +50,9 @@ def look_at(tensors: Any) -> Look:
         numbers = _measured(tensor)
         code = place[2].code
         if numbers.meta & 0xFF:
-            return Look(NOT_FINITE, code)
+            return PassedLook(NOT_FINITE, code)
         if found.high == NOT_LOOKED or (found.dtype == code and found.high < numbers.high):
-            found = Look(numbers.high, code)
+            found = PassedLook(numbers.high, code)
     return found
 
 
@@ -70,10 +70,10 @@ def tensors_in(tensors: Any) -> Iterator[torch.Tensor]:
         yield tensors
 
 
-class Passing(NamedTuple):
+class NotedOperation(NamedTuple):
     """An operation, as GroupTable has noted it."""
 
-    group: Slot
+    group: GroupSlot
     operation: int
     number: int
     peer: int
@@ -84,7 +84,7 @@ class Passing(NamedTuple):
 class PassedValues:
     """Records what passes and is not finite."""
 
-    def __init__(self, progress: Progress, groups: GroupTable) -> None:
+    def __init__(self, progress: RunProgress, groups: GroupTable) -> None:
         self._progress = progress
         self._groups = groups
         self._told: defaultdict[tuple[object, ...], int] = defaultdict(int)
@@ -102,36 +102,36 @@ class PassedValues:
         dtype: int,
         tensors: Any,
     ) -> None:
-        """Some of `tensors` are not finite: they go in, or they came out. `high`, `dtype`: what went in (`Look`)."""
+        """Some of `tensors` are not finite: they go in, or they came out. `high`, `dtype`: of a `PassedLook`."""
         passing = self.passing(slot, number, operation, root, message)
         worst = self._worst(tensors)
         if passing is not None and worst is not None:
             tensor, flags = worst
-            self.tell(passing, came_out, Look(high, dtype), flags, CODES.get(tensor.dtype, 0), tensor.numel())
+            self.tell(passing, came_out, PassedLook(high, dtype), flags, CODES.get(tensor.dtype, 0), tensor.numel())
 
-    def passing(self, slot: int, number: int, operation: int, root: int, message: int) -> Passing | None:
+    def passing(self, slot: int, number: int, operation: int, root: int, message: int) -> NotedOperation | None:
         """The operation of a place in the table; None if its group is gone."""
         group = self._groups.slot_at(slot)
         if group is None:
             return None
         if message < 0:
-            return Passing(group, operation, number, group.member(root), 0)
+            return NotedOperation(group, operation, number, group.member(root), 0)
         number, member, tag = message_of(message)
-        return Passing(group, operation, number, group.member(member), tag)
+        return NotedOperation(group, operation, number, group.member(member), tag)
 
-    def where(self) -> Where:
+    def where(self) -> RunPosition:
         """The place in the run, now."""
         return self._progress.where()
 
     def tell(
         self,
-        passing: Passing,
+        passing: NotedOperation,
         came_out: bool,
-        given: Look,
+        given: PassedLook,
         flags: int,
         dtype: int,
         elements: int,
-        where: Where | None = None,
+        where: RunPosition | None = None,
     ) -> None:
         """Record it, unless so many of its kind were. `where` it was: now, if that is not given."""
         group, operation, number, peer, tag = passing
@@ -142,7 +142,7 @@ class PassedValues:
         self._all += 1
         high = given.high
         self._progress.recorder.append(
-            Passed(
+            PassedTensor(
                 where if where is not None else self._progress.where(),
                 OPERATIONS[operation],
                 group.name,
@@ -166,7 +166,7 @@ class PassedValues:
         return max(bad, key=lambda each: bool(each[1] & NonFinite.NAN), default=None)
 
 
-def _in_host_memory(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
+def _in_host_memory(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None:
     return None if is_on_device(tensor) else in_memory(tensor)
 
 

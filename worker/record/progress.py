@@ -10,14 +10,14 @@ from collections import deque
 
 import torch
 
-from ...core.events import Cost, Where
+from ...core.events import RunPosition, WatchCost
 from ...core.frames import Frame
 from ...core.recorder import step_table
-from ...core.recorder.layout import STEP_BYTES, STEPS, STEPS_AT, Field, RankPhase
+from ...core.recorder.layout import STEP_BYTES, STEPS, STEPS_AT, HeadField, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.settings import WorkerSettings
 from .collectives import issued, moment
-from .group_table import GroupTable
+from .group_slots import GroupTable
 from .roots import RootInfo
 
 # One thread at a time writes into the recorder. Autograd has a thread per device, and each runs gradient hooks.
@@ -62,12 +62,12 @@ class RecorderLock:
 
 _now = time.monotonic_ns
 _pack = step_table.ENTRY.pack_into
-_WAITED, _TIMED = int(Field.WAITED_NS), int(Field.STEPS_TIMED)
+_WAITED, _TIMED = int(HeadField.WAITED_NS), int(HeadField.STEPS_TIMED)
 _OUTSIDE, _FORWARD, _BACKWARD, _WAITING, _OPTIMIZER = range(len(step_table.PARTS))
 
 
 class StepClock:
-    """Of one rank. Time that it has waited in calls of Python (`Field.WAITED_NS`) is waiting, in whichever part."""
+    """Of one rank. Time that it has waited in calls of Python (`HeadField.WAITED_NS`) is waiting, in whichever part."""
 
     def __init__(self, recorder: RecorderWriter) -> None:
         self._view = recorder.view
@@ -127,7 +127,7 @@ class StepClock:
         self._since = now
 
 
-class Progress:
+class RunProgress:
     """Steps, batches and the current page. The hooks share it."""
 
     def __init__(self, recorder: RecorderWriter, settings: WorkerSettings, rank: int) -> None:
@@ -146,12 +146,12 @@ class Progress:
         self.skipped = False
         """This batch is skipped (`--every`)."""
 
-    def where(self, page: OpenPage | None = None, root: str | None = None) -> Where:
+    def where(self, page: OpenPage | None = None, root: str | None = None) -> RunPosition:
         """The place in the run, for an event: now, or that of `page` of the root labelled `root`."""
         label = root if root is not None else self.root.label if self.root is not None else ""
         current = page or (self.root.page if self.root is not None else None)
         now = moment(issued())
-        return Where(
+        return RunPosition(
             rank=self.rank,
             attempt=self.settings.attempt,
             step=current.step if page is not None and current is not None else self.step,
@@ -165,10 +165,10 @@ class Progress:
             received=now.received,
         )
 
-    def where_of(self, page: OpenPage, frame: Frame) -> Where:
+    def where_of(self, page: OpenPage, frame: Frame) -> RunPosition:
         """The place in the run of a frame, which may be some batches old."""
         then = moment(frame.seq)
-        return Where(
+        return RunPosition(
             rank=self.rank,
             attempt=self.settings.attempt,
             step=page.step,
@@ -192,19 +192,19 @@ class Progress:
         root.page = self.recorder.begin_page(root.id, self.batch, self.step)
         root.page.with_gradients = torch.is_grad_enabled()
         self.groups.notice()
-        self.fields[Field.SEQ] = issued()
+        self.fields[HeadField.SEQ] = issued()
         return root.page
 
     def resume(self, page: OpenPage) -> None:
         """Make `page` the current page again."""
         if self.recorder.page is not page:
             self.recorder.resume_page(page)
-            self.fields[Field.SEQ] = issued()
+            self.fields[HeadField.SEQ] = issued()
 
     def enter(self, phase: RankPhase, module: int = -1) -> None:
         """Publish what this rank is doing, for the agent."""
-        self.fields[Field.PHASE] = phase
-        self.fields[Field.MODULE] = module
+        self.fields[HeadField.PHASE] = phase
+        self.fields[HeadField.MODULE] = module
 
 
 # What watching costs, measured in the run itself: every second batch is skipped, and the two kinds are compared.
@@ -230,9 +230,11 @@ class CostMeter:
         self._batches += 1
         self._began, self._skipped = now, skipped
 
-    def result(self, where: Where) -> Cost | None:
+    def result(self, where: RunPosition) -> WatchCost | None:
         """Medians in nanoseconds; None if there was no batch of one kind."""
         skipped, watched = self._times[True], self._times[False]
         if not skipped or not watched:
             return None
-        return Cost(where, int(statistics.median(skipped)), int(statistics.median(watched)), len(skipped), len(watched))
+        return WatchCost(
+            where, int(statistics.median(skipped)), int(statistics.median(watched)), len(skipped), len(watched)
+        )

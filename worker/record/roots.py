@@ -10,7 +10,7 @@ from ...core.bad_values import NAMED_BY_SCRIPT
 from ...core.events import ModuleDef, RootDef
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.roles import role_of_parameter
-from .names import Selection, class_of, unwrap, walk, wrapped_child
+from .names import ModuleSelection, class_of, unwrap, walk, wrapped_child
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ def _temporary_name(parent: ModuleInfo, module: nn.Module) -> str:
     return f"{parent.name}.<{cls}>" if parent.name else f"<{cls}>"
 
 
-class Slots(dict[str, int]):
+class ParameterSlots(dict[str, int]):
     """Role -> slot of a module with a parameter whose role differs from its name. Python writes its frames."""
 
 
@@ -114,10 +114,10 @@ class RootInfo:
         return info is not None and info.ref() is module
 
 
-class Roots:
+class RankRoots:
     """All roots of a rank, in the order of their first call."""
 
-    def __init__(self, recorder: RecorderWriter, selection: Selection) -> None:
+    def __init__(self, recorder: RecorderWriter, selection: ModuleSelection) -> None:
         self._recorder = recorder
         self._selection = selection
         self._roots: list[tuple[Callable[[], nn.Module | None], RootInfo]] = []
@@ -234,8 +234,8 @@ class Roots:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 role = role_of_parameter(name)
-                if role != name and not isinstance(info.slots, Slots):
-                    info.slots = Slots(info.slots)
+                if role != name and not isinstance(info.slots, ParameterSlots):
+                    info.slots = ParameterSlots(info.slots)
                 self.own(parameter, info, role)
 
     def _find(self, root: RootInfo) -> nn.Module | None:

@@ -11,19 +11,19 @@ import numpy
 import torch
 
 from ...core.events import ShapeDef, SlotDef
-from ...core.frames import Mark, RowKind
+from ...core.frames import RowKind, RowMark
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
 from ...core.roles import RoleKind, parse_role
 from ...core.values import PENDING
 from ..stats.device import device_for, has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
-from ..stats.notable import Notable
+from ..stats.notable import NotableFilter
 from ..stats.passed_readings import PassedReadings
 from ..stats.tensor_stats import (
     CODES,
-    Float,
-    Seen,
+    FloatFormat,
+    TensorReading,
     TensorStats,
     in_memory,
     measure,
@@ -34,7 +34,7 @@ from ..stats.tensor_stats import (
 from ..stats.without_modes import without_modes
 from .collectives import issued
 from .leaves import inputs_of
-from .names import Selection
+from .names import ModuleSelection
 from .progress import RecorderLock
 from .roots import ModuleInfo
 
@@ -47,10 +47,10 @@ COUNT_EVERY = 10
 _TENSOR = torch.Tensor
 _ref = weakref.ref
 _MEASURED = int(RowKind.MEASURED)
-_IGNORED = int(Mark.IGNORED)
+_IGNORED = int(RowMark.IGNORED)
 
 
-class Row(NamedTuple):
+class RecordedRow(NamedTuple):
     """A row as it is recorded. The numbers of a tensor on a device arrive later: until then `meta` is PENDING."""
 
     packed: RowTuple
@@ -86,7 +86,7 @@ def _is_empty(tensor: torch.Tensor) -> bool:
         return False
 
 
-_new: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
+_new: Callable[[type[RecordedRow], tuple[Any, ...]], RecordedRow] = tuple.__new__
 """Makes a named tuple three times as fast as its class does."""
 
 _Seen = tuple[Callable[[], Any], int, int, int, int, int, int, int, int, int]
@@ -98,14 +98,14 @@ _Weight = tuple[Callable[[], Any], int, int, TensorStats | DeviceRow]
 """Weak reference to the parameter, its version, the step, and its numbers or the row on the device that holds them."""
 
 
-class Rows:
+class RowWriter:
     """Reads tensors and writes their numbers into the current page."""
 
     def __init__(
         self,
         recorder: RecorderWriter,
-        selection: Selection,
-        notable: Notable,
+        selection: ModuleSelection,
+        notable: NotableFilter,
         on_fault: Callable[[str, Exception], None],
         lock: RecorderLock,
     ) -> None:
@@ -204,7 +204,7 @@ class Rows:
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
-    def argument(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
+    def argument(self, info: ModuleInfo, role: str, leaf: Any) -> RecordedRow:
         """The row of an input. It is never notable: a call is judged by its output."""
         known = self.seen.get(id(leaf))
         row = self.leaf(info, role, leaf)
@@ -212,7 +212,7 @@ class Rows:
             self.changed[id(leaf)] = known
         return row._replace(notable=False) if row.notable else row
 
-    def read_again(self, info: ModuleInfo, role: str, leaf: torch.Tensor) -> Row | None:
+    def read_again(self, info: ModuleInfo, role: str, leaf: torch.Tensor) -> RecordedRow | None:
         """The row of an argument in host memory that is not what it was when it was last read; None if it is."""
         if is_on_device(leaf):
             return None
@@ -244,12 +244,14 @@ class Rows:
                 if known is not None and known[2] < self._first_after:
                     del self.by_memory[place]
 
-    def before(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
+    def before(self, info: ModuleInfo, role: str, leaf: Any) -> RecordedRow:
         """The row of an argument in `changed`, with the numbers it had before the call."""
         _, _, value, shape, code, kind, flags, *_ = self.changed[id(leaf)]
-        return _new(Row, ((self.slot(info, f"before {role}"), value, shape, code, kind, 0), flags, False, 0, 0, False))
+        return _new(
+            RecordedRow, ((self.slot(info, f"before {role}"), value, shape, code, kind, 0), flags, False, 0, 0, False)
+        )
 
-    def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
+    def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> RecordedRow:
         """The row of an input, an output or a gradient."""
         slot = info.slots.get(role)
         if slot is None:
@@ -266,7 +268,7 @@ class Rows:
         known = self.seen.get(key)
         if known is not None and known[1] == version >= 0 and known[0]() is leaf and not _has_moved(leaf, known[9]):
             packed = (slot, known[2], known[3], known[4], known[5], mark)
-            return _new(Row, (packed, known[6], False, known[7], known[8], known[6] != 0))
+            return _new(RecordedRow, (packed, known[6], False, known[7], known[8], known[6] != 0))
         place = place_of(leaf)
         memory = None
         if place is not None and type(leaf) is _TENSOR:
@@ -275,7 +277,7 @@ class Rows:
             if alias is not None and alias[1] == version >= 0 and _is_still_at(alias[0](), place[0]):
                 # another view of the same elements: reshaped, or returned by an autograd function, as in FSDP
                 packed = (slot, alias[2], self._shape(leaf), alias[4], alias[5], mark)
-                return _new(Row, (packed, alias[6], False, alias[7], alias[8], alias[6] != 0))
+                return _new(RecordedRow, (packed, alias[6], False, alias[7], alias[8], alias[6] != 0))
         if place is not None and self._late is None and leaf.is_cpu:
             row = self._host_row(slot, leaf, mark, place)
         else:
@@ -289,9 +291,9 @@ class Rows:
         return row
 
     @staticmethod
-    def _no_tensor(slot: int, leaf: Any, mark: int) -> Row:
+    def _no_tensor(slot: int, leaf: Any, mark: int) -> RecordedRow:
         kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
-        return Row((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
+        return RecordedRow((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
 
     def forget(self) -> None:
         """Read every tensor again when it is next recorded."""
@@ -300,7 +302,7 @@ class Rows:
 
     def gradient(
         self, info: ModuleInfo, role: str, gradient: torch.Tensor, mark: int = 0, numbers: TensorStats | None = None
-    ) -> Row:
+    ) -> RecordedRow:
         """The row of a gradient. No other row is about the same tensor, so its numbers are not kept.
 
         `numbers` are given if the gradient has been read already, on any device.
@@ -321,9 +323,9 @@ class Rows:
         role: str,
         dtype: torch.dtype | None,
         kind: RowKind,
-        source: Seen | torch.Tensor | Row | None = None,
+        source: TensorReading | torch.Tensor | RecordedRow | None = None,
         mark: int = 0,
-    ) -> Row:
+    ) -> RecordedRow:
         """The row of a tensor of type `dtype` that was read inside a compiled region.
 
         `source` is one of three things: the numbers and dims of a tensor in host memory; an earlier row about the same
@@ -338,22 +340,24 @@ class Rows:
             mark |= _IGNORED
         code = CODES.get(dtype, 0) if dtype is not None else 0
         if source is None:
-            return Row((slot, NOTHING, NOTHING, code, int(kind), mark), 0, False)
-        if isinstance(source, Row):
+            return RecordedRow((slot, NOTHING, NOTHING, code, int(kind), mark), 0, False)
+        if isinstance(source, RecordedRow):
             packed, flags, _, high, meta, _ = source
             again = (slot, packed[1], packed[2], code, packed[4], mark)
-            return _new(Row, (again, flags, False, high, meta, flags != 0))
+            return _new(RecordedRow, (again, flags, False, high, meta, flags != 0))
         if isinstance(source, torch.Tensor):
             packed, flags, _, high, meta, notable = self._row(slot, source, mark)
-            return _new(Row, ((slot, packed[1], NOTHING, code, packed[4], mark), flags, True, high, meta, notable))
+            return _new(
+                RecordedRow, ((slot, packed[1], NOTHING, code, packed[4], mark), flags, True, high, meta, notable)
+            )
         (low, high, meta, seen_as), dims = source
         if seen_as != _MEASURED:
-            return Row((slot, NOTHING, NOTHING, code, int(seen_as), mark), 0, True)
+            return RecordedRow((slot, NOTHING, NOTHING, code, int(seen_as), mark), 0, True)
         value = self._recorder.value(low, high, meta)
         packed = (slot, value, self._shape_of(dims), code, 0, mark)
-        return _new(Row, (packed, meta & 0xFF, True, high, meta, self.notable.value(code, high, meta)))
+        return _new(RecordedRow, (packed, meta & 0xFF, True, high, meta, self.notable.value(code, high, meta)))
 
-    def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
+    def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> RecordedRow:
         """The row of a weight. A weight is read once per optimizer step, and every page holds its numbers.
 
         A weight on a device comes after the other rows of its frame: see `DeviceStatsBuffer.frame`.
@@ -367,7 +371,7 @@ class Rows:
         seen = self.seen.get(key)
         if seen is not None and seen[1] == version and seen[0]() is parameter:
             packed = (slot, seen[2], seen[3], seen[4], seen[5], mark)
-            return _new(Row, (packed, seen[6], False, seen[7], seen[8], seen[6] != 0))
+            return _new(RecordedRow, (packed, seen[6], False, seen[7], seen[8], seen[6] != 0))
         known = self.weights.get(key)
         if known is not None and not (known[1] == version and known[2] == step and known[0]() is parameter):
             known = None
@@ -386,21 +390,21 @@ class Rows:
         self.seen[key] = (reference, version, packed[1], packed[2], packed[3], packed[4], row[1], row[3], row[4], 0)
         return row
 
-    def weight_again(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
+    def weight_again(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> RecordedRow:
         """The row of a weight, read again: something other than the optimizer may have changed it unnoticed."""
         self.seen.pop(id(parameter), None)
         self.weights.pop(id(parameter), None)
         return self.weight(info, name, parameter, step)
 
-    def _host_row(self, slot: int, tensor: torch.Tensor, mark: int, place: tuple[int, int, Float]) -> Row:
+    def _host_row(self, slot: int, tensor: torch.Tensor, mark: int, place: tuple[int, int, FloatFormat]) -> RecordedRow:
         """The row of a tensor in host memory, at the place that `in_memory` returned."""
         low, high, meta, _ = stats_in_memory(tensor, *place, self.count)
         value = self._recorder.value(low, high, meta)
         code = place[2][0]
         packed = (slot, value, self._shape(tensor), code, 0, mark)
-        return _new(Row, (packed, meta & 0xFF, True, high, meta, self.notable.value(code, high, meta)))
+        return _new(RecordedRow, (packed, meta & 0xFF, True, high, meta, self.notable.value(code, high, meta)))
 
-    def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | None = None) -> Row:
+    def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | None = None) -> RecordedRow:
         if numbers is None and is_on_device(tensor):
             return self._device_row(slot, tensor, mark, self._device_frame([tensor], [0], [])[0][0])
         value, flags = NOTHING, 0
@@ -411,9 +415,9 @@ class Rows:
             flags = meta & 0xFF
         packed = (slot, value, self._shape(tensor), code, int(kind), mark)
         notable = kind == _MEASURED and self.notable.value(code, high, meta)
-        return _new(Row, (packed, flags, True, high, meta, notable))
+        return _new(RecordedRow, (packed, flags, True, high, meta, notable))
 
-    def _device_row(self, slot: int, tensor: torch.Tensor, mark: int, index: int | None) -> Row:
+    def _device_row(self, slot: int, tensor: torch.Tensor, mark: int, index: int | None) -> RecordedRow:
         """The row of a tensor on a device whose value has this index; None: it cannot be measured."""
         value, kind, meta = NOTHING, RowKind.NOT_MEASURABLE, 0
         if index is not None:
@@ -421,7 +425,7 @@ class Rows:
         elif _is_empty(tensor):
             kind = RowKind.EMPTY
         packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark)
-        return _new(Row, (packed, 0, True, 0, meta, False))
+        return _new(RecordedRow, (packed, 0, True, 0, meta, False))
 
     def device_frame(
         self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any], count: bool

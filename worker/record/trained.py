@@ -18,20 +18,20 @@ from torch.optim import Optimizer
 from ...core.frames import Frame
 from ...core.recorder.writer import OpenPage
 from ...core.roles import GRADIENTS, RoleKind, is_param_group, parse_role
-from .roots import ModuleInfo, RootInfo, Roots
+from .roots import ModuleInfo, RankRoots, RootInfo
 
 
-class Trained:
+class TrainedModules:
     """Which calls and weights of a rank belong to what is trained.
 
     All watchers share one wrapper of `Optimizer.__init__`. The first one adds it, the last one removes it.
     """
 
-    _watchers: ClassVar[list[Trained]] = []
+    _watchers: ClassVar[list[TrainedModules]] = []
     _wrapped: ClassVar[tuple[Callable[..., None], Callable[..., None]] | None] = None
     """(the method, the wrapper)"""
 
-    def __init__(self, roots: Roots) -> None:
+    def __init__(self, roots: RankRoots) -> None:
         self._roots = roots
         self._apart: dict[tuple[int, str], weakref.ref[nn.Module] | None] = {}
         """(root, module) -> a module that no optimizer holds; None if it was gone by then."""
@@ -45,10 +45,10 @@ class Trained:
             @functools.wraps(original)
             def noted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
                 original(optimizer, *args, **kwargs)
-                for watcher in Trained._watchers:
+                for watcher in TrainedModules._watchers:
                     watcher.noticed(optimizer)
 
-            Trained._wrapped = original, noted
+            TrainedModules._wrapped = original, noted
             setattr(Optimizer, "__init__", noted)  # noqa: B010
         if self not in self._watchers:
             self._watchers.append(self)
@@ -57,7 +57,7 @@ class Trained:
         """Put the method back, if this is the last watcher."""
         if self in self._watchers:
             self._watchers.remove(self)
-            wrapped = Trained._wrapped
+            wrapped = TrainedModules._wrapped
             if not self._watchers and wrapped is not None and Optimizer.__init__ is wrapped[1]:
                 setattr(Optimizer, "__init__", wrapped[0])  # noqa: B010
 

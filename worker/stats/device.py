@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from .cuda_device import CudaDevice
-from .device_interface import Device
+from .device_interface import StatsDevice
 from .without_modes import without_modes
 
 LATE_DEVICE = "GPUWATCH_LATE_DEVICE"
@@ -19,7 +19,7 @@ LATE_DEVICE = "GPUWATCH_LATE_DEVICE"
 
 
 @functools.cache
-def late_device() -> Device | None:
+def late_device() -> StatsDevice | None:
     """The LateDevice that replaces the CPU in this process; None outside of tests. Raises ValueError."""
     seed = os.environ.get(LATE_DEVICE, "")
     if not seed:
@@ -39,8 +39,8 @@ def has_reader(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and late_device() is not None)
 
 
-def device_for(device: torch.device) -> Device:
-    """The `Device` for tensors on `device`. Raises TypeError for an unknown kind."""
+def device_for(device: torch.device) -> StatsDevice:
+    """The `StatsDevice` for tensors on `device`. Raises TypeError for an unknown kind."""
     if device.type == "cuda":
         return CudaDevice()
     if device.type != "cpu":
@@ -48,7 +48,7 @@ def device_for(device: torch.device) -> Device:
     return late_device() or _new_late_device(None)
 
 
-def _new_late_device(seed: int | None) -> Device:
+def _new_late_device(seed: int | None) -> StatsDevice:
     from .late_device import LateDevice  # only tests pay for its import
 
     return LateDevice(seed)
@@ -60,7 +60,7 @@ def _new_late_device(seed: int | None) -> Device:
 class ToHost:
     """An asynchronous copy of a tensor's numbers to the host. See `to_host`."""
 
-    def __init__(self, tensor: torch.Tensor, driver: Device | None) -> None:
+    def __init__(self, tensor: torch.Tensor, driver: StatsDevice | None) -> None:
         self._driver = driver
         self._source = tensor
         """Kept until the copy has arrived."""

@@ -25,19 +25,29 @@ from typing import Any
 import numpy
 import torch
 
-from ...core.judge import Limits
+from ...core.judge import WarningLimits
 from ...core.recorder import layout
-from ...core.recorder.layout import Field, SegmentField
+from ...core.recorder.layout import HeadField, SegmentField
 from ...core.recorder.writer import RecorderWriter
 from ...core.values import PENDING
 from .device import device_for
-from .device_interface import Device, StreamKey
-from .notable import Notable
+from .device_interface import StatsDevice, StreamKey
+from .notable import NotableFilter
 from .passed_readings import PassedReadings
-from .stream_buffer import Block, Copy, StreamBuffer, remember, runs
 from .stream_buffer import DeviceRow as DeviceRow
+from .stream_buffer import RowBlock, RowCopy, StreamBuffer, remember, runs
 from .tensor_stats import version_of
-from .torch_reader import KnownWeight, Packed, Reader, Source, TorchReader, Waiting, dense, fresh_rows, source_of
+from .torch_reader import (
+    KnownWeight,
+    PackedRows,
+    TensorReader,
+    TensorSource,
+    TorchReader,
+    WaitingTensors,
+    dense,
+    fresh_rows,
+    source_of,
+)
 from .triton_reader import TritonReader
 from .without_modes import without_modes
 
@@ -55,9 +65,9 @@ class DeviceStatsBuffer:
         recorder: RecorderWriter,
         device: torch.device,
         *,
-        driver: Device | None = None,
-        reader: Reader | None = None,
-        notable: Notable | None = None,
+        driver: StatsDevice | None = None,
+        reader: TensorReader | None = None,
+        notable: NotableFilter | None = None,
     ) -> None:
         self.device = device
         """The device of the first tensor that was measured."""
@@ -65,7 +75,7 @@ class DeviceStatsBuffer:
         """What does not work as it should, and what that costs. Empty if all is well. It may grow."""
         self.not_seen_in_graphs = 0
         """Calls that measured nothing because the user captured a graph."""
-        self._notable = notable or Notable(Limits())
+        self._notable = notable or NotableFilter(WarningLimits())
         self._driver = driver or device_for(device)
         self._recorder = recorder
         self._fields = recorder.fields
@@ -96,7 +106,7 @@ class DeviceStatsBuffer:
         self._register()
         recorder.on_segment_end = self._segment_ended
 
-    def _best_reader(self) -> Reader:
+    def _best_reader(self) -> TensorReader:
         if self._driver.type != "cuda":
             return TorchReader()
         try:
@@ -219,10 +229,10 @@ class DeviceStatsBuffer:
             rows = [DeviceRow(buffer) for _ in range(values, len(fresh))]
             buffer.remembered.append((first + values, rows))
         if known:
-            buffer.weights.append(Waiting(known, behind, count))
+            buffer.weights.append(WaitingTensors(known, behind, count))
             buffer.remembered.append((behind, [weight[3] for weight in known]))
         if fresh and self._together:
-            buffer.waiting.append(Waiting(fresh, first, count))
+            buffer.waiting.append(WaitingTensors(fresh, first, count))
         elif fresh:
             self._read(list(map(dense, fresh, elements)), buffer, first, count)
         return index, rows
@@ -240,9 +250,9 @@ class DeviceStatsBuffer:
             source = _source_of(tensor, elements)
         if source is None:
             known = KnownWeight(weakref.ref(tensor), version_of(tensor), 0, kept)
-            buffer.weights.append(Waiting([known], position, count))
+            buffer.weights.append(WaitingTensors([known], position, count))
         elif self._together:
-            buffer.waiting.append(Waiting([source], position, count))
+            buffer.waiting.append(WaitingTensors([source], position, count))
         else:
             self._read([source], buffer, position, count)
         buffer.positions.append(position)
@@ -289,7 +299,7 @@ class DeviceStatsBuffer:
         self._queued_page = self._recorder.page.number
         return index
 
-    def _read(self, sources: list[Source], buffer: StreamBuffer, first: int, count: bool) -> None:
+    def _read(self, sources: list[TensorSource], buffer: StreamBuffer, first: int, count: bool) -> None:
         rows = buffer.rows
         assert rows is not None
         with self._driver.use(buffer.key, buffer.stream):
@@ -321,7 +331,7 @@ class DeviceStatsBuffer:
                     except Exception as error:
                         lost = buffer.drop()
                         self._queued -= lost
-                        self._fields[Field.ROWS_LOST] += lost
+                        self._fields[HeadField.ROWS_LOST] += lost
                         first_error = first_error or error
         if first_error is not None:
             raise first_error
@@ -397,7 +407,7 @@ class DeviceStatsBuffer:
         # An issued copy cannot be cancelled, so a segment is not reused before its copies have arrived. Half of the
         # segments are kept free of outstanding copies. If the device works, the host is never this far ahead of it.
         lost = False
-        half = self._fields[Field.SEGMENTS] // 2
+        half = self._fields[HeadField.SEGMENTS] // 2
         if values_at not in self._of_segment and len(self._of_segment) >= half:
             self._take_arrived()
             lost = len(self._of_segment) >= half
@@ -410,9 +420,9 @@ class DeviceStatsBuffer:
                 with self._driver.use(buffer.key, buffer.stream):
                     try:
                         if not self._driver.is_capturing():
-                            self._send_stream(buffer, Copy(page, values_at), lost)
+                            self._send_stream(buffer, RowCopy(page, values_at), lost)
                         elif is_end:  # a graph is captured on this stream, while another one is current
-                            self._fields[Field.ROWS_LOST] += buffer.drop()
+                            self._fields[HeadField.ROWS_LOST] += buffer.drop()
                         else:
                             self._queued += len(buffer.positions)
                     except Exception as error:
@@ -420,7 +430,7 @@ class DeviceStatsBuffer:
         if first_error is not None:
             raise first_error
 
-    def _send_stream(self, buffer: StreamBuffer, copy: Copy, lost: bool) -> None:
+    def _send_stream(self, buffer: StreamBuffer, copy: RowCopy, lost: bool) -> None:
         """Start the copies of one stream, which must be current."""
         positions, buffer.positions = buffer.positions, []
         remembered, buffer.remembered = buffer.remembered, []
@@ -428,7 +438,7 @@ class DeviceStatsBuffer:
         started = False
         try:
             block = self._pack(buffer, positions)
-            remember(remembered, Packed(block.source, block.source.data_ptr()), positions[0])
+            remember(remembered, PackedRows(block.source, block.source.data_ptr()), positions[0])
             if not lost:
                 copy.block, started = block, True
                 self._start(block, copy.values_at)
@@ -439,21 +449,21 @@ class DeviceStatsBuffer:
                 self._of_segment[copy.values_at] += 1
                 self._of_page[copy.page] += 1
             else:
-                self._fields[Field.ROWS_LOST] += len(positions)
+                self._fields[HeadField.ROWS_LOST] += len(positions)
 
-    def _pack(self, buffer: StreamBuffer, positions: list[int]) -> Block:
+    def _pack(self, buffer: StreamBuffer, positions: list[int]) -> RowBlock:
         rows, buffer.rows = buffer.rows, None  # after an error they are not reset, and must not be read into
         assert rows is not None
         first, end = positions[0], positions[-1] + 1
         self._read_waiting(buffer, rows)
         packed = self._do("pack", rows[first:end], end - first)
         buffer.rows = rows  # they were reset by `pack`
-        return Block(packed, positions, self._staging(packed))
+        return RowBlock(packed, positions, self._staging(packed))
 
     def _staging(self, source: torch.Tensor) -> torch.Tensor | None:
         return None if self._registered else self._driver.staging(*source.shape, dtype=source.dtype)
 
-    def _start(self, block: Block, values_at: int) -> None:
+    def _start(self, block: RowBlock, values_at: int) -> None:
         if block.staging is not None:
             self._driver.copy(block.source, block.staging)
             return
@@ -466,8 +476,8 @@ class DeviceStatsBuffer:
         """Have the recorder pass over the segments with outstanding copies."""
         if not self._of_segment:
             return
-        number = self._fields[Field.SEGMENTS]
-        first = layout.HEADER_BYTES + self._fields[Field.LOG_BYTES] + layout.VALUES_AT
+        number = self._fields[HeadField.SEGMENTS]
+        first = layout.HEADER_BYTES + self._fields[HeadField.LOG_BYTES] + layout.VALUES_AT
         for step in range(number):
             values_at = first + (self._recorder._segment + 1) % number * layout.SEGMENT_BYTES
             if step == 0 and values_at in self._of_segment:
@@ -505,7 +515,7 @@ class DeviceStatsBuffer:
     def _take_arrived(self) -> None:
         if not self._of_page or self._driver.is_capturing():  # querying an event would break the user's capture
             return
-        arrived: list[Copy] = []
+        arrived: list[RowCopy] = []
         for buffer in self._buffers.values():
             if not buffer.flying:
                 continue
@@ -545,11 +555,11 @@ class DeviceStatsBuffer:
         """
         self._add_note(f"the device does not bring its numbers any more: {_first_line(error)}")
         for copy in buffer.flying:
-            self._fields[Field.ROWS_LOST] += len(copy.block.positions)
+            self._fields[HeadField.ROWS_LOST] += len(copy.block.positions)
             self._page_copy_done(copy.page)
         buffer.flying.clear()
 
-    def _copy_arrived(self, copy: Copy) -> None:
+    def _copy_arrived(self, copy: RowCopy) -> None:
         self._segment_copy_done(copy.values_at)
         self._page_copy_done(copy.page)
         block = copy.block
@@ -569,7 +579,7 @@ class DeviceStatsBuffer:
         if self._of_page[page] <= 0:
             del self._of_page[page]
 
-    def _filter(self, copies: list[Copy]) -> None:
+    def _filter(self, copies: list[RowCopy]) -> None:
         """Find the notable pages and rows. All copies are checked at once, and one by one only if that finds any."""
         parts = [self._values_of(copy, copy.block.positions) for copy in copies]
         limited = any(copy.limits for copy in copies)
@@ -579,11 +589,11 @@ class DeviceStatsBuffer:
             if here:
                 self._notable_pages.add(copy.page)
 
-    def _is_over_limit(self, copy: Copy, limits: dict[int, int]) -> bool:
+    def _is_over_limit(self, copy: RowCopy, limits: dict[int, int]) -> bool:
         values = self._values_of(copy, list(limits))
         return any(high >= limit for high, limit in zip(values[:, 1], limits.values(), strict=True))
 
-    def _values_of(self, copy: Copy, positions: list[int]) -> Any:
+    def _values_of(self, copy: RowCopy, positions: list[int]) -> Any:
         """The numbers of these values in the file, as an array (n, 3)."""
         at = copy.values_at // 8
         values = self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)
@@ -597,7 +607,7 @@ def _is_packed(row: Any, buffer: StreamBuffer) -> bool:
     return isinstance(row, DeviceRow) and row.buffer is buffer and row.packed is not None
 
 
-def _source_of(tensor: torch.Tensor, elements: int) -> Source | None:
+def _source_of(tensor: torch.Tensor, elements: int) -> TensorSource | None:
     """As `source_of`. `elements`: see `DeviceStatsBuffer.frame`."""
     if elements:
         return dense(tensor, elements)

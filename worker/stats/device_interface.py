@@ -14,7 +14,7 @@ StreamKey = tuple[int, int]
 """(index of the device, number of the stream on it)"""
 
 
-class Device(Protocol):
+class StatsDevice(Protocol):
     """What DeviceStatsBuffer needs of one kind of device. Only `wait` and `synchronize` wait for the device."""
 
     type: str

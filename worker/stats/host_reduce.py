@@ -21,7 +21,7 @@ _OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_in_parallel", "omp_get_t
 _TYPES = {2: "<i2", 4: "<i4", 8: "<i8"}
 
 
-class _Memory:
+class _HostMemory:
     """A range of memory as an object that NumPy can wrap."""
 
     __slots__ = ("__array_interface__",)
@@ -37,7 +37,9 @@ def _array(address: int, count: int, size: int) -> Any:
     """
     if size not in _TYPES:
         raise TypeError("expected elements of 2, 4 or 8 bytes")
-    return numpy.asarray(_Memory({"shape": (count,), "typestr": _TYPES[size], "data": (address, True), "version": 3}))
+    return numpy.asarray(
+        _HostMemory({"shape": (count,), "typestr": _TYPES[size], "data": (address, True), "version": 3})
+    )
 
 
 _scratches: list[Any] = []

@@ -60,7 +60,7 @@ def _poison(memory: torch.Tensor) -> None:
     ctypes.memset(memory.data_ptr(), POISON & 0xFF, memory.nbytes)
 
 
-class _Freed:
+class _FreedTensor:
     """Whether the memory of a tensor was freed. Does not keep it alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ class _LateCopy:
     def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
         if not source.is_contiguous() or not target.is_contiguous() or source.shape != target.shape:
             raise ValueError("expected contiguous tensors of one shape")
-        self._freed = _Freed(source)
+        self._freed = _FreedTensor(source)
         self._address = source.data_ptr()
         self.target = target
 
@@ -111,7 +111,7 @@ class LateDevice:
         self._refuses = refuses
         self._direct: tuple[int, int] | None = None
         """First and last address of the registered host memory."""
-        self._pinned: list[tuple[_Freed, int, int]] = []
+        self._pinned: list[tuple[_FreedTensor, int, int]] = []
         self.current = 0
         self.capturing = False
         self.captured: set[int] = set()
@@ -223,7 +223,7 @@ class LateDevice:
         memory = torch.empty(shape, dtype=dtype, device="cpu")
         _poison(memory)
         begin = memory.data_ptr()
-        self._pinned.append((_Freed(memory), begin, begin + memory.nbytes))
+        self._pinned.append((_FreedTensor(memory), begin, begin + memory.nbytes))
         return memory
 
     # -- time ---------------------------------------------------------------------------------------------------

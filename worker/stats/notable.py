@@ -10,8 +10,8 @@ from typing import Any
 import numpy
 import torch
 
-from ...core.judge import Limits
-from ...core.values import COUNTED, DTYPE_CODES, DTYPE_MAX, DTYPE_NAMES, SHARE, Encoding
+from ...core.judge import WarningLimits
+from ...core.values import COUNTED, DTYPE_CODES, DTYPE_MAX, DTYPE_NAMES, SHARE, ValueEncoding
 from .tensor_stats import CODES, FLOATS, measure
 
 try:
@@ -22,22 +22,22 @@ except ImportError:  # gpuwatch was installed without a C compiler
 _CODES = 256
 _NEVER = (1 << 63) - 1
 _BY_ENCODING = {
-    Encoding.FLOAT64: "float64",
-    Encoding.FLOAT32: "float32",
-    Encoding.FLOAT16: "float16",
-    Encoding.BFLOAT16: "bfloat16",
+    ValueEncoding.FLOAT64: "float64",
+    ValueEncoding.FLOAT32: "float32",
+    ValueEncoding.FLOAT16: "float16",
+    ValueEncoding.BFLOAT16: "bfloat16",
 }
 """Encoding -> the dtype that is recorded in it as it is."""
 
 
-class Notable:
+class NotableFilter:
     """The filter with the limits of one watch.
 
     It knows a value by its dtype code if it stands in a row, and by its encoding alone if it comes from a device. An
     encoding has the limits of its own dtype. `wide_limit` has those of a dtype that is recorded in a wider encoding.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WarningLimits) -> None:
         self.near = near_bits(limits.near_overflow)
         """dtype code -> (bits of abs max from which on it is near overflow, bits of the largest finite number)"""
         share = limits.underflow_share

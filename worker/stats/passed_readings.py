@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .device_interface import Device, StreamKey
-from .torch_reader import Readings, Source, Waiting, fresh_rows, source_of
+from .device_interface import StatsDevice, StreamKey
+from .torch_reader import GroupedReadings, TensorSource, WaitingTensors, fresh_rows, source_of
 from .without_modes import without_modes
 
 _CAPACITY = 256
@@ -25,7 +25,7 @@ _MOST_FLYING = 64
 _NOT_FINITE = 0xFF
 
 
-class Reading:
+class PassedReading:
     """The numbers of tensors that were read together. `about` is the caller's."""
 
     __slots__ = ("about", "is_lost", "missing", "parts")
@@ -55,16 +55,16 @@ class _StreamRows:
         self.stream = stream
         self.rows: torch.Tensor | None = None
         self.used = 0
-        self.read: list[tuple[Reading, int, int]] = []
+        self.read: list[tuple[PassedReading, int, int]] = []
         """(reading, first row, end): their copy was not started yet."""
-        self.flying: deque[tuple[Any, torch.Tensor, torch.Tensor, list[tuple[Reading, int, int]]]] = deque()
+        self.flying: deque[tuple[Any, torch.Tensor, torch.Tensor, list[tuple[PassedReading, int, int]]]] = deque()
         """(event, packed rows, the same in host memory, what was read into them)"""
 
 
 class PassedReadings:
     """All streams' readings that belong to no frame."""
 
-    def __init__(self, driver: Device, do: Callable[..., Any]) -> None:
+    def __init__(self, driver: StatsDevice, do: Callable[..., Any]) -> None:
         """`do(method, ...)` has a Reader (device_reader.py) do something."""
         self._driver = driver
         self._do = do
@@ -72,32 +72,32 @@ class PassedReadings:
         self.unseen = False
         """Something was not read, or its numbers are lost."""
 
-    def read(self, tensors: Sequence[torch.Tensor], about: Any) -> tuple[Reading, list[torch.Tensor]] | None:
+    def read(self, tensors: Sequence[torch.Tensor], about: Any) -> tuple[PassedReading, list[torch.Tensor]] | None:
         """Start to read. Returns the reading and the tensors that it is of; None if there is nothing to read, or a
         graph is captured."""
         return without_modes(self._read, tensors, about)
 
-    def _read(self, tensors: Sequence[torch.Tensor], about: Any) -> tuple[Reading, list[torch.Tensor]] | None:
+    def _read(self, tensors: Sequence[torch.Tensor], about: Any) -> tuple[PassedReading, list[torch.Tensor]] | None:
         if self._driver.is_capturing():
             self.unseen = True
             return None
         found = [(each, source) for each in tensors if (source := self._source(each, tensors[0].device)) is not None]
         if not found:
             return None
-        reading = Reading(about)
+        reading = PassedReading(about)
         device = found[0][0].device
         for first in range(0, len(found), _CAPACITY):
             self._launch([source for _, source in found[first : first + _CAPACITY]], reading, device)
         return reading, [tensor for tensor, _ in found]
 
-    def _source(self, tensor: torch.Tensor, device: torch.device) -> Source | None:
+    def _source(self, tensor: torch.Tensor, device: torch.device) -> TensorSource | None:
         if not tensor.dtype.is_floating_point or not tensor.numel():
             return None
         source = source_of(tensor) if tensor.device == device and self._driver.holds(tensor) else None
         self.unseen |= source is None
         return source
 
-    def _launch(self, sources: list[Source], reading: Reading, device: torch.device) -> None:
+    def _launch(self, sources: list[TensorSource], reading: PassedReading, device: torch.device) -> None:
         key = self._driver.stream_key(device)
         stream = self._streams.get(key)
         if stream is None:
@@ -114,7 +114,7 @@ class PassedReadings:
             if len(sources) == 1:
                 self._do("read", sources[0], stream.rows, first, False)
             else:
-                self._do("read_many", Readings([Waiting(sources, first, False)], device), stream.rows)
+                self._do("read_many", GroupedReadings([WaitingTensors(sources, first, False)], device), stream.rows)
 
     def flush(self) -> None:
         """Start the copies of all that was read. Does nothing while the user captures a graph."""
@@ -145,12 +145,12 @@ class PassedReadings:
             if len(stream.flying) < _MOST_FLYING:
                 raise
 
-    def collect(self) -> list[Reading]:
+    def collect(self) -> list[PassedReading]:
         """Those whose numbers have come since the last call and are not all finite, in the order of reading."""
         return without_modes(self._collect)
 
-    def _collect(self) -> list[Reading]:
-        found: list[Reading] = []
+    def _collect(self) -> list[PassedReading]:
+        found: list[PassedReading] = []
         if self._driver.is_capturing():  # a query would break the user's capture
             return found
         for key, stream in self._streams.items():
@@ -168,7 +168,7 @@ class PassedReadings:
         return found
 
     @staticmethod
-    def _arrived(numbers: Any, read: list[tuple[Reading, int, int]]) -> list[Reading]:
+    def _arrived(numbers: Any, read: list[tuple[PassedReading, int, int]]) -> list[PassedReading]:
         for reading, first, end in read:
             reading.parts.append(numbers[first:end])
             reading.missing -= end - first
@@ -176,7 +176,7 @@ class PassedReadings:
             return []
         return [reading for reading, _, _ in read if not reading.missing and _is_bad(reading)]
 
-    def _lose(self, read: list[tuple[Reading, int, int]]) -> None:
+    def _lose(self, read: list[tuple[PassedReading, int, int]]) -> None:
         self.unseen = True
         for reading, _, _ in read:
             reading.is_lost = True
@@ -197,5 +197,5 @@ class PassedReadings:
         self._streams.clear()
 
 
-def _is_bad(reading: Reading) -> bool:
+def _is_bad(reading: PassedReading) -> bool:
     return any(bool((part[:, 2] & _NOT_FINITE).any()) for part in reading.parts)

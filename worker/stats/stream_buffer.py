@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .device_interface import StreamKey
-from .torch_reader import Earlier, Packed, Readings, Waiting
+from .torch_reader import Earlier, GroupedReadings, PackedRows, WaitingTensors
 
 
 class DeviceRow:
@@ -24,7 +24,7 @@ class DeviceRow:
         """Where its numbers are. None until they are packed, or if that failed."""
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows that are being copied to the values `positions` of one segment."""
 
     source: torch.Tensor
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     """(n, 3) in pinned host memory, if the device cannot copy directly into the file."""
 
 
-class Copy:
+class RowCopy:
     """An outstanding copy of rows of one segment and one stream."""
 
     __slots__ = ("block", "event", "limits", "page", "values_at")
@@ -43,7 +43,7 @@ class Copy:
     def __init__(self, page: int, values_at: int) -> None:
         self.page = page
         self.values_at = values_at
-        self.block: Block
+        self.block: RowBlock
         self.limits: dict[int, int] = {}
         """Position -> see `Notable.wide_limit`."""
         self.event: Any = None
@@ -62,14 +62,14 @@ class StreamBuffer:
         """(VALUES_PER_SEGMENT, COLUMNS); None until they are made, and after an error that did not reset them."""
         self.positions: list[int] = []
         """Positions in the segment whose copy was not started yet."""
-        self.waiting: list[Waiting] = []
+        self.waiting: list[WaitingTensors] = []
         """Tensors among them that the next launch reads."""
-        self.weights: list[Waiting] = []
+        self.weights: list[WaitingTensors] = []
         """Weights among them that were read before. One launch deals with all of them before the rows are packed."""
         self.remembered: list[tuple[int, Sequence[DeviceRow]]] = []
         """The weights among them: the position of the first of some, and their rows."""
         self.limits: dict[int, int] = {}
-        self.flying: deque[Copy] = deque()
+        self.flying: deque[RowCopy] = deque()
 
     def drop(self) -> int:
         """Drop the values whose copy was not started. Returns their number."""
@@ -78,14 +78,14 @@ class StreamBuffer:
         self.positions, self.waiting, self.weights, self.remembered, self.limits = [], [], [], [], {}
         return dropped
 
-    def take_readings(self) -> Readings:
+    def take_readings(self) -> GroupedReadings:
         """What waits for a launch. It waits no longer."""
         waiting = self.waiting + self.weights
         self.waiting, self.weights = [], []
-        return Readings(waiting, self.device)
+        return GroupedReadings(waiting, self.device)
 
 
-def remember(remembered: list[tuple[int, Sequence[DeviceRow]]], packed: Packed, first: int) -> None:
+def remember(remembered: list[tuple[int, Sequence[DeviceRow]]], packed: PackedRows, first: int) -> None:
     """The rows of weights are packed now. `first`: the position of the first packed row."""
     for position, rows in remembered:
         for number, row in enumerate(rows, position - first):

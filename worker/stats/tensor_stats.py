@@ -12,7 +12,7 @@ import torch
 
 from ...core.frames import RowKind
 from ...core.torch_names import name_in_torch
-from ...core.values import COUNTED, DTYPE_CODES, INF_BITS, MIN_NORMAL_BITS, SHARE, SIGN_MASK, Encoding, NonFinite
+from ...core.values import COUNTED, DTYPE_CODES, INF_BITS, MIN_NORMAL_BITS, SHARE, SIGN_MASK, NonFinite, ValueEncoding
 from .host_reduce import below, extremes
 
 
@@ -25,14 +25,14 @@ class TensorStats(NamedTuple):
     kind: int
 
 
-class Seen(NamedTuple):
+class TensorReading(NamedTuple):
     """The numbers and the shape of a tensor that a compiled graph has looked at."""
 
     numbers: TensorStats
     shape: tuple[int, ...]
 
 
-class Float(NamedTuple):
+class FloatFormat(NamedTuple):
     """A floating point type whose bits are read directly."""
 
     code: int
@@ -61,16 +61,16 @@ LOW_PRECISION = {
 """dtypes in which small numbers vanish: their zeros and subnormals are counted."""
 
 
-def _float(dtype: torch.dtype, bits: torch.dtype, encoding: Encoding) -> Float:
+def _float(dtype: torch.dtype, bits: torch.dtype, encoding: ValueEncoding) -> FloatFormat:
     mask, inf = SIGN_MASK[encoding], INF_BITS[encoding]
-    return Float(CODES[dtype], bits, bits.itemsize, mask, encoding << 8, inf, dtype in LOW_PRECISION)
+    return FloatFormat(CODES[dtype], bits, bits.itemsize, mask, encoding << 8, inf, dtype in LOW_PRECISION)
 
 
 FLOATS = {
-    torch.float32: _float(torch.float32, torch.int32, Encoding.FLOAT32),
-    torch.float16: _float(torch.float16, torch.int16, Encoding.FLOAT16),
-    torch.bfloat16: _float(torch.bfloat16, torch.int16, Encoding.BFLOAT16),
-    torch.float64: _float(torch.float64, torch.int64, Encoding.FLOAT64),
+    torch.float32: _float(torch.float32, torch.int32, ValueEncoding.FLOAT32),
+    torch.float16: _float(torch.float16, torch.int16, ValueEncoding.FLOAT16),
+    torch.bfloat16: _float(torch.bfloat16, torch.int16, ValueEncoding.BFLOAT16),
+    torch.float64: _float(torch.float64, torch.int64, ValueEncoding.FLOAT64),
 }
 
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
@@ -108,13 +108,13 @@ def measure(tensor: torch.Tensor, count: bool = False) -> TensorStats:
     return numbers
 
 
-def in_memory(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
+def in_memory(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None:
     """As `place_of`, for a tensor in host memory. None for others."""
     place = place_of(tensor)
     return place if place is not None and tensor.is_cpu else None
 
 
-def place_of(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
+def place_of(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None:
     """(address, elements, type) of a contiguous tensor of floats, as nearly all are, on any device. None for others."""
     cls = type(tensor)
     if cls is not _TENSOR and cls is not _PARAMETER:
@@ -135,7 +135,7 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
     return address, count, kind
 
 
-def stats_in_memory(tensor: torch.Tensor, address: int, count: int, kind: Float, shares: bool) -> TensorStats:
+def stats_in_memory(tensor: torch.Tensor, address: int, count: int, kind: FloatFormat, shares: bool) -> TensorStats:
     """TensorStats of a tensor at the place that `in_memory` returned. `shares`: also count zeros and subnormals."""
     low, high = extremes(address, count, kind.size)
     meta = kind.meta
@@ -224,8 +224,8 @@ def _shares(tensor: torch.Tensor) -> int:
     return share_bits(zeros, small - zeros, total)
 
 
-def _shares_in(kind: Float, address: int, count: int) -> int:
-    zeros, small = below(address, count, kind.size, MIN_NORMAL_BITS[Encoding(kind.meta >> 8)])
+def _shares_in(kind: FloatFormat, address: int, count: int) -> int:
+    zeros, small = below(address, count, kind.size, MIN_NORMAL_BITS[ValueEncoding(kind.meta >> 8)])
     return share_bits(zeros, small - zeros, count)
 
 
@@ -261,7 +261,7 @@ def _measure_integers(tensor: torch.Tensor) -> TensorStats:
         high = max(-low, high)
         low = int(sizes.amin().item()) if sizes.numel() else -low
     limit = (1 << 63) - 1
-    return TensorStats(min(low, limit), min(high, limit), Encoding.INTEGER << 8, RowKind.MEASURED)
+    return TensorStats(min(low, limit), min(high, limit), ValueEncoding.INTEGER << 8, RowKind.MEASURED)
 
 
 def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, Encoding, NonFinite
+from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, NonFinite, ValueEncoding
 from .tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, is_wrapped, to_plain, version_of
 from .without_modes import without_modes
 
@@ -30,7 +30,7 @@ _CHUNK = 1 << 22
 """Elements that torch's operations read at once, so that no temporary is as large as a tensor."""
 
 
-class Kind(NamedTuple):
+class KernelDtype(NamedTuple):
     """How the kernel reads a dtype: its number in kernel.py, the dtype it loads, and the shape of a block."""
 
     code: int
@@ -39,22 +39,22 @@ class Kind(NamedTuple):
     wide: int
 
 
-def _kinds() -> dict[torch.dtype, Kind]:
+def _kinds() -> dict[torch.dtype, KernelDtype]:
     kinds = {
-        torch.float64: Kind(1, torch.float64, 4, 256),
-        torch.float32: Kind(2, torch.float32, 4, 512),
-        torch.float16: Kind(3, torch.float16, 4, 1024),
-        torch.bfloat16: Kind(4, torch.bfloat16, 4, 1024),
-        torch.bool: Kind(0, torch.uint8, 2, 1024),
+        torch.float64: KernelDtype(1, torch.float64, 4, 256),
+        torch.float32: KernelDtype(2, torch.float32, 4, 512),
+        torch.float16: KernelDtype(3, torch.float16, 4, 1024),
+        torch.bfloat16: KernelDtype(4, torch.bfloat16, 4, 1024),
+        torch.bool: KernelDtype(0, torch.uint8, 2, 1024),
     }
     for name in ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32"):
         dtype = getattr(torch, name)
-        kinds[dtype] = Kind(0, dtype, 2, 512)
-    kinds[torch.uint64] = Kind(5, torch.int64, 2, 512)
+        kinds[dtype] = KernelDtype(0, dtype, 2, 512)
+    kinds[torch.uint64] = KernelDtype(5, torch.int64, 2, 512)
     for code, name in enumerate(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"), start=6):
         float8 = getattr(torch, f"float8_{name}", None)  # torch 2.5 lacks some of them
         if isinstance(float8, torch.dtype):
-            kinds[float8] = Kind(code, torch.int8, 4, 1024)
+            kinds[float8] = KernelDtype(code, torch.int8, 4, 1024)
     return kinds
 
 
@@ -64,7 +64,7 @@ DTYPES = {CODES[dtype]: dtype for dtype in KINDS}
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """Where the numbers of a tensor are: `elements` in runs of `inner`, which begin `stride` apart.
 
     >>> source_of(torch.zeros(3, 10)[:, :4])[1:]
@@ -77,16 +77,16 @@ class Source(NamedTuple):
     stride: int
 
 
-def dense(tensor: torch.Tensor, elements: int) -> Source:
+def dense(tensor: torch.Tensor, elements: int) -> TensorSource:
     """The source of a tensor that lies in one piece, in order."""
-    return _new_source(Source, (tensor, elements, elements, 0))
+    return _new_source(TensorSource, (tensor, elements, elements, 0))
 
 
-_new_source: Callable[[type[Source], tuple[torch.Tensor, int, int, int]], Source] = tuple.__new__
+_new_source: Callable[[type[TensorSource], tuple[torch.Tensor, int, int, int]], TensorSource] = tuple.__new__
 """Makes a named tuple three times as fast as its class does."""
 
 
-def source_of(tensor: torch.Tensor) -> Source | None:
+def source_of(tensor: torch.Tensor) -> TensorSource | None:
     """The memory to read for a tensor. None if there is none, or if it cannot be read without waiting."""
     plain = _plain(tensor)
     if plain is None or plain.dtype not in KINDS:
@@ -102,7 +102,7 @@ def source_of(tensor: torch.Tensor) -> Source | None:
     source = _runs(plain)
     if source is None:  # holes of more than one size
         plain = plain.contiguous()
-        source = Source(plain, plain.numel(), plain.numel(), 0)
+        source = TensorSource(plain, plain.numel(), plain.numel(), 0)
     return source
 
 
@@ -126,7 +126,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     return to_plain(tensor)
 
 
-def _runs(tensor: torch.Tensor) -> Source | None:
+def _runs(tensor: torch.Tensor) -> TensorSource | None:
     """The memory of a strided tensor with holes as runs of equal length. None if one stride cannot describe it."""
     # an expanded dimension repeats the same elements, so it is dropped
     dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and step)
@@ -139,10 +139,10 @@ def _runs(tensor: torch.Tensor) -> Source | None:
             outer *= size
         else:
             return None
-    return Source(tensor, inner * outer, inner, stride)
+    return TensorSource(tensor, inner * outer, inner, stride)
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """Packed rows on the device."""
 
     rows: torch.Tensor
@@ -150,7 +150,7 @@ class Packed(NamedTuple):
     address: int
 
 
-Earlier = tuple[Packed, int]
+Earlier = tuple[PackedRows, int]
 """Packed rows, and the number of a row in them."""
 
 
@@ -165,7 +165,7 @@ class KnownWeight(NamedTuple):
     """Its `packed` is Earlier, or None: a DeviceRow of stream_buffer.py."""
 
 
-class Waiting(NamedTuple):
+class WaitingTensors(NamedTuple):
     """Tensors whose rows lie side by side, and that wait for a launch."""
 
     items: list[Any]
@@ -197,7 +197,7 @@ def _reads_this_torch() -> bool:
 _is_native = _reads_this_torch()
 
 
-class Readings:
+class GroupedReadings:
     """Tensors that are read together into rows. Those with earlier numbers are the last.
 
     An entry is eight integers: code of the dtype (core/values.py), whether zeros and subnormals are counted, position
@@ -205,7 +205,7 @@ class Readings:
     and the tensor is read only if a row before its own is non-finite. An address is 0 if there is none.
     """
 
-    def __init__(self, waiting: list[Waiting], device: torch.device) -> None:
+    def __init__(self, waiting: list[WaitingTensors], device: torch.device) -> None:
         """`device`: that of the rows. A weight that has been moved to another one since keeps its earlier numbers."""
         self._device = device
         self.tensors: list[torch.Tensor | None] = []
@@ -213,7 +213,7 @@ class Readings:
         self.entries = b"".join(self._entries(waiting))
         """One ENTRY after the other."""
 
-    def _entries(self, waiting: list[Waiting]) -> Iterator[bytes]:
+    def _entries(self, waiting: list[WaitingTensors]) -> Iterator[bytes]:
         """Those of ordinary tensors and weights are made in C, where it was built."""
         at, place = 0, (_DLPACK_TYPES.get(self._device.type, 0), self._device.index or 0)
         while at < len(waiting):
@@ -225,12 +225,12 @@ class Readings:
                 yield b"".join([self._entry(item, position, counted) for position, item in enumerate(items, first)])
                 at += 1
 
-    def _entry(self, item: Source | torch.Tensor | KnownWeight, position: int, counted: bool) -> bytes:
+    def _entry(self, item: TensorSource | torch.Tensor | KnownWeight, position: int, counted: bool) -> bytes:
         earlier: Earlier | None = None
         if isinstance(item, torch.Tensor):
             source = source_of(item)
             assert source is not None
-        elif isinstance(item, Source):
+        elif isinstance(item, TensorSource):
             source = item
         else:
             tensor, earlier = item[0](), item[3].packed
@@ -247,13 +247,13 @@ class Readings:
         return ENTRY.pack(CODES[tensor.dtype], counted, position, tensor.data_ptr(), elements, inner, stride, kept)
 
 
-class Reader(Protocol):
+class TensorReader(Protocol):
     """Reads tensors into rows on one stream. `read` may be called with modes of the script, and with gradients on."""
 
-    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+    def read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """Write the numbers of a tensor into a fresh row."""
 
-    def read_many(self, readings: Readings, rows: torch.Tensor) -> None:
+    def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
         """Write the rows that the tensors would get one after the other."""
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -268,21 +268,21 @@ def fresh_rows(count: int, device: torch.device) -> torch.Tensor:
 
 
 class TorchReader:
-    """A `Reader` of torch's operations, several for one tensor: for the CPU, and where Triton does not run."""
+    """A `TensorReader` of torch's operations, several for one tensor: for the CPU, and where Triton does not run."""
 
-    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
-        """See `Reader`."""
+    def read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
+        """See `TensorReader`."""
         without_modes(self._read, source, rows, position, count)
 
-    def _read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+    def _read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         rows[position].copy_(self._row(source, count))
 
-    def read_many(self, readings: Readings, rows: torch.Tensor) -> None:
-        """See `Reader`. The host does not know whether earlier numbers are good, so every tensor is read."""
+    def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
+        """See `TensorReader`. The host does not know whether earlier numbers are good, so every tensor is read."""
         entries = ENTRY.iter_unpack(readings.entries)
         for entry, tensor, earlier in zip(entries, readings.tensors, readings.earlier, strict=True):
             _, counted, position, _, elements, inner, stride, _ = entry
-            found = self._row(Source(tensor, elements, inner, stride), counted) if tensor is not None else None
+            found = self._row(TensorSource(tensor, elements, inner, stride), counted) if tensor is not None else None
             if earlier is not None:
                 kept = torch.nn.functional.pad(earlier[0].rows[earlier[1]], (0, COLUMNS - 3))
                 bad = (rows[:position, 2] & _NON_FINITE).any()
@@ -291,7 +291,7 @@ class TorchReader:
             rows[position].copy_(found)
 
     @staticmethod
-    def _row(source: Source, count: bool) -> torch.Tensor:
+    def _row(source: TensorSource, count: bool) -> torch.Tensor:
         flat = _flat(source)
         counted = count and flat.dtype in LOW_PRECISION
         parts = [_numbers(flat[at : at + _CHUNK], counted) for at in range(0, source.elements, _CHUNK)]
@@ -304,7 +304,7 @@ class TorchReader:
         return torch.stack((low, high, meta, zeros, small, total))
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """See `Reader`."""
+        """See `TensorReader`."""
         low, high, meta, zeros, subnormals, total = rows[:count].unbind(1)
         divisor = total.clamp(min=1)
         shares = _share(zeros, divisor) << 16 | _share(subnormals, divisor) << 32 | COUNTED
@@ -314,7 +314,7 @@ class TorchReader:
         return packed
 
 
-def _flat(source: Source) -> torch.Tensor:
+def _flat(source: TensorSource) -> torch.Tensor:
     tensor, elements, inner, stride = source
     if stride == 0:
         return tensor.as_strided((elements,), (1,))
@@ -323,8 +323,8 @@ def _flat(source: Source) -> torch.Tensor:
 
 def _encoding(dtype: torch.dtype) -> int:
     if not dtype.is_floating_point:
-        return int(Encoding.INTEGER)
-    return FLOATS[dtype].meta >> 8 if dtype in FLOATS else int(Encoding.FLOAT32)
+        return int(ValueEncoding.INTEGER)
+    return FLOATS[dtype].meta >> 8 if dtype in FLOATS else int(ValueEncoding.FLOAT32)
 
 
 def _numbers(part: torch.Tensor, count: bool) -> torch.Tensor:
@@ -341,7 +341,7 @@ def _numbers(part: torch.Tensor, count: bool) -> torch.Tensor:
     normal = 0
     if part.dtype in FLOATS:
         float_ = FLOATS[part.dtype]
-        normal = MIN_NORMAL_BITS[Encoding(float_.meta >> 8)]
+        normal = MIN_NORMAL_BITS[ValueEncoding(float_.meta >> 8)]
     else:
         float_ = FLOATS[torch.float32]
         if count:
@@ -350,7 +350,7 @@ def _numbers(part: torch.Tensor, count: bool) -> torch.Tensor:
         part = torch.where(part.isnan(), torch.nan, part)  # always the same nan
     bits = part.view(float_.bits)
     sizes = bits.bitwise_and(float_.mask)
-    inf = INF_BITS[Encoding(float_.meta >> 8)]
+    inf = INF_BITS[ValueEncoding(float_.meta >> 8)]
     negative_inf = inf - float_.mask - 1
     zeros = (sizes == 0).sum() if count else nothing
     small = (sizes < normal).sum() - zeros if count else nothing

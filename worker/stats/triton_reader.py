@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .tensor_stats import LOW_PRECISION
-from .torch_reader import DTYPES, ENTRY, KINDS, Kind, Readings, Source
+from .torch_reader import DTYPES, ENTRY, KINDS, GroupedReadings, KernelDtype, TensorSource
 from .without_modes import without_modes
 
 try:
@@ -55,7 +55,7 @@ class TritonReader:
         self._programs: dict[torch.device, int] = {}
         self.interpreted: bool = kernel.INTERPRETED
 
-    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+    def read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """See `Reader`. The device must be the current one."""
         tensor, elements, inner, stride = source
         address, target = tensor.data_ptr(), rows.data_ptr()
@@ -68,7 +68,7 @@ class TritonReader:
         programs = min(-(-elements // block), most)
         compiled[programs, 1, 1](address, target, position, elements, inner, stride, *constants)
 
-    def _first_read(self, key: Any, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+    def _first_read(self, key: Any, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """An ordinary launch, which compiles the kernel where Triton has not done so yet."""
         tensor, elements, inner, stride = source
         kind, block, constants = _constants(tensor.dtype, count, layout_of(elements, stride))
@@ -79,7 +79,7 @@ class TritonReader:
         if self._is_direct and compiled is not None:
             self._reads[key] = compiled, block, most, constants
 
-    def read_many(self, readings: Readings, rows: torch.Tensor) -> None:
+    def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
         """See `Reader`. One launch for all tensors of one dtype and layout, as torch's foreach operations do it.
 
         A table on the device says which programs read which tensor. It is copied there without waiting.
@@ -173,7 +173,7 @@ def layout_of(elements: int, stride: int) -> int:
 
 
 @functools.cache
-def _constants(dtype: torch.dtype, count: bool, layout: int) -> tuple[Kind, int, tuple[Any, ...]]:
+def _constants(dtype: torch.dtype, count: bool, layout: int) -> tuple[KernelDtype, int, tuple[Any, ...]]:
     """(how a dtype is read, elements in a block, the kernels' constants KIND, COUNT, LAYOUT, DEEP and WIDE)"""
     kind = KINDS[dtype]
     deep = kind.deep if layout == 0 else 1

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ....core.frames import format_number
 from ....core.metrics import METRICS
-from ..amounts import share_text, size_text, when_text
-from ..model import Figure, NodeFigures, Report
+from ..model import FigureSeries, NodeFigures, RunReport
+from ..sentence_parts import share_text, size_text, when_text
 
 WIDTH, HEIGHT = 640, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 40
@@ -18,7 +18,7 @@ _MORE_FOR_GROWTH = 0.25
 """So much of the axis may be added for a forecast that goes beyond the last batch."""
 
 
-class Series(NamedTuple):
+class ChartSeries(NamedTuple):
     """One line. Points are (x, y); y is None where nothing was measured, inf where the value was not finite."""
 
     name: str
@@ -28,14 +28,14 @@ class Series(NamedTuple):
     rank: int = -1
 
 
-class Limit(NamedTuple):
+class DtypeLimit(NamedTuple):
     """The largest finite number of a dtype."""
 
     dtype: str
     value: float
 
 
-class Mark(NamedTuple):
+class NonFiniteMark(NamedTuple):
     """A point that is not finite: drawn at the upper edge."""
 
     x: float
@@ -44,7 +44,7 @@ class Mark(NamedTuple):
     title: str
 
 
-class Growth(NamedTuple):
+class GrowthLine(NamedTuple):
     """A forecast: from one value the series reaches another one, as a straight line on the logarithmic axis."""
 
     x: float
@@ -71,7 +71,7 @@ class DrawnGrowth(NamedTuple):
     text: str
 
 
-class Line(NamedTuple):
+class SeriesPaths(NamedTuple):
     """One line as SVG paths."""
 
     name: str
@@ -82,26 +82,26 @@ class Line(NamedTuple):
     """Its last point, for a label."""
 
 
-class Tick(NamedTuple):
+class AxisTick(NamedTuple):
     """A label of an axis."""
 
     at: float
     text: str
 
 
-class Chart(NamedTuple):
+class OutputChart(NamedTuple):
     """What the template draws."""
 
     title: str
     description: str
     x_title: str
-    lines: list[Line]
-    marks: list[Mark]
+    lines: list[SeriesPaths]
+    marks: list[NonFiniteMark]
     limit_y: float | None
     limit_text: str
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]
-    guide: Tick | None
+    x_ticks: list[AxisTick]
+    y_ticks: list[AxisTick]
+    guide: AxisTick | None
     """A vertical line at the place that the verdict is about."""
     growth: DrawnGrowth | None = None
     width: int = WIDTH
@@ -116,12 +116,12 @@ def draw(
     title: str,
     description: str,
     x_title: str,
-    series: Sequence[Series],
+    series: Sequence[ChartSeries],
     x_ticks: Sequence[tuple[float, str]],
-    limit: Limit | None,
+    limit: DtypeLimit | None,
     guide: tuple[float, str] | None = None,
-    growth: Growth | None = None,
-) -> Chart | None:
+    growth: GrowthLine | None = None,
+) -> OutputChart | None:
     """The chart; None where no value is above zero and finite."""
     finite = [y for each in series for _, y in each.points if y is not None and 0 < y < math.inf]
     xs = [x for each in series for x, _ in each.points]
@@ -145,13 +145,15 @@ def draw(
     lines, marks = [], []
     for each in series:
         points = [(place_x(x), place_y(y)) if y is not None and y < math.inf else None for x, y in each.points]
-        lines.append(Line(each.name, each.style, _path(points), each.rank, next(filter(None, reversed(points)), None)))
+        lines.append(
+            SeriesPaths(each.name, each.style, _path(points), each.rank, next(filter(None, reversed(points)), None))
+        )
         marks += [
-            Mark(place_x(x), TOP - 6, each.style, f"{each.name}: not finite")
+            NonFiniteMark(place_x(x), TOP - 6, each.style, f"{each.name}: not finite")
             for x, y in each.points
             if y is not None and not y < math.inf
         ]
-    return Chart(
+    return OutputChart(
         title,
         description,
         x_title,
@@ -159,15 +161,15 @@ def draw(
         marks,
         place_y(shown_limit.value) if shown_limit else None,
         f"{shown_limit.dtype} ends at {format_number(shown_limit.value).strip()}" if shown_limit else "",
-        [Tick(place_x(x), text) for x, text in x_ticks],
-        [Tick(place_y(10.0**power), f"1e{power:+03d}") for power in powers(low, high)],
-        Tick(place_x(guide[0]), guide[1]) if guide is not None else None,
+        [AxisTick(place_x(x), text) for x, text in x_ticks],
+        [AxisTick(place_y(10.0**power), f"1e{power:+03d}") for power in powers(low, high)],
+        AxisTick(place_x(guide[0]), guide[1]) if guide is not None else None,
         _draw_growth(growth, last, place_x, place_y) if growth is not None else None,
     )
 
 
 def _draw_growth(
-    growth: Growth, last: float, place_x: Callable[[float], float], place_y: Callable[[float], float]
+    growth: GrowthLine, last: float, place_x: Callable[[float], float], place_y: Callable[[float], float]
 ) -> DrawnGrowth:
     """The line and the band around it, up to where the axis ends."""
 
@@ -253,20 +255,20 @@ _OF = {"memory_used": "memory_total", "gpu_memory_used": "gpu_memory_total", "sm
 """What is the upper edge of a picture, where it is known."""
 
 
-class Curve(NamedTuple):
+class FigureCurve(NamedTuple):
     """One figure of one GPU or rank, or of the host."""
 
     of: str
     path: str
 
 
-class Spark(NamedTuple):
+class FigureCurves(NamedTuple):
     """One figure of all GPUs, of all ranks, or of the host."""
 
     title: str
     most: str
     """The upper edge, in words."""
-    curves: list[Curve]
+    curves: list[FigureCurve]
     event_x: float | None
     description: str
 
@@ -275,11 +277,11 @@ class NodeSparks(NamedTuple):
     """One node."""
 
     host: str
-    sparks: list[Spark]
+    sparks: list[FigureCurves]
     troubles: list[str]
 
 
-def sparklines(report: Report) -> list[NodeSparks]:
+def sparklines(report: RunReport) -> list[NodeSparks]:
     """A row of pictures for each node that the report has figures of."""
     telemetry = report.telemetry
     if telemetry is None:
@@ -287,10 +289,10 @@ def sparklines(report: Report) -> list[NodeSparks]:
     return [NodeSparks(node.host, _of_node(node, telemetry.event), node.troubles) for node in telemetry.nodes]
 
 
-def _of_node(node: NodeFigures, event: str) -> list[Spark]:
+def _of_node(node: NodeFigures, event: str) -> list[FigureCurves]:
     if len(node.at_s) < 2:
         return []
-    by_what: dict[str, list[Figure]] = {}
+    by_what: dict[str, list[FigureSeries]] = {}
     for figure in node.figures:
         by_what.setdefault(figure.what, []).append(figure)
     found = []
@@ -305,15 +307,15 @@ def _of_node(node: NodeFigures, event: str) -> list[Spark]:
     return found
 
 
-def _spark(at_s: Sequence[float], figures: list[Figure], top: float, highest: float, event: str) -> Spark:
+def _spark(at_s: Sequence[float], figures: list[FigureSeries], top: float, highest: float, event: str) -> FigureCurves:
     first, last = at_s[0], at_s[-1]
     wide = (SPARK_WIDTH - 2 * EDGE) / (last - first or 1.0)
     high = (SPARK_HEIGHT - 2 * EDGE) / (top or 1.0)
     xs = [f"{EDGE + wide * (at - first):.0f}" for at in at_s]
-    curves = [Curve(figure.of or "the host", _spark_path(xs, figure.values, high)) for figure in figures]
+    curves = [FigureCurve(figure.of or "the host", _spark_path(xs, figure.values, high)) for figure in figures]
     span = f"from {when_text(first, event)} to {when_text(last, event)}" if event else "over the run"
     one = figures[0]
-    return Spark(
+    return FigureCurves(
         one.text,
         amount_text(highest, one.unit),
         curves,

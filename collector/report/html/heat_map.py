@@ -10,8 +10,8 @@ from typing import NamedTuple
 from ....core.text import ranks_text
 from ....core.values import headroom
 from ....core.wire.columns import NO_NUMBER
-from ..model import ModulesByRanks, Report
-from ..side_by_side import Cell, rank_to_show, side_by_side
+from ..model import ModulesByRanks, RunReport
+from ..side_by_side import ModuleCell, rank_to_show, side_by_side
 
 _MOST_RANKS = 32
 _MOST_ROWS = 120
@@ -37,7 +37,7 @@ class HeatRow(NamedTuple):
     cells: list[HeatCell]
 
 
-class Stretch(NamedTuple):
+class RankStretch(NamedTuple):
     """Ranks beside each other whose cells have one level."""
 
     x: int
@@ -57,12 +57,12 @@ class HeatMap(NamedTuple):
     left_out: int
     legend: list[tuple[str, str]]
     """(level, what it means)"""
-    overview: Sequence[tuple[str, list[Stretch]]] = ()
+    overview: Sequence[tuple[str, list[RankStretch]]] = ()
     """Where there are more ranks than columns: for each module all of them, without numbers."""
     num_ranks: int = 0
 
 
-def heat_map(report: Report) -> HeatMap | None:
+def heat_map(report: RunReport) -> HeatMap | None:
     """From the history, where there is one; else from frames; None where no frames of two ranks can be compared."""
     if report.by_module is not None and len(report.by_module.ranks) > 1:
         return _from_history(report, report.by_module)
@@ -84,7 +84,7 @@ def heat_map(report: Report) -> HeatMap | None:
     return HeatMap(f"abs max of the {found.what} in batch {found.batch}", ranks, rows, found.left_out, legend())
 
 
-def _from_history(report: Report, found: ModulesByRanks) -> HeatMap:
+def _from_history(report: RunReport, found: ModulesByRanks) -> HeatMap:
     columns = _columns(report, found.ranks)
     rows = []
     for n, module in enumerate(found.modules):
@@ -108,7 +108,7 @@ def _from_history(report: Report, found: ModulesByRanks) -> HeatMap:
     return HeatMap(caption, ranks, rows, left_out, legend(), overview, len(found.ranks))
 
 
-def _overview(found: ModulesByRanks) -> list[tuple[str, list[Stretch]]]:
+def _overview(found: ModulesByRanks) -> list[tuple[str, list[RankStretch]]]:
     rows = []
     for n, module in enumerate(found.modules):
         levels = [level_of(_heat_cell(numbers[n], module.dtype)) for numbers in found.abs_max]
@@ -117,32 +117,32 @@ def _overview(found: ModulesByRanks) -> list[tuple[str, list[Stretch]]]:
             run = list(places)
             ranks = ranks_text([found.ranks[place] for place in run])
             title = f"{ranks}: {dict(legend()).get(level, 'not measured')}"
-            stretches.append(Stretch(run[0], len(run), level, found.ranks[run[0]], title))
+            stretches.append(RankStretch(run[0], len(run), level, found.ranks[run[0]], title))
         rows.append((module.module, stretches))
     return rows
 
 
-def _columns(report: Report, ranks: list[int]) -> list[int]:
+def _columns(report: RunReport, ranks: list[int]) -> list[int]:
     """Places of the ranks that have a column: the verdict's, those that met something, then the first others."""
     met = {entry.rank for entry in report.ranks if entry.first_anomaly is not None}
     order = sorted(range(len(ranks)), key=lambda n: (ranks[n] != report.verdict.rank, ranks[n] not in met, ranks[n]))
     return order[:_MOST_RANKS]
 
 
-def _heat_cell(number: float | None, dtype: str) -> Cell:
+def _heat_cell(number: float | None, dtype: str) -> ModuleCell:
     if number is None:
-        return Cell("inf, nan", True)
+        return ModuleCell("inf, nan", True)
     if number == NO_NUMBER:
-        return Cell("-")
-    return Cell(f"{number:.1e}", False, number, headroom(number, dtype))
+        return ModuleCell("-")
+    return ModuleCell(f"{number:.1e}", False, number, headroom(number, dtype))
 
 
-def _cell(cell: Cell, rank: int, title: str) -> HeatCell:
+def _cell(cell: ModuleCell, rank: int, title: str) -> HeatCell:
     left = f", {cell.headroom:.1f} powers of two below the limit" if cell.headroom is not None else ""
     return HeatCell(cell.text.strip(), level_of(cell), f"rank {rank}, {title}: {cell.text.strip()}{left}")
 
 
-def level_of(cell: Cell) -> str:
+def level_of(cell: ModuleCell) -> str:
     """`bad`, "0" (far from the limit) to "7" (less than one power of two), "" where there is no number."""
     if cell.bad:
         return "bad"

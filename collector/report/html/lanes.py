@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ....core.lone_process import rank_name
-from ..model import Report, TimelineEntry
+from ..model import RunReport, TimelineEntry
 
 _MOST_LANES = 24
 _LEFT, _WIDTH, _TOP, _HEIGHT = 112, 900, 18, 22
@@ -16,7 +16,7 @@ SHAPES = {"anomaly": "cross", "raised": "triangle", "ended": "square", "fault": 
 """Kind of an event -> its shape; other events are in the table alone."""
 
 
-class Event(NamedTuple):
+class LaneEvent(NamedTuple):
     """One event of a rank."""
 
     x: float
@@ -24,7 +24,7 @@ class Event(NamedTuple):
     title: str
 
 
-class Lane(NamedTuple):
+class RankLane(NamedTuple):
     """One rank."""
 
     rank: int
@@ -32,13 +32,13 @@ class Lane(NamedTuple):
     y: int
     end: float
     named: bool
-    events: list[Event]
+    events: list[LaneEvent]
 
 
-class Lanes(NamedTuple):
+class TimelineLanes(NamedTuple):
     """What the template draws."""
 
-    lanes: list[Lane]
+    lanes: list[RankLane]
     left: int
     width: int
     height: int
@@ -47,7 +47,7 @@ class Lanes(NamedTuple):
     left_out: int
 
 
-def lanes(report: Report) -> Lanes | None:
+def lanes(report: RunReport) -> TimelineLanes | None:
     """None where nothing happened that has a shape."""
     attempt = report.verdict.attempt if report.verdict.attempt is not None else report.run.attempts - 1
     events = [e for e in report.timeline if e.attempt == attempt and e.rank is not None and e.kind in SHAPES]
@@ -63,16 +63,16 @@ def lanes(report: Report) -> Lanes | None:
     place = {moment: round(_LEFT + wide * (n + 0.5), 1) for n, moment in enumerate(moments)}
     found = []
     for n, rank in enumerate(ranks):
-        mine = [Event(place[_moment(e, last)], SHAPES[e.kind], _title(e)) for e in kept if e.rank == rank]
+        mine = [LaneEvent(place[_moment(e, last)], SHAPES[e.kind], _title(e)) for e in kept if e.rank == rank]
         end = max((event.x for event in mine), default=float(_LEFT))
-        found.append(Lane(rank, rank_name(rank), _TOP + n * _HEIGHT, end, rank == report.named, mine))
+        found.append(RankLane(rank, rank_name(rank), _TOP + n * _HEIGHT, end, rank == report.named, mine))
     collectives = sorted({moment[0] for moment in moments})
     ticks = [
         (place[min(moment for moment in moments if moment[0] == seq)], str(seq) if seq >= 0 else "none")
         for seq in collectives[:: max(1, len(collectives) // 10)]
     ]
     others = len({event.rank for event in events}) - len(ranks)
-    return Lanes(found, _LEFT, _WIDTH, _TOP + len(found) * _HEIGHT + 26, ticks, others)
+    return TimelineLanes(found, _LEFT, _WIDTH, _TOP + len(found) * _HEIGHT + 26, ticks, others)
 
 
 def _seq(event: TimelineEntry) -> int:
@@ -85,7 +85,7 @@ def _moment(event: TimelineEntry, last: dict[int | None, int]) -> tuple[int, int
     return at, ("fault", "anomaly", "raised", "ended").index(event.kind)
 
 
-def _ranks(report: Report, events: list[TimelineEntry]) -> list[int]:
+def _ranks(report: RunReport, events: list[TimelineEntry]) -> list[int]:
     """The verdict's rank first, then those that met something, then those that only ended."""
     met = [event.rank for event in events if event.kind != "ended"]
     named = [report.named]

@@ -13,12 +13,12 @@ from markupsafe import Markup, escape
 
 from ....core.frames import format_number
 from ....core.text import ranks_text
-from ..model import RankReport, Report
+from ..model import RankReport, RunReport
 from ..notices_text import notice_lines
 from ..preflight_text import bytes_text
 from ..side_by_side import frame_key, rank_to_show
-from ..stacks import stacks_text
-from ..text import (
+from ..stack_groups import stacks_text
+from ..text_report import (
     attempt_lines,
     cascade_lines,
     concurrent_lines,
@@ -43,7 +43,7 @@ FRAMES_BYTES = 1 << 20
 _MOST_FOLDED = 4
 
 
-class Column(NamedTuple):
+class TensorColumn(NamedTuple):
     """A row of one tensor, on one of two ranks."""
 
     low: str
@@ -57,7 +57,7 @@ class PairRow(NamedTuple):
     role: str
     dtype: str
     shape: str
-    cells: list[Column | None]
+    cells: list[TensorColumn | None]
 
 
 class PairFrame(NamedTuple):
@@ -78,7 +78,7 @@ class FrameText(NamedTuple):
     text: str
 
 
-def render_html(report: Report) -> str:
+def render_html(report: RunReport) -> str:
     """The whole page."""
     environment = _environment()
     style, script = _asset("report.css"), _asset("report.js")
@@ -144,7 +144,7 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _healthy(report: Report, shown: RankReport | None) -> RankReport | None:
+def _healthy(report: RunReport, shown: RankReport | None) -> RankReport | None:
     """A rank that met nothing, at the same point as the one that is shown."""
     if shown is None or not shown.frames_comparable:
         return None
@@ -152,7 +152,7 @@ def _healthy(report: Report, shown: RankReport | None) -> RankReport | None:
     return next((rank for rank in others if rank.first_anomaly is None), others[0] if others else None)
 
 
-def _pairs(report: Report, shown: RankReport, healthy: RankReport | None) -> list[PairFrame]:
+def _pairs(report: RunReport, shown: RankReport, healthy: RankReport | None) -> list[PairFrame]:
     ranks = [shown] if healthy is None else [shown, healthy]
     frames = [{frame_key(frame): frame for frame in rank.frames} for rank in ranks]
     found = []
@@ -180,24 +180,24 @@ def _pairs(report: Report, shown: RankReport, healthy: RankReport | None) -> lis
     return found
 
 
-def _column(row: Any) -> Column | None:
+def _column(row: Any) -> TensorColumn | None:
     if row is None:
         return None
     if row.kind != "measured":
-        return Column(row.kind.replace("_", " "), "", "")
+        return TensorColumn(row.kind.replace("_", " "), "", "")
     if row.nan:
-        return Column("nan", "nan", "bad")
+        return TensorColumn("nan", "nan", "bad")
     if row.posinf or row.neginf:
-        return Column(_number(row.abs_min), "inf", "bad")
+        return TensorColumn(_number(row.abs_min), "inf", "bad")
     near = row.headroom is not None and row.headroom < 1
-    return Column(_number(row.abs_min), _number(row.abs_max), "near" if near else "")
+    return TensorColumn(_number(row.abs_min), _number(row.abs_max), "near" if near else "")
 
 
 def _number(number: float | None) -> str:
     return format_number(number).strip() if number is not None else "inf"
 
 
-def _frame_texts(report: Report) -> tuple[list[FrameText], int]:
+def _frame_texts(report: RunReport) -> tuple[list[FrameText], int]:
     """The frames of each rank and its traced batches, the verdict's rank first, and how many there was no room for."""
     found: list[FrameText] = []
     room, left_out = FRAMES_BYTES, 0
@@ -214,7 +214,7 @@ def _frame_texts(report: Report) -> tuple[list[FrameText], int]:
     return found, left_out
 
 
-def _warnings(report: Report) -> list[tuple[int, dict[str, Any]]]:
+def _warnings(report: RunReport) -> list[tuple[int, dict[str, Any]]]:
     return [(rank.rank, warning) for rank in report.ranks for warning in rank.warnings][:MOST_WARNINGS]
 
 

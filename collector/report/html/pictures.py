@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from ....core.text import ranks_text
 from ....core.values import DTYPE_MAX
-from ..model import ModuleHistory, RankReport, Report
+from ..model import ModuleHistory, RankReport, RunReport
 from ..preflight_text import fold_rows, hosts_text, slowest
-from ..side_by_side import Cell, rank_to_show, side_by_side
-from ..stacks import own_lines
-from .chart import Chart, Growth, Limit, Series, draw, even_ticks
+from ..side_by_side import ModuleCell, rank_to_show, side_by_side
+from ..stack_groups import own_lines
+from .chart import ChartSeries, DtypeLimit, GrowthLine, OutputChart, draw, even_ticks
 
 # A square for each rank. Ranks that ended in the same way, or that stand at the same place, have one look.
 
@@ -20,7 +20,7 @@ LOOKS = "ABCDEFGH"
 _WIDTH = 640
 
 
-class Square(NamedTuple):
+class RankSquare(NamedTuple):
     """One rank."""
 
     rank: int
@@ -30,7 +30,7 @@ class Square(NamedTuple):
     named: bool
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that are alike."""
 
     look: str
@@ -43,14 +43,14 @@ class RankGrid(NamedTuple):
     """What the template draws."""
 
     title: str
-    squares: list[Square]
+    squares: list[RankSquare]
     side: int
     width: int
     height: int
-    groups: list[Group]
+    groups: list[RankGroup]
 
 
-def rank_grid(report: Report) -> RankGrid | None:
+def rank_grid(report: RunReport) -> RankGrid | None:
     """None without ranks."""
     if not report.ranks:
         return None
@@ -61,11 +61,11 @@ def rank_grid(report: Report) -> RankGrid | None:
     named = [text for text, ranks in alike.items() if report.verdict.rank in ranks]
     order = sorted(alike, key=lambda text: (text not in named, -len(alike[text]), alike[text]))
     shown, others = order[: len(LOOKS) - 1], order[len(LOOKS) - 1 :]
-    groups = [Group(LOOKS[n], ranks_text(alike[text]), text) for n, text in enumerate(shown)]
+    groups = [RankGroup(LOOKS[n], ranks_text(alike[text]), text) for n, text in enumerate(shown)]
     looks = {rank: LOOKS[n] for n, text in enumerate(shown) for rank in alike[text]}
     if others:
         left = [rank for text in others for rank in alike[text]]
-        groups.append(Group(LOOKS[-1], ranks_text(left), f"{len(others)} other ways"))
+        groups.append(RankGroup(LOOKS[-1], ranks_text(left), f"{len(others)} other ways"))
         looks.update(dict.fromkeys(left, LOOKS[-1]))
     side = next(
         side
@@ -74,7 +74,9 @@ def rank_grid(report: Report) -> RankGrid | None:
     )
     columns = max(1, _WIDTH // side)
     squares = [
-        Square(rank.rank, n % columns * side, n // columns * side, looks[rank.rank], rank.rank == report.verdict.rank)
+        RankSquare(
+            rank.rank, n % columns * side, n // columns * side, looks[rank.rank], rank.rank == report.verdict.rank
+        )
         for n, rank in enumerate(report.ranks)
     ]
     title = "Where each rank stands" if hang else "What became of each rank"
@@ -118,26 +120,26 @@ class StageGrid(NamedTuple):
     left_out: int
 
 
-class Picture(NamedTuple):
+class VerdictPicture(NamedTuple):
     """One of them is there, or none."""
 
-    chart: Chart | None = None
+    chart: OutputChart | None = None
     grid: RankGrid | None = None
     stages: StageGrid | None = None
 
 
-def picture_of(report: Report) -> Picture:
+def picture_of(report: RunReport) -> VerdictPicture:
     """The picture that shows the verdict."""
     if report.verdict.kind == "overflow":
         chart = over_the_batches(report) or along_the_calls(report)
         if chart is not None:
-            return Picture(chart=chart)
+            return VerdictPicture(chart=chart)
     if (report.run.check_only or report.verdict.kind == "preflight") and report.preflight.stages:
-        return Picture(stages=stage_grid(report))
-    return Picture(grid=rank_grid(report))
+        return VerdictPicture(stages=stage_grid(report))
+    return VerdictPicture(grid=rank_grid(report))
 
 
-def over_the_batches(report: Report) -> Chart | None:
+def over_the_batches(report: RunReport) -> OutputChart | None:
     """abs max of what the verdict's module returned, over the batches, a line for each rank."""
     history = report.history
     if history is None or report.verdict.batch is None:
@@ -146,7 +148,7 @@ def over_the_batches(report: Report) -> Chart | None:
     if named is None or len(named.batches) < 2 or None not in named.abs_max:  # a gradient was bad, or a weight
         return None
     series = [
-        Series(
+        ChartSeries(
             f"rank {each.rank}",
             "named" if each is named else "other",
             [(batch, math.inf if y is None else y) for batch, y in zip(each.batches, each.abs_max, strict=True)],
@@ -156,7 +158,7 @@ def over_the_batches(report: Report) -> Chart | None:
     ]
     first = min(series.batches[0] for series in history.ranks)
     last = max(series.batches[-1] for series in history.ranks)
-    limit = Limit(history.dtype, history.limit) if history.limit is not None else None
+    limit = DtypeLimit(history.dtype, history.limit) if history.limit is not None else None
     others = f"; {history.left_out} more ranks are in the store" if history.left_out else ""
     return draw(
         f"abs max of the output of {history.module or 'the root module'}, batch by batch",
@@ -171,7 +173,7 @@ def over_the_batches(report: Report) -> Chart | None:
     )
 
 
-def _growth(report: Report, history: ModuleHistory, first: int, last: int) -> Growth | None:
+def _growth(report: RunReport, history: ModuleHistory, first: int, last: int) -> GrowthLine | None:
     """The forecast of the verdict's module, if one was told before it overflowed."""
     told = next((each for each in report.forecasts if each.module == history.module), None)
     batch = report.verdict.batch
@@ -180,7 +182,7 @@ def _growth(report: Report, history: ModuleHistory, first: int, last: int) -> Gr
     ahead = batch - told.batch
     where = "before" if ahead < told.earliest else "after" if ahead > told.latest else "in"
     middle, earliest, latest = (told.batch + ahead for ahead in (told.after, told.earliest, told.latest))
-    return Growth(
+    return GrowthLine(
         told.batch,
         told.abs_max,
         told.limit,
@@ -193,7 +195,7 @@ def _growth(report: Report, history: ModuleHistory, first: int, last: int) -> Gr
     )
 
 
-def along_the_calls(report: Report) -> Chart | None:
+def along_the_calls(report: RunReport) -> OutputChart | None:
     """abs max from call to call at the failing batch, a line for each rank."""
     shown = rank_to_show(report)
     if shown is None:
@@ -217,17 +219,17 @@ def along_the_calls(report: Report) -> Chart | None:
     )
 
 
-def _series(rank: RankReport, cells: list[Cell], named: bool) -> Series:
+def _series(rank: RankReport, cells: list[ModuleCell], named: bool) -> ChartSeries:
     points = [(float(n), math.inf if cell.bad else cell.value or None) for n, cell in enumerate(cells)]
-    return Series(f"rank {rank.rank}", "named" if named else "other", points, rank.rank)
+    return ChartSeries(f"rank {rank.rank}", "named" if named else "other", points, rank.rank)
 
 
-def _limit(report: Report) -> Limit | None:
+def _limit(report: RunReport) -> DtypeLimit | None:
     dtype = report.verdict.dtype or ""
-    return Limit(dtype, DTYPE_MAX[dtype]) if dtype in DTYPE_MAX else None
+    return DtypeLimit(dtype, DTYPE_MAX[dtype]) if dtype in DTYPE_MAX else None
 
 
-def stage_grid(report: Report) -> StageGrid:
+def stage_grid(report: RunReport) -> StageGrid:
     """Each stage on each node; the nodes that are alike together."""
     stages = [column.stage for column in report.preflight.stages]
     rows = []

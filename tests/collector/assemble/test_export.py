@@ -12,14 +12,14 @@ import pytest
 from click.testing import CliRunner
 from gpuwatch.cli import export as cli
 from gpuwatch.cli.export import command
-from gpuwatch.collector.assemble.export import COLUMNS, ExportRow, export_rows
+from gpuwatch.collector.assemble.frame_export import COLUMNS, ExportRow, export_rows
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.runs import RunPaths, new_run
+from gpuwatch.collector.run_list import RunPaths, new_run
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.columns import ABSENT, pack
-from gpuwatch.core.wire.messages import AgentMessage, History, encode
+from gpuwatch.core.wire.messages import AgentMessage, RankHistoryMessage, encode
 from numpy import array, float32, uint16, uint32
 
 HOSTILE = 'a,b"c\n=1+1'
@@ -40,7 +40,7 @@ def job(make):
         codes = (numbers.view(uint32) >> 16).astype(uint16)
         codes[0, 0] = ABSENT
         dtypes = bytes([DTYPE_CODES["float16"]])
-        bodies.append(History(rank, 0, 0, [5, 6, 7], [5, 6, 7], [slot], dtypes, pack(codes)))
+        bodies.append(RankHistoryMessage(rank, 0, 0, [5, 6, 7], [5, 6, 7], [slot], dtypes, pack(codes)))
     return [*bodies, make.ended(1, 1)]
 
 

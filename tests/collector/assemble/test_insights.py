@@ -10,9 +10,9 @@ from gpuwatch.collector.assemble import insights as find
 from gpuwatch.collector.assemble import insights as over_batches
 from gpuwatch.collector.assemble.insights import find_insights
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.facts.kept_history import OpenHistory, Returned
+from gpuwatch.collector.facts.kept_history import ModuleOutputs, OpenHistory
 from gpuwatch.collector.report import model as insight
-from gpuwatch.core.events import ScalerSkip, Warned
+from gpuwatch.core.events import RangeWarning, ScalerSkip
 from gpuwatch.core.wire.messages import EventMessage
 
 BATCHES = 20
@@ -32,12 +32,16 @@ def kinds(found) -> list[str]:
 
 def underflow(make, rank, module, *, batch=0, dtype="float16", role="grad weight"):
     place = make.where(rank, batch=batch)
-    return EventMessage(Warned(place, "underflow", module, "Linear", "backward", role, dtype, 1e-7, 39.0, 0.1, 0.99))
+    return EventMessage(
+        RangeWarning(place, "underflow", module, "Linear", "backward", role, dtype, 1e-7, 39.0, 0.1, 0.99)
+    )
 
 
 def near(make, rank, module, headroom=0.5, *, batch=5, role="output"):
     place = make.where(rank, batch=batch)
-    return EventMessage(Warned(place, "near overflow", module, "Linear", "forward", role, "float16", 5e4, headroom))
+    return EventMessage(
+        RangeWarning(place, "near overflow", module, "Linear", "forward", role, "float16", 5e4, headroom)
+    )
 
 
 def trained(make, rank, *, mark=0):
@@ -109,7 +113,7 @@ def test_a_scaler_that_settles_is_no_finding(make):
 
 def history(numbers, names=("fc1", "fc2")) -> OpenHistory:
     table = numpy.array(numbers, numpy.float32)
-    columns = [Returned(name, "Linear", "float32") for name in names]
+    columns = [ModuleOutputs(name, "Linear", "float32") for name in names]
     counted = list(range(len(table)))
     return OpenHistory(counted, counted, columns, table)
 

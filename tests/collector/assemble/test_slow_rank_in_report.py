@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.events import Inventory, StepTimes
+from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.core.events import RankInventoryEvent, StepTimes
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.recorder.step_table import TimedStep
 from gpuwatch.core.wire.columns import pack_steps
@@ -21,7 +21,7 @@ def rank_of(make, rank, *, forward_ms, waiting_ms):
     steps = [TimedStep(number, tuple(parts)) for number in range(1, 41)]
     times = StepTimes(make.where(rank), 40, [40 * part / 1e9 for part in parts], pack_steps(steps))
     facts = InventoryFacts(host=f"h{rank}", uuid=f"GPU-{rank}", local_rank=0)
-    return [EventMessage(times), EventMessage(Inventory(make.where(rank), "cuda:0", {}, facts))]
+    return [EventMessage(times), EventMessage(RankInventoryEvent(make.where(rank), "cuda:0", {}, facts))]
 
 
 def figures(make, rank, clock, hot):

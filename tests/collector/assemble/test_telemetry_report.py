@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.assemble.build import build_report
-from gpuwatch.collector.assemble.telemetry import MOST_ALIKE, MOST_NODES, MOST_POINTS
+from gpuwatch.collector.assemble.node_telemetry import MOST_ALIKE, MOST_NODES, MOST_POINTS
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import to_json
-from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.events import RankLook, StackLine, Where
+from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.core.events import RankLook, RunPosition, StackLine
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, decode_agent, encode
 from msgspec.structs import replace
 
@@ -89,7 +89,7 @@ def test_a_stall_began_when_the_rank_last_moved(make):
     job = [make.hello(nproc=3)]
     for rank in range(3):
         stack = [StackLine("/home/me/data.py", 7, "load")] if rank == 1 else waits
-        where = Where(rank, step=4, batch=4, seq=9, time_ns=round((EVENT_S + 60) * S))
+        where = RunPosition(rank, step=4, batch=4, seq=9, time_ns=round((EVENT_S + 60) * S))
         look = RankLook(where, 1, 60.0, "script", state="S", stack=stack)
         job += [EventMessage(look), make.ended(rank, -15, "torchrun", batch=4, step=4, seq=9)]
     report = report_of(*of_node("a0", *job, make.telemetry(STEALS), make.Bye("failed")))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from gpuwatch.collector.decide.hang_groups import Shown, find_by_groups
-from gpuwatch.core.events import GroupState, Issued
+from gpuwatch.collector.decide.hang_groups import RankGroups, find_by_groups
+from gpuwatch.core.events import GroupState, IssuedOperation
 
 WAITED = "have waited for 300 s"
 
@@ -14,7 +14,7 @@ WAITED = "have waited for 300 s"
 def group(begun, at=None, *issued, name="0", members="0-2", ended=None, phase=None):
     """A rank's table of one group; `issued` are the last operations, the newest last."""
     recent = [
-        Issued(begun - back, *(one if isinstance(one, tuple) else (one, "float32", 8)))
+        IssuedOperation(begun - back, *(one if isinstance(one, tuple) else (one, "float32", 8)))
         for back, one in enumerate(reversed(issued))
     ]
     size = len(members)
@@ -24,11 +24,11 @@ def group(begun, at=None, *issued, name="0", members="0-2", ended=None, phase=No
 
 
 def waits(*groups):
-    return Shown(list(groups), "waits")
+    return RankGroups(list(groups), "waits")
 
 
 def away(*groups, kind="away", what="outside of a forward, after batch 4"):
-    return Shown(list(groups), kind, what)
+    return RankGroups(list(groups), kind, what)
 
 
 def find(*ranks, world=None):
@@ -54,8 +54,10 @@ def test_the_one_that_never_began_it_did_not_come():
 
 @pytest.mark.parametrize("world", [2, 0], ids=["a world of 2", "a world of unknown size"])
 def test_of_a_rank_that_was_never_heard_nothing_is_said(world):
-    received = GroupState("0", "0-1", 2, 0, 0, "failed", -12, 4.2, [Issued(-12, "recv", "float32", 16, 0)])
-    found = find_by_groups({1: Shown([received], "waits", "after its script had raised", failed=True)}, world, WAITED)
+    received = GroupState("0", "0-1", 2, 0, 0, "failed", -12, 4.2, [IssuedOperation(-12, "recv", "float32", 16, 0)])
+    found = find_by_groups(
+        {1: RankGroups([received], "waits", "after its script had raised", failed=True)}, world, WAITED
+    )
 
     assert found is None or (found.rank, found.cause) == (None, "")
 
@@ -71,7 +73,7 @@ def test_a_rank_that_began_it_and_went_on_is_not_missing():
 
 @pytest.mark.parametrize("kind", ["may wait", "waits"])
 def test_a_rank_that_waits_in_what_its_table_does_not_show_keeps_it_from_being_sure(kind):
-    backward = Shown([group(8)], kind, "in the backward's reduction of gradients")
+    backward = RankGroups([group(8)], kind, "in the backward's reduction of gradients")
     found = find(waits(all_reduce(9)), away(group(8)), waits(all_reduce(9)), backward, world=4)
 
     assert (found.rank, found.certainty) == (1, "supported")
@@ -146,7 +148,15 @@ def test_of_two_ranks_with_two_groups_in_another_order_none_is_named():
 def test_a_send_that_nobody_receives():
     sends = waits(
         GroupState(
-            "0", "0-2", 3, 8, 8, "waiting", -1, 300.0, [Issued(-1, "send", "float32", 4, 2), Issued(8, "barrier")]
+            "0",
+            "0-2",
+            3,
+            8,
+            8,
+            "waiting",
+            -1,
+            300.0,
+            [IssuedOperation(-1, "send", "float32", 4, 2), IssuedOperation(8, "barrier")],
         )
     )
     found = find(waits(all_reduce(9)), sends, waits(all_reduce(9)))
@@ -160,7 +170,9 @@ def test_a_send_that_nobody_receives():
 
 def test_a_send_and_its_receive_both_stand():
     def two(operation, peer):
-        return waits(GroupState("0", "0,1", 2, 8, 8, "waiting", -1, 300.0, [Issued(-1, operation, "float32", 4, peer)]))
+        return waits(
+            GroupState("0", "0,1", 2, 8, 8, "waiting", -1, 300.0, [IssuedOperation(-1, operation, "float32", 4, peer)])
+        )
 
     assert find(two("send", 1), two("recv", 0)).cause == "all came"
     assert find(two("recv", 1), two("recv", 0)).rank is None
@@ -200,14 +212,14 @@ def test_a_rank_that_was_stopped_in_the_middle():
 
 
 def test_a_rank_that_has_left():
-    found = find(waits(all_reduce(9)), Shown([group(8)], "left"), waits(all_reduce(9)))
+    found = find(waits(all_reduce(9)), RankGroups([group(8)], "left"), waits(all_reduce(9)))
 
     assert (found.rank, found.certainty, found.cause) == (1, "established", "left early")
 
 
 def test_of_two_ranks_the_one_that_waits_may_have_issued_one_too_many():
     left, waiting = group(8, members="0-1"), group(9, 9, "all_reduce", members="0-1")
-    found = find(Shown([left], "left"), waits(waiting))
+    found = find(RankGroups([left], "left"), waits(waiting))
 
     assert (found.rank, found.certainty) == (0, "supported")
     assert found.statement.endswith("Or rank 1 has issued one collective too many.")

@@ -9,18 +9,18 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.decide.node_advice import advice
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import GpuCounters, Inventory, NodeSignal, Xid
+from gpuwatch.core.events import GpuCounters, GpuXid, NodeSignal, RankInventoryEvent
 from gpuwatch.core.gpu.xids import XIDS
 from gpuwatch.core.preflight import InventoryFacts
-from gpuwatch.core.wire.messages import Bye, EventMessage, SchedulerJob
-from gpuwatch.launcher.schedulers.job import Job
+from gpuwatch.core.wire.messages import EventMessage, NodeBye, SchedulerJob
+from gpuwatch.launcher.schedulers.job import SchedulerFacts
 from gpuwatch.launcher.schedulers.slurm_variables import SLURM
 
 NODES = ["gpu-1", "gpu-2", "gpu-3"]
 
 
 def slurm_job(node, nodes=NODES):
-    return Job(SLURM, job_id="17", node=node, hosts=tuple(nodes)).on_the_wire
+    return SchedulerFacts(SLURM, job_id="17", node=node, hosts=tuple(nodes)).on_the_wire
 
 
 def verdict(make, *, nodes=NODES, in_slurm=True, lost=(), missing=(), **bodies):
@@ -32,7 +32,7 @@ def verdict(make, *, nodes=NODES, in_slurm=True, lost=(), missing=(), **bodies):
             continue
         job = {"job": slurm_job(node, nodes)} if in_slurm else {}
         hello = make.hello(agent, f"host{number}", 1, len(nodes), **job)
-        said = [hello, *bodies.get(agent, []), *([] if agent in lost else [Bye("failed")])]
+        said = [hello, *bodies.get(agent, []), *([] if agent in lost else [NodeBye("failed")])]
         messages += [(agent, n, body) for n, body in enumerate(said, 1)]
     return decide(fold(messages, lost))
 
@@ -116,8 +116,8 @@ def test_another_scheduler_needs_no_word_here(make):
         make.hello(f"a{rank}", f"host{rank}", 1, 2, job=msgspec.structs.replace(job, node=f"n{rank + 1}"))
         for rank in range(2)
     ]
-    messages = [("a0", 1, hellos[0]), ("a1", 1, hellos[1]), ("a0", 2, ended), ("a0", 3, Bye("signal", 15))]
-    found = decide(fold([*messages, ("a1", 2, make.ended(1, -15, "torchrun")), ("a1", 3, Bye("signal", 15))]))
+    messages = [("a0", 1, hellos[0]), ("a1", 1, hellos[1]), ("a0", 2, ended), ("a0", 3, NodeBye("signal", 15))]
+    found = decide(fold([*messages, ("a1", 2, make.ended(1, -15, "torchrun")), ("a1", 3, NodeBye("signal", 15))]))
     assert found.statement == "PBS has lost node n2 (rank 1) and ended the job."
     assert not any("slurm" in text.lower() for text in [*found.evidence, *found.next])
 
@@ -128,9 +128,9 @@ def gpu_messages(make, number: int):
     facts = InventoryFacts(host="host1", uuid=uuid, local_rank=0)
     meaning = XIDS[number]
     return [
-        EventMessage(Inventory(make.where(1), "cuda:0", {}, facts=facts)),
+        EventMessage(RankInventoryEvent(make.where(1), "cuda:0", {}, facts=facts)),
         EventMessage(GpuCounters(uuid, "before", {}, time_ns=1)),
-        EventMessage(Xid(uuid, number, 2, meaning.meaning, meaning.next, meaning.grade)),
+        EventMessage(GpuXid(uuid, number, 2, meaning.meaning, meaning.next, meaning.grade)),
         make.raised(1),
         make.ended(1, 1),
     ]
@@ -158,7 +158,7 @@ def test_a_clean_run_blames_nobody(make):
     messages = []
     for number, node in enumerate(NODES):
         hello = make.hello(f"a{number}", f"host{number}", 1, 3, job=slurm_job(node))
-        said = [hello, *bodies[f"a{number}"], Bye("ok")]
+        said = [hello, *bodies[f"a{number}"], NodeBye("ok")]
         messages += [(f"a{number}", n, body) for n, body in enumerate(said, 1)]
     found = decide(fold(messages))
     assert (found.kind, found.bad_nodes) == ("clean", [])

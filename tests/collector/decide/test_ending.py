@@ -1,18 +1,18 @@
 """Whether a job that stands still is ended for it."""
 
 import pytest
-from gpuwatch.collector.decide.hang_model import HangFinding, Outlook
+from gpuwatch.collector.decide.hang_model import HangFinding, HangPrognosis
 from gpuwatch.collector.decide.hang_verdict import ending_of
-from gpuwatch.core.events import RankLook, Where
+from gpuwatch.core.events import RankLook, RunPosition
 
 LIMIT_S = 100.0
-STUCK, WAIT, FREE = Outlook("cannot go on"), Outlook("all wait"), Outlook("may go on", [1])
+STUCK, WAIT, FREE = HangPrognosis("cannot go on"), HangPrognosis("all wait"), HangPrognosis("may go on", [1])
 
 
 def ending(on_hang, outlook, still_s, *, busy=0.0, may_end=True, state="S"):
     found = HangFinding("Rank 1 did not come.", "established", 1, may_end=may_end, outlook=outlook)
     looks = [
-        RankLook(Where(rank), 1, still_s, "script", busy=busy if rank else 0.0, state=state if rank else "S")
+        RankLook(RunPosition(rank), 1, still_s, "script", busy=busy if rank else 0.0, state=state if rank else "S")
         for rank in range(2)
     ]
     return ending_of(found, looks, on_hang, LIMIT_S)
@@ -62,5 +62,5 @@ def test_what_is_left_to_the_process_group_is_said_with_the_option_that_changes_
         "the job is left as it is, as rank 1 may still go on; the timeouts of its process groups hold; to have it "
         "ended all the same: --on-hang abort"
     )
-    assert "a rank that was not seen may still go on" in ending("auto", Outlook("may go on"), 100).text
+    assert "a rank that was not seen may still go on" in ending("auto", HangPrognosis("may go on"), 100).text
     assert ending("auto", WAIT, 100).text == "if no rank moves, the job is ended after 400 s"

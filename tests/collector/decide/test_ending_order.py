@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from gpuwatch.collector.decide.decide import decide
-from gpuwatch.collector.decide.ending_order import Endings, endings_of
+from gpuwatch.collector.decide.ending_order import ExitOrder, endings_of
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import Verdict
-from gpuwatch.core.events import GroupState, ScriptError, ScriptExit, Where, WorkerExit
-from gpuwatch.core.wire.messages import AgentBody, Bye, EventMessage, Hello
+from gpuwatch.core.events import GroupState, RunPosition, ScriptError, ScriptExit, WorkerExit
+from gpuwatch.core.wire.messages import AgentBody, AgentHello, EventMessage, NodeBye
 
 S = 10**9
 NOON = 10**6 * S
@@ -39,12 +39,12 @@ class End:
 
     def bodies(self, rank: int) -> list[AgentBody]:
         seq = sum(self.clock.values()) if self.clock else -1
-        own = Where(rank, seq=seq, clock=self.clock, time_ns=NOON + round(self.at_s * S))
+        own = RunPosition(rank, seq=seq, clock=self.clock, time_ns=NOON + round(self.at_s * S))
         groups = [
             GroupState(name, "0-2", 3, begun=count, at=count, phase="failed" if self.failed else "none")
             for name, count in self.begun.items()
         ]
-        stale = Where(rank, batch=3, seq=1)  # as it was at the last forward
+        stale = RunPosition(rank, batch=3, seq=1)  # as it was at the last forward
         alive, ended = (NOON + round(each * S) for each in self.seen_s)
         exit_ = WorkerExit(stale, self.code, self.by, "script", groups=groups, alive_ns=alive, ended_ns=ended)
         said: list[AgentBody] = []
@@ -60,13 +60,15 @@ def messages(ends: list[End]) -> list[tuple[str, int, AgentBody]]:
     found: list[tuple[str, int, AgentBody]] = []
     for host in hosts:
         nproc = sum(end.host == host for end in ends)
-        hello = Hello(host, host, 1, nproc, len(hosts), len(hosts), command=["gpuwatch"], versions={}, rdzv_id="job")
+        hello = AgentHello(
+            host, host, 1, nproc, len(hosts), len(hosts), command=["gpuwatch"], versions={}, rdzv_id="job"
+        )
         of_host = [body for rank, end in enumerate(ends) if end.host == host for body in end.bodies(rank)]
-        found += [(host, number, body) for number, body in enumerate([hello, *of_host, Bye("failed")], 1)]
+        found += [(host, number, body) for number, body in enumerate([hello, *of_host, NodeBye("failed")], 1)]
     return found
 
 
-def endings(*ends: End) -> Endings:
+def endings(*ends: End) -> ExitOrder:
     return endings_of(fold(messages([*ends])), 0)
 
 
@@ -191,8 +193,8 @@ def test_ranks_that_raise_the_same_within_a_second_are_named_together(other: str
 
 def test_what_torchrun_raised_itself_is_the_reason_where_no_rank_has_one():
     error = "DistNetworkError: The server socket has failed to listen: port 29500, EADDRINUSE"
-    hello = Hello("h0", "h0", 1, 2, 1, 1, command=["gpuwatch"], versions={}, rdzv_id="job")
-    verdict = decide(fold([("h0", 1, hello), ("h0", 2, Bye("failed", error=error))]))
+    hello = AgentHello("h0", "h0", 1, 2, 1, 1, command=["gpuwatch"], versions={}, rdzv_id="job")
+    verdict = decide(fold([("h0", 1, hello), ("h0", 2, NodeBye("failed", error=error))]))
     assert (verdict.kind, verdict.certainty) == ("crash", "supported")
     said = "DistNetworkError: The server socket has failed to listen: port 29500, EADDRINUSE"
     assert verdict.statement == f"torchrun failed by itself: {said}."

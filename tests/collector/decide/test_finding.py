@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from gpuwatch.collector.decide.hang_finding import find_hang
-from gpuwatch.core.events import GroupState, Issued, RankLook, StackLine, Where, WorkerExit
+from gpuwatch.core.events import GroupState, IssuedOperation, RankLook, RunPosition, StackLine, WorkerExit
 
 TORCH = "/site-packages/torch"
 MAIN = StackLine("/home/me/train.py", 60, "main", "main()")
@@ -35,18 +35,18 @@ LOADING = [StackLine("/home/me/data.py", 7, "load", "time.sleep(1)"), MAIN]
 
 def look(rank, stack, *, state="S", busy=0.0, phase="script", still_s=300.0, module=None, groups=()):
     cls = "Net" if module else None
-    return RankLook(Where(rank, batch=4), 1, still_s, phase, module, cls, state, busy, stack, list(groups))
+    return RankLook(RunPosition(rank, batch=4), 1, still_s, phase, module, cls, state, busy, stack, list(groups))
 
 
 def table(begun, *waits_in, name="0", members="0-1"):
     """Of one group; it waits in its last operation, if there is one."""
-    recent = [Issued(begun - n, operation, "float32", 8) for n, operation in enumerate(reversed(waits_in))]
+    recent = [IssuedOperation(begun - n, operation, "float32", 8) for n, operation in enumerate(reversed(waits_in))]
     phase, ended = ("waiting", begun - 1) if waits_in else ("none", begun)
     return GroupState(name, members, 2, begun, ended, phase, begun, 300.0, recent)
 
 
 def left(rank, code=0):
-    return {rank: WorkerExit(Where(rank, batch=3), code, "itself", "finished")}
+    return {rank: WorkerExit(RunPosition(rank, batch=3), code, "itself", "finished")}
 
 
 def find(*looks, ended=(), world=None):

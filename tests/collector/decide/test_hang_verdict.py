@@ -9,16 +9,16 @@ from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import (
     GroupState,
-    Issued,
+    IssuedOperation,
     NodeSignal,
     RankLook,
+    RunPosition,
     ScriptError,
     ScriptExit,
     StackLine,
-    Where,
     WorkerExit,
 )
-from gpuwatch.core.wire.messages import Bye, EventMessage
+from gpuwatch.core.wire.messages import EventMessage, NodeBye
 
 IN_ALL_REDUCE = [
     StackLine("/torch/distributed/distributed_c10d.py", 3007, "all_reduce", "work.wait()"),
@@ -28,11 +28,11 @@ LOADING = [StackLine("/home/me/data.py", 7, "load", "time.sleep(1)")]
 
 
 def look(rank, stack, *, number=1, seq=9):
-    return RankLook(Where(rank, step=4, batch=4, seq=seq), number, 300.0, "script", state="S", stack=stack)
+    return RankLook(RunPosition(rank, step=4, batch=4, seq=seq), number, 300.0, "script", state="S", stack=stack)
 
 
 def exited(rank, code=-15, by="torchrun", *, step=4, seq=9):
-    return WorkerExit(Where(rank, step=step, batch=4, seq=seq), code, by, "script")
+    return WorkerExit(RunPosition(rank, step=step, batch=4, seq=seq), code, by, "script")
 
 
 LOOKS = (look(0, IN_ALL_REDUCE), look(1, LOADING), look(2, IN_ALL_REDUCE))
@@ -42,7 +42,7 @@ ENDED = (exited(0), exited(1), exited(2))
 @pytest.fixture
 def verdict_of(make):
     def verdict(*events, outcome="failed", ranks=3):
-        bodies = [make.hello("a", "h", ranks, 1), *map(EventMessage, events), Bye(outcome)]
+        bodies = [make.hello("a", "h", ranks, 1), *map(EventMessage, events), NodeBye(outcome)]
         return decide(fold(("a", n, body) for n, body in enumerate(bodies, 1)))
 
     return verdict
@@ -63,7 +63,7 @@ def test_a_job_that_was_ended_while_it_stood_still(verdict_of):
 
 
 def stands_in_forward(rank, batch=4, module="net.block"):
-    where = Where(rank, step=4, batch=batch, root="Net", seq=9)
+    where = RunPosition(rank, step=4, batch=batch, root="Net", seq=9)
     return RankLook(where, 1, 300.0, "forward", module, "Block", state="S", stack=LOADING)
 
 
@@ -103,7 +103,9 @@ def test_the_last_time_of_asking_counts(verdict_of):
 
 def test_the_timeout_of_those_that_waited_is_not_the_reason(verdict_of):
     errors = [
-        ScriptError(Where(rank, step=4, batch=4, seq=9), "RuntimeError", "Timed out waiting 1800000ms", "", None, True)
+        ScriptError(
+            RunPosition(rank, step=4, batch=4, seq=9), "RuntimeError", "Timed out waiting 1800000ms", "", None, True
+        )
         for rank in (0, 2)
     ]
     assert verdict_of(*LOOKS, *errors, exited(0, 1, "itself"), exited(1), exited(2, 1, "itself")).rank == 1
@@ -116,7 +118,7 @@ def test_the_watchdog_that_aborted_those_that_waited_is_not_the_reason(verdict_o
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_raised_for_itself_in_the_end_is_the_reason(verdict_of, rank):
-    error = ScriptError(Where(rank, step=4, batch=4, seq=9), "OSError", "stale file handle", "", None, False)
+    error = ScriptError(RunPosition(rank, step=4, batch=4, seq=9), "OSError", "stale file handle", "", None, False)
     others = [exited(other) for other in range(3) if other != rank]
     verdict = verdict_of(*LOOKS, error, exited(rank, 1, "itself"), *others)
 
@@ -140,10 +142,10 @@ def test_a_rank_that_had_left_before_the_others_were_asked(verdict_of):
 
 def left_with(rank, code, by, begun, phase="none", *operation, error="", members="0-2", inside="script", trace=""):
     """How a rank ended, with what its table of the default group showed."""
-    issued = [Issued(begun, *operation)] if operation else []
+    issued = [IssuedOperation(begun, *operation)] if operation else []
     group = GroupState("0", members, 3, begun, begun - (phase != "none"), phase, begun, 1.0, issued)
-    exit_ = WorkerExit(Where(rank, step=4, batch=4, seq=begun), code, by, inside, groups=[group])
-    where = Where(rank, step=4, batch=4, seq=begun)
+    exit_ = WorkerExit(RunPosition(rank, step=4, batch=4, seq=begun), code, by, inside, groups=[group])
+    where = RunPosition(rank, step=4, batch=4, seq=begun)
     return [exit_, *([ScriptError(where, "RuntimeError", error, trace, None, True)] if error else [])]
 
 
@@ -281,7 +283,7 @@ def test_a_rank_that_left_early_and_was_aborted_at_its_end_left_early(verdict_of
     """Its group was never destroyed, and a thread of gloo's met the end of the interpreter."""
     verdict = verdict_of(
         *left_with(0, -15, "torchrun", 9, "failed", *SUM, error=CLOSED),
-        ScriptExit(Where(1, step=4, batch=4, seq=8), 0),
+        ScriptExit(RunPosition(1, step=4, batch=4, seq=8), 0),
         *left_with(1, -signal.SIGABRT, "itself", 8, "none", *SUM),
         *left_with(2, -15, "torchrun", 9, "failed", *SUM, error=CLOSED),
     )
@@ -300,7 +302,7 @@ def test_a_rank_that_had_done_its_part_and_left_is_not_blamed(verdict_of):
 
 
 def test_a_rank_that_raised_for_itself_comes_before_what_the_tables_say(verdict_of):
-    own = ScriptError(Where(1, step=4, batch=4, seq=8), "ValueError", "boom", "", None, False)
+    own = ScriptError(RunPosition(1, step=4, batch=4, seq=8), "ValueError", "boom", "", None, False)
     verdict = verdict_of(
         *left_with(0, 1, "itself", 9, "failed", *SUM, error=TIMED_OUT),
         own,
@@ -311,7 +313,7 @@ def test_a_rank_that_raised_for_itself_comes_before_what_the_tables_say(verdict_
 
 
 def leaving(rank, phase, seq=9):
-    return RankLook(Where(rank, step=4, batch=4, seq=seq), 1, 8.0, phase, state="R")
+    return RankLook(RunPosition(rank, step=4, batch=4, seq=seq), 1, 8.0, phase, state="R")
 
 
 def test_ranks_that_have_not_ended_are_a_hang(verdict_of):

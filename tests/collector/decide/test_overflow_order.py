@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from gpuwatch.collector.facts.diagnosis import LocalDiagnosis, Order, before, earliest, from_event, reason
+from gpuwatch.collector.facts.diagnosis import DiagnosisOrder, LocalDiagnosis, before, earliest, from_event, reason
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,14 +122,14 @@ def test_a_third_rank_puts_two_in_order(make):
     middle = at(make, 1, clock={"0": 0}, sent={"0": {0: 5}}, received={"0": {2: 6}})
     first = at(make, 0, clock={"0": 0}, received={"0": {1: 6}})
     assert not before(last, first), "these two have nothing in common"
-    assert Order([first, middle, last]).before(last, first)
+    assert DiagnosisOrder([first, middle, last]).before(last, first)
     assert earliest([first, middle, last]) == [last]
 
 
 def test_a_group_that_counts_nothing_is_left_out_and_named(make):
     a = at(make, 1, clock={"0": 4, "fake": -1}, seq=4, batch=9)
     b = at(make, 0, clock={"0": 5, "fake": -1}, seq=5, batch=2)
-    order = Order([b, a])
+    order = DiagnosisOrder([b, a])
     assert order.earliest() == [a]
     assert order.silent_groups() == ["fake"]
 
@@ -144,7 +144,7 @@ def test_whatever_ranks_say_it_is_a_strict_partial_order(given_places):
         DIAGNOSIS(rank=rank, clock=clock, sent=sent, received=received, seq=seq, batch=batch)
         for rank, (clock, sent, received, seq, batch) in enumerate(given_places)
     ]
-    order = Order(ranks)
+    order = DiagnosisOrder(ranks)
     for a in ranks:
         assert not order.before(a, a)
         for b in ranks:
@@ -162,7 +162,7 @@ def test_no_rank_is_put_before_one_that_it_cannot_have_told_anything(data):
     for step in data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 9)), max_size=25)):
         run.go(*step)
     ranks = [data.draw(st.sampled_from(points)) for points in run.points]
-    order = Order([diagnosis for diagnosis, _ in ranks])
+    order = DiagnosisOrder([diagnosis for diagnosis, _ in ranks])
     for mine, past in ranks:
         for other, _ in ranks:
             if order.before(other, mine):

@@ -6,7 +6,7 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.decide.notices import passed_of
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import Passed
+from gpuwatch.core.events import PassedTensor
 from gpuwatch.core.wire.messages import EventMessage
 
 HUGE = 2e38
@@ -17,7 +17,9 @@ def tells(make, rank, operation, number, *, came_out=True, value="+inf", given="
     more = {"group": "0", "members": "0-3", "dtype": "float32", "elements": 6, **more}
     place = make.where(rank, step=2, batch=2, seq=seq)
     return EventMessage(
-        Passed(place, operation, number=number, came_out=came_out, value=value, given=given, given_max=largest, **more)
+        PassedTensor(
+            place, operation, number=number, came_out=came_out, value=value, given=given, given_max=largest, **more
+        )
     )
 
 

@@ -8,7 +8,7 @@ from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import Verdict
 from gpuwatch.collector.report_file import exit_code
-from gpuwatch.core.events import GpuCounters, GpuHealth, Inventory, NodeSignal, Xid
+from gpuwatch.core.events import GpuCounters, GpuHealth, GpuXid, NodeSignal, RankInventoryEvent
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.wire.messages import EventMessage
 
@@ -195,7 +195,7 @@ def overflowed(make, *gpu_events) -> Verdict:
     x = batch.tensor()
     batch.call("fc", "Linear", given=[x], returned=[batch.tensor(make.INF)])
     facts = InventoryFacts(host="alpha", uuid="GPU-1")
-    inventory = EventMessage(Inventory(make.where(1), "cuda:1", {}, facts))
+    inventory = EventMessage(RankInventoryEvent(make.where(1), "cuda:1", {}, facts))
     events = [EventMessage(event) for event in gpu_events]
     return judge(make.hello(host="alpha"), inventory, *batch.messages(), *events, make.Bye("failed"))
 
@@ -213,7 +213,7 @@ def test_counters_that_grew_since_the_preflight_are_evidence(make):
 
 
 def test_an_xid_is_evidence_and_says_what_to_do_first(make):
-    xid = Xid("GPU-1", 48, 5, "double-bit ECC error", "Reset the GPU.", "fail")
+    xid = GpuXid("GPU-1", 48, 5, "double-bit ECC error", "Reset the GPU.", "fail")
     verdict = overflowed(make, xid)
     assert "the driver reported XID 48 (double-bit ECC error) for its GPU GPU-1" in verdict.evidence
     assert verdict.next[0] == "Reset the GPU."

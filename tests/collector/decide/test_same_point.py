@@ -6,7 +6,7 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.decide.replicas import page_at_same_point
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.report.text_report import render_text
 
 
 def forward(make, rank, *, weight=1.0, out=1.0, trained=True, **place):

@@ -9,17 +9,17 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import (
-    Fault,
     GroupState,
     LeftGroup,
     LooseParameters,
     NodeSignal,
     NotLookedInto,
+    OwnFault,
+    RunPosition,
     ScriptExit,
-    Where,
 )
 from gpuwatch.core.lone_process import number_of_process
-from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
+from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -248,7 +248,7 @@ def test_a_killed_rank_is_lost_and_its_peers_only_cascade(make):
 
 @pytest.mark.parametrize("script_ended", [True, False])
 def test_a_rank_that_torch_aborts_after_its_script_had_ended_gets_the_known_reason(make, script_ended):
-    ends = [EventMessage(ScriptExit(Where(1, step=40, batch=39, seq=12), 0))] if script_ended else []
+    ends = [EventMessage(ScriptExit(RunPosition(1, step=40, batch=39, seq=12), 0))] if script_ended else []
     verdict = judge(
         make.hello(host="alpha"),
         *ends,
@@ -490,7 +490,7 @@ def test_a_restart_that_succeeded_is_clean(make):
     assert judge(make.hello(nproc=1), *bodies).kind == "clean"
 
 
-EARLIER_FAULT = EventMessage(Fault(Where(0), "forward hook", "TypeError: x"))
+EARLIER_FAULT = EventMessage(OwnFault(RunPosition(0), "forward hook", "TypeError: x"))
 
 
 @pytest.mark.parametrize(
@@ -540,9 +540,9 @@ def test_a_rank_without_a_recorder_keeps_a_run_from_being_clean(make):
     assert (verdict.kind, verdict.missing) == ("unknown", ["rank 1 had no recorder"])
 
 
-HIDDEN = EventMessage(NotLookedInto(Where(1), "", "Net", around=False))
-STEPPED = EventMessage(LooseParameters(Where(1), "SGD", 3, 3))
-FAULT = EventMessage(Fault(Where(1), "hook", "TypeError: x"))
+HIDDEN = EventMessage(NotLookedInto(RunPosition(1), "", "Net", around=False))
+STEPPED = EventMessage(LooseParameters(RunPosition(1), "SGD", 3, 3))
+FAULT = EventMessage(OwnFault(RunPosition(1), "hook", "TypeError: x"))
 
 
 def empty_batch(make):
@@ -623,7 +623,7 @@ def test_a_log_without_room_for_names_alone_is_clean(make):
 
 
 def test_a_clean_run_says_which_compiled_code_nobody_looked_into(make):
-    hidden = EventMessage(NotLookedInto(Where(0), "model", "LlamaModel"))
+    hidden = EventMessage(NotLookedInto(RunPosition(0), "model", "LlamaModel"))
     verdict = judge(make.hello(nproc=1), hidden, *make.finished(0), make.Bye("ok"))
     assert verdict.kind == "clean"
     assert verdict.statement.endswith("Inside of `model` (LlamaModel), compiled code was not looked into.")
@@ -704,7 +704,7 @@ def test_a_script_without_any_module_is_unknown_and_that_is_what_is_missing(make
 
 
 def test_clean_is_not_established_where_an_optimizer_stepped_on_what_no_module_has(make):
-    loose = EventMessage(LooseParameters(Where(1), "Adam", 2))
+    loose = EventMessage(LooseParameters(RunPosition(1), "Adam", 2))
     verdict = judge(make.hello(), *make.finished(0), loose, *make.finished(1), make.Bye("ok"))
     assert (verdict.kind, verdict.certainty) == ("clean", "supported")
     told = "On rank 1 Adam stepped on 2 parameters that belong to no module that was called: "
@@ -712,7 +712,7 @@ def test_clean_is_not_established_where_an_optimizer_stepped_on_what_no_module_h
 
 
 def test_a_script_without_any_module_says_what_its_optimizer_stepped_on(make):
-    loose = EventMessage(LooseParameters(Where(0), "SGD", 1))
+    loose = EventMessage(LooseParameters(RunPosition(0), "SGD", 1))
     verdict = judge(make.hello(nproc=1), loose, *make.finished(0, batch=-1, page=-1), make.Bye("ok"))
     assert verdict.kind == "unknown"
     assert "on rank 0 SGD stepped on 1 parameter that belongs to no module that was called" in verdict.evidence[-1]
@@ -801,7 +801,7 @@ def test_any_order_and_any_duplicates_give_the_same_verdict(make, name, dice: ra
 
 
 def rank_of(body) -> int | None:
-    if isinstance(body, Definitions | PageMessage):
+    if isinstance(body, NameDefinitions | PageMessage):
         return body.rank
     if isinstance(body, EventMessage) and hasattr(body.event, "where"):
         return body.event.where.rank

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import Fault, LookedAgain, NotLookedInto, OptimizerStep
-from gpuwatch.core.frames import Mark
-from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
+from gpuwatch.core.events import LookedAgain, NotLookedInto, OptimizerStep, OwnFault
+from gpuwatch.core.frames import RowMark
+from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -515,7 +515,7 @@ def test_the_verdict_names_where_a_neginf_came_in_and_what_turned_it_into_nan(ma
 def test_the_verdict_names_the_call_that_made_nan_of_a_mask_that_every_batch_has(make):
     batch = make.Batch(1, batch=2)
     x, mask = batch.tensor(), batch.tensor(make.NEGINF)
-    marks = {"input[1]": Mark.CLOSED}
+    marks = {"input[1]": RowMark.CLOSED}
     batch.call("attend", "Attend", given=[x, mask], returned=[batch.tensor(make.NAN)], marks=marks)
     batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
     verdict = judge(make, batch, before="masks")
@@ -606,7 +606,7 @@ def messages_of(make, batches):
 
 
 def rank_of(body) -> int | None:
-    if isinstance(body, Definitions | PageMessage):
+    if isinstance(body, NameDefinitions | PageMessage):
         return body.rank
     if isinstance(body, EventMessage) and hasattr(body.event, "where"):
         return body.event.where.rank
@@ -709,7 +709,7 @@ def test_compiled_code_that_was_not_looked_into_leaves_the_maker_open(make, hidd
 
 def judge_with_fault(make, batches, rank, part="forward hook", **place):
     bodies = [make.hello(nproc=len(batches), host="alpha"), *(body for batch in batches for body in batch.messages())]
-    bodies.append(EventMessage(Fault(make.where(rank, **place), part, "RuntimeError: not computed yet")))
+    bodies.append(EventMessage(OwnFault(make.where(rank, **place), part, "RuntimeError: not computed yet")))
     return decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
 
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.facts.diagnose import diagnose
-from gpuwatch.collector.facts.fold import Fold, fold
+from gpuwatch.collector.facts.fold import FactFold, fold
+from gpuwatch.collector.facts.forward_origin import diagnose
 from gpuwatch.collector.facts.kept_pages import KeptPage
-from gpuwatch.core.events import Fault, NodeSignal, PeerOutcome, PreflightResult, PreflightStage
-from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage, Segment
+from gpuwatch.core.events import NodeSignal, OwnFault, PeerOutcome, PreflightResult, PreflightStage
+from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage, PageSegment
 
 
 def facts_of(*bodies, agent="a0", lost=()):
@@ -33,7 +33,7 @@ def test_everything_finds_its_place(make, batch):
         make.preflight(1, "ok", stops=False),
         EventMessage(make.Inventory(make.where(1), "cpu", {"torch": "2"})),
         make.raised(1),
-        EventMessage(Fault(make.where(1), "hook", "x")),
+        EventMessage(OwnFault(make.where(1), "hook", "x")),
         *make.finished(1, batch=4),
         make.Beat([make.state(1, batch=2)], {1: 3}),
         EventMessage(NodeSignal(15)),
@@ -69,7 +69,7 @@ def test_no_page_is_read_whole_to_see_whether_a_rank_must_be_diagnosed_again(mak
     monkeypatch.setattr(KeptPage, "whole", lambda page: pytest.fail("a page was read whole"))
     diagnosed = []
     monkeypatch.setattr("gpuwatch.collector.facts.fold.diagnose", lambda anomalies, pages: diagnosed.append(set(pages)))
-    folded = Fold()
+    folded = FactFold()
     for n, body in enumerate([*last.messages(), first.page_message()], 1):
         folded.add("a0", n, body)
     for _ in range(2):
@@ -89,7 +89,7 @@ def test_some_ranks_at_a_time_are_diagnosed_from_their_pages_the_first_of_them_f
         return diagnose(anomalies, pages)
 
     monkeypatch.setattr("gpuwatch.collector.facts.fold.diagnose", noted)
-    folded, whole, n = Fold(), Fold(), 0
+    folded, whole, n = FactFold(), FactFold(), 0
     for rank in range(5):
         batch = make.Batch(rank, seq=100 - rank)
         batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
@@ -119,7 +119,7 @@ def test_attempts_are_kept_apart(make):
 
 def test_of_two_copies_of_a_page_the_fuller_one_stays(batch):
     partial, whole = batch.page_message(complete=False), batch.page_message()
-    short = PageMessage(1, 0, 0, 0, 0, 0, False, [Segment(0, 0, 0, b"", b"", b"")])
+    short = PageMessage(1, 0, 0, 0, 0, 0, False, [PageSegment(0, 0, 0, b"", b"", b"")])
     for order in ([partial, whole], [whole, partial], [short, partial, whole], [whole, short]):
         (rank,) = facts_of(batch.definitions(), *order).of_attempt(0)
         assert rank.pages[0].complete
@@ -140,10 +140,10 @@ def test_an_older_beat_does_not_take_a_rank_back(make):
 
 def test_a_page_of_hostile_bytes_is_counted_and_the_rest_stays(batch):
     bad = [
-        [Segment(0, 0, 0, b"odd", b"", b"")],
-        [Segment(0, 0, 0, b"\xff" * 32, b"", b"")],
-        [Segment(0, 0, 0, b"", b"\xff" * 15, b"")],
-        [Segment(0, 0, 0, b"", b"", b"x")],
+        [PageSegment(0, 0, 0, b"odd", b"", b"")],
+        [PageSegment(0, 0, 0, b"\xff" * 32, b"", b"")],
+        [PageSegment(0, 0, 0, b"", b"\xff" * 15, b"")],
+        [PageSegment(0, 0, 0, b"", b"", b"x")],
     ]
     pages = [PageMessage(1, 0, 50 + n, 0, 0, 0, True, segments) for n, segments in enumerate(bad)]
     facts = facts_of(*batch.messages(), *pages)
@@ -172,7 +172,7 @@ def test_facts_that_were_asked_for_on_the_way_are_the_same_in_the_end(batch, mak
         EventMessage(PreflightResult(make.where(1), "failed", "bandwidth", "its own words")),
         *make.finished(0),
     ]
-    live = Fold()
+    live = FactFold()
     for n, body in enumerate(bodies, 1):
         live.add("a0", n, body)
         live.facts()
@@ -193,7 +193,7 @@ def test_an_agent_that_went_silent_is_lost(make):
 def test_definitions_of_another_rank_are_not_mixed_in(batch, make):
     other = make.Batch(rank=0)
     other.call("other", "Other", returned=[other.tensor()])
-    definitions = Definitions(0, 0, other.definitions().entries)
+    definitions = NameDefinitions(0, 0, other.definitions().entries)
     (_, rank) = facts_of(*batch.messages(), definitions, other.page_message()).of_attempt(0)
     assert [frame.module for frame in rank.pages[0].frames] == ["fc", ""]
 

@@ -7,7 +7,7 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.facts.heard import HeardNumbers
-from gpuwatch.core.wire.messages import Definitions, PageMessage
+from gpuwatch.core.wire.messages import NameDefinitions, PageMessage
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,7 +66,7 @@ def test_an_overflow_is_not_established_where_a_message_is_missing(make):
 
 
 def test_a_page_whose_names_are_missing_names_nothing(make):
-    messages = [m for m in bad_job(make) if not isinstance(m[2], Definitions)]
+    messages = [m for m in bad_job(make) if not isinstance(m[2], NameDefinitions)]
 
     verdict = decide(fold(("a0", 0, body) for _, _, body in messages))
     assert (verdict.module, verdict.certainty) == ("fc", "supported")  # as the event has it

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from gpuwatch.collector.facts.diagnosis import from_event
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import BadWeight, HeldValue, LookedAgain, OwnCode
-from gpuwatch.core.frames import Mark
+from gpuwatch.core.events import BadWeight, HeldValue, LookedAgain, OwnCodeModule
+from gpuwatch.core.frames import RowMark
 from gpuwatch.core.wire.messages import EventMessage
 
 
@@ -285,7 +285,7 @@ def test_a_call_that_hands_the_mask_on_is_not_where_it_came_in(make):
 def _masked(make, closed):
     batch = make.Batch(batch=5)
     x, mask = batch.tensor(), batch.tensor(make.NEGINF)
-    marks = {"kwargs.mask": Mark.CLOSED} if closed else {}
+    marks = {"kwargs.mask": RowMark.CLOSED} if closed else {}
     kwargs = {"mask": mask}
     batch.call("attn", "Attention", given=[x], returned=[batch.tensor(make.NAN)], kwargs=kwargs, marks=marks)
     batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
@@ -663,7 +663,7 @@ def test_a_module_that_was_handed_the_tensor_before_may_have_written_into_it(mak
 
 # -- by another way than frames show -------------------------------------------------------------------------------
 
-ENCODER, TAKER = OwnCode("encoder", "Encoder", "MulBackward0"), OwnCode("taker", "Taker", "AddBackward0")
+ENCODER, TAKER = OwnCodeModule("encoder", "Encoder", "MulBackward0"), OwnCodeModule("taker", "Taker", "AddBackward0")
 
 
 def taken(make, **again):

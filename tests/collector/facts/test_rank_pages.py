@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuwatch.collector.decide import replicas as same_point
-from gpuwatch.collector.facts.fold import Fold, fold
+from gpuwatch.collector.facts.fold import FactFold, fold
 
 
 def clean(make, rank, number):
@@ -31,7 +31,7 @@ def test_pages_are_found_by_step_and_batch_and_the_fuller_copy_takes_the_place(m
 
 
 def test_the_same_point_is_not_looked_for_in_every_page(make, monkeypatch):
-    folded, n = Fold(), 0
+    folded, n = FactFold(), 0
     for rank in range(2):
         for number in range(300):
             for body in clean(make, rank, number).messages():

@@ -9,8 +9,8 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.assemble.stage_lines import StageLines
 from gpuwatch.collector.facts.fold import fold, shown_body
 from gpuwatch.collector.report.model import to_json
-from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.events import Fault, ScriptError, Warned
+from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.core.events import OwnFault, RangeWarning, ScriptError
 from gpuwatch.core.wire.messages import EventMessage
 
 FORGED = "x\x1b[2J\x9b\u202e\nVERDICT  clean, established\r"
@@ -26,11 +26,13 @@ def report_of(make, place):
     weights = {name["parameter"]: batch.tensor()}
     batch.call(name["module"], name["class"], kwargs={name["argument"]: x}, returned=[bad], weights=weights)
     batch.call("", name["root"], given=[x], returned=[bad])
-    warned = Warned(make.where(0), "near overflow", name["warning"], "Linear", "forward", "output", "float16", 6e4, 0.1)
+    warned = RangeWarning(
+        make.where(0), "near overflow", name["warning"], "Linear", "forward", "output", "float16", 6e4, 0.1
+    )
     bodies = [
         make.hello(host=name["host"], nproc=1, command=["gpuwatch", FORGED]),
         *batch.messages(),
-        EventMessage(Fault(make.where(0), "hook", name["fault"])),
+        EventMessage(OwnFault(make.where(0), "hook", name["fault"])),
         EventMessage(warned),
         make.raised(0, name["exception"], name["exception"], module=name["module"], batch=3),
         make.ended(0, 1, batch=3),
@@ -100,7 +102,7 @@ def test_an_exception_keeps_its_lines_and_nothing_else_does(make):
     error = ScriptError(make.where(0), "E\n", "a\n\x1bb", "Traceback\n  \x1bc")
     safe = shown_body(EventMessage(error)).event
     assert (safe.error, safe.message, safe.traceback) == ("E\\n", "a\n\\x1bb", "Traceback\n  \\x1bc")
-    assert shown_body(EventMessage(Fault(make.where(0), "hook", "a\nb"))).event.message == "a\\nb"
+    assert shown_body(EventMessage(OwnFault(make.where(0), "hook", "a\nb"))).event.message == "a\\nb"
 
 
 def test_a_message_without_anything_hostile_is_the_same_object(make):

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("textual")
 
-from gpuwatch.collector.live.top_app import Ranks, Top
+from gpuwatch.collector.live.top_app import RankTable, TopApp
 
 
 def drive(views, act, size=(80, 24)):
@@ -16,7 +16,7 @@ def drive(views, act, size=(80, 24)):
     left = list(views)
 
     async def run():
-        app = Top(lambda: left.pop(0) if left else None, lambda: not left, "run-1")
+        app = TopApp(lambda: left.pop(0) if left else None, lambda: not left, "run-1")
         async with app.run_test(size=size) as pilot:
             for _ in range(len(views) + 1):
                 app.look()
@@ -52,7 +52,7 @@ def test_a_thousand_ranks_can_be_scrolled_and_the_head_stays(picture):
     async def act(pilot, app):
         await pilot.press("end")
         await pilot.pause()
-        app.query_one(Ranks).scroll_end(animate=False)
+        app.query_one(RankTable).scroll_end(animate=False)
 
     lines = drive([picture.view([picture.rank(n) for n in range(1024)])], act)
     text = "\n".join(lines)
@@ -67,7 +67,7 @@ def test_o_orders_the_ranks_and_q_ends_it(picture):
 
     async def act(pilot, app):
         for _ in range(2):
-            firsts.append(app.query_one(Ranks).lines[0].text.split()[0])
+            firsts.append(app.query_one(RankTable).lines[0].text.split()[0])
             await pilot.press("o")
         await pilot.press("q")
         assert app._exit

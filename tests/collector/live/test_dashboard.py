@@ -15,11 +15,11 @@ from itertools import combinations
 
 import jsonschema
 import pytest
-from gpuwatch.collector.live.metrics import Metrics
+from gpuwatch.collector.live.metrics_endpoint import MetricsExporter
 from gpuwatch.collector.live.metrics_text import text_of
 from gpuwatch.collector.live.own_numbers import OwnNumbers
 from gpuwatch.core.wire.messages import HotModule
-from gpuwatch.core.wire.view import NodeView, Passing, RankView, SlowRank, View
+from gpuwatch.core.wire.view import JobView, LimitPassing, NodeView, RankView, ViewStraggler
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...ports import ports_of_this_test
@@ -99,7 +99,7 @@ SCHEMA = {
 }
 """What Grafana's own description of a dashboard (kinds/dashboard of its sources) says of the fields that are used."""
 
-VIEW = View(
+VIEW = JobView(
     5,
     "run",
     [],
@@ -110,8 +110,8 @@ VIEW = View(
     [HotModule(0, 9, "net", "float16", 3e4, 1.1, 0.0)],
     [],
     kind="overflow",
-    slow=SlowRank(0, "node-a", 0.3),
-    passing=[Passing("net", "float16", 30, 20, 40)],
+    slow=ViewStraggler(0, "node-a", 0.3),
+    passing=[LimitPassing("net", "float16", 30, 20, 40)],
     events_by_kind={"anomaly": 1},
     lost={"frames": 0},
 )
@@ -208,7 +208,7 @@ def ask(port: int, expression: str) -> list[dict[str, object]]:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs a Prometheus")
 def test_a_prometheus_that_scrapes_answers_every_query(tmp_path):
-    served = Metrics("127.0.0.1:0")
+    served = MetricsExporter("127.0.0.1:0")
     served.show(lambda: (VIEW, OwnNumbers(turned_away={"refused": 0})), 0.0)
     of_metrics = served.url.rpartition(":")[2].partition("/")[0]
     (tmp_path / "prometheus.yml").write_text(CONFIG.format(port=of_metrics))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpuwatch.collector.facts.fold import Fold
-from gpuwatch.collector.live.so_far import Live
+from gpuwatch.collector.facts.fold import FactFold
+from gpuwatch.collector.live.so_far import LiveFindings
 
 from .test_live_verdict import overflow
 
@@ -12,8 +12,8 @@ def test_an_error_is_logged_once_and_the_rest_goes_on(make, monkeypatch):
     def broken(facts):
         raise RuntimeError("no such thing")
 
-    folded, said, logged = Fold(), [], []
-    live = Live(folded, said.append, logged.append)
+    folded, said, logged = FactFold(), [], []
+    live = LiveFindings(folded, said.append, logged.append)
     messages = overflow(make, 0, seq=1).messages()
     with monkeypatch.context() as patch:
         patch.setattr("gpuwatch.collector.live.so_far.overflow_verdict", broken)

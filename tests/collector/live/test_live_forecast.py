@@ -8,23 +8,23 @@ import math
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.assemble.forecasts import forecasts_of
-from gpuwatch.collector.facts.fold import Fold, fold
+from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.live.so_far import LiveForecast
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.model import Report, to_json
-from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.events import Forecast
+from gpuwatch.collector.report.model import RunReport, to_json
+from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.core.events import LimitForecast
 from gpuwatch.core.wire.messages import EventMessage
 
 
 def told(make, rank, module="fc2", batch=112, *, abs_max=4100.0, limit=65504.0):
     where = make.where(rank, batch=batch)
-    return EventMessage(Forecast(where, module, "Linear", "float16", limit, abs_max, 40, 30, 60, 80))
+    return EventMessage(LimitForecast(where, module, "Linear", "float16", limit, abs_max, 40, 30, 60, 80))
 
 
 def hear(bodies, folded=None):
     said = []
-    folded = folded or Fold()
+    folded = folded or FactFold()
     live = LiveForecast(folded, said.append)
     for n, body in enumerate(bodies, 1):
         folded.add("a0", n, body)
@@ -32,7 +32,7 @@ def hear(bodies, folded=None):
     return said
 
 
-def report_of(bodies) -> Report:
+def report_of(bodies) -> RunReport:
     return build_report(fold(("a0", n, body) for n, body in enumerate(bodies, 1)), run_id="x", started=None, ended=None)
 
 
@@ -45,7 +45,7 @@ def test_it_is_said_once_for_a_run(make):
 
 
 def test_a_collector_that_was_started_again_does_not_say_it_again(make):
-    folded = Fold()
+    folded = FactFold()
     folded.add("a0", 1, told(make, 1))
     assert hear([told(make, 0)], folded) == []
 

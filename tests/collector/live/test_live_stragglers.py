@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.facts.fold import Fold
-from gpuwatch.collector.live.stragglers import LEAST_S, LiveStragglers
+from gpuwatch.collector.facts.fold import FactFold
+from gpuwatch.collector.live.straggler_notices import LEAST_S, LiveStragglers
 from gpuwatch.core.recorder.step_table import PARTS
-from gpuwatch.core.wire.messages import Beat, RankState
+from gpuwatch.core.wire.messages import NodeBeat, RankState
 
 STEPS = 20
 """In each stretch."""
@@ -20,7 +20,7 @@ class Job:
         self.said: list[str] = []
         self.now = 0.0
         self.world = world
-        self.live = LiveStragglers(Fold(), self.said.append, lambda: self.now)
+        self.live = LiveStragglers(FactFold(), self.said.append, lambda: self.now)
         self.restart(0)
 
     def restart(self, attempt: int) -> None:
@@ -37,7 +37,7 @@ class Job:
                 steps_timed=self.timed[rank],
                 parts_us=list(self.parts[rank]),
             )
-            self.live.hear(Beat([state], {}))
+            self.live.hear(NodeBeat([state], {}))
         self.live.tick()
 
     def runs(self, *slow: tuple[int, float], part: str = "forward", stretches: int = 3) -> list[str]:

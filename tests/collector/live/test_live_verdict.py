@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.facts.fold import Fold
+from gpuwatch.collector.facts.fold import FactFold
 from gpuwatch.collector.live.so_far import LiveVerdict
 
 
@@ -19,7 +19,7 @@ class Live:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.clock = Clock()
-        self.folded = Fold()
+        self.folded = FactFold()
         self._n = 0
         self.verdict = LiveVerdict(self.folded, self.said.append, lambda: self.clock.now, self._used, lambda: 0.25)
 

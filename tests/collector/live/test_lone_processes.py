@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.assemble.export import export_rows
-from gpuwatch.collector.facts.fold import Fold
+from gpuwatch.collector.assemble.frame_export import export_rows
+from gpuwatch.collector.facts.fold import FactFold
 from gpuwatch.collector.live.metrics_text import text_of
 from gpuwatch.collector.live.own_numbers import OwnNumbers
 from gpuwatch.collector.live.snapshot import MOST_PROCESSES, view_of
-from gpuwatch.collector.live.top_model import Model, plain
+from gpuwatch.collector.live.top_model import TopModel, plain
 from gpuwatch.core.lone_process import number_of_process
 from gpuwatch.core.wire.view import decode_view, encode_view
 
@@ -16,7 +16,7 @@ from gpuwatch.core.wire.view import decode_view, encode_view
 @pytest.fixture
 def folded(make):
     """Rank 0 trains. Process 4242 has overflowed, and many others have called a module. One has become rank 0."""
-    found = Fold()
+    found = FactFold()
     lone = number_of_process(4242, "h0")
     batch = make.Batch(lone, batch=7, page=7)
     x, y = batch.tensor(), batch.tensor(make.INF)
@@ -47,7 +47,7 @@ def test_the_one_that_has_overflowed_comes_first_and_the_rest_is_counted(view):
 
 
 def test_top_shows_them_behind_the_ranks(view):
-    model = Model()
+    model = TopModel()
     model.see(view)
     lines = plain(model.screen(100), 64).splitlines()
     at = next(n for n, line in enumerate(lines) if "pid 4242" in line)

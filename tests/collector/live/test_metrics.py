@@ -16,29 +16,29 @@ from http.server import BaseHTTPRequestHandler
 import psutil
 import pytest
 import zmq
-from gpuwatch.collector.live.metrics import _MOST_SCRAPES, Metrics
+from gpuwatch.collector.live.metrics_endpoint import _MOST_SCRAPES, MetricsExporter
 from gpuwatch.collector.live.metrics_text import text_of
 from gpuwatch.collector.live.own_numbers import OwnNumbers
-from gpuwatch.collector.runs import new_run
+from gpuwatch.collector.run_list import new_run
 from gpuwatch.core.errors import UsageError
-from gpuwatch.core.events import Forecast
+from gpuwatch.core.events import LimitForecast
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import (
-    Ack,
+    AgentLeaving,
     AgentMessage,
-    Beat,
-    Bye,
     EventMessage,
-    Final,
+    FinalVerdict,
     HotModule,
-    Leaving,
+    MessageAck,
+    NodeBeat,
+    NodeBye,
     decode_collector,
     encode,
     pack_hot,
 )
-from gpuwatch.core.wire.pipe import Bound, CannotBind, CollectorConfig
-from gpuwatch.core.wire.view import Passing, RankView, SlowRank, View
-from gpuwatch.launcher.children import HeadCollector
+from gpuwatch.core.wire.pipe import CannotBind, CollectorBound, CollectorConfig
+from gpuwatch.core.wire.view import JobView, LimitPassing, RankView, ViewStraggler
+from gpuwatch.launcher.helper_processes import HeadCollector
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -125,18 +125,18 @@ def test_a_collector_is_scraped_while_its_job_runs_and_until_the_verdict(make, t
     collector = HeadCollector(config(tmp_path), print, lambda line: None)
     try:
         bound = collector.answer
-        assert isinstance(bound, Bound) and bound.metrics.startswith("http://127.0.0.1:")
+        assert isinstance(bound, CollectorBound) and bound.metrics.startswith("http://127.0.0.1:")
         with agent_of(bound.address) as agent:
             batch = make.Batch(1, batch=8)
             batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
-            told = Forecast(make.where(0, batch=5), "net.up", "Linear", "float16", 65504.0, 9e3, 20, 15, 30, 1)
+            told = LimitForecast(make.where(0, batch=5), "net.up", "Linear", "float16", 65504.0, 9e3, 20, 15, 30, 1)
             bodies = [make.hello_of(nproc=2), *batch.messages(), EventMessage(told)]
             for n, body in enumerate(bodies, 1):
                 agent.send(encode(AgentMessage(n, body, n - 1)))
             states = [make.state(0, batch=9, step=8, frames_lost=3), make.state(1, batch=8, step=8, warned=7)]
             hot = [HotModule(0, 9, HOSTILE, "float16", 3e4, 1.1, 0.1), HotModule(1, 9, HOSTILE, "float16", 2e4, 1.7, 0)]
-            agent.send(encode(AgentMessage(0, Beat(states, {1: 4}, sent_ns=5, hot=pack_hot(hot)))))
-            while not (ack := answer_to(agent, Ack)).echo_ns:
+            agent.send(encode(AgentMessage(0, NodeBeat(states, {1: 4}, sent_ns=5, hot=pack_hot(hot)))))
+            while not (ack := answer_to(agent, MessageAck)).echo_ns:
                 pass
             assert ack.looks, "who scrapes looks on"
 
@@ -166,10 +166,10 @@ def test_a_collector_is_scraped_while_its_job_runs_and_until_the_verdict(make, t
             assert "gpuwatch_collector_waiting_messages" in found
             assert found["gpuwatch_run_info"] == {(("attempt", "0"), ("run", "scraped")): 1}
 
-            agent.send(encode(AgentMessage(len(bodies) + 1, Bye("failed"), len(bodies))))
-            answer_to(agent, Final)
+            agent.send(encode(AgentMessage(len(bodies) + 1, NodeBye("failed"), len(bodies))))
+            answer_to(agent, FinalVerdict)
             assert scrape(bound.metrics)["gpuwatch_verdict"][(("kind", "overflow"),)] == 1, "until the agent has left"
-            agent.send(encode(AgentMessage(0, Leaving())))
+            agent.send(encode(AgentMessage(0, AgentLeaving())))
     finally:
         collector.end(WAIT_S)
     with pytest.raises(urllib.error.URLError):
@@ -183,8 +183,8 @@ def rank_view(number, **more) -> RankView:
     return RankView(number, f"node-{number // 8}", "forward", 9, 10, -1, "net", 0.1, **fields)
 
 
-def view_of_ranks(number, **more) -> View:
-    return View(
+def view_of_ranks(number, **more) -> JobView:
+    return JobView(
         5, "run", [], number, 0, [], [rank_view(rank) for rank in range(number)], **{"hot": [], **more}, events=[]
     )
 
@@ -192,7 +192,7 @@ def view_of_ranks(number, **more) -> View:
 def test_series_grow_with_ranks_alone():
     """1,024 ranks with the most modules that a picture has: four series each without GPUs, and a bounded rest."""
     hot = [HotModule(rank, 9, f"layers.{rank}", "float16", 3e4, 1.0, 0.0) for rank in range(8)]
-    passing = [Passing(f"layers.{n}", "float16", 9, 8, 10) for n in range(8)]
+    passing = [LimitPassing(f"layers.{n}", "float16", 9, 8, 10) for n in range(8)]
     small = parsed(text_of(view_of_ranks(2, hot=hot, passing=passing), OwnNumbers()))
     large = parsed(text_of(view_of_ranks(1024, hot=hot, passing=passing), OwnNumbers()))
     rest = sum(map(len, small.values())) - 2 * 4
@@ -211,7 +211,7 @@ def test_a_gpu_adds_two_series_to_its_rank():
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a\\nb", "}", "", "héllo", 'a b="c",d'])
 def test_label_values_are_escaped(name):
-    view = view_of_ranks(1, hot=[HotModule(0, 9, name, "float16", 3e4, 1.5, 0.0)], slow=SlowRank(0, name, 0.25))
+    view = view_of_ranks(1, hot=[HotModule(0, 9, name, "float16", 3e4, 1.5, 0.0)], slow=ViewStraggler(0, name, 0.25))
     found = parsed(text_of(view, OwnNumbers(turned_away={name: 2})))
     assert found["gpuwatch_module_headroom"] == {(("dtype", "float16"), ("module", name)): 1.5}
     assert found["gpuwatch_straggler_share"] == {(("host", name), ("rank", "0")): 0.25}
@@ -220,7 +220,7 @@ def test_label_values_are_escaped(name):
 
 @pytest.fixture
 def served():
-    made = Metrics("127.0.0.1:0")
+    made = MetricsExporter("127.0.0.1:0")
     yield made
     made.close()
 
@@ -324,9 +324,9 @@ def end_job(address) -> None:
     """A node that has come and gone."""
     with agent_of(address) as agent:
         agent.send(encode(AgentMessage(1, BUILDERS.hello_of(nproc=0))))
-        agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
-        answer_to(agent, Final)
-        agent.send(encode(AgentMessage(0, Leaving())))
+        agent.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
+        answer_to(agent, FinalVerdict)
+        agent.send(encode(AgentMessage(0, AgentLeaving())))
 
 
 def told(said, words) -> None:
@@ -360,7 +360,7 @@ def test_a_collector_that_is_started_again_goes_on_without_a_port_that_was_taken
         again = replace(config(tmp_path, address), resume=str(new_run(tmp_path).folder))
         collector = HeadCollector(again, said.append, lambda line: None)
         try:
-            assert isinstance(collector.answer, Bound) and collector.answer.metrics == ""
+            assert isinstance(collector.answer, CollectorBound) and collector.answer.metrics == ""
             assert any(line.startswith("the run goes on without metrics: --metrics-port: expected") for line in said)
             end_job(collector.answer.address)
         finally:
@@ -389,4 +389,4 @@ def test_by_hand_it_is_one_sentence(tmp_path, before, port, sentence):
 
 def test_an_address_of_another_host_is_one_sentence():
     with pytest.raises(UsageError, match=r"expected an address that is free, found 203\.0\.113\.7:9: "):
-        Metrics("203.0.113.7:9")
+        MetricsExporter("203.0.113.7:9")

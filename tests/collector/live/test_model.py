@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.live.snapshot import behind_of
-from gpuwatch.collector.live.top_model import Model, plain
-from gpuwatch.core.wire.view import NodeView, SlowRank
+from gpuwatch.collector.live.top_model import TopModel, plain
+from gpuwatch.core.wire.view import NodeView, ViewStraggler
 
 
 def seen(*views, width=100, **settings):
-    model = Model(**settings)
+    model = TopModel(**settings)
     for view in views:
         model.see(view)
     return model.screen(width)
@@ -65,7 +65,7 @@ def test_the_rank_that_the_others_wait_for_stands_in_the_head_and_first(picture)
 
 
 def test_the_rank_that_costs_the_others_time_stands_in_the_head(picture):
-    view = picture.view([picture.rank(n) for n in range(4)], slow=SlowRank(3, "node-a", 0.24))
+    view = picture.view([picture.rank(n) for n in range(4)], slow=ViewStraggler(3, "node-a", 0.24))
     assert ("rank 3 costs the job 24% of its time now", "warn") in seen(view).head
 
 
@@ -124,4 +124,4 @@ def test_a_thousand_ranks_are_one_line_each_and_as_text_a_few(picture):
 
 
 def test_before_the_first_picture_it_says_so():
-    assert "waiting for the collector" in plain(Model().screen(80), 5)
+    assert "waiting for the collector" in plain(TopModel().screen(80), 5)

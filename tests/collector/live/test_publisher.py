@@ -8,17 +8,17 @@ import threading
 import msgspec
 import pytest
 import zmq
-from gpuwatch.collector.doorkeeper import Doorkeeper
-from gpuwatch.collector.facts.fold import Fold
-from gpuwatch.collector.live.publisher import EVERY_S, Publisher
+from gpuwatch.collector.doorkeeper import CurveAccess
+from gpuwatch.collector.facts.fold import FactFold
+from gpuwatch.collector.live.publisher import EVERY_S, ViewPublisher
 from gpuwatch.collector.live.snapshot import view_of
-from gpuwatch.collector.live.top_link import Link
+from gpuwatch.collector.live.top_link import ViewSubscriber
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.events import Inventory, Xid
+from gpuwatch.core.events import GpuXid, RankInventoryEvent
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import Beat, EventMessage, GpuNow, HotModule, pack_gpus, pack_hot
-from gpuwatch.core.wire.view import FILE, View, read_viewer_keys
+from gpuwatch.core.wire.messages import EventMessage, GpuNow, HotModule, NodeBeat, pack_gpus, pack_hot
+from gpuwatch.core.wire.view import FILE, JobView, read_viewer_keys
 from zmq.auth.thread import ThreadAuthenticator
 
 KEYS = derive_keys("a secret of the tests", "job")
@@ -28,7 +28,7 @@ WAIT_S = 300.0
 
 @pytest.fixture
 def door():
-    return Doorkeeper(KEYS.agent.public.decode(), KEYS.viewer.public.decode())
+    return CurveAccess(KEYS.agent.public.decode(), KEYS.viewer.public.decode())
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def context(door):
 
 @pytest.fixture
 def publisher(context, tmp_path):
-    made = Publisher(context, "tcp://127.0.0.1:29401", KEYS.collector, KEYS.viewer)
+    made = ViewPublisher(context, "tcp://127.0.0.1:29401", KEYS.collector, KEYS.viewer)
     made.tell(tmp_path)
     yield made
     made.close()
@@ -52,7 +52,7 @@ def publisher(context, tmp_path):
 
 @pytest.fixture
 def link(tmp_path, publisher):
-    made = Link(tmp_path)
+    made = ViewSubscriber(tmp_path)
     yield made
     made.close()
 
@@ -64,12 +64,12 @@ class Shown:
         self.times = 0
         self.payload = payload
 
-    def __call__(self) -> View:
+    def __call__(self) -> JobView:
         self.times += 1
-        return View(self.times, f"run{self.payload}", [], 0, 0, [], [], [], [])
+        return JobView(self.times, f"run{self.payload}", [], 0, 0, [], [], [], [])
 
 
-def looked(publisher, shown, link) -> View:
+def looked(publisher, shown, link) -> JobView:
     """Turns of the collector's loop until the viewer has a picture."""
     for turn in range(100_000):
         publisher.show(shown, turn * EVERY_S)
@@ -179,7 +179,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path):
 
 
 def test_the_picture_of_a_job(make):
-    folded = Fold()
+    folded = FactFold()
     hot = [HotModule(1, 9, "fc", "float16", 3e4, 1.1, 0.1)]
     states = [make.state(0, batch=9, step=8, seq=20), make.state(1, batch=8, step=8, age_s=4.0, begun=19)]
     batch = make.Batch(1, batch=8)
@@ -187,8 +187,8 @@ def test_the_picture_of_a_job(make):
     bodies = [
         make.hello(host="node-a"),
         *batch.messages(),
-        Beat(states, {}, 5, hot=pack_hot(hot)),
-        EventMessage(Xid("G", 79, 5)),
+        NodeBeat(states, {}, 5, hot=pack_hot(hot)),
+        EventMessage(GpuXid("G", 79, 5)),
     ]
     for n, body in enumerate([*bodies, make.ended(0, 1)], 1):
         folded.add("a0", n, body)
@@ -214,40 +214,40 @@ def test_the_picture_of_a_job(make):
     ],
 )
 def test_a_rank_is_shown_with_its_own_gpu(make, sent, shown):
-    folded = Fold()
-    on = EventMessage(Inventory(make.where(0), "cuda:0", {}, InventoryFacts(uuid="GPU-a")))
-    for n, body in ((1, make.hello()), (2, on), (0, Beat([make.state(0)], {}, 5, gpus=sent))):
+    folded = FactFold()
+    on = EventMessage(RankInventoryEvent(make.where(0), "cuda:0", {}, InventoryFacts(uuid="GPU-a")))
+    for n, body in ((1, make.hello()), (2, on), (0, NodeBeat([make.state(0)], {}, 5, gpus=sent))):
         folded.add("a0", n, body)
     (rank,) = view_of(folded.as_it_stands(), "run-1", 7).ranks
     assert (rank.gpu_use, rank.gpu_memory) == shown
 
 
 def test_a_module_is_shown_once_on_the_rank_where_it_has_the_least_left(make):
-    folded = Fold()
+    folded = FactFold()
     for node in range(2):
         hot = [HotModule(node, 9, name, "float16", 3e4, left - node, 0.0) for name, left in (("a", 3.0), ("b", 5.0))]
         folded.add(f"a{node}", 1, make.hello(f"a{node}"))
-        folded.add(f"a{node}", 0, Beat([], {}, 5, hot=pack_hot(hot)))
+        folded.add(f"a{node}", 0, NodeBeat([], {}, 5, hot=pack_hot(hot)))
     view = view_of(folded.as_it_stands(), "run-1", 7)
     assert [(hot.module, hot.rank, hot.left) for hot in view.hot] == [("a", 1, 2.0), ("b", 1, 4.0)]
 
 
 @pytest.mark.parametrize("hot", [b"\xff", b"garbage", pack_hot([])])
 def test_hot_modules_that_no_agent_sends_are_left_out(make, hot):
-    folded = Fold()
+    folded = FactFold()
     folded.add("a0", 1, make.hello())
-    folded.add("a0", 0, Beat([], {}, 5, hot=hot))
+    folded.add("a0", 0, NodeBeat([], {}, 5, hot=hot))
     assert view_of(folded.as_it_stands(), "run-1", 7).hot == []
 
 
 def test_a_collector_with_no_word_yet_has_a_picture():
-    assert view_of(Fold().as_it_stands(), "run-1", 7).ranks == []
+    assert view_of(FactFold().as_it_stands(), "run-1", 7).ranks == []
 
 
 def test_a_picture_that_cannot_be_made_costs_the_view_alone(publisher, link, capsys):
     looked(publisher, Shown(), link)
 
-    def broken() -> View:
+    def broken() -> JobView:
         raise RuntimeError("no such thing")
 
     for _ in range(2):

@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("textual")
 
-from gpuwatch.collector.live.top_app import Top
-from gpuwatch.core.wire.view import NodeView, SlowRank
+from gpuwatch.collector.live.top_app import TopApp
+from gpuwatch.core.wire.view import NodeView, ViewStraggler
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -26,7 +26,7 @@ def drawn(views, columns, lines, *keys):
     left = list(views)
 
     async def run():
-        app = Top(lambda: left.pop(0) if left else None, lambda: False, "run-1")
+        app = TopApp(lambda: left.pop(0) if left else None, lambda: False, "run-1")
         async with app.run_test(size=(columns, lines)) as pilot:
             while left:
                 app.look()
@@ -57,7 +57,7 @@ def gpus_and_an_overflow(picture):
     ranks[5] = picture.rank(5, exit=1, ended=True)
     nodes = [NodeView("node-a", False, "ok"), NodeView("node-b", True, "ok", [79])]
     verdict = "rank 2 overflowed first: +inf in the output of `net.fc1`"
-    view = picture.view(ranks, nodes=nodes, verdict=verdict, kind="overflow", slow=SlowRank(3, "node-a", 0.24))
+    view = picture.view(ranks, nodes=nodes, verdict=verdict, kind="overflow", slow=ViewStraggler(3, "node-a", 0.24))
     return drawn([view], 100, 30)
 
 

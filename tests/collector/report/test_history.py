@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import numpy
 import pytest
-from gpuwatch.collector.assemble import history as limits
+from gpuwatch.collector.assemble import rank_history as limits
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import build, open_store, report_from_store, write_report
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.report_file import read_report
-from gpuwatch.collector.runs import RunPaths
+from gpuwatch.collector.run_list import RunPaths
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.columns import ABSENT, pack
-from gpuwatch.core.wire.messages import AgentMessage, History, encode
+from gpuwatch.core.wire.messages import AgentMessage, RankHistoryMessage, encode
 
 LAST = 7
 
@@ -54,7 +54,7 @@ def job(make, ranks=2, bad=1, *, damaged=(), how="codes"):
             rows[2] = [8.0, None]
         numbers = list(range(len(rows)))
         dtypes = bytes([DTYPE_CODES["float16"]] * 2)
-        history = History(rank, 0, 0, numbers, numbers, slots_of(batch), dtypes, pack(codes_of(rows)))
+        history = RankHistoryMessage(rank, 0, 0, numbers, numbers, slots_of(batch), dtypes, pack(codes_of(rows)))
         bodies.append(DAMAGES[how](history) if rank in damaged else history)
     bodies.append(make.ended(bad, 1))
     return [("a0", n, body) for n, body in enumerate(bodies, 1)]
@@ -82,7 +82,7 @@ def test_all_modules_in_the_batch_of_the_overflow(make):
 def test_a_rank_that_counts_its_steps_otherwise_is_not_beside_it(make):
     messages = job(make)
     for place, (agent, n, body) in enumerate(messages):
-        if isinstance(body, History) and body.rank == 0:
+        if isinstance(body, RankHistoryMessage) and body.rank == 0:
             messages[place] = agent, n, msgspec.structs.replace(body, steps=[0] * len(body.steps))
     assert report_of(messages).by_module.ranks == [1]
 
@@ -98,7 +98,7 @@ def test_a_damaged_history_is_left_out_and_the_verdict_is_the_same(make, damaged
 
 
 def test_the_history_changes_no_verdict(make):
-    without = [(agent, n, body) for agent, n, body in job(make) if not isinstance(body, History)]
+    without = [(agent, n, body) for agent, n, body in job(make) if not isinstance(body, RankHistoryMessage)]
     report = report_of(without)
     assert report.history is None and report.by_module is None
     assert report.verdict == report_of(job(make)).verdict

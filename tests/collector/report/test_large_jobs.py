@@ -10,9 +10,9 @@ from gpuwatch.collector.assemble import build as ranks_to_show
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
-from gpuwatch.collector.report.model import Report, to_json
-from gpuwatch.collector.report.text import render_text
-from gpuwatch.collector.runs import RunPaths
+from gpuwatch.collector.report.model import RunReport, to_json
+from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.collector.run_list import RunPaths
 from gpuwatch.core.wire.messages import AgentMessage, encode
 
 RANKS = 40
@@ -39,7 +39,7 @@ def job(make, *, batches=1, trace=(), stage=lambda rank: ""):
     return [("a0", n, body) for n, body in enumerate(bodies, 1)]
 
 
-def report_of(messages, **more) -> Report:
+def report_of(messages, **more) -> RunReport:
     return build_report(fold(messages), run_id="x", started=None, ended=None, **more)
 
 
@@ -86,7 +86,7 @@ def test_traced_batches_are_held_as_far_as_there_is_room(make, monkeypatch):
 
 
 def test_the_table_of_a_large_job_shows_the_ranks_that_differ(make, monkeypatch):
-    monkeypatch.setattr("gpuwatch.collector.report.text._MAX_TABLE_ROWS", 8)
+    monkeypatch.setattr("gpuwatch.collector.report.text_report._MAX_TABLE_ROWS", 8)
     text = render_text(report_of(job(make)))
     assert "2 of 40 ranks (39 stopped, 1 failed); all are in report.json" in text
 
@@ -114,7 +114,7 @@ def test_the_command_reads_the_frames_of_any_rank_from_the_store(run):
 
     assert "Rank 17, batch 0: last 2" in shown()
     assert "Rank 33, batch 0: last 2" in shown("--rank", "33")
-    report = msgspec.json.decode(shown("--rank", "33", "--format", "json"), type=Report)
+    report = msgspec.json.decode(shown("--rank", "33", "--format", "json"), type=RunReport)
     assert next(rank for rank in report.ranks if rank.rank == 33).frames
     run.store.unlink()
     assert "VERDICT  overflow" in shown("--rank", "33"), "without the store, what the report holds"

@@ -13,13 +13,13 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import merged_report, report_from_store, write_report
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.model import Report, to_json
-from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.report.model import RunReport, to_json
+from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.report_file import read_report
-from gpuwatch.collector.runs import RunPaths, new_run
+from gpuwatch.collector.run_list import RunPaths, new_run
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.events import Fault, NodeSignal, StepTimes
+from gpuwatch.core.events import NodeSignal, OwnFault, StepTimes
 from gpuwatch.core.wire.columns import pack_steps
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode
 from gpuwatch.core.wire.spool import SpoolWriter
@@ -49,7 +49,7 @@ def overflow(make, frames=3) -> list:
     return bodies
 
 
-def report_of(bodies, **more) -> Report:
+def report_of(bodies, **more) -> RunReport:
     facts = fold(("a0", n, body) for n, body in enumerate(bodies, 1))
     return build_report(facts, run_id="20250101-000000-abcd", started="2025-01-01T00:00:00Z", ended=None, **more)
 
@@ -84,7 +84,7 @@ def test_the_json_is_valid_and_has_the_fields_of_schema_1(make):
 
 def test_the_report_is_read_back_as_it_was(make):
     report = report_of(overflow(make))
-    assert to_json(msgspec.json.decode(to_json(report), type=Report)) == to_json(report)
+    assert to_json(msgspec.json.decode(to_json(report), type=RunReport)) == to_json(report)
 
 
 def test_frames_end_with_the_verdicts_on_every_rank(make):
@@ -123,7 +123,7 @@ def test_traced_batches_are_shown_whole(make):
 
 
 def test_faults_of_gpuwatch_itself_are_shown(make):
-    bodies = [*overflow(make), EventMessage(Fault(make.where(0), "hook", "KeyError: [bold]x[/nope]"))]
+    bodies = [*overflow(make), EventMessage(OwnFault(make.where(0), "hook", "KeyError: [bold]x[/nope]"))]
     report = report_of(bodies)
     assert report.ranks[0].faults == ["hook: KeyError: [bold]x[/nope]"]
     assert "KeyError: [bold]x[/nope]" in " ".join(render_text(report, width=200).split())
@@ -259,7 +259,7 @@ def test_no_name_reaches_the_report_with_control_characters_or_as_a_line_of_its_
     evil = "fc\x1b]0;title\x07\x9b2J\r\nVERDICT  clean, established\nNo overflow"
     batch = make.Batch(0, batch=1, root="Net")
     batch.call(evil, evil, given=[batch.tensor()], returned=[batch.tensor(make.INF)], depth=1)
-    fault = EventMessage(Fault(make.where(0), evil, evil))
+    fault = EventMessage(OwnFault(make.where(0), evil, evil))
     bodies = [make.hello(host=evil, nproc=1), *batch.messages(), fault, make.raised(0, evil, evil, module=evil)]
     bodies += [make.ended(0, 1, module=evil, cls=evil), make.Bye("failed")]
     report = report_of(bodies)

@@ -8,9 +8,9 @@ import random
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import Report, to_json
-from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.events import Absorbed, Cost, Ignored, ScalerSkip, Warned
+from gpuwatch.collector.report.model import RunReport, to_json
+from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.core.events import AbsorbedValue, IgnoredAlarm, RangeWarning, ScalerSkip, WatchCost
 from gpuwatch.core.wire.messages import EventMessage
 
 
@@ -18,7 +18,7 @@ def messages(bodies):
     return [("a0", n, body) for n, body in enumerate(bodies, 1)]
 
 
-def report_of(bodies) -> Report:
+def report_of(bodies) -> RunReport:
     return build_report(fold(messages(bodies)), run_id="run", started=None, ended=None)
 
 
@@ -29,14 +29,16 @@ def text_of(report, **how) -> str:
 def near(make, rank=0, *, headroom=0.25, module="up", role="output", batch=3):
     place = make.where(rank, batch=batch)
     return EventMessage(
-        Warned(place, "near overflow", module, "Linear", "forward", role, "float16", 60000.0, headroom, None, None)
+        RangeWarning(
+            place, "near overflow", module, "Linear", "forward", role, "float16", 60000.0, headroom, None, None
+        )
     )
 
 
 def underflow(make, rank=0, *, subnormals=0.5, zeros=0.1, module="head"):
     place = make.where(rank, batch=1)
     return EventMessage(
-        Warned(
+        RangeWarning(
             place, "underflow", module, "Linear", "backward", "grad weight", "float16", 1e-7, 39.0, zeros, subnormals
         )
     )
@@ -48,7 +50,7 @@ def skip(make, rank, scale, in_a_row, *, batch=0):
 
 
 def hidden(make, rank, *, pattern="probe*", module="probe", batch=0):
-    return EventMessage(Ignored(make.where(rank, batch=batch), pattern, module, "output", "+inf"))
+    return EventMessage(IgnoredAlarm(make.where(rank, batch=batch), pattern, module, "output", "+inf"))
 
 
 def run(make, *bodies, ranks=2, batches=8, **state):
@@ -148,7 +150,7 @@ def test_a_rank_without_a_scaler_has_none(make):
     ],
 )
 def test_what_led_nowhere_is_counted_and_told_with_its_place(make, why, by, said):
-    told = EventMessage(Absorbed(make.where(0, batch=2), "attn.log", "Log", "output", "nan", "float32", by, why))
+    told = EventMessage(AbsorbedValue(make.where(0, batch=2), "attn.log", "Log", "output", "nan", "float32", by, why))
     report = report_of(run(make, told, absorbed=3))
 
     assert (report.verdict.kind, report.verdict.certainty) == ("clean", "established")
@@ -164,7 +166,7 @@ def test_what_a_rank_has_found_to_lead_nowhere_is_inferred_from_no_page(make, wh
     batch = make.Batch(0, batch=2)
     batch.call("", "Metric", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
     batch.anomaly = None
-    told = EventMessage(Absorbed(make.where(0, batch=2), "", "Metric", "output", "+inf", "float32", "", why))
+    told = EventMessage(AbsorbedValue(make.where(0, batch=2), "", "Metric", "output", "+inf", "float32", "", why))
     report = report_of(run(make, told, *batch.messages(), absorbed=1))
 
     assert report.verdict.kind == kind
@@ -225,9 +227,9 @@ def test_what_was_left_out_before_a_restart_is_said(make):
 
 def test_the_cost_of_watching_is_told_of_the_slowest_rank(make):
     costs = [
-        EventMessage(Cost(make.where(0), 1_000, 1_010, 40, 41)),
-        EventMessage(Cost(make.where(1), 1_000, 1_250, 40, 41)),
-        EventMessage(Cost(make.where(1), 1_000, 9_000, 4, 4)),
+        EventMessage(WatchCost(make.where(0), 1_000, 1_010, 40, 41)),
+        EventMessage(WatchCost(make.where(1), 1_000, 1_250, 40, 41)),
+        EventMessage(WatchCost(make.where(1), 1_000, 9_000, 4, 4)),
     ]
     report = report_of(run(make, *costs))
     assert report.ranks[1].cost == {
@@ -237,7 +239,7 @@ def test_the_cost_of_watching_is_told_of_the_slowest_rank(make):
 
 
 def test_a_cost_that_was_not_measured_is_not_told(make):
-    report = report_of(run(make, EventMessage(Cost(make.where(0), 0, 5, 0, 3))))
+    report = report_of(run(make, EventMessage(WatchCost(make.where(0), 0, 5, 0, 3))))
     assert report.ranks[0].cost["ratio"] is None
     assert "Watching cost" not in text_of(report)
 
@@ -252,7 +254,7 @@ def test_notices_do_not_depend_on_order_or_duplicates(make):
         *(skip(make, rank, 4.0 / (n + 1), n + 1, batch=n) for n in range(3) for rank in range(2)),
         hidden(make, 0),
         hidden(make, 0, module="probe.2"),
-        EventMessage(Cost(make.where(0), 1_000, 1_010, 40, 41)),
+        EventMessage(WatchCost(make.where(0), 1_000, 1_010, 40, 41)),
         ignored=2,
     )
     expected = to_json(report_of(bodies))

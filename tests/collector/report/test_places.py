@@ -7,7 +7,7 @@ import json
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import to_json
-from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.report.text_report import render_text
 
 
 def report_of(make, *batches):

@@ -10,9 +10,9 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.decide.preflight_table import preflight_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import Report, to_json
-from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.events import Bandwidth, Inventory
+from gpuwatch.collector.report.model import RunReport, to_json
+from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.core.events import BandwidthRows, RankInventoryEvent
 from gpuwatch.core.preflight import STAGES, BandwidthRow, InventoryFacts
 from gpuwatch.core.wire.messages import EventMessage
 
@@ -40,7 +40,7 @@ def check(make, nodes=2, nproc=2, findings=(), marks=None, outcomes=None, unende
     return messages
 
 
-def report_of(messages) -> Report:
+def report_of(messages) -> RunReport:
     return build_report(fold(messages), run_id="20250101-000000-abcd", started=None, ended=None)
 
 
@@ -116,7 +116,7 @@ def test_a_node_that_was_heard_and_whose_ranks_were_not_has_a_row(make):
 def test_bandwidth_is_that_of_the_slowest_rank(make):
     rows = {rank: [BandwidthRow(1 << 20, 100.0 + rank, 2.0 - rank, 3.0 - rank)] for rank in (0, 1)}
     messages = [("a0", 1, make.hello(host="h"))]
-    messages += [("a0", 2 + rank, EventMessage(Bandwidth(make.where(rank), rows[rank]))) for rank in rows]
+    messages += [("a0", 2 + rank, EventMessage(BandwidthRows(make.where(rank), rows[rank]))) for rank in rows]
     (size,) = report_of(messages).preflight.bandwidth
 
     assert (size.size_bytes, size.ranks, size.rank, size.host) == (1 << 20, 2, 1, "h")
@@ -125,8 +125,8 @@ def test_bandwidth_is_that_of_the_slowest_rank(make):
 
 def test_what_a_rank_runs_on_is_in_the_report(make):
     facts = InventoryFacts(host="h", uuid="GPU-1", versions={"torch": "2.13.0"})
-    early = EventMessage(Inventory(make.where(0), "cpu", {}))
-    late = EventMessage(Inventory(make.where(0), "cuda:0 H100", {"torch": "2.13.0"}, facts))
+    early = EventMessage(RankInventoryEvent(make.where(0), "cpu", {}))
+    late = EventMessage(RankInventoryEvent(make.where(0), "cuda:0 H100", {"torch": "2.13.0"}, facts))
     for order in ([early, late], [late, early]):
         report = report_of([("a0", n, body) for n, body in enumerate([make.hello(), *order], 1)])
         assert [(entry.rank, entry.facts) for entry in report.preflight.inventory] == [(0, facts)]
@@ -159,7 +159,7 @@ def test_any_order_of_arrival_gives_the_same_report(make, seed):
 def test_the_report_is_read_back_as_it_was(make):
     finding = make.found("compute", "fail", "gpu", [3], ["gpu-001"], "rank 3 computes another matmul", victims=[0])
     report = report_of(check(make, findings=[finding]))
-    assert msgspec.json.decode(to_json(report), type=Report) == report
+    assert msgspec.json.decode(to_json(report), type=RunReport) == report
     told = json.loads(to_json(report))["preflight"]
     assert set(told) >= {"outcome", "stages", "nodes", "findings", "bandwidth", "inventory"}
 
@@ -168,7 +168,7 @@ def test_a_report_of_the_first_schema_without_these_fields_is_still_read(make):
     told = json.loads(to_json(report_of(check(make))))
     told["preflight"] = {"outcome": "ok"}
     del told["run"]["check_only"]
-    assert msgspec.json.decode(json.dumps(told), type=Report).preflight.stages == []
+    assert msgspec.json.decode(json.dumps(told), type=RunReport).preflight.stages == []
 
 
 # -- as text ------------------------------------------------------------------------------------------------------

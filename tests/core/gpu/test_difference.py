@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from gpuwatch.core.events import GpuCounters, GpuHealth, Xid
+from gpuwatch.core.events import GpuCounters, GpuHealth, GpuXid
 from gpuwatch.core.gpu.counters import difference, since_preflight
 from gpuwatch.core.gpu.xids import XIDS, meaning_of
 
@@ -63,9 +63,9 @@ EVENTS = [
     GpuHealth("ok", "watching 2 GPU(s) for XIDs", devices={GPU: "H100", OTHER: "H100"}, time_ns=0),
     counters("before", 1, pcie_replays=0, ecc_uncorrected_volatile=0),
     counters("before", 1, OTHER, pcie_replays=0, ecc_uncorrected_volatile=0),
-    Xid(GPU, 94, 5 * SECOND, "contained memory error", grade="fail"),
-    Xid(OTHER, 13, 4 * SECOND, "graphics engine exception", grade="ok"),
-    Xid(GPU, 48, 3 * SECOND, "double-bit ECC error", grade="fail"),
+    GpuXid(GPU, 94, 5 * SECOND, "contained memory error", grade="fail"),
+    GpuXid(OTHER, 13, 4 * SECOND, "graphics engine exception", grade="ok"),
+    GpuXid(GPU, 48, 3 * SECOND, "double-bit ECC error", grade="fail"),
     counters("anomaly", 6, pcie_replays=0, ecc_uncorrected_volatile=1),
     counters("end", 9, pcie_replays=0, ecc_uncorrected_volatile=2),
     counters("end", 9, OTHER, pcie_replays=0, ecc_uncorrected_volatile=0),
@@ -103,7 +103,7 @@ def test_without_two_readings_it_is_unknown_and_says_why():
 
 
 def test_an_xid_counts_even_where_no_counters_could_be_read():
-    found = since_preflight([Xid(GPU, 79, 5, "fallen off the bus", grade="fail")], GPU)
+    found = since_preflight([GpuXid(GPU, 79, 5, "fallen off the bus", grade="fail")], GPU)
     assert (found.known, found.grade) == (False, "fail")
 
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 from gpuwatch.core.errors import UsageError
-from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS, RATES, Limits, judge, load_thresholds
-from gpuwatch.core.gpu.lines import Reading
+from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS, RATES, CheckLimits, judge, load_thresholds
+from gpuwatch.core.gpu.lines import GpuReading
 
 toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python reads no TOML")
 
@@ -38,8 +38,8 @@ def test_every_row_has_a_source_and_something_to_do():
 def test_a_row_of_the_file_takes_the_place_of_the_tables_and_leaves_the_others(write):
     path = write('{"ecc_corrected_volatile": {"warn": 100, "fail": 1000}, "remap_pending": {"fail": 1}}')
     limits = load_thresholds(path)
-    assert limits["ecc_corrected_volatile"] == Limits(100, 1000)
-    assert limits["remap_pending"] == Limits(warn=1, fail=1), "what it does not say stays"
+    assert limits["ecc_corrected_volatile"] == CheckLimits(100, 1000)
+    assert limits["remap_pending"] == CheckLimits(warn=1, fail=1), "what it does not say stays"
     changed = {"ecc_corrected_volatile", "remap_pending"}
     assert {name: row for name, row in limits.items() if name not in changed} == {
         name: row for name, row in DEFAULTS.items() if name not in changed
@@ -50,8 +50,8 @@ def test_a_row_of_the_file_takes_the_place_of_the_tables_and_leaves_the_others(w
 def test_a_toml_file_says_the_same(write):
     path = write("[pcie_lanes_lost]\nfail = 8\n[ecc_uncorrected_aggregate]\nwarn = false\n", "limits.toml")
     limits = load_thresholds(path)
-    assert limits["pcie_lanes_lost"] == Limits(warn=1, fail=8)
-    assert limits["ecc_uncorrected_aggregate"] == Limits()
+    assert limits["pcie_lanes_lost"] == CheckLimits(warn=1, fail=8)
+    assert limits["ecc_uncorrected_aggregate"] == CheckLimits()
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_a_toml_file_says_the_same(write):
 )
 def test_from_a_limit_on_the_grade_is_the_limits(write, value, limits, grade):
     found = load_thresholds(write(json.dumps({"ecc_corrected_volatile": limits})))
-    judged = {one.check: one for one in judge(Reading("GPU-1", values={"ecc_corrected_volatile": value}), found)}
+    judged = {one.check: one for one in judge(GpuReading("GPU-1", values={"ecc_corrected_volatile": value}), found)}
     assert judged["ecc_corrected_volatile"].grade == grade
 
 
 @pytest.mark.parametrize(("temperature", "grade"), [(86, "ok"), (87, "warn"), (89, "warn"), (90, "fail"), (95, "fail")])
 def test_where_small_numbers_are_bad_the_limit_is_reached_from_above(write, temperature, grade):
     limits = load_thresholds(write('{"temperature_margin": {"warn": 5, "fail": 2}}'))
-    reading = Reading("GPU-1", values={"temperature": temperature, "temperature_slowdown": 92})
+    reading = GpuReading("GPU-1", values={"temperature": temperature, "temperature_slowdown": 92})
     judged = {one.check: one for one in judge(reading, limits)}
     assert judged["temperature_margin"].grade == grade
 

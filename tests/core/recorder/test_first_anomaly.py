@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from gpuwatch.core.events import Anomaly, Where
+from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.recorder.layout import Field, FirstAnomaly
+from gpuwatch.core.recorder.layout import AnomalyFlag, HeadField
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 
 FIRST = Anomaly(
-    Where(1, 0, 3, 3, "Net", 3, 7, clock={"0": 7}), 2, "fc", "Linear", "forward", "output", "+inf", "float32", [2, 3]
+    RunPosition(1, 0, 3, 3, "Net", 3, 7, clock={"0": 7}),
+    2,
+    "fc",
+    "Linear",
+    "forward",
+    "output",
+    "+inf",
+    "float32",
+    [2, 3],
 )
 
 
@@ -42,10 +50,10 @@ def test_the_first_one_that_is_appended_is_in_the_header_and_stays(writer):
 
 def test_it_is_there_when_the_log_is_full(writer):
     while writer.append(msgspec.structs.replace(FIRST, module="x" * len(FIRST.module))):
-        writer.fields[Field.ANOMALY] = FirstAnomaly.NONE  # as if it had been another kind of event
+        writer.fields[HeadField.ANOMALY] = AnomalyFlag.NONE  # as if it had been another kind of event
     while writer.append(FIRST):  # the rest of the log is as small as that
-        writer.fields[Field.ANOMALY] = FirstAnomaly.NONE
-    writer.fields[Field.ANOMALY] = FirstAnomaly.NONE
+        writer.fields[HeadField.ANOMALY] = AnomalyFlag.NONE
+    writer.fields[HeadField.ANOMALY] = AnomalyFlag.NONE
     assert not writer.append(FIRST)
     assert seen(writer) == (True, FIRST)
 

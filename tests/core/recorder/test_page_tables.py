@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.core.events import ModuleDef, RootDef, ShapeDef, SlotDef
-from gpuwatch.core.frames import Mark, Phase, RowKind
+from gpuwatch.core.frames import Phase, RowKind, RowMark
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.page_tables import PageTables, whole
-from gpuwatch.core.recorder.pages import Names, decode_page
-from gpuwatch.core.values import DTYPE_CODES, PENDING, Encoding, NonFinite
-from gpuwatch.core.wire.messages import PageMessage, Segment
+from gpuwatch.core.recorder.pages import NameTable, decode_page
+from gpuwatch.core.values import DTYPE_CODES, PENDING, NonFinite, ValueEncoding
+from gpuwatch.core.wire.messages import PageMessage, PageSegment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-ENCODINGS = dict(zip(Encoding, (63, 63, 32, 16, 16), strict=True))
+ENCODINGS = dict(zip(ValueEncoding, (63, 63, 32, 16, 16), strict=True))
 ROLES = ("weight", "input[0]", "output", "grad weight", "grad output", "before input[0]", "state step weight")
-NAMES = Names()
+NAMES = NameTable()
 NAMES.add([RootDef(0, "Net"), ShapeDef(0, (2, 3)), ShapeDef(1, (4,))])
 NAMES.add(ModuleDef(number, 0, f"layer.{number}", "Linear") for number in range(4))
 NAMES.add(SlotDef(number, number % 4, role) for number, role in enumerate(ROLES))
@@ -23,7 +23,7 @@ NAMES.add(SlotDef(number, number % 4, role) for number, role in enumerate(ROLES)
 
 @st.composite
 def values(draw):
-    encoding = draw(st.sampled_from(list(Encoding)))
+    encoding = draw(st.sampled_from(list(ValueEncoding)))
     bits = st.integers(0, (1 << ENCODINGS[encoding]) - 1)
     meta = draw(st.sampled_from([encoding << 8 | flags for flags in (0, 0, *NonFinite)] + [PENDING]))
     return draw(bits), draw(bits), meta
@@ -35,7 +35,7 @@ ROWS = st.tuples(
     st.integers(0, 2),
     st.sampled_from([*DTYPE_CODES.values(), 200]),
     st.sampled_from(list(RowKind)),
-    st.integers(0, max(Mark) * 2 - 1),
+    st.integers(0, max(RowMark) * 2 - 1),
 )
 
 
@@ -63,7 +63,7 @@ def pages(draw):
         if draw(st.booleans()):
             packed = [layout.VALUE.pack(*value) for value in table], [layout.ROW.pack(*row) for row in rows]
             segments.append(
-                Segment(index, frame_base, value_base, b"".join(frames), b"".join(packed[1]), b"".join(packed[0]))
+                PageSegment(index, frame_base, value_base, b"".join(frames), b"".join(packed[1]), b"".join(packed[0]))
             )
         frame_base, value_base = frame_base + len(frames), value_base + len(table)
     return PageMessage(0, 0, 0, 0, 7, 3, draw(st.booleans()), segments)
@@ -108,20 +108,20 @@ FINE = layout.FRAME.pack(0, 0, 0, 0, 0, 0, 0, 1, 0), layout.ROW.pack(0, 0, 0, 1,
         (FINE[0], FINE[1], FINE[2][:-1]),
         (layout.FRAME.pack(0, 0, 0, 99, 0, 0, 0, 1, 0), FINE[1], FINE[2]),
         (FINE[0], layout.ROW.pack(0, 0, 0, 1, 99, 0), FINE[2]),
-        (FINE[0], FINE[1], layout.VALUE.pack(-1, 0, Encoding.FLOAT32 << 8)),
-        (FINE[0], FINE[1], layout.VALUE.pack(0, 1 << 32, Encoding.FLOAT32 << 8)),
-        (FINE[0], FINE[1], layout.VALUE.pack(1 << 16, 0, Encoding.BFLOAT16 << 8)),
-        (FINE[0], FINE[1], layout.VALUE.pack(0, -1, Encoding.FLOAT64 << 8)),
+        (FINE[0], FINE[1], layout.VALUE.pack(-1, 0, ValueEncoding.FLOAT32 << 8)),
+        (FINE[0], FINE[1], layout.VALUE.pack(0, 1 << 32, ValueEncoding.FLOAT32 << 8)),
+        (FINE[0], FINE[1], layout.VALUE.pack(1 << 16, 0, ValueEncoding.BFLOAT16 << 8)),
+        (FINE[0], FINE[1], layout.VALUE.pack(0, -1, ValueEncoding.FLOAT64 << 8)),
     ],
 )
 def test_bytes_that_no_recorder_holds_are_refused_when_they_come(frames, rows, numbers):
-    message = PageMessage(0, 0, 0, 0, 0, 0, True, [Segment(0, 0, 0, frames, rows, numbers)])
+    message = PageMessage(0, 0, 0, 0, 0, 0, True, [PageSegment(0, 0, 0, frames, rows, numbers)])
     with pytest.raises((ValueError, OverflowError)):
         PageTables(message)
 
 
 def test_bases_beyond_any_page_take_no_memory():
-    segment = Segment(0, 1 << 62, 1 << 62, FINE[0], FINE[1], FINE[2])
+    segment = PageSegment(0, 1 << 62, 1 << 62, FINE[0], FINE[1], FINE[2])
     tables = PageTables(PageMessage(0, 0, 0, 0, 0, 0, True, [segment]))
     (frame,) = tables.decode(NAMES)
     assert [row.kind for row in frame.rows] == ["lost"]

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.events import Fault, ModuleDef, RootDef, ScriptError, ScriptExit, ShapeDef, SlotDef, Where
+from gpuwatch.core.events import ModuleDef, OwnFault, RootDef, RunPosition, ScriptError, ScriptExit, ShapeDef, SlotDef
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.recorder.layout import Field, RankPhase
+from gpuwatch.core.recorder.layout import HeadField, RankPhase
 from gpuwatch.core.recorder.reader import HeldPage, NotReady, RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from hypothesis import given, settings
@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
 
 def last_page(reader):
     """The newest page, finished or not."""
-    number = reader[Field.PAGE]
+    number = reader[HeadField.PAGE]
     return reader.page(number) if number >= 0 else None
 
 
@@ -248,7 +248,7 @@ def test_a_forward_a_loss_and_the_backward_are_two_pages_each_in_its_order(folde
         writer.resume_page(model)
         assert writer.page is model
         call(writer, 12, phase=1)
-        assert (last_page(reader).number, reader.state().batch, reader[Field.ROOT]) == (model.number, 5, 0)
+        assert (last_page(reader).number, reader.state().batch, reader[HeadField.ROOT]) == (model.number, 5, 0)
         writer.resume_page(loss)
         call(writer, 21, phase=1)
         writer.resume_page(model)
@@ -424,7 +424,7 @@ class Diary:
 
     def _note_owner(self) -> None:
         """At most one segment is taken at a time, by the page that is being written."""
-        while len(self.owners) <= self.reader[Field.SEGMENT]:
+        while len(self.owners) <= self.reader[HeadField.SEGMENT]:
             self.owners.append(self.writer.page.number)
 
     def expected(self, page, segments: int):
@@ -472,14 +472,14 @@ def test_whatever_is_written_each_page_is_the_newest_that_the_ring_has_room_for(
 
 # -- the log ------------------------------------------------------------------------------------------------------
 
-HERE = Where(3, 2)
+HERE = RunPosition(3, 2)
 ENTRIES = [
     RootDef(0, "Net"),
     ModuleDef(1, 0, "fc", "Linear"),
     SlotDef(0, 1, "weight"),
     ShapeDef(0, (2, 3)),
     ScriptExit(HERE, 0),
-    Fault(HERE, "hook", "é" * 33),
+    OwnFault(HERE, "hook", "é" * 33),
 ]
 
 
@@ -501,7 +501,7 @@ def test_a_full_log_is_counted_and_an_event_still_finds_room(folder):
         while writer.append(ModuleDef(kept, 0, name, "Linear"), name=True):
             kept += 1
         assert not writer.append(ModuleDef(kept, 0, name, "Linear"), name=True)
-        assert writer.append(Fault(HERE, "hook", "m" * 10_000))
+        assert writer.append(OwnFault(HERE, "hook", "m" * 10_000))
         definitions, events = reader.new_entries()
         assert len(definitions) == kept
         assert len(events) == 1
@@ -512,7 +512,7 @@ def test_a_full_log_is_counted_and_an_event_still_finds_room(folder):
 
 def test_events_beyond_the_end_of_the_log_are_counted_too(folder):
     with open_pair(folder, log_bytes=4096, segments=1) as (writer, reader):
-        results = [writer.append(Fault(HERE, "hook", "m" * 500)) for _ in range(20)]
+        results = [writer.append(OwnFault(HERE, "hook", "m" * 500)) for _ in range(20)]
         assert len(reader.new_entries()[1]) == sum(results)
         assert 0 < sum(results) < 20
         assert reader.state().records_lost == reader.state().events_lost == 20 - sum(results)
@@ -521,8 +521,8 @@ def test_events_beyond_the_end_of_the_log_are_counted_too(folder):
 def test_a_fault_is_counted_in_the_header_however_full_the_log_is(folder):
     with open_pair(folder, log_bytes=1024, segments=1) as (writer, reader):
         for _ in range(20):
-            writer.append(Fault(HERE, "hook", "m" * 500))
-            writer.append(Fault(HERE, "stacks", "of a part that costs no frame"))
+            writer.append(OwnFault(HERE, "hook", "m" * 500))
+            writer.append(OwnFault(HERE, "stacks", "of a part that costs no frame"))
         assert reader.state().faults == 20
 
 
@@ -553,7 +553,7 @@ def test_a_torn_length_is_counted_and_not_fatal(folder):
 def test_an_entry_of_a_later_version_is_counted_and_not_fatal(folder):
     with open_pair(folder, segments=1) as (writer, reader):
 
-        class LaterEvent(Fault, tag="later"):
+        class LaterEvent(OwnFault, tag="later"):
             pass
 
         writer.append(LaterEvent(HERE, "x", "y"))
@@ -587,10 +587,10 @@ def test_the_header_says_who_writes(folder):
         assert (reader.phase, reader.module()) == (RankPhase.STARTING, None)
         writer.append(ModuleDef(7, 0, "layer.1", "Linear"))
         reader.new_entries()
-        writer.fields[Field.MODULE] = 7
-        writer.fields[Field.PHASE] = RankPhase.FORWARD
-        writer.fields[Field.SEQ] = 41
-        writer.fields[Field.STEP] = 6
+        writer.fields[HeadField.MODULE] = 7
+        writer.fields[HeadField.PHASE] = RankPhase.FORWARD
+        writer.fields[HeadField.SEQ] = 41
+        writer.fields[HeadField.STEP] = 6
         writer.begin_page(0, 12, 6)
         state = reader.state()
         assert (state.phase, state.step, state.batch, state.seq) == ("forward", 6, 12, 41)

@@ -9,19 +9,19 @@ from gpuwatch.core import events as records
 from gpuwatch.core.preflight import BandwidthRow
 from gpuwatch.core.wire import messages
 from gpuwatch.core.wire.messages import (
+    AgentHello,
     AgentMessage,
-    Beat,
-    Bye,
-    Definitions,
     EventMessage,
-    Hello,
+    NameDefinitions,
+    NodeBeat,
+    NodeBye,
     SchedulerJob,
     WireError,
 )
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-HERE = records.Where(
+HERE = records.RunPosition(
     rank=3,
     attempt=1,
     step=7,
@@ -54,33 +54,33 @@ EVENTS = [
         True,
         "why",
         3,
-        moments=[records.Moment(7, {"0": 5, "fake": -1}, {"0": {1: 2}}, {"0": {3: 4}})],
+        moments=[records.IssuedMoment(7, {"0": 5, "fake": -1}, {"0": {1: 2}}, {"0": {3: 4}})],
     ),
-    records.Passed(HERE, "recv", "0", "0-3", 5, 1, 7, True, "+inf", "float32", 6, "finite", 1.5),
-    records.Warned(HERE, "underflow", "fc", "Linear", "forward", "output", "float16", 1e-7, 40.5, 0.5, 0.25),
-    records.Passed(HERE, "all_reduce", "0", "0-3", 7, 0, 0, True, "+inf", "float16", 8, "finite", 6e4),
+    records.PassedTensor(HERE, "recv", "0", "0-3", 5, 1, 7, True, "+inf", "float32", 6, "finite", 1.5),
+    records.RangeWarning(HERE, "underflow", "fc", "Linear", "forward", "output", "float16", 1e-7, 40.5, 0.5, 0.25),
+    records.PassedTensor(HERE, "all_reduce", "0", "0-3", 7, 0, 0, True, "+inf", "float16", 8, "finite", 6e4),
     records.LooseParameters(HERE, "SGD", 3, 1),
     records.ScalerSkip(HERE, 65536.0, 2, "fc", "Linear", "grad weight", "+inf"),
-    records.Absorbed(HERE, "attn.softmax", "Softmax", "output", "nan", "float32", "attn"),
+    records.AbsorbedValue(HERE, "attn.softmax", "Softmax", "output", "nan", "float32", "attn"),
     records.NotLookedInto(HERE, "model", "LlamaModel"),
     records.CompiledUnseen(HERE, "torch 2.5: compiled modules are not looked into", True),
     records.LooseParameters(HERE, "Adam", 2, 1),
     records.BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),
-    records.Ignored(HERE, "mask.*:output", "mask.0", "output", "-inf"),
-    records.Cost(HERE, 1_000_000, 1_020_000, 50, 49),
+    records.IgnoredAlarm(HERE, "mask.*:output", "mask.0", "output", "-inf"),
+    records.WatchCost(HERE, 1_000_000, 1_020_000, 50, 49),
     records.ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
     records.ScriptExit(HERE, 3),
     records.LeftGroup(HERE),
     records.PreflightBegan(HERE, "bandwidth", 30.0),
-    records.Bandwidth(HERE, [BandwidthRow(1 << 20, 12.5, 80.0, 140.0)]),
+    records.BandwidthRows(HERE, [BandwidthRow(1 << 20, 12.5, 80.0, 140.0)]),
     records.PreflightStage(HERE, "all_reduce", 0.25, "ring"),
     records.PreflightResult(HERE, "failed", "device", "no device", True, "nccl", "H100"),
-    records.Inventory(HERE, "cpu", {"torch": "2.13.0"}),
-    records.Fault(HERE, "forward hook", "KeyError: 1"),
+    records.RankInventoryEvent(HERE, "cpu", {"torch": "2.13.0"}),
+    records.OwnFault(HERE, "forward hook", "KeyError: 1"),
     records.WorkerExit(HERE, None, "torchrun", "forward", "layer.0", "Linear"),
-    records.Stalled(HERE, 301.5, 300.0),
+    records.RankStall(HERE, 301.5, 300.0),
     records.StepTimes(HERE, 40, [1.0, 2.0, 3.0, 4.0, 5.0], b"\x78\x01"),
-    records.Forecast(HERE, "fc2", "Linear", "float16", 65504.0, 4100.0, 40, 30, 60, 80),
+    records.LimitForecast(HERE, "fc2", "Linear", "float16", 65504.0, 4100.0, 40, 30, 60, 80),
     records.RankLook(
         HERE,
         2,
@@ -91,19 +91,23 @@ EVENTS = [
         "S",
         0.02,
         [records.StackLine("/x/train.py", 7, "main", "step()")],
-        [records.GroupState("0", "0-3", 4, 7, 6, "waiting", 7, 1.5, [records.Issued(7, "send", "float32", 3, 1)])],
+        [
+            records.GroupState(
+                "0", "0-3", 4, 7, 6, "waiting", 7, 1.5, [records.IssuedOperation(7, "send", "float32", 3, 1)]
+            )
+        ],
         60.0,
         [records.StackLine("/x/libc.so.6", 0, "read")],
         [records.ThreadSeen("loader", "S", "pipe_read", "read", "data.py:7 in load")],
     ),
     records.NodeSignal(15, 12),
-    records.Xid("GPU-1", 79, 12, "GPU has fallen off the bus", "Restart the node.", "fail", "1/0"),
+    records.GpuXid("GPU-1", 79, 12, "GPU has fallen off the bus", "Restart the node.", "fail", "1/0"),
     records.GpuCounters("GPU-1", "end", {"pcie_replays": 3}, {"nvlink_crc_errors": "Not Supported"}, 12, ["MIG-2"]),
     records.GpuHealth("unknown", "no NVML", "580.1", {"GPU-1": "H100"}, {"GPU-1": "Not Supported"}, 12),
 ]
 BODIES = [
-    messages.History(1, 0, 0, [3, 4], [3, 4], [7], b"\x01", b"\x10\x20"),
-    Hello(
+    messages.RankHistoryMessage(1, 0, 0, [3, 4], [3, 4], [7], b"\x01", b"\x10\x20"),
+    AgentHello(
         "a" * 32,
         "host",
         1,
@@ -118,30 +122,30 @@ BODIES = [
         job=SchedulerJob("SLURM", "17", "n1", ["n1", "n2"], "drain {nodes} {reason}", "--exclude={nodes}", "slurmd"),
     ),
     *map(EventMessage, EVENTS),
-    Definitions(3, 1, list(ENTRIES)),
-    messages.PageMessage(3, 1, 11, 0, 9, 7, False, [messages.Segment(0, 0, 0, b"\0" * 32, b"\1" * 16, b"\2" * 24)]),
-    messages.History(3, 1, 0, [7, 9], [6, 7], [4], b"\2", b"packed"),
-    Beat(
+    NameDefinitions(3, 1, list(ENTRIES)),
+    messages.PageMessage(3, 1, 11, 0, 9, 7, False, [messages.PageSegment(0, 0, 0, b"\0" * 32, b"\1" * 16, b"\2" * 24)]),
+    messages.RankHistoryMessage(3, 1, 0, [7, 9], [6, 7], [4], b"\2", b"packed"),
+    NodeBeat(
         [messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 1, 2, 3, 0.5, 4, 5, 6, 7)],
         {3: 2},
         5,
         -7,
         9,
     ),
-    Bye("failed", 15),
-    messages.Telemetry(
+    NodeBye("failed", 15),
+    messages.TelemetryMessage(
         12, 15, "end", 5.0, [messages.SeriesName("GPU-1", "temperature")], b"packed", ["NVML did not answer for 15 s"]
     ),
-    messages.Leaving(),
+    messages.AgentLeaving(),
 ]
 ANSWERS = [
-    messages.Welcome("run", "/runs/run", 4),
-    messages.Ack(7, resend=True, time_ns=12, echo_ns=5),
-    messages.Want(1, "Net", 1, 9),
+    messages.RunWelcome("run", "/runs/run", 4),
+    messages.MessageAck(7, resend=True, time_ns=12, echo_ns=5),
+    messages.WantedBatch(1, "Net", 1, 9),
     messages.LookAtRanks(2),
-    messages.Stop("node b is lost"),
-    messages.Final(4, "overflow", "text", "/runs/run/report.json"),
-    messages.Refused("no"),
+    messages.StopRanks("node b is lost"),
+    messages.FinalVerdict(4, "overflow", "text", "/runs/run/report.json"),
+    messages.AgentRefused("no"),
 ]
 
 
@@ -247,6 +251,6 @@ def test_a_message_over_the_limit_is_refused_before_it_is_read():
 
 @given(st.sampled_from([b"\xff\xfe", b"\xed\xa0\x80"]))
 def test_a_name_that_is_no_text_is_a_wire_error(bad):
-    whole = messages.encode(AgentMessage(1, Bye("failed"), 0))
+    whole = messages.encode(AgentMessage(1, NodeBye("failed"), 0))
     with pytest.raises(WireError):
         messages.decode_agent(whole.replace(b"failed", bad.ljust(6, b"a")))

@@ -33,16 +33,16 @@ TO_AGENT = [
     pipe.LaunchDone("signal", 15),
 ]
 FROM_AGENT = [
-    pipe.Notice("one\nsentence"),
+    pipe.UserNotice("one\nsentence"),
     pipe.StopRequest("why"),
-    pipe.Verdict(4, "overflow", "té\nxt", "r.json"),
-    pipe.Waiting(),
-    pipe.Welcomed("20261122-1"),
+    pipe.JobResult(4, "overflow", "té\nxt", "r.json"),
+    pipe.VerdictWait(),
+    pipe.NodeWelcomed("20261122-1"),
 ]
 FROM_COLLECTOR = [
-    pipe.Bound("tcp://0.0.0.0:1", "runs/x"),
+    pipe.CollectorBound("tcp://0.0.0.0:1", "runs/x"),
     pipe.CannotBind(True, "in use"),
-    pipe.Notice("n"),
+    pipe.UserNotice("n"),
     pipe.StageLine("node group", 3, 4, "warn", 1.5),
     pipe.PreflightOver("warn", "one line", ["a", "b\nc"]),
 ]
@@ -87,14 +87,14 @@ def test_a_reader_that_is_gone_is_false():
     reading, writing = os.pipe()
     os.close(reading)
     sink = os.fdopen(writing, "wb", buffering=0)
-    assert not pipe.write_line(sink, pipe.Notice("x"))
+    assert not pipe.write_line(sink, pipe.UserNotice("x"))
     sink.close()
-    assert not pipe.write_line(sink, pipe.Notice("x"))
+    assert not pipe.write_line(sink, pipe.UserNotice("x"))
 
 
 def test_a_pipe_that_fails_is_false():
     with Path("/dev/full").open("wb", buffering=0) as sink:
-        assert not pipe.write_line(sink, pipe.Notice("x"))
+        assert not pipe.write_line(sink, pipe.UserNotice("x"))
 
 
 def test_what_a_pipe_did_not_take_goes_out_before_the_next_message():
@@ -107,9 +107,9 @@ def test_what_a_pipe_did_not_take_goes_out_before_the_next_message():
         except BlockingIOError:
             break
     with os.fdopen(writing, "wb") as sink:
-        assert not pipe.write_line(sink, pipe.Notice("first"))
+        assert not pipe.write_line(sink, pipe.UserNotice("first"))
         assert len(os.read(reading, room)) == room
-        assert pipe.write_line(sink, pipe.Notice("second"))
+        assert pipe.write_line(sink, pipe.UserNotice("second"))
     with os.fdopen(reading, "rb") as source:
         assert [pipe.read_from_agent(line).text for line in source] == ["first", "second"]
 

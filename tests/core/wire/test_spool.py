@@ -6,12 +6,14 @@ import subprocess
 import pytest
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.events import NodeSignal
-from gpuwatch.core.wire.messages import AgentMessage, Bye, EventMessage, PageMessage, Segment, encode
+from gpuwatch.core.wire.messages import AgentMessage, EventMessage, NodeBye, PageMessage, PageSegment, encode
 from gpuwatch.core.wire.spool import SUFFIX, SpoolWriter, agent_of, keep_spools, read_spool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-MESSAGES = [AgentMessage(n, EventMessage(NodeSignal(n)), n - 1) for n in range(1, 5)] + [AgentMessage(5, Bye("ok"), 4)]
+MESSAGES = [AgentMessage(n, EventMessage(NodeSignal(n)), n - 1) for n in range(1, 5)] + [
+    AgentMessage(5, NodeBye("ok"), 4)
+]
 DATA = [encode(message) for message in MESSAGES]
 
 
@@ -54,7 +56,7 @@ def test_what_is_there_already_is_not_touched(tmp_path, kind):
 
 
 def test_it_is_bounded_and_pages_leave_room_for_events(tmp_path):
-    page = encode(AgentMessage(1, PageMessage(0, 0, 0, 0, 0, 0, True, [Segment(0, 0, 0, b"x" * 900, b"", b"")])))
+    page = encode(AgentMessage(1, PageMessage(0, 0, 0, 0, 0, 0, True, [PageSegment(0, 0, 0, b"x" * 900, b"", b"")])))
     spool = SpoolWriter(tmp_path / "a", max_bytes=4000)
     for _ in range(10):
         spool.append(page, is_page=True)
@@ -73,7 +75,7 @@ def test_on_a_full_disk_what_was_written_is_whole(tmp_path):
         pytest.skip("cannot mount a small file system here: not root, or in a container without the right to")
     try:
         spool = SpoolWriter(folder / "a")
-        big = encode(AgentMessage(9, Bye("x" * 10_000)))
+        big = encode(AgentMessage(9, NodeBye("x" * 10_000)))
         for message in [*DATA, big, big, big, *DATA]:
             spool.append(message, is_page=False)
         spool.close()

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import Anomaly, Where
+from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import Bye, EventMessage, Telemetry, decode_agent
+from gpuwatch.core.wire.messages import EventMessage, NodeBye, TelemetryMessage, decode_agent
 from gpuwatch.core.wire.pipe import AgentConfig, LaunchDone, WorkersEnded, WorkersStarted
-from gpuwatch.launcher.agent.agent import Agent
+from gpuwatch.launcher.agent.agent import NodeAgentLoop
 
 WAIT_S = 300.0
 MIB = 1 << 20
@@ -72,14 +72,16 @@ def agent(tmp_path):
         identity="node",
         telemetry_s=5.0,
     )
-    made = Agent(config, io.BytesIO())
+    made = NodeAgentLoop(config, io.BytesIO())
     yield made
     made.close()
 
 
 def anomaly():
     return EventMessage(
-        Anomaly(Where(1, batch=3, time_ns=time.time_ns()), 2, "fc", "Linear", "forward", "output", "+inf", "float32")
+        Anomaly(
+            RunPosition(1, batch=3, time_ns=time.time_ns()), 2, "fc", "Linear", "forward", "output", "+inf", "float32"
+        )
     )
 
 
@@ -110,9 +112,9 @@ def test_what_a_rank_takes_is_in_the_report(agent, process):
     agent.turn(now + 6)
 
     messages = sent(agent)
-    reasons = [body.reason for _, _, body in messages if isinstance(body, Telemetry)]
+    reasons = [body.reason for _, _, body in messages if isinstance(body, TelemetryMessage)]
     assert reasons == ["anomaly", "end"]
-    assert isinstance(messages[-1][2], Bye)
+    assert isinstance(messages[-1][2], NodeBye)
     report = build_report(fold(messages), run_id="x", started=None, ended=None)
     assert report.telemetry is not None
     assert report.telemetry.trouble == ""
@@ -130,9 +132,9 @@ def test_an_agent_that_goes_on_for_another_sends_what_that_one_had(agent, proces
     agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid}, {1: 0})), now)
     sampled(agent, now)
     agent._put(anomaly())
-    first = [body for _, _, body in sent(agent) if isinstance(body, Telemetry)]
-    second = Agent(msgspec.structs.replace(agent._config, life=1), io.BytesIO())
+    first = [body for _, _, body in sent(agent) if isinstance(body, TelemetryMessage)]
+    second = NodeAgentLoop(msgspec.structs.replace(agent._config, life=1), io.BytesIO())
     try:
-        assert [body for _, _, body in sent(second) if isinstance(body, Telemetry)] == first
+        assert [body for _, _, body in sent(second) if isinstance(body, TelemetryMessage)] == first
     finally:
         second.close()

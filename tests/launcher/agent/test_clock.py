@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from gpuwatch.launcher.agent.outbox import KEPT, ClockOffset, Exchange
+from gpuwatch.launcher.agent.outbox import KEPT, ClockExchange, ClockOffset
 
 
 def test_nothing_is_known_before_an_answer():
@@ -10,7 +10,7 @@ def test_nothing_is_known_before_an_answer():
 def test_the_offset_is_taken_from_the_middle_of_the_exchange():
     clock = ClockOffset()
     clock.hear(1_000, 51_500, 2_000)
-    assert clock.best == Exchange(round_trip_ns=1_000, offset_ns=50_000)
+    assert clock.best == ClockExchange(round_trip_ns=1_000, offset_ns=50_000)
 
 
 def test_the_quickest_exchange_counts_whenever_it_came():
@@ -18,13 +18,13 @@ def test_the_quickest_exchange_counts_whenever_it_came():
     clock.hear(1_000, 90_000, 21_000)
     clock.hear(30_000, 80_100, 30_200)
     clock.hear(40_000, 99_000, 90_000)
-    assert clock.best == Exchange(200, 50_000)
+    assert clock.best == ClockExchange(200, 50_000)
 
 
 def test_a_collector_that_is_behind_has_a_negative_offset():
     clock = ClockOffset()
     clock.hear(1_000_000, 500_100, 1_000_200)
-    assert clock.best == Exchange(200, -500_000)
+    assert clock.best == ClockExchange(200, -500_000)
 
 
 def test_an_older_collector_and_a_clock_that_was_set_back_tell_nothing():

@@ -11,13 +11,13 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.errors import ExitCode
-from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, ScriptExit, SlotDef, Where
+from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, SlotDef
 from gpuwatch.core.recorder.layout import (
     EARLIER_VERSION,
     SEALED,
     VERSION,
-    Field,
-    FirstAnomaly,
+    AnomalyFlag,
+    HeadField,
     HooksState,
     RankPhase,
     file_name,
@@ -25,17 +25,17 @@ from gpuwatch.core.recorder.layout import (
 )
 from gpuwatch.core.recorder.reader import NotReady, RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import Encoding
-from gpuwatch.core.wire.messages import Bye, Hello
+from gpuwatch.core.values import ValueEncoding
+from gpuwatch.core.wire.messages import AgentHello, NodeBye
 from gpuwatch.launcher.agent.rank_watch import RankWatch
-from gpuwatch.launcher.launch import _aborted
-from gpuwatch.launcher.say import Overflows
+from gpuwatch.launcher.launch_job import _aborted
+from gpuwatch.launcher.say import SeenOverflows
 from hypothesis import given
 from hypothesis import strategies as st
 
-HEAD_BYTES = 8 * (max(Field) + 1)
+HEAD_BYTES = 8 * (max(HeadField) + 1)
 ANOMALY = Anomaly(
-    Where(0, 0, batch=1, root="Net#0", page=1),
+    RunPosition(0, 0, batch=1, root="Net#0", page=1),
     1,
     "fc",
     "Linear",
@@ -52,18 +52,18 @@ def record(folder: Path, *, overflows: bool) -> RecorderWriter:
     """What a rank of two batches has written by its end."""
     path = folder / file_name(0, 0)
     writer = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=1 << 16, segments=4)
-    writer.fields[Field.HOOKS] = HooksState.ATTACHED
+    writer.fields[HeadField.HOOKS] = HooksState.ATTACHED
     for definition in (RootDef(0, "Net"), ModuleDef(0, 0, "fc", "Linear"), SlotDef(0, 0, "output")):
         writer.append(definition, name=True)
     for number in range(2):
         page = writer.begin_page(0, number, number)
-        value = writer.value(0, 0x3F800000, Encoding.FLOAT32 << 8)
+        value = writer.value(0, 0x3F800000, ValueEncoding.FLOAT32 << 8)
         writer.frame(0, 0xFFFFFFFF, 0, 0, number, [(0, value, 0xFFFFFFFF, 1, 0, 0)])
         writer.end_page(page)
     if overflows:
         writer.append(ANOMALY)
-    writer.append(ScriptExit(Where(0, 0), 0))
-    writer.fields[Field.PHASE] = RankPhase.FINISHED
+    writer.append(ScriptExit(RunPosition(0, 0), 0))
+    writer.fields[HeadField.PHASE] = RankPhase.FINISHED
     return writer
 
 
@@ -77,14 +77,14 @@ def damage(writer: RecorderWriter, at: int, data: bytes) -> None:
 def verdict(folder: Path, beforehand: RankWatch | None = None) -> str:
     """What is told of the run. `beforehand`: who has opened the recorder already."""
     agent = beforehand or RankWatch(folder, 0, 0, 0, 1, [])
-    hello = Hello("a", "host", 1, 1, 1, 1, ["train.py"], {}, "run")
-    bodies = [hello, *agent.end(0, "itself", 0.0), Bye("ok")]
+    hello = AgentHello("a", "host", 1, 1, 1, 1, ["train.py"], {}, "run")
+    bodies = [hello, *agent.end(0, "itself", 0.0), NodeBye("ok")]
     agent.close()
     return decide(fold([("a", number, body) for number, body in enumerate(bodies)])).kind
 
 
 def told_by_the_launch(folder: Path) -> str:
-    overflows = Overflows(folder)
+    overflows = SeenOverflows(folder)
     overflows.look(0, {0: 0})
     return overflows.sentence
 
@@ -132,7 +132,9 @@ def test_no_bytes_make_an_overflow_clean(at, data, late):
         assert verdict(path, watch) != "clean"
 
 
-@pytest.mark.parametrize("field", [*map(Field, range(Field.VERSION, Field.CHECK + 1))], ids=lambda field: field.name)
+@pytest.mark.parametrize(
+    "field", [*map(HeadField, range(HeadField.VERSION, HeadField.CHECK + 1))], ids=lambda field: field.name
+)
 def test_what_is_fixed_is_not_believed_when_it_is_damaged(tmp_path, field):
     writer = record(tmp_path, overflows=False)
     writer.fields[field] ^= 1
@@ -160,14 +162,14 @@ def test_a_recorder_of_version_3_is_read(tmp_path, overflows, kind):
     writer = record(tmp_path, overflows=overflows)
     for field in SEALED:
         writer.fields[field] = unseal(writer.fields[field])
-    writer.fields[Field.CHECK] = 0
+    writer.fields[HeadField.CHECK] = 0
     assert (VERSION, EARLIER_VERSION) == (4, 3)
-    writer.fields[Field.VERSION] = EARLIER_VERSION
-    assert writer.fields[Field.ANOMALY] == (2 if overflows else 0)
-    assert writer.fields[Field.PHASE] == 4
+    writer.fields[HeadField.VERSION] = EARLIER_VERSION
+    assert writer.fields[HeadField.ANOMALY] == (2 if overflows else 0)
+    assert writer.fields[HeadField.PHASE] == 4
     with_seal = RecorderReader(writer.path)
     assert with_seal.phase == RankPhase.FINISHED
-    assert with_seal.overflow_seen == (with_seal[Field.ANOMALY] == FirstAnomaly.WRITTEN) == overflows
+    assert with_seal.overflow_seen == (with_seal[HeadField.ANOMALY] == AnomalyFlag.WRITTEN) == overflows
     with_seal.close()
     writer.close()
     assert verdict(tmp_path) == kind

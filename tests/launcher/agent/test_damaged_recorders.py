@@ -10,13 +10,23 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import to_json
-from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.events import Anomaly, Fault, ModuleDef, RootDef, ScriptExit, ShapeDef, SlotDef, Where, WorkerExit
+from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.core.events import (
+    Anomaly,
+    ModuleDef,
+    OwnFault,
+    RootDef,
+    RunPosition,
+    ScriptExit,
+    ShapeDef,
+    SlotDef,
+    WorkerExit,
+)
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.group_table import GroupField
-from gpuwatch.core.recorder.layout import NOTHING, Field, file_name
+from gpuwatch.core.recorder.layout import NOTHING, HeadField, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import Encoding
+from gpuwatch.core.values import ValueEncoding
 from gpuwatch.core.wire.messages import AgentMessage, decode_agent, encode
 from gpuwatch.launcher.agent.rank_watch import RankWatch
 from hypothesis import HealthCheck, given, settings
@@ -24,7 +34,7 @@ from hypothesis import strategies as st
 
 LOG_BYTES, SEGMENTS = 1 << 14, 4
 SIZE = layout.file_bytes(LOG_BYTES, SEGMENTS)
-ANOMALY = Anomaly(Where(0, 0, 2, 2, "Net", 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
+ANOMALY = Anomaly(RunPosition(0, 0, 2, 2, "Net", 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
 NUMBERS = (-1, 1, 1 << 20, (1 << 31) - 1, 1 << 40, -(1 << 63), (1 << 63) - 1)
 _folders = itertools.count()
 
@@ -41,11 +51,11 @@ def whole(tmp_path_factory) -> bytes:
     for batch in range(3):
         page = writer.begin_page(0, batch, batch)
         for _ in range(2):
-            value = writer.value(0, 0x7F800000, Encoding.FLOAT32 << 8 | 2)
+            value = writer.value(0, 0x7F800000, ValueEncoding.FLOAT32 << 8 | 2)
             writer.frame(0, NOTHING, 0, 0, batch, [(0, value, 0, 1, 0, 0)])
         writer.end_page(page)
     writer.append(ANOMALY)
-    writer.append(ScriptExit(Where(0, 0), 1))
+    writer.append(ScriptExit(RunPosition(0, 0), 1))
     writer.close()
     return path.read_bytes()
 
@@ -89,11 +99,11 @@ def test_the_whole_file_gives_its_anomaly(whole, tmp_path):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("field", [field for field in Field if field not in (Field.MAGIC, Field.VERSION)])
+@pytest.mark.parametrize("field", [field for field in HeadField if field not in (HeadField.MAGIC, HeadField.VERSION)])
 def test_any_number_in_the_header(whole, tmp_path, field, number):
     bodies = read(tmp_path, with_number(whole, 8 * field, number))
     # what says which file this is, and how it is laid out, cannot be done without
-    if field not in (Field.RANK, Field.ATTEMPT, Field.LOG_BYTES, Field.SEGMENTS):
+    if field not in (HeadField.RANK, HeadField.ATTEMPT, HeadField.LOG_BYTES, HeadField.SEGMENTS):
         assert anomalies(bodies) == [ANOMALY]
 
 
@@ -129,7 +139,7 @@ def test_a_file_that_was_cut(whole, tmp_path, size):
 def test_a_file_that_is_cut_while_it_is_read(whole, tmp_path, size):
     """What a mapping would have killed its reader for. The log says nothing here: the header alone has the anomaly."""
     path = tmp_path / file_name(0, 0)
-    path.write_bytes(with_number(whole, 8 * Field.LOG_END, 0))
+    path.write_bytes(with_number(whole, 8 * HeadField.LOG_END, 0))
     watch = RankWatch(tmp_path, 0, 0, 0, 1, [1])
     try:
         assert anomalies(watch.poll(0)) == []
@@ -140,7 +150,7 @@ def test_a_file_that_is_cut_while_it_is_read(whole, tmp_path, size):
     finally:
         watch.close()
     assert isinstance(bodies[-1].event, WorkerExit)
-    told = any(isinstance(getattr(body, "event", None), Fault) for body in bodies)
+    told = any(isinstance(getattr(body, "event", None), OwnFault) for body in bodies)
     assert told == (size < SIZE - 1), "that something is missing is said"
     assert anomalies(bodies) == ([ANOMALY] if size >= layout.FIXED_BYTES else [])
 

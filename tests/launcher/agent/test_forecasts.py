@@ -7,23 +7,23 @@ import struct
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.events import Forecast, ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events import LimitForecast, ModuleDef, RootDef, SlotDef
 from gpuwatch.core.frames import Phase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import DTYPE_CODES, Encoding
+from gpuwatch.core.values import DTYPE_CODES, ValueEncoding
 from gpuwatch.core.wire.messages import (
     AgentMessage,
-    Beat,
     EventMessage,
-    History,
+    NodeBeat,
     PageMessage,
+    RankHistoryMessage,
     decode_agent,
     encode,
     pack_hot,
     unpack_hot,
 )
-from gpuwatch.launcher.agent import history
+from gpuwatch.launcher.agent import batch_history as history
 from gpuwatch.launcher.agent.rank_watch import RankWatch
 
 NAMES = [RootDef(0, "Net")]
@@ -56,18 +56,18 @@ def batch(writer: RecorderWriter, number: int, values: list[float]) -> None:
     writer.resume_page(page)
     for module, value in enumerate(values):
         (bits,) = struct.unpack("<H", struct.pack("<e", value))
-        index = writer.value(0, bits, Encoding.FLOAT16 << 8)
+        index = writer.value(0, bits, ValueEncoding.FLOAT16 << 8)
         row = (module, index, 0, DTYPE_CODES["float16"], RowKind.MEASURED, 0)
         writer.frame(module, NOTHING, 0, Phase.FORWARD, 0, [row])
     writer.end_page(page)
 
 
-def told_of(writer, watch, batches, values) -> list[Forecast]:
+def told_of(writer, watch, batches, values) -> list[LimitForecast]:
     told = []
     for number in range(batches):
         batch(writer, number, values(number))
         for message in watch.poll(float(number)):
-            if isinstance(message, EventMessage) and isinstance(message.event, Forecast):
+            if isinstance(message, EventMessage) and isinstance(message.event, LimitForecast):
                 told.append(message.event)
     return told
 
@@ -88,11 +88,11 @@ def test_of_healthy_modules_nothing_is_told(writer, watch):
 
 
 def test_a_forecast_that_cannot_be_made_costs_nothing_else(writer, watch, monkeypatch):
-    monkeypatch.setattr(history.Forecasts, "look", lambda *given: 1 / 0)
+    monkeypatch.setattr(history.RootForecasts, "look", lambda *given: 1 / 0)
     assert told_of(writer, watch, 20, lambda n: [1.0, 1.0, 1.0]) == []
     messages = watch.end(1, "itself", 99.0)
     assert [message for message in messages if isinstance(message, PageMessage)]
-    assert [message for message in messages if isinstance(message, History)]
+    assert [message for message in messages if isinstance(message, RankHistoryMessage)]
 
 
 def benchmark():
@@ -141,5 +141,5 @@ def test_the_modules_that_are_closest_to_their_limit_are_told(writer, watch):
     calm, grows, _ = found
     assert calm.left == pytest.approx(3.45, abs=0.05) and calm.change == 0
     assert grows.change == pytest.approx(0.05, abs=0.01)
-    sent = encode(AgentMessage(0, Beat([], {}, hot=pack_hot(found))))
+    sent = encode(AgentMessage(0, NodeBeat([], {}, hot=pack_hot(found))))
     assert unpack_hot(decode_agent(sent).body.hot) == found

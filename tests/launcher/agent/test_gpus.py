@@ -8,7 +8,7 @@ import time
 
 import psutil
 import pytest
-from gpuwatch.core.events import GpuCounters, GpuHealth, Xid
+from gpuwatch.core.events import GpuCounters, GpuHealth, GpuXid
 from gpuwatch.core.gpu.counters import since_preflight
 from gpuwatch.launcher.agent.gpus import ANSWER_S, BEGIN_S, END_S, GpuWatch
 
@@ -77,13 +77,13 @@ def test_an_xid_becomes_an_event_with_its_meaning_on_the_gpu_that_it_is_of(nvml,
     watched.counters("before")
     before = time.time_ns()
     nvml.says("1 xid 79")
-    (lost,) = kinds(watched.until(lambda seen: kinds(seen, Xid)), Xid)
+    (lost,) = kinds(watched.until(lambda seen: kinds(seen, GpuXid)), GpuXid)
     assert (lost.device, lost.number, lost.grade) == (nvml.gpus[1], 79, "fail")
     assert lost.meaning == "GPU has fallen off the bus"
     assert "restart" in lost.next
     assert before <= lost.time_ns <= time.time_ns()
     nvml.says("1 xid 79", "0 xid 13 3/1")
-    second = kinds(watched.until(lambda seen: len(kinds(seen, Xid)) == 2), Xid)[1]
+    second = kinds(watched.until(lambda seen: len(kinds(seen, GpuXid)) == 2), GpuXid)[1]
     assert (second.device, second.grade, second.mig) == (nvml.gpus[0], "ok", "3/1")
 
 
@@ -160,7 +160,7 @@ def test_a_driver_that_hangs_later_is_given_up_and_xids_are_told_until_then(nvml
     now = time.monotonic()
     watched.watch.end(now)
     nvml.says("0 recovery_action hang", "1 xid 119")
-    (xid,) = kinds(watched.until(lambda seen: kinds(seen, Xid)), Xid)
+    (xid,) = kinds(watched.until(lambda seen: kinds(seen, GpuXid)), GpuXid)
     assert xid.number == 119
     assert not watched.watch.settled(now + END_S - 0.1)
     assert watched.watch.settled(now + END_S + 0.1)
@@ -189,7 +189,7 @@ def test_a_gpu_that_refuses_events_is_named_and_the_others_are_watched(nvml, sta
     (health,) = kinds(watched.until(lambda seen: kinds(seen, GpuHealth)), GpuHealth)
     assert (health.grade, health.unwatched) == ("unknown", {nvml.gpus[0]: "Not Supported"})
     nvml.says("0 register error 3", "1 xid 31")
-    (xid,) = kinds(watched.until(lambda seen: kinds(seen, Xid)), Xid)
+    (xid,) = kinds(watched.until(lambda seen: kinds(seen, GpuXid)), GpuXid)
     assert xid.device == nvml.gpus[1]
 
 

@@ -7,17 +7,17 @@ import struct
 
 import pytest
 from gpuwatch.collector.decide.clean_verdict import that_cost_frames
-from gpuwatch.core.events import Fault, ModuleDef, RootDef, SlotDef
+from gpuwatch.core.events import ModuleDef, OwnFault, RootDef, SlotDef
 from gpuwatch.core.frames import Phase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import DTYPE_CODES, PENDING, Encoding, NonFinite
+from gpuwatch.core.values import DTYPE_CODES, PENDING, NonFinite, ValueEncoding
 from gpuwatch.core.wire.columns import unpack
-from gpuwatch.core.wire.messages import EventMessage, History, PageMessage, Segment, Want
-from gpuwatch.launcher.agent import history
-from gpuwatch.launcher.agent.history import EVERY_BATCH, RankHistory, thinned
-from gpuwatch.launcher.agent.outbox import Outbox
+from gpuwatch.core.wire.messages import EventMessage, PageMessage, PageSegment, RankHistoryMessage, WantedBatch
+from gpuwatch.launcher.agent import batch_history as history
+from gpuwatch.launcher.agent.batch_history import EVERY_BATCH, RankHistory, thinned
+from gpuwatch.launcher.agent.outbox import MessageOutbox
 from gpuwatch.launcher.agent.rank_watch import RankWatch
 
 NAMES = [RootDef(0, "Net"), ModuleDef(0, 0, "fc", "Linear"), SlotDef(0, 0, "output")]
@@ -48,7 +48,7 @@ def watch(tmp_path):
 
 def float32(number: float) -> tuple[int, int, int]:
     (bits,) = struct.unpack("<I", struct.pack("<f", number))
-    return 0, bits, Encoding.FLOAT32 << 8
+    return 0, bits, ValueEncoding.FLOAT32 << 8
 
 
 def batch(writer: RecorderWriter, number: int, value: tuple[int, int, int]) -> None:
@@ -134,7 +134,7 @@ def page_of(slots: int) -> PageMessage:
     """A page with a row for each slot."""
     rows = b"".join(struct.pack("<IIIBBH", n, 0, 0, 1, RowKind.MEASURED, 0) for n in range(slots))
     frame = struct.pack("<IIhBBqIII", 0, NOTHING, 0, Phase.FORWARD, 0, 0, 0, slots, 0)
-    return PageMessage(0, 0, 0, 0, 0, 0, True, [Segment(0, 0, 0, frame, rows, struct.pack("<qqq", *float32(1.0)))])
+    return PageMessage(0, 0, 0, 0, 0, 0, True, [PageSegment(0, 0, 0, frame, rows, struct.pack("<qqq", *float32(1.0)))])
 
 
 def replaced(message: PageMessage, number: int) -> PageMessage:
@@ -150,20 +150,20 @@ def run(writer, watch, last: tuple[int, int, int]) -> None:
 
 
 def test_a_rank_that_ended_badly_tells_its_history_before_its_end(writer, watch):
-    run(writer, watch, (0, 0, NonFinite.POSINF | Encoding.FLOAT32 << 8))
+    run(writer, watch, (0, 0, NonFinite.POSINF | ValueEncoding.FLOAT32 << 8))
     messages = watch.end(1, "itself", 9.0)
-    (found,) = [message for message in messages if isinstance(message, History)]
+    (found,) = [message for message in messages if isinstance(message, RankHistoryMessage)]
     assert unpack(found)[:, 0].tolist() == [1.0, 2.0, 3.0, float("inf")]
     assert messages.index(found) < len(messages) - 1
 
 
 def test_a_rank_that_ended_well_tells_it_only_if_it_was_asked(writer, watch, tmp_path):
     run(writer, watch, float32(4.0))
-    assert not [message for message in watch.end(0, "itself", 9.0) if isinstance(message, History)]
+    assert not [message for message in watch.end(0, "itself", 9.0) if isinstance(message, RankHistoryMessage)]
     again = RankWatch(tmp_path, 0, 0, 0, 4242, [])
     again.poll(0.0)
-    again.want(Want(0, "Net", 0, 3), 1.0)
-    assert [message for message in again.end(0, "itself", 9.0) if isinstance(message, History)]
+    again.want(WantedBatch(0, "Net", 0, 3), 1.0)
+    assert [message for message in again.end(0, "itself", 9.0) if isinstance(message, RankHistoryMessage)]
     again.close()
 
 
@@ -175,10 +175,10 @@ def test_a_history_that_cannot_be_read_costs_nothing_else(writer, watch, monkeyp
 
 
 def test_it_displaces_no_page_and_is_counted_where_there_is_no_room():
-    outbox = Outbox(page_bytes=10_000)
-    page = PageMessage(0, 0, 0, 0, 0, 0, True, [Segment(0, 0, 0, b"x" * 4000, b"", b"")])
+    outbox = MessageOutbox(page_bytes=10_000)
+    page = PageMessage(0, 0, 0, 0, 0, 0, True, [PageSegment(0, 0, 0, b"x" * 4000, b"", b"")])
     outbox.put(page)
-    outbox.put(History(0, 0, 0, [], [], [], b"", b"x" * 4000))
+    outbox.put(RankHistoryMessage(0, 0, 0, [], [], [], b"", b"x" * 4000))
     outbox.put(page)
     assert outbox.pages_dropped == {0: 1}, "the history"
     assert sum(b"history" in data for _, data in outbox.due()) == 0
@@ -188,23 +188,23 @@ def fail(*given, **more):
     raise RuntimeError("no such thing")
 
 
-def poll_until_told(watch, writer, batches: int) -> list[Fault]:
+def poll_until_told(watch, writer, batches: int) -> list[OwnFault]:
     """Faults of all polls while so many batches are written."""
     found = []
     for number in range(batches):
         batch(writer, number, float32(number + 1.0))
         watch.hottest()
         found += [body.event for body in watch.poll(float(number)) if isinstance(body, EventMessage)]
-    return [event for event in found if isinstance(event, Fault)]
+    return [event for event in found if isinstance(event, OwnFault)]
 
 
 @pytest.mark.parametrize(
     ("part", "place"),
     [
-        ("forecasts", "gpuwatch.launcher.agent.forecast.Forecasts.look"),
-        ("hottest modules", "gpuwatch.launcher.agent.history.closest"),
-        ("history", "gpuwatch.launcher.agent.history.RankHistory.look"),
-        ("step times", "gpuwatch.launcher.agent.step_times.RankSteps.look"),
+        ("forecasts", "gpuwatch.launcher.agent.forecast.RootForecasts.look"),
+        ("hottest modules", "gpuwatch.launcher.agent.batch_history.closest"),
+        ("history", "gpuwatch.launcher.agent.batch_history.RankHistory.look"),
+        ("step times", "gpuwatch.launcher.agent.step_times.RankStepTimes.look"),
     ],
 )
 def test_an_error_of_ours_is_told_once_and_costs_nothing_else(writer, watch, monkeypatch, part, place):
@@ -215,8 +215,8 @@ def test_an_error_of_ours_is_told_once_and_costs_nothing_else(writer, watch, mon
     (fault,) = poll_until_told(watch, writer, 12)
     assert (fault.part, fault.message, fault.where.rank) == (part, "RuntimeError: no such thing", 0)
     assert that_cost_frames([fault]) == []
-    watch.want(Want(0, "Net", 0, 3), 20.0)
-    histories = [body for body in watch.end(1, "itself", 30.0) if isinstance(body, History)]
+    watch.want(WantedBatch(0, "Net", 0, 3), 20.0)
+    histories = [body for body in watch.end(1, "itself", 30.0) if isinstance(body, RankHistoryMessage)]
     assert len(histories) == 1, "the rest goes on"
 
 
@@ -225,6 +225,6 @@ def test_a_history_that_cannot_be_sent_is_told_when_the_rank_ends(writer, watch,
         writer.append(entry, name=True)
     batch(writer, 0, float32(1.0))
     watch.poll(0.0)
-    monkeypatch.setattr("gpuwatch.launcher.agent.history.RankHistory.messages", fail)
+    monkeypatch.setattr("gpuwatch.launcher.agent.batch_history.RankHistory.messages", fail)
     bodies = [body.event for body in watch.end(1, "itself", 30.0) if isinstance(body, EventMessage)]
-    assert [event.part for event in bodies if isinstance(event, Fault)] == ["history"]
+    assert [event.part for event in bodies if isinstance(event, OwnFault)] == ["history"]

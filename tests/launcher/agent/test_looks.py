@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gpuwatch.core.stalls import stack_file_name
 from gpuwatch.launcher.agent import stacks as py_spy
-from gpuwatch.launcher.agent.stacks import LOOK_S, Look
+from gpuwatch.launcher.agent.stacks import LOOK_S, StackLook
 
 SCRIPT = """
 import sys, time
@@ -69,7 +69,7 @@ def started(tmp_path):
 
 def seen(folder: Path, pid: int):
     began = time.monotonic()
-    look = Look(folder, 3, 1, pid, began)
+    look = StackLook(folder, 3, 1, pid, began)
     while not look.is_due(time.monotonic()):
         time.sleep(0.05)
     return look.result(time.monotonic())
@@ -148,7 +148,7 @@ def test_a_process_that_is_gone(tmp_path, started):
 
 
 def test_a_look_takes_its_time(tmp_path, started):
-    look = Look(tmp_path, 3, 1, started("answers").pid, 10.0)
+    look = StackLook(tmp_path, 3, 1, started("answers").pid, 10.0)
 
     assert not look.is_due(10.0 + LOOK_S / 2)
     assert look.is_due(10.0 + LOOK_S)

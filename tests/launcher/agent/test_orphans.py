@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 from gpuwatch.core.recorder.run_folder import RUN_VARIABLE
-from gpuwatch.launcher.agent.process_ends import GRACE_S, Orphans
+from gpuwatch.launcher.agent.process_ends import GRACE_S, RunOrphans
 
 READY = "echo ready; while true; do sleep 3600 & wait $!; done"
 
@@ -45,7 +45,7 @@ def test_what_is_of_the_run_ends_and_a_service_stays(start, tmp_path):
     of_the_run, rank = start(run=tmp_path), start(run=tmp_path, own_session=True)
     service = start(run=tmp_path, own_session=True)
     another, unwatched = start(run=f"{tmp_path}2"), start()
-    orphans = Orphans(tmp_path, os.getsid(0), lambda: [rank.pid], 0.0)
+    orphans = RunOrphans(tmp_path, os.getsid(0), lambda: [rank.pid], 0.0)
 
     assert not orphans.are_gone(0.0)
     assert [of_the_run.wait(), rank.wait()] == [-signal.SIGTERM] * 2
@@ -54,7 +54,7 @@ def test_what_is_of_the_run_ends_and_a_service_stays(start, tmp_path):
 
 def test_what_does_not_hear_is_killed(start, tmp_path):
     stubborn = start(f"trap '' TERM; {READY}", run=tmp_path)
-    orphans = Orphans(tmp_path, os.getsid(0), list, 0.0)
+    orphans = RunOrphans(tmp_path, os.getsid(0), list, 0.0)
 
     assert not orphans.are_gone(0.0)
     assert not orphans.are_gone(GRACE_S - 1)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from gpuwatch.collector.protocol import Keep, RunProtocol, Send
+from gpuwatch.collector.protocol import RunProtocol, SendMessage, StoreMessage
 from gpuwatch.core.events import NodeSignal, RootDef
-from gpuwatch.core.wire.messages import Ack, Bye, Definitions, EventMessage, Hello, PageMessage, Segment, decode_agent
-from gpuwatch.launcher.agent.outbox import Outbox
+from gpuwatch.core.wire.messages import (
+    AgentHello,
+    EventMessage,
+    MessageAck,
+    NameDefinitions,
+    NodeBye,
+    PageMessage,
+    PageSegment,
+    decode_agent,
+)
+from gpuwatch.launcher.agent.outbox import MessageOutbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-HELLO = Hello("a", "host", 1, 3, 1, 1, [], {}, "job")
+HELLO = AgentHello("a", "host", 1, 3, 1, 1, [], {}, "job")
 
 
 def event(number: int) -> EventMessage:
@@ -18,17 +27,17 @@ def event(number: int) -> EventMessage:
 
 
 def page(number: int, rank: int = 0, size: int = 1000) -> PageMessage:
-    return PageMessage(rank, 0, number, 0, number, 0, True, [Segment(0, 0, 0, b"x" * size, b"", b"")])
+    return PageMessage(rank, 0, number, 0, number, 0, True, [PageSegment(0, 0, 0, b"x" * size, b"", b"")])
 
 
 class Link:
     """An outbox and a run_protocol; each message may be lost in either direction."""
 
     def __init__(self, page_bytes: int) -> None:
-        self.outbox = Outbox(page_bytes)
+        self.outbox = MessageOutbox(page_bytes)
         self.run_protocol = RunProtocol("run", "/run", "job")
         self.stored: list = []
-        self.acks: list[Ack] = []
+        self.acks: list[MessageAck] = []
         self.now = 0.0
 
     def send(self, losses: list[bool]) -> None:
@@ -37,14 +46,14 @@ class Link:
             if position < len(losses) and losses[position]:
                 continue
             for action in self.run_protocol.hear("a", decode_agent(data), self.now):
-                if isinstance(action, Keep):
+                if isinstance(action, StoreMessage):
                     self.stored.append(action.message)
-                elif isinstance(action, Send) and isinstance(action.message, Ack):
+                elif isinstance(action, SendMessage) and isinstance(action.message, MessageAck):
                     self.acks.append(action.message)
         self.acks += [
             send.message
             for send in self.run_protocol.committed(self.run_protocol.received)
-            if isinstance(send.message, Ack)
+            if isinstance(send.message, MessageAck)
         ]
 
     def hear(self, losses: list[bool]) -> None:
@@ -100,12 +109,12 @@ def test_whatever_is_lost_every_event_arrives_once_and_in_order(steps, page_byte
         assert len(got) == pages
 
 
-def numbers(outbox: Outbox) -> list[int]:
+def numbers(outbox: MessageOutbox) -> list[int]:
     return [message.body.number for data in outbox.unacknowledged() if (message := decode_agent(data)).n > 0]
 
 
 def test_pages_are_dropped_oldest_first_and_counted_by_rank():
-    outbox = Outbox(page_bytes=3500)
+    outbox = MessageOutbox(page_bytes=3500)
     for number in range(6):
         outbox.put(page(number, rank=number % 2))
     assert numbers(outbox) == [3, 4, 5]
@@ -113,14 +122,14 @@ def test_pages_are_dropped_oldest_first_and_counted_by_rank():
 
 
 def test_the_newest_page_is_kept_however_big_it_is():
-    outbox = Outbox(page_bytes=10)
+    outbox = MessageOutbox(page_bytes=10)
     outbox.put(page(0))
     outbox.put(page(1, size=100_000))
     assert numbers(outbox) == [1]
 
 
 def test_an_acknowledged_page_makes_room():
-    outbox = Outbox(page_bytes=2500)
+    outbox = MessageOutbox(page_bytes=2500)
     for number in range(10):
         outbox.put(page(number))
         outbox.due()
@@ -129,7 +138,7 @@ def test_an_acknowledged_page_makes_room():
 
 
 def test_without_any_credit_pages_wait_and_events_go():
-    outbox = Outbox()
+    outbox = MessageOutbox()
     outbox.acknowledged(0, credit=0)
     outbox.put(page(0))
     outbox.put(event(1))
@@ -141,7 +150,7 @@ def test_without_any_credit_pages_wait_and_events_go():
 
 
 def test_events_are_never_dropped():
-    outbox = Outbox(page_bytes=10)
+    outbox = MessageOutbox(page_bytes=10)
     for number in range(100):
         outbox.put(event(number))
         outbox.put(page(number))
@@ -150,7 +159,7 @@ def test_events_are_never_dropped():
 
 
 def test_what_was_sent_is_not_due_until_it_is_to_be_sent_again():
-    outbox = Outbox()
+    outbox = MessageOutbox()
     for number in range(3):
         outbox.put(event(number))
     assert [number for number, _ in outbox.due()] == [1, 2, 3]
@@ -162,7 +171,7 @@ def test_what_was_sent_is_not_due_until_it_is_to_be_sent_again():
 
 
 def test_a_hello_that_is_sent_again_says_what_it_has_learnt():
-    outbox = Outbox()
+    outbox = MessageOutbox()
     outbox.put(HELLO)
     outbox.put(event(1))
     outbox.sent(2)
@@ -172,7 +181,7 @@ def test_a_hello_that_is_sent_again_says_what_it_has_learnt():
 
 
 def test_a_hello_that_was_acknowledged_is_never_sent_again():
-    outbox = Outbox()
+    outbox = MessageOutbox()
     outbox.put(HELLO)
     outbox.put(event(1))
     outbox.acknowledged(1)
@@ -181,12 +190,12 @@ def test_a_hello_that_was_acknowledged_is_never_sent_again():
     assert [decode_agent(data).body for _, data in outbox.due()] == [event(1)]
 
 
-def bodies(outbox: Outbox) -> list[object]:
+def bodies(outbox: MessageOutbox) -> list[object]:
     return [getattr(decode_agent(data).body, "number", "event") for _, data in outbox.due()]
 
 
 def test_pages_wait_for_credit_and_events_do_not():
-    outbox = Outbox()
+    outbox = MessageOutbox()
     for number in range(4):
         outbox.put(page(number))
     outbox.acknowledged(0, 2500)
@@ -201,7 +210,7 @@ def test_pages_wait_for_credit_and_events_do_not():
 
 
 def test_with_little_credit_one_page_at_a_time_is_sent_however_big_it_is():
-    outbox = Outbox()
+    outbox = MessageOutbox()
     outbox.put(page(0, size=100_000))
     outbox.put(page(1))
     outbox.acknowledged(0, 1)
@@ -214,7 +223,7 @@ def test_with_little_credit_one_page_at_a_time_is_sent_however_big_it_is():
 
 def test_what_has_come_and_cannot_be_stored_does_not_hold_up_the_rest():
     """A collector whose disk is full takes what it can into its memory; the goodbye must reach it."""
-    outbox = Outbox(page_bytes=2500)
+    outbox = MessageOutbox(page_bytes=2500)
     told: list[object] = []
 
     def deliver() -> None:
@@ -224,25 +233,25 @@ def test_what_has_come_and_cannot_be_stored_does_not_hold_up_the_rest():
         outbox.acknowledged(0, 1, outbox.last_sent)
 
     for number in range(3):
-        outbox.put(Definitions(0, 0, [RootDef(number, "Net")]))
+        outbox.put(NameDefinitions(0, 0, [RootDef(number, "Net")]))
     for number in range(8):
         outbox.put(page(number))
         deliver()
     assert sum(outbox.pages_dropped.values()) > 0, "its memory is bounded"
-    outbox.put(Bye("ok"))
+    outbox.put(NodeBye("ok"))
     for _ in range(20):
         deliver()
-    assert isinstance(told[-1], Bye)
+    assert isinstance(told[-1], NodeBye)
     kept = sum(isinstance(body, PageMessage) for body in told)
     assert kept + sum(outbox.pages_dropped.values()) == 8
     assert not outbox.empty, "nothing of it is stored"
 
 
 def test_the_goodbye_comes_after_all_pages():
-    outbox = Outbox()
+    outbox = MessageOutbox()
     for number in range(3):
         outbox.put(page(number))
-    outbox.put(Bye("ok"))
+    outbox.put(NodeBye("ok"))
     outbox.put(event(0))
     told: list[object] = []
     while not outbox.empty:
@@ -251,11 +260,11 @@ def test_the_goodbye_comes_after_all_pages():
             outbox.sent(number)
             outbox.acknowledged(number, 0)
     assert isinstance(told[0], EventMessage)
-    assert [type(body) for body in told[1:]] == [PageMessage, PageMessage, PageMessage, Bye]
+    assert [type(body) for body in told[1:]] == [PageMessage, PageMessage, PageMessage, NodeBye]
 
 
 def test_what_has_a_number_follows_without_a_gap():
-    outbox = Outbox(page_bytes=10)
+    outbox = MessageOutbox(page_bytes=10)
     outbox.put(event(0))
     outbox.put(page(0))
     outbox.put(event(1))
@@ -265,7 +274,7 @@ def test_what_has_a_number_follows_without_a_gap():
 
 
 def test_an_acknowledgement_of_what_was_never_sent_does_no_harm():
-    outbox = Outbox()
+    outbox = MessageOutbox()
     outbox.put(event(0))
     outbox.due()
     outbox.acknowledged(1 << 40)
@@ -277,7 +286,7 @@ def test_an_acknowledgement_of_what_was_never_sent_does_no_harm():
 
 
 def test_what_an_overflow_is_about_goes_before_all_other_pages():
-    outbox = Outbox()
+    outbox = MessageOutbox()
     outbox.acknowledged(0, 0)
     for number in range(100):
         outbox.put(page(number))
@@ -289,12 +298,12 @@ def test_what_an_overflow_is_about_goes_before_all_other_pages():
 
 
 def test_names_go_before_the_pages_that_are_about_them():
-    outbox = Outbox()
+    outbox = MessageOutbox()
     outbox.acknowledged(0, 0)
     outbox.put(page(0), needed=True)
-    outbox.put(Definitions(0, 0, [RootDef(0, "Net")]))
+    outbox.put(NameDefinitions(0, 0, [RootDef(0, "Net")]))
     outbox.acknowledged(0, 1 << 20)
-    assert [type(decode_agent(data).body) for _, data in outbox.due()] == [Definitions, PageMessage]
+    assert [type(decode_agent(data).body) for _, data in outbox.due()] == [NameDefinitions, PageMessage]
 
 
 @given(
@@ -312,7 +321,7 @@ def test_names_go_before_the_pages_that_are_about_them():
 def test_memory_is_bounded_events_are_all_there_and_the_counters_add_up(steps):
     """Whatever is sent, nothing is stored: the collector is stopped, or its disk is full."""
     limit, biggest = 12_000, 3100
-    outbox = Outbox(limit, limit // 3)
+    outbox = MessageOutbox(limit, limit // 3)
     events = pages = event_bytes = 0
     for name, *given_ in steps:
         if name == "event":
@@ -336,7 +345,7 @@ def test_memory_is_bounded_events_are_all_there_and_the_counters_add_up(steps):
 
 
 def test_what_nothing_needs_is_dropped_first():
-    outbox = Outbox(page_bytes=6500)
+    outbox = MessageOutbox(page_bytes=6500)
     for number in range(3):
         outbox.put(page(number), needed=True)
     for number in range(3, 10):
@@ -347,7 +356,7 @@ def test_what_nothing_needs_is_dropped_first():
 
 def test_the_pages_of_the_first_overflow_outlive_those_of_later_ones():
     """With `--on-overflow continue` each batch has one, and the verdict is about the first."""
-    outbox = Outbox(page_bytes=11_500)
+    outbox = MessageOutbox(page_bytes=11_500)
     outbox.acknowledged(0, 0)
     for number in range(20):
         outbox.need(0, number // 2)
@@ -359,7 +368,7 @@ def test_the_pages_of_the_first_overflow_outlive_those_of_later_ones():
 
 
 def test_an_event_of_the_last_rank_goes_before_the_pages_that_the_same_turn_has_read_of_the_others():
-    outbox = Outbox()
+    outbox = MessageOutbox()
     outbox.acknowledged(0, 1 << 20)
     for rank in range(7):
         outbox.put(page(rank, rank=rank), needed=True)

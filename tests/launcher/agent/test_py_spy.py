@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gpuwatch.launcher.agent.stacks import LIMIT_S, Look, PySpy, find_py_spy, parse_spied
+from gpuwatch.launcher.agent.stacks import LIMIT_S, PySpy, StackLook, find_py_spy, parse_spied
 
 WAIT_S = 300.0
 PID = 4711
@@ -90,7 +90,7 @@ def resting(tmp_path):
 def looked(folder, pid):
     """A look at a process without our handler."""
     began = time.monotonic()
-    look = Look(folder, 3, 1, pid, began)
+    look = StackLook(folder, 3, 1, pid, began)
     while not look.is_due(time.monotonic()):
         time.sleep(0.02)
     return look.result(time.monotonic())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, ScriptExit, Where, WorkerExit
-from gpuwatch.core.recorder.layout import FRAME, NOTHING, VALUE, Field, RankPhase, file_name
+from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, WorkerExit
+from gpuwatch.core.recorder.layout import FRAME, NOTHING, VALUE, HeadField, RankPhase, file_name
 from gpuwatch.core.recorder.writer import OpenPage, RecorderWriter
-from gpuwatch.core.values import PENDING, Encoding
-from gpuwatch.core.wire.messages import Beat, Definitions, EventMessage, PageMessage, Want
+from gpuwatch.core.values import PENDING, ValueEncoding
+from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, NodeBeat, PageMessage, WantedBatch
 from gpuwatch.launcher.agent.rank_watch import LAST_PAGES, PAGE_SENDS, PAGE_WAIT_S, RankWatch
 
 RANK, ATTEMPT, PID = 5, 1, 4242
@@ -42,7 +42,7 @@ def make_watch(tmp_path):
 
 
 def anomaly(batch: int, root: str = "Net", page: int = 0) -> Anomaly:
-    where = Where(RANK, ATTEMPT, batch, batch, root, page)
+    where = RunPosition(RANK, ATTEMPT, batch, batch, root, page)
     return Anomaly(where, 0, "fc", "Linear", "forward", "output", "nan", "float32")
 
 
@@ -82,7 +82,7 @@ def test_before_there_is_a_recorder_there_is_nothing(make_watch):
 
 def test_a_rank_that_never_made_its_recorder_ended_while_starting(make_watch):
     (message,) = make_watch().end(-9, "itself", 0)
-    assert message == EventMessage(WorkerExit(Where(RANK, ATTEMPT), -9, "itself", "starting"))
+    assert message == EventMessage(WorkerExit(RunPosition(RANK, ATTEMPT), -9, "itself", "starting"))
 
 
 @pytest.mark.parametrize(("code", "told"), [(3, [3]), (-15, [])])
@@ -90,7 +90,7 @@ def test_a_signal_of_its_launcher_is_not_what_a_script_ended_with(writer, make_w
     """Its own Python was at its end, and could not tell the code."""
     watch = make_watch()
     watch.poll(0)
-    writer.fields[Field.PHASE] = RankPhase.FINISHED
+    writer.fields[HeadField.PHASE] = RankPhase.FINISHED
     events = [body.event for body in watch.end(code, "torchrun", 1) if isinstance(body, EventMessage)]
     assert [event.code for event in events if isinstance(event, ScriptExit)] == told
 
@@ -98,11 +98,11 @@ def test_a_signal_of_its_launcher_is_not_what_a_script_ended_with(writer, make_w
 def test_definitions_come_before_events_and_each_once(writer, make_watch):
     watch = make_watch()
     writer.append(RootDef(0, "Net"))
-    writer.append(ScriptExit(Where(RANK, ATTEMPT), 0))
+    writer.append(ScriptExit(RunPosition(RANK, ATTEMPT), 0))
     writer.append(ModuleDef(0, 0, "", "Net"))
     definitions, event = watch.poll(0)
-    assert definitions == Definitions(RANK, ATTEMPT, [RootDef(0, "Net"), ModuleDef(0, 0, "", "Net")])
-    assert event == EventMessage(ScriptExit(Where(RANK, ATTEMPT), 0))
+    assert definitions == NameDefinitions(RANK, ATTEMPT, [RootDef(0, "Net"), ModuleDef(0, 0, "", "Net")])
+    assert event == EventMessage(ScriptExit(RunPosition(RANK, ATTEMPT), 0))
     assert watch.poll(0) == []
 
 
@@ -157,8 +157,8 @@ def test_a_batch_that_the_collector_wants_is_sent_once(writer, make_watch):
         batch(writer, number)
     watch.poll(0)
     for _ in range(2):
-        watch.want(Want(ATTEMPT, "Net", 0, 1), 0)
-        watch.want(Want(ATTEMPT + 1, "Net", 0, 2), 0)
+        watch.want(WantedBatch(ATTEMPT, "Net", 0, 1), 0)
+        watch.want(WantedBatch(ATTEMPT + 1, "Net", 0, 2), 0)
     assert pages(watch.poll(0)) == [(0, 1, True)]
     assert pages(watch.poll(0)) == []
 
@@ -167,7 +167,7 @@ def test_a_batch_that_is_still_to_come_is_waited_for(writer, make_watch):
     watch = make_watch()
     writer.append(RootDef(0, "Net"))
     batch(writer, 0)
-    watch.want(Want(ATTEMPT, "Net", 0, 1), 0)
+    watch.want(WantedBatch(ATTEMPT, "Net", 0, 1), 0)
     assert pages(watch.poll(0)) == []
     batch(writer, 1)
     assert pages(watch.poll(1)) == [(0, 1, True)]
@@ -178,7 +178,7 @@ def test_a_batch_that_was_overwritten_is_given_up(writer, make_watch):
     writer.append(RootDef(0, "Net"))
     for number in range(20):
         batch(writer, number)
-    watch.want(Want(ATTEMPT, "Net", 0, 1), 0)
+    watch.want(WantedBatch(ATTEMPT, "Net", 0, 1), 0)
     assert pages(watch.poll(PAGE_WAIT_S + 1)) == []
     assert not watch._wanted
 
@@ -207,7 +207,7 @@ def watch_of_3(request, writer, make_watch):
     writer.append(RootDef(0, "Net"))
     writer.append(RootDef(1, "Loss"))
     if request.param == "want":
-        watch.want(Want(ATTEMPT, "Net", 0, 3), 0)
+        watch.want(WantedBatch(ATTEMPT, "Net", 0, 3), 0)
     elif request.param == "anomaly":
         writer.append(anomaly(3))
     return watch
@@ -285,7 +285,7 @@ def test_a_page_sent_unfinished_is_sent_again_when_it_is_complete_and_not_before
     watch = make_watch()
     writer.append(RootDef(0, "Net"))
     page = batch(writer, 3, frames=4, ended=False)
-    watch.want(Want(ATTEMPT, "Net", 0, 3), 0)
+    watch.want(WantedBatch(ATTEMPT, "Net", 0, 3), 0)
     assert pages(watch.poll(PAGE_WAIT_S)) == [(0, 3, False)]
     for now in range(10, 20):
         write(writer, page)
@@ -299,7 +299,7 @@ def test_a_page_that_was_complete_and_is_being_written_again_is_not_torn_up_by_i
     watch = make_watch()
     writer.append(RootDef(0, "Net"))
     page = batch(writer, 3)
-    watch.want(Want(ATTEMPT, "Net", 0, 3), 0)
+    watch.want(WantedBatch(ATTEMPT, "Net", 0, 3), 0)
     assert pages(watch.poll(0)) == [(0, 3, True)]
     write(writer, page)
     assert pages(watch.poll(PAGE_WAIT_S + 1)) == []
@@ -311,7 +311,7 @@ def test_a_wanted_batch_is_forgotten_when_the_ring_has_overwritten_it(writer, ma
     watch = make_watch()
     writer.append(RootDef(0, "Net"))
     for number in range(100):
-        watch.want(Want(ATTEMPT, "Net", 0, number), 0)
+        watch.want(WantedBatch(ATTEMPT, "Net", 0, number), 0)
         batch(writer, number)
         assert pages(watch.poll(0)) == [(0, number, True)]
     assert len(watch._wanted) <= 8
@@ -332,7 +332,7 @@ def arrive(writer: RecorderWriter) -> None:
     """The copy off the device has landed."""
     position = writer.memory.find(VALUE.pack(0, 0, PENDING))
     assert position > 0
-    VALUE.pack_into(writer.memory, position, 1, 2, Encoding.FLOAT16 << 8)
+    VALUE.pack_into(writer.memory, position, 1, 2, ValueEncoding.FLOAT16 << 8)
 
 
 def test_a_page_whose_values_are_on_their_way_is_sent_when_they_have_arrived(writer, watch_of_3):
@@ -409,7 +409,7 @@ def test_a_batch_wanted_after_the_rank_has_ended_is_still_sent(writer, make_watc
         batch(writer, number)
     assert pages(watch.end(0, "itself", 0)) == [(0, 3, True)]
     for number in (1, 3, 9):
-        watch.want(Want(ATTEMPT, "Net", 0, number), 1)
+        watch.want(WantedBatch(ATTEMPT, "Net", 0, number), 1)
     assert pages(watch.poll(1)) == [(0, 1, True)]
     assert not watch._wanted
     assert pages(watch.poll(2)) == []
@@ -420,12 +420,12 @@ def test_the_end_says_where_the_rank_was_and_brings_its_last_page(writer, make_w
     writer.append(RootDef(0, "Net", 1))
     writer.append(ModuleDef(7, 0, "layer.1", "Linear"))
     batch(writer, 6, ended=False)
-    writer.fields[Field.STEP] = 6
-    writer.fields[Field.PHASE] = RankPhase.FORWARD
-    writer.fields[Field.MODULE] = 7
-    writer.fields[Field.SEQ] = 33
+    writer.fields[HeadField.STEP] = 6
+    writer.fields[HeadField.PHASE] = RankPhase.FORWARD
+    writer.fields[HeadField.MODULE] = 7
+    writer.fields[HeadField.SEQ] = 33
     definitions, page, final, last = watch.end(-9, "itself", 0)
-    assert isinstance(definitions, Definitions)
+    assert isinstance(definitions, NameDefinitions)
     (state,) = final.ranks
     assert (state.final, state.world_size, state.batch, state.overflow) == (True, 8, 6, False)
     assert pages([page]) == [(0, 6, False)]
@@ -445,11 +445,11 @@ def test_the_end_says_where_the_rank_was_and_brings_its_last_page(writer, make_w
 def test_numbers_that_never_came_back_are_counted_at_the_end(writer, make_watch):
     watch = make_watch()
     page = writer.begin_page(0, 0, 0)
-    for meta in (PENDING, Encoding.FLOAT32 << 8, PENDING):
+    for meta in (PENDING, ValueEncoding.FLOAT32 << 8, PENDING):
         writer.value(0, 0, meta)
     writer.end_page(page)
     batch(writer, 1)
-    state = next(m for m in watch.end(0, "itself", 0) if isinstance(m, Beat)).ranks[0]
+    state = next(m for m in watch.end(0, "itself", 0) if isinstance(m, NodeBeat)).ranks[0]
     assert state.pending == 2
 
 
@@ -474,12 +474,12 @@ def test_a_recorder_of_another_rank_is_not_believed(writer, make_watch):
     assert f"of rank {RANK + 1}" in fault.event.message
     assert (fault.event.where.rank, watch.poll(1), watch.state()) == (RANK, [], None)
     (last,) = watch.end(0, "itself", 2)
-    assert last.event == WorkerExit(Where(RANK, ATTEMPT), 0, "itself", "starting")
+    assert last.event == WorkerExit(RunPosition(RANK, ATTEMPT), 0, "itself", "starting")
 
 
 def test_a_damaged_recorder_does_not_end_the_agent(writer, make_watch):
     watch = make_watch()
     writer.append(RootDef(0, "Net"))
-    writer.fields[Field.PHASE] = 77
+    writer.fields[HeadField.PHASE] = 77
     watch.poll(0)
     assert watch.state() is not None

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from gpuwatch.launcher.agent.outbox import LONGEST_RESEND_S, RESEND_S, Resending
+from gpuwatch.launcher.agent.outbox import LONGEST_RESEND_S, RESEND_S, ResendClock
 
 
 def test_a_slow_collector_that_answers_is_sent_nothing_twice():
-    resending = Resending(0.0)
+    resending = ResendClock(0.0)
     for number in range(1, 200):
         now = number / 2
         resending.beat(number, 40)
@@ -16,7 +16,7 @@ def test_a_slow_collector_that_answers_is_sent_nothing_twice():
 
 
 def test_what_had_not_come_before_an_answered_beat_is_lost():
-    resending = Resending(0.0)
+    resending = ResendClock(0.0)
     resending.beat(1, 40)
     resending.beat(2, 41)
     assert not resending.is_lost(1, 40, 0.1)
@@ -24,7 +24,7 @@ def test_what_had_not_come_before_an_answered_beat_is_lost():
 
 
 def test_beats_that_left_before_it_was_sent_again_tell_nothing():
-    resending = Resending(0.0)
+    resending = ResendClock(0.0)
     resending.beat(1, 40)
     resending.beat(2, 40)
     assert resending.is_lost(1, 39, 0.1)
@@ -32,7 +32,7 @@ def test_beats_that_left_before_it_was_sent_again_tell_nothing():
 
 
 def test_what_is_never_accepted_is_sent_less_and_less_often():
-    resending, at = Resending(0.0), []
+    resending, at = ResendClock(0.0), []
     for tick in range(1, 2000):
         now = tick / 2
         resending.beat(tick, 40)
@@ -45,7 +45,7 @@ def test_what_is_never_accepted_is_sent_less_and_less_often():
 
 
 def test_silence_is_a_reason_and_an_older_collector_says_nothing():
-    resending = Resending(0.0)
+    resending = ResendClock(0.0)
     resending.beat(1, 40)
     assert not resending.is_lost(1, -1, 1.0)
     assert not resending.is_due(RESEND_S)

@@ -1,6 +1,11 @@
 """How long a rank may rest. Time is a number that the test sets."""
 
-from gpuwatch.launcher.agent.stalls import BEFORE_FIRST_BATCH_TIMES, LONGEST_REST_TIMES, TAKES_LONG_TIMES, Rest
+from gpuwatch.launcher.agent.rank_stalls import (
+    BEFORE_FIRST_BATCH_TIMES,
+    LONGEST_REST_TIMES,
+    TAKES_LONG_TIMES,
+    RankRest,
+)
 from gpuwatch.launcher.agent.step_times import HangLimit, fixed_limit
 
 LIMIT_S = 100.0
@@ -12,14 +17,14 @@ def told(rest, now, *, phase="forward", batch=5):
 
 
 def test_a_rank_that_moves_is_not_told():
-    rest = Rest(0.0)
+    rest = RankRest(0.0)
     for second in range(1000):
         rest.moved((second,), 5, float(second))
         assert not told(rest, second + 0.5)
 
 
 def test_a_rest_is_told_once_and_again_when_it_is_twice_as_long():
-    rest = Rest(0.0)
+    rest = RankRest(0.0)
     rest.moved((1,), 5, 0.0)
     times = [second for second in range(900) if told(rest, float(second))]
 
@@ -27,7 +32,7 @@ def test_a_rest_is_told_once_and_again_when_it_is_twice_as_long():
 
 
 def test_after_it_has_moved_the_next_rest_is_told_anew():
-    rest = Rest(0.0)
+    rest = RankRest(0.0)
     rest.moved((1,), 0, 0.0)
     assert told(rest, 101.0)
     rest.moved((2,), 0, 102.0)
@@ -36,7 +41,7 @@ def test_after_it_has_moved_the_next_rest_is_told_anew():
 
 
 def test_before_the_first_batch_it_may_rest_longer():
-    rest = Rest(0.0)
+    rest = RankRest(0.0)
     rest.moved((1,), -1, 0.0)
 
     assert not told(rest, BEFORE_FIRST_BATCH_TIMES * LIMIT_S, batch=-1)
@@ -44,7 +49,7 @@ def test_before_the_first_batch_it_may_rest_longer():
 
 
 def test_a_rest_that_it_came_back_from_is_allowed_again_and_three_times_as_long():
-    rest = Rest(0.0)
+    rest = RankRest(0.0)
     rest.moved((1,), 5, 0.0)
     rest.moved((2,), 5, 80.0)  # a checkpoint
 
@@ -53,7 +58,7 @@ def test_a_rest_that_it_came_back_from_is_allowed_again_and_three_times_as_long(
 
 
 def test_what_came_before_the_first_batch_tells_nothing_of_later_rests():
-    rest = Rest(0.0)
+    rest = RankRest(0.0)
     rest.moved((1,), -1, 0.0)
     rest.moved((2,), 0, 90.0)  # torch was imported, the model compiled
 
@@ -61,7 +66,7 @@ def test_what_came_before_the_first_batch_tells_nothing_of_later_rests():
 
 
 def test_a_start_after_which_several_batches_pass_between_two_looks_is_no_rest_of_theirs():
-    rest = Rest(0.0)
+    rest = RankRest(0.0)
     rest.moved((1,), -1, 0.0)
     rest.moved((2,), 4, 90.0)
 
@@ -69,19 +74,19 @@ def test_a_start_after_which_several_batches_pass_between_two_looks_is_no_rest_o
 
 
 def test_a_preflight_and_a_start_have_deadlines_of_their_own():
-    rest = Rest(0.0)
+    rest = RankRest(0.0)
     for phase in ("starting", "preflight", "unwatched"):
         assert not told(rest, 1e6, phase=phase)
 
 
 def test_a_rank_that_does_not_end_is_told():
     for phase in ("finished", "raised"):
-        rest = Rest(0.0)
+        rest = RankRest(0.0)
         assert told(rest, 1e6, phase=phase)
 
 
 def test_where_it_compiles_or_saves_it_may_rest_longer():
-    rest = Rest(0.0)
+    rest = RankRest(0.0)
     rest.moved((1,), 5, 0.0)
 
     assert rest.limit_s(5, LIMIT) == LIMIT_S
@@ -90,7 +95,7 @@ def test_where_it_compiles_or_saves_it_may_rest_longer():
 
 
 def test_what_its_steps_take_says_nothing_of_a_compilation_or_a_first_batch():
-    rest = Rest(0.0)
+    rest = RankRest(0.0)
     rest.moved((1,), 5, 0.0)
     learned = HangLimit(60.0, 300.0)
 
@@ -101,7 +106,7 @@ def test_what_its_steps_take_says_nothing_of_a_compilation_or_a_first_batch():
 
 def test_what_passed_while_nobody_looked_was_no_rest():
     """The laptop was asleep, or the agent was stopped with all the others."""
-    rest = Rest(0.0)
+    rest = RankRest(0.0)
     rest.moved((1,), 5, 0.0)
     rest.paused(500.0)
 

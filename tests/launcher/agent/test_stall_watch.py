@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from gpuwatch.core.recorder.layout import Field, RankPhase, file_name
+from gpuwatch.core.recorder.layout import HeadField, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.launcher.agent.rank_stalls import StallWatch
 from gpuwatch.launcher.agent.rank_watch import RankWatch
-from gpuwatch.launcher.agent.stalls import StallWatch
 from gpuwatch.worker.record import progress as step_clock
 
 
@@ -20,7 +20,7 @@ class Rank:
         monkeypatch.setattr(step_clock, "_now", lambda: int(self.now * 1e9))
         path = folder / file_name(0, 0)
         self.writer = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0)
-        self.writer.fields[Field.PHASE] = RankPhase.SCRIPT
+        self.writer.fields[HeadField.PHASE] = RankPhase.SCRIPT
         self.clock = step_clock.StepClock(self.writer)
         self.watch = RankWatch(folder, 0, 0, 0, os.getpid(), [])
         self.stalls = StallWatch(folder, timeout_s)

@@ -7,18 +7,18 @@ import zlib
 
 import numpy
 import pytest
-from gpuwatch.core.events import Where
+from gpuwatch.core.events import RunPosition
 from gpuwatch.core.recorder.layout import STEP_BYTES, STEPS
 from gpuwatch.core.recorder.step_table import ENTRY, PARTS, TimedStep, read_steps
 from gpuwatch.core.wire.columns import MOST_STEPS, pack_steps, unpack_steps
-from gpuwatch.launcher.agent.step_times import BLOCK, RankSteps
+from gpuwatch.launcher.agent.step_times import BLOCK, RankStepTimes
 
 
 def sample_of(numbers):
-    steps = RankSteps()
+    steps = RankStepTimes()
     for number in numbers:
         steps.take(TimedStep(number, (number * 1000, 2000, 3000, 4000, 5000)))
-    event = steps.event(Where(0))
+    event = steps.event(RunPosition(0))
     assert event is not None
     return event, unpack_steps(event.steps)
 
@@ -45,7 +45,7 @@ def test_ranks_that_have_timed_other_steps_have_a_sample_in_common():
 
 
 def test_no_step_no_event():
-    assert RankSteps().event(Where(0)) is None
+    assert RankStepTimes().event(RunPosition(0)) is None
 
 
 @pytest.mark.parametrize("data", [b"", b"x", zlib.compress(b"12345"), zlib.compress(bytes(24 * (MOST_STEPS + 1)))])

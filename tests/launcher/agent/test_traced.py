@@ -7,16 +7,16 @@ from itertools import pairwise
 import pytest
 from gpuwatch.collector.finish import build
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, ScriptExit, SlotDef, Where
+from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, SlotDef
 from gpuwatch.core.frames import RowKind
-from gpuwatch.core.recorder.layout import NOTHING, Field, HooksState, RankPhase, file_name
+from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import DTYPE_CODES, Encoding, NonFinite
-from gpuwatch.core.wire.messages import AgentMessage, Beat, Bye, Hello, PageMessage, Want, encode
+from gpuwatch.core.values import DTYPE_CODES, NonFinite, ValueEncoding
+from gpuwatch.core.wire.messages import AgentHello, AgentMessage, NodeBeat, NodeBye, PageMessage, WantedBatch, encode
 from gpuwatch.launcher.agent.rank_watch import RankWatch
 from gpuwatch.launcher.agent.traced import TracedBatches
 
-FLOAT32 = Encoding.FLOAT32 << 8
+FLOAT32 = ValueEncoding.FLOAT32 << 8
 ONE, INF = 0x3F800000, 0x7F800000
 BATCHES = 40
 
@@ -59,7 +59,7 @@ class Job:
         ]
         self.folder, self.bad = folder, bad
         for writer in self.writers:
-            writer.fields[Field.HOOKS] = HooksState.ATTACHED
+            writer.fields[HeadField.HOOKS] = HooksState.ATTACHED
             writer.append(RootDef(0, "Net"))
             for number, name in enumerate(("", "fc1", "fc2")):
                 writer.append(ModuleDef(number, 0, name, "Linear" if name else "Net"))
@@ -86,7 +86,7 @@ class Job:
                 )
             writer.end_page(page)
             if rank == 1 and number == self.bad:
-                where = Where(1, 0, number, number, "Net", number, number, 5)
+                where = RunPosition(1, 0, number, number, "Net", number, number, 5)
                 writer.append(Anomaly(where, 1, "fc2", "Linear", "forward", "output", "+inf", "float32"))
 
     def watches(self, traced: list[int], store_bytes: int) -> list[RankWatch]:
@@ -96,8 +96,8 @@ class Job:
 
     def end(self) -> None:
         for rank, writer in enumerate(self.writers):
-            writer.append(ScriptExit(Where(rank, 0), 0))
-            writer.fields[Field.PHASE] = RankPhase.FINISHED
+            writer.append(ScriptExit(RunPosition(rank, 0), 0))
+            writer.fields[HeadField.PHASE] = RankPhase.FINISHED
 
 
 def run(folder, bad: int | None, sizes: list[int]) -> list[list[object]]:
@@ -113,8 +113,8 @@ def run(folder, bad: int | None, sizes: list[int]) -> list[list[object]]:
                 messages += watch.poll(float(number))
             if number == bad:
                 for watch in watches:
-                    watch.want(Want(0, "Net", 0, number), float(number))
-                    watch.want(Want(0, "Net", 0, number - 1), float(number))
+                    watch.want(WantedBatch(0, "Net", 0, number), float(number))
+                    watch.want(WantedBatch(0, "Net", 0, number - 1), float(number))
     job.end()
     for watches, messages in zip(nodes, sent, strict=True):
         for watch in watches:
@@ -128,11 +128,11 @@ def run(folder, bad: int | None, sizes: list[int]) -> list[list[object]]:
 def report_of(path, messages):
     """Made of the store, as `gpuwatch report --again` does."""
     store = RunStore(path, create=True)
-    hello = Hello("a.0", "host", 1, 2, 1, 1, [], {}, "job", trace_batches=list(range(BATCHES)))
-    for n, body in enumerate([hello, *messages, Bye("ok")], 1):
+    hello = AgentHello("a.0", "host", 1, 2, 1, 1, [], {}, "job", trace_batches=list(range(BATCHES)))
+    for n, body in enumerate([hello, *messages, NodeBye("ok")], 1):
         message = AgentMessage(n, body, n - 1)
-        if isinstance(body, Beat):
-            store.beat("a.0", encode(AgentMessage(0, Beat([*_states(messages)], {}))))
+        if isinstance(body, NodeBeat):
+            store.beat("a.0", encode(AgentMessage(0, NodeBeat([*_states(messages)], {}))))
         store.add("a.0", message, encode(message))
     store.commit()
     try:
@@ -142,7 +142,7 @@ def report_of(path, messages):
 
 
 def _states(messages):
-    return [state for body in messages if isinstance(body, Beat) for state in body.ranks if state.final]
+    return [state for body in messages if isinstance(body, NodeBeat) for state in body.ranks if state.final]
 
 
 @pytest.mark.parametrize("bad", [None, 25, BATCHES - 1])

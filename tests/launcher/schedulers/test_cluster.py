@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from gpuwatch.core.errors import UsageError
 from gpuwatch.launcher.schedulers.environment import read_job
-from gpuwatch.launcher.schedulers.job import Job
+from gpuwatch.launcher.schedulers.job import SchedulerFacts
 from gpuwatch.launcher.schedulers.slurm_variables import PORTS, SLURM, rendezvous_port
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,7 +70,7 @@ def test_the_nodes_of_a_step_agree_on_where_they_meet():
 
 
 def test_the_example_of_the_docstring():
-    assert read_job(STEP) == Job(
+    assert read_job(STEP) == SchedulerFacts(
         SLURM,
         nodes=(2, 2),
         node_rank=1,
@@ -154,8 +154,8 @@ def test_nothing_in_the_environment_is_no_job():
 def test_plain_variables():
     environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "3000", "NPROC_PER_NODE": "gpu"}
     job = read_job(environ)
-    assert job == Job(None, nodes=(2, 2), node_rank=1, head="head", port=3000, nproc="gpu")
-    assert read_job({"NNODES": "1:4"}) == Job(None, nodes=(1, 4))
+    assert job == SchedulerFacts(None, nodes=(2, 2), node_rank=1, head="head", port=3000, nproc="gpu")
+    assert read_job({"NNODES": "1:4"}) == SchedulerFacts(None, nodes=(1, 4))
     assert read_job({**environ, **STEP}) == read_job(STEP)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from gpuwatch.launcher.schedulers.job import EndReason, Job
+from gpuwatch.launcher.schedulers.job import EndReason, SchedulerFacts
 from gpuwatch.launcher.schedulers.slurm_variables import SLURM, TIME_LIMIT, down_nodes, is_over_time, why_it_ends
 
 
@@ -15,13 +15,13 @@ def no_commands(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("seconds", "reason"), [(-1, TIME_LIMIT), (3600, "")])
 def test_without_scontrol_the_environment_tells_of_the_time_limit(no_commands, seconds, reason):
-    job = Job(SLURM, job_id="7", hosts=("gpu-1",), ends=int(time.time()) + seconds)
+    job = SchedulerFacts(SLURM, job_id="7", hosts=("gpu-1",), ends=int(time.time()) + seconds)
     assert why_it_ends(job) == EndReason(reason)
 
 
 def test_where_nobody_tells_there_is_no_reason(no_commands):
-    assert why_it_ends(Job(SLURM, job_id="7", hosts=("gpu-1",))) == EndReason()
-    assert why_it_ends(Job(SLURM, ends=1)) == EndReason()
+    assert why_it_ends(SchedulerFacts(SLURM, job_id="7", hosts=("gpu-1",))) == EndReason()
+    assert why_it_ends(SchedulerFacts(SLURM, ends=1)) == EndReason()
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def commands(monkeypatch, tmp_path):
 SINFO = "--noheader --Node --nodes=gpu-1,gpu-2 --format=%N %T"
 SCONTROL = "--oneliner show job 7"
 OVER = "JobId=7 RunTime=00:01:01 TimeLimit=00:01:00"
-JOB = Job(SLURM, job_id="7", hosts=("gpu-1", "gpu-2"), ends=int(time.time()) + 3600)
+JOB = SchedulerFacts(SLURM, job_id="7", hosts=("gpu-1", "gpu-2"), ends=int(time.time()) + 3600)
 
 
 def test_a_node_that_is_down_comes_before_the_time_limit(commands):
@@ -59,7 +59,7 @@ def test_the_time_limit_is_told(commands):
 def test_scontrol_knows_of_a_time_limit_that_was_changed(commands):
     commands("sinfo", SINFO, "")
     commands("scontrol", SCONTROL, "JobId=7 RunTime=00:01:01 TimeLimit=00:09:00")
-    assert why_it_ends(Job(SLURM, job_id="7", hosts=("gpu-1", "gpu-2"), ends=1)) == EndReason()
+    assert why_it_ends(SchedulerFacts(SLURM, job_id="7", hosts=("gpu-1", "gpu-2"), ends=1)) == EndReason()
 
 
 def test_commands_that_fail_or_print_nonsense_say_nothing(commands):

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from gpuwatch.core.events import Ignored, NotLookedInto
-from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.events import IgnoredAlarm, NotLookedInto
+from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.worker.compile import graph_op as graph_look
 from gpuwatch.worker.compile import places
 from gpuwatch.worker.compile.views import compiled_views
@@ -328,7 +328,7 @@ def test_the_compiled_look_sees_what_the_other_one_does(shape, dtype, spoilt, tu
         found = graph_look.SEEN[place]
         graph_look._look(tensor, torch.zeros(1), place)
         assert found == graph_look.SEEN[place]
-        assert type(found) is graph_look.Seen
+        assert type(found) is graph_look.TensorReading
         assert found.shape == tuple(tensor.shape)
     finally:
         graph_look.SEEN[place] = None
@@ -356,8 +356,8 @@ def test_a_row_that_a_rule_covers_is_counted_in_a_graph_too(watch, monkeypatch, 
     watched = watch(on_overflow="abort", watch=("forward", "weights"), ignore=["*"])
     train(Plain, spoil=spoil)
     assert watched.anomalies == []
-    assert watched.reader[Field.IGNORED] > 0
-    assert ("block.up", "output") in {(event.module, event.role) for event in watched.of(Ignored)}
+    assert watched.reader[HeadField.IGNORED] > 0
+    assert ("block.up", "output") in {(event.module, event.role) for event in watched.of(IgnoredAlarm)}
 
 
 def test_a_weight_that_something_else_has_changed_is_read_again(watch):

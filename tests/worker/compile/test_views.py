@@ -78,7 +78,7 @@ def test_what_a_torch_hides_is_told_once(watch, as_torch, capfd, version, calls,
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 def test_a_name_of_dynamo_that_is_gone_ends_no_compilation(watch, as_torch, monkeypatch):
-    monkeypatch.setattr(attach.Graphs, "_trace_calls", lambda *_: [][0])
+    monkeypatch.setattr(attach.CompiledRegions, "_trace_calls", lambda *_: [][0])
     watched = watch(on_overflow="continue")
     call = torch.compile(nn.Linear(4, 4), backend="eager", fullgraph=True)
     call(torch.ones(2, 4))

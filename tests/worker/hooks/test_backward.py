@@ -10,9 +10,9 @@ import warnings
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import Warned
-from gpuwatch.core.frames import Mark
-from gpuwatch.core.recorder.layout import Field, RankPhase
+from gpuwatch.core.events import RangeWarning
+from gpuwatch.core.frames import RowMark
+from gpuwatch.core.recorder.layout import HeadField, RankPhase
 from gpuwatch.worker.hooks.backward import _GraphHook
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -451,8 +451,8 @@ def test_a_rule_hides_a_gradient(watch):
     model = nn.Sequential(nn.Linear(4, 4), BadBackward())
     model(X).sum().backward()
     assert watched.anomalies == []
-    assert watched.row("0", "grad output").mark == Mark.IGNORED
-    assert watched.reader[Field.IGNORED] == 3, "the output, the weight, the bias"
+    assert watched.row("0", "grad output").mark == RowMark.IGNORED
+    assert watched.reader[HeadField.IGNORED] == 3, "the output, the weight, the bias"
 
 
 # -- errors of the script's ---------------------------------------------------------------------------------------
@@ -748,7 +748,7 @@ def test_outputs_near_overflow_and_in_underflow_are_warned_of_once(watch, value,
     model = Gives(value)
     for _ in range(3):
         model(X)
-    assert [(w.kind, w.role, w.phase, w.where.batch) for w in watched.of(Warned)] == [
+    assert [(w.kind, w.role, w.phase, w.where.batch) for w in watched.of(RangeWarning)] == [
         (kind, "output", "forward", 0) for kind in kinds
     ]
     assert watched.anomalies == watched.faults == []
@@ -760,7 +760,7 @@ def test_a_share_of_subnormals_is_compared_with_the_threshold(watch):
     for share, count in ((0.1, 1), (0.3, 0), (0.0, 0)):
         watched = watch(underflow_share=share)
         nn.ReLU()(x)
-        assert len(watched.of(Warned)) == count, share
+        assert len(watched.of(RangeWarning)) == count, share
         watched.close()
 
 
@@ -772,7 +772,7 @@ def test_an_output_of_float8_near_overflow_is_warned_of(watch, way, value, kinds
 
     watched = watch()
     Casts()(torch.ones(2, 3))
-    assert [(w.kind, w.role, w.dtype) for w in watched.of(Warned)] == [
+    assert [(w.kind, w.role, w.dtype) for w in watched.of(RangeWarning)] == [
         (kind, "output", "float8_e4m3fn") for kind in kinds
     ]
 
@@ -783,9 +783,9 @@ def test_a_gradient_that_has_vanished_is_warned_of(watch, way):
     for batch in range(11):
         model[1].value = 1e-30 if batch == 10 else 1.0
         model(X.half()).sum().backward()
-        assert watched.of(Warned) == [] or batch == 10
+        assert watched.of(RangeWarning) == [] or batch == 10
     assert ("underflow", "0", "grad output", "backward") in [
-        (w.kind, w.module, w.role, w.phase) for w in watched.of(Warned)
+        (w.kind, w.module, w.role, w.phase) for w in watched.of(RangeWarning)
     ]
     assert watched.anomalies == []
 
@@ -797,13 +797,13 @@ def test_a_gradient_that_is_zero_by_design_is_not_warned_of(watch):
     nn.init.zeros_(lora[1].weight)
     for _ in range(21):
         lora(X).sum().backward()
-    assert watched.of(Warned) == []
+    assert watched.of(RangeWarning) == []
 
 
 def test_a_warning_names_its_numbers(watch):
     watched = watch()
     Gives(32752.0)(X)
-    (warned,) = watched.of(Warned)
+    (warned,) = watched.of(RangeWarning)
     assert (warned.cls, warned.dtype, warned.abs_max, warned.headroom) == ("Gives", "float16", 32752.0, 1.0)
 
 

@@ -23,7 +23,7 @@ import msgspec, torch, torch.distributed as dist
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.worker.hooks.process_groups import Collectives
-from gpuwatch.worker.record.group_table import GroupTable
+from gpuwatch.worker.record.group_slots import GroupTable
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 faults = []

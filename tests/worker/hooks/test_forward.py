@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import Ignored
-from gpuwatch.core.recorder.layout import Field, RankPhase
+from gpuwatch.core.events import IgnoredAlarm
+from gpuwatch.core.recorder.layout import HeadField, RankPhase
 from gpuwatch.worker.compile.views import compiled_views
 from gpuwatch.worker.hooks import forward as hooks_module
 from needs import needs
@@ -216,10 +216,10 @@ def names_recorded(watched, call) -> tuple[int, int]:
     """Bytes of the log that 10 more calls take, early and late."""
     grown = []
     for count in (10, 10, 200, 10):
-        before = watched.reader[Field.LOG_END]
+        before = watched.reader[HeadField.LOG_END]
         for _ in range(count):
             call()
-        grown.append(watched.reader[Field.LOG_END] - before)
+        grown.append(watched.reader[HeadField.LOG_END] - before)
     return grown[1], grown[3]
 
 
@@ -710,7 +710,7 @@ def test_an_error_of_ours_is_recorded_and_the_training_goes_on(watch, monkeypatc
     def broken(*_):
         raise LookupError("ours")
 
-    monkeypatch.setattr(hooks_module.Hooks, "_parent", broken)
+    monkeypatch.setattr(hooks_module.ModuleHooks, "_parent", broken)
     for _ in range(20):
         assert torch.equal(net()(X), expected)
     assert 0 < len(watched.faults) <= 20
@@ -722,9 +722,9 @@ def test_errors_of_ours_are_counted_although_the_log_is_full(watch, monkeypatch)
     """The last forwards are not looked at, and a nan in them is not seen."""
     watched = watch(log_bytes=1 << 12)
     net()(X)
-    while watched.recorder.append(Ignored(watched.hooks.where(), "pattern", "module", "output", "nan")):
+    while watched.recorder.append(IgnoredAlarm(watched.hooks.where(), "pattern", "module", "output", "nan")):
         pass
-    monkeypatch.setattr(hooks_module.Hooks, "_parent", lambda *_: 1 / 0)
+    monkeypatch.setattr(hooks_module.ModuleHooks, "_parent", lambda *_: 1 / 0)
     for _ in range(20):
         net()(X * float("nan"))
     assert (watched.faults, watched.anomalies) == ([], [])
@@ -737,10 +737,10 @@ def test_errors_of_ours_are_counted_although_the_log_is_full(watch, monkeypatch)
 
 def test_after_an_error_of_ours_the_next_root_is_a_root(watch, monkeypatch):
     watched = watch()
-    real = hooks_module.Hooks._parent
-    monkeypatch.setattr(hooks_module.Hooks, "_parent", lambda *_: 1 / 0)
+    real = hooks_module.ModuleHooks._parent
+    monkeypatch.setattr(hooks_module.ModuleHooks, "_parent", lambda *_: 1 / 0)
     nn.Sequential(nn.Identity())(X)
-    monkeypatch.setattr(hooks_module.Hooks, "_parent", real)
+    monkeypatch.setattr(hooks_module.ModuleHooks, "_parent", real)
     nn.Linear(4, 4)(X)
     assert (watched.last.root, titles(watched.last)) == ("Linear", [("", "Linear", None, 0)])
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.recorder.layout import HeadField
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
@@ -46,7 +46,7 @@ def job(watch):
 
 
 def gone(watched):
-    return watched.recorder.fields[Field.HOOKS_GONE]
+    return watched.recorder.fields[HeadField.HOOKS_GONE]
 
 
 def test_hooks_that_stay_are_not_called_gone(job):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import ScalerSkip
-from gpuwatch.core.frames import Mark
-from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.frames import RowMark
+from gpuwatch.core.recorder.layout import HeadField
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -63,7 +63,7 @@ def test_skipped_steps_are_counted_and_no_alarm(watch, make, clip):
     assert {(s.module, s.cls, s.role, s.value) for s in skips} == {("2", "Linear", "grad output", "+inf")} or {
         s.module for s in skips
     } == {"2"}
-    assert watched.reader[Field.SCALER_SKIPS] == 3
+    assert watched.reader[HeadField.SCALER_SKIPS] == 3
     assert watched.anomalies == watched.faults == []
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -76,7 +76,7 @@ def test_rows_of_such_a_backward_are_marked(watch):
     train(scaler, optimizer, model, [INF])
     rows = [row for frame in watched.frames("backward") for row in frame.rows]
     assert rows
-    assert {row.mark for row in rows} == {Mark.SCALED}
+    assert {row.mark for row in rows} == {RowMark.SCALED}
     model(X).sum().backward()  # without the scaler
     assert {row.mark for frame in watched.frames("backward") for row in frame.rows} == {0}
 
@@ -143,7 +143,7 @@ def test_the_step_that_is_skipped_is_not_a_step(watch):
     watched = watch()
     model = net()
     train(GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1), model, [1, INF, 1])
-    assert watched.reader[Field.STEP] == 2
+    assert watched.reader[HeadField.STEP] == 2
     assert watched.rows("optimizer", page=1) == []
 
 

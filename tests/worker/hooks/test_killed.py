@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpuwatch.core.recorder.pages import Names, decode_page
+from gpuwatch.core.recorder.pages import NameTable, decode_page
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
@@ -77,7 +77,7 @@ def test_what_a_killed_rank_leaves_is_right_or_has_not_arrived(tmp_path, monkeyp
         os.kill(child, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
         os.close(reads)
-        reader, names = RecorderReader(path), Names()
+        reader, names = RecorderReader(path), NameTable()
         names.add(reader.new_entries()[0])
         pages = [decode_page(page, names) for page in map(reader.page, (held.number for held in reader.held())) if page]
         reader.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gpuwatch
 import pytest
 import torch
-from gpuwatch.worker.hooks.low_precision_state import LowPrecisionState
+from gpuwatch.worker.hooks.optimizer import LowPrecisionState
 from torch import nn
 
 
@@ -83,7 +83,7 @@ def watched_verdict(model, optimizer, batches, *, wild, **settings):
     with gpuwatch.watch(model, on_overflow="continue", **settings) as handle:
         train(model, optimizer, batches, wild=wild)
         handle._hooks.judging.finish()
-        assert [each for each in handle.events if type(each).__name__ == "Fault"] == []
+        assert [each for each in handle.events if type(each).__name__ == "OwnFault"] == []
         return handle.verdict()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpuwatch.core.events import Fault
+from gpuwatch.core.events import OwnFault
 from gpuwatch.core.frames import Page
 from gpuwatch.core.recorder import layout
 from gpuwatch.worker.hooks import forward as hooks_module
@@ -51,7 +51,7 @@ def watching(path: Path, compiled: bool, **options: Any) -> Iterator[Watched]:
 def recorded(watched: Watched) -> tuple[list[Page], list[Any], bytes]:
     """Pages and events without their times, and the bytes of all segments without theirs."""
     watched.hooks.settle()
-    events = [(type(e), e.message) if isinstance(e, Fault) else (type(e), repr(e)) for e in watched.events]
+    events = [(type(e), e.message) if isinstance(e, OwnFault) else (type(e), repr(e)) for e in watched.events]
     events = [(kind, text.split("time_ns")[0]) for kind, text in events]
     size = layout.SEGMENT_BYTES
     start = len(watched.recorder.memory) - 64 * size
@@ -267,7 +267,7 @@ def test_a_page_of_many_segments(tmp_path):
         with watching(tmp_path / f"{compiled}.recorder", compiled) as watched:
             train(["residual"] * 60, 1, "")
             found.append(recorded(watched)[1:])
-            assert watched.reader[layout.Field.SEGMENT] > 8
+            assert watched.reader[layout.HeadField.SEGMENT] > 8
     assert found[0] == found[1]
 
 

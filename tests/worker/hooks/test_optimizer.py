@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import LooseParameters
-from gpuwatch.core.recorder.layout import Field, RankPhase
+from gpuwatch.core.recorder.layout import HeadField, RankPhase
 from torch import nn
 
 from ..models import tanh_net as net
@@ -48,7 +48,7 @@ def test_weights_are_read_at_the_end_of_the_step(watch, make):
         assert watched.rows("optimizer") == [("0", "weight"), ("0", "bias"), ("2", "weight"), ("2", "bias")]
         rows = [row for frame in watched.frames("optimizer") for row in frame.rows]
         assert [row.abs_max for row in rows] == [p.abs().max().item() for p in model.parameters()]
-        assert watched.reader[Field.STEP] == number + 1
+        assert watched.reader[HeadField.STEP] == number + 1
         assert watched.reader.phase is RankPhase.SCRIPT
     assert watched.rows("collective") == [], "one rank, gradients as they were in the backward"
     assert [(page.batch, page.step) for page in watched.pages] == [(0, 0), (1, 1), (2, 2)]
@@ -121,7 +121,7 @@ def test_with_weights_unwatched_a_step_has_no_rows(watch):
     model(X).sum().backward()
     optimizer.step()
     assert watched.rows("optimizer") == []
-    assert watched.reader[Field.STEP] == 1
+    assert watched.reader[HeadField.STEP] == 1
 
 
 # -- gradients as the optimizer gets them -------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_lbfgs_evaluates_its_closure_within_the_step(watch):
     for guard in (False, True):
         watched = watch(guard_optimizer=guard)
         assert all(torch.equal(left, right) for left, right in zip(run(), plain, strict=True))
-        assert watched.reader[Field.STEP] == 2
+        assert watched.reader[HeadField.STEP] == 2
         assert len(watched.pages) >= 4
         assert watched.faults == watched.anomalies == []
         watched.hooks.detach()
@@ -268,7 +268,7 @@ def test_an_optimizer_without_any_model(watch):
     optimizer = torch.optim.SGD([loose], lr=0.1)
     loose.sum().backward()
     optimizer.step()
-    assert watched.reader[Field.STEP] == 1
+    assert watched.reader[HeadField.STEP] == 1
     assert watched.faults == watched.pages == []
 
 

@@ -157,7 +157,7 @@ def test_a_page_of_many_segments(tmp_path):
     with on_device(tmp_path / "device.recorder") as (watched, reader):
         train(["norm"] * 60, 1, "")
         reader.arrive()
-        assert watched.reader[layout.Field.SEGMENT] > 8
+        assert watched.reader[layout.HeadField.SEGMENT] > 8
         assert decoded(watched) == expected
 
 

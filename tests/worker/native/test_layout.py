@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.values import DTYPE_CODES, Encoding
+from gpuwatch.core.values import DTYPE_CODES, ValueEncoding
 from gpuwatch.worker.hooks import native_writer
 from torch import nn
 
@@ -30,7 +30,7 @@ def test_each_number_is_the_same_in_both(name):
 def test_no_constant_of_the_layout_is_left_out():
     declared = re.findall(r"\bDO\((\w+), ", (SOURCES / "include" / "layout.h").read_text())
     dtypes = {name for name in declared if name.lower() in DTYPE_CODES}
-    floats = dtypes & set(Encoding.__members__)
+    floats = dtypes & set(ValueEncoding.__members__)
     expected = {f"DTYPE_{name}" for name in dtypes}
     expected |= {f"{kind}_{name}" for name in floats for kind in ("ENCODING", "INF")}
     assert set(native_writer.LAYOUT) == expected | (set(declared) - dtypes) | {"NOTHING"}

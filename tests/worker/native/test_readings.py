@@ -11,15 +11,23 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from gpuwatch.core.judge import Limits
+from gpuwatch.core.judge import WarningLimits
 from gpuwatch.core.recorder.layout import VALUES_PER_SEGMENT
 from gpuwatch.core.values import COUNTED
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats import notable, triton_reader
 from gpuwatch.worker.stats import torch_reader as device_reader
 from gpuwatch.worker.stats.late_device import LateDevice
-from gpuwatch.worker.stats.notable import Notable
-from gpuwatch.worker.stats.torch_reader import ENTRY, KINDS, KnownWeight, Packed, Readings, Waiting, source_of
+from gpuwatch.worker.stats.notable import NotableFilter
+from gpuwatch.worker.stats.torch_reader import (
+    ENTRY,
+    KINDS,
+    GroupedReadings,
+    KnownWeight,
+    PackedRows,
+    WaitingTensors,
+    source_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,7 +81,7 @@ def known_weights(draw: st.DrawFn) -> KnownWeight:
         weight.untyped_storage().resize_(0)
     if fate != "is gone":
         kept.append(weight)
-    earlier = Packed(PACKED, PACKED.data_ptr()), draw(st.integers(0, 239))
+    earlier = PackedRows(PACKED, PACKED.data_ptr()), draw(st.integers(0, 239))
     return KnownWeight(weakref.ref(weight), version, draw(st.integers(0, 9)), SimpleNamespace(packed=earlier))
 
 
@@ -91,11 +99,12 @@ def test_the_same_entries_for_the_same_tensors(data: st.DataObject) -> None:
     kept.clear()
     items = st.lists(st.one_of(in_one_piece(), sources(), known_weights(), known_weights()), max_size=6)
     waiting = [
-        Waiting(each, data.draw(st.integers(0, 200)), data.draw(st.booleans())) for each in data.draw(st.lists(items))
+        WaitingTensors(each, data.draw(st.integers(0, 200)), data.draw(st.booleans()))
+        for each in data.draw(st.lists(items))
     ]
-    native = Readings(waiting, CPU)
+    native = GroupedReadings(waiting, CPU)
     with mock.patch.object(device_reader, "_is_native", False):
-        python = Readings(waiting, CPU)
+        python = GroupedReadings(waiting, CPU)
     assert list(ENTRY.iter_unpack(native.entries)) == list(ENTRY.iter_unpack(python.entries))
     assert native.earlier == python.earlier
     for one, other in zip(native.tensors, python.tensors, strict=True):
@@ -105,10 +114,12 @@ def test_the_same_entries_for_the_same_tensors(data: st.DataObject) -> None:
 
 def test_ordinary_ones_are_not_left_to_python() -> None:
     weight = torch.nn.Parameter(torch.ones(4))
-    row = SimpleNamespace(packed=(Packed(PACKED, PACKED.data_ptr()), 7))
+    row = SimpleNamespace(packed=(PackedRows(PACKED, PACKED.data_ptr()), 7))
     known = KnownWeight(weakref.ref(weight), weight._version, 0, row)
-    with mock.patch.object(Readings, "_entry", side_effect=AssertionError("left to Python")):
-        found = Readings([Waiting([torch.ones(3), torch.ones(2)], 5, True), Waiting([known], 9, True)], CPU)
+    with mock.patch.object(GroupedReadings, "_entry", side_effect=AssertionError("left to Python")):
+        found = GroupedReadings(
+            [WaitingTensors([torch.ones(3), torch.ones(2)], 5, True), WaitingTensors([known], 9, True)], CPU
+        )
     numbers = [entry[2:] for entry in ENTRY.iter_unpack(found.entries)]
     first, second = found.tensors[:2]
     assert first is not None
@@ -122,8 +133,10 @@ def test_ordinary_ones_are_not_left_to_python() -> None:
 
 def test_the_imaginary_part_of_a_conjugate_is_read_with_its_sign() -> None:
     weight = torch.tensor([1 + 1j * float("inf")]).conj().imag
-    row = SimpleNamespace(packed=(Packed(PACKED, PACKED.data_ptr()), 0))
-    found = Readings([Waiting([KnownWeight(weakref.ref(weight), weight._version, 0, row)], 0, False)], CPU)
+    row = SimpleNamespace(packed=(PackedRows(PACKED, PACKED.data_ptr()), 0))
+    found = GroupedReadings(
+        [WaitingTensors([KnownWeight(weakref.ref(weight), weight._version, 0, row)], 0, False)], CPU
+    )
     (tensor,) = found.tensors
     assert tensor is not None
     assert tensor.tolist() == [-float("inf")]
@@ -137,9 +150,9 @@ def test_a_weight_that_was_moved_to_another_device_is_not_read_there(
     """A kernel that reads memory of the host ends the run."""
     monkeypatch.setattr(device_reader, "_is_native", native)
     weight = torch.nn.Parameter(torch.ones(4))
-    earlier = Packed(PACKED, PACKED.data_ptr()), 7
+    earlier = PackedRows(PACKED, PACKED.data_ptr()), 7
     known = KnownWeight(weakref.ref(weight), weight._version, 0, SimpleNamespace(packed=earlier))
-    found = Readings([Waiting([known], 9, True)], torch.device("cuda", 0))
+    found = GroupedReadings([WaitingTensors([known], 9, True)], torch.device("cuda", 0))
     assert (found.tensors, found.earlier) == ([None], [earlier])
     assert ENTRY.unpack(found.entries) == (1, 0, 9, 0, 0, 0, 0, PACKED.data_ptr() + 7 * 24)
 
@@ -154,8 +167,8 @@ def test_where_torch_exports_no_tensors_to_c_python_does_it(monkeypatch: pytest.
 @pytest.mark.parametrize("row", [SimpleNamespace(packed="nothing"), SimpleNamespace(packed=(1, 2)), None])
 def test_what_it_does_not_know_is_left_to_python(row: Any) -> None:
     weight = torch.ones(3)
-    with mock.patch.object(Readings, "_entry", return_value=bytes(64)) as left:
-        Readings([Waiting([torch.ones(2), KnownWeight(weakref.ref(weight), 0, 0, row)], 0, False)], CPU)
+    with mock.patch.object(GroupedReadings, "_entry", return_value=bytes(64)) as left:
+        GroupedReadings([WaitingTensors([torch.ones(2), KnownWeight(weakref.ref(weight), 0, 0, row)], 0, False)], CPU)
     assert left.call_count == 2
 
 
@@ -233,16 +246,16 @@ values = st.lists(st.tuples(st.just(0), highs, metas), min_size=1, max_size=20)
 
 @given(values, st.sampled_from([0.0, 1.0, 8.0]), st.sampled_from([0.0, 0.1, 0.9]))
 def test_no_notable_number_is_held_back(found: list[tuple[int, int, int]], powers: float, share: float) -> None:
-    limits, numbers = Notable(Limits(powers, share)), numpy.array(found, numpy.int64)
+    limits, numbers = NotableFilter(WarningLimits(powers, share)), numpy.array(found, numpy.int64)
     with mock.patch.object(notable, "_may_be_notable", None):
         expected = limits.any(numbers)
     assert limits.any(numbers) == expected
 
 
 def test_ordinary_numbers_need_no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Notable, "_is_notable", lambda *_: 1 // 0)
+    monkeypatch.setattr(NotableFilter, "_is_notable", lambda *_: 1 // 0)
     numbers = numpy.array([(0, 0x3F800000, 2 << 8), (0, 7, 0), (0, 0x3C00, 3 << 8)], numpy.int64)
-    assert not Notable(Limits()).any(numbers)
+    assert not NotableFilter(WarningLimits()).any(numbers)
 
 
 # -- whole frames -----------------------------------------------------------------------------------------------------

@@ -19,15 +19,15 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
-from gpuwatch.core.identity import Identity
+from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.preflight.allocation import allocate
 from gpuwatch.worker.preflight.bandwidth import measure
-from gpuwatch.worker.preflight.child import Child
 from gpuwatch.worker.preflight.compute import compute
-from gpuwatch.worker.preflight.group import check_group
-from gpuwatch.worker.preflight.parts import Parts
-from gpuwatch.worker.preflight.steps import Deadlines
+from gpuwatch.worker.preflight.group_collectives import check_group
+from gpuwatch.worker.preflight.parts import RankTests
+from gpuwatch.worker.preflight.rank_child import TestProcess
+from gpuwatch.worker.preflight.steps import StageDeadlines
 
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")
@@ -186,7 +186,7 @@ def run_rank(request, rank, port, said):
         test = {"group": check_group, "bandwidth": measure}[request["call"]]
         return test(store, CPU, "gloo", request["ranks"], rank, request["timeout_s"], say, *request.get("more", []))
 
-    child = Child(lambda _, say: call(say))
+    child = TestProcess(lambda _, say: call(say))
     ending = child.run(b"", request.get("deadline_s", 60.0), said.append)
     child.close()
     failure = ending.failure
@@ -211,8 +211,8 @@ def quick(request, rank, port):
         return fork()
 
     os.fork = counted
-    me = Identity(rank, rank, len(request["ranks"]), len(request["ranks"]), "127.0.0.1", port, True)
-    parts = Parts(me, WorkerSettings("", alloc="1MiB"), Deadlines(60.0), "test", "")
+    me = RankIdentity(rank, rank, len(request["ranks"]), len(request["ranks"]), "127.0.0.1", port, True)
+    parts = RankTests(me, WorkerSettings("", alloc="1MiB"), StageDeadlines(60.0), "test", "")
     reports = [
         parts.inventory(),
         parts.allocation([""] * len(request["ranks"])),

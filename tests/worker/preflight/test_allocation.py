@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from gpuwatch.core.text import Amount
+from gpuwatch.core.text import MemoryAmount
 from gpuwatch.worker.preflight.allocation import allocate, count_wrong_words, largest_block
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,8 +81,8 @@ def test_a_bit_that_is_stuck_is_found_whatever_it_is_stuck_at(is_set):
     ("amount", "quick", "words"),
     [
         (None, True, "64 MiB written and read back on cpu"),
-        (Amount(size=10 << 20), True, "10 MiB written and read back on cpu"),
-        (Amount(size=10 << 20), False, "10 MiB written and read back on cpu; largest block "),
+        (MemoryAmount(size=10 << 20), True, "10 MiB written and read back on cpu"),
+        (MemoryAmount(size=10 << 20), False, "10 MiB written and read back on cpu; largest block "),
     ],
 )
 def test_what_was_done_is_told(amount, quick, words):
@@ -90,8 +90,8 @@ def test_what_was_done_is_told(amount, quick, words):
 
 
 def test_a_share_of_the_hosts_memory_is_shared_among_its_ranks():
-    alone = allocate(torch.device("cpu"), Amount(share=0.002), quick=True)
-    one_of_four = allocate(torch.device("cpu"), Amount(share=0.002), quick=True, sharers=4)
+    alone = allocate(torch.device("cpu"), MemoryAmount(share=0.002), quick=True)
+    one_of_four = allocate(torch.device("cpu"), MemoryAmount(share=0.002), quick=True, sharers=4)
 
     assert int(alone.detail.split()[0]) >= 3 * int(one_of_four.detail.split()[0])
 
@@ -134,13 +134,13 @@ def test_a_gpu_with_little_free_memory_is_told_and_not_failed(full_gpu):
 def test_a_gpu_with_enough_free_memory_is_not_scarce(full_gpu):
     full_gpu(9 << 10)
 
-    assert allocate(torch.device("cuda", 0), Amount(size=1 << 20), quick=True).scarce == ""
+    assert allocate(torch.device("cuda", 0), MemoryAmount(size=1 << 20), quick=True).scarce == ""
 
 
 def test_ranks_that_share_a_gpu_share_its_free_memory(full_gpu):
     full_gpu(100)
 
-    done = [allocate(torch.device("cuda", 0), Amount(share=0.8), quick=True, sharers=count) for count in (1, 4)]
+    done = [allocate(torch.device("cuda", 0), MemoryAmount(share=0.8), quick=True, sharers=count) for count in (1, 4)]
 
     assert [one.detail.split()[0] for one in done] == ["80", "20"]
 

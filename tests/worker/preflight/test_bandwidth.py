@@ -6,14 +6,14 @@ import pytest
 from gpuwatch.core.preflight import BandwidthRow
 from gpuwatch.worker.preflight.bandwidth import neighbours, row_of, sizes_up_to
 from gpuwatch.worker.preflight.blame.link_speeds import slowest
-from gpuwatch.worker.preflight.messages import LinkSpeed, Measured
+from gpuwatch.worker.preflight.stage_messages import LinkSpeed, RankMeasurements
 from hypothesis import given
 from hypothesis import strategies as st
 
 
 def measured_of(outcomes):
     return {
-        rank: Measured(
+        rank: RankMeasurements(
             [BandwidthRow(**row) for row in outcome["value"]["rows"]],
             [LinkSpeed(**link) for link in outcome["value"]["links"]],
         )

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from gpuwatch.worker.preflight.group import join
+from gpuwatch.worker.preflight.group_collectives import join
 
 GPU = torch.device("cuda", 1)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.core.preflight import STAGES
-from gpuwatch.worker.preflight.run import _MARGIN_S
-from gpuwatch.worker.preflight.steps import Deadlines
+from gpuwatch.worker.preflight.preflight_run import _MARGIN_S
+from gpuwatch.worker.preflight.steps import StageDeadlines
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 6.0, 60.0, 1800.0])
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_wait_is_longer_than_what_it_waits_for(stage, timeout_s):
-    deadlines = Deadlines(timeout_s)
+    deadlines = StageDeadlines(timeout_s)
     assert deadlines.work(stage) <= timeout_s
     assert deadlines.inside_group(stage) < deadlines.work(stage)
     if stage != "arrive":  # a coordinator that hangs is ended by its worker, which then tells the others
@@ -20,4 +20,4 @@ def test_each_wait_is_longer_than_what_it_waits_for(stage, timeout_s):
 
 
 def test_only_what_waits_for_an_import_of_torch_may_take_minutes():
-    assert [stage for stage in STAGES if Deadlines(1800).work(stage) > 60] == ["inventory", "arrive"]
+    assert [stage for stage in STAGES if StageDeadlines(1800).work(stage) > 60] == ["inventory", "arrive"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpuwatch.core.identity import is_peer_failure
-from gpuwatch.worker.preflight.group import sum_of, values_of
+from gpuwatch.worker.preflight.group_collectives import sum_of, values_of
 
 
 def test_a_healthy_group_passes(run_ranks):

@@ -9,12 +9,12 @@ import sys
 
 import msgspec
 import pytest
-from gpuwatch.core.identity import Identity
+from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.worker.preflight import inventory
 from gpuwatch.worker.preflight.inventory import DeviceFacts, gather_device, with_device
 
-IDENTITY = Identity(9, 1, 16, 8, "head", 29500, True)
+IDENTITY = RankIdentity(9, 1, 16, 8, "head", 29500, True)
 
 
 def test_this_machine_is_described(tmp_path):

@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from gpuwatch.core.identity import Identity
-from gpuwatch.worker.preflight.meeting import ForeignValue, Meeting, NoConclusion, Reports, StoreLost, connect
+from gpuwatch.core.identity import RankIdentity
+from gpuwatch.worker.preflight.meeting import (
+    ForeignValue,
+    MetReports,
+    NoConclusion,
+    StoreLost,
+    StoreRendezvous,
+    connect,
+)
 from needs import needs
 
 LONG = {"reports_s": 20.0, "conclusion_s": 20.0, "deputy_s": 5.0}
@@ -30,11 +37,11 @@ class Ranks:
         self.world_size = world_size
         self.calls = 0
 
-    def seat(self, rank: int, key: str = "") -> Meeting:
-        identity = Identity(rank, 0, self.world_size, 1, "127.0.0.1", self.server.port, agent_store=True)
-        return Meeting(connect(identity, 20), self.prefix, rank, self.world_size, key)
+    def seat(self, rank: int, key: str = "") -> StoreRendezvous:
+        identity = RankIdentity(rank, 0, self.world_size, 1, "127.0.0.1", self.server.port, agent_store=True)
+        return StoreRendezvous(connect(identity, 20), self.prefix, rank, self.world_size, key)
 
-    def draw(self, reports: Reports) -> bytes:
+    def draw(self, reports: MetReports) -> bytes:
         """A conclusion that says who drew it from what."""
         self.calls += 1
         heard = ",".join(f"{rank}={text.decode()}" for rank, text in sorted(reports.by_rank.items()))
@@ -67,7 +74,7 @@ class Asked:
 def test_all_hear_one_conclusion_and_no_key_is_left(server):
     ranks = Ranks(server, 3)
 
-    def take_part(rank: int, seat: Meeting) -> bytes:
+    def take_part(rank: int, seat: StoreRendezvous) -> bytes:
         heard = [
             seat.meet(step, f"{step}{rank}".encode(), ranks.draw, **LONG) for step in ("arrive", "allocation", "last")
         ]
@@ -86,7 +93,7 @@ def test_who_is_missing_is_known_after_the_deadline_and_finds_out_itself_when_it
     ranks = Ranks(server, 3)
     short = {**LONG, "reports_s": 0.2}
 
-    def take_part(rank: int, seat: Meeting) -> bytes:
+    def take_part(rank: int, seat: StoreRendezvous) -> bytes:
         heard = seat.meet("arrive", b"here", ranks.draw, **short)
         seat.leave(["arrive"], 2)
         return heard
@@ -103,7 +110,7 @@ def test_without_a_conclusion_of_the_leader_one_of_the_others_draws_it(server, l
     if leader_is_there:  # and does not do its part after it has reported
         dist.PrefixStore(ranks.prefix, server).set("arrive/0", "here")
 
-    def take_part(rank: int, seat: Meeting) -> bytes:
+    def take_part(rank: int, seat: StoreRendezvous) -> bytes:
         heard = seat.meet("arrive", b"here", ranks.draw, reports_s=20, conclusion_s=0.2, deputy_s=20)
         seat.leave(["arrive"], 3)
         return heard
@@ -122,7 +129,7 @@ def test_a_deputy_that_gives_none_either_ends_the_wait(server):
 
 
 def test_a_store_that_nobody_serves_is_lost(port_of_nobody):
-    identity = Identity(0, 0, 2, 1, "127.0.0.1", port_of_nobody, agent_store=True)
+    identity = RankIdentity(0, 0, 2, 1, "127.0.0.1", port_of_nobody, agent_store=True)
     with pytest.raises(StoreLost):
         connect(identity, 1)
 
@@ -169,7 +176,7 @@ def test_a_report_that_somebody_without_the_key_has_written_is_no_ranks_word(ser
     ranks = Ranks(server, 2)
     heard = []
 
-    def draw(reports: Reports) -> bytes:
+    def draw(reports: MetReports) -> bytes:
         heard.append(reports)
         return b"{}"
 

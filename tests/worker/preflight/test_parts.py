@@ -7,23 +7,23 @@ import os
 import signal
 
 import pytest
-from gpuwatch.core.identity import Identity
+from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.preflight.allocation import Allocated
-from gpuwatch.worker.preflight.child import Child
+from gpuwatch.worker.preflight.allocation import AllocationResult
 from gpuwatch.worker.preflight.health import HealthResult
-from gpuwatch.worker.preflight.parts import Parts
-from gpuwatch.worker.preflight.steps import Deadlines
+from gpuwatch.worker.preflight.parts import RankTests
+from gpuwatch.worker.preflight.rank_child import TestProcess
+from gpuwatch.worker.preflight.steps import StageDeadlines
 from msgspec.structs import replace
 
-ONE = Identity(0, 0, 1, 1, "localhost", 1, True)
+ONE = RankIdentity(0, 0, 1, 1, "localhost", 1, True)
 GPU = "GPU-1"
 
 
 def parts_of(perform=None, timeout_s=60.0):
-    parts = Parts(ONE, WorkerSettings("", alloc="1MiB"), Deadlines(timeout_s), "gpuwatch/0", "")
+    parts = RankTests(ONE, WorkerSettings("", alloc="1MiB"), StageDeadlines(timeout_s), "gpuwatch/0", "")
     if perform is not None:
-        parts.child = Child(lambda request, say: perform(json.loads(request), os.getpid()))
+        parts.child = TestProcess(lambda request, say: perform(json.loads(request), os.getpid()))
     parts.facts = replace(parts.facts, device="cuda:0", uuid=GPU, host="n0")
     return parts
 
@@ -42,7 +42,7 @@ def test_a_stage_that_hangs_ends_the_process_and_is_told():
     pids = []
 
     def perform(request, pid):
-        if request["type"] == "Allocate":
+        if request["type"] == "AllocationRequest":
             signal.pause()
         return HealthResult([], str(pid))
 
@@ -71,7 +71,7 @@ def test_a_load_that_hangs_is_left_to_its_own_process(hangs, children):
     ("gpus", "sharers"), [([GPU], 1), ([GPU, "GPU-2"], 1), ([GPU, GPU, "GPU-2", GPU], 3), (["", ""], 1)]
 )
 def test_who_shares_a_gpu_is_known_by_its_uuid(gpus, sharers):
-    parts = parts_of(lambda request, pid: Allocated(f"{request['sharers']} sharers"))
+    parts = parts_of(lambda request, pid: AllocationResult(f"{request['sharers']} sharers"))
     try:
         assert parts.allocation(gpus).detail == f"{sharers} sharers"
     finally:
@@ -79,7 +79,7 @@ def test_who_shares_a_gpu_is_known_by_its_uuid(gpus, sharers):
 
 
 def test_little_free_memory_is_a_warning():
-    parts = parts_of(lambda request, pid: Allocated("done", "only 1 MiB of 80.0 GiB free on cuda:0", "Look."))
+    parts = parts_of(lambda request, pid: AllocationResult("done", "only 1 MiB of 80.0 GiB free on cuda:0", "Look."))
     try:
         report = parts.allocation([GPU])
     finally:

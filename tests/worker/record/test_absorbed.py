@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpuwatch.core.events import Absorbed
+from gpuwatch.core.events import AbsorbedValue
 from torch import nn
 
 PATHS = ("native", "python", "late", "compiled")
@@ -81,7 +81,7 @@ def test_nan_that_is_taken_away_is_counted_and_no_alarm(watch, path):
     watched = _train(watch, path, on_overflow="abort")
 
     assert watched.anomalies == []
-    absorbed = watched.of(Absorbed)
+    absorbed = watched.of(AbsorbedValue)
     assert [(each.module, each.role, each.value, each.by) for each in absorbed] == [
         (f"layers.{number}.softmax", "output", "nan", f"layers.{number}") for number in (0, 1)
     ]
@@ -96,7 +96,7 @@ def test_nan_that_is_kept_is_an_alarm_where_it_was_made(watch, path):
     first = watched.anomalies[0]
     assert (first.where.batch, first.module, first.phase, first.role) == (0, "layers.0.softmax", "forward", "output")
     assert (first.inputs_finite, first.weights_finite) == (False, True)
-    assert watched.of(Absorbed) == []
+    assert watched.of(AbsorbedValue) == []
 
 
 @fewer_quick
@@ -109,4 +109,4 @@ def test_a_fault_behind_an_absorbed_nan_is_an_alarm(watch, path):
 
     first = watched.anomalies[0]
     assert (first.where.batch, first.module, first.phase) == (2, "head", "forward")
-    assert len(watched.of(Absorbed)) == 2
+    assert len(watched.of(AbsorbedValue)) == 2

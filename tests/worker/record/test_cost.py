@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpuwatch.core.events import Cost, Where
+from gpuwatch.core.events import RunPosition, WatchCost
 from gpuwatch.worker.record import progress as cost_module
 from gpuwatch.worker.record.progress import CostMeter
 from torch import nn
@@ -33,7 +33,7 @@ def test_medians_of_both_kinds_without_the_warm_up(clock):
     for number, duration in enumerate(times):
         meter.batch_begins(number % 2 == 1)
         clock.now += duration
-    found = meter.result(Where(rank=0))
+    found = meter.result(RunPosition(rank=0))
     assert (found.plain_ns, found.watched_ns) == (32, 11)
     assert (found.plain_batches, found.watched_batches) == (3, 3)
 
@@ -43,7 +43,7 @@ def test_without_both_kinds_there_is_no_result(batches):
     meter = CostMeter()
     for number in range(batches):
         meter.batch_begins(number % 2 == 1)
-    assert meter.result(Where(rank=0)) is None
+    assert meter.result(RunPosition(rank=0)) is None
 
 
 def test_every_second_batch_of_the_run_is_left_out(watch, measured):
@@ -56,13 +56,13 @@ def test_every_second_batch_of_the_run_is_left_out(watch, measured):
         optimizer.step()
         looked.append(len(measured))
         measured.clear()
-    assert watched.of(Cost) == []
+    assert watched.of(WatchCost) == []
     assert [page.batch for page in watched.pages if page.root == "Linear"] == list(range(0, 20, 2))
     assert set(looked[1::2]) == {0}, "a plain batch costs nothing"
     assert min(looked[::2]) > 5
     watched.hooks.settle()
     watched.hooks.settle()
-    (found,) = watched.of(Cost)
+    (found,) = watched.of(WatchCost)
     assert (found.plain_batches, found.watched_batches) == (7, 8)
     assert found.plain_ns > 0
     assert found.watched_ns > 0

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from gpuwatch.worker.record.autograd_graph import Graph, GraphCalls, GraphHold, holds_nothing, running_graph
+from gpuwatch.worker.record.autograd_graph import AutogradGraph, GraphCalls, GraphHold, holds_nothing, running_graph
 from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -111,7 +111,7 @@ def test_a_leaf_that_is_no_parameter_is_held_by_its_node():
 class _Seen(torch.autograd.Function):
     """Tells which graph its backward runs in."""
 
-    found: Graph | None = None
+    found: AutogradGraph | None = None
 
     @staticmethod
     def forward(ctx, x):
@@ -150,7 +150,7 @@ def test_a_model_is_looked_at_again_now_and_then():
     plain, custom = nn.Linear(SIZE, 1), nn.Sequential(Custom("attribute"), nn.Linear(SIZE, 1))
 
     def graph(model):
-        return Graph((model(torch.randn(2, SIZE, requires_grad=model is custom)).sum().grad_fn,), GraphCalls(0))
+        return AutogradGraph((model(torch.randn(2, SIZE, requires_grad=model is custom)).sum().grad_fn,), GraphCalls(0))
 
     assert [hold.may_keep(graph(plain)) for _ in range(3)] == [True] * 3
     assert False in [hold.may_keep(graph(custom)) for _ in range(70)], "its graph is as large, and is looked at again"

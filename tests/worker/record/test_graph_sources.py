@@ -7,7 +7,7 @@ import math
 import gpuwatch
 import pytest
 import torch
-from gpuwatch.core.events import HeldValue, OwnCode
+from gpuwatch.core.events import HeldValue, OwnCodeModule
 from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
@@ -85,8 +85,8 @@ def test_the_graph_shows_a_module_that_no_frame_shows(watch, path, way):
     again = first_again(watched)
     assert watched.anomalies[0].module == "taker"
     assert again.own_code == [
-        OwnCode("encoder", "Encoder", "MulBackward0"),
-        OwnCode("taker", "Taker", "AddBackward0"),
+        OwnCodeModule("encoder", "Encoder", "MulBackward0"),
+        OwnCodeModule("taker", "Taker", "AddBackward0"),
     ]
     assert again.own_code_of == "output"
     held = [HeldValue("encoder", "Encoder", "kept", "nan")] if way == "an attribute" else []

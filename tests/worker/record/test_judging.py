@@ -129,7 +129,7 @@ def test_what_a_rule_covers_is_hidden(watch, late):
     while not watched.hooks.settle():
         pass
     assert watched.anomalies == []
-    assert {event.role for event in watched.events if type(event).__name__ == "Ignored"} == {"bias", "output"}
+    assert {event.role for event in watched.events if type(event).__name__ == "IgnoredAlarm"} == {"bias", "output"}
 
 
 class Attends(nn.Module):

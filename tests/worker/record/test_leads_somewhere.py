@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import Absorbed, LedNowhere
+from gpuwatch.core.events import AbsorbedValue, LedNowhere
 from torch import nn
 
 BATCHES = 3
@@ -171,7 +171,7 @@ def test_a_healthy_script_is_not_ended(watch, way, script, why):
         pass
 
     assert (watched.anomalies, watched.faults) == ([], [])
-    assert {told.why for told in watched.of(Absorbed)} == {why}
+    assert {told.why for told in watched.of(AbsorbedValue)} == {why}
     assert watched.reader.state().overflow is False
 
 

@@ -44,7 +44,7 @@ def train(left, before_backward=lambda model: None, factor=1.0):
             if batch == 0:
                 before_backward(model)
             loss.backward()
-        return handle.verdict(), [event for event in handle.events if type(event).__name__ == "Fault"]
+        return handle.verdict(), [event for event in handle.events if type(event).__name__ == "OwnFault"]
     finally:
         handle.remove()
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from gpuwatch.core.events import BadWeight, BatchInputs, LookedAgain, NotLookedInto, OwnCode
+from gpuwatch.core.events import BadWeight, BatchInputs, LookedAgain, NotLookedInto, OwnCodeModule
 from torch import nn
 
 
@@ -46,7 +46,7 @@ def test_the_first_alarm_tells_of_weights_and_bad_buffers(watch, path):
     first, second = watched.anomalies
     assert first.module == "1"
     # a graph of which no backward begins is not seen from a device
-    own_code = [OwnCode("1", "Rotary", "MulBackward0")] if path == "host" else []
+    own_code = [OwnCodeModule("1", "Rotary", "MulBackward0")] if path == "host" else []
     assert first.again == LookedAgain(
         weights={"weight": "finite"}, buffers={"inv_freq": "nan"}, own_code=own_code, own_code_of="output"
     )

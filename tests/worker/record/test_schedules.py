@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpuwatch.core.events import Anomaly, Ignored, ScalerSkip, Warned
+from gpuwatch.core.events import Anomaly, IgnoredAlarm, RangeWarning, ScalerSkip
 from gpuwatch.core.frames import Frame
 from gpuwatch.worker.stats import device
 from gpuwatch.worker.stats.late_device import LateDevice
@@ -78,7 +78,7 @@ def train(fault: str, streams: Iterator[int]) -> None:
 
 def told(watched: Watched) -> list[tuple[Any, ...]]:
     """What followed, without the times."""
-    events = [event for event in watched.events if isinstance(event, (Anomaly, Warned, Ignored, ScalerSkip))]
+    events = [event for event in watched.events if isinstance(event, (Anomaly, RangeWarning, IgnoredAlarm, ScalerSkip))]
     return sorted(
         (
             type(e).__name__,

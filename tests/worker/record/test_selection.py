@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.events import Ignored
-from gpuwatch.core.frames import Mark
-from gpuwatch.core.recorder.layout import Field
-from gpuwatch.worker.record.names import Selection
+from gpuwatch.core.events import IgnoredAlarm
+from gpuwatch.core.frames import RowMark
+from gpuwatch.core.recorder.layout import HeadField
+from gpuwatch.worker.record.names import ModuleSelection
 from torch import nn
 
 from ..models import Block, Multiplies
@@ -38,7 +38,7 @@ X = torch.ones(3, 4)
     ],
 )
 def test_modules_by_pattern(patterns, module, watched):
-    assert Selection(patterns, []).watches(module) is watched
+    assert ModuleSelection(patterns, []).watches(module) is watched
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_modules_by_pattern(patterns, module, watched):
     ],
 )
 def test_rules_by_pattern(pattern, module, role, covers):
-    assert Selection([], ["other:*", pattern]).ignored_by(module, role) == (pattern if covers else None)
+    assert ModuleSelection([], ["other:*", pattern]).ignored_by(module, role) == (pattern if covers else None)
 
 
 # -- --modules ----------------------------------------------------------------------------------------------------
@@ -95,13 +95,13 @@ def test_what_a_rule_covers_is_recorded_and_counted_and_no_alarm(watch, pattern)
     model = nn.Sequential(nn.Identity(), Multiplies())
     for _ in range(3):
         model(X)
-    (event, *_) = watched.of(Ignored)
+    (event, *_) = watched.of(IgnoredAlarm)
     assert (event.pattern, event.module, event.role, event.value) == (pattern, "1", "output", "+inf")
-    assert watched.row("1", "output").mark == Mark.IGNORED
+    assert watched.row("1", "output").mark == RowMark.IGNORED
     assert watched.row("1", "output").posinf
     assert watched.row("", "output").value == watched.row("1", "output").value, "the same tensor"
-    assert watched.reader[Field.IGNORED] == (6 if pattern == "*:output" else 3)
-    assert [e.module for e in watched.of(Ignored)].count("1") == 1
+    assert watched.reader[HeadField.IGNORED] == (6 if pattern == "*:output" else 3)
+    assert [e.module for e in watched.of(IgnoredAlarm)].count("1") == 1
 
 
 def test_what_becomes_of_it_further_on_is_an_alarm(watch):
@@ -123,7 +123,7 @@ def test_one_of_several_outputs(watch):
     model["m"].factor = math.nan
     with pytest.raises(OverflowDetected, match=r"nan in output\[1\] of `m`"):
         model(X)
-    assert [(e.role, e.pattern) for e in watched.of(Ignored)] == [("output[0]", "m:output[0]")]
+    assert [(e.role, e.pattern) for e in watched.of(IgnoredAlarm)] == [("output[0]", "m:output[0]")]
 
 
 def test_a_weight_that_a_rule_covers(watch):
@@ -132,7 +132,7 @@ def test_a_weight_that_a_rule_covers(watch):
     with torch.no_grad():
         model[1].weight[0, 0] = math.nan
     model(X)
-    assert [(e.module, e.role) for e in watched.of(Ignored)] == [("1", "weight"), ("1", "output"), ("", "output")]
+    assert [(e.module, e.role) for e in watched.of(IgnoredAlarm)] == [("1", "weight"), ("1", "output"), ("", "output")]
 
 
 # -- --every ------------------------------------------------------------------------------------------------------
@@ -153,8 +153,8 @@ def test_every_third_batch_has_frames(watch, measured):
     assert batches == [0, 3, 6]
     assert looked[1] == looked[2] == looked[4] == 1, "what the model returned, and nothing else"
     assert looked[0] > 10
-    assert watched.reader[Field.BATCHES_SKIPPED] == 4
-    assert watched.reader[Field.STEP] == 7
+    assert watched.reader[HeadField.BATCHES_SKIPPED] == 4
+    assert watched.reader[HeadField.STEP] == 7
     assert watched.faults == []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.core.recorder.layout import STEPS, Field
+from gpuwatch.core.recorder.layout import STEPS, HeadField
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.worker.record import progress as step_clock
@@ -21,7 +21,7 @@ class Run:
 
     def after(self, ns, mark, *args, waited=0):
         self.now += ns
-        self.writer.fields[Field.WAITED_NS] += waited
+        self.writer.fields[HeadField.WAITED_NS] += waited
         getattr(self.clock, mark)(*args)
 
     def step(self, number, *, outside=5):

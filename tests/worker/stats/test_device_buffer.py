@@ -9,14 +9,14 @@ from contextlib import nullcontext
 import numpy
 import pytest
 import torch
-from gpuwatch.core.judge import Limits
+from gpuwatch.core.judge import WarningLimits
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import COUNTED, DTYPE_MAX, PENDING, Encoding, NonFinite, Value, headroom
+from gpuwatch.core.values import COUNTED, DTYPE_MAX, PENDING, NonFinite, Value, ValueEncoding, headroom
 from gpuwatch.worker.stats.late_device import LateDevice
-from gpuwatch.worker.stats.notable import Notable
+from gpuwatch.worker.stats.notable import NotableFilter
 from gpuwatch.worker.stats.stream_buffer import runs
 from gpuwatch.worker.stats.tensor_stats import measure
 from gpuwatch.worker.stats.torch_reader import KINDS, KnownWeight, TorchReader
@@ -138,7 +138,7 @@ def test_values_of_the_host_in_between_stay_what_they_are(recorder, device):
     page = recorder.begin_page(0, 0, 0)
     for i in range(600):
         if i % 3:
-            recorder.value(i, i, Encoding.INTEGER << 8)
+            recorder.value(i, i, ValueEncoding.INTEGER << 8)
         else:
             pages.measure(torch.tensor(i, device=device))
     recorder.end_page(page)
@@ -244,9 +244,9 @@ def test_what_is_still_on_its_way_is_not_told(recorder):
     assert (pages.collect(), pages.flying, pages.pending(0)) == ([0], 0, False)
 
 
-NEAR = Notable(Limits(near_overflow=1.0))
-UNDERFLOW = Notable(Limits(underflow_share=0.1))
-BOTH = Notable(Limits(1.0, 0.1))
+NEAR = NotableFilter(WarningLimits(near_overflow=1.0))
+UNDERFLOW = NotableFilter(WarningLimits(underflow_share=0.1))
+BOTH = NotableFilter(WarningLimits(1.0, 0.1))
 
 
 @each_device
@@ -312,7 +312,7 @@ def test_the_filter_misses_no_number_that_is_near_overflow(dtype, powers):
     name = str(dtype).removeprefix("torch.")
     largest = DTYPE_MAX.get(name, 0.0)
     around = largest * 2.0**-powers * (1 + torch.linspace(-1e-2, 1e-2, 101, dtype=torch.float64))
-    notable = Notable(Limits(near_overflow=powers))
+    notable = NotableFilter(WarningLimits(near_overflow=powers))
     limit = notable.wide_limit(dtype)
     for tensor in around.to(dtype).reshape(-1, 1):
         value = Value(*measure(tensor)[:3])
@@ -430,7 +430,7 @@ def test_a_frame_that_does_not_fit_begins_the_next_segment(recorder):
     in_a_segment = layout.VALUES_PER_SEGMENT // 7
     assert indices == list(range(0, 700, 7))
     assert [value.abs_max for value in values_of(recorder, 0)] == [float(each) for each in range(7)] * 100
-    assert recorder.fields[Field.SEGMENT] == -(-100 // in_a_segment) - 1
+    assert recorder.fields[HeadField.SEGMENT] == -(-100 // in_a_segment) - 1
 
 
 @pytest.mark.parametrize("where", ["another stream", "not yet packed", "a captured graph", "after a captured graph"])
@@ -595,7 +595,7 @@ def test_a_launch_for_many_that_fails_loses_their_rows_and_no_others(recorder):
             pages.measure(torch.tensor(NAN))
     reader.fails = ""
     recorder.end_page(page)
-    assert recorder.fields[Field.ROWS_LOST] == 3
+    assert recorder.fields[HeadField.ROWS_LOST] == 3
     assert [value.meta for value in values_of(recorder, 0)] == [PENDING] * 3
     assert not pages.pending(0)
     number = page_with(recorder, pages, torch.tensor(2.0))
@@ -636,7 +636,7 @@ def test_a_segment_is_not_used_again_before_its_copy_has_arrived(small):
     assert pages.flying == 1
     assert values_of(small, 0)[0].meta == PENDING
     assert [values_of(small, number)[0].abs_max for number in range(33, 40)] == list(range(33, 40))
-    assert small.fields[Field.ROWS_LOST] == 0
+    assert small.fields[HeadField.ROWS_LOST] == 0
 
     late.held = set()
     pages.collect()
@@ -655,7 +655,7 @@ def test_a_device_that_does_not_answer_costs_rows_and_nothing_else(small):
         page_with(small, pages, torch.tensor(float(number)), torch.tensor(NAN))
         pages.collect()
     assert pages.flying == 4
-    assert small.fields[Field.ROWS_LOST] == 26 * 2
+    assert small.fields[HeadField.ROWS_LOST] == 26 * 2
     assert [value.meta for value in values_of(small, 29)] == [PENDING, PENDING]
     assert not pages.pending(29)
     pages.finish(timeout_s=0.0)
@@ -720,7 +720,7 @@ def test_a_stream_that_is_captured_while_another_one_is_current_is_left_alone(re
     _, row = pages.weight(torch.tensor(5.0))
     late.current, late.captured = 0, {1}
     recorder.end_page(page)
-    assert recorder.fields[Field.ROWS_LOST] == 1
+    assert recorder.fields[HeadField.ROWS_LOST] == 1
     late.captured = set()
     page = recorder.begin_page(0, 1, 0)
     late.current = 1
@@ -816,7 +816,7 @@ def test_a_flush_into_a_full_ring_waits_for_room(small):
     pages.measure(torch.tensor(5.0))
     pages.flush()
     assert [value.abs_max for value in values_of(small, page.number)] == [4.0, 5.0]
-    assert small.fields[Field.ROWS_LOST] == 0
+    assert small.fields[HeadField.ROWS_LOST] == 0
 
 
 # -- when something does not work -----------------------------------------------------------------------------------

@@ -24,11 +24,11 @@ from gpuwatch.worker.stats.tensor_stats import LOW_PRECISION, measure
 from gpuwatch.worker.stats.torch_reader import (
     KINDS,
     LARGEST,
+    GroupedReadings,
     KnownWeight,
-    Packed,
-    Readings,
+    PackedRows,
     TorchReader,
-    Waiting,
+    WaitingTensors,
     _runs,
     fresh_rows,
     source_of,
@@ -358,7 +358,7 @@ def test_earlier_numbers_are_kept_unless_a_row_before_is_non_finite(reader, devi
 
     weight.view(torch.uint8 if dtype.itemsize == 1 else dtype)[size - 1] = 0
     maker.read(source_of(torch.tensor([1.0, 2.0 if bad is None else bad], device=device)), rows, 1, False)
-    maker.read_many(Readings([Waiting([known(weight, packed, 2)], 2, True)], rows.device), rows)
+    maker.read_many(GroupedReadings([WaitingTensors([known(weight, packed, 2)], 2, True)], rows.device), rows)
     maker.read(source_of(torch.full((2,), math.nan, device=device)), rows, 3, False)  # after it
     again = maker.pack(rows, 4)[2].tolist()
     assert again == (first if bad is None else list(expected(weight)))
@@ -370,7 +370,7 @@ def test_earlier_numbers_are_kept_unless_a_row_before_is_non_finite(reader, devi
 
 def known(weight, packed, number):
     """A weight with the numbers of a packed row."""
-    row = SimpleNamespace(packed=(Packed(packed, packed.data_ptr()), number))
+    row = SimpleNamespace(packed=(PackedRows(packed, packed.data_ptr()), number))
     return KnownWeight(weakref.ref(weight), weight._version, 0, row)
 
 
@@ -409,10 +409,10 @@ def many(dtype):
 def test_many_tensors_get_the_rows_of_single_launches(reader, device, dtype, counted):
     maker = reader_of(reader)
     tensors = [tensor.to(device) for tensor in many(dtype)]
-    waiting = [Waiting([source_of(tensor)], 2 * at + 1, counted) for at, tensor in enumerate(tensors)]
+    waiting = [WaitingTensors([source_of(tensor)], 2 * at + 1, counted) for at, tensor in enumerate(tensors)]
     rows = fresh_rows(2 * len(tensors) + 1, tensors[0].device)
     expected_rows = one_by_one(maker, waiting, rows.clone())
-    maker.read_many(Readings(waiting, rows.device), rows)
+    maker.read_many(GroupedReadings(waiting, rows.device), rows)
     assert rows.tolist() == expected_rows
     assert rows[0::2].tolist() == fresh_rows(len(tensors) + 1, rows.device).tolist()
 
@@ -421,9 +421,9 @@ def test_many_tensors_get_the_rows_of_single_launches(reader, device, dtype, cou
 def test_tensors_of_all_dtypes_fill_a_list_of_rows(reader, device):
     maker = reader_of(reader)
     tensors = [some(dtype, 5 + 40 * at, seed=at).to(device) for at in range(16) for dtype in KINDS][:240]
-    waiting = [Waiting([source_of(tensor)], at, at % 2 == 0) for at, tensor in enumerate(tensors)]
+    waiting = [WaitingTensors([source_of(tensor)], at, at % 2 == 0) for at, tensor in enumerate(tensors)]
     rows = fresh_rows(240, tensors[0].device)
-    maker.read_many(Readings(waiting, rows.device), rows)
+    maker.read_many(GroupedReadings(waiting, rows.device), rows)
     packed = maker.pack(rows, 240).tolist()
     assert [tuple(row) for row in packed] == [expected(tensor, at % 2 == 0) for at, tensor in enumerate(tensors)]
 
@@ -450,10 +450,10 @@ def test_many_weights_keep_their_numbers_up_to_the_first_bad_row(reader, device,
     for at in range(0, 12, 2):
         value = math.nan if what == "something else" and bad_at is not None and at == bad_at & ~1 else 1.0
         maker.read(source_of(torch.full((9,), value, device=device)), rows, at, True)
-    waiting = [Waiting([known(weight, packed, at)], at, True) for at, weight in weights.items()]
+    waiting = [WaitingTensors([known(weight, packed, at)], at, True) for at, weight in weights.items()]
     del weights[11], weight
     expected_rows = one_by_one(maker, waiting, rows.clone())
-    maker.read_many(Readings(waiting, rows.device), rows)
+    maker.read_many(GroupedReadings(waiting, rows.device), rows)
     assert rows.tolist() == expected_rows
     kept = [rows[at, :3].tolist() == packed[at].tolist() for at in range(1, 12, 2)]
     last = True  # the one that is gone

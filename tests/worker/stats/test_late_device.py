@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import PENDING, Value
@@ -251,7 +251,7 @@ def test_in_the_end_the_file_is_what_the_host_would_have_written(steps, seed, lo
         assert {number: values_of(schedule.path, number) for number in schedule.expected} == schedule.expected
         assert not buffer.flying
         assert not any(buffer.pending(number) for number in schedule.expected)
-        assert schedule.recorder.fields[Field.ROWS_LOST] == 0
+        assert schedule.recorder.fields[HeadField.ROWS_LOST] == 0
         if direct:
             assert len(schedule.copied) == len(set(schedule.copied))
         bad = {number for number, values in schedule.expected.items() if any(meta & 0xFF for _, _, meta in values)}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpuwatch.worker.stats.torch_reader import KINDS, Readings, Waiting, fresh_rows, source_of
+from gpuwatch.worker.stats.torch_reader import KINDS, GroupedReadings, WaitingTensors, fresh_rows, source_of
 from gpuwatch.worker.stats.triton_reader import _OLDEST, TritonReader, _constants, _release, layout_of, read_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,7 +75,7 @@ def test_tensors_of_one_dtype_and_layout_share_a_launch_and_a_table(kernel):
     large, small, half = torch.ones(40_000), torch.ones(30), torch.ones(30, dtype=torch.float16)
     for _ in range(2):
         sources = [source_of(each) for each in (large, half, small, small[::2])]
-        reader.read_many(Readings([Waiting(sources, 10, True)], rows.device), rows)
+        reader.read_many(GroupedReadings([WaitingTensors(sources, 10, True)], rows.device), rows)
     assert len(kernel.read_many.ordinary) == len(kernel.read_many.direct) == 3
     ((grid, (table, earlier, target, *constants)), *_) = kernel.read_many.ordinary
     assert (grid, target) == ((4,), rows)
@@ -106,7 +106,7 @@ def test_a_launch_leaves_no_option_open_of_which_triton_warns_the_script(kernel)
     reader, rows = TritonReader(kernel, "3.9.0"), fresh_rows(4, torch.device("cpu"))
     reader.read(source_of(torch.ones(30)), rows, 0, False)
     reader.pack(rows, 1)
-    reader.read_many(Readings([Waiting([source_of(torch.ones(30))], 1, True)], rows.device), rows)
+    reader.read_many(GroupedReadings([WaitingTensors([source_of(torch.ones(30))], 1, True)], rows.device), rows)
     launches = [options for one in (kernel.read, kernel.pack, kernel.read_many) for options in one.options]
     assert len(launches) == 3
     for options in launches:
@@ -189,7 +189,9 @@ def test_direct_launches_give_what_ordinary_ones_give():
                 packed = reader.pack(rows, len(tensors))
             found.append(packed.tolist())
             for _ in range(2):
-                reader.read_many(Readings([Waiting([source_of(each) for each in tensors], 0, True)], rows.device), rows)
+                reader.read_many(
+                    GroupedReadings([WaitingTensors([source_of(each) for each in tensors], 0, True)], rows.device), rows
+                )
                 packed = reader.pack(rows, len(tensors))
             found.append(packed.tolist())
         assert found == [found[0]] * 4

@@ -10,24 +10,24 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ....core.preflight import Finding
+from ....core.preflight import PreflightFinding
 from ....core.text import ranks_text
 from ..meeting import LEADER
-from ..messages import Attendance, Conclusion, PairTried, RankOutcome, Report, Roster
+from ..stage_messages import PairTried, RankAttendance, RankOutcome, RankRoster, RankStepReport, StepConclusion
 from ..steps import Mode, is_local, stage_of, stays_local, step_after
 from . import pairs as blaming
 from .consistency import compare
-from .group import judge_group, rank_failed
+from .group_blame import judge_group, rank_failed
 from .link_speeds import below, slow_links, slowest
 from .odd_ranks import odd_digests, slow_devices
 
 # Who has arrived, and who is missing: "ranks 9-15 (node gpu-017) did not arrive within 60 s". Pure.
 
 
-def roster_of(present: Mapping[int, Attendance], world_size: int) -> Roster:
+def roster_of(present: Mapping[int, RankAttendance], world_size: int) -> RankRoster:
     """The roster of a job in which all ranks have arrived. NCCL only if every rank has its own GPU."""
     by_rank = [present[rank] for rank in range(world_size)]
-    return Roster(
+    return RankRoster(
         hosts=[one.host for one in by_rank],
         nodes=[one.node for one in by_rank],
         local_ranks=[one.local_rank for one in by_rank],
@@ -36,7 +36,7 @@ def roster_of(present: Mapping[int, Attendance], world_size: int) -> Roster:
     )
 
 
-def nodes_of(missing: Sequence[int], present: Mapping[int, Attendance], world_size: int) -> dict[int, int | None]:
+def nodes_of(missing: Sequence[int], present: Mapping[int, RankAttendance], world_size: int) -> dict[int, int | None]:
     """The node of each missing rank, where it can be known.
 
     torchrun numbers the ranks node by node. So a rank that has arrived implies which other ranks are on its node. The
@@ -58,11 +58,11 @@ def nodes_of(missing: Sequence[int], present: Mapping[int, Attendance], world_si
 
 def missing_findings(
     missing: Sequence[int],
-    present: Mapping[int, Attendance],
+    present: Mapping[int, RankAttendance],
     world_size: int,
     known_hosts: Sequence[str],
     timeout_s: float,
-) -> list[Finding]:
+) -> list[PreflightFinding]:
     """One finding per node with missing ranks. `known_hosts`: the hosts of all nodes in their order, [] if unknown."""
     hosts = {one.node: one.host for one in present.values()}
     hosts = {**dict(enumerate(known_hosts)), **hosts}
@@ -76,7 +76,7 @@ def missing_findings(
         place = f" (node {host})" if host else f" (node number {node})" if node is not None else ""
         whole = node is not None and not any(one.node == node for one in present.values())
         findings.append(
-            Finding(
+            PreflightFinding(
                 stage="arrive",
                 grade="fail",
                 subject="node" if whole else "rank",
@@ -97,7 +97,7 @@ _REPORT_IT = "Please report it, with this line."
 
 
 @dataclass(frozen=True)
-class Terms:
+class PreflightLimits:
     """The settings of a preflight, which do not change."""
 
     mode: Mode
@@ -111,29 +111,35 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Heard:
+class StepReports:
     """The reports of one step, and the ranks without one."""
 
     step: str
-    reports: Mapping[int, Report]
+    reports: Mapping[int, RankStepReport]
     silent: list[int]
     leader_failed: bool = False
 
 
-def conclude_softly(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | None) -> Conclusion:
+def conclude_softly(
+    terms: PreflightLimits, heard: StepReports, before: StepConclusion, roster: RankRoster | None
+) -> StepConclusion:
     """As `conclude`. An error of gpuwatch ends the preflight and not the job."""
     try:
         return conclude(terms, heard, before, roster)
     except Exception as error:
         sentence = f"no conclusion could be drawn, an error of gpuwatch: {type(error).__name__}: {error}"
-        finding = Finding(stage_of(heard.step), "unknown", "job", [], [], sentence, _REPORT_IT)
+        finding = PreflightFinding(stage_of(heard.step), "unknown", "job", [], [], sentence, _REPORT_IT)
         arrived = before.arrived or len(heard.reports)
-        return Conclusion(findings=[*before.findings, finding], outcomes=before.outcomes, arrived=arrived)
+        return StepConclusion(findings=[*before.findings, finding], outcomes=before.outcomes, arrived=arrived)
 
 
-def conclude(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | None) -> Conclusion:
+def conclude(
+    terms: PreflightLimits, heard: StepReports, before: StepConclusion, roster: RankRoster | None
+) -> StepConclusion:
     """The conclusion of a step. `before`: that of the previous step. `roster`: None until all ranks have arrived."""
-    now = Conclusion(findings=before.findings, outcomes=before.outcomes, arrived=before.arrived, broken=before.broken)
+    now = StepConclusion(
+        findings=before.findings, outcomes=before.outcomes, arrived=before.arrived, broken=before.broken
+    )
     if heard.step == "arrive":
         now = _attendance(terms, heard, now)
         roster = now.roster
@@ -170,7 +176,7 @@ def conclude(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | No
 # -- arrival ------------------------------------------------------------------------------------------------------
 
 
-def _attendance(terms: Terms, heard: Heard, now: Conclusion) -> Conclusion:
+def _attendance(terms: PreflightLimits, heard: StepReports, now: StepConclusion) -> StepConclusion:
     present = {rank: report.attendance for rank, report in heard.reports.items() if report.attendance is not None}
     now = replace(now, arrived=len(heard.reports))
     if heard.leader_failed and not heard.silent:
@@ -188,7 +194,7 @@ def _attendance(terms: Terms, heard: Heard, now: Conclusion) -> Conclusion:
     return now
 
 
-def _silent(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
+def _silent(heard: StepReports, now: StepConclusion, roster: RankRoster | None) -> StepConclusion:
     """Ranks that arrived and then sent no report: if the worker has ended, no process is left to report it."""
     if heard.leader_failed and not heard.silent:  # else the leader may be waiting for the silent ranks
         return _no_conclusion(heard, now, roster.hosts[LEADER] if roster else "")
@@ -196,7 +202,7 @@ def _silent(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
         return now
     stage = stage_of(heard.step)
     findings = [
-        Finding(
+        PreflightFinding(
             stage=stage,
             grade="fail",
             subject="node" if roster.ranks_of(node) == ranks and len(roster.ranks_by_node) > 1 else "rank",
@@ -213,13 +219,13 @@ def _silent(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
     return _victims(_blame(now, findings), dict.fromkeys(heard.reports, waited), stage)
 
 
-def _no_conclusion(heard: Heard, now: Conclusion, host: str) -> Conclusion:
+def _no_conclusion(heard: StepReports, now: StepConclusion, host: str) -> StepConclusion:
     stage, victims = stage_of(heard.step), [rank for rank in heard.reports if rank != LEADER]
     next_ = f"Look at {host or 'its host'}: what ended or stopped the processes of rank {LEADER} there?"
     return _blame(now, [rank_failed(stage, LEADER, host, f"gave no conclusion in stage {stage}", next_, victims)])
 
 
-def _fallen(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
+def _fallen(heard: StepReports, now: StepConclusion, roster: RankRoster | None) -> StepConclusion:
     """Ranks whose coordinator died or hung, as reported by their workers."""
     fallen = {rank: report for rank, report in heard.reports.items() if report.kind == "fallen"}
     if not fallen:
@@ -234,17 +240,19 @@ def _fallen(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
     return _victims(_blame(now, findings), dict.fromkeys(others, waited), stage_of(heard.step))
 
 
-def _went_away(heard: Heard) -> bool:
+def _went_away(heard: StepReports) -> bool:
     return heard.leader_failed or any(report.kind == "fallen" for report in heard.reports.values())
 
 
 # -- each rank's own test ------------------------------------------------------------------------------------------
 
 
-def _faults(heard: Heard, now: Conclusion, faults: Mapping[int, str], roster: Roster | None) -> Conclusion:
+def _faults(
+    heard: StepReports, now: StepConclusion, faults: Mapping[int, str], roster: RankRoster | None
+) -> StepConclusion:
     """The preflight ends here: the test itself is broken, so the failures of other ranks mean nothing."""
     first = min(faults)
-    finding = Finding(
+    finding = PreflightFinding(
         stage=stage_of(heard.step),
         grade="unknown",
         subject="job",
@@ -256,28 +264,28 @@ def _faults(heard: Heard, now: Conclusion, faults: Mapping[int, str], roster: Ro
     return _blame(now, [finding])
 
 
-def foreign_finding(step: str, sentence: str) -> Finding:
+def foreign_finding(step: str, sentence: str) -> PreflightFinding:
     """Somebody else has written into the ranks' store: the preflight ends here, and accuses nobody of the job."""
     next_ = "Look at who can reach the port at which the ranks meet: whoever can may write there."
-    return Finding(stage_of(step), "unknown", "job", [], [], f"the preflight has ended: {sentence}", next_)
+    return PreflightFinding(stage_of(step), "unknown", "job", [], [], f"the preflight has ended: {sentence}", next_)
 
 
-def _softly(step: str, find: Callable[[], list[Finding]]) -> list[Finding]:
+def _softly(step: str, find: Callable[[], list[PreflightFinding]]) -> list[PreflightFinding]:
     """An error in a comparison becomes a finding and does not end the preflight."""
     try:
         return find()
     except Exception as error:
         sentence = f"what the ranks found could not be compared, an error of gpuwatch: {type(error).__name__}: {error}"
-        return [Finding(stage_of(step), "unknown", "job", [], [], sentence, _REPORT_IT)]
+        return [PreflightFinding(stage_of(step), "unknown", "job", [], [], sentence, _REPORT_IT)]
 
 
-def _of_compute(terms: Terms, heard: Heard, roster: Roster) -> list[Finding]:
+def _of_compute(terms: PreflightLimits, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
     results = {rank: report.computed for rank, report in heard.reports.items() if report.computed is not None}
     hosts = roster.hosts_by_rank
     return [*odd_digests(results, hosts), *slow_devices(results, hosts, terms.slow_factor)]
 
 
-def _of_bandwidth(terms: Terms, heard: Heard, roster: Roster) -> list[Finding]:
+def _of_bandwidth(terms: PreflightLimits, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
     measured = {rank: report.measured for rank, report in heard.reports.items() if report.measured is not None}
     if len(measured) < terms.world_size or not slowest(measured):
         return []
@@ -285,7 +293,7 @@ def _of_bandwidth(terms: Terms, heard: Heard, roster: Roster) -> list[Finding]:
     return [*([found] if found else []), *slow_links(measured, roster.hosts_by_rank)]
 
 
-def _of_each_rank(heard: Heard, now: Conclusion, roster: Roster) -> Conclusion:
+def _of_each_rank(heard: StepReports, now: StepConclusion, roster: RankRoster) -> StepConclusion:
     """Findings of ranks whose own part failed, one per rank."""
     findings = []
     for rank, report in sorted(heard.reports.items()):
@@ -299,7 +307,9 @@ def _of_each_rank(heard: Heard, now: Conclusion, roster: Roster) -> Conclusion:
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 
-def _of_groups(terms: Terms, heard: Heard, before: Conclusion, now: Conclusion, roster: Roster) -> Conclusion:
+def _of_groups(
+    terms: PreflightLimits, heard: StepReports, before: StepConclusion, now: StepConclusion, roster: RankRoster
+) -> StepConclusion:
     stage = stage_of(heard.step)
     nodes = roster.ranks_by_node
     if heard.step in ("node group", "inside"):
@@ -320,7 +330,7 @@ def _of_groups(terms: Terms, heard: Heard, before: Conclusion, now: Conclusion, 
     return replace(now, next=step_after(heard.step, terms.mode, len(nodes)))
 
 
-def _inside_nodes(stage: str, heard: Heard, now: Conclusion, roster: Roster) -> Conclusion:
+def _inside_nodes(stage: str, heard: StepReports, now: StepConclusion, roster: RankRoster) -> StepConclusion:
     hosts = roster.hosts_by_rank
     for node, ranks in roster.ranks_by_node.items():
         judgement = judge_group(stage, {rank: heard.reports[rank] for rank in ranks}, hosts, one_node=True)
@@ -331,9 +341,9 @@ def _inside_nodes(stage: str, heard: Heard, now: Conclusion, roster: Roster) -> 
     return now
 
 
-def _of_node(stage: str, node: int, ranks: list[int], roster: Roster, detail: str) -> Finding:
+def _of_node(stage: str, node: int, ranks: list[int], roster: RankRoster, detail: str) -> PreflightFinding:
     host = roster.hosts_by_node[node]
-    return Finding(
+    return PreflightFinding(
         stage=stage,
         grade="fail",
         subject="node",
@@ -347,11 +357,13 @@ def _of_node(stage: str, node: int, ranks: list[int], roster: Roster, detail: st
     )
 
 
-def _search(terms: Terms, heard: Heard, now: Conclusion, roster: Roster, detail: str) -> Conclusion:
+def _search(
+    terms: PreflightLimits, heard: StepReports, now: StepConclusion, roster: RankRoster, detail: str
+) -> StepConclusion:
     """The group failed, and the ranks' reports blame nobody."""
     if heard.step == "bandwidth" or len(roster.ranks_by_node) == 1:
         where = f"inside node {roster.hosts[0]}" if len(roster.ranks_by_node) == 1 else "over all ranks"
-        finding = Finding(
+        finding = PreflightFinding(
             stage=stage_of(heard.step),
             grade="fail",
             subject="job",
@@ -368,7 +380,7 @@ def _search(terms: Terms, heard: Heard, now: Conclusion, roster: Roster, detail:
     return _try_pairs(now, roster, [], 1)
 
 
-def _try_pairs(now: Conclusion, roster: Roster, tried: list[PairTried], number: int) -> Conclusion:
+def _try_pairs(now: StepConclusion, roster: RankRoster, tried: list[PairTried], number: int) -> StepConclusion:
     """The next round of pairs, or the verdict when no pair is left to try."""
     nodes = roster.ranks_by_node
     results = [blaming.PairResult(one.a, one.b, one.ok, one.detail) for one in tried]
@@ -379,7 +391,7 @@ def _try_pairs(now: Conclusion, roster: Roster, tried: list[PairTried], number: 
     return _blame(now, findings)
 
 
-def _of_pairs(heard: Heard, before: Conclusion, now: Conclusion, roster: Roster) -> Conclusion:
+def _of_pairs(heard: StepReports, before: StepConclusion, now: StepConclusion, roster: RankRoster) -> StepConclusion:
     tried = list(before.tried)
     for a, b in before.pairs:
         ranks = roster.ranks_of(a, b)
@@ -394,7 +406,7 @@ def _of_pairs(heard: Heard, before: Conclusion, now: Conclusion, roster: Roster)
 # -- totals ---------------------------------------------------------------------------------------------------------
 
 
-def _blame(now: Conclusion, findings: Collection[Finding]) -> Conclusion:
+def _blame(now: StepConclusion, findings: Collection[PreflightFinding]) -> StepConclusion:
     """`now` with these findings. A finding of grade fail makes its ranks failed."""
     outcomes = {outcome.rank: outcome for outcome in now.outcomes}
     for finding in findings:
@@ -409,7 +421,7 @@ def _blame(now: Conclusion, findings: Collection[Finding]) -> Conclusion:
     return replace(now, findings=[*now.findings, *findings], outcomes=[outcomes[rank] for rank in sorted(outcomes)])
 
 
-def _victims(now: Conclusion, victims: Mapping[int, str], stage: str) -> Conclusion:
+def _victims(now: StepConclusion, victims: Mapping[int, str], stage: str) -> StepConclusion:
     """Ranks that failed only because of others, with their reports."""
     outcomes = {outcome.rank: outcome for outcome in now.outcomes}
     for rank, detail in victims.items():

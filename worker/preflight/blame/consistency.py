@@ -7,9 +7,20 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ....core.preflight import Finding, Grade, InventoryFacts
+from ....core.preflight import Grade, InventoryFacts, PreflightFinding
 from ....core.text import ranks_text
-from .odd_ranks import Facts, Side, finding, have, hosts_of, odd_ranks, place_text, sides_of, sides_text, subject_of
+from .odd_ranks import (
+    EqualRanks,
+    Facts,
+    finding,
+    have,
+    hosts_of,
+    odd_ranks,
+    place_text,
+    sides_of,
+    sides_text,
+    subject_of,
+)
 
 # Which settings must agree between ranks, and why, in one table. The prefix decides for a setting that is not in it.
 #
@@ -34,7 +45,7 @@ def whether_detail(value: str) -> str:
 
 
 @dataclass(frozen=True)
-class Policy:
+class SettingPolicy:
     """The grade of a difference in one setting. `meaning` maps values with the same meaning to one value."""
 
     grade: Grade
@@ -51,28 +62,32 @@ _PATH = "both ends of a connection choose their way by themselves, and in one no
 _DETAIL = "with DETAIL a rank sends more collectives than the others, and all hang"
 _TRANSPORT = "ranks that speak different protocols cannot connect to each other"
 
-_TABLE: dict[str, Policy] = {
-    **dict.fromkeys(("NCCL_ALGO", "NCCL_PROTO"), Policy("fail", _PLANS)),
+_TABLE: dict[str, SettingPolicy] = {
+    **dict.fromkeys(("NCCL_ALGO", "NCCL_PROTO"), SettingPolicy("fail", _PLANS)),
     **dict.fromkeys(
         ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_NTHREADS"),
-        Policy("fail", _PLANS),
+        SettingPolicy("fail", _PLANS),
     ),
-    **dict.fromkeys(("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE"), Policy("fail", _SIZES)),
+    **dict.fromkeys(("NCCL_BUFFSIZE", "NCCL_LL_BUFFSIZE", "NCCL_LL128_BUFFSIZE"), SettingPolicy("fail", _SIZES)),
     **dict.fromkeys(
-        ("NCCL_P2P_NET_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE"), Policy("fail", _SIZES)
+        ("NCCL_P2P_NET_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE"), SettingPolicy("fail", _SIZES)
     ),
-    **dict.fromkeys(("NCCL_NET", "NCCL_SOCKET_FAMILY", "NCCL_COMM_ID"), Policy("fail", _NETWORK)),
-    **dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_OOB_NET_ENABLE"), Policy("fail", _NETWORK, as_flag)),
+    **dict.fromkeys(("NCCL_NET", "NCCL_SOCKET_FAMILY", "NCCL_COMM_ID"), SettingPolicy("fail", _NETWORK)),
+    **dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_OOB_NET_ENABLE"), SettingPolicy("fail", _NETWORK, as_flag)),
     # A node with broken peer-to-peer access may have it disabled in its /etc/nccl.conf on purpose.
-    **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), Policy("fail", _PATH, as_flag, inside_node_only=True)),
-    **dict.fromkeys(("NCCL_P2P_LEVEL", "NCCL_CUMEM_ENABLE"), Policy("fail", _PATH, inside_node_only=True)),
-    "TORCH_DISTRIBUTED_DEBUG": Policy("fail", _DETAIL, whether_detail),
-    "GLOO_DEVICE_TRANSPORT": Policy("fail", _TRANSPORT),
+    **dict.fromkeys(
+        ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), SettingPolicy("fail", _PATH, as_flag, inside_node_only=True)
+    ),
+    **dict.fromkeys(("NCCL_P2P_LEVEL", "NCCL_CUMEM_ENABLE"), SettingPolicy("fail", _PATH, inside_node_only=True)),
+    "TORCH_DISTRIBUTED_DEBUG": SettingPolicy("fail", _DETAIL, whether_detail),
+    "GLOO_DEVICE_TRANSPORT": SettingPolicy("fail", _TRANSPORT),
 }
 
 _BY_PREFIX = {
-    "NCCL_": Policy("warn", "NCCL has its own value for it on each rank: the slowest rank sets the pace"),
-    "TORCH_": Policy("warn", "torch has its own value for it on each rank: ranks may compute or fail in other ways"),
+    "NCCL_": SettingPolicy("warn", "NCCL has its own value for it on each rank: the slowest rank sets the pace"),
+    "TORCH_": SettingPolicy(
+        "warn", "torch has its own value for it on each rank: ranks may compute or fail in other ways"
+    ),
 }
 
 _OWN_TO_A_HOST = {
@@ -102,7 +117,7 @@ _ENDINGS_OF_PATHS = ("_FILE", "_DIR", "_PATH", "_HOME", "_CACHE")
 _PARTS_OF_A_RANK = {"LOCAL", "RANK"}
 
 
-def policy_of(name: str) -> Policy | None:
+def policy_of(name: str) -> SettingPolicy | None:
     """The policy for a setting; None if every rank or host may have its own value."""
     if name in _TABLE:
         return _TABLE[name]
@@ -123,7 +138,7 @@ MEMLOCK_BYTES = 1 << 30
 """InfiniBand locks its send buffers, hundreds of MB per rank. The defaults of distributions are 64 KiB or 8 MiB."""
 
 
-def tight_limits(facts: Facts) -> list[Finding]:
+def tight_limits(facts: Facts) -> list[PreflightFinding]:
     """Warnings about low limits. They are not failures, since the needs of a job are unknown beforehand."""
     files = FILES + FILES_PER_RANK * len(facts)
     found = [
@@ -165,7 +180,7 @@ def _below(
     enough: int,
     said: Callable[[int], str],
     next_step: str,
-) -> Finding | None:
+) -> PreflightFinding | None:
     """A warning about all ranks whose limit is too low."""
     known = {rank: value for rank in sorted(facts) if (value := amount(facts[rank])) is not None}
     short = [rank for rank, value in known.items() if value < enough]
@@ -199,7 +214,7 @@ def _mib(size: int) -> str:
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-def no_common_network(facts: Facts) -> list[Finding]:
+def no_common_network(facts: Facts) -> list[PreflightFinding]:
     """A warning about nodes outside the network that most nodes share. It is no failure: networks may be routed."""
     first = {known.node: rank for rank, known in sorted(facts.items(), reverse=True)}
     networks = {node: _networks(facts[rank]) for node, rank in first.items()}
@@ -253,9 +268,9 @@ def _forget_private_bridges(networks: dict[int, dict[Network, set[str]]], machin
                 del of_node[network]
 
 
-def interfaces_named(facts: Facts) -> list[Finding]:
+def interfaces_named(facts: Facts) -> list[PreflightFinding]:
     """Settings that name only interfaces that the rank's host lacks, so that the backend cannot start."""
-    found: list[Finding] = []
+    found: list[PreflightFinding] = []
     for setting, backend, matches in (
         ("NCCL_SOCKET_IFNAME", "cuda", nccl_matches),
         ("GLOO_SOCKET_IFNAME", "cpu", gloo_matches),
@@ -303,7 +318,7 @@ def gloo_matches(setting: str, name: str) -> bool:
 _MULTI_RANK_NCCL = (2, 30)
 
 
-def shared_gpus(facts: Facts) -> list[Finding]:
+def shared_gpus(facts: Facts) -> list[PreflightFinding]:
     """One finding per host, about its GPUs that more than one rank uses."""
     users: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(facts):
@@ -317,7 +332,7 @@ def shared_gpus(facts: Facts) -> list[Finding]:
     return [_shared_finding(shared, facts) for shared in of_host.values()]
 
 
-def _shared_finding(shared: list[tuple[str, list[int]]], facts: Facts) -> Finding:
+def _shared_finding(shared: list[tuple[str, list[int]]], facts: Facts) -> PreflightFinding:
     uuid, ranks = shared[0]
     known = facts[ranks[0]]
     about = ", ".join(word for word in (known.device_name, known.pci_bus) if word)
@@ -364,7 +379,7 @@ def _next(ranks: list[int], facts: Facts) -> str:
     )
 
 
-def ranks_without_gpu(facts: Facts) -> list[Finding]:
+def ranks_without_gpu(facts: Facts) -> list[PreflightFinding]:
     """Ranks on the CPU in a job with GPUs, including ranks whose GPU could not be read."""
     without = [rank for rank in sorted(facts) if not facts[rank].device.startswith("cuda")]
     with_gpu = [rank for rank in sorted(facts) if facts[rank].device.startswith("cuda")]
@@ -406,7 +421,7 @@ def _why(ranks: list[int], facts: Facts) -> str:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedProperty:
     """One property that should be the same on all ranks. Ranks for which it is unknown ("") are not compared."""
 
     name: str
@@ -431,44 +446,48 @@ def _script(facts: InventoryFacts) -> str:
 _ONE_ENVIRONMENT = "Use one environment on all nodes: the same image, or one that they share"
 
 COMPARED = (
-    Compared(
+    ComparedProperty(
         "NCCL",
         "fail",
         _version("nccl"),
         "NCCL refuses to connect ranks of different versions",
         "Install the same torch and NCCL on all nodes, and look for another libnccl.so in LD_LIBRARY_PATH",
     ),
-    Compared(
+    ComparedProperty(
         "torch",
         "fail",
         _version("torch"),
         "two releases of torch need not send the same collectives in the same order",
         _ONE_ENVIRONMENT,
     ),
-    Compared(
+    ComparedProperty(
         "the script file",
         "fail",
         _script,
         "ranks that run different code send different collectives, or compute something else",
         "Copy the script to all nodes again, or start it from a file system that they share",
     ),
-    Compared("CUDA", "warn", _version("cuda"), "kernels of different releases may round differently", _ONE_ENVIRONMENT),
-    Compared(
+    ComparedProperty(
+        "CUDA", "warn", _version("cuda"), "kernels of different releases may round differently", _ONE_ENVIRONMENT
+    ),
+    ComparedProperty(
         "the driver",
         "warn",
         lambda facts: facts.driver,
         "NCCL then uses only what the oldest driver can do, or fails in the ways of a version that nobody tested",
         "Install one driver version on all nodes, or leave the odd ones out",
     ),
-    Compared(
+    ComparedProperty(
         "Python",
         "warn",
         _python_minor,
         "pickled objects, which torch sends between ranks, need not be readable by another minor version",
         _ONE_ENVIRONMENT,
     ),
-    Compared("gpuwatch", "warn", _version("gpuwatch"), "its parts may not understand each other", _ONE_ENVIRONMENT),
-    Compared(
+    ComparedProperty(
+        "gpuwatch", "warn", _version("gpuwatch"), "its parts may not understand each other", _ONE_ENVIRONMENT
+    ),
+    ComparedProperty(
         "the GPU's type",
         "warn",
         lambda facts: facts.device_name,
@@ -479,7 +498,7 @@ COMPARED = (
 """The properties that are compared, the grade of a difference, and the reason."""
 
 
-def compare(facts: Mapping[int, InventoryFacts]) -> list[Finding]:
+def compare(facts: Mapping[int, InventoryFacts]) -> list[PreflightFinding]:
     """All relevant differences between the ranks, and limits that are too low. Those that stop a job come first."""
     facts = dict(sorted(facts.items()))
     found = [
@@ -494,13 +513,13 @@ def compare(facts: Mapping[int, InventoryFacts]) -> list[Finding]:
     return sorted(found, key=lambda one: ("fail", "warn", "unknown", "ok").index(one.grade))
 
 
-def _difference(compared: Compared, facts: Facts) -> Finding | None:
+def _difference(compared: ComparedProperty, facts: Facts) -> PreflightFinding | None:
     values = {rank: value for rank, known in facts.items() if (value := compared.read(known))}
     sides = sides_of(values)
     return _finding(compared.name, compared.grade, sides, facts, compared.why, compared.next)
 
 
-def _settings(facts: Facts) -> list[Finding]:
+def _settings(facts: Facts) -> list[PreflightFinding]:
     found = []
     names = dict.fromkeys(name for known in facts.values() for name in known.environment)
     for name in sorted(names):
@@ -516,7 +535,7 @@ def _settings(facts: Facts) -> list[Finding]:
         spelling: dict[str, str] = {}
         for rank, meaning in meant.items():
             spelling.setdefault(meaning, values[rank])
-        sides = [Side(spelling[side.value], side.ranks) for side in sides_of(meant)]
+        sides = [EqualRanks(spelling[side.value], side.ranks) for side in sides_of(meant)]
         one = _finding(name, grade, sides, facts, policy.why, f"Give {name} one value on all nodes")
         if one is not None:
             found.append(one)
@@ -529,7 +548,9 @@ def _differs_inside_a_host(values: Mapping[int, str], facts: Facts) -> bool:
     return any(first.setdefault(hosts[rank], value) != value for rank, value in values.items())
 
 
-def _finding(name: str, grade: Grade, sides: list[Side], facts: Facts, why: str, next_step: str) -> Finding | None:
+def _finding(
+    name: str, grade: Grade, sides: list[EqualRanks], facts: Facts, why: str, next_step: str
+) -> PreflightFinding | None:
     if len(sides) < 2:
         return None
     everyone = [rank for side in sides for rank in side.ranks]

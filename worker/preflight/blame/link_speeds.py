@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ....core.preflight import BandwidthRow, Finding
-from ..messages import LinkSpeed, Measured
+from ....core.preflight import BandwidthRow, PreflightFinding
+from ..stage_messages import LinkSpeed, RankMeasurements
 from .odd_ranks import hosts_among
 
 STAGE = "bandwidth"
 
 
-def slowest(measured: Mapping[int, Measured]) -> tuple[int, BandwidthRow] | None:
+def slowest(measured: Mapping[int, RankMeasurements]) -> tuple[int, BandwidthRow] | None:
     """The rank that took longest at the largest size that all ranks have measured, and its row."""
     sizes = [{row.size_bytes for row in one.rows} for one in measured.values()]
     common = set.intersection(*sizes) if sizes else set()
@@ -24,7 +24,9 @@ def slowest(measured: Mapping[int, Measured]) -> tuple[int, BandwidthRow] | None
     return rank, rows[rank]
 
 
-def below(measured: Mapping[int, Measured], hosts: Mapping[int, str], min_busbw: float) -> Finding | None:
+def below(
+    measured: Mapping[int, RankMeasurements], hosts: Mapping[int, str], min_busbw: float
+) -> PreflightFinding | None:
     """Grade fail if the slowest rank's bus bandwidth at the largest size is below `min_busbw` GB/s."""
     found = slowest(measured)
     if found is None or found[1].busbw_gbs >= min_busbw:
@@ -41,10 +43,12 @@ def below(measured: Mapping[int, Measured], hosts: Mapping[int, str], min_busbw:
         if links[0].grade == "warn":
             return msgspec.structs.replace(links[0], grade="fail", sentence=sentence)
     ranks = sorted(measured)
-    return Finding(STAGE, "fail", "job", ranks, hosts_among(ranks, hosts), sentence, next_)
+    return PreflightFinding(STAGE, "fail", "job", ranks, hosts_among(ranks, hosts), sentence, next_)
 
 
-def slow_links(measured: Mapping[int, Measured], hosts: Mapping[int, str], factor: float = 3.0) -> list[Finding]:
+def slow_links(
+    measured: Mapping[int, RankMeasurements], hosts: Mapping[int, str], factor: float = 3.0
+) -> list[PreflightFinding]:
     """Links that are slow compared with the best one of their kind (inside a host, between hosts). Grade warn.
 
     If all links of one host to others are slow and the links of the other hosts are not, the host is named. If no link
@@ -62,10 +66,10 @@ def size_text(size: int) -> str:
     return f"{size / (1 << 20):g} MiB" if size >= 1 << 20 else f"{size / 1024:g} KiB"
 
 
-def _slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: float) -> list[Finding]:
+def _slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: float) -> list[PreflightFinding]:
     best = max((link.gbs for link in links), default=0.0)
     return [
-        Finding(
+        PreflightFinding(
             STAGE,
             "warn",
             "link",
@@ -81,7 +85,7 @@ def _slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: float) -
     ]
 
 
-def _slow_between(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: float) -> list[Finding]:
+def _slow_between(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: float) -> list[PreflightFinding]:
     found = _slow(links, hosts, factor)
     for host in dict.fromkeys(host for slow in found for host in slow.hosts):
         of_host = [link for link in links if host in (hosts.get(link.first), hosts.get(link.second))]
@@ -90,7 +94,7 @@ def _slow_between(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: 
             best = max(link.gbs for link in links)
             ranks = sorted(rank for rank, name in hosts.items() if name == host)
             return [
-                Finding(
+                PreflightFinding(
                     STAGE,
                     "warn",
                     "node",
@@ -105,7 +109,7 @@ def _slow_between(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: 
     return found
 
 
-def _none_slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str]) -> list[Finding]:
+def _none_slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str]) -> list[PreflightFinding]:
     if not links:
         return []
     slow, fast = (choose(links, key=lambda link: link.gbs) for choose in (min, max))
@@ -114,7 +118,7 @@ def _none_slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str]) -> list[Fin
     verb = ", with" if len(links) > 1 else " moves"
     sentence = f"the {which} {_link_text(slow, hosts)}{verb} {slow.gbs:g} GB/s each way{range_text}"
     ranks = [slow.first, slow.second]
-    return [Finding(STAGE, "ok", "link", ranks, hosts_among(ranks, hosts), sentence)]
+    return [PreflightFinding(STAGE, "ok", "link", ranks, hosts_among(ranks, hosts), sentence)]
 
 
 def _link_text(link: LinkSpeed, hosts: Mapping[int, str]) -> str:

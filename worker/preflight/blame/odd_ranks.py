@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ....core.preflight import Finding, Grade, InventoryFacts, Subject
+from ....core.preflight import Grade, InventoryFacts, PreflightFinding, Subject
 from ....core.text import ranks_text
-from ..messages import ComputeResult
+from ..stage_messages import ComputeResult
 
 # Ranks that differ in one value: which ranks have which value, the minority first, and the words for it.
 
@@ -19,14 +19,14 @@ _MOST_SIDES = 4
 _MOST_HOSTS = 3
 
 
-class Side(NamedTuple):
+class EqualRanks(NamedTuple):
     """Ranks with the same value."""
 
     value: str
     ranks: list[int]
 
 
-def sides_of(values: Mapping[int, str]) -> list[Side]:
+def sides_of(values: Mapping[int, str]) -> list[EqualRanks]:
     """The ranks of each value. The smallest side comes first; of equal sides, that of the lowest rank last.
 
     >>> sides_of({0: "2.27", 1: "2.27", 2: "2.21"})
@@ -35,18 +35,18 @@ def sides_of(values: Mapping[int, str]) -> list[Side]:
     ranks: dict[str, list[int]] = {}
     for rank in sorted(values):
         ranks.setdefault(values[rank], []).append(rank)
-    found = [Side(value, members) for value, members in ranks.items()]
+    found = [EqualRanks(value, members) for value, members in ranks.items()]
     return sorted(found, key=lambda side: (len(side.ranks), -side.ranks[0]))
 
 
-def odd_ranks(sides: list[Side]) -> list[int]:
+def odd_ranks(sides: list[EqualRanks]) -> list[int]:
     """The ranks outside the largest side, smallest side first. Empty if two sides are the largest."""
     if len(sides) < 2 or len(sides[-1].ranks) == len(sides[-2].ranks):
         return []
     return [rank for side in sides[:-1] for rank in side.ranks]
 
 
-def subject_of(sides: list[Side], facts: Facts) -> Subject:
+def subject_of(sides: list[EqualRanks], facts: Facts) -> Subject:
     """What differs from the majority: whole nodes or ranks. Without a majority it is the job."""
     odd = odd_ranks(sides)
     if not odd:
@@ -57,7 +57,7 @@ def subject_of(sides: list[Side], facts: Facts) -> Subject:
     return "node" if whole else "rank"
 
 
-def sides_text(sides: list[Side], facts: Facts) -> str:
+def sides_text(sides: list[EqualRanks], facts: Facts) -> str:
     """`2.21 on ranks 8-15 (node b), 2.27 on ranks 0-7 (node a)`."""
     shown = sides if len(sides) <= _MOST_SIDES else [*sides[: _MOST_SIDES - 1], sides[-1]]
     text = ", ".join(f"{side.value} on {place_text(side.ranks, facts)}" for side in shown)
@@ -96,11 +96,13 @@ def finding(
     sentence: str,
     next_step: str = "",
     device: str = "",
-) -> Finding:
+) -> PreflightFinding:
     """A finding of this stage about these ranks, in this order, and their hosts."""
     ranks = list(ranks)
     next_sentence = f"{next_step}." if next_step else ""
-    return Finding("consistency", grade, subject, ranks, hosts_of(ranks, facts), sentence, next_sentence, device)
+    return PreflightFinding(
+        "consistency", grade, subject, ranks, hosts_of(ranks, facts), sentence, next_sentence, device
+    )
 
 
 def have(ranks: list[int]) -> str:
@@ -111,7 +113,7 @@ def have(ranks: list[int]) -> str:
 STAGE = "compute"
 
 
-def odd_digests(results: Mapping[int, ComputeResult], hosts: Mapping[int, str]) -> list[Finding]:
+def odd_digests(results: Mapping[int, ComputeResult], hosts: Mapping[int, str]) -> list[PreflightFinding]:
     """Ranks whose bits differ from those of most ranks with the same device type. Grade fail.
 
     Two ranks that agree are right, since two wrong ones would differ in their bits. If ranks 0 and 1 have `a` and
@@ -121,7 +123,7 @@ def odd_digests(results: Mapping[int, ComputeResult], hosts: Mapping[int, str]) 
     for rank in sorted(results):
         result = results[rank]
         by_type.setdefault(result.device_type, {}).setdefault(result.digest, []).append(rank)
-    found: list[Finding] = []
+    found: list[PreflightFinding] = []
     for device_type, ranks_of in sorted(by_type.items(), key=lambda item: min(item[1].values())):
         if len(ranks_of) == 1:
             continue
@@ -133,7 +135,9 @@ def odd_digests(results: Mapping[int, ComputeResult], hosts: Mapping[int, str]) 
     return found
 
 
-def slow_devices(results: Mapping[int, ComputeResult], hosts: Mapping[int, str], factor: float = 1.5) -> list[Finding]:
+def slow_devices(
+    results: Mapping[int, ComputeResult], hosts: Mapping[int, str], factor: float = 1.5
+) -> list[PreflightFinding]:
     """Ranks that took more than `factor` times the median of all ranks. Grade warn."""
     if len(results) < 2:
         return []
@@ -164,7 +168,7 @@ def _odd(
     right: list[int],
     results: Mapping[int, ComputeResult],
     hosts: Mapping[int, str],
-) -> Finding:
+) -> PreflightFinding:
     mine = results[rank]
     sentence = (
         f"{_who(rank, hosts)} computes another matmul: its bits ({mine.digest}) are not those on which "
@@ -175,7 +179,7 @@ def _odd(
     return _finding("fail", _subject(mine), [rank], hosts, sentence, next_, mine.uuid)
 
 
-def _undetermined(camps: Sequence[list[int]], device_type: str, hosts: Mapping[int, str]) -> Finding:
+def _undetermined(camps: Sequence[list[int]], device_type: str, hosts: Mapping[int, str]) -> PreflightFinding:
     largest = [camp for camp in camps if len(camp) == len(camps[0])]
     sides = " and ".join(f"{ranks_text(camp)} ({', '.join(hosts_among(camp, hosts))})" for camp in largest[:4])
     more = f" and {len(largest) - 4} more" if len(largest) > 4 else ""
@@ -195,8 +199,8 @@ def _finding(
     sentence: str,
     next_: str,
     device: str = "",
-) -> Finding:
-    return Finding(STAGE, grade, subject, ranks, hosts_among(ranks, hosts), sentence, next_, device)
+) -> PreflightFinding:
+    return PreflightFinding(STAGE, grade, subject, ranks, hosts_among(ranks, hosts), sentence, next_, device)
 
 
 def _who(rank: int, hosts: Mapping[int, str]) -> str:

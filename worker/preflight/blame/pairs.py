@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from ....core.preflight import Finding, Subject
+from ....core.preflight import PreflightFinding, Subject
 
 Pair = tuple[int, int]
 
@@ -44,7 +44,7 @@ def next_pairs(results: Collection[PairResult], nodes: Collection[int]) -> list[
 
     Call it with all results so far, at most ROUNDS times.
     """
-    tried = _Tried(results, nodes)
+    tried = _TriedNodes(results, nodes)
     if tried.failed and not tried.suspects:
         return []
     order = {node: place for place, node in enumerate(sorted(nodes))}
@@ -59,10 +59,12 @@ def next_pairs(results: Collection[PairResult], nodes: Collection[int]) -> list[
     return chosen
 
 
-def blame(results: Collection[PairResult], nodes: Mapping[int, list[int]], hosts: Mapping[int, str]) -> list[Finding]:
+def blame(
+    results: Collection[PairResult], nodes: Mapping[int, list[int]], hosts: Mapping[int, str]
+) -> list[PreflightFinding]:
     """The verdict; never empty. `nodes` gives the ranks of each node, `hosts` its name."""
-    tried = _Tried(results, nodes)
-    words = _Words(tried, nodes, hosts)
+    tried = _TriedNodes(results, nodes)
+    words = _PairSentences(tried, nodes, hosts)
     if not tried.failed:
         return [words.no_pair_failed()]
     if len(nodes) == 2:
@@ -79,7 +81,7 @@ def blame(results: Collection[PairResult], nodes: Mapping[int, list[int]], hosts
     ]
 
 
-class _Tried:
+class _TriedNodes:
     """What the results imply for each node."""
 
     def __init__(self, results: Collection[PairResult], nodes: Collection[int]) -> None:
@@ -111,7 +113,7 @@ def _pair(result: PairResult) -> Pair:
     return min(result.a, result.b), max(result.a, result.b)
 
 
-def _urgency(pair: Pair, tried: _Tried) -> int:
+def _urgency(pair: Pair, tried: _TriedNodes) -> int:
     """The order of the partners of a suspect: first a good node, then an unknown one, last another suspect."""
     if tried.good.intersection(pair):
         return 0
@@ -126,15 +128,15 @@ def _turn(a: int, b: int, count: int) -> int:
     return (a + b) % last
 
 
-class _Words:
+class _PairSentences:
     """The findings that follow from the results."""
 
-    def __init__(self, tried: _Tried, nodes: Mapping[int, list[int]], hosts: Mapping[int, str]) -> None:
+    def __init__(self, tried: _TriedNodes, nodes: Mapping[int, list[int]], hosts: Mapping[int, str]) -> None:
         self._tried = tried
         self._ranks = nodes
         self._hosts = hosts
 
-    def bad_node(self, node: int, bad: set[int]) -> Finding:
+    def bad_node(self, node: int, bad: set[int]) -> PreflightFinding:
         failed_with = self._tried.failed_with(node)
         works = ", ".join(self._pair_text(pair) for pair in sorted(self._tried.passed)[:3])
         sentence = (
@@ -144,7 +146,7 @@ class _Words:
         next_ = f"Leave {self._name(node)} out of the next run, and look at its network interface, cable and firewall."
         return self._finding("node", [node], sentence, next_, others_at_fault=bad)
 
-    def bad_link(self, pair: Pair) -> Finding:
+    def bad_link(self, pair: Pair) -> PreflightFinding:
         a, b = pair
         sentence = (
             f"the link between {self._name(a)} and {self._name(b)} failed ({self._tried.details[pair]}), "
@@ -152,7 +154,7 @@ class _Words:
         )
         return self._finding("link", [a, b], sentence, self._look_between(pair))
 
-    def only_two(self) -> Finding:
+    def only_two(self) -> PreflightFinding:
         (pair,) = self._tried.failed
         a, b = pair
         sentence = (
@@ -164,7 +166,7 @@ class _Words:
         )
         return self._finding("link", [a, b], sentence, next_)
 
-    def none_works(self) -> Finding:
+    def none_works(self) -> PreflightFinding:
         count = len(self._tried.failed)
         first = min(self._tried.failed)
         sentence = (
@@ -177,7 +179,7 @@ class _Words:
         )
         return self._finding("job", sorted(self._ranks), sentence, next_)
 
-    def no_pair_failed(self) -> Finding:
+    def no_pair_failed(self) -> PreflightFinding:
         count = len(self._tried.passed)
         total = len(self._ranks) * (len(self._ranks) - 1) // 2
         which = f"all {count} pairs" if count == total else f"each of the {count} pairs tried, of {total},"
@@ -189,7 +191,7 @@ class _Words:
         )
         return self._finding("job", sorted(self._ranks), sentence, next_)
 
-    def suspect(self, node: int) -> Finding:
+    def suspect(self, node: int) -> PreflightFinding:
         partners = self._tried.failed_with(node)
         sentence = (
             f"{self._name(node)} failed with {self._names(partners)} ({self._why(node)}) and was tried with no other; "
@@ -200,9 +202,9 @@ class _Words:
 
     def _finding(
         self, subject: Subject, nodes: list[int], sentence: str, next_: str, others_at_fault: Collection[int] = ()
-    ) -> Finding:
+    ) -> PreflightFinding:
         guilty = [*nodes, *others_at_fault]
-        return Finding(
+        return PreflightFinding(
             stage=STAGE,
             grade="fail",
             subject=subject,

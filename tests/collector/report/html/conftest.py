@@ -7,10 +7,10 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.core.events import Forecast, RankLook, StackLine, Warned, Where, WorkerExit
+from gpuwatch.core.events import LimitForecast, RangeWarning, RankLook, RunPosition, StackLine, WorkerExit
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.columns import pack
-from gpuwatch.core.wire.messages import Bye, EventMessage, History
+from gpuwatch.core.wire.messages import EventMessage, NodeBye, RankHistoryMessage
 
 KINDS = ("forward", "growing", "backward", "hang", "crash", "preflight", "clean", "hostile", "thousand")
 SLOTS = {"encoder.fc1": 2, "encoder.fc2": 5}
@@ -47,22 +47,22 @@ def figures(port="mlx5_0/1", *, num_gpus=2):
 def forward(make):
     bodies = [make.hello(nproc=2)]
     bodies += batch_of(make, 0, 50_000.0, page=7).messages() + batch_of(make, 1, make.INF, page=7).messages()
-    near = Warned(
+    near = RangeWarning(
         make.where(0, batch=7), "near overflow", "encoder.fc2", "Linear", "forward", "output", "float16", 5e4, 0.4
     )
     bodies += [EventMessage(near), make.raised(1, batch=7), make.ended(1, 94, batch=7), make.ended(0, -15, "torchrun")]
-    return [*bodies, Bye("failed")]
+    return [*bodies, NodeBye("failed")]
 
 
 def growing(make):
     """It was told 22 batches before that the second layer would overflow."""
-    told = Forecast(
+    told = LimitForecast(
         make.where(1, batch=-22), "encoder.fc2", "Linear", "float16", 65504.0, 1.0 + 2.0 ** (37 / 4), 26, 18, 40, -50
     )
     bodies = [make.hello(nproc=2), EventMessage(told)]
     for rank, last in enumerate((50_000.0, make.INF)):
         bodies += [*batch_of(make, rank, last).messages(), grown(rank, last)]
-    return [*bodies, make.ended(1, 94), make.ended(0, -15, "torchrun"), Bye("failed")]
+    return [*bodies, make.ended(1, 94), make.ended(0, -15, "torchrun"), NodeBye("failed")]
 
 
 def backward(make):
@@ -72,7 +72,7 @@ def backward(make):
         batch.backward("encoder.fc2", "Linear", "output", 1.0)
         batch.backward("encoder.fc2", "Linear", "weight", make.NAN if rank else 0.5)
         bodies += batch.messages()
-    return [*bodies, make.ended(1, 94), make.ended(0, -15, "torchrun"), Bye("failed")]
+    return [*bodies, make.ended(1, 94), make.ended(0, -15, "torchrun"), NodeBye("failed")]
 
 
 def hang(make):
@@ -83,10 +83,10 @@ def hang(make):
     loads = [StackLine("/home/me/data.py", 7, "load", "time.sleep(1)")]
     bodies = [make.hello(nproc=3), make.telemetry(figures(HOSTILE), began_s=1000.0)]
     for rank, stack in enumerate((waits, loads, waits)):
-        where = Where(rank, step=4, batch=4, seq=9, time_ns=1500 * 10**9)
+        where = RunPosition(rank, step=4, batch=4, seq=9, time_ns=1500 * 10**9)
         bodies.append(EventMessage(RankLook(where, 1, 300.0, "script", state="S", stack=stack)))
         bodies.append(EventMessage(WorkerExit(where, -15, "torchrun", "script")))
-    return [*bodies, Bye("failed")]
+    return [*bodies, NodeBye("failed")]
 
 
 def crash(make):
@@ -95,7 +95,7 @@ def crash(make):
         make.raised(1, "KeyError", "'labels'", batch=3),
         make.ended(1, 1, batch=3),
         make.ended(0, -15, "torchrun"),
-        Bye("failed"),
+        NodeBye("failed"),
     ]
 
 
@@ -106,14 +106,14 @@ def preflight(make):
         bodies += [make.began(rank, "inventory"), make.stage(rank, "inventory"), make.began(rank, "compute")]
         bodies += [make.stage(rank, "compute", 0.4), make.concluded(rank, [bad], "failed", "compute", "other bits")]
         bodies.append(make.ended(rank, 3, phase="preflight"))
-    return [*bodies, Bye("failed")]
+    return [*bodies, NodeBye("failed")]
 
 
 def clean(make):
     bodies = [make.hello(nproc=2)]
     for rank in range(2):
         bodies += batch_of(make, rank, 2.0).messages() + make.finished(rank)
-    return [*bodies, Bye("ok")]
+    return [*bodies, NodeBye("ok")]
 
 
 def hostile(make):
@@ -122,7 +122,7 @@ def hostile(make):
     bodies += batch_of(make, 0, 2.0, name=f"a{HOSTILE}").messages()
     bodies += batch_of(make, 1, make.INF, name=f"a{HOSTILE}").messages()
     bodies += [make.raised(1, "ValueError", f"no {HOSTILE} & '\"", batch=0), make.ended(1, 1)]
-    return [*bodies, Bye("failed")]
+    return [*bodies, NodeBye("failed")]
 
 
 def messages_of(make, kind):
@@ -146,7 +146,7 @@ def grown(rank, last, *, batches=60):
     codes = (numbers.view(numpy.uint32) >> 16).astype(numpy.uint16)
     counted = list(range(1 - batches, 1))
     slots = [SLOTS["encoder.fc1"], SLOTS["encoder.fc2"]]
-    return History(rank, 0, 0, counted, counted, slots, bytes([DTYPE_CODES["float16"]] * 2), pack(codes))
+    return RankHistoryMessage(rank, 0, 0, counted, counted, slots, bytes([DTYPE_CODES["float16"]] * 2), pack(codes))
 
 
 def thousand(make):
@@ -159,7 +159,7 @@ def thousand(make):
             bodies += batch_of(make, rank, make.INF if rank == 77 else 1.0).messages()
             bodies.append(grown(rank, make.INF if rank == 77 else 1.0))
             bodies += [make.ended(rank, 94)] if rank == 77 else [make.ended(rank, -15, "torchrun")]
-        found += [(f"a{node}", n, body) for n, body in enumerate([*bodies, Bye("failed")], 1)]
+        found += [(f"a{node}", n, body) for n, body in enumerate([*bodies, NodeBye("failed")], 1)]
     return found
 
 

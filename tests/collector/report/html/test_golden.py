@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.report.text_report import render_text
 
 from .conftest import KINDS
 

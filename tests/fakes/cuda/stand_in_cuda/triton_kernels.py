@@ -109,13 +109,13 @@ def _pack(given: dict[str, Any]) -> None:
 
 def _merge(row: Any, address: int, elements: int, inner: int, stride: int, given: dict[str, Any], element: str) -> None:
     """What all programs of a launch merge into a row, together."""
-    from gpuwatch.worker.stats.torch_reader import Source, TorchReader
+    from gpuwatch.worker.stats.torch_reader import TensorSource, TorchReader
 
     from .views import View
 
     dtype = _dtype(int(given["KIND"]), element)
     extent = elements if stride == 0 else (elements // inner - 1) * stride + inner
-    source = Source(View(address, dtype, (extent,), (1,)).tensor(), elements, inner, stride)
+    source = TensorSource(View(address, dtype, (extent,), (1,)).tensor(), elements, inner, stride)
     low, high, meta, zeros, small, total = TorchReader._row(source, bool(given["COUNT"])).tolist()
     row[0], row[1], row[2] = min(row[0], low), max(row[1], high), row[2] | meta
     if given["COUNT"]:

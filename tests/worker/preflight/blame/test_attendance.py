@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.worker.preflight.blame.conclude import missing_findings, roster_of
-from gpuwatch.worker.preflight.messages import Attendance
+from gpuwatch.worker.preflight.stage_messages import RankAttendance
 
 HOSTS = ["gpu-000", "gpu-001", "gpu-002"]
 
 
-def present(*ranks: int, size: int = 4, device: str = "cuda:0") -> dict[int, Attendance]:
+def present(*ranks: int, size: int = 4, device: str = "cuda:0") -> dict[int, RankAttendance]:
     """Of nodes with `size` ranks each."""
-    return {rank: Attendance(HOSTS[rank // size], rank // size, rank % size, size, device) for rank in ranks}
+    return {rank: RankAttendance(HOSTS[rank // size], rank // size, rank % size, size, device) for rank in ranks}
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,18 @@ def test_the_missing_are_named_by_node(missing, known_hosts, sentences):
 
 
 def test_nodes_of_different_sizes_are_not_guessed():
-    here = {0: Attendance("a", 0, 0, 1, "cpu"), 1: Attendance("b", 1, 0, 2, "cpu"), 2: Attendance("b", 1, 1, 2, "cpu")}
+    here = {
+        0: RankAttendance("a", 0, 0, 1, "cpu"),
+        1: RankAttendance("b", 1, 0, 2, "cpu"),
+        2: RankAttendance("b", 1, 1, 2, "cpu"),
+    }
     (found,) = missing_findings([3, 4, 5], here, 6, [], 60.0)
     assert found.sentence == "ranks 3-5 did not arrive within 60 s"
 
 
 def test_nccl_only_if_every_rank_has_a_gpu():
     assert roster_of(present(*range(12)), 12).backend == "nccl"
-    roster = roster_of({**present(*range(12)), 7: Attendance("gpu-001", 1, 3, 4, "cpu")}, 12)
+    roster = roster_of({**present(*range(12)), 7: RankAttendance("gpu-001", 1, 3, 4, "cpu")}, 12)
     assert roster.backend == "gloo"
     assert roster.ranks_of(0, 2) == [0, 1, 2, 3, 8, 9, 10, 11]
     assert roster.hosts_by_node == dict(enumerate(HOSTS))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from gpuwatch.core.preflight import Finding, InventoryFacts
+from gpuwatch.core.preflight import InventoryFacts, PreflightFinding
 from gpuwatch.worker.preflight.blame import conclude as concluding
-from gpuwatch.worker.preflight.blame.conclude import Heard, Terms, conclude, conclude_softly
-from gpuwatch.worker.preflight.messages import Attendance, ComputeResult, Conclusion, Report
+from gpuwatch.worker.preflight.blame.conclude import PreflightLimits, StepReports, conclude, conclude_softly
+from gpuwatch.worker.preflight.stage_messages import ComputeResult, RankAttendance, RankStepReport, StepConclusion
 from gpuwatch.worker.preflight.steps import stage_of, steps_of
 
-OK = Report()
-TIMED_OUT = Report("raised", "timed out", own=False, said="all_reduce")
-Fault = Callable[[str, int, Conclusion], Report | None]
+OK = RankStepReport()
+TIMED_OUT = RankStepReport("raised", "timed out", own=False, said="all_reduce")
+Fault = Callable[[str, int, StepConclusion], RankStepReport | None]
 
 
 class Job:
@@ -21,34 +21,34 @@ class Job:
 
     def __init__(self, nodes: int, mode: str = "quick", fault: Fault = lambda step, rank, before: None) -> None:
         self.world = 2 * nodes
-        self.terms = Terms("full" if mode == "full" else "quick", self.world, 60.0)
+        self.terms = PreflightLimits("full" if mode == "full" else "quick", self.world, 60.0)
         self.fault = fault
         self.steps: list[str] = []
         self.end = self.run()
 
-    def good(self, step: str, rank: int) -> Report:
+    def good(self, step: str, rank: int) -> RankStepReport:
         if step == "arrive":
-            return Report(attendance=Attendance(f"node-{rank // 2}", rank // 2, rank % 2, 2, "cpu"))
+            return RankStepReport(attendance=RankAttendance(f"node-{rank // 2}", rank // 2, rank % 2, 2, "cpu"))
         if step == "consistency":
-            return Report(facts=InventoryFacts(host=f"node-{rank // 2}", node=rank // 2))
+            return RankStepReport(facts=InventoryFacts(host=f"node-{rank // 2}", node=rank // 2))
         if step == "compute":
-            return Report(computed=ComputeResult("abc", 1.0, "cpu"))
+            return RankStepReport(computed=ComputeResult("abc", 1.0, "cpu"))
         return OK
 
-    def run(self) -> Conclusion:
-        now, roster = Conclusion(next="arrive"), None
+    def run(self) -> StepConclusion:
+        now, roster = StepConclusion(next="arrive"), None
         while now.next:
             step = now.next
             self.steps.append(step)
             reports = {rank: self.fault(step, rank, now) or self.good(step, rank) for rank in range(self.world)}
             silent = [rank for rank, report in reports.items() if report.detail == "silent"]
-            heard = Heard(step, {rank: one for rank, one in reports.items() if rank not in silent}, silent)
+            heard = StepReports(step, {rank: one for rank, one in reports.items() if rank not in silent}, silent)
             now = conclude(self.terms, heard, now, roster)
             roster = now.roster or roster
         return now
 
     @property
-    def failures(self) -> list[Finding]:
+    def failures(self) -> list[PreflightFinding]:
         return [finding for finding in self.end.findings if finding.grade == "fail"]
 
     @property
@@ -70,9 +70,9 @@ def test_stages_are_those_that_the_user_knows():
 
 @pytest.mark.parametrize("step", ["allocation", "health"])
 def test_what_one_rank_finds_keeps_no_other_from_its_own_tests_but_all_from_a_group(step):
-    report = Report("raised", "no room", own=True) if step == "allocation" else None
-    finding = Finding(step, "fail", "gpu", [3], ["node-1"], "the GPU of rank 3 (node-1) needs a reset")
-    bad = report or Report(findings=[finding])
+    report = RankStepReport("raised", "no room", own=True) if step == "allocation" else None
+    finding = PreflightFinding(step, "fail", "gpu", [3], ["node-1"], "the GPU of rank 3 (node-1) needs a reset")
+    bad = report or RankStepReport(findings=[finding])
     job = Job(2, "full", lambda at, rank, before: bad if (at, rank) == (step, 3) else None)
     assert job.steps == ["arrive", "consistency", "health", "allocation", "compute"]
     assert job.standings == {3: "failed"}
@@ -80,7 +80,7 @@ def test_what_one_rank_finds_keeps_no_other_from_its_own_tests_but_all_from_a_gr
 
 @pytest.mark.parametrize("step", ["consistency", "allocation", "cross group"])
 def test_a_rank_that_goes_silent_ends_it_at_once(step):
-    job = Job(2, fault=lambda at, rank, before: Report(detail="silent") if (at, rank) == (step, 2) else None)
+    job = Job(2, fault=lambda at, rank, before: RankStepReport(detail="silent") if (at, rank) == (step, 2) else None)
     assert job.steps[-1] == step
     (found,) = job.failures
     assert (found.ranks, found.sentence) == ([2], f"rank 2 (node-1) gave no more word in stage {step}")
@@ -88,13 +88,13 @@ def test_a_rank_that_goes_silent_ends_it_at_once(step):
 
 
 def test_a_node_that_goes_silent_is_one_finding():
-    silent = Report(detail="silent")
+    silent = RankStepReport(detail="silent")
     job = Job(3, fault=lambda at, rank, before: silent if at == "allocation" and rank in (2, 3, 5) else None)
     assert [(found.subject, found.ranks) for found in job.failures] == [("node", [2, 3]), ("rank", [5])]
 
 
 def test_a_coordinator_that_fell_is_told_in_its_own_words():
-    fallen = Report("fallen", "died in stage compute: killed by SIGKILL", said="compute")
+    fallen = RankStepReport("fallen", "died in stage compute: killed by SIGKILL", said="compute")
     job = Job(2, "full", lambda at, rank, before: fallen if (at, rank) == ("compute", 1) else None)
     (found,) = job.failures
     assert (found.stage, found.sentence) == ("compute", "rank 1 (node-0) died in stage compute: killed by SIGKILL")
@@ -102,7 +102,7 @@ def test_a_coordinator_that_fell_is_told_in_its_own_words():
 
 
 def test_an_error_of_the_test_fails_nobody():
-    fault = Report("fault", "TypeError: oops")
+    fault = RankStepReport("fault", "TypeError: oops")
     job = Job(2, fault=lambda at, rank, before: fault if (at, rank) == ("cross group", 1) else None)
     assert job.failures == []
     assert job.end.findings[-1].grade == "unknown"
@@ -113,7 +113,9 @@ def test_an_error_in_the_conclusion_fails_nobody(monkeypatch):
         raise TypeError("oops")
 
     monkeypatch.setattr(concluding, "missing_findings", broken)
-    now = conclude_softly(Terms("quick", 2, 60.0), Heard("arrive", {0: OK}, [1]), Conclusion(next="arrive"), None)
+    now = conclude_softly(
+        PreflightLimits("quick", 2, 60.0), StepReports("arrive", {0: OK}, [1]), StepConclusion(next="arrive"), None
+    )
     assert (now.next, now.failed, now.arrived) == ("", False, 1)
     assert "TypeError: oops" in now.findings[0].sentence
 
@@ -121,12 +123,18 @@ def test_an_error_in_the_conclusion_fails_nobody(monkeypatch):
 def test_a_leader_that_draws_no_conclusion_is_named_only_if_it_waits_for_nobody():
     reports = {rank: Job(1).good("arrive", rank) for rank in range(2)}
     all_there = conclude(
-        Terms("quick", 2, 60.0), Heard("arrive", reports, [], leader_failed=True), Conclusion(next="arrive"), None
+        PreflightLimits("quick", 2, 60.0),
+        StepReports("arrive", reports, [], leader_failed=True),
+        StepConclusion(next="arrive"),
+        None,
     )
     assert all_there.next == ""
     assert all_there.findings[0].sentence == "rank 0 (node-0) gave no conclusion in stage arrive"
     waits = conclude(
-        Terms("quick", 3, 60.0), Heard("arrive", reports, [2], leader_failed=True), Conclusion(next="arrive"), None
+        PreflightLimits("quick", 3, 60.0),
+        StepReports("arrive", reports, [2], leader_failed=True),
+        StepConclusion(next="arrive"),
+        None,
     )
     assert [finding.ranks for finding in waits.findings] == [[2]]
 
@@ -137,7 +145,7 @@ def test_a_leader_that_draws_no_conclusion_is_named_only_if_it_waits_for_nobody(
 def bad_between(*links: tuple[int, int]) -> Fault:
     """Groups that hold two nodes whose link is bad time out; alone, each node is fine."""
 
-    def fault(step: str, rank: int, before: Conclusion) -> Report | None:
+    def fault(step: str, rank: int, before: StepConclusion) -> RankStepReport | None:
         if step in ("cross group", "heads"):
             return TIMED_OUT
         if step.startswith("pairs "):
@@ -178,7 +186,7 @@ def test_of_two_nodes_nobody_knows():
 
 
 def test_a_node_that_fails_inside_explains_it_and_no_pairs_are_tried():
-    def fault(step: str, rank: int, before: Conclusion) -> Report | None:
+    def fault(step: str, rank: int, before: StepConclusion) -> RankStepReport | None:
         return TIMED_OUT if step == "cross group" or (step == "inside" and rank in (2, 3)) else None
 
     job = Job(3, "quick", fault)
@@ -188,7 +196,7 @@ def test_a_node_that_fails_inside_explains_it_and_no_pairs_are_tried():
 
 
 def test_a_rank_that_died_is_named_without_more_tests():
-    died = Report("died", "killed by SIGKILL", said="all_reduce")
+    died = RankStepReport("died", "killed by SIGKILL", said="all_reduce")
     job = Job(3, "quick", lambda at, rank, before: (died if rank == 4 else TIMED_OUT) if at == "cross group" else None)
     assert job.steps[-1] == "cross group"
     assert [found.ranks for found in job.failures] == [[4]]

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.worker.preflight.blame.group import judge_group
-from gpuwatch.worker.preflight.messages import Report
+from gpuwatch.worker.preflight.blame.group_blame import judge_group
+from gpuwatch.worker.preflight.stage_messages import RankStepReport
 
-OK = Report()
-TIMED_OUT = Report("raised", "timed out", own=False, said="all_gather")
-DIED = Report("died", "killed by SIGKILL", said="all_gather")
-HUNG = Report("hung", "hung at all_gather for 60 s", said="all_gather")
-HUNG_EARLY = Report("hung", "hung at init for 60 s", said="init")
-WRONG = Report("raised", "it adds wrong", own=True)
-GONE = Report("died", "killed by SIGABRT: Watchdog caught collective operation timeout", own=False)
+OK = RankStepReport()
+TIMED_OUT = RankStepReport("raised", "timed out", own=False, said="all_gather")
+DIED = RankStepReport("died", "killed by SIGKILL", said="all_gather")
+HUNG = RankStepReport("hung", "hung at all_gather for 60 s", said="all_gather")
+HUNG_EARLY = RankStepReport("hung", "hung at init for 60 s", said="init")
+WRONG = RankStepReport("raised", "it adds wrong", own=True)
+GONE = RankStepReport("died", "killed by SIGABRT: Watchdog caught collective operation timeout", own=False)
 
 
-def accuses(*ranks: int) -> Report:
-    return Report("raised", "wrong values", own=False, peers=list(ranks))
+def accuses(*ranks: int) -> RankStepReport:
+    return RankStepReport("raised", "wrong values", own=False, peers=list(ranks))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_who_is_named(members, guilty, guilty_across_nodes):
 
 
 def test_a_good_group_and_one_without_this_rank_are_no_failure():
-    assert not judge_group("node group", {0: OK, 1: OK, 2: Report("idle")}, {}).failed
+    assert not judge_group("node group", {0: OK, 1: OK, 2: RankStepReport("idle")}, {}).failed
 
 
 def test_the_sentence_says_rank_host_step_and_what_happened():

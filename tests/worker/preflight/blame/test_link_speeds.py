@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpuwatch.core.preflight import BandwidthRow
 from gpuwatch.worker.preflight.blame.link_speeds import below, slow_links, slowest
-from gpuwatch.worker.preflight.messages import LinkSpeed, Measured
+from gpuwatch.worker.preflight.stage_messages import LinkSpeed, RankMeasurements
 
 HOSTS = {0: "a", 1: "b", 2: "c", 3: "d"}
 
@@ -13,7 +13,9 @@ def of(*gbs, busbw=1.0):
     """Ranks in a ring whose links have these speeds."""
     row = BandwidthRow(1 << 20, 1000.0, busbw, busbw)
     count = len(gbs)
-    return {rank: Measured([row], [LinkSpeed(rank, (rank + 1) % count, speed)]) for rank, speed in enumerate(gbs)}
+    return {
+        rank: RankMeasurements([row], [LinkSpeed(rank, (rank + 1) % count, speed)]) for rank, speed in enumerate(gbs)
+    }
 
 
 def test_below_the_wanted_bandwidth_is_a_failure():
@@ -35,7 +37,7 @@ def test_a_slow_link_is_to_blame_for_it():
 
 def test_the_slowest_rank_counts():
     slow = BandwidthRow(1 << 20, 9000.0, 0.1, 0.2)
-    measured = {**of(1.0, 1.0), 1: Measured([BandwidthRow(1 << 16, 1.0, 9.0, 9.0), slow])}
+    measured = {**of(1.0, 1.0), 1: RankMeasurements([BandwidthRow(1 << 16, 1.0, 9.0, 9.0), slow])}
 
     assert slowest(measured) == (1, slow)
     assert slowest({}) is None
@@ -49,7 +51,7 @@ def test_a_slow_link_is_named_beside_good_ones_of_its_kind():
 
 def test_where_none_is_slow_the_slowest_is_told():
     (of_four,) = slow_links(of(1.0, 0.5, 1.1, 1.0), HOSTS)
-    (of_one,) = slow_links({0: Measured([], [LinkSpeed(0, 1, 0.5)]), 1: Measured([])}, HOSTS)
+    (of_one,) = slow_links({0: RankMeasurements([], [LinkSpeed(0, 1, 0.5)]), 1: RankMeasurements([])}, HOSTS)
 
     assert (of_four.grade, of_four.ranks) == ("ok", [1, 2])
     assert of_four.sentence.endswith("rank 1 (b) and rank 2 (c), with 0.5 GB/s each way (the fastest of 4: 1.1)")

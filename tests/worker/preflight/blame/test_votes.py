@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuwatch.worker.preflight.blame.group import Vote, judge, judge_sums_of_pairs
+from gpuwatch.worker.preflight.blame.group_blame import RankVote, judge, judge_sums_of_pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,20 +15,20 @@ def elections(draw):
     count = draw(counts)
     ranks = st.lists(st.integers(0, count - 1), unique=True)
     return {
-        rank: Vote(draw(st.sampled_from(["", "gave 1 where 2 was due"])), draw(ranks), draw(ranks))
+        rank: RankVote(draw(st.sampled_from(["", "gave 1 where 2 was due"])), draw(ranks), draw(ranks))
         for rank in range(count)
     }
 
 
 @given(counts, st.data())
 def test_nothing_wrong_is_no_verdict(count, data):
-    assert judge(dict.fromkeys(range(count), Vote())) is None
+    assert judge(dict.fromkeys(range(count), RankVote())) is None
 
 
 @given(st.integers(3, 9), st.data())
 def test_the_one_that_all_others_get_wrong_sends_wrong(count, data):
     bad = data.draw(st.integers(0, count - 1))
-    votes = {rank: Vote(gather_errors=[] if rank == bad else [bad]) for rank in range(count)}
+    votes = {rank: RankVote(gather_errors=[] if rank == bad else [bad]) for rank in range(count)}
 
     assert judge(votes).guilty == (bad,)
 
@@ -37,7 +37,7 @@ def test_the_one_that_all_others_get_wrong_sends_wrong(count, data):
 def test_the_one_that_gets_its_own_values_wrong_sends_wrong(count, data):
     bad = data.draw(st.integers(0, count - 1))
 
-    assert judge(dict.fromkeys(range(count), Vote(gather_errors=[bad]))).guilty == (bad,)
+    assert judge(dict.fromkeys(range(count), RankVote(gather_errors=[bad]))).guilty == (bad,)
 
 
 @given(st.integers(3, 9), st.data())
@@ -45,13 +45,13 @@ def test_the_one_that_gets_all_others_wrong_gets_wrong(count, data):
     bad = data.draw(st.integers(0, count - 1))
     wrong = [rank for rank in range(count) if rank != bad]
 
-    assert judge({rank: Vote(gather_errors=wrong if rank == bad else []) for rank in range(count)}).guilty == (bad,)
+    assert judge({rank: RankVote(gather_errors=wrong if rank == bad else []) for rank in range(count)}).guilty == (bad,)
 
 
 @given(counts, st.data())
 def test_a_single_wrong_transfer_names_nobody(count, data):
     receiver, sender = data.draw(st.permutations(range(count)))[:2]
-    verdict = judge({rank: Vote(gather_errors=[sender] if rank == receiver else []) for rank in range(count)})
+    verdict = judge({rank: RankVote(gather_errors=[sender] if rank == receiver else []) for rank in range(count)})
 
     assert verdict.guilty == ()
     assert f"rank {sender} came out wrong at rank {receiver}" in verdict.sentence
@@ -60,7 +60,7 @@ def test_a_single_wrong_transfer_names_nobody(count, data):
 @given(st.integers(3, 9), st.data())
 def test_the_only_one_that_gets_a_broadcast_wrong_is_wrong(count, data):
     bad = data.draw(st.integers(1, count - 1))
-    votes = {rank: Vote(broadcast_errors=[0] if rank == bad else []) for rank in range(count)}
+    votes = {rank: RankVote(broadcast_errors=[0] if rank == bad else []) for rank in range(count)}
 
     assert judge(votes).guilty == (bad,)
 
@@ -82,7 +82,7 @@ def test_the_numbers_of_the_ranks_do_not_matter(votes, random):
     names = list(votes)
     random.shuffle(names)
     renamed = {
-        names[rank]: Vote(
+        names[rank]: RankVote(
             vote.sum_error, [names[one] for one in vote.gather_errors], [names[one] for one in vote.broadcast_errors]
         )
         for rank, vote in votes.items()
@@ -97,22 +97,22 @@ def test_the_numbers_of_the_ranks_do_not_matter(votes, random):
 
 
 def test_a_wrong_sum_is_searched_for_in_pairs_if_there_are_more_than_two():
-    wrong = Vote("gave 1 where 2 was due")
+    wrong = RankVote("gave 1 where 2 was due")
 
     assert judge({0: wrong, 1: wrong, 2: wrong}).search
-    assert judge({0: Vote(), 1: wrong, 2: Vote()}).search
+    assert judge({0: RankVote(), 1: wrong, 2: RankVote()}).search
     assert not judge({0: wrong, 1: wrong}).search
-    assert judge({0: Vote(), 1: wrong}).guilty == (1,)
+    assert judge({0: RankVote(), 1: wrong}).guilty == (1,)
 
 
 def test_pairs_that_all_add_right_leave_the_one_with_the_wrong_sum():
-    votes = {0: Vote(), 1: Vote("gave 1 where 2 was due"), 2: Vote()}
+    votes = {0: RankVote(), 1: RankVote("gave 1 where 2 was due"), 2: RankVote()}
 
     assert judge_sums_of_pairs(votes, []).guilty == (1,)
     assert judge_sums_of_pairs(dict.fromkeys(range(3), votes[1]), []).guilty == ()
 
 
 def test_a_barrier_that_lets_through_is_told():
-    verdict = judge({0: Vote(barrier_error="1 of 2 ranks had reached it"), 1: Vote()})
+    verdict = judge({0: RankVote(barrier_error="1 of 2 ranks had reached it"), 1: RankVote()})
 
     assert verdict.sentence == "rank 0 came through the barrier too early: 1 of 2 ranks had reached it"

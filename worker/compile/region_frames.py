@@ -7,22 +7,22 @@ from typing import Any
 
 import torch
 
-from ...core.frames import Mark, Phase, RowKind
+from ...core.frames import Phase, RowKind, RowMark
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.values import decode
-from ..record.alarm_frames import Frames
-from ..record.progress import Progress
-from ..record.roots import ModuleInfo, RootInfo, Roots
-from ..record.rows import Row, Rows
+from ..record.alarm_frames import FrameWriter
+from ..record.progress import RunProgress
+from ..record.roots import ModuleInfo, RankRoots, RootInfo
+from ..record.rows import RecordedRow, RowWriter
 from ..stats.without_modes import without_modes
 from .attach import GradientHooks
 from .graph_op import SEEN
 from .kinds import RegionFrame, RegionRow
 from .places import on_device
-from .regions import Region, Regions
-from .runs import Run
+from .region_calls import RegionCall
+from .regions import RankRegions, Region
 from .trace import MARK
 
 
@@ -31,11 +31,11 @@ class RegionPages:
 
     def __init__(
         self,
-        regions: Regions,
-        progress: Progress,
-        roots: Roots,
-        rows: Rows,
-        frames: Frames,
+        regions: RankRegions,
+        progress: RunProgress,
+        roots: RankRoots,
+        rows: RowWriter,
+        frames: FrameWriter,
         gradients: GradientHooks,
         not_looked_into: Callable[[ModuleInfo | None, str], None],
     ) -> None:
@@ -49,9 +49,9 @@ class RegionPages:
         self._grads = "grads" in progress.settings.watch
         self._not_looked_into = not_looked_into
         """Called with the module whose compiled code was not looked into, or with None and a class."""
-        self._seen: dict[int, Row] = {}
+        self._seen: dict[int, RecordedRow] = {}
         """place -> its row in the page, for the last region that ran."""
-        self._inputs: list[Row] = []
+        self._inputs: list[RecordedRow] = []
         """Input rows of that region's calls whose tensors no call of the region returned."""
 
     def take(
@@ -139,13 +139,13 @@ class RegionPages:
         self,
         frame: RegionFrame,
         page: OpenPage,
-        seen: dict[int, Row],
+        seen: dict[int, RecordedRow],
         parent: int,
         depth: int,
         phase: Phase,
     ) -> None:
         info = frame.info
-        rows: list[Row] = []
+        rows: list[RecordedRow] = []
         bad = False
         for traced in frame.rows:
             row = self._row(frame, traced, seen)
@@ -168,7 +168,7 @@ class RegionPages:
             parent = frame.parent.id
         self._frames.put(page, info, phase, rows, parent=parent, depth=frame.depth + depth)
 
-    def _row(self, frame: RegionFrame, traced: RegionRow, seen: dict[int, Row]) -> Row:
+    def _row(self, frame: RegionFrame, traced: RegionRow, seen: dict[int, RecordedRow]) -> RecordedRow:
         place = traced.place
         if place < 0:
             return self._rows.traced(frame.info, traced.role, traced.dtype, RowKind(traced.kind))
@@ -183,14 +183,14 @@ class RegionPages:
             self._inputs.append(row)
         return row
 
-    def leaf(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
+    def leaf(self, info: ModuleInfo, role: str, leaf: Any) -> RecordedRow:
         """The row of an output of the call around the graph. The graph's own calls have its numbers."""
         known = self._of_the_graph(leaf)
         if known is None:
             return self._rows.leaf(info, role, leaf)
         return self._rows.traced(info, role, leaf.dtype, RowKind.MEASURED, known)
 
-    def argument(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
+    def argument(self, info: ModuleInfo, role: str, leaf: Any) -> RecordedRow:
         """The row of an input of the call around the graph."""
         known = self._of_the_graph(leaf)
         if known is None:
@@ -201,7 +201,7 @@ class RegionPages:
                 return row
         return self._rows.traced(info, role, leaf.dtype, RowKind.MEASURED, known)._replace(notable=False)
 
-    def _of_the_graph(self, leaf: Any) -> Row | None:
+    def _of_the_graph(self, leaf: Any) -> RecordedRow | None:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
             return None
         return self._seen.get(vars(leaf).pop(MARK, -1))
@@ -215,12 +215,12 @@ class RegionPages:
                 for position in found:
                     SEEN[run.gradients[position].place] = None
 
-    def _backward(self, region: Region, run: Run, found: list[int]) -> None:
+    def _backward(self, region: Region, run: RegionCall, found: list[int]) -> None:
         page = (run.under or region.root).root.page
         if page is None or self._progress.skipped:
             return
         self._progress.resume(page)
-        mark = Mark.SCALED if self._gradients.scaled else 0
+        mark = RowMark.SCALED if self._gradients.scaled else 0
         with self._rows.together():
             for position in found:
                 gradient = run.gradients[position]
@@ -232,7 +232,7 @@ class RegionPages:
                     self._frames.put(page, info, Phase.BACKWARD, [row])
 
 
-def _same(row: Row, other: Row) -> bool:
+def _same(row: RecordedRow, other: RecordedRow) -> bool:
     """Whether two rows have the same numbers. One was read from the tensor, the other inside the graph."""
     if row.packed[3] != other.packed[3] or row.flags != other.flags:
         return False

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy
 from msgspec.structs import replace
 
-from ...core.events import Definition, Forecast, ModuleDef, SlotDef, Where
-from ...core.recorder.layout import Field
+from ...core.events import Definition, LimitForecast, ModuleDef, RunPosition, SlotDef
+from ...core.recorder.layout import HeadField
 from ...core.recorder.page_tables import PageTables
 from ...core.recorder.reader import RecorderReader
 from ...core.values import DTYPE_MAX, DTYPE_NAMES
 from ...core.wire.columns import ABSENT, OutputSlots, pack
-from ...core.wire.messages import History, HotModule, PageMessage
-from .forecast import Forecasts, Told, closest
+from ...core.wire.messages import HotModule, PageMessage, RankHistoryMessage
+from .forecast import ForecastCandidate, RootForecasts, closest
 
 # How what is kept of a long run gets coarser with age. Pure.
 
@@ -70,7 +70,7 @@ _LAST = 16
 """Pages of the ring that are looked at when the rank has ended."""
 
 
-class _Row(NamedTuple):
+class _HistoryRow(NamedTuple):
     batch: int
     step: int
     columns: Any
@@ -85,7 +85,7 @@ class RankHistory:
         self._share = SHARE / ranks
         self._slots = OutputSlots()
         self._dtypes: dict[int, int] = {}
-        self._rows: dict[int, list[_Row]] = {}
+        self._rows: dict[int, list[_HistoryRow]] = {}
         """By root, in the order of their batches."""
         self._bytes = 0
         self._done = -1
@@ -96,9 +96,9 @@ class RankHistory:
         self._modules: dict[int, ModuleDef] = {}
         self._module_of: dict[int, int] = {}
         """Slot -> module."""
-        self._forecasts: dict[int, Forecasts] = {}
+        self._forecasts: dict[int, RootForecasts] = {}
         """By root."""
-        self._told: list[Forecast] = []
+        self._told: list[LimitForecast] = []
         self.forecast_error: Exception | None = None
         """The first error of ours in them."""
         self._hottest: list[HotModule] = []
@@ -118,7 +118,7 @@ class RankHistory:
         """Look at the newest batches that are over, if it is time for that. `now` is monotonic time in seconds."""
         if now < self._due:
             return
-        number = header[Field.PAGE] - 1
+        number = header[HeadField.PAGE] - 1
         if number <= self._done:
             return
         began = self._clock()
@@ -129,7 +129,7 @@ class RankHistory:
             self._take(reader.page(earlier), late=late)
         self._due = now + (self._clock() - began) / self._share
 
-    def told(self, rank: int, attempt: int) -> list[Forecast]:
+    def told(self, rank: int, attempt: int) -> list[LimitForecast]:
         """The forecasts that were made since the last call: a module before the ones around it."""
         if not self._told:
             return []
@@ -166,24 +166,24 @@ class RankHistory:
             return
         self._dtypes.update(zip(reading.columns.tolist(), reading.dtypes.tolist(), strict=True))
         rows = self._rows.setdefault(page.root, [])
-        row = _Row(page.batch, page.step, reading.columns.astype(numpy.uint32), reading.codes)
+        row = _HistoryRow(page.batch, page.step, reading.columns.astype(numpy.uint32), reading.codes)
         rows.append(row)
         self._bytes += _size(row)
         if len(rows) % EVERY_BATCH == 0 or self._bytes > BYTES:
             self._thin()
         try:
-            told = self._forecasts.setdefault(page.root, Forecasts()).look(self._rows[page.root], self._dtypes)
+            told = self._forecasts.setdefault(page.root, RootForecasts()).look(self._rows[page.root], self._dtypes)
             self._told += [found for each in told if (found := self._forecast(each, page)) is not None]
         except Exception as error:  # it decides nothing, and costs the history nothing
             self.forecast_error = self.forecast_error or error
 
-    def _forecast(self, told: Told, page: PageMessage) -> Forecast | None:
+    def _forecast(self, told: ForecastCandidate, page: PageMessage) -> LimitForecast | None:
         module = self._modules.get(self._module_of.get(self._slots.slots[told.column], -1))
         if module is None:
             return None
-        where = Where(0, 0, page.step, page.batch, "", page.number, time_ns=time.time_ns())
+        where = RunPosition(0, 0, page.step, page.batch, "", page.number, time_ns=time.time_ns())
         passing = told.passing
-        return Forecast(
+        return LimitForecast(
             where,
             module.name,
             module.cls,
@@ -206,7 +206,7 @@ class RankHistory:
             self._bytes -= sum(map(_size, rows[: len(rows) // 2]))
             rows[:] = left
 
-    def messages(self, rank: int, attempt: int) -> list[History]:
+    def messages(self, rank: int, attempt: int) -> list[RankHistoryMessage]:
         """All of it, one message for each root."""
         found = []
         for root, rows in self._rows.items():
@@ -218,7 +218,7 @@ class RankHistory:
             for n, row in enumerate(rows):
                 codes[n, place[row.columns]] = row.codes
             found.append(
-                History(
+                RankHistoryMessage(
                     rank,
                     attempt,
                     root,
@@ -232,14 +232,14 @@ class RankHistory:
         return found
 
 
-def _depth(forecast: Forecast) -> int:
+def _depth(forecast: LimitForecast) -> int:
     return forecast.module.count(".") + (forecast.module != "")
 
 
-def _batch_of(row: _Row) -> int:
+def _batch_of(row: _HistoryRow) -> int:
     return row.batch
 
 
-def _size(row: _Row) -> int:
+def _size(row: _HistoryRow) -> int:
     """Bytes in memory, with what Python needs for it."""
     return int(row.columns.nbytes + row.codes.nbytes) + 400

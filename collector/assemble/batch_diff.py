@@ -44,7 +44,7 @@ class RowDifference(msgspec.Struct, frozen=True):
         return self.what != "numbers" or self.factor is None or self.factor > factor
 
 
-class Difference(msgspec.Struct, frozen=True):
+class BatchDifference(msgspec.Struct, frozen=True):
     """What two batches have and have not in common."""
 
     compared: int
@@ -59,7 +59,7 @@ class Difference(msgspec.Struct, frozen=True):
         return next((row for row in self.rows if row.exceeds(factor)), None)
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _TensorKey(msgspec.Struct, frozen=True):
     module: str
     cls: str
     phase: str
@@ -67,7 +67,7 @@ class _Place(msgspec.Struct, frozen=True):
     call: int
 
 
-def difference(a: Iterable[Frame], b: Iterable[Frame]) -> Difference:
+def difference(a: Iterable[Frame], b: Iterable[Frame]) -> BatchDifference:
     """Compare the frames of two batches. Rows without numbers on both sides (`None`, an int) are left out."""
     theirs = dict(_rows(b))
     compared = same = 0
@@ -81,10 +81,10 @@ def difference(a: Iterable[Frame], b: Iterable[Frame]) -> Difference:
         elif not found:
             same += 1
     found += [_found(place, "only in B", None, row) for place, row in theirs.items()]
-    return Difference(compared, same, found)
+    return BatchDifference(compared, same, found)
 
 
-def _rows(frames: Iterable[Frame]) -> Iterator[tuple[_Place, Row]]:
+def _rows(frames: Iterable[Frame]) -> Iterator[tuple[_TensorKey, Row]]:
     """Gradients come one by one, in another order on each rank: so each role of a module is counted by itself."""
     calls: Counter[tuple[str, str, str]] = Counter()
     for frame in sorted(frames, key=lambda frame: frame.index):
@@ -93,10 +93,10 @@ def _rows(frames: Iterable[Frame]) -> Iterator[tuple[_Place, Row]]:
             call = calls[counted]
             calls[counted] += 1
             if row.kind not in ("not_a_tensor", "none"):
-                yield _Place(frame.module, frame.cls, frame.phase, row.role, call), row
+                yield _TensorKey(frame.module, frame.cls, frame.phase, row.role, call), row
 
 
-def _compare(place: _Place, a: Row, b: Row | None) -> RowDifference | None:
+def _compare(place: _TensorKey, a: Row, b: Row | None) -> RowDifference | None:
     if b is None:
         return _found(place, "only in A", a, None)
     if a.shape != b.shape:
@@ -117,7 +117,7 @@ def _differ(a: float | None, b: float | None) -> bool:
     return a != b and not (a is not None and b is not None and math.isnan(a) and math.isnan(b))
 
 
-def _found(place: _Place, what: What, a: Row | None, b: Row | None) -> RowDifference:
+def _found(place: _TensorKey, what: What, a: Row | None, b: Row | None) -> RowDifference:
     return RowDifference(place.module, place.cls, place.phase, place.role, place.call, what, a, b, _factor(a, b))
 
 
@@ -134,7 +134,7 @@ def _factor(a: Row | None, b: Row | None) -> float | None:
 # The two batches that are compared: chosen among what the stores hold.
 
 
-class Side(msgspec.Struct, frozen=True):
+class DiffSide(msgspec.Struct, frozen=True):
     """One of the two batches."""
 
     run: str
@@ -147,14 +147,14 @@ class Side(msgspec.Struct, frozen=True):
     """Nothing of it was overwritten or cut off before it was read."""
 
 
-class Chosen(NamedTuple):
+class SideSelection(NamedTuple):
     """Both sides with their frames."""
 
-    sides: tuple[Side, Side]
+    sides: tuple[DiffSide, DiffSide]
     frames: tuple[list[Frame], list[Frame]]
 
 
-class Wish(NamedTuple):
+class SideRequest(NamedTuple):
     """What a user asks for on one side; None is not said."""
 
     run: str
@@ -163,7 +163,7 @@ class Wish(NamedTuple):
     batch: int | None
 
 
-def choose(a: Wish, b: Wish) -> Chosen:
+def choose(a: SideRequest, b: SideRequest) -> SideSelection:
     """The batches that were asked for. Where none was: that of the verdict's overflow, else the last that both have.
 
     Raises UsageError when a rank or a batch is not there.
@@ -177,7 +177,7 @@ def choose(a: Wish, b: Wish) -> Chosen:
         batches = _either(a.batch, b.batch), _either(b.batch, a.batch)
     first = _page(a, ranks[0], pages[0], batches[0], None)
     second = _page(b, ranks[1], pages[1], batches[1], first.root)
-    return Chosen(
+    return SideSelection(
         (_side(a, ranks[0], first), _side(b, ranks[1], second)),
         ([whole(frame) for frame in first.frames], [whole(frame) for frame in second.frames]),
     )
@@ -189,7 +189,7 @@ def _either(wanted: int | None, other: int | None) -> int:
     return found
 
 
-def _rank(wish: Wish, other: Wish | None) -> RankFacts:
+def _rank(wish: SideRequest, other: SideRequest | None) -> RankFacts:
     there = wish.facts.of_attempt(wish.facts.last_attempt)
     wanted = wish.rank
     if wanted is None and other is not None:
@@ -206,7 +206,7 @@ def _rank(wish: Wish, other: Wish | None) -> RankFacts:
     return found
 
 
-def _pages(wish: Wish, rank: RankFacts) -> dict[int, list[KeptPage]]:
+def _pages(wish: SideRequest, rank: RankFacts) -> dict[int, list[KeptPage]]:
     pages: dict[int, list[KeptPage]] = {}
     for page in rank.pages.values():
         pages.setdefault(page.batch, []).append(page)
@@ -229,7 +229,9 @@ def _in_common(of_verdict: int | None, pages: Sequence[dict[int, list[KeptPage]]
     return max(both)
 
 
-def _page(wish: Wish, rank: RankFacts, pages: dict[int, list[KeptPage]], batch: int, root: str | None) -> KeptPage:
+def _page(
+    wish: SideRequest, rank: RankFacts, pages: dict[int, list[KeptPage]], batch: int, root: str | None
+) -> KeptPage:
     if batch not in pages:
         raise UsageError(
             f"--batch: expected a batch of rank {rank.rank} that is in the store of run {wish.run} "
@@ -239,6 +241,6 @@ def _page(wish: Wish, rank: RankFacts, pages: dict[int, list[KeptPage]], batch: 
     return max(same or pages[batch], key=lambda page: page.num_frames)
 
 
-def _side(wish: Wish, rank: RankFacts, page: KeptPage) -> Side:
+def _side(wish: SideRequest, rank: RankFacts, page: KeptPage) -> DiffSide:
     complete = page.complete and not page.lost_frames
-    return Side(wish.run, rank.rank, rank.attempt, page.root, page.batch, page.step, complete)
+    return DiffSide(wish.run, rank.rank, rank.attempt, page.root, page.batch, page.step, complete)

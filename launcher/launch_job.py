@@ -28,17 +28,17 @@ from ..core.recorder.scratch import KEPT_ATTEMPTS, keep_rescued, make_scratch, r
 from ..core.tell import flush_streams, tell
 from ..core.threads import OneThread
 from ..core.wire.keys import JobKeys, meeting_key
-from ..core.wire.pipe import LaunchDone, PreflightOver, StageLine, Verdict, WorkersEnded, WorkersStarted
-from .helpers import Helpers
+from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine, WorkersEnded, WorkersStarted
+from .helpers import JobServices
 from .live_lines import live_lines
 from .option_types import is_number, parse_nnodes
 from .options import check_together, get_check_parser, get_parser
-from .plan import Plan, job_keys, limit_rendezvous, make_plan, worker_settings
+from .plan import CollectorPlan, job_keys, limit_rendezvous, make_plan, worker_settings
 from .say import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
-from .say import Overflows, say, tell_left_behind, tell_of_torch, where_it_is
+from .say import SeenOverflows, say, tell_left_behind, tell_of_torch, where_it_is
 from .schedulers.environment import read_job
 from .schedulers.fill_in import fill_in, given_options
-from .schedulers.job import Job
+from .schedulers.job import SchedulerFacts
 from .signals import TimeLimitNear, signal_exceptions, signals_raise
 from .stuck import PATIENCE_S, watch_torchrun
 
@@ -48,7 +48,9 @@ _NAME_WAIT_S = 30.0
 """A node that was started for this job may be in the name service some seconds later."""
 
 
-def fill_in_from_job(args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: list[str]) -> Job | None:
+def fill_in_from_job(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: list[str]
+) -> SchedulerFacts | None:
     """Complete the options from the job that this launch is part of, and say what came out. Returns the job, if any.
 
     `parser` is of no use afterwards, see `given_options`.
@@ -155,24 +157,24 @@ def _is_this_host(host: str) -> bool:
     return _matches_machine_hostname(host)
 
 
-def _run(args: argparse.Namespace, plan: Plan, command: list[str], job: Job | None) -> int:
+def _run(args: argparse.Namespace, plan: CollectorPlan, command: list[str], job: SchedulerFacts | None) -> int:
     nproc = number_of_ranks(args)
     keys = job_keys(args, plan)
     with signals_raise() as signals:
-        return _Launch(args, plan, keys, nproc, command, job, signals).run()
+        return _TorchrunLaunch(args, plan, keys, nproc, command, job, signals).run()
 
 
-class _Launch:
+class _TorchrunLaunch:
     """One launch: its children, and what torchrun tells it (see elastic.Listener)."""
 
     def __init__(
         self,
         args: argparse.Namespace,
-        plan: Plan,
+        plan: CollectorPlan,
         keys: JobKeys,
         nproc: int,
         command: list[str],
-        job: Job | None,
+        job: SchedulerFacts | None,
         signals: signals_raise,
     ) -> None:
         self._signals = signals
@@ -180,7 +182,7 @@ class _Launch:
         self._plan = plan
         self._nproc = nproc
         self._job = job
-        self._helpers = Helpers(args, plan, keys, nproc, command, job)
+        self._helpers = JobServices(args, plan, keys, nproc, command, job)
         self._meeting_key = meeting_key(keys)
         self._stop = threading.Event()
         self._end_attempt = threading.Event()
@@ -195,7 +197,7 @@ class _Launch:
         """Children up, torchrun, children down, exit code."""
         attempts = 1 + min(self._args.max_restarts, KEPT_ATTEMPTS)
         self._scratch = make_scratch(self._nproc * attempts, say)
-        self._overflows = Overflows(self._scratch)
+        self._overflows = SeenOverflows(self._scratch)
         try:
             outcome = self._until_it_ends()
             with self._finishing:
@@ -395,7 +397,7 @@ class _Launch:
         failed = self._args.check_only and ExitCode.CLEAN < code < ExitCode.SIGNAL
         return int(ExitCode.PREFLIGHT_FAILED) if failed else code
 
-    def _print(self, verdict: Verdict) -> None:
+    def _print(self, verdict: JobResult) -> None:
         """The report: beside the script's output on stderr, or as the answer of a check on stdout."""
         job = self._job
         if job is not None and job.scheduler is not None and job.in_step and job.node_rank:

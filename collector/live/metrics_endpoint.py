@@ -17,10 +17,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.errors import UsageError
-from ...core.wire.view import View
-from ..log import log
+from ...core.tell import tell
+from ...core.wire.view import JobView
 from .own_numbers import OwnNumbers
-from .publisher import Pace
+from .publisher import PicturePace
 
 # The port that a Prometheus scrapes: HTTP, in threads of its own, so that no scrape holds up the collector's loop.
 #
@@ -36,7 +36,7 @@ _SCRAPE_S = 10.0
 """A client that sends or takes nothing for so long is hung up on."""
 
 
-class Endpoint:
+class MetricsEndpoint:
     """Listens from the moment it is made. Raises OSError when the address cannot be had."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Endpoint:
         """Both are called in other threads. `text` gives the answer, None where there is nothing yet, and raises
         nothing; `failed` is told of an error of ours.
         """
-        self._server = _Server(host, port, text, failed)
+        self._server = _MetricsServer(host, port, text, failed)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="gpuwatch-metrics", daemon=True)
         self._thread.start()
@@ -57,7 +57,7 @@ class Endpoint:
         self._thread.join()
 
 
-class _Server(ThreadingHTTPServer):
+class _MetricsServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
@@ -68,7 +68,7 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.text = text
         self._room = threading.BoundedSemaphore(_MOST_SCRAPES)
-        super().__init__((host, port), _Handler)
+        super().__init__((host, port), _ScrapeHandler)
 
     def server_bind(self) -> None:
         """As the base classes', without a look at the name service, which can take seconds."""
@@ -102,9 +102,9 @@ class _Server(ThreadingHTTPServer):
             self._failed(error)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _ScrapeHandler(BaseHTTPRequestHandler):
     timeout = _SCRAPE_S
-    server: _Server
+    server: _MetricsServer
     server_version = "gpuwatch"
     sys_version = ""
 
@@ -130,10 +130,10 @@ class _Handler(BaseHTTPRequestHandler):
         """A scrape is not worth a line."""
 
 
-Picture = tuple[View, OwnNumbers]
+Picture = tuple[JobView, OwnNumbers]
 
 
-class Metrics:
+class MetricsExporter:
     """Serves them from the moment it is made, at `address`: `HOST:PORT`. Raises UsageError where it cannot."""
 
     def __init__(self, address: str) -> None:
@@ -147,7 +147,7 @@ class Metrics:
         self._text_of = text_of
         self.faults = 0
         self._errors: set[str] = set()
-        self._pace = Pace()
+        self._pace = PicturePace()
         self._lock = threading.Lock()
         """Of the text, which scrapes make."""
         self._counting = threading.Lock()
@@ -155,7 +155,7 @@ class Metrics:
         self._written: tuple[Picture, bytes] | None = None
         host, _, port = address.rpartition(":")
         try:
-            self._endpoint = Endpoint(host.strip("[]"), int(port), self._text, self._failed)
+            self._endpoint = MetricsEndpoint(host.strip("[]"), int(port), self._text, self._failed)
         except OSError as error:
             raise UsageError(
                 f"--metrics-port: expected an address that is free, found {address}: {error.strerror or error}; pass "
@@ -201,7 +201,7 @@ class Metrics:
             is_new = line not in self._errors
             self._errors.add(line)
         if is_new:
-            log(line)
+            tell(line)
 
     def close(self) -> None:
         """Nobody can scrape any more."""

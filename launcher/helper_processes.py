@@ -21,16 +21,16 @@ from ..core.own_imports import own_command
 from ..core.wire.keys import new_identity
 from ..core.wire.pipe import (
     AgentConfig,
-    Bound,
     CannotBind,
+    CollectorBound,
     CollectorConfig,
     FromCollector,
-    Notice,
+    JobResult,
+    NodeWelcomed,
     PreflightOver,
     StageLine,
     StopRequest,
-    Verdict,
-    Welcomed,
+    UserNotice,
     read_from_agent,
     read_from_collector,
     write_line,
@@ -41,7 +41,7 @@ MOST_SHORT_LIVES = 10
 _LONGEST_PAUSE_S = 5.0
 
 
-class Lives:
+class HelperLives:
     """Whether, and after what pause, a helper that has ended is started again: not if it ends at once each time."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Lives:
         self._began = time.monotonic()
 
 
-class Child:
+class HelperProcess:
     """A helper process with JSON lines in and out. Raises OSError where no process can be started.
 
     One that cannot be told its settings is ended, and who reads its output sees that it has.
@@ -154,11 +154,11 @@ class HeadCollector:
         """It has said the last line about the preflight, or says no more."""
         self._trouble = ""
         """Why the last one could not be started."""
-        self._child: Child | None = None
+        self._child: HelperProcess | None = None
         """None: it could not be started."""
         self.answer = self._first_answer()
         """Where it listens, or why it does not; None if it died or said nothing in time."""
-        if isinstance(self.answer, Bound):
+        if isinstance(self.answer, CollectorBound):
             self._config = replace(config, bind=self.answer.address, resume=self.answer.run_dir)
             threading.Thread(target=self._follow, daemon=True, name="gpuwatch-collector").start()
 
@@ -170,10 +170,10 @@ class HeadCollector:
     def end(self, timeout_s: float) -> None:
         """The job is over here: close its input and wait. After `timeout_s` it is left to itself, for other nodes."""
         self._ending.set()
-        lives = Lives()
+        lives = HelperLives()
         while self._child is not None and (code := self._child.end(timeout_s, kill=False)) is not None and code < 0:
             pause_s = lives.ended()  # it was killed, and other nodes may not have the verdict yet
-            if pause_s is None or not isinstance(self.answer, Bound):
+            if pause_s is None or not isinstance(self.answer, CollectorBound):
                 break
             time.sleep(pause_s)
             lives.began()
@@ -181,9 +181,9 @@ class HeadCollector:
                 self._let_go()
                 break
 
-    def _start(self) -> Child | None:
+    def _start(self) -> HelperProcess | None:
         try:
-            return Child("collector", self._config)
+            return HelperProcess("collector", self._config)
         except OSError as error:
             if str(error) != self._trouble:
                 self._say(f"the collector could not be started: {error}")
@@ -194,7 +194,7 @@ class HeadCollector:
         if self._child is not None:
             self._child.end(0.01)
 
-    def _first_answer(self) -> Bound | CannotBind | None:
+    def _first_answer(self) -> CollectorBound | CannotBind | None:
         """What ends at once may have met a moment without memory or descriptors."""
         answer = None
         for _ in range(_TRIES):
@@ -202,19 +202,19 @@ class HeadCollector:
             self._let_go()
             self._child = self._start()
             answer = self._first_word()
-            is_final = isinstance(answer, Bound) or (answer is not None and not answer.may_pass)
+            is_final = isinstance(answer, CollectorBound) or (answer is not None and not answer.may_pass)
             if is_final or time.monotonic() - began >= _FIRST_WORD_S:
                 break
         return answer
 
-    def _first_word(self) -> Bound | CannotBind | None:
+    def _first_word(self) -> CollectorBound | CannotBind | None:
         if self._child is None:
             return None
         timer = threading.Timer(_FIRST_WORD_S, self._child.kill)
         timer.start()
         try:
             for message in self._messages():
-                if isinstance(message, Bound | CannotBind):
+                if isinstance(message, CollectorBound | CannotBind):
                     return message
             return None
         finally:
@@ -230,7 +230,7 @@ class HeadCollector:
                     message = read_from_collector(line)
                 except msgspec.DecodeError:  # it was killed in the middle of a line
                     continue
-                if isinstance(message, Notice):
+                if isinstance(message, UserNotice):
                     self._say(message.text)
                 yield message
         except ValueError:  # its pipe was closed meanwhile
@@ -238,7 +238,7 @@ class HeadCollector:
 
     def _follow(self) -> None:
         """Show what it tells; when it ends before the job has, start another."""
-        lives = Lives()
+        lives = HelperLives()
         while True:
             for message in self._messages():
                 if isinstance(message, StageLine | PreflightOver):
@@ -261,7 +261,7 @@ class HeadCollector:
 
     def _start_again(self) -> bool:
         """Whether it listens again."""
-        listens = isinstance(self._first_answer(), Bound)
+        listens = isinstance(self._first_answer(), CollectorBound)
         if listens:
             self._say("the collector had ended; it was started again and goes on with what it had received")
         return listens
@@ -280,7 +280,7 @@ class NodeAgent:
     whether they may be started again."""
 
     def __init__(self, config: AgentConfig, say: Callable[[str], object], stop: Callable[[str, bool], object]) -> None:
-        self.verdict: Verdict | None = None
+        self.verdict: JobResult | None = None
         self.welcomed = threading.Event()
         """The collector has taken this node into its run."""
         self._config = replace(config, identity=new_identity())
@@ -342,16 +342,16 @@ class NodeAgent:
                 self._child.stdin.flush()
 
     def end(self, timeout_s: float) -> None:
-        """It has nothing more to do: close its input and wait for it, see `Child.end`."""
+        """It has nothing more to do: close its input and wait for it, see `HelperProcess.end`."""
         self._ending.set()
         with self._lock:
             child = self._child
         if child is not None:
             child.end(timeout_s)
 
-    def _start(self, life: int) -> Child | None:
+    def _start(self, life: int) -> HelperProcess | None:
         try:
-            return Child("launcher.agent.agent", replace(self._config, life=life))
+            return HelperProcess("launcher.agent.agent", replace(self._config, life=life))
         except OSError as error:
             if not self._told_failed_start:
                 self._told_failed_start = True
@@ -360,7 +360,7 @@ class NodeAgent:
 
     def _follow(self) -> None:
         """Read what it says until it has a verdict; when it ends before that, start another."""
-        lives = Lives()
+        lives = HelperLives()
         for life in itertools.count(1):
             self._listen()
             if self.verdict is not None or self._ending.is_set():
@@ -399,13 +399,13 @@ class NodeAgent:
             message = read_from_agent(line)
         except msgspec.DecodeError:  # it was killed in the middle of a line
             return
-        if isinstance(message, Notice):
+        if isinstance(message, UserNotice):
             self._say(message.text)
         elif isinstance(message, StopRequest):
             self._stop(message.reason, message.restart)
-        elif isinstance(message, Welcomed):
+        elif isinstance(message, NodeWelcomed):
             self._config = replace(self._config, run=message.run)
             self.welcomed.set()
-        elif isinstance(message, Verdict):
+        elif isinstance(message, JobResult):
             self.verdict = message
             self._over.set()

@@ -31,16 +31,16 @@ from .command import (
     shell_code,
     why_not_started,
 )
-from .helpers import Helpers
+from .helpers import JobServices
 from .join import close_run, open_plan, open_run
 from .option_types import bracketed
 from .options import parse_run
-from .plan import Plan, job_keys, meeting_place, run_plan, worker_settings
-from .run_ranks import Ranks
-from .say import Overflows, say, tell_of_torch, where_it_is
+from .plan import CollectorPlan, job_keys, meeting_place, run_plan, worker_settings
+from .run_ranks import HostRanks
+from .say import SeenOverflows, say, tell_of_torch, where_it_is
 from .schedulers.environment import read_task
-from .schedulers.job import Job
-from .tasks import NoFolder, Task, Tasks
+from .schedulers.job import SchedulerFacts
+from .tasks import HostTasks, NoFolder, TaskCommand
 
 _USUAL_RANKS = 8
 """So many recorders are looked for room for, as nobody says how many ranks there will be."""
@@ -76,31 +76,31 @@ def run(arguments: list[str]) -> int:
         if tasks is not None and not tasks.is_owner:
             return run_as_guest(args.command, tasks, unblocked, job=job)
         command = AttendedCommand(args.command, unblocked=unblocked, job=job)
-        return _Run(args, plan, ["gpuwatch", "run", *arguments], job, tasks, command).run()
+        return _HostRun(args, plan, ["gpuwatch", "run", *arguments], job, tasks, command).run()
     finally:
         if tasks is not None:
             tasks.close()
 
 
-def _tasks(args: argparse.Namespace, job: Job | None, plan: Plan) -> Tasks | None:
+def _tasks(args: argparse.Namespace, job: SchedulerFacts | None, plan: CollectorPlan) -> HostTasks | None:
     """The other tasks of this host, if the environment speaks of any. Raises NoFolder."""
     if job is None or job.tasks_here < 2:
         return None
     words = [plan.job, job.node or host_name()]
     secret = read_secret(args.secret_file)  # with one, nobody else can tell the folder's name beforehand
-    return Tasks(" ".join([*words, *filter(None, [secret])]), job.tasks_here)
+    return HostTasks(" ".join([*words, *filter(None, [secret])]), job.tasks_here)
 
 
-class _Run:
+class _HostRun:
     """The one of this host that has the agent."""
 
     def __init__(
         self,
         args: argparse.Namespace,
-        plan: Plan,
+        plan: CollectorPlan,
         words: list[str],
-        job: Job | None,
-        tasks: Tasks | None,
+        job: SchedulerFacts | None,
+        tasks: HostTasks | None,
         command: AttendedCommand,
     ) -> None:
         self._args = args
@@ -109,7 +109,7 @@ class _Run:
         self._tasks = tasks
         self._command = command
         keys = job_keys(args, plan)
-        self._helpers = Helpers(args, plan, keys, 0, words, job, "the command")
+        self._helpers = JobServices(args, plan, keys, 0, words, job, "the command")
         self._meeting_key = meeting_key(keys)
         self._join: Path | None = None
         """The file by which other hosts join."""
@@ -118,8 +118,8 @@ class _Run:
     def run(self) -> int:
         """Helpers up, the command, helpers down, exit code."""
         self._scratch = make_scratch(_USUAL_RANKS, say)
-        self._overflows = Overflows(self._scratch)
-        self._ranks = Ranks(self._scratch, self._helpers.tell, self._rank_ended)
+        self._overflows = SeenOverflows(self._scratch)
+        self._ranks = HostRanks(self._scratch, self._helpers.tell, self._rank_ended)
         try:
             address = self._helpers.start_collector(self._scratch, self._show)
             run_dir = self._helpers.run_dir
@@ -178,7 +178,7 @@ class _Run:
         command.start(self._scratch, self._join)
         if tasks is not None:
             tasks.share_scratch(self._scratch)
-            tasks.say(Task(command.pid))
+            tasks.say(TaskCommand(command.pid))
         while (code := command.turn()) is None:
             self._ranks.look(self._codes)
             self._stop_after_failure()

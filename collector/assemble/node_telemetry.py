@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from ...core.metrics import METRICS
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
-from ..report.model import Figure, NodeFigures, Notable, TelemetryReport, Verdict
-from .node_series import NodeSeries, Series, node_series
+from ..report.model import FigureSeries, NodeFigures, TelemetryReport, UnusualFigure, Verdict
+from .node_series import FigureSamples, NodeSeries, node_series
 from .stands_out import stands_out
 
 # When it was that the verdict is about. Pure.
@@ -128,7 +128,7 @@ def _telemetry_report(facts: RunFacts, verdict: Verdict) -> TelemetryReport | No
     )
 
 
-def _alike_counted(notable: list[Notable]) -> list[Notable]:
+def _alike_counted(notable: list[UnusualFigure]) -> list[UnusualFigure]:
     """The first few of each figure that stands out, each with how many other nodes it does on."""
     hosts: dict[str, dict[str, int]] = {}
     kept = []
@@ -152,11 +152,11 @@ def _figures(node: NodeSeries, *, with_event: bool) -> NodeFigures:
         if any(values):  # of most errors there are none
             metric = METRICS.get(what)
             text, unit = (metric.text, metric.unit) if metric is not None else (what, "")
-            figures.append(Figure(of, what, text, unit, values))
+            figures.append(FigureSeries(of, what, text, unit, values))
     return NodeFigures(node.host, [round(float(end), 1) for end in ends], figures, node.troubles)
 
 
-def _at(series: Series, ends: list[Any]) -> list[float | None]:
+def _at(series: FigureSamples, ends: list[Any]) -> list[float | None]:
     """The mean of what was there up to each of these times since the one before; a count's growth in a second."""
     place = numpy.searchsorted(ends, series.at_s)
     known = numpy.isfinite(series.values)

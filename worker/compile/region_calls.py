@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 
 from ..record.roots import ModuleInfo, RootInfo
-from ..stats.tensor_stats import Seen
+from ..stats.tensor_stats import TensorReading
 from .dynamo import is_for_inductor, is_split_by_ddp, uses_cuda_graphs
 from .graph_op import SEEN
-from .kinds import Opened, RegionFrame, RegionGradient
+from .kinds import RegionFrame, RegionGradient, RegionScope
 from .places import forget, on_device, renewed
 
 _MOST_UNTAKEN = 64
@@ -21,7 +21,7 @@ _OWN = -1
 """Stands for the module that a graph was traced for, where an id of another one may stand."""
 
 
-class Run:
+class RegionCall:
     """What the graph does for one module: this module's own calls, in the places that all of its class share."""
 
     def __init__(self, under: ModuleInfo | None, frames: list[RegionFrame], gradients: list[RegionGradient]) -> None:
@@ -57,7 +57,7 @@ class Run:
         modules = [part for frame in self.frames if (part := frame.info.ref()) is not None]
         return any(id(each) in tied for part in modules for each in part._parameters.values())
 
-    def source(self, position: int) -> Seen | torch.Tensor | None:
+    def source(self, position: int) -> TensorReading | torch.Tensor | None:
         """The numbers of the gradient at this position, or where they are."""
         place = self.gradients[position].place
         buffer = on_device(place)
@@ -66,14 +66,14 @@ class Run:
         return self.given[position] if self.given is not None else buffer
 
 
-class Runs:
+class RegionCalls:
     """Of one graph."""
 
     def __init__(
         self,
         root: ModuleInfo,
         owner: torch.nn.Module | None,
-        opened: Opened,
+        opened: RegionScope,
         frames: list[RegionFrame],
         gradients: list[RegionGradient],
     ) -> None:
@@ -83,17 +83,17 @@ class Runs:
         self._gradients = gradients
         self._owner: Callable[[], torch.nn.Module | None] = weakref.ref(owner) if owner is not None else _nothing
         """The module whose method it is a graph of."""
-        self._owner_type = type(owner) if opened is Opened.BY_OWNER else None
+        self._owner_type = type(owner) if opened is RegionScope.BY_OWNER else None
         """None: hooks do not see the call of the module whose method it is."""
         self._path_of = {id(part): path for path, part in owner.named_modules()} if owner is not None else {}
         """Id of a part of the owner -> its path there."""
         self._paths: dict[int, str | None] = {}
         """Id of the info of a module in the graph -> its path in the owner; None if it is no part of it."""
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, RegionCall] = {}
         """Id of the info of a module that shares the graph -> its run."""
-        self._live: dict[int, Run] = {}
+        self._live: dict[int, RegionCall] = {}
         """The runs since the batch began, the last one at the end."""
-        self._untaken: list[tuple[Run, int]] = []
+        self._untaken: list[tuple[RegionCall, int]] = []
         """Runs, and their pages then, whose gradients nobody had taken when the same module ran again."""
         self._is_split = is_split_by_ddp()
         may_share = owner is not None and not root.root.has_one(owner)
@@ -141,7 +141,7 @@ class Runs:
 
     def run_of(
         self, under: ModuleInfo | None, info_of: Callable[[torch.nn.Module, ModuleInfo], ModuleInfo]
-    ) -> Run | None:
+    ) -> RegionCall | None:
         """What has just run in the call `under`; None if it cannot be told for which module it was.
 
         `info_of` returns the info of a module in that call.
@@ -157,10 +157,10 @@ class Runs:
         elif module is not owner and self.is_shared:
             run = None
         else:
-            run = self._runs.setdefault(_OWN, Run(None, self._frames, self._gradients))
+            run = self._runs.setdefault(_OWN, RegionCall(None, self._frames, self._gradients))
         return run
 
-    def begin(self, run: Run, page: int, again: bool) -> None:
+    def begin(self, run: RegionCall, page: int, again: bool) -> None:
         """The graph has run its forward in this page. `again`: within the backward, by an activation checkpoint."""
         key = run.under.id if run.under is not None else _OWN
         earlier = self._live.pop(key, None)
@@ -174,7 +174,7 @@ class Runs:
 
     def _translated(
         self, under: ModuleInfo, info_of: Callable[[torch.nn.Module, ModuleInfo], ModuleInfo]
-    ) -> Run | None:
+    ) -> RegionCall | None:
         """The calls of the graph as those of another module of the owner's class."""
         module = under.ref()
         infos: dict[int, ModuleInfo] = {}
@@ -197,13 +197,13 @@ class Runs:
             for frame in self._frames
         }
         gradients = [replace(each, frame=frames[id(each.frame)]) for each in self._gradients]
-        return Run(under, [*frames.values()], gradients)
+        return RegionCall(under, [*frames.values()], gradients)
 
-    def _leave_untaken(self, run: Run) -> None:
+    def _leave_untaken(self, run: RegionCall) -> None:
         if run.next >= 0:
             self._untaken = [*self._untaken[1 - _MOST_UNTAKEN :], (run, run.page)]
 
-    def batch_ends(self, root: RootInfo, has_run_backward: Callable[[int], bool]) -> list[Run]:
+    def batch_ends(self, root: RootInfo, has_run_backward: Callable[[int], bool]) -> list[RegionCall]:
         """Forget the runs of this root. Returns those whose gradients were made and are not all recorded.
 
         `has_run_backward` tells of a page's number whether its backward has run.
@@ -229,7 +229,7 @@ class Runs:
 
     def new_gradients(
         self, owner: ModuleInfo | None, has_run_backward: Callable[[int], bool]
-    ) -> tuple[Run | None, list[int]]:
+    ) -> tuple[RegionCall | None, list[int]]:
         """Whose gradients have been written since the last call, and their positions, in the order of the backward.
 
         A parameter of `owner` has just got its gradient, and a backward writes them from the last to the first, so only
@@ -284,10 +284,10 @@ class Runs:
             position -= 1
         return run, found
 
-    def _run_with(self, owner: ModuleInfo | None) -> Run | None:
+    def _run_with(self, owner: ModuleInfo | None) -> RegionCall | None:
         return next((run for run in self._live.values() if owner is not None and owner.id in run.modules), None)
 
-    def _are_later_ones_over(self, run: Run) -> bool:
+    def _are_later_ones_over(self, run: RegionCall) -> bool:
         """Whether all gradients of the runs after this one have been taken: what is there now is its own."""
         later = reversed(self._live.values())
         return all(other.next < 0 for other in itertools.takewhile(lambda other: other is not run, later))

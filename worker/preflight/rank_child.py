@@ -49,7 +49,7 @@ _KILLED_S = 5.0
 _LAST_WORDS = 20000
 
 
-class Failure(msgspec.Struct, frozen=True):
+class ChildFailure(msgspec.Struct, frozen=True):
     """A ProbeFailure in the child."""
 
     detail: str
@@ -57,13 +57,13 @@ class Failure(msgspec.Struct, frozen=True):
     next: str = ""
 
 
-class Ending(msgspec.Struct, frozen=True):
+class TestEnding(msgspec.Struct, frozen=True):
     """How a test ended. `detail` says it in words. `said` is the last step that it began."""
 
     kind: Literal["ok", "raised", "died", "hung"]
     detail: str
     seconds: float
-    failure: Failure | None = None
+    failure: ChildFailure | None = None
     """For `raised`: the child's ProbeFailure. None for any other exception."""
     ours: bool = False
     """For `raised`: an error of gpuwatch's own test, of a type that neither torch nor the system raises."""
@@ -74,27 +74,27 @@ class Ending(msgspec.Struct, frozen=True):
     """The end of the child's output in this test, if the test failed."""
 
 
-class _Said(msgspec.Struct, tag="said"):
+class _ChildSaid(msgspec.Struct, tag="said"):
     step: str
 
 
-class _Raised(msgspec.Struct, tag="raised"):
+class _ChildRaised(msgspec.Struct, tag="raised"):
     detail: str
-    failure: Failure | None = None
+    failure: ChildFailure | None = None
     ours: bool = False
 
 
-class _Returned(msgspec.Struct, tag="returned"):
+class _ChildReturned(msgspec.Struct, tag="returned"):
     value: msgspec.Raw
 
 
-_Last = _Raised | _Returned | Literal["closed", "late"]
+_Last = _ChildRaised | _ChildReturned | Literal["closed", "late"]
 
-_decoder = msgspec.json.Decoder(_Said | _Raised | _Returned)
+_decoder = msgspec.json.Decoder(_ChildSaid | _ChildRaised | _ChildReturned)
 
 
 @dataclass(frozen=True)
-class _Process:
+class _ChildProcess:
     """A running child, and the parent's ends of its pipes."""
 
     child: psutil.Process
@@ -103,7 +103,7 @@ class _Process:
     output: IO[bytes]
 
 
-class Child:
+class TestProcess:
     """A child process for tests. It starts with the first test. If a test fails, the next one gets a new process.
 
     `perform` runs in the child. A request has no newline.
@@ -111,9 +111,9 @@ class Child:
 
     def __init__(self, perform: Perform) -> None:
         self._perform = perform
-        self._process: _Process | None = None
+        self._process: _ChildProcess | None = None
 
-    def run(self, request: bytes, deadline_s: float, on_line: Say = lambda step: None) -> Ending:
+    def run(self, request: bytes, deadline_s: float, on_line: Say = lambda step: None) -> TestEnding:
         """Run one test. Its steps are passed on as they begin."""
         began = time.monotonic()
         process = self._process or self._start()
@@ -124,8 +124,8 @@ class Child:
         except BaseException:
             self._end(at_once=True)
             raise
-        if isinstance(last, _Returned):
-            return Ending("ok", "", _since(began), said=said, value=bytes(last.value))
+        if isinstance(last, _ChildReturned):
+            return TestEnding("ok", "", _since(began), said=said, value=bytes(last.value))
         output = os.dup(process.output.fileno())
         try:
             ended = self._end(at_once=last == "late")
@@ -133,21 +133,21 @@ class Child:
         finally:
             os.close(output)
         seconds = _since(began)
-        if isinstance(last, _Raised):
-            return Ending("raised", last.detail, seconds, last.failure, last.ours, said, output=words)
+        if isinstance(last, _ChildRaised):
+            return TestEnding("raised", last.detail, seconds, last.failure, last.ours, said, output=words)
         if last == "closed":
             line = next((line for line in reversed(words.splitlines()) if line.strip()), "")
             detail = f"{ended}: {line[:500]}" if line else ended
-            return Ending("died", detail, seconds, said=said, output=words)
+            return TestEnding("died", detail, seconds, said=said, output=words)
         where = f" at {said}" if said else ""
-        return Ending("hung", f"hung{where} for {deadline_s:.0f} s{ended}", seconds, said=said, output=words)
+        return TestEnding("hung", f"hung{where} for {deadline_s:.0f} s{ended}", seconds, said=said, output=words)
 
     def close(self) -> None:
         """End the child, which frees its CUDA context and its memory. Does nothing if there is no child."""
         if self._process is not None:
             self._end(at_once=False)
 
-    def _start(self) -> _Process:
+    def _start(self) -> _ChildProcess:
         output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the child
         requests_read, requests_write = os.pipe()
         answers_read, answers_write = os.pipe()
@@ -170,7 +170,7 @@ class Child:
             os.setpgid(pid, pid)  # called here and in the child, since either may run first
         except OSError:
             pass  # it was the child
-        self._process = _Process(psutil.Process(pid), requests_write, answers_read, output)
+        self._process = _ChildProcess(psutil.Process(pid), requests_write, answers_read, output)
         return self._process
 
     def _end(self, *, at_once: bool) -> str:
@@ -207,7 +207,7 @@ def _follow(fd: int, deadline: float, on_line: Say) -> tuple[str, _Last]:
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
                 message = _decoder.decode(line)
-                if not isinstance(message, _Said):
+                if not isinstance(message, _ChildSaid):
                     return said, message
                 said = message.step
                 on_line(said)
@@ -277,13 +277,13 @@ def _answer(perform: Perform, request: bytes, answers: int) -> bool:
             data = data[os.write(answers, data) :]
 
     try:
-        tell(_Returned(msgspec.Raw(msgspec.json.encode(perform(request, lambda step: tell(_Said(step)))))))
+        tell(_ChildReturned(msgspec.Raw(msgspec.json.encode(perform(request, lambda step: tell(_ChildSaid(step)))))))
     except ProbeFailure as failure:
-        tell(_Raised(failure.detail, Failure(failure.detail, failure.peers, failure.next)))
+        tell(_ChildRaised(failure.detail, ChildFailure(failure.detail, failure.peers, failure.next)))
         return False
     except Exception as error:
         traceback.print_exc()
         ours = not isinstance(error, (RuntimeError, OSError, MemoryError, ValueError))
-        tell(_Raised(f"{type(error).__name__}: {error}".strip()[:2000], None, ours))
+        tell(_ChildRaised(f"{type(error).__name__}: {error}".strip()[:2000], None, ours))
         return False
     return True

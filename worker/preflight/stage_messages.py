@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from ...core.preflight import BandwidthRow, Finding, Grade, InventoryFacts
+from ...core.preflight import BandwidthRow, Grade, InventoryFacts, PreflightFinding
 
 Standing = Literal["ok", "failed", "victim"]
 """`failed`: by its own fault. `victim`: because of other ranks."""
@@ -27,7 +27,7 @@ class StageBegan(msgspec.Struct, frozen=True, tag="began"):
     """The step of this stage. For the inventory: the first step."""
 
 
-class At(msgspec.Struct, frozen=True, tag="at"):
+class StageProgress(msgspec.Struct, frozen=True, tag="at"):
     """The progress of a stage, such as `all_reduce` of a process group."""
 
     stage: str
@@ -36,7 +36,7 @@ class At(msgspec.Struct, frozen=True, tag="at"):
     """If not 0: the new limit, from here on."""
 
 
-class Waits(msgspec.Struct, frozen=True, tag="waits"):
+class StepWait(msgspec.Struct, frozen=True, tag="waits"):
     """This rank has done its part of a step and waits for the others, in the store."""
 
     step: str
@@ -79,16 +79,16 @@ class RankOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     detail: str = ""
 
 
-class Concluded(msgspec.Struct, frozen=True, tag="concluded"):
+class PreflightEnd(msgspec.Struct, frozen=True, tag="concluded"):
     """The end of the preflight: the findings of all ranks, and the ranks that failed or were victims."""
 
-    findings: list[Finding]
+    findings: list[PreflightFinding]
     outcomes: list[RankOutcome] = []
     backend: str = ""
     device: str = ""
 
 
-Line = StageBegan | At | Waits | StageEnded | InventoryLine | BandwidthLine | FaultLine | Concluded
+Line = StageBegan | StageProgress | StepWait | StageEnded | InventoryLine | BandwidthLine | FaultLine | PreflightEnd
 
 _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
@@ -107,7 +107,7 @@ Kind = Literal["ok", "raised", "died", "hung", "fallen", "fault", "foreign", "id
 """`fallen`: the rank's coordinator itself died or hung. `fault`: an error of gpuwatch. `idle`: the rank had no part."""
 
 
-class Attendance(msgspec.Struct, frozen=True):
+class RankAttendance(msgspec.Struct, frozen=True):
     """A rank that has arrived. `node` is GROUP_RANK."""
 
     host: str
@@ -137,14 +137,14 @@ class LinkSpeed(msgspec.Struct, frozen=True):
     gbs: float
 
 
-class Measured(msgspec.Struct, frozen=True):
+class RankMeasurements(msgspec.Struct, frozen=True):
     """What one rank measured. `links` are the links whose first rank it is."""
 
     rows: list[BandwidthRow]
     links: list[LinkSpeed] = []
 
 
-class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+class RankStepReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank's part in one step."""
 
     kind: Kind = "ok"
@@ -156,14 +156,14 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     next: str = ""
     said: str = ""
     """The last part of the test that it began."""
-    findings: list[Finding] = []
-    attendance: Attendance | None = None
+    findings: list[PreflightFinding] = []
+    attendance: RankAttendance | None = None
     facts: InventoryFacts | None = None
     computed: ComputeResult | None = None
-    measured: Measured | None = None
+    measured: RankMeasurements | None = None
 
 
-class Roster(msgspec.Struct, frozen=True):
+class RankRoster(msgspec.Struct, frozen=True):
     """The ranks that take part. Lists are indexed by rank."""
 
     hosts: list[str]
@@ -202,14 +202,14 @@ class PairTried(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class Conclusion(msgspec.Struct, frozen=True, omit_defaults=True):
+class StepConclusion(msgspec.Struct, frozen=True, omit_defaults=True):
     """The result of all reports of a step and of the steps before."""
 
     next: str = ""
     """The next step; "" ends the preflight."""
-    findings: list[Finding] = []
+    findings: list[PreflightFinding] = []
     outcomes: list[RankOutcome] = []
-    roster: Roster | None = None
+    roster: RankRoster | None = None
     """Only with the arrival's conclusion."""
     arrived: int = 0
     pairs: list[tuple[int, int]] = []

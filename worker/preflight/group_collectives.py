@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...core.text import ranks_text
-from .blame.group import Vote, VoteResult, judge, judge_sums_of_pairs
+from .blame.group_blame import RankVote, VoteResult, judge, judge_sums_of_pairs
 from .blame.pairs import ROUNDS, PairResult, blame, next_pairs
-from .child import ProbeFailure
+from .rank_child import ProbeFailure
 
 # Collectives with a deadline, on gloo and on NCCL alike.
 #
@@ -50,7 +50,7 @@ def join(
     rank: int,
     deadline: float,
     say: Callable[[str], None],
-) -> Collectives:
+) -> GroupCollectives:
     """Make the process group of this process. NCCL connects at once, since it is given the device.
 
     Raises ProbeFailure, with the ranks that do not come, or with no ranks if the group is not up at the deadline.
@@ -76,7 +76,7 @@ def join(
         )
 
     _in_time(make, timeout_s, f"{backend} had not connected {len(ranks)} ranks")
-    return Collectives(device, deadline)
+    return GroupCollectives(device, deadline)
 
 
 def _set_up_nccl() -> None:
@@ -120,7 +120,7 @@ def _in_time(call: Callable[[], None], timeout_s: float, otherwise: str) -> None
         raise errors[0]
 
 
-class Collectives:
+class GroupCollectives:
     """Collectives of the group that this process has joined. Raises ProbeFailure at the deadline."""
 
     def __init__(self, device: torch.device, deadline: float) -> None:
@@ -201,7 +201,7 @@ def check_group(
     if len(ranks) == 1:
         return "one rank: nothing to test"
     collectives = join(store, device, backend, ranks, rank, deadline, say)
-    vote = _Round(store, collectives, device, ranks, rank, say).run()
+    vote = _CollectiveRound(store, collectives, device, ranks, rank, say).run()
     say("votes")
     votes = exchange(PrefixStore("votes", store), ranks, rank, vote, deadline)
     verdict = judge(votes)
@@ -215,7 +215,7 @@ def check_group(
     return f"all_reduce, all_gather, broadcast and barrier over {len(ranks)} ranks came out right ({backend})"
 
 
-def exchange(store: Store, ranks: Sequence[int], rank: int, mine: Vote, deadline: float) -> dict[int, Vote]:
+def exchange(store: Store, ranks: Sequence[int], rank: int, mine: RankVote, deadline: float) -> dict[int, RankVote]:
     """The votes of all ranks. Raises ProbeFailure with the ranks that give none in time."""
     store.set(str(rank), msgspec.json.encode(mine).decode())
     keys = [str(one) for one in ranks]
@@ -226,16 +226,18 @@ def exchange(store: Store, ranks: Sequence[int], rank: int, mine: Vote, deadline
         if not silent:
             raise
         raise ProbeFailure(f"{ranks_text(silent)} did not say what came out of the test", peers=silent) from error
-    return {one: msgspec.json.decode(found, type=Vote) for one, found in zip(ranks, store.multi_get(keys), strict=True)}
+    return {
+        one: msgspec.json.decode(found, type=RankVote) for one, found in zip(ranks, store.multi_get(keys), strict=True)
+    }
 
 
-class _Round:
+class _CollectiveRound:
     """One run of the collectives, and this rank's results."""
 
     def __init__(
         self,
         store: Store,
-        collectives: Collectives,
+        collectives: GroupCollectives,
         device: torch.device,
         ranks: Sequence[int],
         rank: int,
@@ -248,14 +250,14 @@ class _Round:
         self._rank = rank
         self._say = say
 
-    def run(self) -> Vote:
-        steps: list[tuple[str, Callable[[], Vote]]] = [
+    def run(self) -> RankVote:
+        steps: list[tuple[str, Callable[[], RankVote]]] = [
             ("all_reduce", self._all_reduce),
             ("all_gather", self._all_gather),
             ("broadcast", self._broadcast),
             ("barrier", self._barrier),
         ]
-        seen = Vote()
+        seen = RankVote()
         for name, step in steps:
             self._say(name)
             found = step()
@@ -264,10 +266,10 @@ class _Round:
             )
         return seen
 
-    def _all_reduce(self) -> Vote:
-        return Vote(sum_error=sum_error(self._collectives, self._device, self._ranks, self._rank))
+    def _all_reduce(self) -> RankVote:
+        return RankVote(sum_error=sum_error(self._collectives, self._device, self._ranks, self._rank))
 
-    def _all_gather(self) -> Vote:
+    def _all_gather(self) -> RankVote:
         mine = values_of(self._rank, SIZES[0]).to(self._device)
         gathered = [torch.empty_like(mine) for _ in self._ranks]
         self._collectives.all_gather(gathered, mine)
@@ -276,9 +278,9 @@ class _Round:
             for one, got in zip(self._ranks, gathered, strict=True)
             if not torch.equal(got.cpu(), values_of(one, SIZES[0]))
         ]
-        return Vote(gather_errors=wrong)
+        return RankVote(gather_errors=wrong)
 
-    def _broadcast(self) -> Vote:
+    def _broadcast(self) -> RankVote:
         wrong = []
         for root in self._ranks if len(self._ranks) <= SMALL else (self._ranks[0], self._ranks[-1]):
             due = values_of(root, SIZES[0])
@@ -286,19 +288,19 @@ class _Round:
             self._collectives.broadcast(got, self._ranks.index(root))
             if not torch.equal(got.cpu(), due):
                 wrong.append(root)
-        return Vote(broadcast_errors=wrong)
+        return RankVote(broadcast_errors=wrong)
 
-    def _barrier(self) -> Vote:
+    def _barrier(self) -> RankVote:
         self._store.add("entered", 1)
         self._collectives.barrier()
         entered = self._store.add("entered", 0)
         if entered < len(self._ranks):
-            return Vote(barrier_error=f"{entered} of {len(self._ranks)} ranks had reached it")
-        return Vote()
+            return RankVote(barrier_error=f"{entered} of {len(self._ranks)} ranks had reached it")
+        return RankVote()
 
 
 def sum_error(
-    collectives: Collectives,
+    collectives: GroupCollectives,
     device: torch.device,
     ranks: Sequence[int],
     rank: int,
@@ -343,7 +345,7 @@ def _repeated(pattern: list[int], count: int) -> torch.Tensor:
 
 def _search(
     store: Store,
-    collectives: Collectives,
+    collectives: GroupCollectives,
     device: torch.device,
     ranks: Sequence[int],
     rank: int,
@@ -362,7 +364,7 @@ def _search(
             group = dist.new_group([list(ranks).index(one) for one in pair])
             if rank in pair:
                 error = sum_error(collectives, device, pair, rank, group)
-        votes = exchange(PrefixStore(f"pairs/{number}", store), ranks, rank, Vote(sum_error=error), deadline)
+        votes = exchange(PrefixStore(f"pairs/{number}", store), ranks, rank, RankVote(sum_error=error), deadline)
         for a, b in pairs:
             found = votes[a].sum_error or votes[b].sum_error
             results.append(PairResult(a, b, not found, found))

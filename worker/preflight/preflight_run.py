@@ -15,29 +15,37 @@ import time
 from collections.abc import Iterator
 
 from ...core.errors import ExitCode
-from ...core.events import Bandwidth, Fault, Inventory, PeerOutcome, PreflightBegan, PreflightResult, PreflightStage
+from ...core.events import (
+    BandwidthRows,
+    OwnFault,
+    PeerOutcome,
+    PreflightBegan,
+    PreflightResult,
+    PreflightStage,
+    RankInventoryEvent,
+)
 from ...core.host import host_name
-from ...core.identity import Identity
+from ...core.identity import RankIdentity
 from ...core.own_imports import own_command
-from ...core.preflight import Finding
-from ...core.recorder.layout import Field, RankPhase, seal
+from ...core.preflight import PreflightFinding
+from ...core.recorder.layout import HeadField, RankPhase, seal
 from ...core.settings import VARIABLE
 from ...core.tell import tell
-from ..session import Session
-from .messages import (
-    At,
+from ..session import WorkerSession
+from .stage_messages import (
     BandwidthLine,
-    Concluded,
     FaultLine,
     InventoryLine,
     Line,
+    PreflightEnd,
     RankOutcome,
     StageBegan,
     StageEnded,
-    Waits,
+    StageProgress,
+    StepWait,
     parse,
 )
-from .steps import Deadlines
+from .steps import StageDeadlines
 
 _MARGIN_S = 5.0
 """Time for a coordinator to notice that one of its tests has hung, and to kill it."""
@@ -50,14 +58,14 @@ MOST_WRITTEN = 100
 class CoordinatorRun:
     """One coordinator process and its progress."""
 
-    def __init__(self, session: Session, identity: Identity, arguments: list[str], limit_s: float) -> None:
+    def __init__(self, session: WorkerSession, identity: RankIdentity, arguments: list[str], limit_s: float) -> None:
         self.stage = "inventory"
         self.step = "arrive"
         self.doing = ""
         self.waits = False
         self.hung_s: float | None = None
         self.exit_code: int | None = None
-        self.concluded: Concluded | None = None
+        self.concluded: PreflightEnd | None = None
         self._limit_s = limit_s
         self._deadline = time.monotonic() + limit_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by last_words
@@ -95,14 +103,14 @@ class CoordinatorRun:
         if isinstance(line, StageBegan):
             self.stage, self.step, self.doing, self.waits = line.stage, line.step, "", False
             self._allow(line.limit_s + _MARGIN_S)
-        elif isinstance(line, Waits):
+        elif isinstance(line, StepWait):
             self.step, self.waits = line.step, True
             self._allow(line.limit_s + _MARGIN_S)
-        elif isinstance(line, At):
+        elif isinstance(line, StageProgress):
             self.doing = line.doing
             if line.limit_s:
                 self._allow(line.limit_s + _MARGIN_S)
-        elif isinstance(line, Concluded):
+        elif isinstance(line, PreflightEnd):
             self.concluded = line
             self._allow(_MARGIN_S)
 
@@ -139,29 +147,29 @@ class CoordinatorRun:
         return f"died in stage {self.stage}{at}: {_exit_text(self.exit_code)}{f': {words}' if words else ''}"
 
 
-def preflight_or_exit(session: Session, identity: Identity, script: str) -> None:
+def preflight_or_exit(session: WorkerSession, identity: RankIdentity, script: str) -> None:
     """Test this rank. Ends the process if the training should not start. Raises SystemExit alone."""
     session.enter(RankPhase.PREFLIGHT)
     try:
         sentence = run_preflight(session, identity, script)
     except Exception as error:
-        session.recorder.append(Fault(session.where(), "preflight", f"{type(error).__name__}: {error}"))
+        session.recorder.append(OwnFault(session.where(), "preflight", f"{type(error).__name__}: {error}"))
         return
     if sentence is not None:
-        session.recorder.fields[Field.ABORT] = seal(ExitCode.PREFLIGHT_FAILED)
+        session.recorder.fields[HeadField.ABORT] = seal(ExitCode.PREFLIGHT_FAILED)
         if identity.local_rank == 0:  # all ranks have the same sentence
             tell(f"gpuwatch: {sentence}")
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
 
 
-def run_preflight(session: Session, identity: Identity, script: str = "") -> str | None:
+def run_preflight(session: WorkerSession, identity: RankIdentity, script: str = "") -> str | None:
     """Test this rank. Returns None if the rank may go on, else the sentence with which it stops."""
     settings, recorder = session.settings, session.recorder
     if not identity.agent_store:
         detail = "torchrun's agent hosts no store here (TORCHELASTIC_USE_AGENT_STORE is not True)"
         recorder.append(PreflightResult(session.where(), "skipped", detail=detail, stops=settings.check_only))
         return f"nothing was checked: {detail}" if settings.check_only else None
-    limit_s = Deadlines(settings.preflight_timeout_s).work("inventory") + _MARGIN_S
+    limit_s = StageDeadlines(settings.preflight_timeout_s).work("inventory") + _MARGIN_S
     try:
         coordinator = CoordinatorRun(session, identity, ["--script", script], limit_s)
     except OSError as error:  # out of memory or processes: the script would fail, too
@@ -173,7 +181,7 @@ def run_preflight(session: Session, identity: Identity, script: str = "") -> str
     return _decide(session, identity, concluded)
 
 
-def _follow(session: Session, run: CoordinatorRun) -> None:
+def _follow(session: WorkerSession, run: CoordinatorRun) -> None:
     for line in run.lines():
         where = session.where()
         if isinstance(line, StageBegan):
@@ -181,14 +189,14 @@ def _follow(session: Session, run: CoordinatorRun) -> None:
         elif isinstance(line, StageEnded):
             session.recorder.append(PreflightStage(where, line.stage, line.seconds, line.detail, line.grade))
         elif isinstance(line, InventoryLine):
-            session.recorder.append(Inventory(where, line.facts.device, line.facts.versions, line.facts))
+            session.recorder.append(RankInventoryEvent(where, line.facts.device, line.facts.versions, line.facts))
         elif isinstance(line, BandwidthLine):
-            session.recorder.append(Bandwidth(where, line.rows))
+            session.recorder.append(BandwidthRows(where, line.rows))
         elif isinstance(line, FaultLine):
-            session.recorder.append(Fault(where, "preflight", line.message))
+            session.recorder.append(OwnFault(where, "preflight", line.message))
 
 
-def _tell_others(session: Session, identity: Identity, fell: CoordinatorRun) -> Concluded:
+def _tell_others(session: WorkerSession, identity: RankIdentity, fell: CoordinatorRun) -> PreflightEnd:
     """Report in the store that this rank's coordinator failed. Returns the conclusion."""
     detail = fell.how_it_fell()
     arguments = ["--fallen", fell.step, "--stage", fell.stage, "--detail", detail]
@@ -200,10 +208,10 @@ def _tell_others(session: Session, identity: Identity, fell: CoordinatorRun) -> 
     return teller.concluded or _unheard(identity, fell.stage, detail)
 
 
-def _unheard(identity: Identity, stage: str, detail: str) -> Concluded:
+def _unheard(identity: RankIdentity, stage: str, detail: str) -> PreflightEnd:
     """The conclusion of a rank that cannot inform the others: they only find that it is missing."""
     host = host_name()
-    finding = Finding(
+    finding = PreflightFinding(
         stage=stage,
         grade="fail",
         subject="rank",
@@ -211,10 +219,10 @@ def _unheard(identity: Identity, stage: str, detail: str) -> Concluded:
         hosts=[host],
         sentence=f"rank {identity.rank} ({host}) {detail}; it could not tell the others",
     )
-    return Concluded([finding], [RankOutcome(identity.rank, "failed", stage, detail)])
+    return PreflightEnd([finding], [RankOutcome(identity.rank, "failed", stage, detail)])
 
 
-def _decide(session: Session, identity: Identity, concluded: Concluded) -> str | None:
+def _decide(session: WorkerSession, identity: RankIdentity, concluded: PreflightEnd) -> str | None:
     rank = identity.rank
     failures = [finding for finding in concluded.findings if finding.grade == "fail"]
     stops = bool(failures) and session.settings.on_preflight_failure == "stop"
@@ -236,7 +244,7 @@ def _decide(session: Session, identity: Identity, concluded: Concluded) -> str |
     return _sentence(failures, check_only=session.settings.check_only) if stops else None
 
 
-def _sentence(failures: list[Finding], *, check_only: bool) -> str:
+def _sentence(failures: list[PreflightFinding], *, check_only: bool) -> str:
     """What this rank prints: the first failure."""
     first = failures[0]
     more = f" (and {len(failures) - 1} more)" if failures[1:] else ""

@@ -15,7 +15,7 @@ _EXPORTS = ("export", "export_for_training", "export_for_inference", "draft_expo
 """Functions of torch.export that trace a module. Not every version of torch has all of them."""
 
 
-class Exports:
+class ExportPatches:
     """Those functions, replaced. `attach` puts ours in place, `detach` takes them away."""
 
     def __init__(self, handles: Callable[[], list[Any]]) -> None:

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from ....core.preflight import Finding
+from ....core.preflight import PreflightFinding
 from ....core.text import ranks_text
-from ..messages import Report
+from ..stage_messages import RankStepReport
 
 
 @dataclass(frozen=True)
-class Judgement:
+class GroupBlame:
     """`findings` is empty if nobody can be blamed. `failed` is whether the group failed at all."""
 
     failed: bool
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[PreflightFinding] = field(default_factory=list)
     victims: dict[int, str] = field(default_factory=dict)
     """rank -> what it reported"""
 
@@ -35,9 +35,11 @@ class Judgement:
         return most[0][0] if most else ""
 
 
-def rank_failed(stage: str, rank: int, host: str, said: str, next_: str = "", victims: Sequence[int] = ()) -> Finding:
+def rank_failed(
+    stage: str, rank: int, host: str, said: str, next_: str = "", victims: Sequence[int] = ()
+) -> PreflightFinding:
     """A finding that names one rank. `said` is the predicate of its sentence. `host`: "" if it is not known."""
-    return Finding(
+    return PreflightFinding(
         stage=stage,
         grade="fail",
         subject="rank",
@@ -50,22 +52,22 @@ def rank_failed(stage: str, rank: int, host: str, said: str, next_: str = "", vi
 
 
 def judge_group(
-    stage: str, members: Mapping[int, Report], hosts: Mapping[int, str], *, one_node: bool = False
-) -> Judgement:
+    stage: str, members: Mapping[int, RankStepReport], hosts: Mapping[int, str], *, one_node: bool = False
+) -> GroupBlame:
     """`members` are the reports of the ranks that were in the group."""
     bad = {rank: report for rank, report in members.items() if report.kind not in ("ok", "idle")}
     if not bad:
-        return Judgement(False)
+        return GroupBlame(False)
     reasons = _own_faults(bad) or _accused(bad) or (_hangs_alone(bad) if one_node else {})
     victims = {rank: _seen(report) for rank, report in bad.items() if rank not in reasons}
     findings = [
         rank_failed(stage, rank, hosts.get(rank, ""), said, next_, victims=[] if number else list(victims))
         for number, (rank, (said, next_)) in enumerate(sorted(reasons.items()))
     ]
-    return Judgement(True, findings, victims)
+    return GroupBlame(True, findings, victims)
 
 
-def _own_faults(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
+def _own_faults(bad: Mapping[int, RankStepReport]) -> dict[int, tuple[str, str]]:
     """Ranks that died or report a fault of their own."""
     return {
         rank: (_failed_text(report), report.next)
@@ -74,7 +76,7 @@ def _own_faults(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
     }
 
 
-def _failed_text(report: Report) -> str:
+def _failed_text(report: RankStepReport) -> str:
     step = f" at {report.said}" if report.said and report.said not in report.detail else ""
     if report.kind == "died":
         return f"died{step}: {report.detail}"
@@ -83,7 +85,7 @@ def _failed_text(report: Report) -> str:
     return f"failed{step}: {report.detail}"
 
 
-def _accused(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
+def _accused(bad: Mapping[int, RankStepReport]) -> dict[int, tuple[str, str]]:
     """Ranks accused by more ranks than they accuse themselves. Two ranks that accuse each other are undecided."""
     accusers: dict[int, list[int]] = {}
     for rank, report in bad.items():
@@ -99,7 +101,7 @@ def _accused(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
     return accused
 
 
-def _hangs_alone(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
+def _hangs_alone(bad: Mapping[int, RankStepReport]) -> dict[int, tuple[str, str]]:
     """Ranks that had to be killed while others were not: torch's own, shorter timeout did not end them."""
     hung = {rank: report for rank, report in bad.items() if report.kind == "hung"}
     if len(hung) == len(bad):
@@ -114,7 +116,7 @@ def _hangs_alone(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
     return {rank: (report.detail, report.next) for rank, report in hung.items()}
 
 
-def _seen(report: Report) -> str:
+def _seen(report: RankStepReport) -> str:
     return f"{report.detail}{f' (at {report.said})' if report.said and report.said not in report.detail else ''}"
 
 
@@ -125,7 +127,7 @@ def _seen(report: Report) -> str:
 # between them: undetermined.
 
 
-class Vote(msgspec.Struct, frozen=True):
+class RankVote(msgspec.Struct, frozen=True):
     """What one rank received. Ranks are global numbers."""
 
     sum_error: str = ""
@@ -146,7 +148,7 @@ class VoteResult:
     search: bool = False
 
 
-def judge(votes: Mapping[int, Vote]) -> VoteResult | None:
+def judge(votes: Mapping[int, RankVote]) -> VoteResult | None:
     """The verdict over all votes; None if nothing was wrong. Wrong transfers come first: they make sums wrong, too."""
     return (
         _judge_transfers(
@@ -160,7 +162,7 @@ def judge(votes: Mapping[int, Vote]) -> VoteResult | None:
     )
 
 
-def judge_sums_of_pairs(votes: Mapping[int, Vote], bad: Collection[int]) -> VoteResult:
+def judge_sums_of_pairs(votes: Mapping[int, RankVote], bad: Collection[int]) -> VoteResult:
     """The verdict over wrong sums once pairs have been tried; `bad` failed in every pair while others did not."""
     wrong = [rank for rank in sorted(votes) if votes[rank].sum_error]
     if bad:
@@ -175,7 +177,7 @@ def judge_sums_of_pairs(votes: Mapping[int, Vote], bad: Collection[int]) -> Vote
     return _sum_undetermined(wrong, votes, "pairs of ranks do not tell which rank adds wrong")
 
 
-def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int, Vote]) -> VoteResult | None:
+def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int, RankVote]) -> VoteResult | None:
     """The verdict from (receiver, sender) of every wrong transfer."""
     if not errors:
         return None
@@ -216,7 +218,7 @@ def _of_others(rank: int, senders: Mapping[int, set[int]]) -> set[int]:
     return {sender for other, of in senders.items() if other != rank for sender in of}
 
 
-def _judge_sums(votes: Mapping[int, Vote]) -> VoteResult | None:
+def _judge_sums(votes: Mapping[int, RankVote]) -> VoteResult | None:
     wrong = [rank for rank in sorted(votes) if votes[rank].sum_error]
     if not wrong:
         return None
@@ -225,12 +227,12 @@ def _judge_sums(votes: Mapping[int, Vote]) -> VoteResult | None:
     return replace(found, search=len(votes) > 2)
 
 
-def _wrong_alone(rank: int, votes: Mapping[int, Vote]) -> VoteResult:
+def _wrong_alone(rank: int, votes: Mapping[int, RankVote]) -> VoteResult:
     others = ranks_text(other for other in votes if other != rank)
     return VoteResult(f"rank {rank} adds wrong: {votes[rank].sum_error}, while {others} got it right", (rank,))
 
 
-def _sum_undetermined(wrong: list[int], votes: Mapping[int, Vote], why: str = "") -> VoteResult:
+def _sum_undetermined(wrong: list[int], votes: Mapping[int, RankVote], why: str = "") -> VoteResult:
     who = "all ranks" if len(wrong) == len(votes) else ranks_text(wrong)
     return VoteResult(
         f"{votes[wrong[0]].sum_error}, at {who}, although every rank's own values arrive; undetermined which rank adds "
@@ -238,7 +240,7 @@ def _sum_undetermined(wrong: list[int], votes: Mapping[int, Vote], why: str = ""
     )
 
 
-def _judge_barrier(votes: Mapping[int, Vote]) -> VoteResult | None:
+def _judge_barrier(votes: Mapping[int, RankVote]) -> VoteResult | None:
     early = [rank for rank in sorted(votes) if votes[rank].barrier_error]
     if not early:
         return None

@@ -16,10 +16,10 @@ from typing import Any
 import numpy
 
 from ...core.recorder.step_table import PARTS
-from ...core.wire.messages import AgentBody, Beat, RankState
-from ...core.wire.view import SlowRank
+from ...core.wire.messages import AgentBody, NodeBeat, RankState
+from ...core.wire.view import ViewStraggler
 from ..assemble.stragglers import LEAST_STEPS, LOUD, PART_TEXT, WARM_UP, SlowNow, find_slow_now
-from ..facts.fold import Fold
+from ..facts.fold import FactFold
 
 LEAST_S = 10.0
 """Ranks are compared over this time at least, and over `LEAST_STEPS` steps of each."""
@@ -28,7 +28,7 @@ _MOST_US = 1 << 53
 
 
 @dataclass(frozen=True)
-class _Told:
+class _StragglerNotice:
     rank: int
     loud: bool
 
@@ -36,7 +36,9 @@ class _Told:
 class LiveStragglers:
     """`folded` knows the ranks' hosts, `say` is given the lines, `clock` is monotonic."""
 
-    def __init__(self, folded: Fold, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folded: FactFold, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._folded = folded
         self._say = say
         self._clock = clock
@@ -45,15 +47,15 @@ class LiveStragglers:
         self._before: dict[int, RankState] = {}
         """By rank: at the last comparison."""
         self._due = 0.0
-        self._seen: _Told | None = None
+        self._seen: _StragglerNotice | None = None
         """What the last comparison has shown, and what was told last."""
-        self._told: _Told | None = None
-        self.slow: SlowRank | None = None
+        self._told: _StragglerNotice | None = None
+        self.slow: ViewStraggler | None = None
         """Who it is now, where the last two comparisons agree."""
 
     def hear(self, body: AgentBody) -> None:
         """A beat has where its ranks are."""
-        if not isinstance(body, Beat):
+        if not isinstance(body, NodeBeat):
             return
         for state in body.ranks:
             if state.attempt > self._attempt:
@@ -85,9 +87,9 @@ class LiveStragglers:
         means = numpy.array([self._mean(rank, steps) for rank, steps in zip(ranks, more, strict=True)])
         self._begin(now)
         slow = find_slow_now(means)
-        seen = _Told(ranks[slow.place], slow.cost >= LOUD) if slow is not None else None
+        seen = _StragglerNotice(ranks[slow.place], slow.cost >= LOUD) if slow is not None else None
         if _rank_of(seen) == _rank_of(self._seen):
-            self.slow = SlowRank(seen.rank, self._host(seen.rank), slow.cost) if seen and slow else None
+            self.slow = ViewStraggler(seen.rank, self._host(seen.rank), slow.cost) if seen and slow else None
             self._tell(seen, slow)
         self._seen = seen
 
@@ -105,8 +107,8 @@ class LiveStragglers:
         parts = numpy.subtract(self._newest[rank].parts_us, self._before[rank].parts_us)
         return parts / 1e6 / steps
 
-    def _tell(self, seen: _Told | None, slow: SlowNow | None) -> None:
-        if seen == self._told or (seen is not None and self._told == _Told(seen.rank, True)):
+    def _tell(self, seen: _StragglerNotice | None, slow: SlowNow | None) -> None:
+        if seen == self._told or (seen is not None and self._told == _StragglerNotice(seen.rank, True)):
             return
         before, self._told = self._told, seen
         if seen is None or slow is None:
@@ -129,5 +131,5 @@ def _is_timed(state: RankState) -> bool:
     return len(state.parts_us) == len(PARTS) and all(0 <= us < _MOST_US for us in state.parts_us)
 
 
-def _rank_of(told: _Told | None) -> int | None:
+def _rank_of(told: _StragglerNotice | None) -> int | None:
     return told.rank if told is not None else None

@@ -126,7 +126,7 @@ class ListedRun(msgspec.Struct, frozen=True):
     verdict: ListedVerdict | None = None
 
 
-class _Report(msgspec.Struct, frozen=True):
+class _RunSummary(msgspec.Struct, frozen=True):
     run: ListedInfo
     verdict: ListedVerdict
 
@@ -141,7 +141,7 @@ def list_runs(runs_dir: Path) -> list[ListedRun]:
 
 def _listed(paths: RunPaths) -> ListedRun:
     try:
-        report = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=_Report)
+        report = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=_RunSummary)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ListedRun(paths.run_id)
     return ListedRun(paths.run_id, report.run, report.verdict)

@@ -7,7 +7,7 @@ import math
 from ...core.values import DTYPE_MAX
 from ...core.wire.columns import NO_NUMBER
 from ..facts.facts import RankFacts, RunFacts
-from ..facts.kept_history import OpenHistory, Returned
+from ..facts.kept_history import ModuleOutputs, OpenHistory
 from ..report.model import HeatModule, ModuleHistory, ModulesByRanks, RankSeries, Verdict
 
 MOST_RANKS = 256
@@ -57,7 +57,7 @@ def _open(rank: RankFacts, root: str | None) -> OpenHistory | None:
 
 def _over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int) -> ModuleHistory | None:
     found: list[RankSeries] = []
-    returned = Returned(verdict.module or "", verdict.cls or "", verdict.dtype or "")
+    returned = ModuleOutputs(verdict.module or "", verdict.cls or "", verdict.dtype or "")
     most = max(32, min(512, _MOST_POINTS // max(1, len(opened))))
     for rank, history in opened.items():
         column = next((n for n, each in enumerate(history.modules) if each.module == verdict.module), None)
@@ -103,7 +103,7 @@ def _over_ranks(opened: dict[int, OpenHistory], verdict: Verdict) -> ModulesByRa
     )
 
 
-def _around(modules: list[Returned], name: str | None, most: int) -> list[Returned]:
+def _around(modules: list[ModuleOutputs], name: str | None, most: int) -> list[ModuleOutputs]:
     """At most so many: more of those in front of the verdict's than behind it."""
     if len(modules) <= most:
         return modules
@@ -112,7 +112,7 @@ def _around(modules: list[Returned], name: str | None, most: int) -> list[Return
     return modules[first : first + most]
 
 
-def _row(history: OpenHistory, at: int, modules: list[Returned]) -> list[float | None]:
+def _row(history: OpenHistory, at: int, modules: list[ModuleOutputs]) -> list[float | None]:
     column = {each.module: n for n, each in enumerate(history.modules)}
     numbers = history.numbers[at].tolist()
     return [_number(numbers[column[each.module]]) if each.module in column else NO_NUMBER for each in modules]

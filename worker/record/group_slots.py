@@ -17,7 +17,7 @@ from typing import Any
 
 from ...core.recorder import group_table as table
 from ...core.recorder.group_table import GroupField, GroupPhase
-from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, Field
+from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, HeadField
 from ...core.recorder.writer import RecorderWriter
 from ..stats.tensor_stats import CODES
 
@@ -28,7 +28,7 @@ _RECENT_AT, _OPERATION_BYTES = table.RECENT_AT, table.OPERATION_BYTES
 _ISSUING, _WAITING, _FAILED = int(GroupPhase.ISSUING), int(GroupPhase.WAITING), int(GroupPhase.FAILED)
 _MOVE_AT, _P2P, _RING_MASK = 8 * GroupField.BEGUN, int(GroupField.P2P), table.RECENT - 1
 _BEGUN, _STATE, _ENDED = int(GroupField.BEGUN), int(GroupField.STATE), int(GroupField.ENDED)
-_COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), int(Field.WAITED_NS)
+_COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), int(HeadField.WAITED_NS)
 _SEND = table.OPERATIONS.index("send")
 _MOST_PENDING = 1024
 """Operations that nobody waits for are forgotten beyond so many."""
@@ -44,7 +44,7 @@ class GroupCall(IntEnum):
     WAIT = 3
 
 
-class Slot:
+class GroupSlot:
     """One group's place in the table."""
 
     __slots__ = ("at", "field", "group", "members", "name", "number", "ranks")
@@ -74,10 +74,10 @@ NO_MESSAGE = -1
 
 
 @dataclass
-class Place:
+class OperationPlace:
     """An operation that has begun."""
 
-    slot: Slot
+    slot: GroupSlot
     number: int
     message: int = NO_MESSAGE
     """What `message_begun` has returned."""
@@ -109,14 +109,14 @@ class GroupTable:
         self.fields = self._header = recorder.fields
         self._fields = recorder.groups
         self._pid = os.getpid()
-        self._slots: dict[int, Slot | None] = {}
+        self._slots: dict[int, GroupSlot | None] = {}
         """by id of the group; None: it found no slot, or its backend counts nothing"""
         self.memory = recorder.memory
         self.shows = False
         """Whether operations are noted. Else the table stays empty: a number that does not move would be wrong."""
         self.native: Any = None
         """The GroupWriter; None if the methods below write the operations."""
-        self._pending: dict[int, tuple[Any, Place]] = {}
+        self._pending: dict[int, tuple[Any, OperationPlace]] = {}
         """id of a work -> (weak reference, place)"""
         self._sent: dict[tuple[int, int], int] = {}
         """(slot, rank of the group) -> sends begun"""
@@ -159,7 +159,7 @@ class GroupTable:
         """(sends begun, receives that have come to their end)."""
         return self._by_peer(self._sent), self._by_peer(self._received)
 
-    def slot_at(self, number: int) -> Slot | None:
+    def slot_at(self, number: int) -> GroupSlot | None:
         """The slot of that number, if a group holds it."""
         return next((slot for slot in self._slots.values() if slot is not None and slot.number == number), None)
 
@@ -202,7 +202,7 @@ class GroupTable:
             if slot is not None:
                 self._count_unseen(slot, group._get_sequence_number_for_group())
 
-    def slot_of(self, group: Any) -> Slot | None:
+    def slot_of(self, group: Any) -> GroupSlot | None:
         """A group's slot. A new group gets a free one, if there is one."""
         key = id(group)
         slot = self._slots.get(key)
@@ -215,7 +215,7 @@ class GroupTable:
         self._slots = {k: s for k, s in self._slots.items() if s is None or s.field in used}
         self._slots[key] = None
         if number is not None:
-            slot = Slot(group, number)
+            slot = GroupSlot(group, number)
             for counts in (self._sent, self._received, self._messages):
                 for old in [old for old in counts if old[0] == number]:
                     del counts[old]  # type: ignore[arg-type]  # of whichever of them it is
@@ -224,7 +224,7 @@ class GroupTable:
             except RuntimeError:  # a backend without the counter
                 number = None
         if number is None:
-            self._header[Field.GROUPS_NOT_SHOWN] += 1
+            self._header[HeadField.GROUPS_NOT_SHOWN] += 1
             return None
         self._slots[key] = slot
         if self.native is not None:
@@ -233,7 +233,7 @@ class GroupTable:
 
     # -- what worker/native/group_writer.c does likewise --------------------------------------------------------
 
-    def begin(self, group: Any, operation: int, tensor: Any, root: int = -1) -> Place | None:
+    def begin(self, group: Any, operation: int, tensor: Any, root: int = -1) -> OperationPlace | None:
         """A collective begins. Returns its slot and number; None if the group is not shown."""
         slot = self._slots.get(id(group))
         if slot is None or slot.group() is not group:
@@ -249,9 +249,9 @@ class GroupTable:
         place = at + _RECENT_AT + _OPERATION_BYTES * (number & _RING_MASK)
         _pack_operation(self._view, place, number, _what_of(operation, dtype, root), elements)
         _pack_move(self._view, at + _MOVE_AT, number, _ISSUING, number, _now())
-        return Place(slot, number, operation=operation, root=root)
+        return OperationPlace(slot, number, operation=operation, root=root)
 
-    def begin_p2p(self, group: Any, operation: int, tensor: Any, peer: int, tag: int = 0) -> Place | None:
+    def begin_p2p(self, group: Any, operation: int, tensor: Any, peer: int, tag: int = 0) -> OperationPlace | None:
         """A send or a receive begins."""
         slot = self.slot_of(group)
         if slot is None:
@@ -263,9 +263,9 @@ class GroupTable:
         dtype, fields[at + 2] = described(tensor)
         fields[at + 1] = _what_of(operation, dtype, peer)
         _pack_move(self._view, slot.at + _MOVE_AT, fields[slot.field + _BEGUN], _ISSUING, -number, _now())
-        return Place(slot, -number, self.message_begun(slot.number, operation, peer, tag), operation)
+        return OperationPlace(slot, -number, self.message_begun(slot.number, operation, peer, tag), operation)
 
-    def waits_for(self, work: Any) -> Place | None:
+    def waits_for(self, work: Any) -> OperationPlace | None:
         """The rank begins to wait for a work. None if it is not known which one that is."""
         entry = self._pending.pop(id(work), None)
         if entry is None or entry[0]() is not work:
@@ -275,7 +275,7 @@ class GroupTable:
         _pack_move(self._view, slot.at + _MOVE_AT, self._fields[slot.field + _BEGUN], _WAITING, place.number, _now())
         return place
 
-    def issued(self, place: Place, work: Any) -> None:
+    def issued(self, place: OperationPlace, work: Any) -> None:
         """The call that began an operation has returned `work`, which somebody may wait for."""
         self._fields[place.slot.field + _STATE] = 0
         if work is not None:
@@ -284,7 +284,7 @@ class GroupTable:
                 self._pending = pending = {}
             pending[id(work)] = weakref.ref(work), place
 
-    def ended(self, place: Place) -> None:
+    def ended(self, place: OperationPlace) -> None:
         """The wait has come to its end on this rank, as far as the host can see."""
         at = place.slot.field
         fields = self._fields
@@ -295,11 +295,11 @@ class GroupTable:
         if place.message != NO_MESSAGE:
             self.message_received(place.slot.number, place.message)
 
-    def failed(self, place: Place) -> None:
+    def failed(self, place: OperationPlace) -> None:
         """The call or the wait has raised."""
         self._fields[place.slot.field + _STATE] = _FAILED
 
-    def count_again(self, place: Place, group: Any) -> None:
+    def count_again(self, place: OperationPlace, group: Any) -> None:
         """The group's own counter may have counted what is no collective, or a collective by its messages."""
         self._fields[place.slot.field + _COUNTED] = group._get_sequence_number_for_group()
 
@@ -373,11 +373,11 @@ class GroupTable:
         if self.native is not None:
             self.native.remember(slot.number, work, number, self._last_bundle)
         else:
-            self.issued(Place(slot, number, self._last_bundle), work)
+            self.issued(OperationPlace(slot, number, self._last_bundle), work)
 
     # -- slots --------------------------------------------------------------------------------------------------
 
-    def _write_slot(self, slot: Slot, group: Any) -> None:
+    def _write_slot(self, slot: GroupSlot, group: Any) -> None:
         self._view[slot.at : slot.at + GROUP_BYTES] = bytes(GROUP_BYTES)
         module = _modules["torch.distributed.distributed_c10d"]
         places = module._world.pg_group_ranks.get(group, {})
@@ -403,7 +403,7 @@ class GroupTable:
         data = text.encode("utf-8", "replace")[:most]
         self._view[at : at + len(data)] = data
 
-    def _count_unseen(self, slot: Slot, counted: int) -> None:
+    def _count_unseen(self, slot: GroupSlot, counted: int) -> None:
         """Count what torch has issued without Python."""
         fields, field = self._fields, slot.field
         unseen = counted - fields[field + _COUNTED]

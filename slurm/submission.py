@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import Literal
 
 from ..core.errors import UsageError
-from .batch_script import RUNS_DIR, BatchScript, Option, directive
-from .sbatch import OF_THE_SUBMISSION, REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE, JobTask, Scheduler
+from .batch_script import RUNS_DIR, BatchScript, SbatchOption, directive
+from .sbatch import (
+    OF_THE_SUBMISSION,
+    REFUSED,
+    SHORT,
+    WITH_OR_WITHOUT,
+    WITH_VALUE,
+    WITHOUT_VALUE,
+    JobTask,
+    SubmitScheduler,
+)
 
 # Whose option is whose: gpuwatch submit takes those of sbatch, of gpuwatch launch, and a few of its own. Pure.
 
@@ -29,10 +38,10 @@ class LaunchOptions:
 
 
 @dataclass
-class Submission:
+class SbatchCommand:
     """A command line, taken apart."""
 
-    sbatch: list[Option] = field(default_factory=list)
+    sbatch: list[SbatchOption] = field(default_factory=list)
     launch: list[str] = field(default_factory=list)
     """Options of the launch, with their values."""
     script: list[str] = field(default_factory=list)
@@ -49,12 +58,12 @@ class Submission:
         return next((option.value for option in reversed(self.sbatch) if option.name == name), None)
 
 
-def take_apart(arguments: list[str], options: LaunchOptions) -> Submission:
+def take_apart(arguments: list[str], options: LaunchOptions) -> SbatchCommand:
     """Everything up to the script is options. Raises UsageError on one that nobody knows.
 
     A name that sbatch and the launch both have (-t, -m): -m is the launch's, all others are sbatch's.
     """
-    found = Submission()
+    found = SbatchCommand()
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word = rest.pop(0)
@@ -68,7 +77,7 @@ def take_apart(arguments: list[str], options: LaunchOptions) -> Submission:
     return found
 
 
-def _long(word: str, rest: list[str], options: LaunchOptions, found: Submission) -> None:
+def _long(word: str, rest: list[str], options: LaunchOptions, found: SbatchCommand) -> None:
     typed, equals, text = word.partition("=")
     name, value = typed[2:], text if equals else None
     dashed = name.replace("_", "-")
@@ -77,7 +86,7 @@ def _long(word: str, rest: list[str], options: LaunchOptions, found: Submission)
     elif dashed in _OWN_VALUES:
         _own_value(dashed, _value(typed, value, rest), found)
     elif dashed == "nnodes":  # as torchrun has it
-        found.sbatch.append(Option("nodes", _nodes(_value(typed, value, rest))))
+        found.sbatch.append(SbatchOption("nodes", _nodes(_value(typed, value, rest))))
     elif dashed == "runs-dir":
         found.runs_dir = _value(typed, value, rest)
     elif dashed == "run-name":
@@ -90,20 +99,20 @@ def _long(word: str, rest: list[str], options: LaunchOptions, found: Submission)
         _of_sbatch(name, value, rest, found, options)
 
 
-def _of_sbatch(name: str, value: str | None, rest: list[str], found: Submission, options: LaunchOptions) -> None:
+def _of_sbatch(name: str, value: str | None, rest: list[str], found: SbatchCommand, options: LaunchOptions) -> None:
     if name in REFUSED:
         raise UsageError(f"--{name}: {REFUSED[name]}")
     if name in WITH_VALUE:
-        found.sbatch.append(Option(name, _value(f"--{name}", value, rest)))
+        found.sbatch.append(SbatchOption(name, _value(f"--{name}", value, rest)))
     elif name in WITHOUT_VALUE and value is not None:
         raise UsageError(f"--{name}: expected no value, found {value!r}")
     elif name in WITHOUT_VALUE | WITH_OR_WITHOUT or value is not None:
-        found.sbatch.append(Option(name, value))
+        found.sbatch.append(SbatchOption(name, value))
     else:
         raise _unknown(f"--{name}", options)
 
 
-def _short(word: str, rest: list[str], options: LaunchOptions, found: Submission) -> None:
+def _short(word: str, rest: list[str], options: LaunchOptions, found: SbatchCommand) -> None:
     """`-N 2`, `-N2`, `-HO`, `-m`"""
     letter, attached = word[1], word[2:]
     flag = f"-{letter}"
@@ -125,13 +134,13 @@ def _short(word: str, rest: list[str], options: LaunchOptions, found: Submission
         raise _unknown(word, options)
 
 
-def _own_flag(name: str, value: str | None, found: Submission) -> None:
+def _own_flag(name: str, value: str | None, found: SbatchCommand) -> None:
     if value is not None:
         raise UsageError(f"--{name}: expected no value, found {value!r}")
     setattr(found, {"print": "print_only"}.get(name, name), True)
 
 
-def _own_value(name: str, value: str, found: Submission) -> None:
+def _own_value(name: str, value: str, found: SbatchCommand) -> None:
     if name == "exclude-bad":
         found.exclude_bad.append(value)
     else:
@@ -168,14 +177,14 @@ _SLOWER = 1.2
 
 
 def batch_script(
-    submission: Submission, verb: Literal["launch", "check"], program: tuple[str, ...], bad_nodes: list[str]
+    submission: SbatchCommand, verb: Literal["launch", "check"], program: tuple[str, ...], bad_nodes: list[str]
 ) -> BatchScript:
     """What to render. A job is named after its script."""
     options = [option for option in submission.sbatch if option.name not in OF_THE_SUBMISSION]
     if bad_nodes:
         given = [option.value for option in options if option.name == "exclude" and option.value]
         options = [option for option in options if option.name != "exclude"]
-        options.append(Option("exclude", ",".join(dict.fromkeys([*given, *bad_nodes]))))
+        options.append(SbatchOption("exclude", ",".join(dict.fromkeys([*given, *bad_nodes]))))
     return BatchScript(
         verb,
         tuple(options),
@@ -186,7 +195,7 @@ def batch_script(
     )
 
 
-def command_line_options(submission: Submission) -> list[str]:
+def command_line_options(submission: SbatchCommand) -> list[str]:
     """What goes to sbatch itself."""
     return [
         f"--{option.name}" if option.value is None else f"--{option.name}={option.value}"
@@ -195,22 +204,22 @@ def command_line_options(submission: Submission) -> list[str]:
     ]
 
 
-def _job_name(submission: Submission, verb: str) -> str:
+def _job_name(submission: SbatchCommand, verb: str) -> str:
     if verb == "check":
         return "gpuwatch-check"
     name = Path(submission.script[0]).stem if submission.script else ""
     try:
-        directive(Option("job-name", name))
+        directive(SbatchOption("job-name", name))
     except UsageError:  # a file's name may have two lines
         name = ""
     return name or "gpuwatch"
 
 
 @dataclass
-class Follower:
+class JobFollower:
     """Looks at a job until it is over, and tells what changes."""
 
-    scheduler: Scheduler
+    scheduler: SubmitScheduler
     say: Callable[[str], None]
     sleep: Callable[[float], None]
 

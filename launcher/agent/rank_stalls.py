@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ...core.events import RankLook, Stalled
+from ...core.events import RankLook, RankStall
 from ...core.stalls import takes_long
 from .rank_watch import RankWatch
-from .stacks import Look
+from .stacks import StackLook
 from .step_times import HangLimit, fixed_limit, learned_limit
 
 # When a rank has not moved for too long: decided from what its recorder shows, and from how it has moved so far. Pure.
@@ -25,7 +25,7 @@ _SCRIPT = frozenset({"script", "forward", "backward", "optimizer", "finished", "
 """Phases in which a rank is expected to move, or to end. What a preflight waits for has deadlines of its own."""
 
 
-class Rest:
+class RankRest:
     """How long one rank has rested. Times are monotonic seconds."""
 
     def __init__(self, now: float) -> None:
@@ -79,12 +79,12 @@ class StallWatch:
     def __init__(self, folder: Path, timeout_s: float | None) -> None:
         self._folder = folder
         self._timeout_s = timeout_s
-        self._rests: dict[tuple[int, int], Rest] = {}
-        self._looks: list[tuple[int, RankWatch, Look]] = []
+        self._rests: dict[tuple[int, int], RankRest] = {}
+        self._looks: list[tuple[int, RankWatch, StackLook]] = []
         self._next = 0.0
         self._looked = 0.0
 
-    def stalled(self, watches: Collection[RankWatch], now: float) -> Iterator[Stalled]:
+    def stalled(self, watches: Collection[RankWatch], now: float) -> Iterator[RankStall]:
         """Ranks that have rested for too long, each once."""
         self._notice_pause(now)
         if now < self._next or self._timeout_s == 0:
@@ -100,13 +100,13 @@ class StallWatch:
             limit = self._limit(watch)
             if rest.is_told(state.phase, state.batch, limit, now):
                 limit_s = rest.limit_s(state.batch, limit)
-                yield Stalled(watch.where(state), round(rest.seconds(now), 1), round(limit_s, 1))
+                yield RankStall(watch.where(state), round(rest.seconds(now), 1), round(limit_s, 1))
 
     def look(self, watches: Collection[RankWatch], number: int, now: float) -> None:
         """Look at all of these ranks; `seen` gives what comes of it."""
         for watch in watches:
             if not watch.ended:
-                self._looks.append((number, watch, Look(self._folder, watch.rank, watch.attempt, watch.pid, now)))
+                self._looks.append((number, watch, StackLook(self._folder, watch.rank, watch.attempt, watch.pid, now)))
 
     def seen(self, now: float) -> Iterator[RankLook]:
         """The looks that are finished."""
@@ -152,7 +152,7 @@ class StallWatch:
                 rest.paused(now - self._looked)
         self._looked = now
 
-    def _rest(self, watch: RankWatch, batch: int, now: float) -> Rest:
-        rest = self._rests.setdefault((watch.rank, watch.attempt), Rest(now))
+    def _rest(self, watch: RankWatch, batch: int, now: float) -> RankRest:
+        rest = self._rests.setdefault((watch.rank, watch.attempt), RankRest(now))
         rest.moved(watch.movement(), batch, now)
         return rest

@@ -13,12 +13,12 @@ from ...core.frames import HEADER, NAME_INDENT, Frame, Row, format_row, module_t
 from ...core.lone_process import rank_name
 from ...core.text import TextConsole, ranks_text
 from ...core.torch_notes import notes_on
-from .model import Cascade, Concurrent, FirstAnomaly, RankReport, Report
+from .model import CascadedRank, ConcurrentOrigin, RankAnomaly, RankReport, RunReport
 from .notices_text import print_notices, share_text
 from .preflight_text import print_findings, print_stages
-from .rank_words import one_on
+from .sentence_parts import one_on
 from .side_by_side import rank_to_show, side_by_side
-from .stacks import stacks_text
+from .stack_groups import stacks_text
 
 # Frames as a report prints them: the 21-frame table, with the gradients of one module under one title.
 #
@@ -75,9 +75,9 @@ _TURNED_AWAY = {
 }
 
 
-def concurrent_lines(concurrent: list[Concurrent]) -> list[str]:
+def concurrent_lines(concurrent: list[ConcurrentOrigin]) -> list[str]:
     """Ranks that met the same share a line, because there can be hundreds."""
-    alike: dict[str, list[Concurrent]] = {}
+    alike: dict[str, list[ConcurrentOrigin]] = {}
     for other in concurrent:
         found = other.text or f"{other.value} in {other.role} of {module_text(other.module, other.cls)}"
         alike.setdefault(found, []).append(other)
@@ -89,19 +89,19 @@ def concurrent_lines(concurrent: list[Concurrent]) -> list[str]:
     ]
 
 
-def attempt_lines(report: Report) -> list[str]:
+def attempt_lines(report: RunReport) -> list[str]:
     """The last ones; there can be hundreds."""
     left = max(0, len(report.attempts) - _MAX_ATTEMPTS)
     lines = [f"attempt {other.attempt}: {other.statement}" for other in report.attempts[left:]]
     return [*([f"{left} more in report.json"] if left else []), *lines]
 
 
-def earlier_lines(report: Report) -> list[str]:
+def earlier_lines(report: RunReport) -> list[str]:
     """How the earlier lives of a requeued job ended."""
     return [f"{life.run}{f', {life.kind}' if life.kind else ''}: {life.statement}" for life in report.run.earlier]
 
 
-def cascade_lines(cascade: list[Cascade]) -> list[str]:
+def cascade_lines(cascade: list[CascadedRank]) -> list[str]:
     """Ranks that ended in the same way share a line, because there can be hundreds."""
     alike: dict[str, list[int]] = {}
     for entry in cascade:
@@ -118,7 +118,7 @@ def _plural(how: str) -> str:
     return how
 
 
-def first_text(first: FirstAnomaly | None) -> str:
+def first_text(first: RankAnomaly | None) -> str:
     """`batch 7: nan, fc1 output`: the row in which the first non-finite value was seen."""
     if first is None:
         return "-"
@@ -127,7 +127,7 @@ def first_text(first: FirstAnomaly | None) -> str:
     return f"batch {first.batch}: {first.value}, {module or f'(root) {cls}'} {role}"
 
 
-def trouble_lines(report: Report) -> Iterator[str]:
+def trouble_lines(report: RunReport) -> Iterator[str]:
     """What of gpuwatch itself went wrong or did not reach this report, and clocks that are too far apart to compare."""
     for node in report.nodes:
         if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
@@ -155,7 +155,7 @@ _MAX_MATRIX_ROWS = 12
 
 
 def render_text(
-    report: Report, *, width: int = 110, color: bool = False, rank: int | None = None, warnings: bool = False
+    report: RunReport, *, width: int = 110, color: bool = False, rank: int | None = None, warnings: bool = False
 ) -> str:
     """The whole report as text, `width` characters wide; `rank` chooses whose frames are shown.
 
@@ -185,13 +185,13 @@ def render_text(
     return console.text()
 
 
-def _head(console: Console, report: Report) -> None:
+def _head(console: Console, report: RunReport) -> None:
     run = report.run
     nodes = f"{run.nnodes} node{'s' if run.nnodes != 1 else ''}"
     console.rule(f"gpuwatch report: run {run.id}, {run.world_size} rank{'s' if run.world_size != 1 else ''} on {nodes}")
 
 
-def _verdict(console: Console, report: Report) -> None:
+def _verdict(console: Console, report: RunReport) -> None:
     verdict = report.verdict
     style = _COLORS.get(verdict.kind, "bold red")
     console.print(Text(f"VERDICT  {verdict.kind}, {verdict.certainty}", style=style))
@@ -218,7 +218,7 @@ def _list(console: Console, title: str, items: list[str]) -> None:
             console.print(Text(f"    {line}"), soft_wrap=True)
 
 
-def _stacks(console: Console, report: Report) -> None:
+def _stacks(console: Console, report: RunReport) -> None:
     lines = list(stacks_text(report.ranks)) if report.verdict.kind == "hang" else []
     for line in lines:
         console.print(Text(line), soft_wrap=True)
@@ -226,7 +226,7 @@ def _stacks(console: Console, report: Report) -> None:
         console.print()
 
 
-def _ranks(console: Console, report: Report) -> None:
+def _ranks(console: Console, report: RunReport) -> None:
     if not report.everyone:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -254,7 +254,7 @@ def _ranks(console: Console, report: Report) -> None:
         console.print(Text(f"{len(rows)} of {len(report.ranks)} ranks ({text}); all are in report.json"))
 
 
-def _ranks_of_table(report: Report) -> list[RankReport]:
+def _ranks_of_table(report: RunReport) -> list[RankReport]:
     """All ranks of a small job. Of a large one those that met something, that differ, or whose frames are there."""
     if len(report.ranks) <= _MAX_TABLE_ROWS:
         return report.ranks
@@ -266,7 +266,7 @@ def _ranks_of_table(report: Report) -> list[RankReport]:
     return sorted(chosen[:_MAX_TABLE_ROWS], key=lambda rank: rank.rank)
 
 
-def _trouble(console: Console, report: Report) -> None:
+def _trouble(console: Console, report: RunReport) -> None:
     for line in trouble_lines(report):
         console.print(Text(line, style="yellow"))
 
@@ -275,7 +275,7 @@ def _number(number: int | None) -> str:
     return "-" if number is None or number < 0 else str(number)
 
 
-def _side_by_side(console: Console, report: Report, shown: RankReport) -> None:
+def _side_by_side(console: Console, report: RunReport, shown: RankReport) -> None:
     """A column per rank."""
     found = side_by_side(report, shown, _MAX_COLUMNS, _MAX_MATRIX_ROWS)
     if found is None:

@@ -15,16 +15,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..core.recorder.layout import MAGIC, Field
+from ..core.recorder.layout import MAGIC, HeadField
 from ..core.recorder.writer import RecorderWriter
 from .imports import after_import
 
 _KEY = "gpuwatch"
-_BEGIN = "try:\n from gpuwatch.worker.children import begin\n begin({path!r}, {pid})\nexcept Exception: pass"
+_BEGIN = "try:\n from gpuwatch.worker.training_children import begin\n begin({path!r}, {pid})\nexcept Exception: pass"
 """What a spawned child runs: that Python may have no gpuwatch."""
 
 
-class _Told:
+class _ChildHandle:
     """Pickled in the parent, with the child's process: unpickling it runs `begin`."""
 
     def __init__(self, recorder: RecorderWriter) -> None:
@@ -39,7 +39,7 @@ def watch_children(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> 
 
     def forked() -> None:
         with suppress(Exception):
-            wait_for_training(lambda: recorder.fields.__setitem__(Field.UNSEEN_CHILD, os.getpid()), is_watched)
+            wait_for_training(lambda: recorder.fields.__setitem__(HeadField.UNSEEN_CHILD, os.getpid()), is_watched)
 
     os.register_at_fork(after_in_child=forked)
     after_import("multiprocessing.process", lambda: _hand_on(recorder))
@@ -48,7 +48,7 @@ def watch_children(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> 
 def _hand_on(recorder: RecorderWriter) -> None:
     config = getattr(sys.modules["multiprocessing.process"].current_process(), "_config", None)
     if isinstance(config, dict):
-        config[_KEY] = _Told(recorder)
+        config[_KEY] = _ChildHandle(recorder)
 
 
 def begin(path: str, parent: int) -> None:
@@ -87,7 +87,7 @@ def _note(path: Path) -> None:
     """The file is looked for only now: a script that closes all descriptors would close one that was kept."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        if os.pread(fd, 8, 8 * Field.MAGIC) == struct.pack("<q", MAGIC):
-            os.pwrite(fd, struct.pack("<q", os.getpid()), 8 * Field.UNSEEN_CHILD)
+        if os.pread(fd, 8, 8 * HeadField.MAGIC) == struct.pack("<q", MAGIC):
+            os.pwrite(fd, struct.pack("<q", os.getpid()), 8 * HeadField.UNSEEN_CHILD)
     finally:
         os.close(fd)

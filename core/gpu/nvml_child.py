@@ -14,7 +14,18 @@ from typing import Any
 import msgspec
 
 from ..own_imports import own_command
-from .lines import Answer, AskCounters, AskSamples, CountersLine, Line, Started, Trouble, Watching, XidLine, parse
+from .lines import (
+    AskCounters,
+    AskSamples,
+    ChildAnswer,
+    CountersLine,
+    Line,
+    NvmlStarted,
+    NvmlTrouble,
+    XidLine,
+    XidWatch,
+    parse,
+)
 
 KILLED_S = 1.0
 """How long a killed child may take to end. A child that is stuck in the driver ends when the driver lets it."""
@@ -25,7 +36,7 @@ def command(*arguments: str) -> list[str]:
     return own_command(__package__, *arguments)
 
 
-def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> Answer:
+def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> ChildAnswer:
     """Read the GPUs with these UUIDs, or all. With `loaded` they are at work, and only what shows under load is read.
 
     At the deadline the answer holds what is known by then; `trouble` says what the driver was asked last.
@@ -37,7 +48,7 @@ def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> 
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
-    answer = Answer()
+    answer = ChildAnswer()
     in_time = False
     try:
         in_time = _follow(child, answer, time.monotonic() + deadline_s)
@@ -54,7 +65,7 @@ def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> 
     return answer
 
 
-def _follow(child: subprocess.Popen[bytes], answer: Answer, end: float) -> bool:
+def _follow(child: subprocess.Popen[bytes], answer: ChildAnswer, end: float) -> bool:
     """Read its lines. Returns True when it has said all or closed its output, False at the deadline."""
     pipe = child.stdout
     assert pipe is not None
@@ -112,14 +123,14 @@ def say(line: Line) -> None:
         sys.stdout.buffer.flush()
 
 
-def start() -> Started | Trouble:
+def start() -> NvmlStarted | NvmlTrouble:
     """Load and initialise NVML."""
     try:
         import pynvml
 
         from .nvml import NotKnown, ask, text
     except ImportError as error:
-        return Trouble(f"nvidia-ml-py cannot be imported: {error}", "Install it: pip install nvidia-ml-py.")
+        return NvmlTrouble(f"nvidia-ml-py cannot be imported: {error}", "Install it: pip install nvidia-ml-py.")
     try:
         ask("nvmlInit")
     except NotKnown as error:
@@ -133,8 +144,8 @@ def start() -> Started | Trouble:
             ),
             pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (f"NVML is too old: {error}", _TODO["old"]),
         }.get(error.code or 0, (f"NVML cannot be initialised: {error}", ""))
-        return Trouble(what, todo)
-    return Started(text("nvmlSystemGetDriverVersion"), text("nvmlSystemGetNVMLVersion"))
+        return NvmlTrouble(what, todo)
+    return NvmlStarted(text("nvmlSystemGetDriverVersion"), text("nvmlSystemGetNVMLVersion"))
 
 
 # The watching child. It registers for XIDs before the training, prints each, and reads counters when asked on stdin.
@@ -165,7 +176,7 @@ def watch() -> None:
 
 def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue[AskSamples]) -> None:
     begun = start()
-    if isinstance(begun, Trouble):
+    if isinstance(begun, NvmlTrouble):
         say(begun)
         return
     from .nvml import NotKnown, ask, handles, text, uuid_of
@@ -175,7 +186,7 @@ def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue
         devices = {uuid_of(handle): handle for handle in found}
         events = ask("nvmlEventSetCreate")
     except NotKnown as error:
-        say(Trouble(f"NVML does not let events be watched: {error}"))
+        say(NvmlTrouble(f"NVML does not let events be watched: {error}"))
         return
     for uuid, handle in devices.items():
         try:
@@ -183,7 +194,7 @@ def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue
         except NotKnown as error:
             unwatched[uuid] = str(error)
     names = {uuid: text("nvmlDeviceGetName", handle) for uuid, handle in devices.items()}
-    say(Watching(begun.driver, names, unwatched))
+    say(XidWatch(begun.driver, names, unwatched))
     if devices.keys() - unwatched.keys():
         threading.Thread(target=_tell_xids, args=(events, devices), daemon=True).start()
     threading.Thread(target=_tell_samples, args=(samples, devices), daemon=True).start()
@@ -202,7 +213,7 @@ def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
             if error.is_timeout:
                 continue
             if not error.gpu_is_lost:
-                say(Trouble(f"NVML does not wait for events any more: {error}"))
+                say(NvmlTrouble(f"NVML does not wait for events any more: {error}"))
                 return
             time.sleep(_WAIT_MS / 1000)  # one of them is lost; the others are still watched
             continue
