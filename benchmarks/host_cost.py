@@ -232,7 +232,7 @@ class Kernels:
     def __getitem__(self, grid: tuple[int, ...]) -> Kernels:
         return self
 
-    def __call__(self, *arguments: Any) -> Kernels:
+    def __call__(self, *arguments: Any, **options: bool) -> Kernels:
         self.launches += 1
         return self
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from typing import NoReturn
 
 from ..core.own_imports import theirs_last
 
@@ -14,7 +17,7 @@ import click  # noqa: E402
 
 from ..core.errors import GpuwatchError, OutputLost  # noqa: E402
 from ..core.host import gpuwatch_version  # noqa: E402
-from ..core.tell import expect_answer, guard_streams, tell  # noqa: E402
+from ..core.tell import expect_answer, flush_streams, guard_streams, tell  # noqa: E402
 
 COMMANDS = {
     "launch": "Run a training script under torchrun and name the first rank and module to overflow.",
@@ -94,8 +97,8 @@ def cli(ctx: click.Context) -> None:
         ctx.exit(2)
 
 
-def main() -> None:
-    """Entry point."""
+def main() -> NoReturn:
+    """Runs a command. Raises SystemExit."""
     guard_streams()
     expect_answer()
     try:
@@ -120,5 +123,18 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def entry() -> NoReturn:
+    """The command's process. Once torch is there, Python takes a quarter of a second to take its modules down."""
+    try:
+        main()
+    except SystemExit as end:
+        if "torch" not in sys.modules:
+            raise
+        code = end.code
+    atexit._run_exitfuncs()
+    flush_streams()
+    os._exit(code if isinstance(code, int) else 0)
+
+
 if __name__ == "__main__":
-    main()
+    entry()
