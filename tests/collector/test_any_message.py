@@ -55,11 +55,11 @@ def wires(make) -> list[bytes]:
         make.telemetry({("", "steal"): [0.0, 4.0, 8.0], ("GPU-0", "temperature"): [50.0, 60.0, 70.0]}),
         make.began(1, "compute"),
         make.stage(1, "compute"),
-        EventMessage(make.Inventory(place, "GPU-0", {"torch": "2"})),
+        EventMessage(make.RankInventoryEvent(place, "GPU-0", {"torch": "2"})),
         make.raised(1),
         *make.finished(0),
         make.ended(1, 1),
-        make.Bye("failed"),
+        make.NodeBye("failed"),
     ]
     return [encode(AgentMessage(n, body, n - 1)) for n, body in enumerate(bodies, 1)]
 

@@ -148,10 +148,10 @@ def test_a_node_that_has_failed_or_is_silent_makes_room_for_another(two, make):
 
 
 def test_what_a_node_says_of_another_nodes_rank_is_not_believed(two, make):
-    two.say("a0", make.Beat([make.state(0)], {}))
-    two.say("a1", make.Beat([make.state(1)], {}))
+    two.say("a0", make.NodeBeat([make.state(0)], {}))
+    two.say("a1", make.NodeBeat([make.state(1)], {}))
     assert two.say("a1", anomaly(rank=0, aborts=True)) == []
-    beat = AgentMessage(0, make.Beat([make.state(1), make.state(0)], {}))
+    beat = AgentMessage(0, make.NodeBeat([make.state(1), make.state(0)], {}))
     assert not any(isinstance(action, StoreMessage) for action in two.run_protocol.hear("a1", beat, 0))
     assert two.run_protocol.disbelieved == 2
     two.beat(STOP_AFTER_S + 1, "a0", "a1")

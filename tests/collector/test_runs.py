@@ -27,7 +27,7 @@ def runs(make, tmp_path):
     folder = tmp_path / "runs"
     batch = make.Batch(0)
     batch.call("fc1", "Linear", given=[batch.tensor()], returned=[batch.tensor()])
-    clean = [make.hello(nproc=1), *batch.messages(), *make.finished(0), make.Bye("ok")]
+    clean = [make.hello(nproc=1), *batch.messages(), *make.finished(0), make.NodeBye("ok")]
     for name, bodies in (("first", overflow(make)), ("second", clean), ("third", None)):
         paths = RunPaths(folder / name)
         paths.folder.mkdir(parents=True)

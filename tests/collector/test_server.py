@@ -285,7 +285,7 @@ def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(runnin
     agent.send_multipart([b"two", b"parts"])
     odd = connect(identity=b"\xff\xfe")
     odd.send(encode(AgentMessage(1, make.hello("odd"))))
-    agent.send(encode(AgentMessage(0, make.Beat([], {}))))
+    agent.send(encode(AgentMessage(0, make.NodeBeat([], {}))))
     assert receive(agent).resend  # it has not said hello
     agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     assert isinstance(receive(agent), RunWelcome)

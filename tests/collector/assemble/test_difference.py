@@ -132,7 +132,7 @@ def runs(make, tmp_path):
         paths = RunPaths(folder / name)
         paths.folder.mkdir(parents=True)
         store = open_store(paths, 21)
-        for n, body in enumerate([*bodies, make.Bye("ok")], 1):
+        for n, body in enumerate([*bodies, make.NodeBye("ok")], 1):
             message = AgentMessage(n, body, n - 1)
             store.add("a0", message, encode(message))
         store.close()

@@ -72,7 +72,7 @@ def test_without_a_backward_nobody_knows_whether_there_is_a_scaler(make):
 
 @pytest.mark.parametrize("told_by", ["mark", "skip"])
 def test_a_scaler_that_is_in_use_is_not_missed(make, told_by):
-    bodies = [make.hello(), *trained(make, 0, mark=make.Mark.SCALED if told_by == "mark" else 0)]
+    bodies = [make.hello(), *trained(make, 0, mark=make.RowMark.SCALED if told_by == "mark" else 0)]
     if told_by == "skip":
         bodies.append(EventMessage(ScalerSkip(make.where(0), 65536.0, 1)))
     (found,) = insights_of([*bodies, underflow(make, 0, "fc")])

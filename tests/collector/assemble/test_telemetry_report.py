@@ -23,7 +23,7 @@ def overflow(make, rank=0, *, clock_s=0.0):
     """Its host's clock is behind by `clock_s`."""
     batch = make.Batch(rank, time_ns=round((EVENT_S - clock_s) * S))
     batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
-    return [*batch.messages(), make.ended(rank, 94), make.Bye("failed")]
+    return [*batch.messages(), make.ended(rank, 94), make.NodeBye("failed")]
 
 
 def report_of(*messages):
@@ -62,7 +62,7 @@ def test_it_changes_no_verdict(make):
 def test_a_clean_run_has_figures_and_nothing_stands_out(make):
     batch = make.Batch(0)
     batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor()])
-    job = [make.hello(nproc=1), *batch.messages(), *make.finished(0), make.telemetry(STEALS), make.Bye("ok")]
+    job = [make.hello(nproc=1), *batch.messages(), *make.finished(0), make.telemetry(STEALS), make.NodeBye("ok")]
     report = report_of(*of_node("a0", *job))
     assert report.verdict.kind == "clean"
     assert (report.telemetry.event, report.telemetry.notable) == ("", [])
@@ -76,8 +76,8 @@ def test_clocks_of_hosts_are_brought_together(make):
     steal = [0.0 if n < 20 else 2.0 for n in range(60)]
     far = make.telemetry({("", "steal"): steal}, began_s=1500.0)
     job = [
-        *of_node("a0", make.hello(nproc=1), make.Beat([], {}, 1, 0, 10), make.telemetry(QUIET), *overflow(make)),
-        *of_node("a1", make.hello("a1", "h1", nproc=1), make.Beat([], {}, 1, -500 * S, 10), far),
+        *of_node("a0", make.hello(nproc=1), make.NodeBeat([], {}, 1, 0, 10), make.telemetry(QUIET), *overflow(make)),
+        *of_node("a1", make.hello("a1", "h1", nproc=1), make.NodeBeat([], {}, 1, -500 * S, 10), far),
     ]
     (notable,) = report_of(*job).telemetry.notable
     assert (notable.host, notable.at_s) == ("h1", -100.0)
@@ -92,7 +92,7 @@ def test_a_stall_began_when_the_rank_last_moved(make):
         where = RunPosition(rank, step=4, batch=4, seq=9, time_ns=round((EVENT_S + 60) * S))
         look = RankLook(where, 1, 60.0, "script", state="S", stack=stack)
         job += [EventMessage(look), make.ended(rank, -15, "torchrun", batch=4, step=4, seq=9)]
-    report = report_of(*of_node("a0", *job, make.telemetry(STEALS), make.Bye("failed")))
+    report = report_of(*of_node("a0", *job, make.telemetry(STEALS), make.NodeBye("failed")))
     assert report.verdict.kind == "hang"
     assert (report.telemetry.event, report.telemetry.event_time) == ("the stall", "1970-01-01T00:20:00Z")
 
@@ -100,7 +100,7 @@ def test_a_stall_began_when_the_rank_last_moved(make):
 def test_a_rank_that_was_lost_ended_then(make):
     ended = make.ended(0, -9)
     ended = EventMessage(replace(ended.event, ended_ns=round(EVENT_S * S)))
-    report = report_of(*of_node("a0", make.hello(nproc=1), ended, make.telemetry(STEALS), make.Bye("failed")))
+    report = report_of(*of_node("a0", make.hello(nproc=1), ended, make.telemetry(STEALS), make.NodeBye("failed")))
     assert report.verdict.kind == "lost"
     assert report.telemetry.event == "the end of rank 0"
     assert report.telemetry.notable

@@ -51,7 +51,7 @@ def test_replicas_that_have_issued_a_collective_leave_a_doubt(make):
 @pytest.mark.parametrize(("unseen", "named"), [(False, 1), (True, None)])
 def test_of_replicas_one_that_gets_messages_is_named_only_if_what_is_in_them_is_looked_at(make, unseen, named):
     batches = ranks(make, 7, received={"0": {0: 1}})
-    state = make.Beat([make.state(1, step=1, batch=1, passed_unseen=unseen)], {})
+    state = make.NodeBeat([make.state(1, step=1, batch=1, passed_unseen=unseen)], {})
     bodies = [make.hello(nproc=2), *(body for batch in batches for body in batch.messages()), state]
     verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies)))
     assert (verdict.rank, verdict.certainty) == (named, "unknown" if unseen else "supported")

@@ -27,7 +27,7 @@ def stopped(make, findings, outcomes=None, nproc=4) -> Verdict:
     for rank in range(nproc):
         outcome, stage, detail = (outcomes or {}).get(rank, ("ok", "", ""))
         results += [make.concluded(rank, findings, outcome, stage, detail), make.ended(rank, 3)]
-    return judge(make.hello(host="alpha", nproc=nproc), *results, make.Bye("failed"))
+    return judge(make.hello(host="alpha", nproc=nproc), *results, make.NodeBye("failed"))
 
 
 def test_a_bad_gpu_is_named_with_its_rank_host_and_device(make):
@@ -97,7 +97,7 @@ def test_who_came_through_and_who_is_stuck_is_evidence(make):
     finding = make.found("compute", "fail", "rank", [1], ["alpha"], "rank 1 hangs")
     bodies = [make.hello(host="alpha", nproc=4), make.began(1, "compute")]
     bodies += [make.stage(rank, "compute") for rank in (0, 2, 3)]
-    verdict = judge(*bodies, *(make.concluded(rank, [finding]) for rank in range(4)), make.Bye("failed"))
+    verdict = judge(*bodies, *(make.concluded(rank, [finding]) for rank in range(4)), make.NodeBye("failed"))
     assert verdict.evidence == ["ranks 0, 2, 3 came through stage compute", "rank 1 did not end it"]
 
 
@@ -105,7 +105,7 @@ def test_findings_that_did_not_stop_the_job_are_no_verdict(make):
     finding = make.found("compute", "fail", "rank", [1], ["alpha"], "rank 1 computes wrong")
     results = [make.concluded(rank, [finding], stops=False) for rank in (0, 1)]
     ended = [event for rank in (0, 1) for event in make.finished(rank)]
-    assert judge(make.hello(), *results, *ended, make.Bye("ok")).kind == "clean"
+    assert judge(make.hello(), *results, *ended, make.NodeBye("ok")).kind == "clean"
 
 
 def test_without_any_conclusion_the_ranks_own_words_decide(make):
@@ -113,7 +113,7 @@ def test_without_any_conclusion_the_ranks_own_words_decide(make):
         make.hello(host="alpha"),
         make.preflight(0, "victim", "compute", "rank 0 gave no conclusion"),
         make.preflight(1, "failed", "allocation", "no memory"),
-        make.Bye("failed"),
+        make.NodeBye("failed"),
     )
     assert (verdict.rank, verdict.stage, verdict.certainty) == (1, "allocation", "established")
 
@@ -122,7 +122,7 @@ def test_without_any_conclusion_the_ranks_own_words_decide(make):
 
 
 def checked(make, *bodies, nproc=2, nodes=1, outcome="ok", host="alpha"):
-    facts = facts_of(make.hello(host=host, nproc=nproc, nodes=nodes, check_only=True), *bodies, make.Bye(outcome))
+    facts = facts_of(make.hello(host=host, nproc=nproc, nodes=nodes, check_only=True), *bodies, make.NodeBye(outcome))
     report = build_report(facts, run_id="r", started=None, ended=None)
     return report.verdict, exit_code(report)
 
@@ -197,7 +197,7 @@ def overflowed(make, *gpu_events) -> Verdict:
     facts = InventoryFacts(host="alpha", uuid="GPU-1")
     inventory = EventMessage(RankInventoryEvent(make.where(1), "cuda:1", {}, facts))
     events = [EventMessage(event) for event in gpu_events]
-    return judge(make.hello(host="alpha"), inventory, *batch.messages(), *events, make.Bye("failed"))
+    return judge(make.hello(host="alpha"), inventory, *batch.messages(), *events, make.NodeBye("failed"))
 
 
 def counters(moment, corrected, time_ns, device="GPU-1"):

@@ -73,7 +73,7 @@ def received(make, rank=0, *, seq, **place):
 
 def test_a_leaf_on_one_rank_is_established(make):
     guilty, peer = leaf_origin(make, 1, batch=7, seq=14), clean(make, 0, batch=7, seq=14)
-    verdict = judge(make.hello(host="alpha"), *guilty.messages(), *peer.messages(), make.Bye("failed"))
+    verdict = judge(make.hello(host="alpha"), *guilty.messages(), *peer.messages(), make.NodeBye("failed"))
     assert (verdict.kind, verdict.rank, verdict.host, verdict.certainty) == ("overflow", 1, "alpha", "established")
     assert (verdict.module, verdict.cls, verdict.phase, verdict.role) == ("fc2", "Linear", "forward", "output")
     assert (verdict.value, verdict.dtype, verdict.attempt, verdict.step, verdict.batch) == ("+inf", "float32", 0, 7, 7)
@@ -95,7 +95,7 @@ def test_a_leaf_on_one_rank_is_established(make):
 )
 def test_a_rank_beside_one_that_nobody_watched_is_not_established_as_the_first(make, unwatched):
     guilty = leaf_origin(make, 1, batch=7, seq=14)
-    verdict = judge(make.hello(host="alpha"), *guilty.messages(), *unwatched(make), make.Bye("failed"))
+    verdict = judge(make.hello(host="alpha"), *guilty.messages(), *unwatched(make), make.NodeBye("failed"))
     assert (verdict.kind, verdict.rank, verdict.certainty) == ("overflow", 1, "supported")
     assert "rank 0 was not watched: it may have been first" in verdict.evidence
 
@@ -179,7 +179,7 @@ def test_a_bad_weight_on_the_rank_that_aborted_first_is_not_established(make):
         *peer.messages(),
         make.ended(0, 1, batch=4, seq=20),
         make.ended(1, -15, "torchrun", batch=3, seq=20),
-        make.Bye("failed"),
+        make.NodeBye("failed"),
     )
     assert verdict.kind == "overflow"
     assert verdict.certainty != "established"
@@ -208,7 +208,7 @@ def test_a_benign_mask_is_a_clean_run(make):
     mask = batch.tensor(make.NEGINF)
     batch.call("attention", "Attention", given=[batch.tensor()], returned=[batch.tensor()], kwargs={"mask": mask})
     batch.call("", "Net", given=[batch.tensor(), mask], returned=[batch.tensor()])
-    verdict = judge(make.hello(nproc=1), *batch.messages(), *make.finished(0, batch=0), make.Bye("ok"))
+    verdict = judge(make.hello(nproc=1), *batch.messages(), *make.finished(0, batch=0), make.NodeBye("ok"))
     assert verdict.kind == "clean"
 
 
@@ -222,7 +222,7 @@ def test_ranks_that_ended_because_of_it_are_the_cascade(make):
         make.raised(1, "OverflowDetected", "inf", seq=3),
         make.ended(1, 1),
         make.ended(2, -15, "torchrun"),
-        make.Bye("failed"),
+        make.NodeBye("failed"),
     )
     assert verdict.rank == 1
     assert {c.rank: c.how.split()[0] for c in verdict.cascade} == {0: "raised", 2: "was"}
@@ -237,7 +237,7 @@ def test_a_killed_rank_is_lost_and_its_peers_only_cascade(make):
         make.ended(1, -9, phase="forward", module="layer.1", cls="Linear", step=6, batch=6, seq=12),
         make.raised(0, "RuntimeError", "Connection closed by peer", peer=True, seq=12),
         make.ended(0, 1, seq=12),
-        make.Bye("failed"),
+        make.NodeBye("failed"),
     )
     assert (verdict.kind, verdict.rank, verdict.signal, verdict.certainty) == ("lost", 1, "SIGKILL", "established")
     assert verdict.statement == (
@@ -254,7 +254,7 @@ def test_a_rank_that_torch_aborts_after_its_script_had_ended_gets_the_known_reas
         *ends,
         make.ended(1, -6, phase="finished" if script_ended else "script", step=40, batch=39, seq=12),
         make.ended(0, -15, by="torchrun", phase="finished", step=40, batch=39, seq=12),
-        make.Bye("failed"),
+        make.NodeBye("failed"),
     )
     assert (verdict.kind, verdict.rank, verdict.signal) == ("lost", 1, "SIGABRT")
     assert ("pytorch/pytorch#179291" in verdict.next[0]) == script_ended
@@ -267,7 +267,7 @@ def test_a_crash_comes_before_the_peer_failures_that_it_caused(make):
         make.raised(1, "ValueError", "boom\nmore", module="fc2", seq=7, batch=3),
         make.ended(0, 1),
         make.ended(1, 1),
-        make.Bye("failed"),
+        make.NodeBye("failed"),
     )
     assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 1, "established")
     assert verdict.statement == "Rank 1 on alpha raised ValueError, inside `fc2`: boom."
@@ -297,7 +297,7 @@ def test_who_left_before_the_others_lost_a_peer_left_early(make, seq, third, kin
         make.raised(0, "RuntimeError", "Connection closed by peer", peer=True, seq=26),
         make.ended(0, 1, seq=26),
         *(of_rank_2[what] for what in third),
-        make.Bye("failed"),
+        make.NodeBye("failed"),
     )
 
     assert (verdict.kind, verdict.rank) == (kind, named)
@@ -324,7 +324,7 @@ def test_who_left_early_is_behind_in_a_group_and_not_in_a_sum_over_groups(make, 
             ended(rank, 1, 2, 5, f"of {rank}"),
         )
     ]
-    verdict = judge(make.hello(nproc=3), ended(1, 0, 30, world, "of 1"), *failed, make.Bye("failed"))
+    verdict = judge(make.hello(nproc=3), ended(1, 0, 30, world, "of 1"), *failed, make.NodeBye("failed"))
     assert (verdict.kind, verdict.rank) == (kind, 1 if kind == "crash" else None)
 
 
@@ -332,7 +332,7 @@ def test_who_left_early_is_behind_in_a_group_and_not_in_a_sum_over_groups(make, 
 def test_the_ranks_that_are_not_among_these_are_spoken_of_where_there_are_any(make, nproc, others):
     lost = [make.raised(rank, "RuntimeError", "Connection closed by peer", peer=True, seq=26) for rank in range(2)]
     ended = [make.ended(rank, 1, seq=26) for rank in range(2)]
-    verdict = judge(make.hello(nproc=nproc), *lost, *ended, make.Bye("failed"))
+    verdict = judge(make.hello(nproc=nproc), *lost, *ended, make.NodeBye("failed"))
 
     assert verdict.statement == "Ranks 0 and 1 lost the connection to another rank; which one went first is unknown."
     assert ("not among these" in verdict.next[0]) == others
@@ -349,14 +349,14 @@ def test_the_ranks_that_are_not_among_these_are_spoken_of_where_there_are_any(ma
     ],
 )
 def test_what_was_raised_may_end_in_periods_and_the_sentence_ends_in_one(make, message, said):
-    verdict = judge(make.hello(), make.raised(0, "ValueError", message), make.ended(0, 1), make.Bye("failed"))
+    verdict = judge(make.hello(), make.raised(0, "ValueError", message), make.ended(0, 1), make.NodeBye("failed"))
 
     assert verdict.statement == f"Rank 0 on h0 {said}."
 
 
 def test_ranks_that_failed_at_the_same_point_share_the_blame(make):
     bodies = [make.raised(rank, seq=4) for rank in (1, 0)]
-    verdict = judge(make.hello(), *bodies, make.ended(0, 1), make.ended(1, 1), make.Bye("failed"))
+    verdict = judge(make.hello(), *bodies, make.ended(0, 1), make.ended(1, 1), make.NodeBye("failed"))
     assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 0, "supported")
     assert "rank 1" in verdict.statement
 
@@ -396,7 +396,7 @@ def test_of_two_ranks_at_the_same_point_the_clock_of_their_host_tells_the_first(
         ),
         *ends(0, first, first_ms, "a0"),
         *ends(1, second, second_ms, nodes[-1]),
-        *((agent, make.Bye("failed")) for agent in nodes),
+        *((agent, make.NodeBye("failed")) for agent in nodes),
     ]
     verdict = decide(fold((agent, n, body) for n, (agent, body) in enumerate(bodies, 1)))
     how = {0: first, 1: second}[named]
@@ -406,19 +406,19 @@ def test_of_two_ranks_at_the_same_point_the_clock_of_their_host_tells_the_first(
 
 
 def test_an_exit_code_without_an_exception_is_a_crash(make):
-    verdict = judge(make.hello(), make.ended(0, 3), make.ended(1, -15, "torchrun"), make.Bye("failed"))
+    verdict = judge(make.hello(), make.ended(0, 3), make.ended(1, -15, "torchrun"), make.NodeBye("failed"))
     assert (verdict.kind, verdict.rank) == ("crash", 0)
     assert "exit code 3" in verdict.statement
 
 
 def test_a_rank_that_torchrun_stopped_is_not_blamed(make):
-    verdict = judge(make.hello(), make.ended(0, -15, "torchrun"), make.ended(1, 1), make.Bye("failed"))
+    verdict = judge(make.hello(), make.ended(0, -15, "torchrun"), make.ended(1, 1), make.NodeBye("failed"))
     assert verdict.rank == 1
 
 
 def silent_node(make, outcome):
     messages = [("a0", 1, make.hello("a0", "alpha", 1, 2)), ("a1", 1, make.hello("a1", "beta", 1, 2))]
-    return [*messages, ("a1", 0, make.Beat([make.state(1, batch=41)], {})), ("a0", 2, make.Bye(outcome))]
+    return [*messages, ("a1", 0, make.NodeBeat([make.state(1, batch=41)], {})), ("a0", 2, make.NodeBye(outcome))]
 
 
 def test_a_node_that_went_silent_while_the_job_ended_well_is_not_lost_and_not_clean(make):
@@ -438,7 +438,9 @@ def test_a_node_that_went_silent_is_undetermined_and_only_supported(make):
 
 
 def test_a_signal_from_outside_is_an_interruption(make):
-    verdict = judge(make.hello(), EventMessage(NodeSignal(15)), make.ended(0, -15, "torchrun"), make.Bye("signal", 15))
+    verdict = judge(
+        make.hello(), EventMessage(NodeSignal(15)), make.ended(0, -15, "torchrun"), make.NodeBye("signal", 15)
+    )
     assert (verdict.kind, verdict.signal) == ("interrupted", "SIGTERM")
 
 
@@ -451,16 +453,16 @@ def test_a_signal_from_outside_is_an_interruption(make):
     ],
 )
 def test_an_interruption_says_who_sent_the_signal_where_that_is_known(make, signal, why):
-    verdict = judge(make.hello(), EventMessage(signal), make.Bye("signal", signal.signal))
+    verdict = judge(make.hello(), EventMessage(signal), make.NodeBye("signal", signal.signal))
     assert why in verdict.statement
 
 
 def test_a_rank_that_the_signal_has_reached_by_itself_was_not_first(make):
     """Some of SLURM's ways to send a signal reach every process of the job, before torchrun does."""
     hit = [make.ended(0, -12), make.ended(1, -15, "torchrun")]
-    verdict = judge(make.hello(), EventMessage(NodeSignal(12)), *hit, make.Bye("signal", 12))
+    verdict = judge(make.hello(), EventMessage(NodeSignal(12)), *hit, make.NodeBye("signal", 12))
     assert (verdict.kind, verdict.signal) == ("interrupted", "SIGUSR2")
-    verdict = judge(make.hello(), EventMessage(NodeSignal(15)), make.ended(0, -9), make.Bye("signal", 15))
+    verdict = judge(make.hello(), EventMessage(NodeSignal(15)), make.ended(0, -9), make.NodeBye("signal", 15))
     assert (verdict.kind, verdict.signal, verdict.rank) == ("lost", "SIGKILL", 0)
 
 
@@ -475,18 +477,18 @@ def test_a_rank_that_missed_others_as_the_signal_came_was_not_first(make, second
         make.ended(0, -15, "torchrun"),
         make.ended(1, -15, "torchrun"),
         EventMessage(NodeSignal(15, signalled)),
-        make.Bye("signal", 15),
+        make.NodeBye("signal", 15),
     )
     assert (verdict.kind, verdict.rank) == (kind, None)
 
 
 def test_torchrun_failed_and_no_rank_said_why(make):
-    verdict = judge(make.hello(), make.Bye("failed"))
+    verdict = judge(make.hello(), make.NodeBye("failed"))
     assert (verdict.kind, verdict.certainty, verdict.rank) == ("crash", "unknown", None)
 
 
 def test_a_restart_that_succeeded_is_clean(make):
-    bodies = [make.raised(0), *make.broken_off(0), *make.finished(0, attempt=1), make.Bye("ok")]
+    bodies = [make.raised(0), *make.broken_off(0), *make.finished(0, attempt=1), make.NodeBye("ok")]
     assert judge(make.hello(nproc=1), *bodies).kind == "clean"
 
 
@@ -512,11 +514,11 @@ EARLIER_FAULT = EventMessage(OwnFault(RunPosition(0), "forward hook", "TypeError
         (lambda make: make.broken_off(0, last={"final": False}), "rank 0 was not heard to the end of its recorder"),
         (lambda make: [make.ended(0, 1, phase="starting")], "rank 0 had no recorder"),
         (lambda make: [make.ended(0, 1, phase="unwatched")], "rank 0 ran a program that is not watched"),
-        (lambda make: [make.Beat([make.state(0, batch=4)], {})], "rank 0 was not heard after batch 4"),
+        (lambda make: [make.NodeBeat([make.state(0, batch=4)], {})], "rank 0 was not heard after batch 4"),
     ],
 )
 def test_what_was_lost_before_a_restart_keeps_a_run_from_being_clean(make, first_attempt, lacking):
-    bodies = [*first_attempt(make), *make.finished(0, attempt=1), make.Bye("ok")]
+    bodies = [*first_attempt(make), *make.finished(0, attempt=1), make.NodeBye("ok")]
     verdict = judge(make.hello(nproc=1), *bodies)
     if lacking is None:
         assert (verdict.kind, verdict.certainty, verdict.missing) == ("clean", "established", [])
@@ -529,13 +531,13 @@ def test_what_was_lost_before_a_restart_keeps_a_run_from_being_clean(make, first
 @pytest.mark.parametrize(("ranks", "words"), [(1, "1 rank, 8 batches"), (2, "2 ranks, 8 batches")])
 def test_a_clean_run(make, ranks, words):
     bodies = [body for rank in range(ranks) for body in make.finished(rank, batch=7)]
-    verdict = judge(make.hello(nproc=ranks), *bodies, make.Bye("ok"))
+    verdict = judge(make.hello(nproc=ranks), *bodies, make.NodeBye("ok"))
     assert (verdict.kind, verdict.certainty) == ("clean", "established")
     assert words in verdict.statement
 
 
 def test_a_rank_without_a_recorder_keeps_a_run_from_being_clean(make):
-    bodies = [*make.finished(0), make.ended(1, 0, phase="starting"), make.Bye("ok")]
+    bodies = [*make.finished(0), make.ended(1, 0, phase="starting"), make.NodeBye("ok")]
     verdict = judge(make.hello(), *bodies)
     assert (verdict.kind, verdict.missing) == ("unknown", ["rank 1 had no recorder"])
 
@@ -555,7 +557,7 @@ def empty_batch(make):
     ("end_of_rank_1", "lacking"),
     [
         (lambda make: [], "rank 1 was never heard"),
-        (lambda make: [make.Beat([make.state(1, batch=41)], {})], "rank 1 was not heard after batch 41"),
+        (lambda make: [make.NodeBeat([make.state(1, batch=41)], {})], "rank 1 was not heard after batch 41"),
         (lambda make: [make.ended(1, None, batch=41)], "rank 1 was not heard after batch 41"),
         (lambda make: [make.ended(1, None, batch=-1)], "rank 1 was not heard to its end"),
         (lambda make: [make.ended(1, 0, phase="unwatched")], "rank 1 ran a program that is not watched"),
@@ -598,14 +600,14 @@ def empty_batch(make):
     ],
 )
 def test_what_could_hold_an_overflow_and_was_not_heard_keeps_a_run_from_being_clean(make, end_of_rank_1, lacking):
-    verdict = judge(make.hello(), *make.finished(0, last={"world_size": 2}), *end_of_rank_1(make), make.Bye("ok"))
+    verdict = judge(make.hello(), *make.finished(0, last={"world_size": 2}), *end_of_rank_1(make), make.NodeBye("ok"))
     assert (verdict.kind, verdict.certainty) == ("unknown", "unknown")
     assert any(clause.startswith(lacking) for clause in verdict.missing), verdict.missing
 
 
 def test_a_model_that_only_compiled_code_calls_is_unknown_with_what_to_do(make):
     hidden = [HIDDEN, *make.finished(1, batch=-1, page=-1)]
-    verdict = judge(make.hello(), *make.finished(0, last={"world_size": 2}), *hidden, make.Bye("ok"))
+    verdict = judge(make.hello(), *make.finished(0, last={"world_size": 2}), *hidden, make.NodeBye("ok"))
     assert verdict.kind == "unknown"
     assert verdict.missing[:2] == [
         "rank 1 called no module",
@@ -618,26 +620,26 @@ def test_a_model_that_only_compiled_code_calls_is_unknown_with_what_to_do(make):
 def test_a_log_without_room_for_names_alone_is_clean(make):
     """They name what was judged all the same."""
     bodies = make.finished(0, last={"records_lost": 5, "names_lost": 5})
-    verdict = judge(make.hello(nproc=1), *bodies, make.Bye("ok"))
+    verdict = judge(make.hello(nproc=1), *bodies, make.NodeBye("ok"))
     assert (verdict.kind, verdict.certainty) == ("clean", "established")
 
 
 def test_a_clean_run_says_which_compiled_code_nobody_looked_into(make):
     hidden = EventMessage(NotLookedInto(RunPosition(0), "model", "LlamaModel"))
-    verdict = judge(make.hello(nproc=1), hidden, *make.finished(0), make.Bye("ok"))
+    verdict = judge(make.hello(nproc=1), hidden, *make.finished(0), make.NodeBye("ok"))
     assert verdict.kind == "clean"
     assert verdict.statement.endswith("Inside of `model` (LlamaModel), compiled code was not looked into.")
     assert "use_cache=False" in verdict.next[0]
 
 
 def test_a_node_that_was_never_heard_keeps_a_run_from_being_clean(make):
-    verdict = judge(make.hello(nproc=1, nodes=2), *make.finished(0), make.Bye("ok"))
+    verdict = judge(make.hello(nproc=1, nodes=2), *make.finished(0), make.NodeBye("ok"))
     assert (verdict.kind, verdict.missing[0]) == ("unknown", "1 of 2 nodes was never heard")
 
 
 def test_ranks_that_lack_the_same_share_a_clause(make):
     bodies = [body for rank in range(4) for body in make.finished(rank, last={"pending": 2})]
-    verdict = judge(make.hello(nproc=4), *bodies, make.Bye("ok"))
+    verdict = judge(make.hello(nproc=4), *bodies, make.NodeBye("ok"))
     assert verdict.missing == ["ranks 0-3 ended before 2 numbers had come back from the device"]
 
 
@@ -648,64 +650,64 @@ def process(pid: int = 4242) -> int:
 def test_a_process_that_is_no_rank_is_named_and_nothing_puts_it_before_a_rank(make):
     batch = leaf_origin(make, process())
     met = [*batch.messages(), make.ended(process(), 94)]
-    verdict = judge(make.hello(nproc=0), *make.finished(0), *met, make.Bye("failed"))
+    verdict = judge(make.hello(nproc=0), *make.finished(0), *met, make.NodeBye("failed"))
     assert (verdict.kind, verdict.rank, verdict.pid, verdict.module) == ("overflow", None, 4242, "fc2")
     assert verdict.statement.startswith("Process 4242 (no rank) on h0 overflowed first: ")
-    both = judge(make.hello(nproc=0), *leaf_origin(make, 0, seq=9, batch=1).messages(), *met, make.Bye("failed"))
+    both = judge(make.hello(nproc=0), *leaf_origin(make, 0, seq=9, batch=1).messages(), *met, make.NodeBye("failed"))
     assert both.statement.endswith("; concurrently, process 4242 (no rank) met a non-finite value elsewhere.")
     assert both.certainty == "supported"
 
 
 def test_a_process_that_is_no_rank_is_looked_at_to_its_end_or_the_run_is_not_clean(make):
     ends = [*make.finished(0), *make.finished(process())]
-    verdict = judge(make.hello(nproc=0), *ends, make.Bye("ok"))
+    verdict = judge(make.hello(nproc=0), *ends, make.NodeBye("ok"))
     assert (verdict.kind, verdict.certainty) == ("clean", "established")
     assert "1 rank and 1 process that is no rank" in verdict.statement
-    lost = judge(make.hello(nproc=0), *make.finished(0), make.ended(process(), None, batch=3), make.Bye("ok"))
+    lost = judge(make.hello(nproc=0), *make.finished(0), make.ended(process(), None, batch=3), make.NodeBye("ok"))
     assert lost.missing == ["process 4242 (no rank) was not heard after batch 3"]
 
 
 def test_a_process_that_is_no_rank_and_failed_is_named_where_no_rank_did(make):
     raised = [make.raised(process(), "ValueError", "boom"), make.ended(process(), 1)]
-    verdict = judge(make.hello(nproc=0), *make.finished(0), *raised, make.Bye("failed"))
+    verdict = judge(make.hello(nproc=0), *make.finished(0), *raised, make.NodeBye("failed"))
     assert (verdict.kind, verdict.rank, verdict.pid, verdict.certainty) == ("crash", None, 4242, "established")
     assert verdict.statement == "Process 4242 (no rank) on h0 raised ValueError: boom."
-    first = judge(make.hello(nproc=0), make.raised(0), make.ended(0, 1), *raised, make.Bye("failed"))
+    first = judge(make.hello(nproc=0), make.raised(0), make.ended(0, 1), *raised, make.NodeBye("failed"))
     assert (first.rank, first.pid) == (0, None)
-    killed = judge(make.hello(nproc=0), *make.finished(0), make.ended(process(), -9), make.Bye("failed"))
+    killed = judge(make.hello(nproc=0), *make.finished(0), make.ended(process(), -9), make.NodeBye("failed"))
     assert (killed.kind, killed.pid, killed.signal) == ("lost", 4242, "SIGKILL")
 
 
 def test_a_process_that_could_not_be_watched_keeps_a_run_from_being_clean(make):
-    bye = make.Bye("ok", unwatched=["process 4242 was not watched (no recorder: No space left on device)"])
+    bye = make.NodeBye("ok", unwatched=["process 4242 was not watched (no recorder: No space left on device)"])
     verdict = judge(make.hello(nproc=1), *make.finished(0), bye)
     assert (verdict.kind, verdict.missing) == ("unknown", bye.unwatched)
 
 
 def test_a_process_that_has_become_a_rank_is_no_other_process(make):
     late = make.finished(process(), last={"pid": 77})
-    verdict = judge(make.hello(nproc=0), *late, *make.finished(0, last={"pid": 77}), make.Bye("ok"))
+    verdict = judge(make.hello(nproc=0), *late, *make.finished(0, last={"pid": 77}), make.NodeBye("ok"))
     assert verdict.statement.startswith("No overflow: 1 rank, ")
 
 
 def test_what_no_python_has_started_is_watched_by_gpuwatch_run(make):
     bodies = [make.ended(rank, 0, phase="unwatched") for rank in range(2)]
-    verdict = judge(make.hello(), *bodies, make.Bye("ok"))
+    verdict = judge(make.hello(), *bodies, make.NodeBye("ok"))
     assert verdict.kind == "unknown"
     assert "gpuwatch run -- torchrun" in verdict.next[0]
-    assert judge(make.hello(), *make.finished(0), make.Bye("ok")).next == []
+    assert judge(make.hello(), *make.finished(0), make.NodeBye("ok")).next == []
 
 
 def test_a_script_without_any_module_is_unknown_and_that_is_what_is_missing(make):
     bodies = [body for rank in range(2) for body in make.finished(rank, batch=-1, page=-1)]
-    verdict = judge(make.hello(), *bodies, make.Bye("ok"))
+    verdict = judge(make.hello(), *bodies, make.NodeBye("ok"))
     assert (verdict.kind, verdict.missing) == ("unknown", ["ranks 0, 1 called no module"])
     assert verdict.statement == "Nothing was watched: no module was called on 2 ranks."
 
 
 def test_clean_is_not_established_where_an_optimizer_stepped_on_what_no_module_has(make):
     loose = EventMessage(LooseParameters(RunPosition(1), "Adam", 2))
-    verdict = judge(make.hello(), *make.finished(0), loose, *make.finished(1), make.Bye("ok"))
+    verdict = judge(make.hello(), *make.finished(0), loose, *make.finished(1), make.NodeBye("ok"))
     assert (verdict.kind, verdict.certainty) == ("clean", "supported")
     told = "On rank 1 Adam stepped on 2 parameters that belong to no module that was called: "
     assert verdict.statement.endswith(f"{told}they were looked at after each step, and nowhere else.")
@@ -713,19 +715,19 @@ def test_clean_is_not_established_where_an_optimizer_stepped_on_what_no_module_h
 
 def test_a_script_without_any_module_says_what_its_optimizer_stepped_on(make):
     loose = EventMessage(LooseParameters(RunPosition(0), "SGD", 1))
-    verdict = judge(make.hello(nproc=1), loose, *make.finished(0, batch=-1, page=-1), make.Bye("ok"))
+    verdict = judge(make.hello(nproc=1), loose, *make.finished(0, batch=-1, page=-1), make.NodeBye("ok"))
     assert verdict.kind == "unknown"
     assert "on rank 0 SGD stepped on 1 parameter that belongs to no module that was called" in verdict.evidence[-1]
 
 
 def test_a_child_that_trained_unseen_keeps_a_run_from_being_clean(make):
     child = make.finished(1, last={"unseen_child": 4242})
-    verdict = judge(make.hello(), *make.finished(0), *child, make.Bye("ok"))
+    verdict = judge(make.hello(), *make.finished(0), *child, make.NodeBye("ok"))
     assert verdict.missing == ["rank 1 had a child process (pid 4242) that trained and was not watched"]
 
 
 def test_a_rank_that_says_overflow_and_no_more_is_believed_and_no_module_is_named(make):
-    verdict = judge(make.hello(), *make.finished(0), *make.finished(1, last={"overflow": True}), make.Bye("ok"))
+    verdict = judge(make.hello(), *make.finished(0), *make.finished(1, last={"overflow": True}), make.NodeBye("ok"))
     assert (verdict.kind, verdict.rank, verdict.module, verdict.certainty) == ("overflow", 1, None, "unknown")
 
 
@@ -742,7 +744,7 @@ def test_the_rank_that_failed_is_named_and_not_its_victims(make):
         make.preflight(0, "victim", "all_reduce", "waited for rank 2"),
         make.preflight(2, "failed", "device", "no memory"),
         make.preflight(1, "victim", "arrive", "waited for rank 2"),
-        make.Bye("failed"),
+        make.NodeBye("failed"),
     )
     assert (verdict.kind, verdict.rank, verdict.stage, verdict.certainty) == ("preflight", 2, "device", "established")
     assert verdict.statement == "Preflight, stage device: rank 2 on alpha failed: no memory."
@@ -750,12 +752,12 @@ def test_the_rank_that_failed_is_named_and_not_its_victims(make):
 
 
 def test_victims_alone_name_nobody(make):
-    verdict = judge(make.hello(), make.preflight(0, "victim"), make.preflight(1, "victim"), make.Bye("failed"))
+    verdict = judge(make.hello(), make.preflight(0, "victim"), make.preflight(1, "victim"), make.NodeBye("failed"))
     assert (verdict.kind, verdict.rank, verdict.certainty) == ("preflight", None, "unknown")
 
 
 def test_a_preflight_that_does_not_stop_the_job_is_not_the_verdict(make):
-    bodies = [make.preflight(0, "failed", stops=False), *make.finished(0), make.Bye("ok")]
+    bodies = [make.preflight(0, "failed", stops=False), *make.finished(0), make.NodeBye("ok")]
     assert judge(make.hello(nproc=1), *bodies).kind == "clean"
 
 
@@ -786,7 +788,7 @@ def messages_of(make, batches):
         if batch.anomaly is not None:
             found.append((agent, make.raised(batch.rank, "OverflowDetected", "inf", **place)))
         found.append((agent, make.ended(batch.rank, 1, "itself" if batch.anomaly else "torchrun", **place)))
-    found += [(agent, make.Bye("failed")) for agent in agents]
+    found += [(agent, make.NodeBye("failed")) for agent in agents]
     return [(agent, 0, body) for agent, body in found]  # without a number: what is missing leaves no gap
 
 
@@ -897,7 +899,7 @@ def test_a_rank_that_leaves_with_code_0_in_the_middle_of_a_forward_is_named(make
         make.ended(0, 0, phase="forward", module="layer.1", cls="Linear", step=6, batch=6, seq=12),
         make.raised(1, "RuntimeError", "Connection closed by peer", peer=True, seq=12),
         make.ended(1, 1, seq=12),
-        make.Bye("failed"),
+        make.NodeBye("failed"),
     )
     assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 0, "established")
     assert verdict.statement == (
@@ -918,7 +920,7 @@ def test_a_rank_that_leaves_with_code_0_in_the_middle_of_a_forward_is_named(make
     ids=["os._exit", "killed once it has left its group"],
 )
 def test_an_end_without_the_scripts_own_word_may_be_known(make, heard, certainty):
-    verdict = judge(make.hello(nproc=1), *heard(make), make.Bye("ok"))
+    verdict = judge(make.hello(nproc=1), *heard(make), make.NodeBye("ok"))
     assert (verdict.kind, verdict.certainty) == ("clean", certainty)
 
 
@@ -929,7 +931,7 @@ def test_a_program_that_went_on_as_another_one_is_clean_if_that_was_watched(make
         *make.broken_off(0, 0, phase="unwatched"),
         *make.finished(0, attempt=1, last={} if same else {"pid": 4242}),
     ]
-    verdict = judge(make.hello(nproc=1), *bodies, make.Bye("ok"))
+    verdict = judge(make.hello(nproc=1), *bodies, make.NodeBye("ok"))
     lacking = "in attempt 0, rank 0 went on as another program (os.exec), which is not watched"
     assert (verdict.kind, verdict.missing) == (("clean", []) if same else ("unknown", [lacking]))
 
@@ -937,9 +939,9 @@ def test_a_program_that_went_on_as_another_one_is_clean_if_that_was_watched(make
 def test_a_run_with_a_rank_that_left_in_a_forward_is_not_clean(make):
     verdict = judge(
         make.hello(nproc=1),
-        make.Beat([make.state(0, phase="forward", final=True, hooks="attached")], {}),
+        make.NodeBeat([make.state(0, phase="forward", final=True, hooks="attached")], {}),
         make.ended(0, 0, phase="forward", module="fc", cls="Linear", batch=2),
-        make.Bye("ok"),
+        make.NodeBye("ok"),
     )
     assert verdict.kind == "unknown"
     assert "left with exit code 0 in the forward of batch 2" in verdict.statement

@@ -193,7 +193,7 @@ def test_a_gradient_that_was_left_there_is_of_no_backward_of_this_run(make, bad)
 
 
 def test_a_scale_that_collapsed_names_the_rank_with_the_bad_gradient(make):
-    scaled = make.Mark.SCALED
+    scaled = make.RowMark.SCALED
     guilty = backward(make, 1, bad=make.INF, mark=scaled, batch=7, clock={"0": 9})
     peer = backward(make, 0, mark=scaled, batch=7, clock={"0": 9})
     peer.got("embed", "Linear", {"weight": make.INF}, mark=scaled)
@@ -205,8 +205,8 @@ def test_a_scale_that_collapsed_names_the_rank_with_the_bad_gradient(make):
 
 
 def test_gradients_that_a_scaler_skips_are_no_overflow(make):
-    batch = backward(make, 0, bad=make.INF, mark=make.Mark.SCALED)
-    bodies = [make.hello(nproc=1), *batch.messages(), *make.finished(0), make.Bye("ok")]
+    batch = backward(make, 0, bad=make.INF, mark=make.RowMark.SCALED)
+    bodies = [make.hello(nproc=1), *batch.messages(), *make.finished(0), make.NodeBye("ok")]
     assert decide(fold(("a0", n, body) for n, body in enumerate(bodies))).kind == "clean"
 
 
@@ -601,7 +601,7 @@ def messages_of(make, batches):
         if batch.anomaly is not None:
             found.append((agent, make.raised(batch.rank, "OverflowDetected", "inf", **place)))
         found.append((agent, make.ended(batch.rank, 1, "itself" if batch.anomaly else "torchrun", **place)))
-    found += [(agent, make.Bye("failed")) for agent in agents]
+    found += [(agent, make.NodeBye("failed")) for agent in agents]
     return [(agent, 0, body) for agent, body in found]  # without a number: what is missing leaves no gap
 
 
@@ -737,7 +737,7 @@ def test_faults_whose_records_were_lost_leave_the_maker_open(make):
     """The header counts them, and does not say when they were."""
     batches = [backward(make, number, bad=make.NAN if number else 1.0, batch=2, page=1, seq=9) for number in (0, 1)]
     bodies = [make.hello(nproc=2), *(body for batch in batches for body in batch.messages())]
-    bodies.append(make.Beat([make.state(1, faults=3)], {}))
+    bodies.append(make.NodeBeat([make.state(1, faults=3)], {}))
     verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
     assert (verdict.rank, verdict.module, verdict.certainty) == (1, "length", "supported")
     assert "rank 1: gpuwatch's own parts have failed 3 times more" in " ".join(verdict.evidence)
@@ -759,7 +759,7 @@ def test_of_a_parameter_that_no_module_has_nobody_has_looked_at_the_gradient(mak
     batch.call("", "Net", given=[x], returned=[batch.tensor()])
     batch.stepped("optimizer.param_groups[0]", "Adam", {"params[3]": make.NAN})
     ends = [body for number in range(1, ranks) for body in make.finished(number)]
-    bodies = [make.hello(nproc=ranks), *batch.messages(), make.ended(0, 94), *ends, make.Bye("failed")]
+    bodies = [make.hello(nproc=ranks), *batch.messages(), make.ended(0, 94), *ends, make.NodeBye("failed")]
     verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
     assert (verdict.kind, verdict.certainty, verdict.rank) == ("overflow", certainty, rank)
     assert "params[3] of `optimizer.param_groups[0]` (Adam)" in " ".join([verdict.statement, *verdict.evidence])

@@ -497,7 +497,7 @@ def test_a_sharded_parameters_gradient_comes_out_of_a_collective(make):
 
 def test_a_scalers_alarm_starts_at_the_first_gradient_that_it_was_to_catch(make):
     batch = chain(make)
-    scaled = make.Mark.SCALED
+    scaled = make.RowMark.SCALED
     batch.backward("length", "Length", "output", 1.0, mark=scaled)
     batch.backward("embed", "Linear", "output", make.INF, mark=scaled)
     batch.backward("embed", "Linear", "weight", make.INF, mark=scaled)

@@ -31,13 +31,13 @@ def test_everything_finds_its_place(make, batch):
         *batch.messages(),
         EventMessage(PreflightStage(make.where(1), "store", 0.5)),
         make.preflight(1, "ok", stops=False),
-        EventMessage(make.Inventory(make.where(1), "cpu", {"torch": "2"})),
+        EventMessage(make.RankInventoryEvent(make.where(1), "cpu", {"torch": "2"})),
         make.raised(1),
         EventMessage(OwnFault(make.where(1), "hook", "x")),
         *make.finished(1, batch=4),
-        make.Beat([make.state(1, batch=2)], {1: 3}),
+        make.NodeBeat([make.state(1, batch=2)], {1: 3}),
         EventMessage(NodeSignal(15)),
-        make.Bye("ok"),
+        make.NodeBye("ok"),
     )
     (rank,) = facts.of_attempt(0)
     assert (rank.rank, rank.pages_dropped, rank.state.batch, rank.preflight.outcome) == (1, 3, 4, "ok")
@@ -134,7 +134,9 @@ def test_which_copy_of_a_page_stays_does_not_depend_on_the_order(batch):
 
 
 def test_an_older_beat_does_not_take_a_rank_back(make):
-    facts = facts_of(make.Beat([make.state(0, step=5, batch=9)], {}), make.Beat([make.state(0, step=4, batch=8)], {}))
+    facts = facts_of(
+        make.NodeBeat([make.state(0, step=5, batch=9)], {}), make.NodeBeat([make.state(0, step=4, batch=8)], {})
+    )
     assert facts.ranks[0, 0].state.batch == 9
 
 
@@ -152,7 +154,7 @@ def test_a_page_of_hostile_bytes_is_counted_and_the_rest_stays(batch):
 
 
 def test_pages_that_were_dropped_are_counted_whichever_beat_comes_first(make):
-    beats = [make.Beat([make.state(0)], {}), make.Beat([], {0: 2, 1: 1}), make.Beat([], {0: 5})]
+    beats = [make.NodeBeat([make.state(0)], {}), make.NodeBeat([], {0: 2, 1: 1}), make.NodeBeat([], {0: 5})]
     for order in (beats, beats[::-1]):
         assert facts_of(*order).ranks[0, 0].pages_dropped == 5
 

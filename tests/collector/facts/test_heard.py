@@ -34,7 +34,7 @@ def test_agents_of_one_launch_count_for_themselves():
 
 
 def clean_job(make):
-    bodies = [make.hello(nproc=1), *make.finished(0, batch=4), make.Bye("ok")]
+    bodies = [make.hello(nproc=1), *make.finished(0, batch=4), make.NodeBye("ok")]
     return [("a0", n, body) for n, body in enumerate(bodies, 1)]
 
 
@@ -52,7 +52,7 @@ def bad_job(make):
     given, weight, bad = batch.tensor(), batch.tensor(), batch.tensor(make.INF)
     batch.call("fc", "Linear", given=[given], returned=[bad], weights={"weight": weight})
     batch.call("", "Net", given=[given], returned=[bad])
-    bodies = [make.hello(nproc=1), *batch.messages(), make.ended(0, 94), make.Bye("failed")]
+    bodies = [make.hello(nproc=1), *batch.messages(), make.ended(0, 94), make.NodeBye("failed")]
     return [("a0", n, body) for n, body in enumerate(bodies, 1)]
 
 

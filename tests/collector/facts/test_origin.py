@@ -368,7 +368,7 @@ def test_own_code_that_had_a_mask_in_its_hands_is_the_maker_and_the_mask_is_ment
 def test_a_hidden_row_that_went_on_is_the_origin(make):
     batch = make.Batch()
     x, hidden = batch.tensor(), batch.tensor(make.INF)
-    marks = {"output": make.Mark.IGNORED}
+    marks = {"output": make.RowMark.IGNORED}
     batch.call("probe", "Probe", given=[x], returned=[hidden], marks=marks)
     weights = {"weight": batch.tensor()}
     batch.call("head", "Linear", given=[hidden], returned=[batch.tensor(make.INF)], weights=weights)
@@ -381,7 +381,7 @@ def test_a_hidden_row_that_went_on_is_the_origin(make):
 def test_a_hidden_row_that_own_code_used_is_the_origin(make):
     batch = make.Batch()
     x = batch.tensor()
-    batch.call("probe", "Probe", given=[x], returned=[batch.tensor(make.INF)], marks={"output": make.Mark.IGNORED})
+    batch.call("probe", "Probe", given=[x], returned=[batch.tensor(make.INF)], marks={"output": make.RowMark.IGNORED})
     batch.call("head", "Linear", given=[x], returned=[batch.tensor()])
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
     assert find(batch).module == "probe"

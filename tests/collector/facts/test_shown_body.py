@@ -36,7 +36,7 @@ def report_of(make, place):
         EventMessage(warned),
         make.raised(0, name["exception"], name["exception"], module=name["module"], batch=3),
         make.ended(0, 1, batch=3),
-        make.Bye("failed"),
+        make.NodeBye("failed"),
     ]
     facts = fold(("a0", n, body) for n, body in enumerate(bodies, 1))
     return build_report(facts, run_id="run", started=None, ended=None)
@@ -55,7 +55,7 @@ def test_no_name_forges_a_line_or_reaches_the_terminal(make, place):
 def test_an_exception_forges_no_line(make):
     bodies = [make.hello(nproc=1), make.raised(0, "E" + FORGED, FORGED, batch=3), make.ended(0, 1, batch=3)]
     error = ScriptError(make.where(0, batch=3), "E", "boom", f"Traceback\n{FORGED}\nVERDICT  clean")
-    bodies[1:2] = [bodies[1], EventMessage(error), make.Bye("failed")]
+    bodies[1:2] = [bodies[1], EventMessage(error), make.NodeBye("failed")]
     report = build_report(fold(("a0", n, b) for n, b in enumerate(bodies)), run_id="run", started=None, ended=None)
     lines = render_text(report, width=2000).splitlines()
     assert all(line.isprintable() for line in lines)
@@ -106,7 +106,7 @@ def test_an_exception_keeps_its_lines_and_nothing_else_does(make):
 
 
 def test_a_message_without_anything_hostile_is_the_same_object(make):
-    for body in (make.hello(), make.raised(0), make.Beat([make.state(0)], {1: 3})):
+    for body in (make.hello(), make.raised(0), make.NodeBeat([make.state(0)], {1: 3})):
         assert shown_body(body) is body
 
 

@@ -137,7 +137,7 @@ def test_a_weight_that_was_bad_before_the_step(make):
     """A rule had hidden that in the forward."""
     batch = make.Batch()
     weights = {"weight": batch.tensor(make.NAN)}
-    ignored = {"weight": make.Mark.IGNORED}
+    ignored = {"weight": make.RowMark.IGNORED}
     batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor()], weights=weights, marks=ignored)
     batch.backward("fc", "Linear", "output", 1.0)
     batch.backward("fc", "Linear", "weight", 1.0)
@@ -149,7 +149,7 @@ def test_a_weight_that_was_bad_before_the_step(make):
 def test_a_gradient_that_raised_no_alarm_and_went_into_the_step(make, hidden):
     batch = trained(make, local=None)
     batch.backward("fc", "Linear", "output", 1.0)
-    batch.backward("fc", "Linear", "weight", make.INF, mark=getattr(make.Mark, hidden))
+    batch.backward("fc", "Linear", "weight", make.INF, mark=getattr(make.RowMark, hidden))
     batch.stepped("fc", "Linear", {"weight": make.NAN})
     found = find(batch)
     assert (found.module, found.phase, found.role, found.value) == ("fc", "backward", "grad weight", "+inf")
@@ -158,8 +158,8 @@ def test_a_gradient_that_raised_no_alarm_and_went_into_the_step(make, hidden):
 def test_a_gradient_that_a_scaler_was_to_catch_and_that_the_optimizer_got(make):
     """`scaler.scale(loss).backward(); optimizer.step()`"""
     batch = trained(make, local=None)
-    batch.backward("fc", "Linear", "output", 1.0, mark=make.Mark.SCALED)
-    batch.backward("fc", "Linear", "weight", make.INF, mark=make.Mark.SCALED)
+    batch.backward("fc", "Linear", "output", 1.0, mark=make.RowMark.SCALED)
+    batch.backward("fc", "Linear", "weight", make.INF, mark=make.RowMark.SCALED)
     batch.got("fc", "Linear", {"weight": make.NAN})
     again = LookedAgain(loss_scale=2.0**19)
     batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
@@ -172,7 +172,7 @@ def test_a_gradient_that_a_scaler_was_to_catch_and_that_the_optimizer_got(make):
 def test_a_scalers_alarm_over_a_gradient_that_was_finite_here(make):
     """Another rank's inf: this one's own gradients are finite."""
     batch = trained(make)
-    batch.got("fc", "Linear", {"weight": make.INF}, mark=make.Mark.SCALED)
+    batch.got("fc", "Linear", {"weight": make.INF}, mark=make.RowMark.SCALED)
     batch.skipped()
     assert (find(batch).source, find(batch).phase) == ("reduced", "collective")
 

@@ -23,7 +23,7 @@ def folded(make):
     batch.call("fc", "Linear", given=[x], returned=[y])
     states = [make.state(0, batch=3, pid=77), make.state(lone, batch=7, pid=4242)]
     states += [make.state(number_of_process(pid, "h0"), batch=1, pid=pid) for pid in (77, *range(5000, 5030))]
-    bodies = [make.hello(nproc=0), *batch.messages(), make.Beat(states, {}, 1)]
+    bodies = [make.hello(nproc=0), *batch.messages(), make.NodeBeat(states, {}, 1)]
     for n, body in enumerate(bodies, 1):
         found.add("a0", n, body)
     return found

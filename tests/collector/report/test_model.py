@@ -39,12 +39,12 @@ def overflow(make, frames=3) -> list:
         batch.call("", "Net", given=[x], returned=[batch.tensor(number)])
         bodies += batch.messages()
     bodies += [
-        EventMessage(make.Inventory(make.where(1), "NVIDIA H100", {"torch": "2.13.0"})),
+        EventMessage(make.RankInventoryEvent(make.where(1), "NVIDIA H100", {"torch": "2.13.0"})),
         make.raised(1, "OverflowDetected", "inf", batch=7, seq=14),
         make.ended(1, 1, batch=7, step=7, seq=14),
         make.ended(0, -15, "torchrun", batch=7, step=7, seq=14),
-        make.Beat([make.state(0), make.state(1, local_rank=1, records_lost=2)], {1: 3}),
-        make.Bye("failed"),
+        make.NodeBeat([make.state(0), make.state(1, local_rank=1, records_lost=2)], {1: 3}),
+        make.NodeBye("failed"),
     ]
     return bodies
 
@@ -152,7 +152,7 @@ def test_events_stand_in_the_runs_own_order(make):
 
 @pytest.mark.parametrize(("message", "told"), [("boom", "boom."), ("boom....", "boom."), ("", "ValueError.")])
 def test_a_statement_ends_in_one_full_stop(make, message, told):
-    report = report_of([make.hello(), make.raised(0, message=message), make.ended(0, 1), make.Bye("failed")])
+    report = report_of([make.hello(), make.raised(0, message=message), make.ended(0, 1), make.NodeBye("failed")])
     assert report.verdict.statement.endswith(told)
 
 
@@ -162,7 +162,7 @@ def test_attempts_before_a_restart_are_lines_of_the_report(make):
     bodies += make.broken_off(0, -15, "torchrun", batch=3)
     for rank in range(2):
         bodies += make.finished(rank, attempt=1, batch=15)
-    report = report_of([*bodies, make.Bye("ok")])
+    report = report_of([*bodies, make.NodeBye("ok")])
     assert report.verdict.kind == "clean"
     assert [(other.attempt, other.statement) for other in report.attempts] == [
         (0, "rank 1 raised RuntimeError: disk full, in batch 3")
@@ -175,7 +175,7 @@ def test_what_came_after_the_verdicts_attempt_is_a_line_too(make):
     bodies = [*overflow(make)[:-1]]
     for rank in range(2):
         bodies += make.finished(rank, attempt=1, batch=15)
-    report = report_of([*bodies, make.Bye("ok")])
+    report = report_of([*bodies, make.NodeBye("ok")])
     assert report.verdict.attempt == 0
     assert [(other.attempt, other.statement) for other in report.attempts] == [(1, "finished after 16 batches")]
 
@@ -184,7 +184,7 @@ def test_of_hundreds_of_attempts_the_last_ones_are_shown(make):
     bodies = [make.hello(nproc=1)]
     for attempt in range(200):
         bodies += [make.raised(0, attempt=attempt), make.ended(0, 1, attempt=attempt)]
-    text = render_text(report_of([*bodies, make.Bye("failed")]))
+    text = render_text(report_of([*bodies, make.NodeBye("failed")]))
     assert "attempt 198: rank 0 raised ValueError: boom" in text
     assert "191 more in report.json" in text
     assert "attempt 190:" not in text
@@ -261,7 +261,7 @@ def test_no_name_reaches_the_report_with_control_characters_or_as_a_line_of_its_
     batch.call(evil, evil, given=[batch.tensor()], returned=[batch.tensor(make.INF)], depth=1)
     fault = EventMessage(OwnFault(make.where(0), evil, evil))
     bodies = [make.hello(host=evil, nproc=1), *batch.messages(), fault, make.raised(0, evil, evil, module=evil)]
-    bodies += [make.ended(0, 1, module=evil, cls=evil), make.Bye("failed")]
+    bodies += [make.ended(0, 1, module=evil, cls=evil), make.NodeBye("failed")]
     report = report_of(bodies)
     text = render_text(report, width=200)
     assert report.verdict.kind == "overflow"
@@ -283,7 +283,7 @@ def test_spools_alone_make_a_report(make, tmp_path):
 def test_no_spool_is_so_short_that_an_overflow_in_it_becomes_clean(make, tmp_path):
     """Also one of a single byte, and one whose writer had room for a single byte."""
     seen = overflow(make)[1:-6]  # and went on: both ranks end well
-    bodies = [make.hello(nproc=2), *seen, *make.finished(0, batch=7), *make.finished(1, batch=7), make.Bye("ok")]
+    bodies = [make.hello(nproc=2), *seen, *make.finished(0, batch=7), *make.finished(1, batch=7), make.NodeBye("ok")]
     ends = []
     spool = SpoolWriter(tmp_path / "agent-x.spool")
     for n, body in enumerate(bodies, 1):

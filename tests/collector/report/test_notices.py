@@ -55,9 +55,9 @@ def hidden(make, rank, *, pattern="probe*", module="probe", batch=0):
 
 def run(make, *bodies, ranks=2, batches=8, **state):
     """A clean run with these events."""
-    beat = make.Beat([make.state(rank, step=8, batch=7, **state) for rank in range(ranks)], {})
+    beat = make.NodeBeat([make.state(rank, step=8, batch=7, **state) for rank in range(ranks)], {})
     ends = [body for rank in range(ranks) for body in make.finished(rank, batch=batches - 1, last=state)]
-    return [make.hello(nproc=ranks), *bodies, beat, *ends, make.Bye("ok")]
+    return [make.hello(nproc=ranks), *bodies, beat, *ends, make.NodeBye("ok")]
 
 
 # -- near overflow and underflow ----------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_what_was_left_out_before_a_restart_is_said(make):
     before = [*make.finished(0, batch=3, attempt=0, last={"batches_skipped": 2})]
     again = [*make.finished(0, batch=3, attempt=1)]
 
-    verdict = report_of([make.hello(nproc=1), *before, *again, make.Bye("ok")]).verdict
+    verdict = report_of([make.hello(nproc=1), *before, *again, make.NodeBye("ok")]).verdict
     assert (verdict.kind, "only one in 2 was looked into" in verdict.statement) == ("clean", True)
 
 
@@ -267,7 +267,7 @@ def test_notices_do_not_depend_on_order_or_duplicates(make):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_of_two_beats_from_the_same_place_the_one_that_counted_more_stays(make, first):
-    beats = [make.Beat([make.state(0, ignored=ignored)], {}) for ignored in (1, 5)]
+    beats = [make.NodeBeat([make.state(0, ignored=ignored)], {}) for ignored in (1, 5)]
     facts = fold(messages([beats[first], beats[1 - first]]))
     assert facts.ranks[0, 0].hidden_rows == 5
 

@@ -35,7 +35,7 @@ def check(make, nodes=2, nproc=2, findings=(), marks=None, outcomes=None, unende
             outcome, at, detail = (outcomes or {}).get(rank, ("ok", "", ""))
             bodies.append(make.concluded(rank, findings, outcome, at, detail))
             bodies.append(make.ended(rank, 3 if findings else 0))
-        bodies.append(make.Bye("failed" if any(f.grade == "fail" for f in findings) else "ok"))
+        bodies.append(make.NodeBye("failed" if any(f.grade == "fail" for f in findings) else "ok"))
         messages += [(f"a{node}", number, body) for number, body in enumerate(bodies, 1)]
     return messages
 
@@ -137,7 +137,7 @@ def test_the_clock_of_a_node_is_that_of_its_best_exchange(make):
     messages = [("a0", 1, make.hello(host="h"))]
     for offset, round_trip in ((5_000_000_000, 2_000_000), (5_100_000_000, 400_000), (6_000_000_000, 9_000_000)):
         messages.append(
-            ("a0", 0, make.Beat([], {}, clock_offset_ns=offset, clock_round_trip_ns=round_trip)),
+            ("a0", 0, make.NodeBeat([], {}, clock_offset_ns=offset, clock_round_trip_ns=round_trip)),
         )
     report = report_of(messages)
     (node,) = report.nodes
@@ -237,7 +237,7 @@ def test_a_training_that_went_on_after_a_preflight_tells_its_warnings(make):
     bodies = [make.hello(host="h"), make.stage(0, "allocation", 1.0, "fail")]
     bodies += [make.concluded(rank, [finding], stops=False) for rank in (0, 1)]
     bodies += [event for rank in (0, 1) for event in make.finished(rank)]
-    report = report_of([("a0", n, body) for n, body in enumerate([*bodies, make.Bye("ok")], 1)])
+    report = report_of([("a0", n, body) for n, body in enumerate([*bodies, make.NodeBye("ok")], 1)])
 
     assert report.verdict.kind == "clean"
     text = render_text(report)

@@ -23,7 +23,7 @@ def hang(make, **seen):
         fields = seen if rank == 1 else {"stack": WAITS}
         bodies += [EventMessage(RankLook(where, 1, 300.0, "script", **{"state": "S", **fields}))]
         bodies += [EventMessage(WorkerExit(where, -15, "torchrun", "script"))]
-    messages = [("a0", n, body) for n, body in enumerate([*bodies, make.Bye("failed")], 1)]
+    messages = [("a0", n, body) for n, body in enumerate([*bodies, make.NodeBye("failed")], 1)]
     return build_report(fold(messages), run_id="x", started=None, ended=None)
 
 
