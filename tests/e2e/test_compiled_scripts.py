@@ -33,3 +33,16 @@ def test_no_script_notices_us_and_what_this_torch_hides_is_told(bench, late):
         assert watched.verdict["kind"] == "clean"
     else:  # nothing was seen of a model that a compiled function calls
         assert "not looked into" in watched.verdict["statement"]
+
+
+@pytest.mark.slow
+def test_a_backward_that_is_compiled_as_a_whole_has_the_same_bits(bench):
+    """Compiled autograd, as of torch 2.13: a traced hook that returned None ended the run."""
+    name = "the_backward_compiled"
+    alone = bench.torchrun("--nproc-per-node", "1", bench.script(SCRIPT), str(bench.cwd / "alone.json"), name)
+    assert alone.code == 0
+    watched = bench.launch(SCRIPT, "--on-overflow", "continue", nproc=1, args=(str(bench.cwd / "watched.json"), name))
+    assert watched.code == 0
+    expected = json.loads((bench.cwd / "alone.json").read_text())[name]
+    found = json.loads((bench.cwd / "watched.json").read_text())[name]
+    assert (found["error"], found["bits"]) == ("", expected["bits"])

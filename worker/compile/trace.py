@@ -237,13 +237,14 @@ def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
     if returned and tensor.requires_grad and _wants_gradients():
         gradient = _gradient(device)
 
-        def hook(grad: torch.Tensor) -> None:
+        def hook(grad: torch.Tensor) -> torch.Tensor:
             if _in_host_memory(device):
                 torch.ops.gpuwatch.look(grad.detach(), getattr(BUFFERS, f"token_{gradient}"), gradient)
             elif _THROUGH_DATA:
                 getattr(BUFFERS, f"place_{gradient}").data.copy_(_numbers(grad.detach()))
             else:
                 getattr(BUFFERS, f"place_{gradient}").copy_(_numbers(grad.detach()))
+            return grad  # compiled autograd takes None for the gradient itself
 
         _hook_begins()
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no annotation there
