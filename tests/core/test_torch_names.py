@@ -116,9 +116,9 @@ del torch._C._current_autograd_node, torch.autograd._get_sequence_nr
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.session import Session
+from gpuwatch.worker.session import WorkerSession
 recorder = RecorderWriter({str(tmp_path / "r")!r}, rank=0, local_rank=0, world_size=1, attempt=0)
-session = Session(WorkerSettings("", on_overflow="continue"), recorder, 0)
+session = WorkerSession(WorkerSettings("", on_overflow="continue"), recorder, 0)
 session.attach_hooks()
 torch.nn.Linear(2, 2)(torch.full((1, 2), float("inf"))).sum().backward()
 for entry in RecorderReader(recorder.path).new_entries()[1]:

@@ -18,13 +18,14 @@ BAD_PROBE = str(Path(__file__).parents[1] / "e2e" / "scripts" / "bad_probe")
 LOCAL = """
 import json, os
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.core.identity import Identity
-from gpuwatch.worker.preflight.steps import Deadlines
-from gpuwatch.worker.preflight.parts import Parts
+from gpuwatch.core.identity import RankIdentity
+from gpuwatch.worker.preflight.steps import StageDeadlines
+from gpuwatch.worker.preflight.parts import RankTests
 
 fork, forks = os.fork, []
 os.fork = lambda: (forks.append(0), fork())[1]
-parts = Parts(Identity(0, 0, 1, 1, "localhost", 1, True), WorkerSettings(""), Deadlines(120.0), "gpuwatch/0", "")
+rank = RankIdentity(0, 0, 1, 1, "localhost", 1, True)
+parts = RankTests(rank, WorkerSettings(""), StageDeadlines(120.0), "gpuwatch/0", "")
 reports = [parts.inventory(), parts.health(), parts.allocation([""]), parts.compute()]
 parts.close()
 kinds, device, uuid = [report.kind for report in reports], parts.facts.device, parts.facts.uuid
@@ -34,7 +35,7 @@ print(json.dumps({"kinds": kinds, "device": device, "uuid": uuid, "forks": len(f
 NCCL = """
 import json, time
 import torch, torch.distributed as dist
-from gpuwatch.worker.preflight.bandwidth import _Meter
+from gpuwatch.worker.preflight.bandwidth import _BandwidthMeter
 from gpuwatch.worker.preflight.group_collectives import join
 
 device, deadline = torch.device("cuda", 0), time.monotonic() + 100
@@ -45,7 +46,7 @@ gathered = [torch.empty_like(total)]
 group.all_gather(gathered, total)
 group.broadcast(gathered[0], 0)
 group.barrier()
-row = _Meter(group, device, 1, deadline).all_reduce(1 << 20)
+row = _BandwidthMeter(group, device, 1, deadline).all_reduce(1 << 20)
 print(json.dumps({"sum": total[0].item(), "gathered": gathered[0][-1].item(), "us": row.time_us}), flush=True)
 import os
 os._exit(0)

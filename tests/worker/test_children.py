@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn, multiprocessing as mp
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.worker.session import open_session
 
 def train(*_):
@@ -58,7 +58,7 @@ if __name__ == "__main__":
     else:
         method, what = how.split()
         child(method, {"trains": train, "calls": call}[what])
-    print("seen", session.recorder.fields[Field.UNSEEN_CHILD], session.hooks is not None)
+    print("seen", session.recorder.fields[HeadField.UNSEEN_CHILD], session.hooks is not None)
 """
 
 

@@ -24,7 +24,7 @@ from .allocation import AllocationResult
 from .blame.known_errors import explain
 from .health import HealthResult
 from .inventory import DeviceFacts, gather, with_device
-from .rank_child import Say, TestEnding, TestProcess
+from .rank_child import Say, TestEnding, RankChild
 from .requests import AllocationRequest, CheckHealth, ComputeRequest, InGroup, LookAtDevice, Request, perform
 from .stage_messages import ComputeResult, RankMeasurements, RankStepReport
 from .steps import StageDeadlines, stage_of
@@ -44,7 +44,7 @@ class RankTests:
     prefix: str
     script: str
     facts: InventoryFacts = field(default_factory=InventoryFacts)
-    child: TestProcess = field(default_factory=lambda: TestProcess(perform))
+    child: RankChild = field(default_factory=lambda: RankChild(perform))
 
     def close(self) -> None:
         """End the child. Its memory on the device is then free for the script."""

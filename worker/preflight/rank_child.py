@@ -103,7 +103,7 @@ class _ChildProcess:
     output: IO[bytes]
 
 
-class TestProcess:
+class RankChild:
     """A child process for tests. It starts with the first test. If a test fails, the next one gets a new process.
 
     `perform` runs in the child. A request has no newline.

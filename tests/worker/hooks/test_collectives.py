@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec, torch, torch.distributed as dist
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.worker.hooks.process_groups import Collectives
+from gpuwatch.worker.hooks.process_groups import CollectivePatches
 from gpuwatch.worker.record.group_slots import GroupTable
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
@@ -31,7 +31,7 @@ path = folder / f"recorder-{rank}"
 table = GroupTable(RecorderWriter(path, rank=rank, local_rank=rank, world_size=2, attempt=0))
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 methods = {name: getattr(dist.ProcessGroup, name) for name in ("allreduce", "barrier", "send")}
-collectives = Collectives(table, lambda part, error: faults.append(repr(error)), native=sys.argv[3] == "native")
+collectives = CollectivePatches(table, lambda part, error: faults.append(repr(error)), native=sys.argv[3] == "native")
 collectives.attach()
 reader = RecorderReader(path)
 x = torch.ones(4)
@@ -42,21 +42,21 @@ def show(name):
 
 """
 LOOKS = """
-from gpuwatch.core.judge import Limits
+from gpuwatch.core.judge import WarningLimits
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.record.closed_rows import LateMasks
 from gpuwatch.worker.record.late_passed import LatePassed
 from gpuwatch.worker.record.passed import PassedValues
-from gpuwatch.worker.record.progress import Progress
-from gpuwatch.worker.record.rows import Rows
-from gpuwatch.worker.record.names import Selection
-from gpuwatch.worker.stats.notable import Notable
+from gpuwatch.worker.record.progress import RunProgress
+from gpuwatch.worker.record.rows import RowWriter
+from gpuwatch.worker.record.names import ModuleSelection
+from gpuwatch.worker.stats.notable import NotableFilter
 
 collectives.detach()
 recorder = RecorderWriter(folder / f"passed-{rank}", rank=rank, local_rank=rank, world_size=2, attempt=0)
-progress = Progress(recorder, WorkerSettings(""), rank)
+progress = RunProgress(recorder, WorkerSettings(""), rank)
 on_fault = lambda part, error: faults.append(repr(error))
-rows = Rows(recorder, Selection((), ()), Notable(Limits()), on_fault, progress.lock)
+rows = RowWriter(recorder, ModuleSelection((), ()), NotableFilter(WarningLimits()), on_fault, progress.lock)
 passed = PassedValues(progress, progress.groups)
 late = LatePassed(passed, rows, progress.groups, progress.lock, on_fault, LateMasks(rows))
 collectives = Collectives(progress.groups, on_fault, native=sys.argv[3] == "native", passed=passed, late=late)
@@ -210,13 +210,13 @@ show("after")
 def test_more_groups_than_there_is_room_for_are_counted(both):
     shown = both(
         """
-from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.recorder.layout import HeadField
 groups = [dist.new_group([0, 1]) for _ in range(20)]
 for group in groups:
     dist.all_reduce(x, group=group)
     dist.all_reduce(x, group=group)
 show("all")
-shown["lost"] = reader[Field.GROUPS_NOT_SHOWN]
+shown["lost"] = reader[HeadField.GROUPS_NOT_SHOWN]
 """
     )
     assert len(shown[0]["all"]) == 16
@@ -621,8 +621,8 @@ work.wait()
 shown["waited"] = all_told()
 dist.all_reduce(bad)
 shown["no work"] = all_told()
-from gpuwatch.core.recorder.layout import Field, unseal
-shown["unseen"] = unseal(recorder.fields[Field.PASSED_UNSEEN])
+from gpuwatch.core.recorder.layout import HeadField, unseal
+shown["unseen"] = unseal(recorder.fields[HeadField.PASSED_UNSEEN])
 """
     )
     sent = ["send", 1, 0, 2, False, "nan", "float32", 3, "not finite", None]

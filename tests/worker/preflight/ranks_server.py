@@ -26,7 +26,7 @@ from gpuwatch.worker.preflight.bandwidth import measure
 from gpuwatch.worker.preflight.compute import compute
 from gpuwatch.worker.preflight.group_collectives import check_group
 from gpuwatch.worker.preflight.parts import RankTests
-from gpuwatch.worker.preflight.rank_child import TestProcess
+from gpuwatch.worker.preflight.rank_child import RankChild
 from gpuwatch.worker.preflight.steps import StageDeadlines
 
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def run_rank(request, rank, port, said):
         test = {"group": check_group, "bandwidth": measure}[request["call"]]
         return test(store, CPU, "gloo", request["ranks"], rank, request["timeout_s"], say, *request.get("more", []))
 
-    child = TestProcess(lambda _, say: call(say))
+    child = RankChild(lambda _, say: call(say))
     ending = child.run(b"", request.get("deadline_s", 60.0), said.append)
     child.close()
     failure = ending.failure

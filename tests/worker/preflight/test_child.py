@@ -10,12 +10,12 @@ import sys
 import msgspec
 import psutil
 import pytest
-from gpuwatch.worker.preflight.rank_child import ChildFailure, ProbeFailure, TestProcess
+from gpuwatch.worker.preflight.rank_child import ChildFailure, ProbeFailure, RankChild
 
 
 def run_once(call, deadline_s, on_line=lambda step: None):
     """`call(say)` in a child of its own."""
-    child = TestProcess(lambda _, say: call(say))
+    child = RankChild(lambda _, say: call(say))
     try:
         return child.run(b"", deadline_s, on_line)
     finally:
@@ -100,7 +100,7 @@ def test_a_child_ends_with_its_parent():
     """A parent that is killed in the middle leaves none."""
     script = (
         "import os, signal\n"
-        "from gpuwatch.worker.preflight.rank_child import Child\n"
+        "from gpuwatch.worker.preflight.rank_child import RankChild\n"
         "def call(say):\n"
         "    say(str(os.getpid()))\n"
         "    signal.pause()\n"
@@ -122,7 +122,7 @@ def test_a_child_that_stops_itself_is_ended_too():
 
 
 def test_one_child_does_one_test_after_the_other():
-    child = TestProcess(lambda request, say: [request.decode().strip(), os.getpid()])
+    child = RankChild(lambda request, say: [request.decode().strip(), os.getpid()])
     first, second = (msgspec.json.decode(child.run(request, 20).value) for request in (b"one", b"two"))
     child.close()
     assert (first[0], second[0]) == ("one", "two")
@@ -143,7 +143,7 @@ def test_a_test_that_fails_ends_the_child_and_the_next_one_gets_a_new_one(way):
             raise ProbeFailure("a word is wrong")
         return os.getpid()
 
-    child = TestProcess(perform)
+    child = RankChild(perform)
     first = child.run(b"first", 20)
     failed = child.run(way.encode(), 0.5 if way == "hangs" else 20)
     after = child.run(b"after", 20)
@@ -157,7 +157,7 @@ def test_a_test_that_fails_ends_the_child_and_the_next_one_gets_a_new_one(way):
 
 
 def test_a_child_that_dies_between_two_tests_is_told():
-    child = TestProcess(lambda request, say: os.getpid())
+    child = RankChild(lambda request, say: os.getpid())
     pid = int(child.run(b"", 20).value)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

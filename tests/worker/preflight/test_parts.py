@@ -12,7 +12,7 @@ from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.preflight.allocation import AllocationResult
 from gpuwatch.worker.preflight.health import HealthResult
 from gpuwatch.worker.preflight.parts import RankTests
-from gpuwatch.worker.preflight.rank_child import TestProcess
+from gpuwatch.worker.preflight.rank_child import RankChild
 from gpuwatch.worker.preflight.steps import StageDeadlines
 from msgspec.structs import replace
 
@@ -23,7 +23,7 @@ GPU = "GPU-1"
 def parts_of(perform=None, timeout_s=60.0):
     parts = RankTests(ONE, WorkerSettings("", alloc="1MiB"), StageDeadlines(timeout_s), "gpuwatch/0", "")
     if perform is not None:
-        parts.child = TestProcess(lambda request, say: perform(json.loads(request), os.getpid()))
+        parts.child = RankChild(lambda request, say: perform(json.loads(request), os.getpid()))
     parts.facts = replace(parts.facts, device="cuda:0", uuid=GPU, host="n0")
     return parts
 

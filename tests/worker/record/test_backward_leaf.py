@@ -140,7 +140,7 @@ def verdict_of(model, inputs, loss=lambda y: y.square().mean(), **settings):
         loss(model(inputs)).backward()
         handle._hooks.judging.finish()  # of a late device
         verdict = handle.verdict()
-        assert handle.events and [each for each in handle.events if type(each).__name__ == "OwnFault"] == []
+        assert handle.events and [each for each in handle.events if type(each).__name__ == "Fault"] == []
     return verdict
 
 
@@ -159,7 +159,7 @@ BLOCKS = [PreNorm, PostNorm, Parallel, Gated, GateItself, Attention, Product, Tw
 def test_the_leaf_is_named(block, how, way):
     found = verdict_of(Net(block, how), rows())
 
-    assert (found.module, found.cls, found.phase, found.value) == ("block.fault", "OwnFault", "backward", "nan")
+    assert (found.module, found.cls, found.phase, found.value) == ("block.fault", "Fault", "backward", "nan")
     assert (found.certainty, found.role, found.between) == ("established", "grad input[0]", None), found
 
 
