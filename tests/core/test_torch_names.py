@@ -130,7 +130,7 @@ session.hooks.close()
     lines = done.stdout.splitlines()
     gone = "torch._C._current_autograd_node, torch.autograd._get_sequence_nr"
     assert [line for line in lines if line.startswith("OwnFault")] == [
-        f"Fault names of torch torch {torch.__version__} has no {gone}: {GRAPH}"
+        f"OwnFault names of torch torch {torch.__version__} has no {gone}: {GRAPH}"
     ]
     assert any(line.startswith("Anomaly") for line in lines)
 

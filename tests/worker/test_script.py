@@ -18,7 +18,7 @@ DRIVER = (
     "if not getattr(sys.flags, 'safe_path', False): del sys.path[0]  # as core/start.py does\n"
     "from gpuwatch.worker.script import ScriptTarget, run\n"
     "def told(what): print('TOLD', what, file=open('told', 'a'))\n"
-    "run(Target.parse(sys.argv[1:]), lambda error: told(type(error).__name__), told)\n"
+    "run(ScriptTarget.parse(sys.argv[1:]), lambda error: told(type(error).__name__), told)\n"
 )
 
 

@@ -24,7 +24,7 @@ from .allocation import AllocationResult
 from .blame.known_errors import explain
 from .health import HealthResult
 from .inventory import DeviceFacts, gather, with_device
-from .rank_child import Say, TestEnding, RankChild
+from .rank_child import RankChild, Say, TestEnding
 from .requests import AllocationRequest, CheckHealth, ComputeRequest, InGroup, LookAtDevice, Request, perform
 from .stage_messages import ComputeResult, RankMeasurements, RankStepReport
 from .steps import StageDeadlines, stage_of

@@ -59,7 +59,7 @@ on_fault = lambda part, error: faults.append(repr(error))
 rows = RowWriter(recorder, ModuleSelection((), ()), NotableFilter(WarningLimits()), on_fault, progress.lock)
 passed = PassedValues(progress, progress.groups)
 late = LatePassed(passed, rows, progress.groups, progress.lock, on_fault, LateMasks(rows))
-collectives = Collectives(progress.groups, on_fault, native=sys.argv[3] == "native", passed=passed, late=late)
+collectives = CollectivePatches(progress.groups, on_fault, native=sys.argv[3] == "native", passed=passed, late=late)
 collectives.attach()
 told = RecorderReader(folder / f"passed-{rank}")
 
@@ -356,7 +356,7 @@ def test_a_closed_recorder_is_a_fault_and_the_collectives_go_on(both):
         """
 collectives.detach()
 table = GroupTable(RecorderWriter(folder / f"closed-{rank}", rank=rank, local_rank=rank, world_size=2, attempt=0))
-collectives = Collectives(table, lambda part, error: faults.append(repr(error)), native=sys.argv[3] == "native")
+collectives = CollectivePatches(table, lambda part, error: faults.append(repr(error)), native=sys.argv[3] == "native")
 collectives.attach()
 dist.all_reduce(x)
 table._fields.release(); table._header.release(); table._view.release()
@@ -374,7 +374,7 @@ def test_dtypes_and_sizes_are_the_same_from_c_and_from_python(both):
         """
 for native in (True, False):
     collectives.detach()
-    collectives = Collectives(table, lambda part, error: faults.append(repr(error)), native=native)
+    collectives = CollectivePatches(table, lambda part, error: faults.append(repr(error)), native=native)
     collectives.attach()
     for tensor in (torch.ones(3, 0), torch.tensor(1.0), torch.ones(2, 3).t(), torch.ones(4, dtype=torch.float64),
                    torch.ones(2, dtype=torch.uint8), torch.ones(2, dtype=torch.bfloat16)):

@@ -104,7 +104,7 @@ def test_a_child_ends_with_its_parent():
         "def call(say):\n"
         "    say(str(os.getpid()))\n"
         "    signal.pause()\n"
-        "Child(lambda _, say: call(say)).run(b'', 100, lambda step: print(step, flush=True))\n"
+        "RankChild(lambda _, say: call(say)).run(b'', 100, lambda step: print(step, flush=True))\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
