@@ -23,7 +23,7 @@ class ParsedByArgparse(click.Command):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Its options that begin so, as they are spelled with dashes."""
         known = {
-            option: action.help
+            option: (action.help or "") % {**vars(action), "prog": ""}
             for action in self._parser()._actions
             for option in action.option_strings[:1]
             if option.startswith("--")

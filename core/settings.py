@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,59 +23,214 @@ OnPreflightFailure = Literal["stop", "continue"]
 PreflightMode = Literal["full", "quick", "off"]
 
 
+@dataclass(frozen=True)
+class WorkerOption:
+    """How a user sets a field of WorkerSettings. launcher/options.py makes the parsers of these.
+
+    A field without a `metavar` is a switch, or one of the words of its type.
+    """
+
+    help: str
+    """As argparse takes it: %(default)s stands for the default, %% for a percent sign."""
+    metavar: str | None = None
+    least: int = 0
+    most: float = 0.0
+    of: str = ""
+    """What a number counts, for the sentence that refuses another one."""
+    form: str = ""
+    """What reads the text in launcher/option_types.py, where it is no number between `least` and `most`."""
+    repeats: bool = False
+    part: Literal["watching", "preflight", "failure"] = "watching"
+
+
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """How a worker behaves. Batches are 0-indexed; times are seconds."""
+    """How a worker behaves. Batches are 0-indexed; times are seconds.
+
+    A field with a WorkerOption is an option of `gpuwatch launch` and `run`: its name, type, default and help stand here
+    and nowhere else.
+    """
 
     recorder_dir: str
     round: str = "0"
     """Names this rendezvous. It is the same on every node and changes with every restart."""
     attempt: int = 0
-    on_overflow: OnOverflow = "abort"
-    trace_batches: list[int] = []
-    abort_after_batch: int | None = None
-    preflight: PreflightMode = "quick"
-    preflight_timeout_s: float = 300.0
-    """Deadline for the arrival of all ranks. No later stage gets more than this."""
-    on_preflight_failure: OnPreflightFailure = "stop"
-    watch: tuple[Watched, ...] = ("forward", "grads", "weights", "comms")
-    modules: list[str] = []
-    """Shell patterns of the modules that get frames. Without a pattern, all do."""
-    every: int = 1
-    """One batch in this many is watched; the others are skipped."""
-    sync: bool = False
-    """Read and raise in the failing module's own hook."""
-    guard_optimizer: bool = False
-    """Read the gradients before each optimizer step, and stop before a non-finite one is used."""
-    ignore: list[str] = []
-    """Shell patterns, `MODULE` or `MODULE:ROLE`, of rows that are waived: they raise no alarm."""
-    near_overflow: float = 1.0
-    """A value is near overflow if it is at most this many powers of two below the dtype's largest number."""
-    underflow_share: float = 0.1
-    """A tensor of low precision is in underflow if at least this share of its elements is subnormal."""
-    scaler_skips: int = 12
-    """A GradScaler may skip this many optimizer steps in a row before that is an alarm."""
-    state_every: int = 50
-    """After one optimizer step in this many, the optimizer's states in 16 bits or less are read; 0: never."""
-    measure_cost: bool = False
-    """Skip every second batch, to compare the time of watched and skipped batches."""
-    alloc: str = ""
-    """What the preflight allocates: a share of the free memory (`80%`) or a size (`256MiB`); "": the mode's default."""
-    bandwidth_size: int = 0
-    """Largest size of the bandwidth test in bytes. 0 is the device's default: 256 MiB on CUDA, 16 MiB on the CPU."""
-    min_busbw: float = 0.0
-    """The preflight fails below this bus bandwidth (GB/s, at the largest size); 0: it never does."""
-    slow_factor: float = 1.5
-    """A device is slow if it takes this many times the median of all devices."""
-    nccl_debug: str = ""
-    """Folder for the probe's NCCL logs, one file per rank; "" writes none."""
-    health_thresholds: str = ""
-    """File whose thresholds of the GPUs' health replace the built-in ones; "" is none."""
     check_only: bool = False
     """End after the preflight: there is no script."""
     node_hosts: list[str] = []
     """The hosts of all nodes by node rank, as the launches have told each other; [] if unknown."""
     meets_at: str = ""
     """HOST:PORT at which ranks of several hosts meet for the preflight under `gpuwatch run`; "" if all are of one."""
+    preflight: PreflightMode = "quick"
+
+    on_overflow: Annotated[
+        OnOverflow,
+        WorkerOption("when a rank finds inf or nan: end the job (the default), or record it and train on"),
+    ] = "abort"
+    watch: Annotated[
+        tuple[Watched, ...],
+        WorkerOption(
+            "what to look at: forward (inputs and outputs), grads, weights, comms (what passes between ranks); all",
+            "WHAT,WHAT",
+            form="watched",
+        ),
+    ] = ("forward", "grads", "weights", "comms")
+    modules: Annotated[
+        list[str],
+        WorkerOption(
+            "give frames only to modules whose name matches, such as 'encoder.*'; may be given several times",
+            "PATTERN",
+            form="module_pattern",
+            repeats=True,
+        ),
+    ] = []
+    every: Annotated[
+        int,
+        WorkerOption(
+            "look at one batch of N (%(default)s); of the others only at what the model returns",
+            "N",
+            least=1,
+            of="a number of batches",
+        ),
+    ] = 1
+    sync: Annotated[
+        bool,
+        WorkerOption(
+            "look, and raise, in the failing module itself: the traceback shows the line; waits for the device"
+        ),
+    ] = False
+    guard_optimizer: Annotated[
+        bool,
+        WorkerOption(
+            "look at all gradients before each optimizer step and let no non-finite one in; waits for the device"
+        ),
+    ] = False
+    ignore: Annotated[
+        list[str],
+        WorkerOption(
+            "no alarm for modules whose name matches, or 'MODULE:ROLE' for one row; counted in the report",
+            "PATTERN",
+            form="row_pattern",
+            repeats=True,
+        ),
+    ] = []
+    near_overflow: Annotated[
+        float,
+        WorkerOption(
+            "warn of an output within so many powers of two of its dtype's largest number (%(default)g; 0: never)",
+            "POWERS",
+            most=64,
+            of="powers of two",
+        ),
+    ] = 1.0
+    underflow_share: Annotated[
+        float,
+        WorkerOption(
+            "warn of a tensor of low precision with so large a share of subnormal numbers (%(default)g; 1: never)",
+            "SHARE",
+            most=1,
+            of="a share",
+        ),
+    ] = 0.1
+    scaler_skips: Annotated[
+        int,
+        WorkerOption(
+            "after so many steps in a row that a GradScaler skipped, inf in gradients is an overflow (%(default)s)",
+            "N",
+            least=1,
+            of="a number of steps",
+        ),
+    ] = 12
+    state_every: Annotated[
+        int,
+        WorkerOption(
+            "after an optimizer's first step and one in N of the others (%(default)s; 0: never), look at what it keeps "
+            "in 16 bits or less: inf there ends all updates",
+            "N",
+            of="a number of steps",
+        ),
+    ] = 50
+    measure_cost: Annotated[
+        bool, WorkerOption("leave out every second batch and report what watching the others costs")
+    ] = False
+    trace_batches: Annotated[
+        list[int],
+        WorkerOption("keep all frames of these batches (the first is 0) in the report", "N,N", form="batches"),
+    ] = []
+    abort_after_batch: Annotated[
+        int | None, WorkerOption("end the job, as a clean one, after this batch", "N", of="a batch number")
+    ] = None
+
+    preflight_timeout_s: Annotated[
+        float,
+        WorkerOption(
+            "how long to wait for all ranks to arrive (%(default)g); no stage of the preflight gets more than this",
+            "SECONDS",
+            form="seconds",
+            part="preflight",
+        ),
+    ] = 300.0
+    """On a cold shared file system the import of torch alone can take minutes."""
+    alloc: Annotated[
+        str,
+        WorkerOption(
+            "memory to write and read back: a share of what is free, 80%%, or a size, 256MiB (full: 80%% on CUDA, "
+            "256MiB on the CPU; quick: 10%%, at most 1GiB, and 64MiB)",
+            "AMOUNT",
+            form="amount",
+            part="preflight",
+        ),
+    ] = ""
+    bandwidth_size: Annotated[
+        int,
+        WorkerOption(
+            "largest size of the bandwidth test (256MiB on CUDA, 16MiB on the CPU)",
+            "SIZE",
+            form="size",
+            part="preflight",
+        ),
+    ] = 0
+    min_busbw: Annotated[
+        float,
+        WorkerOption(
+            "fail where the bus bandwidth at the largest size, as nccl-tests defines it, is below this (0: never)",
+            "GB/S",
+            most=1e6,
+            of="a bandwidth in GB/s",
+            part="preflight",
+        ),
+    ] = 0.0
+    slow_factor: Annotated[
+        float,
+        WorkerOption(
+            "warn of a device that computes so many times slower than the median of its type (%(default)g)",
+            "FACTOR",
+            least=1,
+            most=1e3,
+            of="a factor",
+            part="preflight",
+        ),
+    ] = 1.5
+    nccl_debug: Annotated[
+        str,
+        WorkerOption(
+            "write what NCCL says in the preflight to a file per rank, in the logs/ of the run's folder",
+            part="preflight",
+        ),
+    ] = ""
+    """That folder; "" writes none."""
+    health_thresholds: Annotated[
+        str,
+        WorkerOption(
+            "TOML or JSON file with limits of the GPUs' health, in place of the built-in ones",
+            "FILE",
+            form="thresholds",
+            part="preflight",
+        ),
+    ] = ""
+    on_preflight_failure: Annotated[
+        OnPreflightFailure,
+        WorkerOption("end the job with exit code 3 (stop, the default), or record it and train", part="failure"),
+    ] = "stop"
 
     def to_json(self) -> str:
         """The value of the environment variable: ASCII, as a locale may have nothing else."""

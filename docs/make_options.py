@@ -73,7 +73,7 @@ def flag(action: argparse.Action) -> str:
 
 def help_of(action: argparse.Action) -> str:
     """The help as argparse shows it."""
-    return (action.help or "").replace("%%", "%")
+    return (action.help or "") % {**vars(action), "prog": ""}
 
 
 def click_rows(command: click.Command) -> list[tuple[str, str]]:

@@ -32,8 +32,8 @@ from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine, Wo
 from .helpers import JobServices
 from .live_lines import live_lines
 from .option_types import is_number, parse_nnodes
-from .options import check_together, get_check_parser, get_parser
-from .plan import CollectorPlan, job_keys, limit_rendezvous, make_plan, worker_settings
+from .options import check_together, get_check_parser, get_parser, worker_settings
+from .plan import CollectorPlan, job_keys, limit_rendezvous, make_plan
 from .say import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
 from .say import SeenOverflows, say, tell_left_behind, tell_of_torch, where_it_is
 from .schedulers.environment import read_job

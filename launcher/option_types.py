@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -42,12 +43,17 @@ def at_least(least: int, what: str) -> Callable[[str], int]:
     return parse
 
 
+def _float(text: str) -> float:
+    """Not a number, which is in no range, for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def seconds(text: str) -> float:
     """A time of a second or more."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
+    found = _float(text)
     if not 1 <= found < 1e6:
         raise argparse.ArgumentTypeError(f"expected a number of seconds of 1 or more, found {text!r}")
     return found
@@ -57,10 +63,7 @@ def number(least: float, most: float, what: str) -> Callable[[str], float]:
     """A number in a range; `what` it is."""
 
     def parse(text: str) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            found = least - 1
+        found = _float(text)
         if not least <= found <= most:
             raise argparse.ArgumentTypeError(f"expected {what} from {least:g} to {most:g}, found {text!r}")
         return found
@@ -72,10 +75,7 @@ def hang_timeout(text: str) -> float | None:
     """A number of seconds, 0 for never; None for `auto`."""
     if text == "auto":
         return None
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
+    found = _float(text)
     if not 0 <= found <= 1e6:
         raise argparse.ArgumentTypeError(f"expected auto, or a number of seconds from 0 to 1e+06, found {text!r}")
     return found
@@ -83,10 +83,7 @@ def hang_timeout(text: str) -> float | None:
 
 def telemetry(text: str) -> float:
     """A number of seconds, 0 for never."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
+    found = _float(text)
     if found != 0 and not 1 <= found <= 3600:
         raise argparse.ArgumentTypeError(f"expected 0, or a number of seconds from 1 to 3600, found {text!r}")
     return found

@@ -34,8 +34,8 @@ from .command import (
 from .helpers import JobServices
 from .join import close_run, open_plan, open_run
 from .option_types import bracketed
-from .options import parse_run
-from .plan import CollectorPlan, job_keys, meeting_place, run_plan, worker_settings
+from .options import parse_run, worker_settings
+from .plan import CollectorPlan, job_keys, meeting_place, run_plan
 from .run_ranks import HostRanks
 from .say import SeenOverflows, say, tell_of_torch, where_it_is
 from .schedulers.environment import read_task

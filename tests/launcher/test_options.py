@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import msgspec
 import pytest
 from gpuwatch.core.errors import ExitCode, UsageError
 from gpuwatch.core.settings import VARIABLE, WorkerSettings
-from gpuwatch.launcher.options import get_check_parser, get_parser
-from gpuwatch.launcher.plan import limit_rendezvous, worker_settings
+from gpuwatch.launcher.options import get_check_parser, get_parser, worker_settings
+from gpuwatch.launcher.plan import limit_rendezvous
+from gpuwatch.worker.watch import watch
 from torch.distributed.run import get_args_parser
 
 
@@ -51,7 +53,7 @@ def test_defaults():
     assert (args.on_overflow, args.max_frames, args.trace_batches, args.abort_after_batch) == ("abort", 21, [], None)
     assert (args.preflight, args.preflight_timeout, args.on_preflight_failure) == ("quick", 300.0, "stop")
     assert (args.alloc, args.bandwidth_size, args.min_busbw, args.slow_factor) == (None, 0, 0.0, 1.5)
-    assert (args.nccl_debug, args.health_thresholds) == (False, None)
+    assert (args.nccl_debug, args.health_thresholds) == (None, None)
     assert (args.runs_dir, args.collector, args.collector_port, args.secret_file) == ("gpuwatch-runs", None, None, None)
 
 
@@ -67,6 +69,14 @@ def test_what_to_watch_is_all_by_default():
 def test_the_defaults_are_those_of_the_worker():
     """One that is started by something else than a launch behaves the same."""
     assert settings_of(["train.py"]) == WorkerSettings("/dev/shm/scratch")
+
+
+def test_the_keywords_of_watch_are_options_of_a_worker_with_their_defaults():
+    keywords = {name: each for name, each in inspect.signature(watch).parameters.items() if name != "model"}
+    settings = msgspec.structs.asdict(WorkerSettings(""))
+    assert keywords.keys() <= settings.keys()
+    for name, each in keywords.items():
+        assert each.default in (settings[name], tuple(settings[name]) if settings[name] == [] else None)
 
 
 EVERYTHING = (
