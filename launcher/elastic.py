@@ -13,11 +13,12 @@ import signal
 import sys
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 from torch.distributed import DistError
@@ -36,6 +37,11 @@ from ..core.settings import VARIABLE, WorkerSettings
 from ..core.wire.pipe import LaunchDone
 from .say import say
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from .launch_job import TorchrunRanks
+
 # Which attempt this is, agreed by all nodes of a rendezvous.
 #
 # torchrun's own restart count is local to a node: the node whose worker failed counts up, the others see a change of
@@ -44,24 +50,8 @@ from .say import say
 # rank that never arrives can be given a place.
 
 
-class TorchStore(Protocol):
-    """What is used of torch.distributed.Store."""
-
-    def set(self, key: str, value: str) -> None:
-        """Store a value."""
-
-    def get(self, key: str) -> bytes:
-        """A value that is there."""
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Until all keys are there; raises at the timeout."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set it if it is `expected` ("": not there); returns what it then is."""
-
-
 def agree_on_attempt(
-    store: TorchStore,
+    store: Store,
     starts: int,
     node: int,
     num_nodes: int,
@@ -115,153 +105,132 @@ def purge_group_keys(master_addr: str, master_port: int) -> int:
     return len(stale)
 
 
+def _purge_together(worker_group: Any, attempt: int) -> None:
+    """Every node has come here, so no rank runs: the first node clears the store, the others wait for it."""
+    done = f"gpuwatch/purged/{attempt}"
+    try:
+        if worker_group.group_rank == 0:
+            try:
+                purge_group_keys(worker_group.master_addr, worker_group.master_port)
+            finally:
+                worker_group.store.set(done, "1")
+        else:
+            worker_group.store.wait([done], timedelta(seconds=30))
+    except Exception as error:
+        say(f"the store of the last attempt could not be cleared ({type(error).__name__}: {error})")
+
+
 WORKER = (OWN_START, "-mgpuwatch.worker")
 """Words with a dash, so that torchrun takes the script for the entry point's name and its messages stay as they are."""
 
 
-class RankListener(Protocol):
-    """What the launch wants to hear of the ranks, and may say of them."""
+class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-defined,misc]  # not exported
+    """See the module's docstring. `listener` hears of the ranks of this node, and says what may be done with them."""
 
-    settings: WorkerSettings
+    def __init__(self, listener: TorchrunRanks, backend: str, **torchruns: Any) -> None:
+        super().__init__(**torchruns)
+        self._gpuwatch_listener = listener
+        self._gpuwatch_backend = backend
+        self._gpuwatch_starts = 0
+        self._gpuwatch_attempt = 0
+        self._gpuwatch_failed: list[int] = []
+        self._gpuwatch_running = False
+        self._gpuwatch_told_to_stop = False
 
-    def started(self, attempt: int, pids: dict[int, int], local_ranks: dict[int, int]) -> None:
-        """The ranks of this node run."""
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        settings = self._gpuwatch_agree(worker_group)
+        self._gpuwatch_attempt = settings.attempt
+        os.environ[VARIABLE] = settings.to_json()
+        try:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            os.environ.pop(VARIABLE, None)
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        self._gpuwatch_failed = []
+        self._gpuwatch_running = True
+        self._gpuwatch_told_to_stop = False
+        self._gpuwatch_listener.started(
+            self._gpuwatch_attempt,
+            {ranks[local_rank]: pid for local_rank, pid in pids.items()},
+            {rank: local_rank for local_rank, rank in ranks.items()},
+        )
+        return pids
 
-    def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
-        """The ranks of this node have ended."""
-
-    def notice(self, text: str) -> None:
-        """One sentence for the user."""
-
-    def may_restart(self, attempt: int, ranks: list[int]) -> bool:
-        """Whether a restart makes sense: not after an abort that the user asked for."""
-
-    def stop_requested(self) -> bool:
-        """The job cannot go on elsewhere."""
-
-    def attempt_is_over(self) -> bool:
-        """The ranks stand still: they are to end, and may be started again. Not after the next start."""
-
-
-def watched_agent_class(listener: RankListener, backend: str) -> type:
-    """A LocalElasticAgent that tells `listener`."""
-
-    class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-defined,misc]  # not exported
-        """See the module's docstring."""
-
-        _gpuwatch_starts = 0
-        _gpuwatch_attempt = 0
-        _gpuwatch_failed: tuple[int, ...] = ()
-        _gpuwatch_running = False
-        _gpuwatch_told_to_stop = False
-
-        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-            settings = self._gpuwatch_agree(worker_group)
-            self._gpuwatch_attempt = settings.attempt
-            os.environ[VARIABLE] = settings.to_json()
+    def _gpuwatch_agree(self, worker_group: Any) -> WorkerSettings:
+        settings = self._gpuwatch_listener.settings
+        restarts = worker_group.spec.max_restarts - self._remaining_restarts
+        attempt, name = self._gpuwatch_starts, f"{os.getpid()}-{self._gpuwatch_starts}"
+        hosts = [host_name()]
+        if worker_group.group_world_size > 1:
             try:
-                pids: dict[int, Any] = super()._start_workers(worker_group)
-            finally:
-                os.environ.pop(VARIABLE, None)
-            ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-            self._gpuwatch_failed = ()
-            self._gpuwatch_running = True
-            self._gpuwatch_told_to_stop = False
-            listener.started(
-                self._gpuwatch_attempt,
-                {ranks[local_rank]: pid for local_rank, pid in pids.items()},
-                {rank: local_rank for local_rank, rank in ranks.items()},
-            )
-            return pids
-
-        def _gpuwatch_agree(self, worker_group: Any) -> WorkerSettings:
-            settings = listener.settings
-            restarts = worker_group.spec.max_restarts - self._remaining_restarts
-            attempt, name = self._gpuwatch_starts, f"{os.getpid()}-{self._gpuwatch_starts}"
-            hosts = [host_name()]
-            if worker_group.group_world_size > 1:
-                try:
-                    attempt, name, hosts = agree_on_attempt(
-                        worker_group.store,
-                        self._gpuwatch_starts,
-                        worker_group.group_rank,
-                        worker_group.group_world_size,
-                        host=host_name(),
-                        prefix=str(restarts) if backend == "static" else "round",
-                    )
-                except Exception as error:
-                    if settings.check_only:
-                        raise
-                    listener.notice(f"the nodes could not agree on this attempt ({error}); training without preflight")
-                    settings = replace(settings, preflight="off")
-            if attempt:
-                self._gpuwatch_purge(worker_group, attempt)
-            self._gpuwatch_starts = attempt + 1
-            return replace(settings, attempt=attempt, round=name, node_hosts=hosts)
-
-        def _gpuwatch_purge(self, worker_group: Any, attempt: int) -> None:
-            """Every node has come here, so no rank runs: the first node clears the store, the others wait for it."""
-            done = f"gpuwatch/purged/{attempt}"
-            try:
-                if worker_group.group_rank == 0:
-                    try:
-                        purge_group_keys(worker_group.master_addr, worker_group.master_port)
-                    finally:
-                        worker_group.store.set(done, "1")
-                else:
-                    worker_group.store.wait([done], timedelta(seconds=30))
+                attempt, name, hosts = agree_on_attempt(
+                    worker_group.store,
+                    self._gpuwatch_starts,
+                    worker_group.group_rank,
+                    worker_group.group_world_size,
+                    host=host_name(),
+                    prefix=str(restarts) if self._gpuwatch_backend == "static" else "round",
+                )
             except Exception as error:
-                listener.notice(f"the store of the last attempt could not be cleared ({type(error).__name__}: {error})")
+                if settings.check_only:
+                    raise
+                say(f"the nodes could not agree on this attempt ({error}); training without preflight")
+                settings = replace(settings, preflight="off")
+        if attempt:
+            _purge_together(worker_group, attempt)
+        self._gpuwatch_starts = attempt + 1
+        return replace(settings, attempt=attempt, round=name, node_hosts=hosts)
 
-        def _monitor_workers(self, worker_group: Any) -> Any:
-            if listener.stop_requested():
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        self._gpuwatch_end_ranks()
+        # torchrun's own list of failures also holds those that it stopped
+        failed = [rank for rank, code in self._gpuwatch_codes(worker_group).items() if code]
+        result = super()._monitor_workers(worker_group)
+        if result.state in (agent_api.WorkerState.FAILED, agent_api.WorkerState.UNHEALTHY):
+            if self._gpuwatch_told_to_stop:
+                failed = []
+            elif not failed:  # one failed between the two looks
+                own = [rank for rank, failure in result.failures.items() if failure.exitcode != -signal.SIGTERM]
+                failed = own or list(result.failures)
+            self._gpuwatch_failed = failed
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            if not self._gpuwatch_listener.may_restart(self._gpuwatch_attempt, ranks):
                 self._remaining_restarts = 0
-            if (listener.stop_requested() or listener.attempt_is_over()) and not self._gpuwatch_told_to_stop:
-                self._gpuwatch_told_to_stop = True
-                for pid in self._pcontext.pids().values():
-                    try:
-                        os.kill(pid, signal.SIGTERM)
-                    except ProcessLookupError:
-                        pass
-            # torchrun's own list of failures also holds those that it stopped
-            failed = [rank for rank, code in self._gpuwatch_codes(worker_group).items() if code]
-            result = super()._monitor_workers(worker_group)
-            if result.state in (agent_api.WorkerState.FAILED, agent_api.WorkerState.UNHEALTHY):
-                if self._gpuwatch_told_to_stop:
-                    failed = []
-                elif not failed:  # one failed between the two looks
-                    own = [r for r, f in result.failures.items() if f.exitcode != -signal.SIGTERM]
-                    failed = own or list(result.failures)
-                self._gpuwatch_failed = tuple(failed)
-                ranks = [worker.global_rank for worker in worker_group.workers]
-                if not listener.may_restart(self._gpuwatch_attempt, ranks):
-                    self._remaining_restarts = 0
-            elif result.state is agent_api.WorkerState.SUCCEEDED:
-                self._gpuwatch_ended(worker_group)
-            return result
-
-        def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
-            super()._stop_workers(worker_group, *args, **kwargs)
+        elif result.state is agent_api.WorkerState.SUCCEEDED:
             self._gpuwatch_ended(worker_group)
+        return result
 
-        def _shutdown(self, *args: Any, **kwargs: Any) -> None:
-            super()._shutdown(*args, **kwargs)
-            self._gpuwatch_ended(self._worker_group)
+    def _gpuwatch_end_ranks(self) -> None:
+        """Where the job cannot go on elsewhere, or this attempt stands still: then they may be started again."""
+        job_is_over = self._gpuwatch_listener.job_is_over.is_set()
+        if job_is_over:
+            self._remaining_restarts = 0
+        if (job_is_over or self._gpuwatch_listener.attempt_is_over.is_set()) and not self._gpuwatch_told_to_stop:
+            self._gpuwatch_told_to_stop = True
+            for pid in self._pcontext.pids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
 
-        def _gpuwatch_codes(self, worker_group: Any) -> dict[int, int | None]:
-            """rank -> exit code, None while it runs"""
-            handlers = getattr(self._pcontext, "subprocess_handlers", {})
-            ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-            return {ranks[local_rank]: handler.proc.poll() for local_rank, handler in handlers.items()}
+    def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
+        super()._stop_workers(worker_group, *args, **kwargs)
+        self._gpuwatch_ended(worker_group)
 
-        def _gpuwatch_ended(self, worker_group: Any) -> None:
-            if not self._gpuwatch_running or self._pcontext is None:
-                return
-            self._gpuwatch_running = False
-            codes = self._gpuwatch_codes(worker_group)
-            listener.ended(self._gpuwatch_attempt, codes, list(self._gpuwatch_failed))
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        super()._shutdown(*args, **kwargs)
+        self._gpuwatch_ended(self._worker_group)
 
-    return WatchedElasticAgent
+    def _gpuwatch_codes(self, worker_group: Any) -> dict[int, int | None]:
+        """rank -> exit code, None while it runs"""
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        return {ranks[local_rank]: handler.proc.poll() for local_rank, handler in handlers.items()}
+
+    def _gpuwatch_ended(self, worker_group: Any) -> None:
+        if not self._gpuwatch_running or self._pcontext is None:
+            return
+        self._gpuwatch_running = False
+        codes = self._gpuwatch_codes(worker_group)
+        self._gpuwatch_listener.ended(self._gpuwatch_attempt, codes, self._gpuwatch_failed)
 
 
 @contextmanager
@@ -285,7 +254,7 @@ def worker_command(cmd: Any, cmd_args: list[str], args: argparse.Namespace) -> t
 
 
 @record
-def run_torchrun(args: argparse.Namespace, listener: RankListener) -> None:
+def run_torchrun(args: argparse.Namespace, listener: TorchrunRanks) -> None:
     """What `torchrun` runs, with the worker in front of the script. Raises what torchrun raises."""
     make_config = torchrun.config_from_args
 
@@ -293,13 +262,13 @@ def run_torchrun(args: argparse.Namespace, listener: RankListener) -> None:
         config, cmd, cmd_args = make_config(parsed)
         return config, *worker_command(cmd, cmd_args, parsed)
 
-    agent = watched_agent_class(listener, args.rdzv_backend)
+    agent = partial(WatchedElasticAgent, listener, args.rdzv_backend)
     with _patched(torchrun, "config_from_args", config_with_worker):
         with _patched(launcher_api, "LocalElasticAgent", agent):
             torchrun.run(args)  # type: ignore[no-untyped-call]  # torch has no annotation there
 
 
-def run_to_its_end(args: argparse.Namespace, listener: RankListener, any_started: Callable[[], bool]) -> LaunchDone:
+def run_to_its_end(args: argparse.Namespace, listener: TorchrunRanks) -> LaunchDone:
     """Run torchrun; what it raises is printed as it prints it. Raises UsageError where it takes the options for wrong,
     and what signals raise."""
     try:
@@ -311,7 +280,7 @@ def run_to_its_end(args: argparse.Namespace, listener: RankListener, any_started
             traceback.print_exception(type(error), error, _torch_frames(error.__traceback__))
         return LaunchDone("failed")
     except (ValueError, AssertionError) as error:
-        if not any_started():
+        if not listener.any_started:
             raise UsageError(f"torchrun does not take these options: {error}") from error
         traceback.print_exc()
         return LaunchDone("failed")

@@ -1,9 +1,8 @@
-"""Starts the collector and the node agent as children of the launch: first line in is their settings, a closed pipe
-tells them that the launch is gone, and Ctrl-C in the terminal does not reach them."""
+"""Starts the helpers of a launch as its children, the node agent above all: first line in is their settings, a closed
+pipe tells them that the launch is gone, and Ctrl-C in the terminal does not reach them."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import threading
@@ -21,18 +20,12 @@ from ..core.own_imports import own_command
 from ..core.wire.keys import new_identity
 from ..core.wire.pipe import (
     AgentConfig,
-    CannotBind,
-    CollectorBound,
-    CollectorConfig,
-    FromCollector,
+    FromAgent,
     JobResult,
     NodeWelcomed,
-    PreflightOver,
-    StageLine,
     StopRequest,
     UserNotice,
     read_from_agent,
-    read_from_collector,
     write_line,
 )
 
@@ -80,7 +73,7 @@ class HelperProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """It may have ended."""
         return self._process.pid
 
     @property
@@ -108,10 +101,8 @@ class HelperProcess:
 
         Returns its exit code, None if it had none of its own.
         """
-        try:
+        with suppress(OSError):
             self.stdin.close()
-        except OSError:
-            pass
         if not timeout_s:
             return None
         try:
@@ -130,144 +121,72 @@ class HelperProcess:
         self._process.kill()
 
 
-# The collector as the head node's launch has it: a child that is started again, on the same port with its store.
+class RestartedHelper:
+    """A helper that is started again when it ends before its job does. `say` takes sentences for the user."""
 
-_FIRST_WORD_S = 30.0
-_TRIES = 3
-"""Of one that ends before its first word; one that says nothing is not tried again."""
+    _name: str
+    _module: str
+    _if_not_started = ""
+    """What follows then, for the user."""
 
-
-class HeadCollector:
-    """Starts it. `say` is given sentences for the user, `show` what it tells while the preflight runs."""
-
-    def __init__(
-        self,
-        config: CollectorConfig,
-        say: Callable[[str], object],
-        show: Callable[[StageLine | PreflightOver], object],
-    ) -> None:
-        self._config = config
+    def __init__(self, say: Callable[[str], object]) -> None:
         self._say = say
-        self._show = show
         self._ending = threading.Event()
-        self.told_all = threading.Event()
-        """It has said the last line about the preflight, or says no more."""
+        self._over = threading.Event()
+        """Nothing more is heard of it that anybody waits for."""
+        self._heard = 0
+        """Lines."""
         self._trouble = ""
         """Why the last one could not be started."""
         self._child: HelperProcess | None = None
         """None: it could not be started."""
-        self.answer = self._first_answer()
-        """Where it listens, or why it does not; None if it died or said nothing in time."""
-        if isinstance(self.answer, CollectorBound):
-            self._config = replace(config, bind=self.answer.address, resume=self.answer.run_dir)
-            threading.Thread(target=self._follow, daemon=True, name="gpuwatch-collector").start()
 
     @property
     def pid(self) -> int:
         """Of the process that runs now; 0 if there is none."""
         return self._child.pid if self._child is not None else 0
 
-    def end(self, timeout_s: float) -> None:
-        """The job is over here: close its input and wait. After `timeout_s` it is left to itself, for other nodes."""
-        self._ending.set()
-        lives = HelperLives()
-        while self._child is not None and (code := self._child.end(timeout_s, kill=False)) is not None and code < 0:
-            pause_s = lives.ended()  # it was killed, and other nodes may not have the verdict yet
-            if pause_s is None or not isinstance(self.answer, CollectorBound):
-                break
-            time.sleep(pause_s)
-            lives.began()
-            if not self._start_again():  # nothing more is to be had of it
-                self._let_go()
-                break
-
-    def _start(self) -> HelperProcess | None:
+    def _begin(self, config: msgspec.Struct) -> HelperProcess | None:
         try:
-            return HelperProcess("collector", self._config)
+            return HelperProcess(self._module, config)
         except OSError as error:
             if str(error) != self._trouble:
-                self._say(f"the collector could not be started: {error}")
+                self._say(f"the {self._name} could not be started: {error}{self._if_not_started}")
             self._trouble = str(error)
             return None
 
-    def _let_go(self) -> None:
+    def _lines(self) -> Iterator[bytes]:
         if self._child is not None:
-            self._child.end(0.01)
-
-    def _first_answer(self) -> CollectorBound | CannotBind | None:
-        """What ends at once may have met a moment without memory or descriptors."""
-        answer = None
-        for _ in range(_TRIES):
-            began = time.monotonic()
-            self._let_go()
-            self._child = self._start()
-            answer = self._first_word()
-            is_final = isinstance(answer, CollectorBound) or (answer is not None and not answer.may_pass)
-            if is_final or time.monotonic() - began >= _FIRST_WORD_S:
-                break
-        return answer
-
-    def _first_word(self) -> CollectorBound | CannotBind | None:
-        if self._child is None:
-            return None
-        timer = threading.Timer(_FIRST_WORD_S, self._child.kill)
-        timer.start()
-        try:
-            for message in self._messages():
-                if isinstance(message, CollectorBound | CannotBind):
-                    return message
-            return None
-        finally:
-            timer.cancel()
-
-    def _messages(self) -> Iterator[FromCollector]:
-        """What it says, sentences for the user passed on."""
-        if self._child is None:
-            return
-        try:
-            for line in self._child.stdout:
-                try:
-                    message = read_from_collector(line)
-                except msgspec.DecodeError:  # it was killed in the middle of a line
-                    continue
-                if isinstance(message, UserNotice):
-                    self._say(message.text)
-                yield message
-        except ValueError:  # its pipe was closed meanwhile
-            pass
+            with suppress(ValueError):  # its pipe was closed meanwhile
+                for line in self._child.stdout:  # no `yield from`: that closes the pipe with the generator
+                    self._heard += 1
+                    yield line
 
     def _follow(self) -> None:
-        """Show what it tells; when it ends before the job has, start another."""
+        """Hear what it says; when it ends before the job has, start another."""
         lives = HelperLives()
-        while True:
-            for message in self._messages():
-                if isinstance(message, StageLine | PreflightOver):
-                    self._show(message)
-                if isinstance(message, PreflightOver):
-                    self.told_all.set()
-            if self._ending.is_set() or (self._child is not None and self._child.ended_well):
-                break
-            self.told_all.set()
+        while not self._listen():
             pause_s = lives.ended()
             if pause_s is None:
-                self._say(f"the collector has ended {lives.short} times in a row and is not started again")
+                self._say(f"the {self._name} has ended {lives.short} times in a row and is not started again")
                 break
             time.sleep(pause_s)
             lives.began()
             if self._ending.is_set():
                 break
             self._start_again()
-        self.told_all.set()
+        self._over.set()
+
+    def _listen(self) -> bool:
+        """To its end. Whether no other one is needed."""
+        raise NotImplementedError
 
     def _start_again(self) -> bool:
-        """Whether it listens again."""
-        listens = isinstance(self._first_answer(), CollectorBound)
-        if listens:
-            self._say("the collector had ended; it was started again and goes on with what it had received")
-        return listens
+        """Whether it runs again."""
+        raise NotImplementedError
 
 
-# The node agent as its launch has it: a child that hears what torchrun does, and is started again when it ends.
+# The node agent as its launch has it: a child that hears what torchrun does.
 
 SILENT_S = 120.0
 """At the end, an agent that is alive says so every few seconds; after so long without a word it is ended, and the next
@@ -275,32 +194,24 @@ one, which reads the recorders from the beginning, is waited for as long."""
 _TICK_S = 0.2
 
 
-class NodeAgent:
-    """Starts it. `say` is given sentences for the user, `stop` why the ranks of this node are to end, and
-    whether they may be started again."""
+class NodeAgent(RestartedHelper):
+    """Starts it. `stop` is given why the ranks of this node are to end, and whether they may be started again."""
+
+    _name, _module = "node agent", "launcher.agent.agent"
+    _if_not_started = "; it is tried again"
 
     def __init__(self, config: AgentConfig, say: Callable[[str], object], stop: Callable[[str, bool], object]) -> None:
+        super().__init__(say)
         self.verdict: JobResult | None = None
         self.welcomed = threading.Event()
         """The collector has taken this node into its run."""
         self._config = replace(config, identity=new_identity())
-        self._say = say
         self._stop = stop
         self._told: list[msgspec.Struct] = []
         self._lock = threading.Lock()
         """An agent that is started again hears all that was told, in order."""
-        self._ending = threading.Event()
-        self._over = threading.Event()
-        self._lines = 0
-        self._told_failed_start = False
-        self._child = self._start(0)
-        """None: it could not be started; that is tried again."""
+        self._child = self._begin(self._config)
         threading.Thread(target=self._follow, daemon=True, name="gpuwatch-agent").start()
-
-    @property
-    def pid(self) -> int:
-        """Of the process that runs now; 0 if there is none."""
-        return self._child.pid if self._child is not None else 0
 
     @property
     def is_over(self) -> bool:
@@ -316,24 +227,20 @@ class NodeAgent:
 
     def wait(self) -> None:
         """Until it has a verdict or is given up."""
-        clock, lines, heard, was_ended = OwnClock(), self._lines, 0.0, False
+        clock, lines, heard, was_ended = OwnClock(), self._heard, 0.0, False
         while not self._over.wait(_TICK_S):
             self._tell_the_rest()
             now = clock.now()
-            if lines != self._lines:
-                lines, heard = self._lines, now
+            if lines != self._heard:
+                lines, heard = self._heard, now
             if now - heard > SILENT_S:
                 self._say("the node agent does not answer")
                 if was_ended:
                     return
                 was_ended, heard = True, now
-                self._kill()
-
-    def _kill(self) -> None:
-        """Whoever follows it starts another one."""
-        with self._lock:
-            if self._child is not None:
-                self._child.kill()
+                with self._lock:
+                    if self._child is not None:  # whoever follows it starts another one
+                        self._child.kill()
 
     def _tell_the_rest(self) -> None:
         """What its pipe did not take at first."""
@@ -349,56 +256,27 @@ class NodeAgent:
         if child is not None:
             child.end(timeout_s)
 
-    def _start(self, life: int) -> HelperProcess | None:
-        try:
-            return HelperProcess("launcher.agent.agent", replace(self._config, life=life))
-        except OSError as error:
-            if not self._told_failed_start:
-                self._told_failed_start = True
-                self._say(f"the node agent could not be started: {error}; it is tried again")
-            return None
-
-    def _follow(self) -> None:
-        """Read what it says until it has a verdict; when it ends before that, start another."""
-        lives = HelperLives()
-        for life in itertools.count(1):
-            self._listen()
-            if self.verdict is not None or self._ending.is_set():
-                break
-            pause_s = lives.ended()
-            if pause_s is None:
-                self._say(f"the node agent has ended {lives.short} times in a row and is not started again")
-                break
+    def _start_again(self) -> bool:
+        with self._lock:
+            if self._ending.is_set():
+                return False
             if self._child is not None:
                 self._say("the node agent has ended; it is started again, and reads the recorders from the beginning")
-            time.sleep(pause_s)
-            lives.began()
-            with self._lock:
-                if self._ending.is_set():
-                    break
-                if self._child is not None:
-                    self._child.end(0.01)
-                self._child = child = self._start(life)
-                if child is not None:
-                    for message in self._told:
-                        write_line(child.stdin, message)
-        self._over.set()
+                self._child.end(0.01)
+            self._config = replace(self._config, life=self._config.life + 1)
+            self._child = self._begin(self._config)
+            if self._child is not None:
+                for message in self._told:
+                    write_line(self._child.stdin, message)
+            return self._child is not None
 
-    def _listen(self) -> None:
-        if self._child is None:
-            return
-        try:
-            for line in self._child.stdout:
-                self._lines += 1
-                self._hear(line)
-        except ValueError:  # its pipe was closed meanwhile
-            pass
+    def _listen(self) -> bool:
+        for line in self._lines():
+            with suppress(msgspec.DecodeError):  # it was killed in the middle of a line
+                self._hear(read_from_agent(line))
+        return self.verdict is not None or self._ending.is_set()
 
-    def _hear(self, line: bytes) -> None:
-        try:
-            message = read_from_agent(line)
-        except msgspec.DecodeError:  # it was killed in the middle of a line
-            return
+    def _hear(self, message: FromAgent) -> None:
         if isinstance(message, UserNotice):
             self._say(message.text)
         elif isinstance(message, StopRequest):

@@ -30,26 +30,24 @@ from msgspec.structs import replace as with_fields
 from ..core import host
 from ..core.errors import ExitCode, GpuwatchError, UsageError
 from ..core.host import host_name
-from ..core.recorder.run_folder import JOIN_VARIABLE, write_meeting_key, write_settings
-from ..core.recorder.scratch import keep_rescued, make_scratch, remove_scratch
+from ..core.recorder.run_folder import JOIN_VARIABLE, write_settings
 from ..core.settings import WorkerSettings
 from ..core.tell import tell
 from ..core.wire.keys import RunInvitation, read_join, write_join
 from ..core.wire.pipe import AgentConfig, LaunchDone
 from .command import GRACE_S
+from .head_collector import first_that_answers
 from .helper_processes import NodeAgent
-from .helpers import first_that_answers
+from .life import JobLife, RankStarter
 from .option_types import bracketed
 from .plan import CollectorPlan, split_endpoint
 from .run_ranks import HostRanks
 from .tasks import HostTasks
 
-_USUAL_RANKS = 8
 _LOOK_S = 0.1
 _ANY_LEFT_S = 1.0
 _WELCOME_S = 10.0
 """So long the first rank waits for the collector's answer: a short job could be over before it comes."""
-_AGENT_END_S = 20.0
 
 
 def main() -> int:
@@ -110,47 +108,47 @@ def _become_the_watcher(path: Path, join: RunInvitation, tasks: HostTasks) -> in
 
     try:
         with (path.parent / "logs" / f"joined-{host.host_name()}.log").open("a", buffering=1) as log:
-            _HostWatcher(path, join, log.write).run(ready)
+
+            def say(sentence: str) -> None:
+                log.write(f"{time.strftime('%H:%M:%S')} {sentence}\n")
+
+            return JobLife(JoinedRanks(path, join, say, ready), join.meeting_key, say).run()
     finally:
         tasks.close()
-    return 0
 
 
-class _HostWatcher:
-    def __init__(self, path: Path, join: RunInvitation, log: Callable[[str], object]) -> None:
+class JoinedRanks(RankStarter):
+    """What becomes a rank here until the run is over, or no process is left that has its variables."""
+
+    def __init__(
+        self, path: Path, join: RunInvitation, say: Callable[[str], object], ready: Callable[[Path], None]
+    ) -> None:
+        """`ready` is told the scratch folder once ranks can be recorded there."""
         self._path = str(path)
         self._join = join
-        self._log = log
+        self._say = say
+        self._ready = ready
         self._stop = threading.Event()
 
-    def run(self, ready: Callable[[Path], None]) -> None:
+    def run(self, life: JobLife) -> LaunchDone:
         """To the end of the last process here that has the variables, or of the run."""
-        join = self._join
-        scratch = make_scratch(_USUAL_RANKS, self._say)
+        folder = str(life.scratch)
+        self._ranks = HostRanks(life.scratch, life.services.tell, lambda attempt, rank, code: None)
+        write_settings(life.scratch, with_fields(self._join.settings, recorder_dir=folder))
         config = with_fields(
-            join.agent,
+            self._join.agent,
             collector=self._address(),
-            recorder_dir=str(scratch),
+            recorder_dir=folder,
             versions=host.versions(),
             job=None,
             ends_ranks=False,
             starts_all=False,
         )
-        self._agent = NodeAgent(config, self._say, lambda reason, restart: self._end(reason))
-        self._ranks = HostRanks(scratch, self._agent.tell, lambda attempt, rank, code: None)
-        try:
-            write_meeting_key(scratch, join.meeting_key)
-            write_settings(scratch, with_fields(join.settings, recorder_dir=str(scratch)))
-            self._agent.welcomed.wait(_WELCOME_S)
-            ready(scratch)
-            self._watch()
-            self._agent.tell(LaunchDone("failed" if self._ranks.any_failed else "ok"))
-            self._agent.wait()
-        finally:
-            self._ranks.close()
-            self._agent.end(_AGENT_END_S)
-            keep_rescued(scratch, self._say)
-            remove_scratch(scratch)
+        agent = life.start_agent(config, self._end)
+        agent.welcomed.wait(_WELCOME_S)
+        self._ready(life.scratch)
+        self._watch(agent)
+        return LaunchDone("failed" if self._ranks.any_failed else "ok")
 
     def _address(self) -> str:
         """At which the run's own collector answers."""
@@ -160,10 +158,10 @@ class _HostWatcher:
             self._say(f"no collector answers at any of {', '.join(addresses)}")
         return found or addresses[0]
 
-    def _watch(self) -> None:
+    def _watch(self, agent: NodeAgent) -> None:
         next_look = 0.0
         kill_at = None
-        while not self._agent.is_over:
+        while not agent.is_over:
             self._ranks.look({})
             now = time.monotonic()
             if self._stop.wait(_LOOK_S):
@@ -192,12 +190,13 @@ class _HostWatcher:
                 continue
         return False
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, restart: bool) -> None:
         self._say(f"stopping the ranks of this host: {reason}")
         self._stop.set()
 
-    def _say(self, sentence: str) -> None:
-        self._log(f"{time.strftime('%H:%M:%S')} {sentence}\n")
+    def close(self) -> None:
+        """They go on by themselves."""
+        self._ranks.close()
 
 
 # `gpuwatch run --other-hosts`: a run of one host that others may join, once the command has brought them in.

@@ -175,7 +175,7 @@ def _reader(kind: Any, option: WorkerOption) -> Any:
 
 def worker_settings(args: argparse.Namespace, scratch: Path, logs: Path) -> WorkerSettings:
     """`scratch` holds the recorders of this launch, `logs` the files of `--nccl-debug`."""
-    given = {field: getattr(args, name, None) for field, name, _, _ in _worker_options()}
+    given: dict[str, Any] = {field: getattr(args, name, None) for field, name, _, _ in _worker_options()}
     given = {field: value for field, value in given.items() if value is not None}
     given["nccl_debug"] = str(logs) if args.nccl_debug else ""
     return WorkerSettings(str(scratch), check_only=args.check_only, preflight=args.preflight, **given)

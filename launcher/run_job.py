@@ -14,12 +14,11 @@ from msgspec.structs import replace as with_fields
 
 from ..core.errors import ExitCode, UsageError
 from ..core.host import host_name, loopback
-from ..core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_meeting_key, write_settings
-from ..core.recorder.scratch import keep_rescued, make_scratch, remove_scratch
+from ..core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
 from ..core.settings import WorkerSettings
 from ..core.tell import tell
 from ..core.wire.keys import meeting_key, read_secret
-from ..core.wire.pipe import LaunchDone, PreflightOver, StageLine
+from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine
 from .command import (
     GRACE_S,
     AttendedCommand,
@@ -31,19 +30,17 @@ from .command import (
     shell_code,
     why_not_started,
 )
-from .helpers import JobServices
 from .join import close_run, open_plan, open_run
+from .life import JobLife, JobServices, JobTerms, RankStarter
 from .option_types import bracketed
 from .options import parse_run, worker_settings
 from .plan import CollectorPlan, job_keys, meeting_place, run_plan
 from .run_ranks import HostRanks
-from .say import SeenOverflows, say, tell_of_torch, where_it_is
+from .say import say, say_signal, tell_of_torch
 from .schedulers.environment import read_task
 from .schedulers.job import SchedulerFacts
 from .tasks import HostTasks, NoFolder, TaskCommand
 
-_USUAL_RANKS = 8
-"""So many recorders are looked for room for, as nobody says how many ranks there will be."""
 _MOST_UNWATCHED = 16
 _PEERS_S = 5.0
 """For ranks to raise what the end of another one makes them raise: their own words are worth more than a signal's."""
@@ -76,7 +73,10 @@ def run(arguments: list[str]) -> int:
         if tasks is not None and not tasks.is_owner:
             return run_as_guest(args.command, tasks, unblocked, job=job)
         command = AttendedCommand(args.command, unblocked=unblocked, job=job)
-        return _HostRun(args, plan, ["gpuwatch", "run", *arguments], job, tasks, command).run()
+        keys = job_keys(args, plan)
+        terms = JobTerms(args, plan, keys, ["gpuwatch", "run", *arguments], job, starter="the command")
+        key = meeting_key(keys)
+        return JobLife(CommandRanks(terms, key, tasks, command), key).run()
     finally:
         if tasks is not None:
             tasks.close()
@@ -91,63 +91,47 @@ def _tasks(args: argparse.Namespace, job: SchedulerFacts | None, plan: Collector
     return HostTasks(" ".join([*words, *filter(None, [secret])]), job.tasks_here)
 
 
-class _HostRun:
-    """The one of this host that has the agent."""
+class CommandRanks(RankStarter):
+    """What becomes a rank below the command of this host that has the agent, and below those of its other tasks."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        plan: CollectorPlan,
-        words: list[str],
-        job: SchedulerFacts | None,
-        tasks: HostTasks | None,
-        command: AttendedCommand,
-    ) -> None:
-        self._args = args
-        self._plan = plan
-        self._job = job
+    def __init__(self, terms: JobTerms, key: str, tasks: HostTasks | None, command: AttendedCommand) -> None:
+        self._terms = terms
+        self._args = terms.args
+        self._meeting_key = key
         self._tasks = tasks
         self._command = command
-        keys = job_keys(args, plan)
-        self._helpers = JobServices(args, plan, keys, 0, words, job, "the command")
-        self._meeting_key = meeting_key(keys)
         self._join: Path | None = None
         """The file by which other hosts join."""
         self._failed_at = 0.0
+        self._code = 0
 
-    def run(self) -> int:
-        """Helpers up, the command, helpers down, exit code."""
-        self._scratch = make_scratch(_USUAL_RANKS, say)
-        self._overflows = SeenOverflows(self._scratch)
-        self._ranks = HostRanks(self._scratch, self._helpers.tell, self._rank_ended)
-        try:
-            address = self._helpers.start_collector(self._scratch, self._show)
-            run_dir = self._helpers.run_dir
-            logs = run_dir / "logs" if run_dir is not None else self._scratch
-            settings = with_fields(
-                worker_settings(self._args, self._scratch, logs),
-                meets_at=meeting_place(self._args, self._plan, address),
-            )
-            with suppress(OSError):  # the ranks meet, and seal nothing
-                write_meeting_key(self._scratch, self._meeting_key)
-            write_settings(self._scratch, settings)
-            if self._args.other_hosts:
-                address = self._let_others_join(address, settings)
-            self._helpers.start_agent(address, self._scratch, self._stop)
-            tell_of_torch()
-            code = self._until_it_ends()
-            return self._finish(code)
-        finally:
-            self._clear_up()
+    def run(self, life: JobLife) -> LaunchDone:
+        """Helpers up, the command, those of the other tasks, and their ranks to their end."""
+        services = life.services
+        self._scratch = life.scratch
+        self._ranks = HostRanks(
+            life.scratch, services.tell, lambda attempt, rank, code: life.overflows.look(attempt, {rank: code})
+        )
+        address = services.start_collector(self._terms, life.scratch, self._show)
+        settings = with_fields(
+            worker_settings(self._args, life.scratch, life.logs),
+            meets_at=meeting_place(self._args, self._terms.plan, address),
+        )
+        write_settings(life.scratch, settings)
+        if self._args.other_hosts:
+            address = self._let_others_join(life, address, settings)
+        life.start_agent(self._terms.agent_config(address, life.scratch), self._stop)
+        tell_of_torch()
+        self._code = self._run_command()
+        return self._outcome()
 
-    def _let_others_join(self, address: str, settings: WorkerSettings) -> str:
+    def _let_others_join(self, life: JobLife, address: str, settings: WorkerSettings) -> str:
         """Returns the collector's address for this node's own agent."""
-        folder = self._helpers.run_dir
-        if folder is None:
+        if life.services.run_dir is None:
             say("without a collector no other host can join")
             return address
-        agent = self._helpers.agent_config(address, self._scratch)
-        self._join = open_run(self._args, folder, address, agent, settings, self._meeting_key)
+        invited = self._terms.agent_config(address, life.scratch)
+        self._join = open_run(self._args, life.services.run_dir, address, invited, settings, self._meeting_key)
         return f"tcp://{bracketed(loopback())}:{address.rpartition(':')[2]}"
 
     def _show(self, line: StageLine | PreflightOver) -> None:
@@ -167,13 +151,10 @@ class _HostRun:
         if self._tasks is not None:
             self._tasks.stop(reason)
 
-    def _rank_ended(self, attempt: int, rank: int, code: int | None) -> None:
-        self._overflows.look(attempt, {rank: code})
-
     # -- the command --------------------------------------------------------------------------------------------
 
-    def _until_it_ends(self) -> int:
-        """The command, those of the other tasks, and their ranks. Returns its exit code, negative for a signal."""
+    def _run_command(self) -> int:
+        """Returns its exit code, negative for a signal."""
         command, tasks = self._command, self._tasks
         command.start(self._scratch, self._join)
         if tasks is not None:
@@ -232,46 +213,24 @@ class _HostRun:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def _finish(self, code: int) -> int:
-        """Wait for the verdict, print it, and say what to exit with."""
-        done = self._outcome(code)
-        if self._command.ended_by is not None and done.outcome == "signal":
-            say(f"got {self._command.ended_by.name}; writing the report (Ctrl-C: leave at once)")
-        self._helpers.tell(done)
-        own = shell_code(code)
-        if not self._wait_for_verdict():
-            self._helpers.hurry = True
-            return self._exit_code(own, own, "unknown")
-        verdict = self._helpers.verdict
-        if self._tasks is not None:
-            self._tasks.share_verdict(verdict)
-        if verdict is None:
-            say("no verdict: the node agent ended without one")
-            return self._exit_code(own, int(ExitCode.UNKNOWN), "unknown")
-        if self._job is None or not self._job.node_rank:  # the output of all nodes is one: once is enough
-            tell(verdict.text)
-        return self._exit_code(own, verdict.exit_code, verdict.kind)
-
-    def _outcome(self, code: int) -> LaunchDone:
+    def _outcome(self) -> LaunchDone:
         """Of all commands of this host."""
-        done = self._how_it_ended(code)
+        done = self._how_it_ended()
         found = (
-            []
-            if not self._ranks.heard
-            else [f"process {pid} was not watched ({why})" for pid, why in self._unwatched()]
+            [f"process {pid} was not watched ({why})" for pid, why in self._unwatched()] if self._ranks.heard else []
         )
         error = read_failed(self._scratch, self._command.pid) if done.outcome == "failed" else ""
         return with_fields(done, error=error, note="" if self._ranks.heard else self._why_no_rank(), unwatched=found)
 
-    def _how_it_ended(self, code: int) -> LaunchDone:
+    def _how_it_ended(self) -> LaunchDone:
         others = self._tasks.results() if self._tasks is not None else []
-        if code == 0 and all(task.code == 0 for task in others):
+        if self._code == 0 and all(task.code == 0 for task in others):
             return LaunchDone("ok")
         signals = [int(self._command.ended_by or 0), *(task.ended_by for task in others)]
         if any(signals):
             return LaunchDone("signal", next(filter(None, signals)))
-        if code < 0 and not self._ranks.has(self._command.pid) and not self._ranks.any_failed:
-            return LaunchDone("signal", -code, "it was sent to the command")
+        if self._code < 0 and not self._ranks.has(self._command.pid) and not self._ranks.any_failed:
+            return LaunchDone("signal", -self._code, "it was sent to the command")
         return LaunchDone("failed")
 
     def _why_no_rank(self) -> str:
@@ -292,28 +251,38 @@ class _HostRun:
                 found.append((path.name.rpartition("-")[2], path.read_text()[:500]))
         return found
 
-    def _wait_for_verdict(self) -> bool:
-        """False if the user would not wait."""
-        waiting = threading.Thread(target=self._helpers.wait, daemon=True, name="gpuwatch-verdict")
+    def settle(self, done: LaunchDone) -> LaunchDone:
+        """A signal that this run has got is said."""
+        if self._command.ended_by is not None and done.outcome == "signal":
+            say_signal(self._command.ended_by)
+        return done
+
+    def wait(self, services: JobServices) -> bool:
+        """In a thread, as the signals are taken one by one."""
+        waiting = threading.Thread(target=services.wait, daemon=True, name="gpuwatch-verdict")
         waiting.start()
         while waiting.is_alive():
             if leaves_at_once():
-                return self._helpers.verdict is not None
+                return services.verdict is not None
         return True
 
-    def _exit_code(self, own: int, code: int, kind: str) -> int:
-        """What a rank has said itself counts more than a verdict that knows nothing of it."""
-        overflow = self._overflows.sentence
-        if overflow and kind not in ("overflow", "preflight"):
-            say(f"{overflow}; {where_it_is(self._helpers.verdict)}")
-            return int(ExitCode.OVERFLOW)
-        return exit_code(own, code, kind, stopped=self._command.stop.is_set())
+    def conclude(self, verdict: JobResult | None) -> None:
+        """The other tasks print nothing: the output of all nodes is one, and once is enough."""
+        if self._tasks is not None:
+            self._tasks.share_verdict(verdict)
+        if verdict is not None and (self._terms.job is None or not self._terms.job.node_rank):
+            tell(verdict.text)
 
-    def _clear_up(self) -> None:
+    def exit_code(self, done: LaunchDone, verdict: JobResult | None, left: bool) -> int:
+        """As the command has, unless there is more to say."""
+        own = shell_code(self._code)
+        if verdict is not None:
+            return exit_code(own, verdict.exit_code, verdict.kind, stopped=self._command.stop.is_set())
+        return own if left else exit_code(own, int(ExitCode.UNKNOWN), "unknown", stopped=self._command.stop.is_set())
+
+    def close(self) -> None:
+        """The command, too."""
         self._command.terminate()
         if self._join is not None:
             close_run(self._join)
         self._ranks.close()
-        self._helpers.end()
-        keep_rescued(self._scratch, say)
-        remove_scratch(self._scratch)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from shlex import quote
+from signal import Signals
 
 import psutil
 
@@ -25,6 +26,11 @@ from ..core.wire.pipe import JobResult
 def say(text: str) -> None:
     """One line for the user; the script's own stdout stays untouched."""
     tell(f"gpuwatch: {text}")
+
+
+def say_signal(number: int) -> None:
+    """The ranks have ended because of it."""
+    say(f"got {Signals(number).name}; writing the report (Ctrl-C: leave at once)")
 
 
 def tell_of_torch() -> None:

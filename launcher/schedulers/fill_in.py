@@ -3,13 +3,63 @@
 from __future__ import annotations
 
 import argparse
+import os
+import socket
+import time
 from collections.abc import Callable, Mapping
 
 from ...core.errors import UsageError
 from ..option_types import bracketed, parse_nnodes
 from ..plan import C10D_DEFAULT_PORT, add_rendezvous_conf
-from .environment import variables
+from ..say import say
+from .environment import read_job, variables
 from .job import SchedulerFacts
+
+_NAME_WAIT_S = 30.0
+"""A node that was started for this job may be in the name service some seconds later."""
+
+
+def fill_in_from_job(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: list[str]
+) -> SchedulerFacts | None:
+    """Complete the options from the job that this launch is part of, and say what came out. Returns the job, if any.
+
+    `parser` is of no use afterwards, see `given_options`.
+    """
+    job = read_job(os.environ)
+    if job is None:
+        return None
+    meets_there = fill_in(args, given_options(parser, arguments, os.environ), job, _count_gpus)
+    if job.scheduler is not None and meets_there:
+        assert job.head is not None
+        if job.node_rank == 0:
+            nodes = parse_nnodes(args.nnodes)[1]
+            say(f"{job.name}: {nodes} nodes meet at {args.rdzv_endpoint or job.head}")
+        expect_address(job.head, _NAME_WAIT_S)
+    return job
+
+
+def _count_gpus() -> int:
+    import torch  # a scheduler has not said how many
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def expect_address(host: str, limit_s: float) -> None:
+    """The name of the job's head must mean something here, soon. Raises UsageError if it does not."""
+    ends = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() >= ends:
+                raise UsageError(
+                    f"expected the name of the job's first node, {host!r}, to have an address on "
+                    f"{socket.gethostname()}, found none ({error.strerror}); pass --rdzv-endpoint HOST:PORT with an "
+                    "address that every node can reach, the same on every node"
+                ) from error
+        time.sleep(1)
 
 
 def given_options(parser: argparse.ArgumentParser, arguments: list[str], environ: Mapping[str, str]) -> set[str]:

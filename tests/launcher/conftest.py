@@ -26,7 +26,8 @@ from gpuwatch.core.wire.pipe import (
     WorkersEnded,
     WorkersStarted,
 )
-from gpuwatch.launcher.helper_processes import HeadCollector, NodeAgent
+from gpuwatch.launcher.head_collector import HeadCollector
+from gpuwatch.launcher.helper_processes import NodeAgent
 
 from ..ports import ports_of_this_test
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 import pytest
 from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.wire.pipe import AgentConfig, CollectorConfig
-from gpuwatch.launcher.helper_processes import HeadCollector, HelperProcess, NodeAgent
+from gpuwatch.launcher.head_collector import HeadCollector
+from gpuwatch.launcher.helper_processes import HelperProcess, NodeAgent
 from gpuwatch.launcher.say import where_it_is
 
 from . import conftest
@@ -140,7 +141,7 @@ def test_a_collector_that_was_killed_and_says_nothing_when_it_is_started_again_i
     monkeypatch.setattr("gpuwatch.launcher.helper_processes.LIVED_S", 0.1)  # one that was waited for has lived long
     node = make_node()
     node.start_collector()
-    monkeypatch.setattr("gpuwatch.launcher.helper_processes._FIRST_WORD_S", 0.5)
+    monkeypatch.setattr("gpuwatch.launcher.head_collector._FIRST_WORD_S", 0.5)
     node.collector._ending.set()
     lives[0].kill()
     node.collector.end(30.0)

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 import zmq
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.launcher.helpers import first_that_answers
+from gpuwatch.launcher.head_collector import first_that_answers
 
 KEYS = derive_keys("a secret of this job", "a job")
 OTHERS = derive_keys("a secret of another", "a job")
@@ -34,5 +34,5 @@ def test_it_is_the_one_that_has_the_key(listen):
 
 
 def test_there_may_be_none(listen, monkeypatch):
-    monkeypatch.setattr("gpuwatch.launcher.helpers._PATIENCE_MS", 300)
+    monkeypatch.setattr("gpuwatch.launcher.head_collector._PATIENCE_MS", 300)
     assert first_that_answers([listen(OTHERS), "tcp://127.0.0.1:1"], *ASKED) is None

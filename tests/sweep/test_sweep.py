@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.pipe import CannotBind, CollectorBound, CollectorConfig
-from gpuwatch.launcher.helper_processes import HeadCollector
+from gpuwatch.launcher.head_collector import HeadCollector
 
 sys.path.insert(0, str(Path(__file__).parent))  # sweep.py is a script, and finds its neighbours like this
 

@@ -38,7 +38,7 @@ from gpuwatch.core.wire.messages import (
 )
 from gpuwatch.core.wire.pipe import CannotBind, CollectorBound, CollectorConfig
 from gpuwatch.core.wire.view import JobView, LimitPassing, RankView, ViewStraggler
-from gpuwatch.launcher.helper_processes import HeadCollector
+from gpuwatch.launcher.head_collector import HeadCollector
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 

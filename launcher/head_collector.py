@@ -1,0 +1,156 @@
+"""The collector of a job as the launch of its head node has it, and where that of another node is. Imports no torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import zmq
+from msgspec.structs import replace
+
+from ..core.wire.keys import JobKeys
+from ..core.wire.pipe import (
+    CannotBind,
+    CollectorBound,
+    CollectorConfig,
+    FromCollector,
+    PreflightOver,
+    StageLine,
+    UserNotice,
+    read_from_collector,
+)
+from .helper_processes import HelperLives, RestartedHelper
+
+_FIRST_WORD_S = 30.0
+_TRIES = 3
+"""Of one that ends before its first word; one that says nothing is not tried again."""
+
+
+class HeadCollector(RestartedHelper):
+    """Started again, on the same port with its store. `show` is given what it tells while the preflight runs."""
+
+    _name, _module = "collector", "collector"
+
+    def __init__(
+        self,
+        config: CollectorConfig,
+        say: Callable[[str], object],
+        show: Callable[[StageLine | PreflightOver], object],
+    ) -> None:
+        super().__init__(say)
+        self._config = config
+        self._show = show
+        self.answer = self._first_answer()
+        """Where it listens, or why it does not; None if it died or said nothing in time."""
+        if isinstance(self.answer, CollectorBound):
+            self._config = replace(config, bind=self.answer.address, resume=self.answer.run_dir)
+            threading.Thread(target=self._follow, daemon=True, name="gpuwatch-collector").start()
+
+    def wait(self, limit_s: float) -> None:
+        """For its last line about the preflight, if it has one to say."""
+        self._over.wait(limit_s)
+
+    def end(self, timeout_s: float) -> None:
+        """The job is over here: close its input and wait. After `timeout_s` it is left to itself, for other nodes."""
+        self._ending.set()
+        lives = HelperLives()
+        while self._child is not None and (code := self._child.end(timeout_s, kill=False)) is not None and code < 0:
+            pause_s = lives.ended()  # it was killed, and other nodes may not have the verdict yet
+            if pause_s is None or not isinstance(self.answer, CollectorBound):
+                break
+            time.sleep(pause_s)
+            lives.began()
+            if not self._start_again():  # nothing more is to be had of it
+                self._let_go()
+                break
+
+    def _let_go(self) -> None:
+        if self._child is not None:
+            self._child.end(0.01)
+
+    def _first_answer(self) -> CollectorBound | CannotBind | None:
+        """What ends at once may have met a moment without memory or descriptors."""
+        answer = None
+        for _ in range(_TRIES):
+            began = time.monotonic()
+            self._let_go()
+            self._child = self._begin(self._config)
+            answer = self._first_word()
+            is_final = isinstance(answer, CollectorBound) or (answer is not None and not answer.may_pass)
+            if is_final or time.monotonic() - began >= _FIRST_WORD_S:
+                break
+        return answer
+
+    def _first_word(self) -> CollectorBound | CannotBind | None:
+        if self._child is None:
+            return None
+        timer = threading.Timer(_FIRST_WORD_S, self._child.kill)
+        timer.start()
+        try:
+            return next((said for said in self._messages() if isinstance(said, CollectorBound | CannotBind)), None)
+        finally:
+            timer.cancel()
+
+    def _messages(self) -> Iterator[FromCollector]:
+        """What it says, sentences for the user passed on."""
+        for line in self._lines():
+            try:
+                message = read_from_collector(line)
+            except msgspec.DecodeError:  # it was killed in the middle of a line
+                continue
+            if isinstance(message, UserNotice):
+                self._say(message.text)
+            yield message
+
+    def _listen(self) -> bool:
+        for message in self._messages():
+            if isinstance(message, StageLine | PreflightOver):
+                self._show(message)
+            if isinstance(message, PreflightOver):
+                self._over.set()
+        self._over.set()
+        return self._ending.is_set() or (self._child is not None and self._child.ended_well)
+
+    def _start_again(self) -> bool:
+        listens = isinstance(self._first_answer(), CollectorBound)
+        if listens:
+            self._say("the collector had ended; it was started again and goes on with what it had received")
+        return listens
+
+
+# Where the collector of a job is: the handshake of its encryption tells it from any other.
+
+_PATIENCE_MS = 5000
+
+
+def first_that_answers(addresses: Sequence[str], server_key: str, public_key: str, private_key: str) -> str | None:
+    """Where somebody has the private half of `server_key`: the first to answer. Waits some seconds at most."""
+    context = zmq.Context()
+    poller, probes = zmq.Poller(), {}
+    try:
+        for address in addresses:
+            probe = context.socket(zmq.DEALER)
+            probe.linger = 0
+            probe.ipv6 = True
+            probe.curve_serverkey = server_key.encode()
+            probe.curve_publickey, probe.curve_secretkey = public_key.encode(), private_key.encode()
+            monitor = probe.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            probes[monitor] = probe, address
+            poller.register(monitor, zmq.POLLIN)
+            probe.connect(address)
+        ready = [monitor for monitor, _ in poller.poll(_PATIENCE_MS)]
+        return next((address for monitor, (_, address) in probes.items() if monitor in ready), None)
+    finally:
+        for probe, _ in probes.values():
+            probe.disable_monitor()
+            probe.close(linger=0)
+        context.destroy(linger=0)
+
+
+def answers(address: str, keys: JobKeys) -> bool:
+    """Whether this job's own collector listens there."""
+    agent = keys.agent
+    asked = keys.collector.public.decode(), agent.public.decode(), agent.private.decode()
+    return first_that_answers([address], *asked) is not None

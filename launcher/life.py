@@ -1,0 +1,294 @@
+"""The life of a node's part of a job: scratch folder, helpers, ranks, verdict, exit code, clean-up. Imports no torch.
+
+`gpuwatch launch` and `check` (launch_job.py), `gpuwatch run` (run_job.py) and a host that joins a run (join.py) differ
+in who starts the ranks, and how the user is heard meanwhile: that is a `RankStarter`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ..core import host
+from ..core.any_text import plain_text
+from ..core.errors import ExitCode, UsageError
+from ..core.recorder.run_folder import write_meeting_key
+from ..core.recorder.scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
+from ..core.wire.keys import JobKeys
+from ..core.wire.pipe import (
+    AgentConfig,
+    CollectorBound,
+    CollectorConfig,
+    JobResult,
+    LaunchDone,
+    PreflightOver,
+    StageLine,
+)
+from .head_collector import HeadCollector, answers
+from .helper_processes import NodeAgent
+from .plan import CollectorPlan
+from .say import SeenOverflows, say, where_it_is
+from .schedulers.job import SchedulerFacts
+
+_CHILD_END_S = 20.0
+_LAST_LINE_S = 2.0
+"""For the collector's last line, which was written before the verdict was sent."""
+WITHOUT_C = (
+    "gpuwatch was installed without its part in C, and Python does the same: that takes about four times as much of "
+    "the processor for each module call (docs/cost.md); to have it, install gpuwatch again where there is a C compiler"
+)
+
+
+@dataclass(frozen=True)
+class JobTerms:
+    """What the helpers of one node are told of their job."""
+
+    args: argparse.Namespace
+    plan: CollectorPlan
+    keys: JobKeys
+    command: list[str]
+    """What the user has typed."""
+    job: SchedulerFacts | None
+    """What this is part of."""
+    nproc: int = 0
+    """How many ranks this node has; 0: not known yet."""
+    starter: str = "torchrun"
+    """Who starts them, for a sentence."""
+
+    def collector_config(self, scratch: Path) -> CollectorConfig:
+        """First line to the collector."""
+        args, keys = self.args, self.keys
+        return CollectorConfig(
+            bind=self.plan.bind,
+            public_key=keys.collector.public.decode(),
+            private_key=keys.collector.private.decode(),
+            agent_public_key=keys.agent.public.decode(),
+            viewer_public_key=keys.viewer.public.decode(),
+            runs_dir=str(Path(args.runs_dir).absolute()),
+            rdzv_id=self.plan.job,
+            max_frames=args.max_frames,
+            run_name=args.run_name or "",
+            on_hang=args.on_hang,
+            fallback=str(scratch / RESCUED),
+            viewer_private_key=keys.viewer.private.decode(),
+            metrics=args.metrics_port or "",
+        )
+
+    def agent_config(self, address: str, scratch: Path) -> AgentConfig:
+        """First line to the node agent; `address` is the collector's."""
+        args, plan, keys = self.args, self.plan, self.keys
+        return AgentConfig(
+            collector=address,
+            server_key=keys.collector.public.decode(),
+            public_key=keys.agent.public.decode(),
+            private_key=keys.agent.private.decode(),
+            recorder_dir=str(scratch),
+            spool_dir=str(Path(args.runs_dir).absolute()),
+            nproc=self.nproc,
+            min_nodes=plan.min_nodes,
+            max_nodes=plan.max_nodes,
+            command=[plain_text(word) for word in self.command],
+            versions=host.versions(),
+            rdzv_id=plan.job,
+            trace_batches=args.trace_batches,
+            check_only=args.check_only,
+            job=self.job.on_the_wire if self.job is not None else None,
+            hang_timeout_s=args.hang_timeout,
+            starter=self.starter,
+            ends_ranks=self.starter != "torchrun",
+            telemetry_s=args.telemetry,
+            starts_all=plan.starts_all,
+        )
+
+
+class JobServices:
+    """The helpers of one node. `say` takes sentences for the user."""
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._collector: HeadCollector | None = None
+        self.agent: NodeAgent | None = None
+        self.run_dir: Path | None = None
+        """Where the report will be, if the collector is of this node."""
+        self.hurry = False
+        """Do not wait for them at the end."""
+
+    @property
+    def verdict(self) -> JobResult | None:
+        """None as long as there is none."""
+        return self.agent.verdict if self.agent is not None else None
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Tell the agent something."""
+        if self.agent is not None:
+            self.agent.tell(message)
+
+    def wait(self) -> None:
+        """Until the agent has a verdict or is given up, and the collector has said its last line."""
+        if self.agent is not None:
+            self.agent.wait()
+        if self._collector is not None:
+            self._collector.wait(_LAST_LINE_S)
+
+    def end(self) -> None:
+        """Both have nothing more to do. Twice does no harm."""
+        if self.agent is not None:
+            self.agent.end(0.0 if self.hurry else _CHILD_END_S)
+            self.agent = None
+        self._end_collector()
+
+    def _end_collector(self) -> None:
+        if self._collector is not None:
+            self._collector.end(0.0 if self.hurry else _CHILD_END_S)
+            self._collector = None
+
+    def start_agent(self, config: AgentConfig, stop: Callable[[str, bool], object]) -> NodeAgent:
+        """`stop` is told why the ranks of this node are to end, and whether torchrun may start them again."""
+        self.agent = NodeAgent(config, self._say, stop)
+        return self.agent
+
+    def start_collector(
+        self, terms: JobTerms, scratch: Path, show: Callable[[StageLine | PreflightOver], object]
+    ) -> str:
+        """Start the collector if it is ours to start. Returns the address for the node agent."""
+        plan = terms.plan
+        if not plan.hosts:
+            return plan.connect
+        if not terms.args.check_only and not host.has_part_in_c():
+            self._say(WITHOUT_C)
+        self._collector = HeadCollector(terms.collector_config(scratch), self._say, show)
+        answer = self._collector.answer
+        if isinstance(answer, CollectorBound):
+            self.run_dir = Path(answer.run_dir)
+            self._say(f"the report will be in {_relative(answer.run_dir)}")
+            if answer.metrics:
+                self._say(f"metrics for a Prometheus are at {answer.metrics}")
+            return plan.connect or answer.address
+        if answer is not None and answer.is_told:
+            raise UsageError(answer.reason)
+        if answer is None or answer.may_pass:
+            why = f": {answer.reason}" if answer is not None else ""
+            self._say(f"the collector did not start{why}; training on, and this node's own records will be kept")
+        elif not answer.in_use:
+            raise UsageError(
+                f"expected to start a collector at {plan.bind}, found: {answer.reason}; "
+                "pass another --runs-dir DIR or --collector-port PORT"
+            )
+        self._end_collector()
+        if answer is not None and answer.in_use and not (plan.may_join and answers(plan.connect, terms.keys)):
+            raise UsageError(
+                f"the port of {plan.bind.removeprefix('tcp://')} is in use by something that is not this run's "
+                "collector; pass a free one with --collector-port PORT, the same on every node"
+            )
+        return plan.connect
+
+
+def _relative(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+class RankStarter:
+    """Starts the ranks of this node, and hears the user."""
+
+    recorders = 8
+    """So many are looked for room for: where nobody says how many ranks there will be, a usual number."""
+    signals_first = False
+    """An exit code that a signal has made says more than what a rank has seen."""
+
+    def run(self, life: JobLife) -> LaunchDone:
+        """Start the helpers, then the ranks, and wait for the end of all ranks."""
+        raise NotImplementedError
+
+    def settle(self, done: LaunchDone) -> LaunchDone:
+        """The ranks have ended: say so where the user is to know. Returns what the agent is to hear of it."""
+        return done
+
+    def wait(self, services: JobServices) -> bool:
+        """Wait for the verdict. False if the user would not, and there is none."""
+        services.wait()
+        return True
+
+    def conclude(self, verdict: JobResult | None) -> None:
+        """It is there, or never will be: print it."""
+
+    def exit_code(self, done: LaunchDone, verdict: JobResult | None, left: bool) -> int:
+        """What to exit with. `left`: the user would not wait for the verdict."""
+        return 0
+
+    def close(self) -> None:
+        """No rank stays behind."""
+
+
+class JobLife:
+    """`say` takes sentences for the user. The ranks seal their preflight's values with `meeting_key`."""
+
+    scratch: Path
+    overflows: SeenOverflows
+
+    def __init__(self, ranks: RankStarter, meeting_key: str, say: Callable[[str], object] = say) -> None:
+        self._ranks = ranks
+        self._meeting_key = meeting_key
+        self._say = say
+        self.services = JobServices(say)
+        self.finishing = threading.Lock()
+
+    def run(self) -> int:
+        """Helpers up, ranks, helpers down. Returns the exit code."""
+        self.scratch = make_scratch(self._ranks.recorders, self._say)
+        self.overflows = SeenOverflows(self.scratch)
+        try:
+            done = self._ranks.run(self)
+            with self.finishing:
+                return self.finish(done)
+        finally:
+            self.clear_up()
+
+    def start_agent(self, config: AgentConfig, stop: Callable[[str, bool], object]) -> NodeAgent:
+        """Once the ranks can be told all that they need. See `JobServices.start_agent`."""
+        with suppress(OSError):  # the ranks meet, and seal nothing
+            write_meeting_key(self.scratch, self._meeting_key)
+        return self.services.start_agent(config, stop)
+
+    @property
+    def logs(self) -> Path:
+        """Folder for the files of `--nccl-debug`, once the collector is up."""
+        run_dir = self.services.run_dir
+        return run_dir / "logs" if run_dir is not None else self.scratch
+
+    def finish(self, done: LaunchDone) -> int:
+        """The ranks have ended: wait for the verdict, have it printed, and say what to exit with."""
+        done = self._ranks.settle(done)
+        self.services.tell(done)
+        if not self._ranks.wait(self.services):
+            self.services.hurry = True
+            return self._exit_code(done, None, left=True)
+        verdict = self.services.verdict
+        self._ranks.conclude(verdict)
+        if verdict is None:
+            self._say("no verdict: the node agent ended without one")
+        return self._exit_code(done, verdict, left=False)
+
+    def _exit_code(self, done: LaunchDone, verdict: JobResult | None, *, left: bool) -> int:
+        """What a rank has said itself counts more than a verdict that knows nothing of it."""
+        code, overflow = self._ranks.exit_code(done, verdict, left), self.overflows.sentence
+        if not overflow or (verdict is not None and verdict.kind in ("overflow", "preflight")):
+            return code
+        if self._ranks.signals_first and code >= ExitCode.SIGNAL:
+            return code
+        self._say(f"{overflow}; {where_it_is(self.services.verdict)}")
+        return int(ExitCode.OVERFLOW)
+
+    def clear_up(self) -> None:
+        """Nothing of this node's part stays behind."""
+        self._ranks.close()
+        self.services.end()
+        keep_rescued(self.scratch, self._say)
+        remove_scratch(self.scratch)
