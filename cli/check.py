@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
 from .completion import handed_over
 
 
-def _parser() -> argparse.ArgumentParser:
-    from ..launcher.options import get_check_parser
-
-    return get_check_parser()
-
-
-@handed_over("check", _parser)
+@handed_over("check", "get_check_parser")
 def command(arguments: tuple[str, ...]) -> int:
     """Test the ranks, GPUs, nodes and links of a job before it is run."""
     if "--slurm" in arguments:

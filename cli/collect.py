@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from ..core.errors import UsageError
-from ..core.wire.keys import others_may_read, read_secret
 
 
 def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
@@ -54,17 +53,9 @@ def command(
     the report of what has arrived.
     """
     from ..collector.by_hand import collect
+    from ..launcher.plan import job_secret
 
-    secret = read_secret(secret_file)
-    if sentence := others_may_read(secret_file):
-        click.echo(f"gpuwatch: {sentence}", err=True)
-    if secret is None:
-        secret = f"rendezvous id {rdzv_id}"
-        click.echo(
-            f"gpuwatch: encrypting with keys derived from the rendezvous id {rdzv_id!r}; to keep others on this "
-            "network out, give every node the same GPUWATCH_SECRET or --secret-file",
-            err=True,
-        )
+    secret = job_secret(secret_file, rdzv_id, local=False)
     if not bind.startswith("tcp://"):
         raise UsageError(f"--bind: expected tcp://ADDRESS:PORT, found {bind!r}")
     return collect(bind, nodes, rdzv_id, secret, Path(runs_dir), max_frames, metrics_port, sys.stdout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,33 +10,32 @@ import click
 from click.shell_completion import CompletionItem
 
 _MOST_RUNS = 50
+RUNS_DIR = click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
 
 
 class ParsedByArgparse(click.Command):
     """A command whose options are those of a parser of argparse's."""
 
-    def __init__(self, *given: Any, parser: Callable[[], argparse.ArgumentParser], **more: Any) -> None:
+    def __init__(self, *given: Any, parser: str, **more: Any) -> None:
         super().__init__(*given, **more)
         self._parser = parser
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Its options that begin so, as they are spelled with dashes."""
+        from ..launcher import options
+
         known = {
             option: (action.help or "") % {**vars(action), "prog": ""}
-            for action in self._parser()._actions
+            for action in getattr(options, self._parser)()._actions
             for option in action.option_strings[:1]
             if option.startswith("--")
         }
         return [CompletionItem(option, help=text) for option, text in known.items() if option.startswith(incomplete)]
 
 
-def handed_over(
-    name: str, parser: Callable[[], argparse.ArgumentParser]
-) -> Callable[[Callable[[tuple[str, ...]], int]], click.Command]:
-    """A command whose options are those of `parser`: click hands all that follows its name over untouched.
-
-    `parser` is called when a user presses Tab, and only then.
-    """
+def handed_over(name: str, parser: str) -> Callable[[Callable[[tuple[str, ...]], int]], click.Command]:
+    """A command whose options are those of `parser` in launcher/options.py: click hands all that follows its name over
+    untouched."""
 
     def decorate(function: Callable[[tuple[str, ...]], int]) -> click.Command:
         made = click.command(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import click
 
 from ..core.errors import UsageError
-from .completion import complete_runs
+from .completion import RUNS_DIR, complete_runs
 from .report import find_run
 
 
@@ -33,7 +33,7 @@ def _two(ctx: click.Context, param: click.Parameter, value: str | None) -> _Side
 
 @click.command(name="diff")
 @click.argument("runs", nargs=-1, metavar="RUN_A [RUN_B]", shell_complete=complete_runs)
-@click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
+@RUNS_DIR
 @click.option("--rank", "ranks", callback=_two, metavar="R[,R]", help="Which rank, or which on each side.")
 @click.option("--batch", "batches", callback=_two, metavar="N[,N]", help="Which batch, or which on each side.")
 @click.option(

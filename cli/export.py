@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ..core.errors import UsageError
-from .completion import complete_runs
+from .completion import RUNS_DIR, complete_runs
 from .report import find_run
 
 _NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
@@ -16,7 +16,7 @@ _NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
 
 @click.command(name="export")
 @click.argument("run", required=False, shell_complete=complete_runs)
-@click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
+@RUNS_DIR
 @click.option(
     "--format",
     "form",

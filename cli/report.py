@@ -15,7 +15,7 @@ import click
 from ..collector.run_list import RunPaths
 from ..core.errors import GpuwatchError, UsageError
 from ..core.wire.spool import SUFFIX
-from .completion import complete_runs
+from .completion import RUNS_DIR, complete_runs
 
 if TYPE_CHECKING:
     from ..collector.report.model import RunReport
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command(name="report")
 @click.argument("runs", nargs=-1, metavar="[RUN]", shell_complete=complete_runs)
-@click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
+@RUNS_DIR
 @click.option("--rank", type=int, default=None, help="Whose frames to show (default: the one that the verdict names).")
 @click.option("--batch", type=click.IntRange(0), default=None, help="Which batch's frames to show, if it was received.")
 @click.option("--module", default=None, metavar="PATTERN", help="Only the frames of modules like this: `*.wo`.")

@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from ..core.text import shown
+from .completion import RUNS_DIR
 
 
 @click.command(name="runs")
-@click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
+@RUNS_DIR
 @click.option("-n", "--last", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest last.")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What to print."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..core.errors import GpuwatchError, UsageError
-from .completion import complete_runs
+from .completion import RUNS_DIR, complete_runs
 from .report import find_run
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ limit."""
 
 @click.command(name="top")
 @click.argument("run", required=False, shell_complete=complete_runs)
-@click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
+@RUNS_DIR
 @click.option("--once", is_flag=True, help="Print one picture as text and end. It needs no textual.")
 def command(run: str | None, runs_dir: str, once: bool) -> int:
     """Look at a job while it runs: its ranks, who waits for whom, what comes close to its limit, and what happened.

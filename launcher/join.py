@@ -42,6 +42,7 @@ from .life import JobLife, RankStarter
 from .option_types import bracketed
 from .plan import CollectorPlan, split_endpoint
 from .run_ranks import HostRanks
+from .say import processes_with
 from .tasks import HostTasks
 
 _LOOK_S = 0.1
@@ -180,15 +181,7 @@ class JoinedRanks(RankStarter):
 
     def _anybody_left(self) -> bool:
         """Whether a process here may still become a rank of this run: none does once the command has ended."""
-        if not Path(self._path).exists():
-            return False
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(JOIN_VARIABLE) == self._path and process.status() != psutil.STATUS_ZOMBIE:
-                    return True
-            except psutil.Error:  # it has ended, or is somebody else's
-                continue
-        return False
+        return Path(self._path).exists() and any(processes_with(JOIN_VARIABLE, self._path.__eq__))
 
     def _end(self, reason: str, restart: bool) -> None:
         self._say(f"stopping the ranks of this host: {reason}")

@@ -154,19 +154,25 @@ def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
 
 def job_keys(args: argparse.Namespace, plan: CollectorPlan) -> JobKeys:
     """From the job's secret; without one, made for this launch, or from what all nodes know."""
-    secret = read_secret(args.secret_file)
+    secret = job_secret(args.secret_file, plan.job, local=plan.local)
     os.environ.pop(SECRET_VARIABLE, None)  # no rank needs it, nor what a rank starts
-    if sentence := others_may_read(args.secret_file):
-        say(sentence)
-    if secret is None and plan.local:
-        secret = random_secret()
-    elif secret is None:
-        say(
-            f"encrypting with keys derived from the rendezvous id {plan.job!r}; to keep others on this network out, "
-            "give every node the same GPUWATCH_SECRET or --secret-file"
-        )
-        secret = f"rendezvous id {plan.job}"
     return derive_keys(secret, plan.job)
+
+
+def job_secret(secret_file: str | None, job: str, *, local: bool) -> str:
+    """As the user has it. Without one, what all nodes know, or a random one if nobody outside takes part (`local`)."""
+    secret = read_secret(secret_file)
+    if sentence := others_may_read(secret_file):
+        say(sentence)
+    if secret is not None:
+        return secret
+    if local:
+        return random_secret()
+    say(
+        f"encrypting with keys derived from the rendezvous id {job!r}; to keep others on this network out, give every "
+        "node the same GPUWATCH_SECRET or --secret-file"
+    )
+    return f"rendezvous id {job}"
 
 
 # Where the collector of a `gpuwatch run` is and who hosts it: from the options, and from what the environment says.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from shlex import quote
@@ -100,14 +100,15 @@ _MOST = 8
 
 def left_behind(scratch: Path) -> list[psutil.Process]:
     """What runs with the environment that this launch has given to its ranks. A copy of a process keeps that."""
-    found = []
+    return list(processes_with(VARIABLE, lambda value: str(scratch) in value))
+
+
+def processes_with(variable: str, is_meant: Callable[[str], bool]) -> Iterator[psutil.Process]:
+    """What runs on this host with such a value in its environment."""
     for process in psutil.process_iter():
-        try:
-            if str(scratch) in process.environ().get(VARIABLE, "") and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:  # it has ended, or is somebody else's
-            continue
-    return found
+        with suppress(psutil.Error):  # it has ended, or is somebody else's
+            if is_meant(process.environ().get(variable, "")) and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
 
 
 def tell_left_behind(scratch: Path, say: Callable[[str], object], patience_s: float = PATIENCE_S) -> None:
