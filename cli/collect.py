@@ -12,7 +12,6 @@ from ..core.errors import UsageError
 
 
 def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
-    """As gpuwatch launch has it."""
     from ..launcher.option_types import metrics_address
 
     try:

@@ -166,7 +166,6 @@ def _rendered(report: RunReport, form: str, rank: int | None, *, warnings: bool,
 
 
 def _open(page: Path, rank: int | None) -> None:
-    """Show a page in a browser, or say where it is."""
     url = page.absolute().as_uri() + (f"#rank={rank}" if rank is not None else "")
     if not webbrowser.open(url):
         click.echo(f"gpuwatch: no browser could be started here; the page is {page}", err=True)

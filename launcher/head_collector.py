@@ -94,7 +94,6 @@ class HeadCollector(RestartedHelper):
             timer.cancel()
 
     def _messages(self) -> Iterator[FromCollector]:
-        """What it says, sentences for the user passed on."""
         for line in self._lines():
             try:
                 message = read_from_collector(line)

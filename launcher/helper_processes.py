@@ -182,7 +182,6 @@ class RestartedHelper:
         raise NotImplementedError
 
     def _start_again(self) -> bool:
-        """Whether it runs again."""
         raise NotImplementedError
 
 

@@ -152,7 +152,6 @@ class JoinedRanks(RankStarter):
         return LaunchDone("failed" if self._ranks.any_failed else "ok")
 
     def _address(self) -> str:
-        """At which the run's own collector answers."""
         keys, addresses = self._join.agent, self._join.addresses
         found = first_that_answers(addresses, keys.server_key, keys.public_key, keys.private_key)
         if found is None:

@@ -101,7 +101,6 @@ def check(arguments: list[str]) -> int:
 
 
 def _is_this_host(host: str) -> bool:
-    """As torchrun decides it."""
     from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
     return _matches_machine_hostname(host)
@@ -199,7 +198,6 @@ class TorchrunRanks(RankStarter):
             self._leave(LaunchDone("signal", int(number)), int(ExitCode.SIGNAL) + number)
 
     def _leave(self, done: LaunchDone, code: int) -> None:
-        """All that is left to do, and the end."""
         with self._life.finishing:
             try:
                 code = self._life.finish(done)

@@ -149,7 +149,6 @@ def _worker_options(part: str | None = None) -> Iterator[tuple[str, str, WorkerO
 
 
 def _of_workers(part: str) -> OptionTable:
-    """The options of workers as argparse takes them."""
     table: dict[str, dict[str, Any]] = {}
     for _, name, option, field in _worker_options(part):
         default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()

@@ -189,7 +189,6 @@ class CommandRanks(RankStarter):
 
     @property
     def _codes(self) -> dict[int, int | None]:
-        """Exit codes of this host's commands."""
         others = self._tasks.commands() if self._tasks is not None else {}
         return {**others, **self._command.codes}
 
@@ -214,7 +213,6 @@ class CommandRanks(RankStarter):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _outcome(self) -> LaunchDone:
-        """Of all commands of this host."""
         done = self._how_it_ended()
         found = (
             [f"process {pid} was not watched ({why})" for pid, why in self._unwatched()] if self._ranks.heard else []

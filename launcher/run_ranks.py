@@ -307,7 +307,6 @@ def _process(pid: int) -> WatchedRankProcess | None:
 
 
 def _read(path: Path) -> _RecorderHead | None:
-    """None if it is not ready, or gone."""
     with suppress(OSError, NotReady), closing(RecorderReader(path)) as reader:
         return _RecorderHead(
             reader.rank,

@@ -217,13 +217,11 @@ class HostTasks:
         return os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def _write(self, name: str, data: bytes) -> None:
-        """Whole, or not at all."""
         new = self._folder / f".{name}"
         new.write_bytes(data)
-        new.replace(self._folder / name)
+        new.replace(self._folder / name)  # whole, or not at all
 
     def _others(self) -> list[Path]:
-        """Of the other tasks, those that live."""
         return [path for path in self._task_files() if _is_locked(path)]
 
     def _task_files(self) -> list[Path]:
