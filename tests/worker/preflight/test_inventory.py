@@ -75,7 +75,7 @@ def test_the_limits_are_those_of_the_process():
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (333, 333))\n"
         "from gpuwatch.core.identity import RankIdentity; from gpuwatch.worker.preflight.inventory import gather\n"
-        "print(gather(Identity(0, 0, 1, 1, '', 0, True)).limits['nofile'])"
+        "print(gather(RankIdentity(0, 0, 1, 1, '', 0, True)).limits['nofile'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "333", done.stderr
