@@ -36,7 +36,7 @@ from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.core.values import PENDING
 from gpuwatch.worker.hooks import native_writer
-from gpuwatch.worker.hooks.forward import ModuleHooks
+from gpuwatch.worker.hooks.module_hooks import ModuleHooks
 from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.tensor_stats import TensorStats
@@ -169,20 +169,20 @@ class Gpuwatch:
             _use_device(self._hooks, recorder)
         elif name == BUFFER:
             _use_buffer(self._hooks, recorder, self.kernels)
-        if name != PYTHON and self._hooks.writer is None:
+        if name != PYTHON and self._hooks._gradients.writer is None:
             raise SystemExit("the native part is not there: install a C compiler, then gpuwatch again")
         self.attach, self.detach = self._hooks.attach, self._hooks.detach
         self.left = 0
         self._count_what_is_left()
 
     def _count_what_is_left(self) -> None:
-        take = self._hooks._take_frame
+        take = self._hooks._call_frames.take
 
         def counted(*call: Any) -> None:
             self.left += 1
             take(*call)
 
-        self._hooks._take_frame = counted  # type: ignore[method-assign]
+        self._hooks._call_frames.take = counted  # type: ignore[method-assign]
 
     def seen(self) -> Counts:
         """What is in the last page: a watcher that sees nothing would be the cheapest of all. Raises on a fault."""
@@ -296,7 +296,7 @@ def _use_device_writer(hooks: ModuleHooks) -> None:
         writer = native_writer.native_writer_of(hooks.progress, hooks.rows, hooks._gradients)
     finally:
         native_writer.late_device = real
-    hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
+    hooks._gradients.writer = writer
 
 
 # -- how long it takes ----------------------------------------------------------------------------------------------

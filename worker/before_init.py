@@ -11,6 +11,8 @@ from functools import wraps
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from .patches import PatchLedger
+
 GROUPS = "torch.distributed.distributed_c10d"
 _NAME = "init_process_group"
 
@@ -47,9 +49,10 @@ def call_before_init(call: Callable[[Mapping[str, Any]], None]) -> None:
         call(arguments)
         return before(*args, **kwargs)
 
+    patches = PatchLedger()
     for module in list(sys.modules.values()):  # torch has handed the name on to some of its modules
         if (getattr(module, "__name__", "") or "").startswith("torch.") and vars(module).get(_NAME) is before:
-            vars(module)[_NAME] = init_process_group
+            patches.replace(module, _NAME, lambda _: init_process_group)
 
 
 def entry_of(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> GroupEntry | None:

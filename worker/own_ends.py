@@ -12,6 +12,8 @@ import posix
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .patches import PatchLedger
+
 Undo = Callable[[], None]
 _replaced = False
 
@@ -60,7 +62,10 @@ def hear_of_ends(
         before_exit()
         real_exit(status)
 
+    patches = PatchLedger()
     for place in (os, posix):
-        place.__dict__.update(execv=execv, execve=execve, _exit=_exit)
+        patches.replace(place, "execv", lambda _: execv)
+        patches.replace(place, "execve", lambda _: execve)
+        patches.replace(place, "_exit", lambda _: _exit)
     if real_execve in os.supports_fd:
         os.supports_fd.add(execve)

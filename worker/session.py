@@ -25,7 +25,7 @@ from .stack_file import answer_with_stacks
 from .training_children import wait_for_training, watch_children
 
 if TYPE_CHECKING:
-    from .hooks.forward import ModuleHooks
+    from .hooks.module_hooks import ModuleHooks
 
 
 SETTLE_S = 2.0
@@ -202,7 +202,7 @@ class WorkerSession:
 
     def _attach_hooks(self) -> None:
         try:
-            from .hooks.forward import ModuleHooks
+            from .hooks.module_hooks import ModuleHooks
 
             self._tell_what_torch_lacks()
             hooks = ModuleHooks(self.recorder, self.settings, self.rank)

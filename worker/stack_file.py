@@ -11,12 +11,14 @@ import faulthandler
 import functools
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..core.recorder.own_files import OwnDescriptor
 from ..core.stalls import MAY_BE_ASKED, asking_signal, stack_file_name
+from .patches import PatchLedger
 
 _answering: _StackFile | None = None
 """What this process answers into."""
@@ -73,15 +75,17 @@ class _StackFile:
 
 def _give_way(number: int, path: Path) -> None:
     """Say in the file's permissions when the script has set a handler of its own for the signal."""
-    before = signal.signal
 
-    @functools.wraps(before)
-    def set_handler(signalnum: Any, handler: Any) -> Any:
-        if signalnum == number:
-            _ask_no_more(path)
-        return before(signalnum, handler)
+    def around(before: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def set_handler(signalnum: Any, handler: Any) -> Any:
+            if signalnum == number:
+                _ask_no_more(path)
+            return before(signalnum, handler)
 
-    signal.signal = set_handler
+        return set_handler
+
+    PatchLedger().replace(signal, "signal", around)
 
 
 def _ask_no_more(path: Path) -> None:

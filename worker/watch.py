@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..collector.report.model import Verdict
-    from .hooks.forward import ModuleHooks
+    from .hooks.module_hooks import ModuleHooks
 
 
 # The folder of a recorder without a launcher. The next one on the host removes it if its owner was killed.
@@ -275,7 +275,7 @@ def watch(
     only listed in `anomalies`. In a rank that `gpuwatch launch` watches, the run's settings apply and the keywords have
     no effect. Raises ValueError for an invalid keyword.
     """
-    from .hooks.forward import ModuleHooks
+    from .hooks.module_hooks import ModuleHooks
 
     running = current_hooks()
     if running is not None:

@@ -117,7 +117,7 @@ FLOORS = {
         "compile",
         "record",
         "stats",
-        "native imports.py own_ends.py recursion.py stack_file.py",
+        "native imports.py own_ends.py patches.py recursion.py stack_file.py",
     ],
     "launcher": [
         ".",

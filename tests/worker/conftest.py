@@ -36,7 +36,7 @@ class Watched:
     """Attached hooks and a reader of what they record."""
 
     def __init__(self, path: Path, *, log_bytes: int = 1 << 20, **settings: Any) -> None:
-        from gpuwatch.worker.hooks.forward import ModuleHooks
+        from gpuwatch.worker.hooks.module_hooks import ModuleHooks
 
         self.recorder = RecorderWriter(
             path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=log_bytes, segments=64

@@ -5,7 +5,7 @@ gpuwatch does not import it first: the import takes most of a second and reads s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...core.frames import Phase
@@ -16,14 +16,14 @@ from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RankRoots, RootInfo
 from ..record.rows import RecordedRow, RowWriter
 from . import traced_hooks as traced
-from .kinds import RegionScope
+from .kinds import RegionPolicy
 from .views import CompiledViews, compiled_views
 
 if TYPE_CHECKING:
     import torch
 
     from .region_frames import RegionPages
-    from .regions import RankRegions, Region
+    from .regions import RankRegions
     from .untraced import UntracedGraphs
 
 
@@ -31,7 +31,9 @@ class GradientHooks(Protocol):
     """The hooks of the backward, as far as the frames of a compiled backward need them."""
 
     scaled: bool
-    before_parameter: Callable[[ModuleInfo], None] | None
+
+    def precede(self, call: Callable[[ModuleInfo], None]) -> None:
+        """Have this called with the module before a parameter's gradient is recorded."""
 
     def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
         """Record this parameter's gradient."""
@@ -45,33 +47,17 @@ class CompiledRegions:
 
     def __init__(
         self,
-        resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
-        may_open: Callable[[torch.nn.Module, bool, torch.nn.Module | None], RegionScope],
-        running: Callable[[], torch.nn.Module | None],
-        not_looked_into: Callable[[ModuleInfo | None, str], None],
-        may_not_open: Callable[[str], None],
-        unseen: Callable[[CompiledViews], None],
+        policy: RegionPolicy,
         progress: RunProgress,
         roots: RankRoots,
         rows: RowWriter,
         frames: FrameWriter,
         gradients: GradientHooks,
         fault: Callable[[str, Exception], None],
-        hooks: tuple[Callable[..., Any], ...],
     ) -> None:
-        """`hooks`: what torch calls, of which dynamo is to make no graphs.
-
-        `may_not_open` is told the class of the first module in a graph that this torch does not let us look into, and
-        `unseen` what is not seen of a graph with this torch.
-        """
-        self._hooks = hooks
-        self._may_not_open = may_not_open
-        self._unseen = unseen
+        self._hooks: Iterable[Callable[..., Any]] = ()
+        self._policy = policy
         self._fault = fault
-        self._resolve = resolve
-        self._may_open = may_open
-        self._running = running
-        self._not_looked_into = not_looked_into
         self._progress = progress
         self._roots = roots
         self._rows = rows
@@ -83,8 +69,9 @@ class CompiledRegions:
         self._regions: RankRegions | UntracedGraphs | None = None
         self._pages: RegionPages | None = None
 
-    def attach(self) -> None:
-        """Record the regions that are traced from now on."""
+    def attach(self, hooks: Iterable[Callable[..., Any]] = ()) -> None:
+        """Record the regions that are traced from now on. `hooks`: what torch calls, and dynamo makes no graphs of."""
+        self._hooks = hooks or self._hooks
         self._attached = True
         if self._regions is not None:
             self._regions.attach()
@@ -120,8 +107,8 @@ class CompiledRegions:
         from .untraced import UntracedGraphs, untraced_before
 
         def entered(cls: str) -> None:
-            self._unseen(views)
-            self._may_not_open(cls)
+            self._policy.unseen(views)
+            self._policy.may_not_open(cls)
 
         traced.before, traced.after = untraced_before, None
         self._regions = UntracedGraphs(entered, self._fault)
@@ -135,27 +122,13 @@ class CompiledRegions:
 
         traced.before, traced.after = traced_before, traced_after
         grads = "grads" in self._progress.settings.watch
-        without = (lambda: self._unseen(views)) if grads and not views.gradients else None
-        self._regions = RankRegions(
-            self._resolve,
-            self._may_open,
-            self._running,
-            self._not_looked_into,
-            grads and views.gradients,
-            self._fault,
-            without,
-        )
+        without = (lambda: self._policy.unseen(views)) if grads and not views.gradients else None
+        self._regions = RankRegions(self._policy, grads and views.gradients, self._fault, without)
         self._pages = RegionPages(
-            self._regions,
-            self._progress,
-            self._roots,
-            self._rows,
-            self._frames,
-            self._gradients,
-            self._not_looked_into,
+            self._regions, self._policy, self._progress, self._roots, self._rows, self._frames, self._gradients
         )
         if grads:
-            self._gradients.before_parameter = self._pages.take_gradients
+            self._gradients.precede(self._pages.take_gradients)
             leave_alone((self._pages.take_gradients,))  # no Python function calls it: the compiled hooks do
         self._regions.attach()
 

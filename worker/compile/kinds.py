@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ..record.roots import ModuleInfo
+from .views import CompiledViews
+
+if TYPE_CHECKING:
+    from .regions import Region
 
 
 @dataclass
@@ -52,3 +57,25 @@ class RegionScope(Enum):
     """Hooks see the calls of wrappers alone. It runs for the module that it was traced for."""
     UNSEEN = auto()
     """Hooks see no call around it: not when it begins, and so not that it runs twice before its backward."""
+
+
+class RegionPolicy(Protocol):
+    """What the hooks decide about compiled regions: hooks/compiled.py."""
+
+    def resolve(self, module: torch.nn.Module, region: Region | None) -> ModuleInfo:
+        """The info of a module that is being traced."""
+
+    def may_open(self, first: torch.nn.Module, known: bool, owner: torch.nn.Module | None) -> RegionScope:
+        """Given the first module in a graph, whether one of its class is known, and whose method the graph is of."""
+
+    def may_not_open(self, cls: str) -> None:
+        """This torch does not let us look into a graph; its first module is of this class."""
+
+    def innermost(self) -> torch.nn.Module | None:
+        """The innermost module whose call hooks see."""
+
+    def not_looked_into(self, info: ModuleInfo | None, cls: str) -> None:
+        """Compiled code was not looked into."""
+
+    def unseen(self, views: CompiledViews) -> None:
+        """This torch does not let us see all of a graph."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ..record.rows import RecordedRow, RowWriter
 from ..stats.without_modes import without_modes
 from .attach import GradientHooks
 from .graph_op import SEEN
-from .kinds import RegionFrame, RegionRow
+from .kinds import RegionFrame, RegionPolicy, RegionRow
 from .places import on_device
 from .region_calls import RegionCall
 from .regions import RankRegions, Region
@@ -32,14 +31,15 @@ class RegionPages:
     def __init__(
         self,
         regions: RankRegions,
+        policy: RegionPolicy,
         progress: RunProgress,
         roots: RankRoots,
         rows: RowWriter,
         frames: FrameWriter,
         gradients: GradientHooks,
-        not_looked_into: Callable[[ModuleInfo | None, str], None],
     ) -> None:
         self._regions = regions
+        self._policy = policy
         self._progress = progress
         self._recorder = progress.recorder
         self._roots = roots
@@ -47,8 +47,6 @@ class RegionPages:
         self._frames = frames
         self._gradients = gradients
         self._grads = "grads" in progress.settings.watch
-        self._not_looked_into = not_looked_into
-        """Called with the module whose compiled code was not looked into, or with None and a class."""
         self._seen: dict[int, RecordedRow] = {}
         """place -> its row in the page, for the last region that ran."""
         self._inputs: list[RecordedRow] = []
@@ -88,14 +86,14 @@ class RegionPages:
         for region in self._regions.regions:
             if region.is_written and region.runs.is_shared and region.moved():
                 region.forget()
-                self._not_looked_into(None, region.cls)
+                self._policy.not_looked_into(None, region.cls)
 
     def batch_ends(self, root: RootInfo) -> None:
         """The backward of this root is over: tell whether gradients of its graphs were made and are not recorded."""
         for region in self._regions.regions:
             for run in region.runs.batch_ends(root, self._gradients.has_run):
                 if any(frame.info.watched for frame in run.frames):
-                    self._not_looked_into(run.under or region.runs.owner_info, region.cls)
+                    self._policy.not_looked_into(run.under or region.runs.owner_info, region.cls)
 
     def _page(self, root: RootInfo, under: ModuleInfo | None) -> OpenPage:
         """The page of the batch: the current one, or a new one if no hook runs outside of the graph."""
@@ -112,10 +110,10 @@ class RegionPages:
                 region.skip()
                 return False
             if region.has_missed_a_run:
-                self._not_looked_into(None, region.cls)
+                self._policy.not_looked_into(None, region.cls)
             run = region.runs.run_of(under, self._info_of)
             if run is None:
-                self._not_looked_into(under, region.cls)
+                self._policy.not_looked_into(under, region.cls)
                 return False
             rooted = any(not frame.info.name for frame in run.frames)
             page = self._page((run.under or region.root).root, under)

@@ -16,7 +16,7 @@ from ..record.names import wrapped_child
 from ..record.roots import ModuleInfo
 from .dynamo import current_output, is_closed, is_for_inductor, traced_method
 from .graph_op import SEEN
-from .kinds import RegionFrame, RegionGradient, RegionRow, RegionScope
+from .kinds import RegionFrame, RegionGradient, RegionPolicy, RegionRow, RegionScope
 from .places import forget, on_device, place_on, token
 from .region_calls import RegionCalls
 
@@ -195,10 +195,7 @@ class RankRegions:
 
     def __init__(
         self,
-        resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
-        may_open: Callable[[torch.nn.Module, bool, torch.nn.Module | None], RegionScope],
-        running: Callable[[], torch.nn.Module | None],
-        not_looked_into: Callable[[ModuleInfo | None, str], None],
+        policy: RegionPolicy,
         gradients: bool,
         fault: Callable[[str, Exception], None],
         unseen: Callable[[], None] | None = None,
@@ -206,13 +203,7 @@ class RankRegions:
         """`unseen` is called when a graph is recorded whose gradients this torch does not let us see."""
         self._fault = fault
         self._unseen = unseen
-        self._resolve = resolve
-        """Returns the info of a module in a region. The region is None while it is being opened."""
-        self._may_open = may_open
-        """Given the first module in a graph, whether one of its class is known, and whose method the graph is of."""
-        self._running = running
-        """Returns the innermost module whose call hooks see."""
-        self._not_looked_into = not_looked_into
+        self._policy = policy
         self._gradients = gradients
         self._by_compile: dict[Any, Region | None] = {}
         self._opening: tuple[Any, str] | None = None
@@ -242,7 +233,7 @@ class RankRegions:
         if compile_id in self._by_compile:
             return self._by_compile[compile_id] is not None or (compile_id, cls) == self._opening
         self._by_compile[compile_id] = None  # until its root is entered
-        running = self._running()
+        running = self._policy.innermost()
         # a wrapper's forward may be anybody's: that of torch.compile(part) is the part's, whose graphs others may share
         is_own = running is not None and wrapped_child(running) is None
         code, owner = traced_method(running if is_own else None)
@@ -251,7 +242,7 @@ class RankRegions:
         elif code in self._owners:
             owner = self._owners[code]()
             owner = running if type(running) is type(owner) else owner
-        opened = self._may_open(module, self._knows(cls, owner), owner)
+        opened = self._policy.may_open(module, self._knows(cls, owner), owner)
         if opened is RegionScope.NO:
             return False
         self._owner, self._opened = owner, opened
@@ -275,18 +266,18 @@ class RankRegions:
         compile_id = CompileContext.current_compile_id()
         region = self._by_compile.get(compile_id)
         if region is None:
-            info = self._resolve(module, None)
+            info = self._policy.resolve(module, None)
             gradients = self._gradients and (self._opened is not RegionScope.UNSEEN or is_for_inductor())
             region = Region(info, type(module).__name__, self._owner, self._opened, gradients)
             if self._gradients and not gradients:
-                self._not_looked_into(None, region.cls)
+                self._policy.not_looked_into(None, region.cls)
             if self._unseen is not None:
                 self._unseen()
             self._owner = None
             self._by_compile[compile_id] = region
             self.regions.append(region)
         region.traced_in(current_output())
-        region.entered(self._resolve(module, region), module)
+        region.entered(self._policy.resolve(module, region), module)
         return 0
 
     def leave(self) -> bool:

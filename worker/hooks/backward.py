@@ -28,6 +28,7 @@ from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RowWriter
 from ..stats.tensor_stats import version_of
 from ..stats.without_modes import without_modes
+from .native_writer import native_writer_of
 
 _is_compiling = torch.compiler.is_compiling
 _MOST_GRAPHS = 64
@@ -109,8 +110,6 @@ class BackwardHooks:
         self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self.local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """id of a gradient -> (weak reference, version when it was recorded)."""
-        self.writer: Any = None
-        """The native frame writer, if there is one. Its hooks call this class for what they cannot record."""
         self.left = LeftGradients()
         self._page: OpenPage | None = None
         """The page of the running backward."""
@@ -124,7 +123,9 @@ class BackwardHooks:
         self._backwards: deque[int] = deque(maxlen=_MOST_GRAPHS)
         """Numbers of the pages whose backward has begun."""
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
-        """Called with the module before a parameter's gradient is recorded: it writes a compiled backward's frames."""
+        """See `precede`."""
+        self.writer: Any = native_writer_of(progress, rows, self)
+        """The native frame writer, if there is one. Its hooks call this class for what they cannot record."""
 
     def attach(self) -> None:
         """Register hooks from now on. Hooks that are still registered from before record again."""
@@ -169,6 +170,10 @@ class BackwardHooks:
             self.parameters[id(parameter)] = (weakref.ref(parameter), handle)
             if parameter.grad is not None and not self._rows.is_capturing:
                 self.left.add(parameter)
+
+    def precede(self, call: Callable[[ModuleInfo], None]) -> None:
+        """Have this called with the module before a parameter's gradient is recorded: a compiled backward's frames."""
+        self.before_parameter = call
 
     def watch_graph(self, calls: GraphCalls, output: Any) -> None:
         """Remember the graph of the backward that reaches this output of a root."""

@@ -13,6 +13,10 @@ from typing import Any
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+from ...core.recorder.layout import HeadField
+from ..record.progress import RunProgress
+from .running_calls import RunningCalls
+
 HANDS_OVER_KWARGS = "with_kwargs" in inspect.signature(torch_module.register_module_forward_hook).parameters
 """Whether torch passes keyword arguments to a global forward hook. torch 2.5 does not: its frames lack them."""
 
@@ -26,14 +30,9 @@ _FLAGS = (
 class GlobalHooks:
     """The global hooks of one rank."""
 
-    def __init__(
-        self,
-        before: Callable[..., Any],
-        after: Callable[..., Any],
-        before_step: Callable[..., Any],
-        after_step: Callable[..., Any],
-    ) -> None:
-        self._before, self._after, self._before_step, self._after_step = before, after, before_step, after_step
+    def __init__(self, running: RunningCalls, progress: RunProgress) -> None:
+        self._running = running
+        self._fields = progress.fields
         self.handles: list[Any] = []
         """As torch gave them; [] while none is registered."""
         self._entries: list[tuple[ModuleType, str, int, Any]] = []
@@ -41,33 +40,46 @@ class GlobalHooks:
         self._tables: list[dict[int, Any]] = []
         """Those of the entries when they were made. A script may have replaced one since."""
 
-    def attach(self) -> None:
+    def attach(
+        self,
+        before: Callable[..., Any],
+        after: Callable[..., Any],
+        before_step: Callable[..., Any],
+        after_step: Callable[..., Any],
+    ) -> None:
         """Register them. They fire for existing modules and optimizers and for those made later."""
         extra = {"with_kwargs": True} if HANDS_OVER_KWARGS else {}
-        before = torch_module.register_module_forward_pre_hook(self._before)
-        after = torch_module.register_module_forward_hook(self._after, always_call=True, **extra)
-        before_step = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
-        after_step = torch_optimizer.register_optimizer_step_post_hook(self._after_step)
-        self.handles = [before, after, before_step, after_step]
+        of_before = torch_module.register_module_forward_pre_hook(before)
+        of_after = torch_module.register_module_forward_hook(after, always_call=True, **extra)
+        of_step = torch_optimizer.register_optimizer_step_pre_hook(before_step)
+        of_stepped = torch_optimizer.register_optimizer_step_post_hook(after_step)
+        self.handles = [of_before, of_after, of_step, of_stepped]
         self._entries = [
-            (torch_module, "_global_forward_pre_hooks", before.id, self._before),
-            (torch_module, "_global_forward_hooks", after.id, self._after),
-            *((torch_module, flag, after.id, True) for flag in _FLAGS),
-            (torch_optimizer, "_global_optimizer_pre_hooks", before_step.id, self._before_step),
-            (torch_optimizer, "_global_optimizer_post_hooks", after_step.id, self._after_step),
+            (torch_module, "_global_forward_pre_hooks", of_before.id, before),
+            (torch_module, "_global_forward_hooks", of_after.id, after),
+            *((torch_module, flag, of_after.id, True) for flag in _FLAGS),
+            (torch_optimizer, "_global_optimizer_pre_hooks", of_step.id, before_step),
+            (torch_optimizer, "_global_optimizer_post_hooks", of_stepped.id, after_step),
         ]
         self._tables = [getattr(place, name) for place, name, _, _ in self._entries]
 
-    def put_back(self) -> bool:
-        """Whether one of them was gone. It is registered again, with the key that it had: whoever has cleared a table
-        for a while, and then fills it with what was there, finds it once and not twice."""
+    def put_back(self) -> None:
+        """Register again what somebody has cleared: what ran meanwhile was not recorded.
+
+        It gets the key that it had: whoever then fills the table with what was there finds it once and not twice.
+        """
         gone = False
         for place, name, key, value in self._entries:
             table = getattr(place, name)
             if key not in table:
                 table[key] = value
                 gone = True
-        return gone
+        if gone:
+            self._running.drop_dead()
+            fields = self._fields
+            if not fields[HeadField.HOOKS_GONE]:
+                fields[HeadField.GONE_PAGE] = fields[HeadField.PAGE]
+            fields[HeadField.HOOKS_GONE] += 1
 
     def detach(self) -> None:
         """Remove them."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ...core.recorder.layout import HeadField
+from ..patches import PatchLedger
 from ..record.judging import AlarmRecorder
 from ..record.progress import RunProgress
 from ..stats.device import ToHost, to_host
@@ -34,13 +35,7 @@ class _UnknownStep(NamedTuple):
 
 
 class GradScalerHooks:
-    """Watches every GradScaler by wrapping the methods `scale`, `step` and `update` of its class.
-
-    All watchers share one wrapper per method. The first watcher adds it, the last one removes it.
-    """
-
-    _watchers: ClassVar[list[GradScalerHooks]] = []
-    _originals: ClassVar[dict[tuple[type, str], Any]] = {}
+    """Watches every GradScaler by wrapping the methods `scale`, `step` and `update` of its class."""
 
     def __init__(
         self,
@@ -60,6 +55,8 @@ class GradScalerHooks:
         """id of an optimizer -> its skipped steps since the last one that was not skipped."""
         self._skips = 0
         self._unknown: list[_UnknownStep] = []
+        self._wrapped: set[type] = set()
+        """GradScaler, and the classes derived from it whose methods are wrapped, too."""
         self._last: weakref.ref[Any] | None = None
         """The scaler that scaled a loss last."""
 
@@ -68,48 +65,64 @@ class GradScalerHooks:
         scaler = self._last() if self._last is not None else None
         return float(scaler.get_scale()) if scaler is not None else None
 
-    def attach(self) -> None:
+    def attach(self, patches: PatchLedger) -> None:
         """Wrap the methods."""
-        if not self._watchers:
-            self._wrap(GradScaler, "__init__", _init)
-            self._wrap(GradScaler, "step", _step)
-            self._wrap_all(GradScaler)
-        self._watchers.append(self)
+        patches.at_undo(self._wrapped.clear)
+        patches.replace(GradScaler, "__init__", lambda before: self._around_init(before, patches))
+        patches.replace(GradScaler, "step", self._around_step)
+        self._wrap_all(GradScaler, patches)
 
-    def detach(self) -> None:
-        """Restore the methods, if this is the last watcher."""
-        if self not in self._watchers:
-            return
-        self._watchers.remove(self)
-        if not self._watchers:
-            for (cls, name), original in self._originals.items():
-                setattr(cls, name, original)
-            self._originals.clear()
-
-    @classmethod
-    def _wrap_all(cls, scaler: type[Any]) -> None:
-        cls._wrap_class(scaler)
+    def _wrap_all(self, scaler: type[Any], patches: PatchLedger) -> None:
+        self._wrap_class(scaler, patches)
         for derived in scaler.__subclasses__():
-            cls._wrap_all(derived)
+            self._wrap_all(derived, patches)
 
-    @classmethod
-    def _wrap_class(cls, scaler: type) -> None:
+    def _wrap_class(self, scaler: type, patches: PatchLedger) -> None:
         """A class that overrides these methods, such as FSDP's, does not call those of its base."""
-        cls._wrap(scaler, "scale", _scale)
-        cls._wrap(scaler, "update", _update)
+        if scaler not in self._wrapped:
+            self._wrapped.add(scaler)
+            for name, around in (("scale", self._around_scale), ("update", self._around_update)):
+                if name in vars(scaler) or scaler is GradScaler:
+                    patches.replace(scaler, name, around)
 
-    @classmethod
-    def _wrap(cls, scaler: type, name: str, around: Callable[..., Any]) -> None:
-        original = vars(scaler).get(name)
-        if original is None or (scaler, name) in cls._originals:
-            return
-        cls._originals[scaler, name] = original
+    def _around_init(self, before: Callable[..., None], patches: PatchLedger) -> Callable[..., None]:
+        @functools.wraps(before)
+        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            for cls in type(scaler).__mro__:  # the class may have been imported after attach()
+                if issubclass(cls, GradScaler):
+                    self._wrap_class(cls, patches)
+            before(scaler, *args, **kwargs)
 
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
+        return init
 
-        setattr(scaler, name, wrapper)
+    def _around_scale(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            if scaler.is_enabled():
+                self._gradients.scaled = True  # this scaler checks the gradients of the next backward
+                if self._last is None or self._last() is not scaler:
+                    self._last = weakref.ref(scaler)
+            return before(scaler, *args, **kwargs)
+
+        return scale
+
+    def _around_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            number = self._progress.step
+            result = before(scaler, optimizer, *args, **kwargs)
+            self._stepped(scaler, optimizer, number)
+            return result
+
+        return step
+
+    def _around_update(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            self._gradients.scaled = False
+            return before(scaler, *args, **kwargs)
+
+        return update
 
     def _stepped(self, scaler: Any, optimizer: Any, step: int) -> None:
         """`scaler.step(optimizer)` has returned. A fused optimizer is always called and skips the update by itself.
@@ -173,36 +186,3 @@ class GradScalerHooks:
         if bad is not None and (in_a_row >= self._limit or scale < COLLAPSED):
             times = f"{in_a_row} step{'s' if in_a_row != 1 else ''} in a row"
             self._judging.alarm(bad, f"GradScaler skipped {times}, its scale is down to {scale:g}")
-
-
-# The wrappers. `original` is the wrapped method.
-
-
-def _init(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
-    for cls in type(scaler).__mro__:  # the class may have been imported after attach()
-        if issubclass(cls, GradScaler):
-            GradScalerHooks._wrap_class(cls)
-    original(scaler, *args, **kwargs)
-
-
-def _scale(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-    if scaler.is_enabled():
-        for watcher in GradScalerHooks._watchers:  # this scaler checks the gradients of the next backward
-            watcher._gradients.scaled = True
-            if watcher._last is None or watcher._last() is not scaler:
-                watcher._last = weakref.ref(scaler)
-    return original(scaler, *args, **kwargs)
-
-
-def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    before = [(watcher, watcher._progress.step) for watcher in GradScalerHooks._watchers]
-    result = original(scaler, optimizer, *args, **kwargs)
-    for watcher, step in before:
-        watcher._stepped(scaler, optimizer, step)
-    return result
-
-
-def _update(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-    for watcher in GradScalerHooks._watchers:
-        watcher._gradients.scaled = False
-    return original(scaler, *args, **kwargs)

@@ -1,7 +1,7 @@
 """The native frame writer (`FrameWriter` of worker/native), where it was built and torch exports tensors to C (DLPack).
 
-It is faster and records nothing else than the Python path: rows.py, forward.py, backward.py and optimizer.py. Both work
-on the same dictionaries.
+It is faster and records nothing else than the Python path: rows.py, call_frames.py, backward.py and optimizer.py.
+Both work on the same dictionaries.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -27,7 +27,9 @@ from ..record.progress import RunProgress
 from ..record.rows import COUNT_EVERY, RowWriter
 from ..stats.device import late_device
 from ..stats.tensor_stats import TensorStats
-from .backward import BackwardHooks
+
+if TYPE_CHECKING:
+    from .backward import BackwardHooks
 
 try:
     from ..native.core import LAYOUT, FrameWriter
@@ -163,5 +165,7 @@ def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: Backward
             device_read=rows.device_read,
             reads_host=late_device() is None,
         )
-    except (AttributeError, TypeError, ValueError):  # a torch version whose internals differ
+    except (AttributeError, TypeError, ValueError) as error:  # a torch version whose internals differ
+        text = f"not used: {type(error).__name__}: {error}"
+        progress.recorder.append(OwnFault(progress.where(), "native frame writer", text))
         return None

@@ -13,6 +13,8 @@ from ...core.frames import Frame, Phase, RowMark
 from ...core.recorder.layout import NOTHING, HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.roles import param_group, parse_role
+from ..compile.attach import CompiledRegions
+from ..patches import PatchLedger
 from ..record.alarm_frames import FrameWriter
 from ..record.collectives import ranks
 from ..record.held_alarms import NonFiniteRow
@@ -24,9 +26,10 @@ from ..stats.device import is_on_device
 from ..stats.tensor_stats import measure
 from ..stats.without_modes import without_modes
 from .backward import BackwardHooks
+from .global_hooks import GlobalHooks
 from .loose_parameters import Loose, LooseReader
+from .optimizer_steps import OptimizerSteps
 from .rpc_optimizer import RpcOptimizers, ScriptedOptimizer
-from .second_look import OptimizerSteps
 
 # The optimizer's states that are kept in 16 bits or less: which steps read them, and which tensors they are.
 #
@@ -84,8 +87,12 @@ class OptimizerHooks:
         frames: FrameWriter,
         judging: AlarmRecorder,
         gradients: BackwardHooks,
+        graphs: CompiledRegions,
+        global_hooks: GlobalHooks,
         on_fault: Callable[[str, Exception], None],
+        is_part: bool = False,
     ) -> None:
+        """`is_part`: one model is watched, and optimizers without any of its parameters are not guarded."""
         settings = progress.settings
         self._progress = progress
         self._recorder = progress.recorder
@@ -94,15 +101,14 @@ class OptimizerHooks:
         self._frames = frames
         self._judging = judging
         self._gradients = gradients
+        self._graphs = graphs
+        self._global = global_hooks
+        self._is_part = is_part
         self._on_fault = on_fault
         self._guard = settings.guard_optimizer
         self._continues = settings.on_overflow == "continue"
         self._grads = "grads" in settings.watch
         self._weights = "weights" in settings.watch
-        self.only = False
-        """Only one model is watched: optimizers without any of its parameters are not guarded."""
-        self.writer: Any = None
-        """The native frame writer, if there is one."""
         self.steps = OptimizerSteps()
         self._states = LowPrecisionState(settings.state_every)
         judging.optimizer_of = self._optimizer_of
@@ -117,11 +123,12 @@ class OptimizerHooks:
         self._last_step: dict[int, _LastStep] = {}
         """By id of the optimizer. Only for frames whose numbers arrive later."""
         judging.on_bad_weight = self._record_state
-        self.of_rpc = RpcOptimizers(self._before_scripted, self._step_ended, self._count, on_fault)
+        self._of_rpc = RpcOptimizers(self._before_scripted, self._step_ended, self._count, on_fault)
 
-    def detach(self) -> None:
-        """Take the hooks off that are on parameters."""
-        self._loose_reader.detach()
+    def attach(self, patches: PatchLedger) -> None:
+        """See the steps of RPC as well, which torch's hooks do not see."""
+        patches.at_undo(self._loose_reader.detach)
+        self._of_rpc.attach(patches)
 
     # -- before -------------------------------------------------------------------------------------------------
 
@@ -132,6 +139,14 @@ class OptimizerHooks:
         """
         if torch.compiler.is_compiling():
             return None
+        try:
+            self._global.put_back()
+            with self._progress.lock:
+                self._graphs.take()
+                self._judging.collect()
+                self._gradients.let_go()
+        except Exception as error:
+            self._on_fault("before the optimizer step", error)
         self._progress.times.optimizer_begins()
         self._progress.enter(RankPhase.OPTIMIZER)
         self._last_step.pop(id(optimizer), None)
@@ -191,8 +206,8 @@ class OptimizerHooks:
         with self._rows.together():
             for page, info, parameters in self._with_pages(self._grouped):
                 self._rows.count_in(page.batch)
-                may_skip = given is None and not reduced and not self._guard and self.writer is not None
-                if may_skip and self.writer.all_local(parameters):
+                may_skip = given is None and not reduced and not self._guard and self._gradients.writer is not None
+                if may_skip and self._gradients.writer.all_local(parameters):
                     continue
                 rows: list[RecordedRow] = []
                 for name, parameter in parameters:
@@ -204,7 +219,7 @@ class OptimizerHooks:
         self._rows.flush()
         if not self._guard or given is not None:
             return False
-        if not (self.only and self._is_foreign(optimizer)):
+        if not (self._is_part and self._is_foreign(optimizer)):
             written += self._record_unwatched(optimizer, mark)
         self._judging.finish()
         return any(self._judging.judge_again(page, index).alarm is not None for page, index in written)
@@ -291,7 +306,9 @@ class OptimizerHooks:
             for page, info, parameters in self._with_pages(grouped):
                 if self._rows.device_buffer is not None:
                     written[page.number, self._recorder.frame_count] = info
-                if self.writer is not None and self.writer.weights(info, parameters, self._progress.step):
+                if self._gradients.writer is not None and self._gradients.writer.weights(
+                    info, parameters, self._progress.step
+                ):
                     continue
                 rows: list[RecordedRow] = []
                 for name, parameter in parameters:
@@ -300,7 +317,7 @@ class OptimizerHooks:
                     if row.flags:
                         rows += self._step_rows(info, name, optimizer, parameter, _has_gradient(optimizer, parameter))
                 self._frames.put(page, info, Phase.OPTIMIZER, rows)
-        if loose and not self.only:
+        if loose and not self._is_part:
             self._loose_reader.after_step(optimizer, loose)
         if written:
             self._last_step[id(optimizer)] = _LastStep(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ...core.recorder.group_table import OPERATIONS
+from ..patches import PatchLedger
 from ..record.collectives import count_with
 from ..record.group_slots import NO_MESSAGE, GroupCall, GroupTable, OperationPlace, described
 from ..record.late_passed import LatePassed, PassedWhen
@@ -55,6 +56,11 @@ class ReplacedMethod:
     given_at_root: bool = False
     returned_at_root: bool = False
     """No other rank gives anything, or is given anything."""
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether each torch that we know has it."""
+        return self.name not in _NOT_EVERYWHERE
 
 
 def _collective(name: str, operation: str, tensor: int = 0, is_rooted: bool = False, given: int = 1) -> ReplacedMethod:
@@ -101,6 +107,11 @@ METHODS = (
     ReplacedMethod("monitored_barrier", GroupCall.BARRIER, "monitored_barrier"),
 )
 """Of a process group."""
+_NOT_EVERYWHERE = {
+    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("gather_single", "gather_into_tensor", "all_to_all_single"),
+}
+"""Of a torch that we know (2.5 to 2.15), some do not have these."""
 WAIT = ReplacedMethod("wait", GroupCall.WAIT)
 """Of a work."""
 
@@ -122,7 +133,7 @@ class CollectivePatches:
         self._late = late if passed is not None else None
         self._on_fault = on_fault
         self._native = native
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._patches = PatchLedger(on_fault)
 
     def attach(self) -> None:
         """Of this process's torch, if it was built with `torch.distributed`."""
@@ -135,18 +146,12 @@ class CollectivePatches:
         for method in METHODS:
             self._replace(module.ProcessGroup, method)
         self._replace(module.Work, WAIT)
-        self._put(module.ProcessGroup, "_start_coalescing", self._around_start)
-        self._put(module.ProcessGroup, "_end_coalescing", self._around_end)
+        self._patches.replace(module.ProcessGroup, "_start_coalescing", self._around_start)
+        self._patches.replace(module.ProcessGroup, "_end_coalescing", self._around_end)
 
     def detach(self, failed: bool = False) -> None:
-        """Put back what was there. A method that somebody else has replaced since stays.
-
-        What the table shows would grow old: it is taken away. `failed`: and the rank goes on.
-        """
-        for owner, name, before, ours in reversed(self._replaced):
-            if owner.__dict__.get(name) is ours:
-                setattr(owner, name, before)
-        self._replaced = []
+        """Put back what was there, and take away what the table shows: it grows old. `failed`: the rank goes on."""
+        self._patches.undo()
         self._groups.clear(failed)
 
     def _fault(self, error: Exception) -> None:
@@ -175,44 +180,34 @@ class CollectivePatches:
                 exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
                 is_host_late=late_device() is not None,
             )
-        except (KeyError, TypeError, ValueError):  # a torch version whose internals differ
+        except (KeyError, TypeError, ValueError) as error:  # a torch version whose internals differ
+            self._on_fault("collectives", error)
             return None
 
     def _replace(self, owner: Any, method: ReplacedMethod) -> None:
-        before = owner.__dict__.get(method.name)
-        if before is None:  # another version of torch
-            return
+        if method.is_everywhere or method.name in vars(owner):
+            self._patches.replace(owner, method.name, lambda before: self._instead_of(before, method))
+
+    def _instead_of(self, before: Any, method: ReplacedMethod) -> Any:
         writer = self._groups.native
-        if writer is not None:
-            operation = OPERATIONS.index(method.operation)
-            ours = writer.method(
-                method.name,
-                before,
-                method.call,
-                operation,
-                method.tensor,
-                method.peer,
-                method.is_rooted,
-                method.tag,
-                method.given,
-                method.returned,
-                method.given_at_root,
-                method.returned_at_root,
-            )
-        else:
-            ours = self._around(before, method)
-        setattr(owner, method.name, ours)
-        self._replaced.append((owner, method.name, before, ours))
+        if writer is None:
+            return self._around(before, method)
+        return writer.method(
+            method.name,
+            before,
+            method.call,
+            OPERATIONS.index(method.operation),
+            method.tensor,
+            method.peer,
+            method.is_rooted,
+            method.tag,
+            method.given,
+            method.returned,
+            method.given_at_root,
+            method.returned_at_root,
+        )
 
     # -- messages in bundles ------------------------------------------------------------------------------------
-
-    def _put(self, owner: Any, name: str, around: Callable[[Any], Callable[..., Any]]) -> None:
-        before = owner.__dict__.get(name)
-        if before is None:  # another version of torch
-            return
-        ours = _named(around(before), name, before)
-        setattr(owner, name, ours)
-        self._replaced.append((owner, name, before, ours))
 
     def _around_start(self, before: Any) -> Callable[..., Any]:
         groups, on_fault = self._groups, self._fault
@@ -225,7 +220,7 @@ class CollectivePatches:
                 on_fault(error)
             return result
 
-        return call
+        return _named(call, "_start_coalescing", before)
 
     def _around_end(self, before: Any) -> Callable[..., Any]:
         groups, on_fault = self._groups, self._fault
@@ -238,7 +233,7 @@ class CollectivePatches:
                 on_fault(error)
             return work
 
-        return call
+        return _named(call, "_end_coalescing", before)
 
     # -- what worker/native/group_methods.c does likewise -------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..imports import after_import
+from ..patches import PatchLedger
 from .scripted_step import ScriptedStep
 
 _MODULE = "torch.distributed.optim.optimizer"
@@ -84,34 +85,22 @@ class RpcOptimizers:
         on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._before, self._after, self._count, self._on_fault = before, after, count, on_fault
-        self._stop: Callable[[], None] | None = None
-        self._originals: list[tuple[Any, str, Any]] = []
 
-    def attach(self) -> None:
+    def attach(self, patches: PatchLedger) -> None:
         """Begin, or wait until the script imports the optimizer's module."""
-        self._stop = after_import(_MODULE, self._replace)
+        patches.at_undo(after_import(_MODULE, lambda: self._replace(patches)))
 
-    def detach(self) -> None:
-        """Put torch's own functions back."""
-        if self._stop is not None:
-            self._stop()
-            self._stop = None
-        if self._tell in _told:
-            _told.remove(self._tell)
-        for owner, name, before in self._originals:
-            setattr(owner, name, before)
-        self._originals = []
-
-    def _replace(self) -> None:
+    def _replace(self, patches: PatchLedger) -> None:
         module: Any = sys.modules[_MODULE]
         if hasattr(module, "_FunctionalLocalOptimizer"):
-            self._see_functional(module._FunctionalLocalOptimizer)
-        elif hasattr(module, "_new_script_local_optimizer"):
-            self._see_scripted(module)
-        else:  # a torch without either
-            return
-        step = module.DistributedOptimizer.step
+            patches.replace(module._FunctionalLocalOptimizer, "step", self._around_functional)
+        else:
+            _told.append(self._tell)
+            patches.at_undo(lambda: _told.remove(self._tell))
+            patches.replace(module, "_new_script_local_optimizer", lambda new: self._around_new(module, new))
+        patches.replace(module.DistributedOptimizer, "step", self._around_step)
 
+    def _around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def step_seen(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             result = step(optimizer, *args, **kwargs)
@@ -122,15 +111,10 @@ class RpcOptimizers:
                 self._on_fault("an optimizer of RPC", error)
             return result
 
-        self._put(module.DistributedOptimizer, "step", step_seen)
+        return step_seen
 
-    def _put(self, owner: Any, name: str, ours: Any) -> None:
-        self._originals.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, ours)
-
-    def _see_functional(self, kind: Any) -> None:
-        """torch 2.14 and later: an object of `kind` holds the parameters of this process, and steps."""
-        step = kind.step
+    def _around_functional(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """torch 2.14 and later: an object of a class of its own holds the parameters of this process, and steps."""
         known: weakref.WeakKeyDictionary[Any, ScriptedOptimizer] = weakref.WeakKeyDictionary()
 
         def seen_as(optimizer: Any) -> ScriptedOptimizer:
@@ -156,10 +140,10 @@ class RpcOptimizers:
                 self._on_fault("an optimizer of RPC", error)
             return result
 
-        self._put(kind, "step", step_seen)
+        return step_seen
 
-    def _see_scripted(self, module: Any) -> None:
-        new, compiled = module._new_script_local_optimizer, torch.jit.script
+    def _around_new(self, module: Any, new: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = torch.jit.script
         local, interface = module._ScriptLocalOptimizer, module._ScriptLocalOptimizerInterface
 
         @functools.wraps(new)
@@ -178,8 +162,7 @@ class RpcOptimizers:
                 self._on_fault("an optimizer of RPC", error)
                 return new(optim_cls, local_params_rref, *args, **kwargs)
 
-        self._put(module, "_new_script_local_optimizer", new_seen)
-        _told.append(self._tell)
+        return new_seen
 
     def _tell(self, optimizer: ScriptedOptimizer, gradients: dict[torch.Tensor, torch.Tensor], begins: bool) -> None:
         try:

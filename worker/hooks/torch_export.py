@@ -11,39 +11,30 @@ from typing import Any
 
 import torch
 
+from ..patches import PatchLedger
+from .global_hooks import GlobalHooks
+
 _EXPORTS = ("export", "export_for_training", "export_for_inference", "draft_export")
-"""Functions of torch.export that trace a module. Not every version of torch has all of them."""
+"""Functions of torch.export that trace a module. The first is in every torch, the others are not."""
 
 
 class ExportPatches:
-    """Those functions, replaced. `attach` puts ours in place, `detach` takes them away."""
+    """Those functions, replaced."""
 
-    def __init__(self, handles: Callable[[], list[Any]]) -> None:
-        """`handles` returns those of the global hooks, as torch gave them."""
-        self._handles = handles
-        self._replaced: list[tuple[str, Any, Any]] = []
+    def __init__(self, hooks: GlobalHooks) -> None:
+        self._hooks = hooks
 
-    def attach(self) -> None:
+    def attach(self, patches: PatchLedger) -> None:
         """Of this process's torch."""
         for name in _EXPORTS:
-            before = getattr(torch.export, name, None)
-            if before is not None:
-                ours = self._without_hooks(before)
-                setattr(torch.export, name, ours)
-                self._replaced.append((name, before, ours))
-
-    def detach(self) -> None:
-        """Put back what was there. A function that somebody else has replaced since stays."""
-        for name, before, ours in self._replaced:
-            if getattr(torch.export, name) is ours:
-                setattr(torch.export, name, before)
-        self._replaced = []
+            if name in vars(torch.export) or name == _EXPORTS[0]:
+                patches.replace(torch.export, name, self._without_hooks)
 
     def _without_hooks(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def export(*args: Any, **kwargs: Any) -> Any:
-            ours = {handle.id for handle in self._handles()}
-            tables = [table for handle in self._handles() if (table := handle.hooks_dict_ref()) is not None]
+            ours = {handle.id for handle in self._hooks.handles}
+            tables = [table for handle in self._hooks.handles if (table := handle.hooks_dict_ref()) is not None]
             before = [dict(table) for table in tables]
             for table in tables:
                 for each in ours & table.keys():
@@ -51,7 +42,7 @@ class ExportPatches:
             try:
                 return call(*args, **kwargs)
             finally:
-                ours &= {handle.id for handle in self._handles()}  # they may have been detached since
+                ours &= {handle.id for handle in self._hooks.handles}  # they may have been detached since
                 for table, earlier in zip(tables, before, strict=True):
                     since = dict(table)
                     table.clear()  # ours come back at the places that they had among others' hooks

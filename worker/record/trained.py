@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,18 +18,12 @@ from torch.optim import Optimizer
 from ...core.frames import Frame
 from ...core.recorder.writer import OpenPage
 from ...core.roles import GRADIENTS, RoleKind, is_param_group, parse_role
+from ..patches import PatchLedger
 from .roots import ModuleInfo, RankRoots, RootInfo
 
 
 class TrainedModules:
-    """Which calls and weights of a rank belong to what is trained.
-
-    All watchers share one wrapper of `Optimizer.__init__`. The first one adds it, the last one removes it.
-    """
-
-    _watchers: ClassVar[list[TrainedModules]] = []
-    _wrapped: ClassVar[tuple[Callable[..., None], Callable[..., None]] | None] = None
-    """(the method, the wrapper)"""
+    """Which calls and weights of a rank belong to what is trained."""
 
     def __init__(self, roots: RankRoots) -> None:
         self._roots = roots
@@ -37,29 +31,17 @@ class TrainedModules:
         """(root, module) -> a module that no optimizer holds; None if it was gone by then."""
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def attach(self) -> None:
+    def attach(self, patches: PatchLedger) -> None:
         """Notice optimizers from now on."""
-        if not self._watchers:
-            original = Optimizer.__init__
+        patches.replace(Optimizer, "__init__", self._around_init)
 
-            @functools.wraps(original)
-            def noted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-                original(optimizer, *args, **kwargs)
-                for watcher in TrainedModules._watchers:
-                    watcher.noticed(optimizer)
+    def _around_init(self, before: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(before)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            before(optimizer, *args, **kwargs)
+            self.noticed(optimizer)
 
-            TrainedModules._wrapped = original, noted
-            setattr(Optimizer, "__init__", noted)  # noqa: B010
-        if self not in self._watchers:
-            self._watchers.append(self)
-
-    def detach(self) -> None:
-        """Put the method back, if this is the last watcher."""
-        if self in self._watchers:
-            self._watchers.remove(self)
-            wrapped = TrainedModules._wrapped
-            if not self._watchers and wrapped is not None and Optimizer.__init__ is wrapped[1]:
-                setattr(Optimizer, "__init__", wrapped[0])  # noqa: B010
+        return init
 
     def noticed(self, optimizer: Any) -> None:
         """An optimizer was made, or steps. One that cannot be held weakly is not: nothing of it reaches the script."""

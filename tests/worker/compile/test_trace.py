@@ -636,10 +636,10 @@ def test_no_graph_is_made_of_our_hooks(watch):
     for _ in range(2):
         compiled_model(torch.ones(4, 16)).sum().backward()
     watched.hooks.settle()
-    hooks = [watched.hooks._before, watched.hooks._after, watched.hooks._before_step]
+    hooks = [watched.hooks._calls.before, watched.hooks._calls.after, watched.hooks._steps.before]
     assert [torch._C._dynamo.eval_frame._debug_get_cache_entry_list(hook.__code__) for hook in hooks] == [[], [], []]
     compiled = {code.co_name for code in (reference() for reference in input_codes.seen) if code is not None}
-    assert compiled & {"_before", "_after", "traced_before"} == set()
+    assert compiled & {"before", "after", "traced_before"} == set()
     assert watched.faults == []
 
 

@@ -17,7 +17,7 @@ from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import IgnoredAlarm
 from gpuwatch.core.recorder.layout import HeadField, RankPhase
 from gpuwatch.worker.compile.views import compiled_views
-from gpuwatch.worker.hooks import forward as hooks_module
+from gpuwatch.worker.hooks.running_calls import RunningCalls
 from needs import needs
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -710,7 +710,7 @@ def test_an_error_of_ours_is_recorded_and_the_training_goes_on(watch, monkeypatc
     def broken(*_):
         raise LookupError("ours")
 
-    monkeypatch.setattr(hooks_module.ModuleHooks, "_parent", broken)
+    monkeypatch.setattr(RunningCalls, "parent", broken)
     for _ in range(20):
         assert torch.equal(net()(X), expected)
     assert 0 < len(watched.faults) <= 20
@@ -724,7 +724,7 @@ def test_errors_of_ours_are_counted_although_the_log_is_full(watch, monkeypatch)
     net()(X)
     while watched.recorder.append(IgnoredAlarm(watched.hooks.where(), "pattern", "module", "output", "nan")):
         pass
-    monkeypatch.setattr(hooks_module.ModuleHooks, "_parent", lambda *_: 1 / 0)
+    monkeypatch.setattr(RunningCalls, "parent", lambda *_: 1 / 0)
     for _ in range(20):
         net()(X * float("nan"))
     assert (watched.faults, watched.anomalies) == ([], [])
@@ -737,10 +737,10 @@ def test_errors_of_ours_are_counted_although_the_log_is_full(watch, monkeypatch)
 
 def test_after_an_error_of_ours_the_next_root_is_a_root(watch, monkeypatch):
     watched = watch()
-    real = hooks_module.ModuleHooks._parent
-    monkeypatch.setattr(hooks_module.ModuleHooks, "_parent", lambda *_: 1 / 0)
+    real = RunningCalls.parent
+    monkeypatch.setattr(RunningCalls, "parent", lambda *_: 1 / 0)
     nn.Sequential(nn.Identity())(X)
-    monkeypatch.setattr(hooks_module.ModuleHooks, "_parent", real)
+    monkeypatch.setattr(RunningCalls, "parent", real)
     nn.Linear(4, 4)(X)
     assert (watched.last.root, titles(watched.last)) == ("Linear", [("", "Linear", None, 0)])
 

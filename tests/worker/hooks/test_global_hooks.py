@@ -104,7 +104,7 @@ def test_a_clear_within_a_batch_is_noticed(job):
     model(X)
     step()
     model[0](X)
-    assert not watched.hooks._stack
+    assert not watched.hooks._running.stack
     assert len(watched.pages[-1].frames) == 1, "what is called next is a root of its own"
     verdict = watched.verdict()
     assert (verdict.kind, verdict.missing) == ("unknown", [CLAUSE.format("1 time")])

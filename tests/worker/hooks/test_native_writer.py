@@ -17,7 +17,7 @@ import torch
 from gpuwatch.core.events import OwnFault
 from gpuwatch.core.frames import Page
 from gpuwatch.core.recorder import layout
-from gpuwatch.worker.hooks import forward as hooks_module
+from gpuwatch.worker.hooks import backward as hooks_module
 from gpuwatch.worker.hooks import native_writer as taker_module
 from gpuwatch.worker.hooks.backward import _GraphHook
 from hypothesis import HealthCheck, given, settings
@@ -42,7 +42,7 @@ def watching(path: Path, compiled: bool, **options: Any) -> Iterator[Watched]:
     finally:
         taker_module.FrameWriter = native_writer
     try:
-        assert (watched.hooks.writer is not None) == compiled
+        assert (watched.hooks._gradients.writer is not None) == compiled
         yield watched
     finally:
         watched.close()
@@ -285,7 +285,7 @@ def test_what_is_ordinary_is_taken(tmp_path):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for number in range(3):
             if number == 2:  # names and weights are known
-                hooks._take_frame = noting("frame", hooks._take_frame)
+                hooks._call_frames.take = noting("frame", hooks._call_frames.take)
                 gradients.of_output = noting("output", gradients.of_output)
                 gradients.of_parameter = noting("parameter", gradients.of_parameter)
                 hooks.rows.weight = noting("weight", hooks.rows.weight)
@@ -529,7 +529,7 @@ def test_under_sync_every_frame_is_checked_in_python(tmp_path):
         pass
     watched = Watched(tmp_path / "y.recorder", sync=True)
     try:
-        assert watched.hooks.writer is None
+        assert watched.hooks._gradients.writer is None
         assert hooks_module.native_writer_of is taker_module.native_writer_of
     finally:
         watched.close()

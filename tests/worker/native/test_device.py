@@ -90,7 +90,7 @@ def on_device(path: Path, **options: Any) -> Iterator[tuple[Watched, LateReader]
     reader = LateReader(watched)
     hooks = watched.hooks
     writer = writer_for(watched, reader.frame)
-    hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
+    hooks._gradients.writer = writer
     try:
         yield watched, reader
     finally:
@@ -305,7 +305,7 @@ def test_a_recorded_page_is_the_same_bytes_without_a_reader(tmp_path):
             hooks = watched.hooks
             if with_reader:
                 writer = writer_for(watched, lambda *frame: 1 // 0, reads_host=True)
-                hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
+                hooks._gradients.writer = writer
             train(["residual", "integers", "nested"], 1, "", steps=4)
             found.append(recorded(watched)[1:])
         finally:

@@ -42,7 +42,7 @@ def test_a_number_that_differs_means_no_native_writer_and_one_fault(tmp_path, mo
     monkeypatch.setitem(native_writer.LAYOUT, name, native_writer.LAYOUT[name] + 1)
     watched = Watched(tmp_path / "x.recorder")
     try:
-        assert watched.hooks.writer is None
+        assert watched.hooks._gradients.writer is None
         (fault,) = watched.faults
         assert fault.part == "native frame writer"
         assert f"{name} is {native_writer.LAYOUT[name]} and not {native_writer.LAYOUT[name] - 1}" in fault.message

@@ -30,7 +30,7 @@ def watched(request, tmp_path, monkeypatch):
     if request.param == "Python":
         monkeypatch.setattr(native_writer, "FrameWriter", None)
     watched = Watched(tmp_path / "x.recorder")
-    assert (watched.hooks.writer is not None) == (request.param == "native")
+    assert (watched.hooks._gradients.writer is not None) == (request.param == "native")
     yield watched
     watched.close()
 
@@ -245,7 +245,7 @@ def test_a_writer_whose_recorder_is_closed_writes_nothing_even_if_the_cursor_say
         module = nn.Linear(4, 4)
         for _ in range(2):
             out = module(torch.ones(2, 4))
-        writer, page = watched.hooks.writer, watched.hooks._roots.enter(module)[0].root.page
+        writer, page = watched.hooks._gradients.writer, watched.hooks._roots.enter(module)[0].root.page
         info = watched.hooks._roots.enter(module)[0]
         watched.recorder.resume_page(page)
         at = watched.recorder.cursor[0]
@@ -273,7 +273,7 @@ def test_a_cursor_outside_of_the_file_is_not_followed(tmp_path):
         info = watched.hooks._roots.enter(module)[0]
         for at in (len(watched.recorder.memory) - 8, 1 << 60):
             watched.recorder.cursor[0] = at
-            assert not watched.hooks.writer.frame(info, module, (), {}, out, info.root.page, 0, 0, 0, 0)
+            assert not watched.hooks._gradients.writer.frame(info, module, (), {}, out, info.root.page, 0, 0, 0, 0)
         watched.recorder.cursor[0] = -1
     finally:
         watched.close()

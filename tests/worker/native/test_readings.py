@@ -283,7 +283,7 @@ def test_a_training_on_a_device_is_recorded_as_python_records_it(tmp_path, monke
             if native:
                 hooks = watched.hooks
                 writer = native_writer.native_writer_of(hooks.progress, rows, hooks._gradients)
-                hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
+                hooks._gradients.writer = writer
             train(kinds, 1, "", steps=12)
             assert watched.faults == []
             found.append((decoded(watched), [(one.where.batch, one.frame, one.role) for one in watched.anomalies]))

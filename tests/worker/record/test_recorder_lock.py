@@ -145,11 +145,11 @@ def test_the_native_writer_gives_up_while_another_thread_writes(watch):
     other.start()
     assert held.wait(60)
     before = watched.recorder.frame_count
-    assert not hooks.writer.weights(info, parameters, 1)
+    assert not hooks._gradients.writer.weights(info, parameters, 1)
     written.set()
     other.join(60)
     assert watched.recorder.frame_count == before
     with hooks.progress.lock:  # this thread may write while it holds it
-        assert hooks.writer.weights(info, parameters, 1)
-    assert hooks.writer.weights(info, parameters, 1)
+        assert hooks._gradients.writer.weights(info, parameters, 1)
+    assert hooks._gradients.writer.weights(info, parameters, 1)
     assert watched.recorder.frame_count == before + 2

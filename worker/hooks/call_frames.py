@@ -1,0 +1,152 @@
+"""The frame of a module call, where the native writer does not write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...core.recorder.writer import OpenPage
+from ...core.roles import role_of_parameter
+from ...core.values import NonFinite
+from ..compile.attach import CompiledRegions
+from ..record.alarm_frames import FrameWriter
+from ..record.closed_rows import closed_marked
+from ..record.leaves import inputs_of, outputs_of
+from ..record.progress import RunProgress
+from ..record.roots import ModuleInfo
+from ..record.rows import RecordedRow, RowWriter
+from ..stats.device import is_on_device
+from .backward import BackwardHooks
+from .running_calls import RunningCalls
+
+_NAN = int(NonFinite.NAN)
+
+
+class CallFrames:
+    """Reads what a call was handed and has returned, with its module's weights."""
+
+    def __init__(
+        self,
+        running: RunningCalls,
+        progress: RunProgress,
+        rows: RowWriter,
+        frames: FrameWriter,
+        gradients: BackwardHooks,
+    ) -> None:
+        self._running = running
+        self._progress = progress
+        self._recorder = progress.recorder
+        self._rows = rows
+        self._frames = frames
+        self._gradients = gradients
+        watch = progress.settings.watch
+        self._forward, self._grads, self._weights = "forward" in watch, "grads" in watch, "weights" in watch
+
+    def take(
+        self,
+        info: ModuleInfo,
+        module: torch.nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+        raised: bool,
+        reader: RowWriter | CompiledRegions,
+    ) -> None:
+        """Write the frame of the innermost call."""
+        page = self._recorder.page
+        if page is None:
+            return
+        rows, later = self._read_weights(info, module)
+        if self._forward:
+            weights = len(rows)
+            self._rows.changed.clear()
+            arguments = inputs_of(args, kwargs)
+            for role, leaf in arguments:
+                rows.append(reader.argument(info, role, leaf))
+            if not raised:
+                flags = 0
+                returned = outputs_of(output)
+                first = len(rows)
+                for role, leaf in returned:
+                    row = reader.leaf(info, role, leaf)
+                    rows.append(row)
+                    flags |= row.flags
+                    if row.fresh and self._grads:
+                        self._gradients.watch_output(info, role, leaf, page)
+                if flags:
+                    self._doubt(info, module, arguments, rows, weights, flags)
+                if self._rows.changed:
+                    self._put_before(info, arguments, returned, rows, first)
+        rows[:0] = [self._rows.weight(info, role, parameter, self._progress.step) for role, parameter in later]
+        self._put(page, info, rows)
+
+    def _put(self, page: OpenPage, info: ModuleInfo, rows: list[RecordedRow]) -> None:
+        running = self._running
+        depth = running.depths[len(running.stack) - 1]
+        self._frames.put(page, info, running.phase, rows, parent=running.parent(), depth=depth, entered=info.seq)
+
+    def _read_weights(
+        self, info: ModuleInfo, module: torch.nn.Module
+    ) -> tuple[list[RecordedRow], list[tuple[str, torch.Tensor]]]:
+        """The rows of weights in host memory, and the weights on a device: what they need depends on the other rows."""
+        rows: list[RecordedRow] = []
+        later: list[tuple[str, torch.Tensor]] = []
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                role = role_of_parameter(name)
+                if self._grads and parameter.requires_grad:
+                    self._gradients.watch_parameter(parameter, info, role)
+                if self._weights and is_on_device(parameter):
+                    later.append((role, parameter))
+                elif self._weights:
+                    rows.append(self._rows.weight(info, role, parameter, self._progress.step))
+        return rows, later
+
+    def _doubt(
+        self,
+        info: ModuleInfo,
+        module: torch.nn.Module,
+        arguments: list[tuple[str, Any]],
+        rows: list[RecordedRow],
+        weights: int,
+        flags: int,
+    ) -> None:
+        """Something bad came out: what was read earlier and was finite may have changed since.
+
+        A collective writes into a tensor, and `tensor.data = ...` gives it other memory, without a new version.
+        """
+        if weights and not any(row.flags for row in rows[:weights]):
+            names = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+            for position, (name, parameter) in enumerate(names):
+                rows[position] = self._rows.weight_again(info, role_of_parameter(name), parameter, self._progress.step)
+                if rows[position].flags:
+                    break
+        for position, (role, leaf) in enumerate(arguments, weights):
+            if not rows[position].fresh and not rows[position].flags and isinstance(leaf, torch.Tensor):
+                again = self._rows.read_again(info, role, leaf)
+                if again is not None:
+                    rows[position] = again
+            if flags & _NAN:
+                rows[position] = closed_marked(rows[position], leaf)
+
+    def _put_before(
+        self,
+        info: ModuleInfo,
+        arguments: list[tuple[str, Any]],
+        returned: list[tuple[str, Any]],
+        rows: list[RecordedRow],
+        first: int,
+    ) -> None:
+        """Add the earlier numbers of each argument that the call changed in place and returned.
+
+        Arguments that are now known to be finite need none.
+        """
+        unclear = {
+            id(leaf)
+            for (_, leaf), row in zip(returned, rows[first:], strict=True)
+            if id(leaf) in self._rows.changed and (row.flags or row.pending)
+        }
+        for role, leaf in arguments if unclear else ():
+            if id(leaf) in unclear:
+                rows.append(self._rows.before(info, role, leaf))

@@ -1,0 +1,351 @@
+"""Module calls: what torch's global hooks do before and after each. They only record.
+
+record/judging.py hands a frame to the judge once its numbers are there. Nothing here raises into the training except
+the abort that the user asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...core.errors import JobEnded
+from ...core.events import BatchInputs
+from ...core.frames import Phase
+from ...core.recorder.layout import HeadField, RankPhase
+from ...core.recorder.writer import OpenPage
+from ...core.tell import tell
+from ...core.torch_names import name_in_torch
+from ..compile import traced_hooks as traced
+from ..compile.attach import CompiledRegions
+from ..record.autograd_graph import GraphCalls, next_node
+from ..record.closed_rows import LateMasks
+from ..record.collectives import issued
+from ..record.judging import AlarmRecorder
+from ..record.leaves import inputs_of
+from ..record.names import class_of
+from ..record.progress import RunProgress
+from ..record.roots import ModuleInfo, RankRoots, RootInfo
+from ..record.rows import RowWriter
+from ..recursion import call_begins, call_ends, work_begins, work_ends
+from ..stack_file import look_at_stack_file
+from ..stats.without_modes import without_modes
+from .backward import BackwardHooks
+from .batch_digest import batch_digest
+from .call_frames import CallFrames
+from .compiled import CompiledPolicy
+from .global_hooks import GlobalHooks
+from .running_calls import RunningCalls
+from .skipping import BatchSkipping
+
+_is_compiling = torch.compiler.is_compiling
+_is_tracing = name_in_torch("torch._C._is_tracing", lambda: False)
+_graph_task = name_in_torch("torch._C._current_graph_task_id", lambda: -1)
+_this_thread = threading.get_ident
+_MODULE = int(HeadField.MODULE)
+
+
+class ModuleCalls:
+    """Of one rank. torch calls `before` and `after`."""
+
+    def __init__(
+        self,
+        running: RunningCalls,
+        skipping: BatchSkipping,
+        policy: CompiledPolicy,
+        graphs: CompiledRegions,
+        frames: CallFrames,
+        roots: RankRoots,
+        rows: RowWriter,
+        masks: LateMasks,
+        judging: AlarmRecorder,
+        gradients: BackwardHooks,
+        progress: RunProgress,
+        global_hooks: GlobalHooks,
+        fault: Callable[[str, Exception], None],
+    ) -> None:
+        self._running = running
+        self._stack, self._depths = running.stack, running.depths
+        self._skipping = skipping
+        self._graphs = graphs
+        self._around_graphs = policy.around
+        self._frames = frames
+        self._roots = roots
+        self._rows = rows
+        self._masks = masks
+        self._judging = judging
+        self._gradients = gradients
+        self._progress = progress
+        self._recorder = progress.recorder
+        self._fields = progress.fields
+        self._lock = progress.lock
+        self._global = global_hooks
+        self._fault = fault
+        settings = progress.settings
+        self._sync = settings.sync
+        self._grads = "grads" in settings.watch
+        self._last_batch = settings.abort_after_batch
+
+    # -- called by torch ----------------------------------------------------------------------------------------
+
+    def before(self, module: torch.nn.Module, args: Any) -> None:
+        """A module is called."""
+        if _is_compiling():
+            if torch.compiler.is_dynamo_compiling() and traced.before is not None:
+                traced.before(module)
+            return
+        call_begins()
+        try:
+            if self._skipping.root is not None and self._skipping.goes_on(module):
+                if self._around_graphs and class_of(module) in self._around_graphs:
+                    self._skip_graphs()
+                return
+            if _is_tracing():
+                return
+            try:
+                self._enter(module)
+            except Exception as error:
+                self._fault("forward pre-hook", error)
+            if self._judging.pending is not None and len(self._stack) == 1:
+                self._judging.raise_pending()
+        finally:
+            work_ends()
+
+    def after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
+        """A module has returned, or raised: then its output is None."""
+        # `rest` is (kwargs, output). When the forward raised, torch (up to at least 2.13) omits kwargs in a global hook
+        if _is_compiling():
+            if torch.compiler.is_dynamo_compiling() and traced.after is not None:
+                if len(rest) == 2:
+                    traced.after(module, args, rest[0], rest[1])
+                else:
+                    traced.after(module, args, {}, rest[0])
+            return
+        work_begins()
+        try:
+            if self._skipping.root is not None:
+                if self._skipping.root() is module:
+                    self._skipping.ends(module, rest[-1])
+                return
+            if not self._stack or _is_tracing():
+                return
+            kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
+            finished = None
+            try:
+                finished = self._leave(module, args, kwargs, output)
+            except Exception as error:
+                self._fault("forward hook", error)
+                return
+            if finished is not None:
+                self._batch_ended(finished)
+            if self._sync and output is not None:
+                self._judge_now()
+        finally:
+            call_ends()
+
+    def _skip_graphs(self) -> None:
+        try:
+            with self._lock:
+                self._graphs.skip()
+        except Exception as error:
+            self._fault("forward pre-hook", error)
+
+    def _judge_now(self) -> None:
+        """`--sync`: wait for the numbers of the call that just returned. May raise OverflowDetected."""
+        try:
+            self._judging.finish()
+        except Exception as error:
+            self._fault("forward hook", error)
+        self._judging.raise_pending()
+
+    def _batch_ended(self, root: RootInfo) -> None:
+        """The root's forward has returned. Raises only OverflowDetected, or JobEnded for --abort-after-batch."""
+        look_at_stack_file()
+        if self._judging.pending is not None:
+            self._judging.raise_pending()
+        batch = self._progress.batch
+        if self._last_batch is not None and self._skipping.is_main(root) and batch >= self._last_batch:
+            tell(f"gpuwatch: rank {self._progress.rank}: ending after batch {batch}: --abort-after-batch")
+            raise JobEnded(0)
+
+    # -- before a module's forward ------------------------------------------------------------------------------
+
+    def _enter(self, module: torch.nn.Module) -> None:
+        stack = self._stack
+        info = stack[0].root.modules.get(id(module)) if stack else None
+        if info is None or info is stack[0] or info.guessed or info.ref() is not module:
+            if stack:
+                self._running.drop_dead()
+            if not stack:
+                with self._lock:
+                    info = self._enter_root(module)
+            elif _this_thread() == self._running.thread:
+                info = self._roots.child(module, stack[0].root, stack[-1])
+            else:
+                self._running.leave_out_thread()
+                info = None
+            if info is None:
+                return
+        elif _this_thread() != self._running.thread:
+            self._running.leave_out_thread()
+            return
+        if self._around_graphs and stack and not info.is_graph:
+            self._take_graphs(len(stack) - 1)
+        if info.cls in self._around_graphs:
+            self._graphs.discard()
+        info.seq = issued()
+        info.first_node = next_node()
+        if info.is_wrapper:
+            info.entered = self._recorder.frame_count
+        position = len(stack)
+        if position == len(self._depths):
+            self._depths.append(0)
+        if position:
+            self._depths[position] = self._depths[position - 1] + (not stack[position - 1].is_wrapper)
+        stack.append(info)
+        self._fields[_MODULE] = info.id
+
+    def _enter_root(self, module: torch.nn.Module) -> ModuleInfo | None:
+        """A module is called while no other one runs. None if this batch is skipped or the module is not watched."""
+        if self._skipping.leaves_out(module):
+            return None
+        self._global.put_back()
+        info, opens_batch = self._roots.enter(module)
+        root, phase = info.root, Phase.FORWARD
+        if root.page is not None and _graph_task() != -1:
+            if self._skipping.skips_again(module):
+                return None
+            page = self._gradients.page_of(root) or root.page
+            phase = Phase.RECOMPUTE
+            self._progress.resume(page)
+        else:
+            self._end_last_batch(root)
+            if self._skipping.skips(module, root, opens_batch):
+                return None
+            page = self._progress.begin_page(root)
+            self._progress.times.forward_begins()
+        self._rows.begin_page(page.batch)
+        self._running.begin(phase, GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None)
+        self._progress.enter(RankPhase.FORWARD)
+        return info
+
+    def _end_last_batch(self, root: RootInfo) -> None:
+        self._graphs.take()
+        self._graphs.batch_ends(root)
+        if root.page is not None:
+            self._judging.forward_ends(root.page)  # an interrupt may have ended it without its hooks
+        self._judging.collect()
+        if self._judging.held is not None and root.page is not None:
+            self._judging.held.batch_ended(root.page)
+        self._gradients.batch_begins()
+
+    def _take_graphs(self, position: int) -> bool:
+        """Write the frames of the graphs that have run in a running call. False if it is known to run none."""
+        info = self._stack[position]
+        if info.cls not in self._around_graphs:
+            return False
+        with self._lock:
+            self._take_graphs_in(info, position)
+        return True
+
+    def _take_graphs_in(self, info: ModuleInfo, position: int) -> bool:
+        parent = self._running.parent() if info.is_wrapper else info.id
+        depth = self._depths[position] + (not info.is_wrapper)
+        return self._graphs.take(info, parent, depth, self._running.phase)
+
+    # -- after a module's forward -------------------------------------------------------------------------------
+
+    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> RootInfo | None:
+        """Record the frame. Returns the root whose batch has ended with it."""
+        stack, running, rows = self._stack, self._running, self._rows
+        if _this_thread() != running.thread:
+            return None
+        info = stack[-1]
+        while info.ref() is not module:
+            if not any(entered.ref() is module for entered in stack):
+                return None  # entered before the hooks were attached
+            stack.pop()
+            info = stack[-1]
+        raised = output is None and sys.exc_info()[1] not in (None, running.outer_exception)
+        if running.nodes is not None:
+            running.nodes.calls.append((info, info.first_node, next_node()))
+        page = self._recorder.page
+        shards = rows.device_buffer is not None and running.is_sharded()
+        if rows.device_buffer is not None and not shards and rows.may_have_changed():
+            without_modes(rows.forget_changed_arguments, args, kwargs)
+        try:
+            position = len(stack) - 1
+            has_graphs = bool(self._around_graphs) and self._take_graphs(position)
+            if info.is_wrapper:
+                with self._lock:
+                    self._leave_wrapper(info, module, args, kwargs, output, raised)
+            elif info.watched:
+                caller, writer = stack[position - 1], self._gradients.writer
+                parent = running.parent() if caller.is_wrapper or not position else caller.id
+                depth, phase, step = self._depths[position], running.phase, self._progress.step
+                if (
+                    writer is None
+                    or has_graphs
+                    or output is None
+                    or page is None
+                    or not writer.frame(info, module, args, kwargs, output, page, parent, depth, phase, step)
+                ):
+                    with self._lock:
+                        reader = self._graphs if has_graphs else rows
+                        without_modes(self._frames.take, info, module, args, kwargs, output, raised, reader)
+            if self._masks.slots and page is not None and not raised:
+                with self._lock:
+                    self._masks.look(info, page, args, kwargs)
+            if shards:
+                with self._lock:
+                    rows.read_waiting()
+        finally:
+            stack.pop()
+        if stack:
+            self._fields[_MODULE] = stack[-1].id
+            return None
+        return self._leave_root(info, args, kwargs, output, raised)
+
+    def _leave_wrapper(
+        self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
+    ) -> None:
+        """A wrapper has a frame of its own only if nothing inside it was recorded."""
+        rootless = self._take_graphs_in(info, len(self._stack) - 1)
+        page = self._recorder.page
+        if page is not None and (rootless or info.entered == self._recorder.frame_count) and info.watched:
+            without_modes(self._frames.take, info, module, args, kwargs, output, raised, self._graphs)
+
+    def _leave_root(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any, raised: bool) -> RootInfo | None:
+        is_again, nodes = self._running.phase is Phase.RECOMPUTE, self._running.nodes
+        self._global.put_back()
+        with self._lock:
+            self._graphs.take()
+            page = self._recorder.page
+            self._recorder.pause_page()
+            self._rows.flush()
+            if page is not None:
+                self._judging.forward_ends(page)
+            self._judging.collect()
+            self._gradients.let_go()
+            if not (raised or is_again):
+                self._record_inputs(page, args, kwargs)
+            if nodes is not None and not raised:
+                without_modes(self._gradients.watch_graph, nodes, output)
+            self._running.nodes = None
+        self._progress.enter(RankPhase.BACKWARD if is_again else RankPhase.SCRIPT)
+        self._fields[HeadField.SEQ] = issued()
+        if raised or is_again:
+            return None
+        self._progress.times.forward_ends()
+        return info.root
+
+    def _record_inputs(self, page: OpenPage | None, args: Any, kwargs: Any) -> None:
+        """Record what the model was handed if something was bad in this forward, for the first time."""
+        if page is not None and page.number == self._judging.first_alarmed:
+            digests = without_modes(batch_digest, inputs_of(args, kwargs))
+            if digests:
+                self._recorder.append(BatchInputs(self._running.where(), digests))

@@ -1,0 +1,232 @@
+"""All hooks of one rank: each part is made once, of the parts that it needs."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...core.events import RunPosition
+from ...core.frames import Phase
+from ...core.judge import WarningLimits
+from ...core.recorder.layout import NOTHING, HeadField, seal
+from ...core.recorder.writer import RecorderWriter
+from ...core.settings import WorkerSettings
+from ..compile.apart import apart_from_dynamo
+from ..compile.attach import CompiledRegions
+from ..record.alarm_frames import FrameWriter
+from ..record.closed_rows import LateMasks
+from ..record.judging import AlarmRecorder
+from ..record.late_passed import LatePassed
+from ..record.names import ModuleSelection
+from ..record.passed import PassedValues
+from ..record.progress import RunProgress
+from ..record.roots import RankRoots
+from ..record.rows import RowWriter
+from ..record.trained import TrainedModules
+from ..stats.notable import NotableFilter
+from ..stats.without_modes import without_modes
+from .backward import BackwardHooks
+from .call_frames import CallFrames
+from .compiled import CompiledPolicy
+from .global_hooks import GlobalHooks
+from .grad_scaler import GradScalerHooks
+from .module_calls import ModuleCalls
+from .native_writer import called_by_native_hooks
+from .optimizer import OptimizerHooks
+from .own_faults import FaultRecorder
+from .process_groups import CollectivePatches
+from .running_calls import CALL, RunningCalls
+from .second_look import SecondLook
+from .skipping import BatchSkipping
+from .torch_export import ExportPatches
+
+_CALLED: tuple[Callable[..., Any], ...] = (
+    ModuleCalls.before,
+    ModuleCalls.after,
+    OptimizerHooks.before,
+    OptimizerHooks.after,
+)
+
+
+class ModuleHooks:
+    """`attach()` registers the hooks, `detach()` removes every one of them."""
+
+    def __init__(
+        self, recorder: RecorderWriter, settings: WorkerSettings, rank: int, only: torch.nn.Module | None = None
+    ) -> None:
+        """`only`: the model that is watched; None: all are."""
+        self._recorder = recorder
+        self._watch = settings.watch
+        selection = ModuleSelection(settings.modules, settings.ignore)
+        notable = NotableFilter(WarningLimits(settings.near_overflow, settings.underflow_share))
+        self.progress = progress = RunProgress(recorder, settings, rank)
+        self._running = running = RunningCalls(progress)
+        self._faults = FaultRecorder(recorder, running.where)
+        fault, self._patches = self._faults.record, self._faults.patches
+        self._roots = roots = RankRoots(recorder, selection)
+        self.rows = rows = RowWriter(recorder, selection, notable, fault, progress.lock)
+        self._masks = masks = LateMasks(rows)
+        passed = PassedValues(progress, progress.groups)
+        self._late_passed = late_passed = LatePassed(passed, rows, progress.groups, progress.lock, fault, masks)
+        self._trained = TrainedModules(roots)
+        self.judging = judging = AlarmRecorder(progress, rows)
+        self.frames = frames = FrameWriter(progress, judging)
+        self._gradients = gradients = BackwardHooks(progress, rows, frames, judging, fault)
+        self._skipping = skipping = BatchSkipping(progress, roots, rows, frames, judging, fault, only)
+        self._policy = policy = CompiledPolicy(running, skipping, roots, progress)
+        self._graphs = graphs = CompiledRegions(policy, progress, roots, rows, frames, gradients, fault)
+        self._global = global_hooks = GlobalHooks(running, progress)
+        self._steps = steps = OptimizerHooks(
+            progress, rows, roots, frames, judging, gradients, graphs, global_hooks, fault, is_part=only is not None
+        )
+        self._scalers = scalers = GradScalerHooks(progress, judging, gradients, steps, fault)
+        self._second_look = SecondLook(
+            running, policy, progress, roots, rows, judging, gradients, steps.steps, scalers, late_passed, masks
+        )
+        self._call_frames = call_frames = CallFrames(running, progress, rows, frames, gradients)
+        self._calls = ModuleCalls(
+            running,
+            skipping,
+            policy,
+            graphs,
+            call_frames,
+            roots,
+            rows,
+            masks,
+            judging,
+            gradients,
+            progress,
+            global_hooks,
+            fault,
+        )
+        looks = "comms" in settings.watch
+        recorder.fields[HeadField.PASSED_UNSEEN] = seal(not looks)
+        self._collectives = CollectivePatches(
+            progress.groups, fault, passed=passed if looks else None, late=late_passed
+        )
+        self._exports = ExportPatches(global_hooks)
+        judging.look_again = self._second_look.look
+        judging.learn_masks = masks.learn
+        judging.collect_passed = late_passed.collect
+        judging.hold_with(self._trained, gradients.has_run)
+        if "grads" in settings.watch:
+            roots.on_parameter = gradients.watch_parameter
+
+    # -- attach and detach --------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Register the global hooks. They fire for existing modules and for those made later."""
+        calls, steps = self._calls, self._steps
+        hooks: tuple[Callable[..., Any], ...] = (calls.before, calls.after, steps.before, steps.after)
+        self._global.attach(*map(apart_from_dynamo, hooks))
+        self._patches.at_undo(self._global.detach)
+        if "grads" in self._watch:
+            self._gradients.attach()
+            self._patches.at_undo(self._gradients.detach)
+            self._scalers.attach(self._patches)
+        if "forward" in self._watch:
+            called = *map(apart_from_dynamo, _CALLED), *_CALLED, *called_by_native_hooks(self.progress, self.rows)
+            self._graphs.attach((*called, *self._gradients.hooks))
+            self._patches.at_undo(self._graphs.detach)
+        self._collectives.attach()
+        self._patches.at_undo(self._collectives.detach)
+        self._steps.attach(self._patches)
+        self._exports.attach(self._patches)
+        self._trained.attach(self._patches)
+        warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+        detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
+        os.register_at_fork(after_in_child=lambda: (method := detach()) and method())
+
+    def detach(self) -> None:
+        """Remove the hooks. The recording stays."""
+        self._patches.undo()
+
+    def close(self) -> None:
+        """Remove the hooks and release the recorder's memory, so that it can be unmapped."""
+        self.detach()
+        self.rows.close()
+
+    # -- place in the run ---------------------------------------------------------------------------------------
+
+    def where(self) -> RunPosition:
+        """The place in the run, for an event."""
+        return self._running.where()
+
+    def raised_in(self, error: BaseException) -> str | None:
+        """The name of the innermost module in the traceback of `error`; None if no module is in it."""
+        module = None
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is CALL:
+                module = trace.tb_frame.f_locals.get("self")
+            trace = trace.tb_next
+        return self._roots.name_of(module) if module is not None else None
+
+    def settle(self) -> bool:
+        """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
+        self.put_back()
+        try:
+            self.progress.groups.notice()
+        except Exception as error:
+            self._faults.record("process groups", error)
+        with self.progress.lock:
+            self._graphs.take()
+            for root in self._roots.infos():
+                self._graphs.batch_ends(root)
+                if root.page is not None:
+                    self.judging.forward_ends(root.page)
+            self._recorder.pause_page()
+            cost = self._skipping.take_cost()
+            if cost is not None:
+                self._recorder.append(cost)
+            everything = self.judging.collect()
+            everything &= self._late_passed.settle()
+            if everything and self.judging.held is not None:
+                self.judging.held.script_ended()
+        return self._scalers.collect() and everything
+
+    def collect(self) -> bool:
+        """Judge what has arrived of what was recorded so far. True when no number is outstanding. Does not wait.
+
+        What was read on a device since the last batch is sent off first: no other batch may come.
+        """
+        with self.progress.lock:
+            self.rows.flush()
+            everything = self.judging.collect()
+            return self._scalers.collect() and everything
+
+    def put_back(self) -> None:
+        """Somebody may have cleared torch's global hooks: what ran since the last look was not recorded."""
+        self._global.put_back()
+
+    # -- tensors that the script names --------------------------------------------------------------------------
+
+    def look_at(self, tensor: Any, name: str) -> None:
+        """Record a tensor that the script names (`gpuwatch.detect_overflow`). May raise OverflowDetected."""
+        try:
+            with self.progress.lock:
+                without_modes(self._record_named, tensor, name)
+        except Exception as error:
+            self._faults.record("detect_overflow", error)
+        self.judging.raise_pending()
+
+    def _record_named(self, tensor: Any, name: str) -> None:
+        stack = self._running.stack
+        info = self._roots.place(name, stack[0].root if stack else None)
+        if not stack:
+            info.root.batches += 1
+            self.rows.begin_page(self.progress.begin_page(info.root).batch)
+        page = self._recorder.page
+        if page is None:
+            return
+        row = self.rows.leaf(info, "output", tensor)
+        parent = stack[-1].id if stack else NOTHING
+        depth = self._running.depths[len(stack) - 1] + 1 if stack else 0
+        self.frames.put(page, info, Phase.FORWARD, [row], parent=parent, depth=depth)
+        if not stack:
+            self._recorder.pause_page()
