@@ -17,7 +17,9 @@ from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo
 from ..record.rows import RecordedRow, RowWriter
 from ..stats.device import is_on_device
+from ..stats.without_modes import without_modes
 from .backward import BackwardHooks
+from .compiled import CompiledPolicy
 from .running_calls import RunningCalls
 
 _NAN = int(NonFinite.NAN)
@@ -33,8 +35,12 @@ class CallFrames:
         rows: RowWriter,
         frames: FrameWriter,
         gradients: BackwardHooks,
+        graphs: CompiledRegions,
+        policy: CompiledPolicy,
     ) -> None:
         self._running = running
+        self._graphs = graphs
+        self._policy = policy
         self._progress = progress
         self._recorder = progress.recorder
         self._rows = rows
@@ -80,6 +86,29 @@ class CallFrames:
                     self._put_before(info, arguments, returned, rows, first)
         rows[:0] = [self._rows.weight(info, role, parameter, self._progress.step) for role, parameter in later]
         self._put(page, info, rows)
+
+    def take_wrapper(
+        self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
+    ) -> None:
+        """A wrapper has a frame of its own only if nothing inside it was recorded."""
+        rootless = self._take_graphs_in(info, len(self._running.stack) - 1)
+        page = self._recorder.page
+        if page is not None and (rootless or info.entered == self._recorder.frame_count) and info.watched:
+            without_modes(self.take, info, module, args, kwargs, output, raised, self._graphs)
+
+    def take_graphs(self, position: int) -> bool:
+        """Write the frames of the graphs that have run in a running call. False if it is known to run none."""
+        info = self._running.stack[position]
+        if info.cls not in self._policy.around:
+            return False
+        with self._progress.lock:
+            self._take_graphs_in(info, position)
+        return True
+
+    def _take_graphs_in(self, info: ModuleInfo, position: int) -> bool:
+        parent = self._running.parent() if info.is_wrapper else info.id
+        depth = self._running.depths[position] + (not info.is_wrapper)
+        return self._graphs.take(info, parent, depth, self._running.phase)
 
     def _put(self, page: OpenPage, info: ModuleInfo, rows: list[RecordedRow]) -> None:
         running = self._running

@@ -194,7 +194,7 @@ class ModuleCalls:
             self._running.leave_out_thread()
             return
         if self._around_graphs and stack and not info.is_graph:
-            self._take_graphs(len(stack) - 1)
+            self._frames.take_graphs(len(stack) - 1)
         if info.cls in self._around_graphs:
             self._graphs.discard()
         info.seq = issued()
@@ -243,20 +243,6 @@ class ModuleCalls:
             self._judging.held.batch_ended(root.page)
         self._gradients.batch_begins()
 
-    def _take_graphs(self, position: int) -> bool:
-        """Write the frames of the graphs that have run in a running call. False if it is known to run none."""
-        info = self._stack[position]
-        if info.cls not in self._around_graphs:
-            return False
-        with self._lock:
-            self._take_graphs_in(info, position)
-        return True
-
-    def _take_graphs_in(self, info: ModuleInfo, position: int) -> bool:
-        parent = self._running.parent() if info.is_wrapper else info.id
-        depth = self._depths[position] + (not info.is_wrapper)
-        return self._graphs.take(info, parent, depth, self._running.phase)
-
     # -- after a module's forward -------------------------------------------------------------------------------
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> RootInfo | None:
@@ -279,10 +265,10 @@ class ModuleCalls:
             without_modes(rows.forget_changed_arguments, args, kwargs)
         try:
             position = len(stack) - 1
-            has_graphs = bool(self._around_graphs) and self._take_graphs(position)
+            has_graphs = bool(self._around_graphs) and self._frames.take_graphs(position)
             if info.is_wrapper:
                 with self._lock:
-                    self._leave_wrapper(info, module, args, kwargs, output, raised)
+                    self._frames.take_wrapper(info, module, args, kwargs, output, raised)
             elif info.watched:
                 caller, writer = stack[position - 1], self._gradients.writer
                 parent = running.parent() if caller.is_wrapper or not position else caller.id
@@ -309,15 +295,6 @@ class ModuleCalls:
             self._fields[_MODULE] = stack[-1].id
             return None
         return self._leave_root(info, args, kwargs, output, raised)
-
-    def _leave_wrapper(
-        self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
-    ) -> None:
-        """A wrapper has a frame of its own only if nothing inside it was recorded."""
-        rootless = self._take_graphs_in(info, len(self._stack) - 1)
-        page = self._recorder.page
-        if page is not None and (rootless or info.entered == self._recorder.frame_count) and info.watched:
-            without_modes(self._frames.take, info, module, args, kwargs, output, raised, self._graphs)
 
     def _leave_root(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any, raised: bool) -> RootInfo | None:
         is_again, nodes = self._running.phase is Phase.RECOMPUTE, self._running.nodes

@@ -74,7 +74,7 @@ class ModuleHooks:
         passed = PassedValues(progress, progress.groups)
         self._late_passed = late_passed = LatePassed(passed, rows, progress.groups, progress.lock, fault, masks)
         self._trained = TrainedModules(roots)
-        self.judging = judging = AlarmRecorder(progress, rows)
+        self.judging = judging = AlarmRecorder(progress, rows, late_passed, masks)
         self.frames = frames = FrameWriter(progress, judging)
         self._gradients = gradients = BackwardHooks(progress, rows, frames, judging, fault)
         self._skipping = skipping = BatchSkipping(progress, roots, rows, frames, judging, fault, only)
@@ -88,7 +88,7 @@ class ModuleHooks:
         self._second_look = SecondLook(
             running, policy, progress, roots, rows, judging, gradients, steps.steps, scalers, late_passed, masks
         )
-        self._call_frames = call_frames = CallFrames(running, progress, rows, frames, gradients)
+        self._call_frames = call_frames = CallFrames(running, progress, rows, frames, gradients, graphs, policy)
         self._calls = ModuleCalls(
             running,
             skipping,
@@ -111,8 +111,6 @@ class ModuleHooks:
         )
         self._exports = ExportPatches(global_hooks)
         judging.look_again = self._second_look.look
-        judging.learn_masks = masks.learn
-        judging.collect_passed = late_passed.collect
         judging.hold_with(self._trained, gradients.has_run)
         if "grads" in settings.watch:
             roots.on_parameter = gradients.watch_parameter

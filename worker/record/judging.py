@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Set
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy
 
@@ -49,6 +49,10 @@ from .held_alarms import HeldAlarm, NonFiniteRow
 from .progress import RunProgress
 from .rows import COUNT_EVERY, RowWriter
 from .trained import TrainedModules
+
+if TYPE_CHECKING:
+    from .closed_rows import LateMasks
+    from .late_passed import LatePassed
 
 # Which frames of a page the judge should see: found in its tables at once, so that only those are decoded.
 #
@@ -184,12 +188,14 @@ class _PageJudged:
 class AlarmRecorder:
     """All judgements of a rank, and whether the job is to end."""
 
-    def __init__(self, progress: RunProgress, rows: RowWriter) -> None:
+    def __init__(self, progress: RunProgress, rows: RowWriter, passed: LatePassed, masks: LateMasks) -> None:
         settings = progress.settings
         self._progress = progress
         self._recorder = progress.recorder
         self._fields = progress.fields
         self._rows = rows
+        self._passed = passed
+        self._masks = masks
         self._own = OwnPages(progress.recorder)
         self._sync = settings.sync
         self._limits = WarningLimits(settings.near_overflow, settings.underflow_share)
@@ -209,8 +215,7 @@ class AlarmRecorder:
         self._hidden: set[tuple[str, str, str]] = set()
         self._absorbed: set[tuple[str, str, str]] = set()
         self._scaled: list[NonFiniteRow] = []
-        self._late: dict[int, OpenPage] = {}
-        """Page number -> page, for pages with numbers that have not arrived."""
+        self._late = rows.late_pages
         self._to_judge: set[int] = set()
         """Numbers of those pages in which something notable was found."""
         self._recorded_note = ""
@@ -218,13 +223,8 @@ class AlarmRecorder:
         self._graph_fault_recorded = False
         self.on_bad_weight: Callable[[OpenPage, Frame, str], None] | None = None
         """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
-        self.collect_passed: Callable[[], None] = lambda: None
-        """Tells of what has passed between ranks, as far as its numbers have arrived."""
-        self.learn_masks: Callable[[OwnPages, OpenPage], None] = lambda own, page: None
-        """Called with a page in which numbers of a device have arrived that are not finite."""
         self.held: HeldAlarm | None = None
         """What is no alarm yet; None with --sync."""
-        rows.expect = self.expect
 
     def hold_with(self, trained: TrainedModules, has_run: Callable[[int], bool]) -> None:
         """Bad values that lead nowhere are held back from an alarm, as far as `trained` and `has_run` know."""
@@ -234,10 +234,6 @@ class AlarmRecorder:
             self.held = HeldAlarm(trained, self.alarm, self._led_nowhere, has_run, step, with_gradients=gradients)
 
     # -- frames -------------------------------------------------------------------------------------------------
-
-    def expect(self, page: OpenPage) -> None:
-        """A value was added to `page` whose numbers arrive later."""
-        self._late[page.number] = page
 
     def waits_for(self, page: int) -> bool:
         """Whether numbers of the page of this number are outstanding."""
@@ -329,12 +325,12 @@ class AlarmRecorder:
         if buffer.note != self._recorded_note:
             self._recorded_note = buffer.note
             self._recorder.append(OwnFault(self._progress.where(), "device note", buffer.note))
-        self.collect_passed()
+        self._passed.collect()
         for number in buffer.collect():
             if number in self._late:
                 self._to_judge.add(number)
                 self._judged(self._late[number]).suspicious = True
-                self.learn_masks(self._own, self._late[number])
+                self._masks.learn(self._own, self._late[number])
         self._to_judge |= {number for number, page in self._late.items() if self.suspects(page)}
         arrived = {number for number in self._late if not buffer.pending(number)}
         for number in sorted(self._to_judge):

@@ -129,8 +129,8 @@ class RowWriter:
         self.count = False
         """Count zeros and subnormals in this batch."""
         self.device_buffer: DeviceStatsBuffer | None = None
-        self.expect: Callable[[OpenPage], None] | None = None
-        """Called with the current page when a value is added whose numbers arrive later."""
+        self.late_pages: dict[int, OpenPage] = {}
+        """Page number -> page, for pages with numbers that have not arrived. AlarmRecorder takes them out."""
         self.captured_unseen = False
         """The user captured a graph before anything on a device was read."""
         self._device_failed = False
@@ -443,8 +443,8 @@ class RowWriter:
                 return None
             self._send_before_a_collective(buffer)
             found = buffer.read_frame(*frame)
-            if found is not None and self.expect is not None:
-                self.expect(page)
+            if found is not None:
+                self.late_pages[page.number] = page
             return found
 
     def _device_frame(
@@ -458,8 +458,8 @@ class RowWriter:
         if buffer is None or page is None:
             return [None] * len(tensors), [None] * len(earlier)
         found = buffer.frame(tensors, elements, earlier, self.count)
-        if self.expect is not None and any(index is not None for index in found[0]):
-            self.expect(page)
+        if any(index is not None for index in found[0]):
+            self.late_pages[page.number] = page
         return found
 
     def passed_on(self, device: torch.device) -> PassedReadings | None:
