@@ -6,7 +6,7 @@ import signal
 
 import msgspec
 
-from ..core.errors import EXIT_OF_KIND, ExitCode, GpuwatchError
+from ..core.errors import ExitCode, GpuwatchError
 from ..core.recorder.run_folder import job_run, runs_of_job
 from ..core.text import shown_name
 from ..core.wire.regular_file import read_regular
@@ -37,10 +37,10 @@ def read_report(paths: RunPaths) -> RunReport:
 def exit_code(report: RunReport) -> int:
     """The exit code that a verdict stands for."""
     verdict = report.verdict
-    if verdict.kind == "interrupted" and verdict.signal is not None:
+    code = verdict.kind.exit_code
+    if code is ExitCode.SIGNAL and verdict.signal is not None:
         number = verdict.signal.removeprefix("signal ")  # one without a name
-        return int(ExitCode.SIGNAL) + (int(number) if number.isdigit() else int(signal.Signals[verdict.signal]))
-    code = EXIT_OF_KIND.get(verdict.kind, ExitCode.SCRIPT_FAILED)
+        return int(code) + (int(number) if number.isdigit() else int(signal.Signals[verdict.signal]))
     if report.run.check_only and code is not ExitCode.CLEAN:  # there is no script that could have failed by itself
         code = ExitCode.PREFLIGHT_FAILED
     return int(code)

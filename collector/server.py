@@ -20,6 +20,7 @@ from ..core.errors import ExitCode
 from ..core.host import OwnClock
 from ..core.tell import tell as log
 from ..core.threads import OneThread
+from ..core.verdicts import VerdictKind
 from ..core.wire.keys import KeyPair, agent_name
 from ..core.wire.messages import (
     MAX_MESSAGE_BYTES,
@@ -28,7 +29,7 @@ from ..core.wire.messages import (
     AgentLeaving,
     AgentMessage,
     CollectorMessage,
-    FinalVerdict,
+    JobResult,
     MessageAck,
     NameDefinitions,
     PageMessage,
@@ -288,7 +289,7 @@ class CollectorServer:
 
     def _picture(self, run: str) -> JobView:
         verdict = self._live.verdict_so_far
-        kind = "overflow" if verdict else ""
+        kind = VerdictKind.OVERFLOW if verdict else ""
         return view_of(self._folded.as_it_stands(), run, time.time_ns(), verdict, kind, self._live.slow)
 
     def _own_numbers(self, store: RunStore, run_protocol: RunProtocol) -> OwnNumbers:
@@ -358,7 +359,7 @@ class CollectorServer:
             raise ReportFailed(str(error)) from error
         return made.result()[0]
 
-    def _bid_farewell(self, store: RunStore, run_protocol: RunProtocol, final: FinalVerdict) -> None:
+    def _bid_farewell(self, store: RunStore, run_protocol: RunProtocol, final: JobResult) -> None:
         """Until every node has said that it has the verdict. One that was not connected gets it when it is heard, from
         an agent that has ended and was started again, too.
 
@@ -399,7 +400,7 @@ class CollectorServer:
         self._context.term()
 
 
-def _make(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[RunReport, FinalVerdict]:
+def _make(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[RunReport, JobResult]:
     """In a thread: build the report and write it.
 
     What is kept of many pages is a million objects, and stays: the garbage collector is to leave it alone.
@@ -410,7 +411,7 @@ def _make(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[RunReport
         paths, trouble = write_where_there_is_room(paths, store, report)
         text = render_text(report)
         text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}\n{_page(paths, report)}"
-        return report, FinalVerdict(exit_code(report), report.verdict.kind, text, str(paths.report_json))
+        return report, JobResult(exit_code(report), report.verdict.kind, text, str(paths.report_json))
     finally:
         gc.unfreeze()
 
@@ -420,9 +421,9 @@ def _page(paths: RunPaths, report: RunReport) -> str:
     return write_page(paths, report) or f"as a page: {paths.report_html}"
 
 
-def _no_report(paths: RunPaths, error: BaseException) -> FinalVerdict:
+def _no_report(paths: RunPaths, error: BaseException) -> JobResult:
     text = (
         f"gpuwatch: the report could not be made ({type(error).__name__}: {error}); what was received is in "
         f"{paths.store}; to try again: gpuwatch report --again {paths.run_id}"
     )
-    return FinalVerdict(int(ExitCode.UNKNOWN), "unknown", text, str(paths.report_json))
+    return JobResult(int(ExitCode.UNKNOWN), VerdictKind.UNKNOWN, text, str(paths.report_json))

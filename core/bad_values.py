@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .frames import Frame, Row, is_inside
+from .frames import Frame, FramePhase, Row, RowContent, is_inside
 from .roles import RoleKind
 from .values import NonFinite
 
@@ -67,7 +67,7 @@ class BadValues:
             return self._blame(found), taken
         if frame.parent is not None:
             return None, taken
-        if frame.phase != "recompute":
+        if frame.phase != FramePhase.RECOMPUTE:
             return self._blame(found), taken
         if (found.frame.module, found.row.role) in self._taken:  # in the forward that is run again
             self.undecided.remove(found)
@@ -92,8 +92,8 @@ class BadValues:
         outputs = frame.outputs
         if not self.undecided or not outputs:  # a call that raised has returned nothing
             return ()
-        readable = all(row.kind in ("measured", "empty", "none") for row in outputs) and any(
-            row.kind == "measured" for row in outputs
+        readable = all(row.kind in (RowContent.MEASURED, RowContent.EMPTY, RowContent.NONE) for row in outputs) and any(
+            row.kind == RowContent.MEASURED for row in outputs
         )
         flags = NonFinite(0)
         for row in outputs:

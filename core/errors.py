@@ -20,16 +20,6 @@ class ExitCode(IntEnum):
     SIGNAL = 128
 
 
-EXIT_OF_KIND = {
-    "clean": ExitCode.CLEAN,
-    "crash": ExitCode.SCRIPT_FAILED,
-    "preflight": ExitCode.PREFLIGHT_FAILED,
-    "overflow": ExitCode.OVERFLOW,
-    "hang": ExitCode.LOST,
-    "lost": ExitCode.LOST,
-    "unknown": ExitCode.UNKNOWN,
-}
-
 RANK_OVERFLOW = 94
 """What a rank ends with that gpuwatch ends because of an overflow: no script is likely to use it."""
 

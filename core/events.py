@@ -11,7 +11,9 @@ from typing import Literal
 
 import msgspec
 
+from .frames import FramePhase
 from .preflight import BandwidthRow, Grade, InventoryFacts, PreflightFinding
+from .word_enum import WordEnum
 
 
 class RootDef(msgspec.Struct, frozen=True, tag="root"):
@@ -219,7 +221,7 @@ class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     frame: int
     module: str
     cls: str
-    phase: str
+    phase: FramePhase
     role: str
     value: str
     dtype: str
@@ -247,7 +249,7 @@ class RangeWarning(msgspec.Struct, frozen=True, tag="warned"):
     """`near overflow` or `underflow`"""
     module: str
     cls: str
-    phase: str
+    phase: FramePhase
     role: str
     dtype: str
     abs_max: float | None = None
@@ -466,11 +468,74 @@ class RankInventoryEvent(msgspec.Struct, frozen=True, tag="inventory"):
     facts: InventoryFacts | None = None
 
 
+class FaultPart(WordEnum):
+    """The parts of gpuwatch that can fail, and whether frames may be missing after that: one may be bad, or the maker.
+
+    A part that is not in the table, of another version, counts as one that costs frames.
+    """
+
+    FORWARD_PRE_HOOK = "forward pre-hook", True
+    FORWARD_HOOK = "forward hook", True
+    BEFORE_STEP = "before the optimizer step", True
+    AFTER_STEP = "after the optimizer step", True
+    RPC_OPTIMIZER = "an optimizer of RPC", True
+    GRAD_SCALER = "GradScaler", True
+    GRADIENT_HOOK = "gradient hook", True
+    PARAMETER_HOOK = "parameter hook", True
+    END_OF_BACKWARD = "end of the backward", True
+    COMPILED_FORWARD = "a compiled forward", True
+    COMPILED_MODULES = "compiled modules", True
+    DETECT_OVERFLOW = "detect_overflow", True
+    PROCESS_GROUPS = "process groups", True
+    PASSED = "what passes", True
+    DEVICE = "device", True
+    GRAPH = "graph", True
+    SECOND_LOOK = "a second look", True
+    WEIGHTS_OF_STEP = "the weights of a step", True
+    STEP_OF_WEIGHT = "the step of a weight", True
+    ATTACH = "attach", True
+    SETTLE = "settle", True
+    RUN = "run", True
+    RECORDER = "recorder", True
+    PREFLIGHT = "preflight", False
+    COLLECTIVES = "collectives", False
+    """Without them, or stacks, a hang is told with less."""
+    STACKS = "stacks", False
+    HOOKS = "hooks", False
+    """This and the next three are notes about how frames are read and written."""
+    NAMES_OF_TORCH = "names of torch", False
+    DEVICE_NOTE = "device note", False
+    NATIVE_WRITER = "native frame writer", False
+    STEP_TIMES = "step times", False
+    """This and the next three are the node agent's: they look back at frames that it has."""
+    HISTORY = "history", False
+    FORECASTS = "forecasts", False
+    HOTTEST_MODULES = "hottest modules", False
+
+    costs_frames: bool
+
+    def __new__(cls, word: str, costs_frames: bool) -> FaultPart:  # noqa: D102  # a row of the table
+        part = str.__new__(cls, word)
+        part._value_, part.costs_frames = word, costs_frames
+        return part
+
+
+def costs_frames(part: str) -> bool:
+    """Whether frames may be missing after a fault of this part.
+
+    >>> costs_frames("forward hook"), costs_frames("stacks")
+    (True, False)
+    """
+    known = next((each for each in FaultPart if each == part), None)
+    return known is None or known.costs_frames
+
+
 class OwnFault(msgspec.Struct, frozen=True, tag="fault"):
     """An error of gpuwatch itself. It is recorded and shown, and the training goes on."""
 
     where: RunPosition
     part: str
+    """A `FaultPart`; of another version, a word of its own."""
     message: str
 
 

@@ -17,22 +17,35 @@ import msgspec
 from .roles import GRADIENTS, Role, RoleKind, parse_role
 from .text import shown_name
 from .values import NonFinite
+from .word_enum import WordEnum
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
 NAME_INDENT = " " * 17
 
 
+class FramePhase(WordEnum):
+    """What was being computed when a frame was taken. The order is that of a recorder's numbers."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT = "weight"
+    """Of a verdict: a weight was bad before the call. No frame has it."""
+    OPTIMIZER = "optimizer"
+    COLLECTIVE = "collective"
+    INPUT = "input"
+    """Of a verdict: the model was handed a bad value. No frame has it."""
+    RECOMPUTE = "recompute"
+    """A forward that activation checkpointing runs again during the backward."""
+
+
 class Phase(IntEnum):
-    """What was being computed when a frame was taken."""
+    """The number of a frame's phase in a recorder; 2 and 5 are free."""
 
     FORWARD = 0
     BACKWARD = 1
-    WEIGHT = 2
     OPTIMIZER = 3
     COLLECTIVE = 4
-    INPUT = 5
     RECOMPUTE = 6
-    """A forward that activation checkpointing runs again during the backward."""
 
 
 class RowMark(IntFlag):
@@ -49,8 +62,20 @@ class RowMark(IntFlag):
     """An argument that is -inf throughout in one of its rows (along its last dimension): softmax makes nan of that."""
 
 
+class RowContent(WordEnum):
+    """Whether a row has numbers, or why it has none. The order is that of a recorder's numbers."""
+
+    MEASURED = "measured"
+    NONE = "none"
+    NOT_A_TENSOR = "not_a_tensor"
+    NOT_MEASURABLE = "not_measurable"
+    EMPTY = "empty"
+    LOST = "lost"
+    PENDING = "pending"
+
+
 class RowKind(IntEnum):
-    """Whether a row has numbers, or why it has none."""
+    """The number of a row's content in a recorder."""
 
     MEASURED = 0
     NONE = 1
@@ -75,7 +100,7 @@ class Row(msgspec.Struct, frozen=True):
     neginf: bool
     dtype: str
     shape: list[int] | None
-    kind: str = "measured"
+    kind: RowContent = RowContent.MEASURED
     flags: int = 0
     value: int = -1
     """Index of the measured value in the page. Two rows with the same index are about the same tensor."""
@@ -116,7 +141,7 @@ class Frame(msgspec.Struct, frozen=True):
     index: int
     module: str
     cls: str = msgspec.field(name="class")
-    phase: str
+    phase: FramePhase
     rows: list[Row]
     depth: int = 0
     parent: str | None = None
@@ -202,11 +227,11 @@ def format_row(row: Row) -> str:
     >>> format_row(Row("output", 0.5, None, False, True, False, "float16", [2]))
     '5.00e-01      inf output'
     """
-    if row.kind == "none":
+    if row.kind == RowContent.NONE:
         return f"{'None':>17} {row.role}"
-    if row.kind == "not_a_tensor":
+    if row.kind == RowContent.NOT_A_TENSOR:
         return f"{'not a tensor':>17} {row.role}"
-    if row.kind != "measured":
+    if row.kind != RowContent.MEASURED:
         return f"{row.kind.replace('_', ' '):>17} {row.role}"
     if row.nan:  # torch's own min and max, which this table grew from, are nan as soon as one element is
         return f"{'nan':>8} {'nan':>8} {row.role}"

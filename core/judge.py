@@ -26,11 +26,11 @@ from typing import NamedTuple
 from .bad_values import NAMED_BY_SCRIPT as NAMED_BY_SCRIPT
 from .bad_values import BadValue, BadValues
 from .events import Anomaly, IssuedMoment, LookedAgain, OptimizerStep, RunPosition
-from .frames import Frame, Page, Row, RowMark
+from .frames import Frame, FramePhase, Page, Row, RowContent, RowMark
 from .roles import GRADIENTS, RoleKind
 from .values import DTYPE_MAX, NonFinite, name_of
 
-FORWARDS = ("forward", "recompute")
+FORWARDS = (FramePhase.FORWARD, FramePhase.RECOMPUTE)
 """Phases in which calls are made, each within another one."""
 EXPECTED = RowMark.IGNORED | RowMark.SCALED
 
@@ -147,7 +147,7 @@ def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
     handed: set[int] = set()
     was_finite: set[str] = set()
     for row in frame.rows:
-        if row.role_kind is RoleKind.BEFORE and not row.flags and row.kind == "measured":
+        if row.role_kind is RoleKind.BEFORE and not row.flags and row.kind == RowContent.MEASURED:
             was_finite.add(row.parsed_role.name)
     for row in frame.inputs:
         input_flags |= row.flags

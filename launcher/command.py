@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..core.errors import ExitCode
 from ..core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
+from ..core.verdicts import VerdictKind
 from ..core.wire.keys import SECRET_VARIABLE
 from .say import say
 from .schedulers.job import SchedulerFacts
@@ -69,15 +70,15 @@ def _prepare(blocked: Collection[int]) -> Callable[[], None]:
     return prepare
 
 
-def exit_code(own: int, verdict: int, kind: str, *, stopped: bool) -> int:
+def exit_code(own: int, verdict: int, kind: VerdictKind, *, stopped: bool) -> int:
     """What a run exits with: as its command has, unless there was an overflow, or the run has ended it (`stopped`).
 
     `own` is the command's code as a shell has it, `verdict` and `kind` are the verdict's. The verdict's counts, too,
     where the command itself has nothing to tell: it has left with 0, and something is wrong or not proven.
     """
-    if kind in ("overflow", "preflight"):
+    if kind.outranks:
         return verdict
-    if kind == "interrupted":
+    if kind == VerdictKind.INTERRUPTED:
         return own
     return verdict if own == 0 or (stopped and verdict) else own
 

@@ -279,7 +279,7 @@ class JobLife:
     def _exit_code(self, done: LaunchDone, verdict: JobResult | None, *, left: bool) -> int:
         """What a rank has said itself counts more than a verdict that knows nothing of it."""
         code, overflow = self._ranks.exit_code(done, verdict, left), self.overflows.sentence
-        if not overflow or (verdict is not None and verdict.kind in ("overflow", "preflight")):
+        if not overflow or (verdict is not None and verdict.kind.outranks):
             return code
         if self._ranks.signals_first and code >= ExitCode.SIGNAL:
             return code

@@ -17,6 +17,7 @@ from ..core.host import host_name, loopback
 from ..core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
 from ..core.settings import WorkerSettings
 from ..core.tell import tell
+from ..core.verdicts import VerdictKind
 from ..core.wire.keys import meeting_key, read_secret
 from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine
 from .command import (
@@ -276,7 +277,7 @@ class CommandRanks(RankStarter):
         own = shell_code(self._code)
         if verdict is not None:
             return exit_code(own, verdict.exit_code, verdict.kind, stopped=self._command.stop.is_set())
-        return own if left else exit_code(own, int(ExitCode.UNKNOWN), "unknown", stopped=self._command.stop.is_set())
+        return own if left else exit_code(own, int(ExitCode.UNKNOWN), VerdictKind.UNKNOWN, stopped=self._command.stop.is_set())
 
     def close(self) -> None:
         """The command, too."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..core.frames import HEADER, NAME_INDENT, Row, RowKind, format_row
+from ..core.frames import HEADER, NAME_INDENT, Row, RowContent, format_row
 from ..core.values import NonFinite, decode
 from .detect_overflow import look, never_compiled, print_non_finite, without_modes
 from .record.leaves import leaves_of
@@ -233,7 +233,7 @@ def _version_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-_KINDS = {int(kind): kind.name.lower() for kind in RowKind}
+_KINDS = list(RowContent)
 
 
 def _text(numbers: TensorStats) -> str:

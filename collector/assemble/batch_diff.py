@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ...core.errors import UsageError
-from ...core.frames import Frame, Row
+from ...core.frames import Frame, FramePhase, Row, RowContent
 from ...core.recorder.page_tables import whole
 from ...core.text import numbers_text
 from ..decide.decide import decide
@@ -29,7 +29,7 @@ class RowDifference(msgspec.Struct, frozen=True):
 
     module: str
     cls: str = msgspec.field(name="class")
-    phase: str
+    phase: FramePhase
     role: str
     call: int
     """Which call of the module it is, from 0."""
@@ -62,7 +62,7 @@ class BatchDifference(msgspec.Struct, frozen=True):
 class _TensorKey(msgspec.Struct, frozen=True):
     module: str
     cls: str
-    phase: str
+    phase: FramePhase
     role: str
     call: int
 
@@ -74,7 +74,7 @@ def difference(a: Iterable[Frame], b: Iterable[Frame]) -> BatchDifference:
     found: list[RowDifference] = []
     for place, row in _rows(a):
         other = theirs.pop(place, None)
-        compared += other is not None and row.kind == other.kind == "measured"
+        compared += other is not None and row.kind == other.kind == RowContent.MEASURED
         differing = _compare(place, row, other)
         if differing is not None:
             found.append(differing)
@@ -92,7 +92,7 @@ def _rows(frames: Iterable[Frame]) -> Iterator[tuple[_TensorKey, Row]]:
             counted = frame.module, frame.phase, row.role
             call = calls[counted]
             calls[counted] += 1
-            if row.kind not in ("not_a_tensor", "none"):
+            if row.kind not in (RowContent.NOT_A_TENSOR, RowContent.NONE):
                 yield _TensorKey(frame.module, frame.cls, frame.phase, row.role, call), row
 
 
@@ -104,7 +104,7 @@ def _compare(place: _TensorKey, a: Row, b: Row | None) -> RowDifference | None:
     if a.dtype != b.dtype:
         return _found(place, "dtype", a, b)
     if a.kind != b.kind:
-        return _found(place, "only in A" if a.kind == "measured" else "only in B", a, b)
+        return _found(place, "only in A" if a.kind == RowContent.MEASURED else "only in B", a, b)
     if a.flags != b.flags:
         return _found(place, "non-finite", a, b)
     if any(map(_differ, (a.abs_max, a.abs_min, a.zeros), (b.abs_max, b.abs_min, b.zeros))):

@@ -10,6 +10,7 @@ from ...core.events import GpuHealth, GpuXid, PreflightResult
 from ...core.frames import Frame, Page
 from ...core.lone_process import pid_of_number
 from ...core.recorder.page_tables import whole
+from ...core.verdicts import VerdictKind
 from ..decide.decide import decide
 from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
@@ -120,7 +121,7 @@ def target_of(facts: RunFacts, verdict: Verdict) -> ReportTarget | None:
     ranks = [rank for rank in facts.of_attempt(attempt) if verdict.rank is None or rank.rank == verdict.rank]
     if verdict.pid is not None:
         ranks = [rank for rank in facts.processes.values() if pid_of_number(rank.rank) == verdict.pid]
-    for rank in ranks if verdict.kind == "overflow" else ():
+    for rank in ranks if verdict.kind == VerdictKind.OVERFLOW else ():
         found = rank.diagnosis
         if found is None or (found.root, found.batch) != (verdict.root, verdict.batch):
             continue
@@ -128,7 +129,7 @@ def target_of(facts: RunFacts, verdict: Verdict) -> ReportTarget | None:
         if page is None:
             return None
         return ReportTarget(rank, page, next((f for f in page.frames if f.index == found.frame), None))
-    if verdict.kind == "overflow":
+    if verdict.kind == VerdictKind.OVERFLOW:
         return None
     return next((ReportTarget(rank, rank.pages[max(rank.pages)], None) for rank in ranks if rank.pages), None)
 
@@ -142,7 +143,7 @@ def frames_to_show(rank: RankFacts, verdict: Verdict, target: ReportTarget | Non
     if target is not None:
         page = target.page if rank is target.rank else page_at_same_point(target.rank, target.page, rank)
     comparable = page is not None
-    if page is None and verdict.kind == "overflow":
+    if page is None and verdict.kind == VerdictKind.OVERFLOW:
         place = (verdict.root, verdict.batch, verdict.step)
         page = next((p for p in rank.pages.values() if (p.root, p.batch, p.step) == place), None)
     if page is None and rank.pages:
@@ -151,7 +152,7 @@ def frames_to_show(rank: RankFacts, verdict: Verdict, target: ReportTarget | Non
         return SelectedFrames([], False)
     frames = sorted(page.frames, key=lambda frame: frame.index)
     end = len(frames)
-    if verdict.kind == "overflow":
+    if verdict.kind == VerdictKind.OVERFLOW:
         last = _last(rank, page, verdict, target if comparable else None)
         end = next((n + 1 for n, frame in enumerate(frames) if frame.index == last), end)
     return SelectedFrames([whole(frame) for frame in frames[max(0, end - max_frames) : end]], comparable)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from ...core.frames import Row, format_number, module_text
+from ...core.frames import FramePhase, Row, RowContent, format_number, module_text
 from ...core.text import TextConsole, shown_name
 from .batch_diff import BatchDifference, DiffSide, RowDifference
 
@@ -86,7 +86,7 @@ def _of(row: Row | None, what: str) -> str:
 
 
 def _number(row: Row | None) -> str:
-    if row is None or row.kind != "measured":
+    if row is None or row.kind != RowContent.MEASURED:
         return "-"
     if row.nan:
         return "nan"
@@ -103,7 +103,7 @@ def _table(rows: list[RowDifference]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         name = f"{shown_name(row.module) or '(root)'} {shown_name(row.cls)}"
-        phase = "" if row.phase == "forward" else f" ({row.phase})"
+        phase = "" if row.phase == FramePhase.FORWARD else f" ({row.phase})"
         factor = row.what if row.what not in ("numbers", "non-finite") else _factor(row)
         cells = [f"{name}{phase}", shown_name(row.role), _number(row.a), _number(row.b), factor]
         table.add_row(*(Text(cell) for cell in cells))

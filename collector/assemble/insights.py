@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 
 from ...core.events import RangeWarning
-from ...core.frames import RowMark, format_number
+from ...core.frames import FramePhase, RowMark, format_number
 from ...core.roles import GRADIENTS, parse_role
 from ...core.values import DTYPE_MAX
 from ...core.wire.columns import NO_NUMBER
@@ -78,7 +78,7 @@ def _scaler(ranks: list[RankFacts]) -> bool | None:
     pages = [page for rank in ranks for page in rank.pages.values() if page.has_backward]
     for page in pages[:_MOST_PAGES]:
         for frame in page.frames:
-            if frame.phase == "backward":
+            if frame.phase == FramePhase.BACKWARD:
                 for row in frame.rows:
                     if row.mark & RowMark.SCALED:
                         return True

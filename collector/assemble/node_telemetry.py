@@ -10,6 +10,7 @@ import numpy
 from msgspec.structs import replace
 
 from ...core.metrics import METRICS
+from ...core.verdicts import VerdictKind
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import FigureSeries, NodeFigures, TelemetryReport, UnusualFigure, Verdict
 from .node_series import FigureSamples, NodeSeries, node_series
@@ -29,7 +30,7 @@ class EventTime:
 
 def event_of(facts: RunFacts, verdict: Verdict) -> EventTime | None:
     """None where nothing happened, or it is not known when."""
-    if verdict.kind == "interrupted":
+    if verdict.kind == VerdictKind.INTERRUPTED:
         signals = [(node, node.signal.time_ns) for node in facts.nodes.values() if node.signal is not None]
         return min((_event_at(node, ns, "the signal") for node, ns in signals if ns), key=_time, default=None)
     attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
@@ -47,14 +48,14 @@ def offset_ns(node: NodeFacts | None) -> int:
     return node.clock[0] if node is not None and node.clock is not None else 0
 
 
-def _of_rank(facts: RunFacts, rank: RankFacts, kind: str) -> EventTime | None:
+def _of_rank(facts: RunFacts, rank: RankFacts, kind: VerdictKind) -> EventTime | None:
     node = facts.nodes.get(rank.agent)
-    if kind == "overflow" and rank.anomalies and rank.anomalies[0].where.time_ns:
+    if kind == VerdictKind.OVERFLOW and rank.anomalies and rank.anomalies[0].where.time_ns:
         return _event_at(node, rank.anomalies[0].where.time_ns, "the overflow")
-    if kind == "hang" and rank.looks and rank.looks[-1].where.time_ns:
+    if kind == VerdictKind.HANG and rank.looks and rank.looks[-1].where.time_ns:
         look = rank.looks[-1]
         return _event_at(node, look.where.time_ns - round(look.still_s * 1e9), "the stall")
-    if kind in ("crash", "lost", "hang"):
+    if kind in (VerdictKind.CRASH, VerdictKind.LOST, VerdictKind.HANG):
         if rank.errors and rank.errors[0].where.time_ns:
             return _event_at(node, rank.errors[0].where.time_ns, "the exception")
         if rank.exit is not None and rank.exit.ended_ns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ...core.values import DTYPE_MAX
+from ...core.verdicts import VerdictKind
 from ...core.wire.columns import NO_NUMBER
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_history import ModuleOutputs, OpenHistory
@@ -33,7 +34,7 @@ def open_histories(facts: RunFacts, verdict: Verdict, attempt: int) -> Opened:
 
 def histories(opened: Opened, verdict: Verdict) -> tuple[ModuleHistory | None, ModulesByRanks | None]:
     """None each, where the verdict is about no module or no history has come."""
-    if verdict.kind != "overflow" or verdict.module is None:
+    if verdict.kind != VerdictKind.OVERFLOW or verdict.module is None:
         return None, None
     found, left_out = opened
     return _over_batches(found, verdict, left_out), _over_ranks(found, verdict)

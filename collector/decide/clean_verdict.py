@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
 
-from ...core.events import OwnFault
+from ...core.events import OwnFault, costs_frames
 from ...core.frames import module_text
 from ...core.lone_process import is_rank, pid_of_number, rank_name
-from ...core.recorder.faults import costs_frames
 from ...core.text import ranks_text as numbers_text
 from ...core.text import shown_name
+from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import ranks_text
@@ -355,9 +355,9 @@ def _nothing_watched(facts: RunFacts) -> Verdict:
     """Every rank was watched to its end, and there was nothing to look at. That is no proof of anything."""
     ranks = facts.of_attempt(facts.last_attempt)
     return Verdict(
-        kind="unknown",
+        kind=VerdictKind.UNKNOWN,
         statement=f"Nothing was watched: no module was called on {_ranks(len(ranks))}.",
-        certainty="unknown",
+        certainty=Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         evidence=[
             "gpuwatch looks at what the modules of a rank's own process are given and return, and none was called; "
@@ -372,9 +372,9 @@ def _unproven(facts: RunFacts, lacking: list[str]) -> Verdict:
     more = f", and {len(lacking) - 1} more (below)" if len(lacking) > 1 else ""
     ranks = facts.of_attempt(facts.last_attempt)
     return Verdict(
-        kind="unknown",
+        kind=VerdictKind.UNKNOWN,
         statement=f"No overflow seen, but it is not proven that there was none: {lacking[0]}{more}.",
-        certainty="unknown",
+        certainty=Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         evidence=lacking[:_MOST_EVIDENCE] if more else [],
         next=[
@@ -411,9 +411,9 @@ def _clean(facts: RunFacts) -> Verdict:
         more = f", and {len(warnings) - 1} more" if len(warnings) > 1 else ""
         statement += f" Closest to trouble: {rank_name(number)}, {warning_text(worst)}{more}."
     return Verdict(
-        kind="clean",
+        kind=VerdictKind.CLEAN,
         statement=statement,
-        certainty="established" if all(map(told_its_end, ranks)) and not loose else "supported",
+        certainty=Certainty.ESTABLISHED if all(map(told_its_end, ranks)) and not loose else Certainty.SUPPORTED,
         attempt=facts.last_attempt,
         next=[
             *([step_for_compiled(ranks)] if hidden else []),
@@ -431,9 +431,9 @@ def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
     numbers = sorted(rank.rank for rank in ranks if rank.attempt == attempt)
     alone = len(numbers) == 1
     return Verdict(
-        kind="overflow",
+        kind=VerdictKind.OVERFLOW,
         statement=f"{ranks_text(numbers).capitalize()} saw an overflow; which module it was in is unknown.",
-        certainty="unknown",
+        certainty=Certainty.UNKNOWN,
         rank=numbers[0] if alone and is_rank(numbers[0]) else None,
         pid=pid_of_number(numbers[0]) if alone and not is_rank(numbers[0]) else None,
         host=(facts.host(facts.one(attempt, numbers[0])) or None) if alone else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from ...core.verdicts import Certainty
 from ..facts.facts import RunFacts
 from ..report.model import Verdict
 from .clean_verdict import clean_verdict, lost_messages, unnamed_overflow_verdict
@@ -41,6 +42,6 @@ def decide(facts: RunFacts) -> Verdict:
 def _less_sure(facts: RunFacts, verdict: Verdict) -> Verdict:
     """A message that is missing may have told of something earlier."""
     lost = lost_messages(facts)
-    if not lost or verdict.certainty != "established":
+    if not lost or verdict.certainty != Certainty.ESTABLISHED:
         return verdict
-    return replace(verdict, certainty="supported", evidence=[*verdict.evidence, *lost])
+    return replace(verdict, certainty=Certainty.SUPPORTED, evidence=[*verdict.evidence, *lost])

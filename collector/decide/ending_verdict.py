@@ -8,6 +8,7 @@ from ...core.events import RunPosition, WorkerExit
 from ...core.lone_process import is_rank, pid_of_number, rank_name
 from ...core.recorder.group_table import members_of
 from ...core.stalls import is_users
+from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import CascadedRank, Verdict
 from ..report.sentence_parts import one_on, ranks_text
@@ -122,12 +123,12 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
     host = facts.host(first) if one else ""
     ended = f"its process ended with exit code 0, {doing(first.exit)}" if one else "they ended with exit code 0"
     return Verdict(
-        kind="crash",
+        kind=VerdictKind.CRASH,
         statement=(
             f"{who.capitalize()}{f' on {host}' if host else ''} left early: {ended}, and {others} lost the connection "
             f"to {'it' if one else 'them'}."
         ),
-        certainty="supported",
+        certainty=Certainty.SUPPORTED,
         rank=first.rank if one else None,
         host=host or None,
         device=device_of(first) if one else None,
@@ -170,9 +171,9 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
     """All ranks that were heard lost a peer, so the one that went first is unknown."""
     who = ranks_text([rank.rank for rank in victims]).capitalize()
     return Verdict(
-        kind="lost",
+        kind=VerdictKind.LOST,
         statement=f"{who} lost the connection to another rank; which one went first is unknown.",
-        certainty="unknown",
+        certainty=Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         evidence=[
             f"rank {rank.rank}: {first_line(error.message)}"
@@ -206,8 +207,8 @@ def _job_failed(facts: RunFacts) -> bool:
     return any(node.bye is not None and node.bye.outcome != "ok" for node in facts.nodes.values())
 
 
-def _certainty(endings: ExitOrder) -> str:
-    return "supported" if endings.same or endings.later or endings.behind else "established"
+def _certainty(endings: ExitOrder) -> Certainty:
+    return Certainty.SUPPORTED if endings.same or endings.later or endings.behind else Certainty.ESTABLISHED
 
 
 def _beside(endings: ExitOrder) -> str:
@@ -265,7 +266,7 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     if inside is not None:
         return _aborted_in_a_collective(facts, first, endings.same + [rank for rank, _ in endings.later])
     return Verdict(
-        kind="lost",
+        kind=VerdictKind.LOST,
         statement=f"{_who(first, endings, host)} was killed by {name} {place}{at}{short}.",
         certainty=_certainty(endings),
         **_whose(first),
@@ -309,12 +310,12 @@ def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankF
     ranks = [first, *same]
     who = ranks_text(sorted(rank.rank for rank in ranks))
     return Verdict(
-        kind="lost",
+        kind=VerdictKind.LOST,
         statement=(
             f"{who.capitalize()} {'was' if len(ranks) == 1 else 'were'} ended by SIGABRT in a collective, "
             f"{doing(first.exit) if first.exit is not None else ''}: which rank is at fault is unknown."
         ),
-        certainty="unknown",
+        certainty=Certainty.UNKNOWN,
         attempt=first.attempt,
         signal="SIGABRT",
         evidence=[progress(rank) for rank in facts.of_attempt(first.attempt)],
@@ -345,7 +346,7 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         evidence = [f"no exception of it was heard; its recorder says: {doing(seen)}"] if seen is not None else []
         where = first.exit.where if first.exit is not None else RunPosition(first.rank, first.attempt)
     return Verdict(
-        kind="crash",
+        kind=VerdictKind.CRASH,
         statement=statement,
         certainty=_certainty(endings),
         **_whose(first),
@@ -374,12 +375,12 @@ def lost_node_verdict(facts: RunFacts) -> Verdict | None:
     hosts = ", ".join(sorted(node_name(node) for node in lost))
     ranks = sorted({rank.rank for rank in facts.ranks.values() if rank.agent in {node.agent for node in lost}})
     return Verdict(
-        kind="lost",
+        kind=VerdictKind.LOST,
         statement=(
             f"Node {hosts} ({ranks_text(ranks) if ranks else 'no rank known'}) went silent: "
             "the node, or the link to it, is lost."
         ),
-        certainty="supported",
+        certainty=Certainty.SUPPORTED,
         rank=ranks[0] if len(ranks) == 1 else None,
         host=hosts,
         attempt=facts.last_attempt,
@@ -402,11 +403,11 @@ def _down_verdict(facts: RunFacts) -> Verdict | None:
     ranks = sorted({rank.rank for rank in facts.of_attempt(facts.last_attempt) if rank.agent in agents})
     names = ", ".join(down)
     return Verdict(
-        kind="lost",
+        kind=VerdictKind.LOST,
         statement=(
             f"{scheduler} has lost node {names} ({ranks_text(ranks) if ranks else 'no rank known'}) and ended the job."
         ),
-        certainty="established",
+        certainty=Certainty.ESTABLISHED,
         rank=ranks[0] if len(ranks) == 1 else None,
         host=names,
         attempt=facts.last_attempt,
@@ -429,9 +430,9 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
         reason = "the scheduler's warning: the time limit is near"
     why = f" ({reason})" if reason else ""
     return Verdict(
-        kind="interrupted",
+        kind=VerdictKind.INTERRUPTED,
         statement=f"The run was ended from outside by {name}{why}; no overflow had been seen.",
-        certainty="established",
+        certainty=Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
         signal=name,
         evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)],
@@ -446,17 +447,17 @@ def unexplained_verdict(facts: RunFacts) -> Verdict | None:
     error = next((node.bye.error for node in facts.nodes.values() if node.bye is not None and node.bye.error), "")
     if error:
         return Verdict(
-            kind="crash",
+            kind=VerdictKind.CRASH,
             statement=f"{starter} failed by itself: {first_line(error).rstrip('. ')}.",
-            certainty="supported",
+            certainty=Certainty.SUPPORTED,
             attempt=facts.last_attempt,
             evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)] or ["no rank had begun"],
             next=[_PORT_TAKEN] if "EADDRINUSE" in error or "address already in use" in error.lower() else [],
         )
     return Verdict(
-        kind="crash",
+        kind=VerdictKind.CRASH,
         statement=f"{starter} failed, and no rank said why: see its own output.",
-        certainty="unknown",
+        certainty=Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)],
     )

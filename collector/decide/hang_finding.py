@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ...core.events import RankLook, WorkerExit
 from ...core.text import ranks_text
+from ...core.verdicts import Certainty
 from .hang_groups import RankGroups, find_by_groups, one_too_many
 from .hang_model import BACKWARD, DEVICE, HangFinding, RankPosition, computes, outlook_of, standing_of
 
@@ -84,15 +85,16 @@ def did_not_come(
     `waited`: `have waited for 300 s`, `waited until they timed out`. `stacks`: the report has them.
     """
     if any(standing.kind == "unknown" for standing in away) or unseen > 0:
-        certainty = "supported"
+        certainty = Certainty.SUPPORTED
     else:
-        certainty = "established" if all(standing.kind == "waits" for standing in waiting) else "supported"
+        sure = all(standing.kind == "waits" for standing in waiting)
+        certainty = Certainty.ESTABLISHED if sure else Certainty.SUPPORTED
     who = _ranks(away).capitalize()
     where = f" It is {_what(away[0])}." if len(away) == 1 else ""
     statement = f"{who} did not come to {_operations(waiting)}, in which {_waited(waiting, waited)}.{where}"
     return HangFinding(
         statement,
-        certainty if len(away) == 1 else "supported",
+        certainty if len(away) == 1 else Certainty.SUPPORTED,
         away[0].rank if len(away) == 1 else None,
         [standing.rank for standing in away] if len(away) > 1 else [],
         evidence,
@@ -116,7 +118,7 @@ def _left_early(
     sure = one and unseen <= 0 and len(waiting) > 1 and all(standing.kind == "waits" for standing in waiting)
     return HangFinding(
         statement,
-        "established" if sure else "supported",
+        Certainty.ESTABLISHED if sure else Certainty.SUPPORTED,
         left[0] if one else None,
         [] if one else left,
         evidence,
@@ -133,7 +135,7 @@ def _does_not_end(looks: Sequence[RankLook], standings: list[RankPosition], evid
     line = f" It is at {standings[0].line}." if one and standings[0].line else ""
     return HangFinding(
         f"{who} for {min(look.still_s for look in looks):.0f} s {why}.{line}",
-        "established",
+        Certainty.ESTABLISHED,
         standings[0].rank if one else None,
         [] if one else [standing.rank for standing in standings],
         evidence,
@@ -148,7 +150,7 @@ def _last_one(standing: RankPosition, still_s: float, evidence: list[str]) -> Ha
     return HangFinding(
         f"Rank {standing.rank} has not moved for {still_s:.0f} s, and all other ranks have ended. It is "
         f"{_what(standing)}.",
-        "supported" if standing.kind == "unknown" else "established",
+        Certainty.SUPPORTED if standing.kind == "unknown" else Certainty.ESTABLISHED,
         standing.rank,
         [],
         evidence,
@@ -161,12 +163,12 @@ def _nobody_waits(away: list[RankPosition], still_s: float, world_size: int, evi
     if world_size == 1:
         statement = f"Rank 0 has not moved for {still_s:.0f} s. It is {_what(away[0])}."
         next_ = ["Look at the line where it stands."]
-        return HangFinding(statement, "established", 0, [], evidence, next_, may_end=False)
+        return HangFinding(statement, Certainty.ESTABLISHED, 0, [], evidence, next_, may_end=False)
     statement = (
         f"No rank has moved for {still_s:.0f} s, and none waits in a collective: which one it is about is unknown."
     )
     next_ = ["Look at the lines where they stand."]
-    return HangFinding(statement, "unknown", None, [], evidence, next_, may_end=False)
+    return HangFinding(statement, Certainty.UNKNOWN, None, [], evidence, next_, may_end=False)
 
 
 def _all_wait(waiting: list[RankPosition], still_s: float, unseen: int, evidence: list[str]) -> HangFinding:
@@ -178,13 +180,13 @@ def _all_wait(waiting: list[RankPosition], still_s: float, unseen: int, evidence
             f"{_wait_text(waiting, still_s).capitalize()} in {_operations(waiting)}, and {unseen} of the ranks did not "
             "tell where they stand: one of those did not come, or the link to its node is lost."
         )
-        return HangFinding(statement, "unknown", None, [], evidence, ["Look at the nodes that did not tell."])
+        return HangFinding(statement, Certainty.UNKNOWN, None, [], evidence, ["Look at the nodes that did not tell."])
     if DEVICE in operations:
         statement = (
             f"All ranks wait, and {_ranks([s for s in waiting if s.operation == DEVICE])} in {DEVICE}: in which "
             "collective a GPU stands cannot be seen from here."
         )
-        return HangFinding(statement, "unknown", None, [], evidence, ["Compare the lines where they stand."])
+        return HangFinding(statement, Certainty.UNKNOWN, None, [], evidence, ["Compare the lines where they stand."])
     if odd and 2 * number > len(waiting) and "wait" not in operations and BACKWARD not in operations:
         statement = (
             f"{_ranks(odd).capitalize()} {'waits' if len(odd) == 1 else 'wait'} in {_operations(odd)}, where "
@@ -193,7 +195,7 @@ def _all_wait(waiting: list[RankPosition], still_s: float, unseen: int, evidence
         one = odd[0].rank if len(odd) == 1 else None
         return HangFinding(
             statement,
-            "supported",
+            Certainty.SUPPORTED,
             one,
             [] if one is not None else [standing.rank for standing in odd],
             evidence,
@@ -204,14 +206,14 @@ def _all_wait(waiting: list[RankPosition], still_s: float, unseen: int, evidence
             f"All ranks wait, and not in the same operation ({_operations(waiting)}): the ranks do not issue the same "
             "collectives, or wait in different ways for one. Which rank is the odd one is unknown."
         )
-        return HangFinding(statement, "unknown", None, [], evidence, ["Compare the lines where they stand."])
+        return HangFinding(statement, Certainty.UNKNOWN, None, [], evidence, ["Compare the lines where they stand."])
     statement = (
         f"All {len(waiting)} ranks have come to {most}, and none has moved for {still_s:.0f} s: no rank is missing, so "
         "their sizes or dtypes differ, or the network or a device does not bring it to an end."
     )
     return HangFinding(
         statement,
-        "unknown",
+        Certainty.UNKNOWN,
         None,
         [],
         evidence,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...core.events import GroupState
 from ...core.recorder.group_table import RECENT
 from ...core.text import ranks_text
+from ...core.verdicts import Certainty
 from .hang_model import (
     HangFinding,
     OperationMismatch,
@@ -80,7 +81,7 @@ def _mismatch(found: OperationMismatch, world_size: int) -> HangFinding:
             + ", ".join(f"{ranks_text(sorted(ranks))} issued {kind_text(kind)}" for kind, ranks in parts)
             + ". Which rank is the odd one is unknown."
         )
-        return HangFinding(statement, "unknown", None, [], evidence, next_, "mismatch")
+        return HangFinding(statement, Certainty.UNKNOWN, None, [], evidence, next_, "mismatch")
     theirs = " and ".join(kind_text(kind) for kind, ranks in parts[1:])
     statement = (
         f"{ranks_text(odd).capitalize()} issued {theirs}, where {len(parts[0][1])} other ranks issued "
@@ -88,7 +89,7 @@ def _mismatch(found: OperationMismatch, world_size: int) -> HangFinding:
     )
     return HangFinding(
         statement,
-        "supported",
+        Certainty.SUPPORTED,
         odd[0] if len(odd) == 1 else None,
         odd if len(odd) > 1 else [],
         evidence,
@@ -138,7 +139,9 @@ class _GroupSentences:
             f"Rank {ranks[0]} is stopped in the middle of {meeting.text(self.world_size)}, in which "
             f"{self._wait_text(others)}. It is {self.shown[ranks[0]].what}."
         )
-        return HangFinding(statement, "established", ranks[0], [], self._evidence(), ["Look at what has stopped it."])
+        return HangFinding(
+            statement, Certainty.ESTABLISHED, ranks[0], [], self._evidence(), ["Look at what has stopped it."]
+        )
 
     def did_not_come(self) -> HangFinding | None:
         """The ranks that wait for nobody and that others wait for, directly or over others."""
@@ -187,7 +190,7 @@ class _GroupSentences:
             statement += f" {ranks_text(further).capitalize()} {'waits' if len(further) == 1 else 'wait'} for those."
         return HangFinding(
             statement,
-            "established" if sure else "supported",
+            Certainty.ESTABLISHED if sure else Certainty.SUPPORTED,
             ranks[0] if one else None,
             ranks if not one else [],
             self._evidence(),
@@ -223,7 +226,13 @@ class _GroupSentences:
         if one is not None:
             statement += f" Rank {one} is the only one that differs."
         return HangFinding(
-            statement, "supported" if one is not None else "unknown", one, [], self._evidence(), [next_], "order"
+            statement,
+            Certainty.SUPPORTED if one is not None else Certainty.UNKNOWN,
+            one,
+            [],
+            self._evidence(),
+            [next_],
+            "order",
         )
 
     def _besides_what_is_not_shown(self) -> HangFinding | None:
@@ -249,7 +258,7 @@ class _GroupSentences:
             return None
         return HangFinding(
             f"Rank {odd} waits {text}: the ranks do not issue the same collectives.",
-            "supported",
+            Certainty.SUPPORTED,
             odd,
             [],
             self._evidence(),
@@ -262,7 +271,7 @@ class _GroupSentences:
             f"The ranks do not issue the same collectives: {self._in_text(meeting.waiting)} "
             f"{meeting.text(self.world_size)}, and rank {other} is {self.shown[other].what}. Which rank is the odd one "
             "is unknown.",
-            "unknown",
+            Certainty.UNKNOWN,
             None,
             [],
             self._evidence(),
@@ -297,7 +306,7 @@ class _GroupSentences:
         if further:
             statement += f" {ranks_text(further).capitalize()} {'waits' if len(further) == 1 else 'wait'} for those."
         return HangFinding(
-            statement, "unknown", None, [], self._evidence(), ["Test the links: gpuwatch check."], "all came"
+            statement, Certainty.UNKNOWN, None, [], self._evidence(), ["Test the links: gpuwatch check."], "all came"
         )
 
     def unclear(self) -> HangFinding | None:
@@ -307,7 +316,7 @@ class _GroupSentences:
         text = "; ".join(f"{self._in_text(one.waiting)} {one.text(self.world_size)}" for one in self.meetings)
         return HangFinding(
             f"All ranks wait: {text}. Which rank the others wait for is unknown.",
-            "unknown",
+            Certainty.UNKNOWN,
             None,
             [],
             self._evidence(),

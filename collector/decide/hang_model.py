@@ -11,6 +11,7 @@ from ...core.recorder.group_table import members_of
 from ...core.recorder.layout import GROUPS
 from ...core.stalls import is_users
 from ...core.text import ranks_text
+from ...core.verdicts import Certainty
 from .words import doing
 
 
@@ -31,8 +32,7 @@ class HangFinding:
     """What follows from one time of asking."""
 
     statement: str
-    certainty: str
-    """As in a verdict."""
+    certainty: Certainty
     rank: int | None = None
     """The rank that the others wait for; None where several can be, or none."""
     others: list[int] = field(default_factory=list)

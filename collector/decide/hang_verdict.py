@@ -10,6 +10,7 @@ from typing import TypeVar
 from ...core.events import RankLook, WorkerExit
 from ...core.settings import OnHang
 from ...core.text import ranks_text
+from ...core.verdicts import VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import ConcurrentOrigin, Verdict
 from .hang_finding import did_not_come, find_hang
@@ -98,7 +99,11 @@ def _says_why(rank: RankFacts, *, waited: bool) -> bool:
 
 
 def verdict_of(
-    facts: RunFacts, found: HangFinding, ranks: list[RankFacts], looks: dict[int, RankLook], kind: str = "hang"
+    facts: RunFacts,
+    found: HangFinding,
+    ranks: list[RankFacts],
+    looks: dict[int, RankLook],
+    kind: VerdictKind = VerdictKind.HANG,
 ) -> Verdict:
     """What was found, as a verdict. Its place is what the ranks share that did not come, or else all of them."""
     named = next((rank for rank in ranks if rank.rank == found.rank), None)
@@ -188,7 +193,7 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
         f"rank {rank.rank} left with an exit code after a collective had raised in it" for rank in hidden
     )
     found.evidence.extend(f"rank {rank.rank} was aborted by SIGABRT" for rank in ranks if was_aborted(rank))
-    return verdict_of(facts, found, ranks, {}, "hang" if timed_out else "crash")
+    return verdict_of(facts, found, ranks, {}, VerdictKind.HANG if timed_out else VerdictKind.CRASH)
 
 
 def _missed_the_reduction(waiting: list[int], shown: dict[int, RankGroups], waited: str) -> HangFinding | None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from ...core.events import GpuXid
 from ...core.gpu.counters import GpuSincePreflight, gpu_of_rank, since_preflight
+from ...core.verdicts import Certainty, NodeBlame
 from ...core.wire.messages import AgentHello, SchedulerJob, fill_command
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import Verdict
@@ -102,10 +103,10 @@ def advice(nodes: list[str], why: str, job: SchedulerJob) -> list[str]:
 
 def _blamed(facts: RunFacts, verdict: Verdict, hellos: list[AgentHello]) -> dict[str, str]:
     """What the scheduler calls a node -> what it is blamed for."""
-    if verdict.kind == "preflight":
+    if verdict.kind.blames == NodeBlame.PREFLIGHT:
         return _by_preflight(facts, verdict, hellos)
     blamed: dict[str, str] = {}
-    if verdict.kind == "lost" and verdict.signal is None:
+    if verdict.kind.blames == NodeBlame.SILENT and verdict.signal is None:
         blamed = dict.fromkeys([*_names(node for node in facts.nodes.values() if node.lost), *facts.down_nodes], "lost")
     rank = None
     if verdict.attempt is not None and verdict.rank is not None:
@@ -119,7 +120,7 @@ def _blamed(facts: RunFacts, verdict: Verdict, hellos: list[AgentHello]) -> dict
 
 def _by_preflight(facts: RunFacts, verdict: Verdict, hellos: list[AgentHello]) -> dict[str, str]:
     """The nodes blamed in the verdict's stage. A difference between nodes is the job owner's to settle."""
-    if verdict.stage is None or verdict.stage == "consistency" or verdict.certainty == "unknown":
+    if verdict.stage is None or verdict.stage == "consistency" or verdict.certainty == Certainty.UNKNOWN:
         return {}
     ranks = facts.of_attempt(facts.last_attempt)
     bad = [finding for finding in findings_of(ranks) if finding.grade == "fail" and finding.stage == verdict.stage]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...core.events import IgnoredAlarm, RangeWarning
-from ...core.frames import format_number
+from ...core.frames import FramePhase, format_number
 from ..report.notices_text import share_text
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def worst_first(warnings: list[tuple[int, RangeWarning]]) -> list[tuple[int, Ran
 
 def warning_text(warned: RangeWarning) -> str:
     """`near overflow: output of up (Linear) in batch 3: abs max 6.20e+04, 0.1 powers of two below float16's limit`."""
-    phase = "" if warned.phase == "forward" else f", {warned.phase}"
+    phase = "" if warned.phase == FramePhase.FORWARD else f", {warned.phase}"
     place = f"{warned.role} of {warned.module or 'the root'} ({warned.cls}{phase}) in batch {warned.where.batch}"
     return f"{warned.kind}: {place}: {amount_text(warned)}"
 

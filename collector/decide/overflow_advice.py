@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...core.frames import format_number, module_text
+from ...core.frames import FramePhase, format_number, module_text
 from ...core.roles import RoleKind, parse_role
 from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RunFacts
@@ -15,7 +15,7 @@ _WHOLE_BATCHES = (
 )
 _NO_STEP = "No optimizer step has run yet: "
 _FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
-_SHOWN = ("forward", "backward")
+_SHOWN = (FramePhase.FORWARD, FramePhase.BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def clues_of(
     """The clues of a diagnosis. `odd` is a copy of a weight that differs, and `blamed` the same if it explains it."""
     page = page_of(facts, first)
     frames = page.frames if page is not None else []
-    from_outside = first.source == "outside" and first.phase == "backward"
+    from_outside = first.source == "outside" and first.phase == FramePhase.BACKWARD
     may_be_wild = odd is None and first.seen_in in _SHOWN and (first.is_origin or from_outside)
     return AdviceClues(
         odd=blamed,
@@ -70,7 +70,7 @@ def next_steps(first: LocalDiagnosis, clues: AdviceClues | None = None) -> list[
     """Short advice on what to look at."""
     clues = clues or AdviceClues()
     steps = _of_clues(first, clues) or _by_source(first, clues)
-    if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != "optimizer":
+    if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != FramePhase.OPTIMIZER:
         steps = [_FLOAT16, *steps]
     return steps if first.source == "skipped" else [*steps, _WHOLE_BATCHES]
 
@@ -142,22 +142,22 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
             "Call zero_grad() before that backward. What made the gradient ran before: have that watched, too (a cell "
             "of a notebook, a step that was left out)."
         ]
-    if first.phase == "input":
+    if first.phase == FramePhase.INPUT:
         return [_of_input(first)]
-    if first.phase == "backward":
+    if first.phase == FramePhase.BACKWARD:
         return [_of_backward(first)]
-    if first.phase == "optimizer" and parse_role(first.role).kind is RoleKind.STATE:
+    if first.phase == FramePhase.OPTIMIZER and parse_role(first.role).kind is RoleKind.STATE:
         return [
             "Keep the optimizer's state in float32, or scale the gradients down: a square of a gradient overflows, and "
             "a weight whose exp_avg_sq is inf is never changed again."
         ]
-    if first.phase == "optimizer":
+    if first.phase == FramePhase.OPTIMIZER:
         state = any(note.startswith("the optimizer's ") for note in first.notes)
         also = ", and at the optimizer's state, of which the evidence has the extremes" if state else ""
         return [f"Look at the learning rate and eps of this parameter's group{also}."]
     if first.source == "weight":
         return [_of_weight(first, clues)]
-    if first.step == 0 and first.phase == "forward":
+    if first.step == 0 and first.phase == FramePhase.FORWARD:
         what = f"the {clues.large}" if clues.large else "the weights, and at the scale of the inputs"
         return [_NO_STEP + f"look at the initialisation of {what}."]
     if not first.from_page:
@@ -177,7 +177,7 @@ def _of_input(first: LocalDiagnosis) -> str:
 def _of_weight(first: LocalDiagnosis, clues: AdviceClues) -> str:
     if first.computed:
         return "Look at the code that computes that weight, and at what it is computed of."
-    if first.seen_in == "optimizer":
+    if first.seen_in == FramePhase.OPTIMIZER:
         if clues.gradients:
             return "Look at what else changes that weight: no gradient of it was seen in that batch, others were."
         return "Watch the gradients, too: --watch forward,grads,weights."

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-from ...core.frames import format_number, module_text
+from ...core.frames import FramePhase, format_number, module_text
 from ...core.judge import first_alarm, first_expected_gradient
 from ...core.lone_process import rank_name
 from ...core.roles import RoleKind, parse_role
+from ...core.verdicts import Certainty
 from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, reason
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
@@ -48,7 +49,7 @@ def evidence_of(
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
     doubts += _of_unwatched(facts, first)
     doubts += _unsettled(facts, first, diagnoses)
-    if first.source == "outside" and first.phase == "backward":
+    if first.source == "outside" and first.phase == FramePhase.BACKWARD:
         doubts += _of_stages(facts, first)
     later = [other for other in diagnoses if order.before(first, other)]
     for diagnosis in later[:_MAX_LINES]:
@@ -68,7 +69,7 @@ def evidence_of(
     lines += _of_inputs(facts, first)
     if wild is not None:
         doubts.append(wild_line(wild))
-    return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
+    return (Certainty.SUPPORTED if doubts else Certainty.ESTABLISHED), [*lines, *filter(None, doubts)]
 
 
 def _of_unwatched(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
@@ -108,7 +109,7 @@ def is_compiled(facts: RunFacts, first: LocalDiagnosis) -> bool:
 
 def _of_compiled(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
     unseen = facts.one(first.attempt, first.rank).compiled_unseen
-    doubts = [each.text for each in unseen] if first.phase == "backward" else []
+    doubts = [each.text for each in unseen] if first.phase == FramePhase.BACKWARD else []
     if is_compiled(facts, first):
         doubts.append(
             f"inside of {place_of(first)}, compiled code was not looked into: a module in there can have made it"
@@ -146,7 +147,7 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             f"{where}: {first.role} of {seen} was not finite before that backward began: what was in .grad when the "
             "module was first called was still there when it began"
         ]
-    if first.phase == "forward" and first.is_origin:
+    if first.phase == FramePhase.FORWARD and first.is_origin:
         if first.between is not None or first.own_code:
             return [f"{where}: no module call before it returned a non-finite value"]
         if first.mask:
@@ -160,7 +161,7 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
                 f"when they were last read, and not looked at since ({since})"
             ]
         return [f"{where}: inputs and weights of {place_of(first)} were finite, its {first.role} was not"]
-    if first.phase == "backward":
+    if first.phase == FramePhase.BACKWARD:
         line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
         if first.source == "outside":
             return [line, f"the model returned what {seen} had returned: its gradient comes from outside of the model"]
@@ -176,9 +177,9 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
         if first.own_code:
             return [line, f"{place_of(first)} was handed that tensor, and the gradient of its own output was finite"]
         return [line, f"{place_of(first)} alone used that tensor, and the gradient of its own output was finite"]
-    if first.phase == "optimizer" and parse_role(first.at[2]).kind is RoleKind.STATE:
+    if first.phase == FramePhase.OPTIMIZER and parse_role(first.at[2]).kind is RoleKind.STATE:
         return [f"{where}: {first.at[2]} of {seen} was not finite after the step"]
-    if first.phase == "optimizer":
+    if first.phase == FramePhase.OPTIMIZER:
         return [f"{where}: the weight and its gradient were finite before the step, the weight was not after it"]
     return []
 

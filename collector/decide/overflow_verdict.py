@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...core.events import PassedTensor
-from ...core.frames import Row
+from ...core.frames import FramePhase, Row, RowContent
 from ...core.lone_process import is_rank, rank_name
 from ...core.roles import is_param_group
+from ...core.verdicts import Certainty
 from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
@@ -73,8 +74,8 @@ def of_reduced(
         first,
         **whose_code,
         statement=statement,
-        certainty="unknown" if not settled else "established" if proven else "supported",
-        phase="collective",
+        certainty=Certainty.UNKNOWN if not settled else Certainty.ESTABLISHED if proven else Certainty.SUPPORTED,
+        phase=FramePhase.COLLECTIVE,
         evidence=[*evidence, *unseen_text, *missing, *first.notes, *failed],
         next=_next(first, found, unseen if not settled else []),
         cascade=cascade_of(facts, first.attempt, {other.rank for other in diagnoses}),
@@ -157,8 +158,8 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
             f"step: {first.role} of {place_of(first)}, batch {first.batch}{cause}; what runs between the backward "
             "and the step did it (clipping, unscaling, the script's own code)."
         ),
-        certainty="established" if first.from_page and not failed else "supported",
-        phase="optimizer",
+        certainty=Certainty.ESTABLISHED if first.from_page and not failed else Certainty.SUPPORTED,
+        phase=FramePhase.OPTIMIZER,
         evidence=[
             f"rank {first.rank}: the gradient was finite when the backward had made it",
             *evidence,
@@ -176,7 +177,7 @@ def _line(found: LocalDiagnosis) -> str:
     return f"rank {found.rank}: {found_text(found)}, batch {found.batch}"
 
 
-def _rows(page: KeptPage | None, phase: str) -> dict[tuple[str, str], Row]:
+def _rows(page: KeptPage | None, phase: FramePhase) -> dict[tuple[str, str], Row]:
     """The last row of each gradient in a phase of a page."""
     if page is None:
         return {}
@@ -186,7 +187,7 @@ def _rows(page: KeptPage | None, phase: str) -> dict[tuple[str, str], Row]:
         for frame in frames
         if frame.phase == phase
         for row in frame.gradients
-        if row.kind == "measured"
+        if row.kind == RowContent.MEASURED
     }
 
 
@@ -195,11 +196,11 @@ def _own(page: KeptPage | None, first: LocalDiagnosis) -> list[Row]:
     if page is None:
         return []
     frames = sorted(page.frames, key=lambda frame: frame.index)
-    frame = next((each for each in frames if each.phase == "collective" and each.module == first.module), None)
+    frame = next((each for each in frames if each.phase == FramePhase.COLLECTIVE and each.module == first.module), None)
     if frame is not None:
         return local_gradients(frames, frame, first.role)
     # the rank was stopped before its step
-    return [row for key, row in _rows(page, "backward").items() if key == (first.module, first.role)]
+    return [row for key, row in _rows(page, FramePhase.BACKWARD).items() if key == (first.module, first.role)]
 
 
 def _own_finite(page: KeptPage | None, first: LocalDiagnosis) -> bool | None:
@@ -214,7 +215,7 @@ def _largest_own(page: KeptPage | None, first: LocalDiagnosis) -> Row | None:
 
 def _got(page: KeptPage | None, first: LocalDiagnosis) -> Row | None:
     """What the optimizer of a rank got."""
-    return _rows(page, "collective").get((first.module, first.role))
+    return _rows(page, FramePhase.COLLECTIVE).get((first.module, first.role))
 
 
 def _got_finite(page: KeptPage | None, first: LocalDiagnosis) -> bool:
@@ -224,7 +225,7 @@ def _got_finite(page: KeptPage | None, first: LocalDiagnosis) -> bool:
 
 def _agree(left: KeptPage | None, right: KeptPage | None) -> bool:
     """Whether two ranks got the same gradients otherwise, so that each holds what all ranks hold."""
-    mine, theirs = _rows(left, "collective"), _rows(right, "collective")
+    mine, theirs = _rows(left, FramePhase.COLLECTIVE), _rows(right, FramePhase.COLLECTIVE)
     both = [key for key in mine.keys() & theirs.keys() if mine[key].finite and theirs[key].finite]
     return bool(both) and all(mine[key].abs_max == theirs[key].abs_max for key in both)
 
@@ -281,7 +282,7 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     ]
     odd = (
         odd_weight(facts, first)
-        if first.source in ("made", "weight") and first.phase in ("forward", "weight")
+        if first.source in ("made", "weight") and first.phase in (FramePhase.FORWARD, FramePhase.WEIGHT)
         else None
     )
     if odd is not None and odd.certain:
@@ -318,12 +319,12 @@ def _fed(
         cls=None,
         role=None,
         root=None,
-        phase="collective",
+        phase=FramePhase.COLLECTIVE,
         value=put.value,
         step=put.where.step,
         batch=put.where.batch,
         statement=fed_sentence(met, fed, facts.host(rank)),
-        certainty="supported",
+        certainty=Certainty.SUPPORTED,
         evidence=[*fed_lines(fed), *met.notes, f"rank {rank.rank}: no module call of its own is known to have made it"],
         next=[f"Look at what rank {rank.rank} computes outside of its modules, or is handed, before {way_text(put)}."],
         cascade=cascade_of(facts, met.attempt, {rank.rank}),
@@ -340,10 +341,10 @@ def _of_sum(facts: RunFacts, met: LocalDiagnosis, diagnoses: list[LocalDiagnosis
         cls=None,
         role=None,
         root=None,
-        phase="collective",
+        phase=FramePhase.COLLECTIVE,
         statement=f"{came.value} came out of {way_text(came)} in batch {met.batch}: what every rank put in was finite, "
         f"their sum was not ({came.dtype}).",
-        certainty="supported" if failed else "established",
+        certainty=Certainty.SUPPORTED if failed else Certainty.ESTABLISHED,
         evidence=[*fed_lines(fed), *met.notes, *failed],
         next=["Divide before the sum, or add up in float32 or bfloat16."],
         cascade=cascade_of(facts, met.attempt, {other.rank for other in diagnoses}),
@@ -352,10 +353,12 @@ def _of_sum(facts: RunFacts, met: LocalDiagnosis, diagnoses: list[LocalDiagnosis
 
 def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
     """The diagnosis that blames the rank's copy of a weight for what looked like an overflow in its module."""
-    if first.phase == "weight" and first.role == odd.row.role:
+    if first.phase == FramePhase.WEIGHT and first.role == odd.row.role:
         return replace(first, sure=first.sure or bool(first.history))  # the other copies tell more than its own past
     note = f"its {first.role} had {first.value}, out of finite inputs"
-    return replace(first, phase="weight", source="weight", role=odd.row.role, between=None, notes=(*first.notes, note))
+    return replace(
+        first, phase=FramePhase.WEIGHT, source="weight", role=odd.row.role, between=None, notes=(*first.notes, note)
+    )
 
 
 def _named(
@@ -416,7 +419,7 @@ def _skipped(
         module=None,
         cls=None,
         statement=skipped_sentence(first, host),
-        certainty="supported",
+        certainty=Certainty.SUPPORTED,
         evidence=evidence,
         next=next_steps(first),
         cascade=cascade_of(facts, first.attempt, {first.rank}),
@@ -430,7 +433,7 @@ def _unknown(facts: RunFacts, tier: list[LocalDiagnosis]) -> Verdict:
     return overflow_at(
         first,
         statement=unknown_sentence(tier),
-        certainty="unknown",
+        certainty=Certainty.UNKNOWN,
         module=None if skipped else first.module,
         cls=None if skipped else first.cls,
         evidence=[

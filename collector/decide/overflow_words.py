@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.frames import module_text
+from ...core.frames import FramePhase, module_text
 from ...core.lone_process import is_rank, pid_of_number
 from ...core.roles import RoleKind, parse_role
+from ...core.verdicts import VerdictKind
 from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RunFacts
 from ..report.model import Verdict
@@ -77,21 +78,21 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
         )
     if first.source == "unread":
         return f"{who} had {first.value} in the {first.role} of {module} in {batch}, out of finite inputs; {_UNREAD}"
-    if first.phase == "input":
+    if first.phase == FramePhase.INPUT:
         fed = f"{'were' if plural else 'was'} fed {first.value}"
         return f"{who} {fed}: {first.role} of {module} in {batch} was bad before the model saw it"
-    if first.phase == "backward":
+    if first.phase == FramePhase.BACKWARD:
         return lead + _of_gradient(first, batch)
-    if first.phase == "optimizer" and parse_role(first.role).kind is RoleKind.STATE:
+    if first.phase == FramePhase.OPTIMIZER and parse_role(first.role).kind is RoleKind.STATE:
         return _of_state(first, who, lead)
-    if first.phase == "optimizer":
+    if first.phase == FramePhase.OPTIMIZER:
         if not first.sure:
             return (
                 f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}, from finite "
                 "gradients: the step made it, or something else has changed the weight after the forward"
             )
         return f"{lead}the step after {batch} made {first.value} in the {first.role} of {module}, from finite gradients"
-    again = ", when it was run again for the backward" if first.seen_in == "recompute" else ""
+    again = ", when it was run again for the backward" if first.seen_in == FramePhase.RECOMPUTE else ""
     made = first.value
     if first.turned is not None and not first.mask:
         lead = f"{who} met nan that came from an expected -inf: "
@@ -132,7 +133,7 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
             f"{who} has another {first.role} of {module} than {ranks_text(odd.ranks)} in {batch}{made}; "
             f"this rank's copy differs from the others'{since}"
         )
-    if first.seen_in == "optimizer":
+    if first.seen_in == FramePhase.OPTIMIZER:
         return (
             f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}; "
             "the gradient that went into that step was not looked at"
@@ -185,9 +186,9 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
         return f"{who} met {first.value} in {batch}, which was skipped ({first.cause}): where it came from is unknown."
     if first.source == "received":
         place = place_of(first)
-        if first.between is not None and first.seen_in != "backward":
+        if first.between is not None and first.seen_in != FramePhase.BACKWARD:
             where = f"in {place}'s own forward, {between_text(first.between)}"
-        elif first.seen_in == "backward":
+        elif first.seen_in == FramePhase.BACKWARD:
             where = f"in the backward of {place}"
         else:
             where = f"in the {first.role} of {place}"
@@ -198,7 +199,7 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     if first.source == "unread":
         return f"{who} met a non-finite value in {batch} at the same point ({found_text(first)}); {_UNREAD}{cause}."
     what = "a non-finite weight" if first.source == "weight" else "a non-finite value"
-    if first.source == "weight" and first.seen_in == "optimizer":
+    if first.source == "weight" and first.seen_in == FramePhase.OPTIMIZER:
         return (
             f"{who} met {what} after the step of {batch} ({found_text(first)}); the gradients that went "
             f"into that step were not looked at, so the first rank is unknown{cause}."
@@ -237,7 +238,7 @@ def _batch(first: LocalDiagnosis) -> str:
 def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
     """A verdict at the place of a diagnosis. `rest` are its other fields, and those that differ from the diagnosis."""
     place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": seen_in(first)}
-    return Verdict(kind="overflow", **(place | rest))
+    return Verdict(kind=VerdictKind.OVERFLOW, **(place | rest))
 
 
 def whose(facts: RunFacts, first: LocalDiagnosis) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.events import PassedTensor
-from ...core.frames import Frame
+from ...core.frames import Frame, FramePhase
 from ...core.recorder.group_table import members_of
 from ...core.roles import RoleKind, parse_role
 from ...core.values import DTYPE_MAX
@@ -208,7 +208,7 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     frame = next((each for each in page.frames if each.index == found.frame), None) if page is not None else None
     if page is None or frame is None:
         return found
-    is_backward = frame.phase == "backward"
+    is_backward = frame.phase == FramePhase.BACKWARD
     last = _last_in(page, frame) if is_backward else _last_before(facts, page, frame)
     now = frame.seq if is_backward else begun(frame)
     notes: list[str] = []
@@ -224,7 +224,7 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     if not notes:
         return found
     if now > max(last, 0) and (_are_stages(facts, page) or _may_have_received_it(facts, found)):
-        return replace(found, source="received", phase="collective", notes=(*found.notes, *notes))
+        return replace(found, source="received", phase=FramePhase.COLLECTIVE, notes=(*found.notes, *notes))
     return replace(found, sure=False, passed=True, notes=(*found.notes, *notes))
 
 

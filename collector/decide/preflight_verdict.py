@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from ...core.preflight import PreflightFinding
 from ...core.text import ranks_text
+from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import CascadedRank, Verdict
 from .preflight_table import findings_of, seconds_of, stage_order
 from .words import local_rank_of, node_name, unfinished_stage
 
 _MAX_LINES = 12
-_CERTAINTY = {"rank": "established", "gpu": "established", "node": "established", "link": "supported"}
+_CERTAINTY = {
+    "rank": Certainty.ESTABLISHED,
+    "gpu": Certainty.ESTABLISHED,
+    "node": Certainty.ESTABLISHED,
+    "link": Certainty.SUPPORTED,
+}
 """Subject -> certainty. Where the subject is the whole job, it is unknown who is to blame."""
 
 
@@ -48,12 +54,12 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
     nodes = len({rank.agent for rank in ranks})
     seconds = max((seconds_of(rank) for rank in ranks), default=0.0)
     return Verdict(
-        kind="clean",
+        kind=VerdictKind.CLEAN,
         statement=(
             f"Preflight passed: {_count(len(ranks), 'rank')} on {_count(nodes, 'node')} in {seconds:.1f} s"
             f"{', with ' + ' and '.join(noted) if noted else ''}."
         ),
-        certainty="established",
+        certainty=Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
         evidence=[_line(finding) for finding in findings[:_MAX_LINES]],
         next=list(dict.fromkeys(finding.next for finding in findings if finding.next))[:_MAX_LINES],
@@ -63,9 +69,9 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
 def _of_silence(facts: RunFacts, silent: str) -> Verdict:
     missing = _nodes_missing(facts)
     return Verdict(
-        kind="preflight",
+        kind=VerdictKind.PREFLIGHT,
         statement=f"Preflight: {silent or 'it was stopped, and nobody said why'}.",
-        certainty="established" if missing else "unknown",
+        certainty=Certainty.ESTABLISHED if missing else Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         stage="arrive" if missing else None,
         evidence=[f"heard: {_names(sorted(node_name(node) for node in facts.nodes.values()))}"],
@@ -109,9 +115,9 @@ def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Preflig
     named = first.subject in ("rank", "gpu", "node")
     more = f" And {_count(len(same), 'other finding')} in the same stage." if same else ""
     return Verdict(
-        kind="preflight",
+        kind=VerdictKind.PREFLIGHT,
         statement=f"Preflight, stage {first.stage}: {first.sentence.rstrip('. ')}.{more}",
-        certainty=_CERTAINTY.get(first.subject, "unknown"),
+        certainty=_CERTAINTY.get(first.subject, Certainty.UNKNOWN),
         rank=alone,
         host=first.hosts[0] if named and len(first.hosts) == 1 else None,
         device=first.device or (known.preflight.device or None if known is not None and known.preflight else None),
@@ -164,9 +170,9 @@ def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
     evidence = [f"rank {rank.rank} on {facts.host(rank)}: {_outcome_text(rank)}" for rank in [*guilty, *victims]]
     if not guilty:
         return Verdict(
-            kind="preflight",
+            kind=VerdictKind.PREFLIGHT,
             statement="The preflight failed; each rank that failed was waiting for another: nobody is to blame.",
-            certainty="unknown",
+            certainty=Certainty.UNKNOWN,
             attempt=facts.last_attempt,
             evidence=evidence[:_MAX_LINES],
             next=["Run it again with --nccl-debug, and look at the rank that is missing from the evidence."],
@@ -178,12 +184,12 @@ def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
     others = f" (and {ranks_text([rank.rank for rank in guilty[1:]])})" if guilty[1:] else ""
     host = facts.host(first)
     return Verdict(
-        kind="preflight",
+        kind=VerdictKind.PREFLIGHT,
         statement=(
             f"Preflight, stage {first.preflight.stage}: rank {first.rank}{others} on {host} failed: "
             f"{first.preflight.detail.rstrip('. ')}."
         ),
-        certainty="established",
+        certainty=Certainty.ESTABLISHED,
         rank=first.rank,
         host=host,
         device=first.preflight.device or None,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ...core.frames import Frame, Row, format_number
+from ...core.frames import Frame, FramePhase, Row, RowContent, format_number
 from ...core.lone_process import is_rank
 from ..facts.calls import FrameCalls, begun
 from ..facts.diagnosis import LocalDiagnosis
@@ -228,9 +228,9 @@ def _last_step(facts: RunFacts, page: KeptPage, key: tuple[str, str]) -> tuple[R
         return None, None
     module, role = key
     rows = [(frame, row) for frame in before.frames if frame.module == module for row in frame.rows]
-    last = "optimizer" if before.step < page.step else "forward"
+    last = FramePhase.OPTIMIZER if before.step < page.step else FramePhase.FORWARD
     stepped = [row for frame, row in rows if frame.phase == last and row.role == role]
-    gradients = [row for frame, row in rows if row.role == f"grad {role}" and row.kind == "measured"]
+    gradients = [row for frame, row in rows if row.role == f"grad {role}" and row.kind == RowContent.MEASURED]
     sizes = [math.inf if row.abs_max is None or not row.finite else row.abs_max for row in gradients]
     return (stepped[-1] if stepped else None), max(sizes, default=None)
 
@@ -260,7 +260,7 @@ def wild_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> WildWeight | None
     others = sorted(peers(facts, diagnosis).items())[:_MAX_PEERS]
     known += [(f"on rank {number}", other.weights()) for number, other in others]
     for frame in sorted(page.frames, key=lambda frame: frame.index):
-        if frame.index > diagnosis.frame or frame.phase != "forward":
+        if frame.index > diagnosis.frame or frame.phase != FramePhase.FORWARD:
             continue
         for row in frame.weights:
             for where, weights in known:
@@ -290,7 +290,9 @@ def _history(facts: RunFacts, rank: RankFacts, page: KeptPage, key: tuple[str, s
 
 
 def _is_spread(page: KeptPage) -> bool:
-    return page.calls_in_common(lambda: FrameCalls(frame for frame in page.frames if frame.phase == "forward").exchange)
+    return page.calls_in_common(
+        lambda: FrameCalls(frame for frame in page.frames if frame.phase == FramePhase.FORWARD).exchange
+    )
 
 
 def _same(left: Row, right: Row) -> bool:

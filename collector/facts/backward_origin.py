@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.events import Anomaly, GraphNode, split_label
-from ...core.frames import Frame, Page, Row
+from ...core.frames import Frame, FramePhase, Page, Row, RowContent
 from ...core.roles import RoleKind
 from ...core.values import DTYPE_MAX
 from .calls import FrameCalls, TensorUsers, users_inside, users_of
@@ -126,7 +126,7 @@ def largest_gradient(call: Frame, ops: Iterable[str], gradients: list[Row], *, o
     if not used <= _PRODUCTS:
         return None
     if of_parameter:
-        given = _largest([row for row in call.inputs if row.kind == "measured"])
+        given = _largest([row for row in call.inputs if row.kind == RowContent.MEASURED])
         return (
             max(rows) * handed * max(given, 1.0) if given is not None and "ConvolutionBackward0" not in used else None
         )
@@ -166,8 +166,8 @@ class _BackwardTrail:
         self._frame = frame
         self._row = row
         self._anomaly = anomaly
-        self._calls = FrameCalls(other for other in frames if other.phase == "forward")
-        self._before = [other for other in frames if other.phase == "backward" and other.index < frame.index]
+        self._calls = FrameCalls(other for other in frames if other.phase == FramePhase.FORWARD)
+        self._before = [other for other in frames if other.phase == FramePhase.BACKWARD and other.index < frame.index]
         self._root_class = split_label(page.root)[0]
 
     # -- the two kinds of gradients -----------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class _BackwardTrail:
     def _returned_finite(self, module: str) -> bool:
         """Whether all that a module returned in the forward was measured and finite."""
         rows = [row for call in self._calls_of(module) for row in call.outputs]
-        return bool(rows) and all(row.finite and row.kind == "measured" for row in rows)
+        return bool(rows) and all(row.finite and row.kind == RowContent.MEASURED for row in rows)
 
     def _cannot_overflow(self, maker: GradientMaker, call: Frame) -> bool:
         """Whether a call's operations are of a kind, and its numbers so small, that it can only make finite ones."""
@@ -527,7 +527,7 @@ class _BackwardTrail:
             self._anomaly,
             module=module,
             cls=cls,
-            phase="collective" if source == "received" else "backward",
+            phase=FramePhase.COLLECTIVE if source == "received" else FramePhase.BACKWARD,
             source=source,
             role=role,
             between=between,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from ...core.frames import Frame, Row, is_inside
+from ...core.frames import Frame, FramePhase, Row, RowContent, is_inside
 
 _SYNCHRONISED = "SyncBatchNorm"
 
@@ -36,13 +36,13 @@ class FrameCalls:
     @classmethod
     def around(cls, frames: list[Frame], frame: Frame) -> FrameCalls:
         """The calls around `frame`: those of its forward, or of its recomputed stretch."""
-        if frame.phase != "recompute":
-            return cls(other for other in frames if other.phase == "forward")
+        if frame.phase != FramePhase.RECOMPUTE:
+            return cls(other for other in frames if other.phase == FramePhase.FORWARD)
         position = frames.index(frame)
         start, end = position, position + 1
-        while start and frames[start - 1].phase == "recompute":
+        while start and frames[start - 1].phase == FramePhase.RECOMPUTE:
             start -= 1
-        while end < len(frames) and frames[end].phase == "recompute":
+        while end < len(frames) and frames[end].phase == FramePhase.RECOMPUTE:
             end += 1
         return cls(frames[start:end])
 
@@ -272,7 +272,7 @@ def _values(rows: list[Row]) -> set[int]:
 
 def _can_lead_on(row: Row) -> bool:
     """Whether a tensor can have a gradient."""
-    if row.kind in ("none", "not_a_tensor", "empty"):
+    if row.kind in (RowContent.NONE, RowContent.NOT_A_TENSOR, RowContent.EMPTY):
         return False
     return row.dtype.startswith(("float", "bfloat", "complex", "unknown"))
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy
 
 from ...core.events import Anomaly, IssuedMoment, LookedAgain, RunPosition, split_label
-from ...core.frames import Frame, Page, Row, module_text
+from ...core.frames import Frame, FramePhase, Page, Row, module_text
 from ...core.lone_process import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
@@ -43,7 +43,7 @@ class LocalDiagnosis:
     root: str
     module: str
     cls: str
-    phase: str
+    phase: FramePhase
     """As in report.json."""
     source: Source
     role: str
@@ -87,7 +87,7 @@ class LocalDiagnosis:
     """What has used a tensor with a bad gradient as well, and cannot have made it: `AddBackward0 of `block``."""
     mask: str = ""
     """Of which -inf a nan was made: `a row of input[1] is -inf throughout`."""
-    seen_in: str = "forward"
+    seen_in: FramePhase = FramePhase.FORWARD
     """Phase of the frame, as core.frames.Phase has it. A bad weight may show in a forward or after a step."""
     cause: str = ""
     notes: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ def diagnosis_of_row(
     *,
     module: str,
     cls: str,
-    phase: str,
+    phase: FramePhase,
     source: Source,
     role: str = "",
     between: tuple[str, str | None] | None = None,
@@ -171,14 +171,14 @@ def left_before(page: Page, frame: Frame, row: Row, anomaly: Anomaly) -> LocalDi
     if again is None or not again.left or mine != (frame.index, frame.module, row.role):
         return None
     return diagnosis_of_row(
-        page, frame, row, anomaly, module=frame.module, cls=frame.cls, phase="backward", source="left"
+        page, frame, row, anomaly, module=frame.module, cls=frame.cls, phase=FramePhase.BACKWARD, source="left"
     )
 
 
-def _may_be_elsewhere(again: LookedAgain, module: str, phase: str) -> bool:
+def _may_be_elsewhere(again: LookedAgain, module: str, phase: FramePhase) -> bool:
     """Whether a second look has found what may have made a value in another place than `module`."""
     # where the graph tells who is behind a value, an attribute may only have kept it afterwards
-    held = phase == "forward" and not again.own_code and any(each.module != module for each in again.held)
+    held = phase == FramePhase.FORWARD and not again.own_code and any(each.module != module for each in again.held)
     return bool(again.changed) or again.threads or held
 
 
@@ -188,10 +188,10 @@ def _of_threads(again: LookedAgain | None) -> tuple[str, ...]:
     return ("modules were called in another thread within that forward, and have no frames: one can have made it",)
 
 
-def _of_scale(anomaly: Anomaly, phase: str) -> tuple[str, ...]:
+def _of_scale(anomaly: Anomaly, phase: FramePhase) -> tuple[str, ...]:
     """The scale that gradients had from a GradScaler: it may be the only reason why they were inf."""
     scale = anomaly.again.loss_scale if anomaly.again is not None else None
-    if scale is None or phase not in ("backward", "collective", "optimizer"):
+    if scale is None or phase not in (FramePhase.BACKWARD, FramePhase.COLLECTIVE, FramePhase.OPTIMIZER):
         return ()
     return (f"a GradScaler had scaled the loss; its scale was {scale:g} when the alarm was raised",)
 
@@ -231,7 +231,7 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         root=anomaly.where.root,
         module=anomaly.module,
         cls=anomaly.cls,
-        phase="forward" if anomaly.phase == "recompute" else anomaly.phase,
+        phase=FramePhase.FORWARD if anomaly.phase == FramePhase.RECOMPUTE else anomaly.phase,
         source="made",
         role=anomaly.role,
         value=anomaly.value,
@@ -249,24 +249,24 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
     )
     if is_skipped(anomaly):
         return replace(found, source="skipped")
-    if anomaly.phase == "collective":
+    if anomaly.phase == FramePhase.COLLECTIVE:
         return replace(found, source="reduced")
-    if anomaly.phase == "optimizer" and parse_role(anomaly.role).kind is RoleKind.STATE:
+    if anomaly.phase == FramePhase.OPTIMIZER and parse_role(anomaly.role).kind is RoleKind.STATE:
         return replace(found, sure=False)
-    if anomaly.phase == "optimizer":  # its gradient may have been non-finite before the step
-        return replace(found, phase="weight", source="weight")
-    if anomaly.phase == "backward":
+    if anomaly.phase == FramePhase.OPTIMIZER:  # its gradient may have been non-finite before the step
+        return replace(found, phase=FramePhase.WEIGHT, source="weight")
+    if anomaly.phase == FramePhase.BACKWARD:
         if parse_role(anomaly.role).kind is RoleKind.GRAD_OUTPUT:  # its user made it, and only the page shows the users
             root_class = split_label(anomaly.where.root)[0]
             return replace(found, module="", cls=root_class, between=("", anomaly.module), sure=False)
         return replace(found, sure=False)
     if not anomaly.weights_finite:
-        return replace(found, phase="weight", source="weight")
+        return replace(found, phase=FramePhase.WEIGHT, source="weight")
     if not anomaly.inputs_finite:
-        is_root = anomaly.module == "" and anomaly.phase == "forward"
-        return replace(found, phase="input", source="outside") if is_root else replace(found, source="carried")
+        is_root = anomaly.module == "" and anomaly.phase == FramePhase.FORWARD
+        return replace(found, phase=FramePhase.INPUT, source="outside") if is_root else replace(found, source="carried")
     if anomaly.collectives:
-        return replace(found, phase="collective", source="received")
+        return replace(found, phase=FramePhase.COLLECTIVE, source="received")
     return found
 
 

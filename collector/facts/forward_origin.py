@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...core.events import Anomaly, split_label
-from ...core.frames import Frame, Page, Row, RowMark, module_text
+from ...core.frames import Frame, FramePhase, Page, Row, RowContent, RowMark, module_text
 from ...core.judge import first_expected_gradient
 from ...core.roles import RoleKind, role_of_parameter
 from ...core.values import NonFinite, name_of
@@ -39,13 +39,13 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
     if is_scalers(anomaly):
         expected = first_expected_gradient(frames)
         return _of_gradient(page, frames, *expected, anomaly) if expected is not None else from_event(anomaly)
-    if first.phase in ("forward", "recompute"):
+    if first.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
         found = _ForwardTrail(page, FrameCalls.around(frames, first), anomaly, earlier).explain(first)
         return _by_another_way(found, page, first, anomaly)
     row = next((row for row in first.rows if row.role == anomaly.role and not row.finite), None)
     if row is None:  # its own rows were lost
         return from_event(anomaly)
-    if first.phase == "optimizer":
+    if first.phase == FramePhase.OPTIMIZER:
         explain = explain_state if row.role_kind is RoleKind.STATE else explain_step
         gradient = explain(page, frames, first, row, anomaly, earlier)
         return gradient if isinstance(gradient, LocalDiagnosis) else _of_gradient(page, frames, *gradient, anomaly)
@@ -53,7 +53,7 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
 
 
 def _of_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
-    if frame.phase != "collective":
+    if frame.phase != FramePhase.COLLECTIVE:
         return explain_gradient(page, frames, frame, row, anomaly)
     found = explain_reduced(page, frames, frame, row, anomaly)
     if isinstance(found, LocalDiagnosis):
@@ -196,7 +196,14 @@ class _ForwardTrail:
         if computed:
             notes = (*notes, f"the script has computed {bad.role} from other tensors: look at what it was computed of")
         found = self._diagnosis(
-            frame, bad, frame.module, frame.cls, phase="weight", source="weight", sure=not computed, notes=notes
+            frame,
+            bad,
+            frame.module,
+            frame.cls,
+            phase=FramePhase.WEIGHT,
+            source="weight",
+            sure=not computed,
+            notes=notes,
         )
         if computed or bad.shape is None:  # without a shape: no row of a page
             return replace(found, computed=computed)
@@ -236,7 +243,7 @@ class _ForwardTrail:
         row = self._weight_row(bad.role, bad.value, bad.dtype)
         note = f"{bad.role} of {module_text(bad.module, bad.cls)} was finite when it was read after the last step"
         found = self._diagnosis(
-            frame, row, bad.module, bad.cls, phase="weight", source="weight", sure=False, notes=(note,)
+            frame, row, bad.module, bad.cls, phase=FramePhase.WEIGHT, source="weight", sure=False, notes=(note,)
         )
         return replace(found, at=(bad.module, bad.cls, bad.role), changed_since=True)
 
@@ -331,9 +338,9 @@ class _ForwardTrail:
         if producer is not None and not again:
             return self.explain(*producer)
         holder = calls.outermost_with_input(frame, bad)
-        if holder.parent is None and holder.phase == "forward":
+        if holder.parent is None and holder.phase == FramePhase.FORWARD:
             row = next((row for row in holder.inputs if row.value == bad.value), bad)
-            return self._diagnosis(holder, row, holder.module, holder.cls, phase="input", source="outside")
+            return self._diagnosis(holder, row, holder.module, holder.cls, phase=FramePhase.INPUT, source="outside")
         parent, before = calls.parent(holder), calls.previous_sibling(holder)
         if parent is None and before is None:  # the module around it is not watched, or was not recomputed
             return self._diagnosis(holder, bad, holder.module, holder.cls, source="carried")
@@ -421,7 +428,7 @@ class _ForwardTrail:
         module: str,
         cls: str,
         *,
-        phase: str = "forward",
+        phase: FramePhase = FramePhase.FORWARD,
         source: str,
         between: tuple[str, str | None] | None = None,
         sure: bool = True,
@@ -434,7 +441,7 @@ class _ForwardTrail:
             self._anomaly,
             module=module,
             cls=cls,
-            phase="collective" if source == "received" else phase,
+            phase=FramePhase.COLLECTIVE if source == "received" else phase,
             source=source,  # type: ignore[arg-type]  # the callers above pass one of the literals
             between=between,
             sure=sure,
@@ -449,7 +456,7 @@ class _ForwardTrail:
 def _unseen_object(frame: Frame) -> tuple[str, ...]:
     """A call that was handed no tensor, and an object: a generator or a class of the script's own may hold some."""
     kinds = {row.kind for row in frame.inputs}
-    if "not_a_tensor" not in kinds or "measured" in kinds:
+    if RowContent.NOT_A_TENSOR not in kinds or RowContent.MEASURED in kinds:
         return ()
     return (
         f"{module_text(frame.module, frame.cls)} was handed an object that is not looked into: the value may have come "
@@ -491,7 +498,7 @@ def neginf_before(earlier: Sequence[Page], frame: Frame, role: str) -> EarlierRo
             for other in page.frames
             if (other.module, other.phase) == (frame.module, frame.phase)
             for row in other.rows
-            if row.role == role and row.kind == "measured"
+            if row.role == role and row.kind == RowContent.MEASURED
         ]
         if any(row.only_neginf for row in rows):
             return EarlierRow(page.batch, True)

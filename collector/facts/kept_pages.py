@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 from ...core.events import Definition
-from ...core.frames import Frame, Page, Phase, Row
+from ...core.frames import Frame, FramePhase, Page, Phase, Row, RowContent
 from ...core.recorder.page_tables import PageTables, whole
 from ...core.recorder.pages import NameTable, decode_frame
 from ...core.wire.messages import PageMessage
@@ -206,7 +206,7 @@ class KeptPage:
     @property
     def has_backward(self) -> bool:
         """Frames are in the order in which they happened: a batch with a backward does not end with its forward."""
-        return self._last_phase not in (-1, Phase.FORWARD, Phase.WEIGHT, Phase.INPUT)
+        return self._last_phase not in (-1, Phase.FORWARD)
 
     @property
     def first_frame(self) -> Frame | None:
@@ -271,7 +271,7 @@ class KeptPage:
         """(name, class) of what its forward has called, without the root."""
 
         def make() -> frozenset[tuple[str, str]]:
-            return frozenset((f.module, f.cls) for f in self.frames if f.phase == "forward" and f.module)
+            return frozenset((f.module, f.cls) for f in self.frames if f.phase == FramePhase.FORWARD and f.module)
 
         return self._shelf.in_common(("modules", self._names.place, self._in_common[0]), make)
 
@@ -297,7 +297,7 @@ class KeptPage:
         found: Weights = {}
         for frame in sorted(self._tables.forward_weights(self._names.names), key=lambda frame: frame.index):
             for row in frame.weights:
-                if row.kind == "measured":
+                if row.kind == RowContent.MEASURED:
                     found.setdefault((frame.module, row.role), row)
         return found
 

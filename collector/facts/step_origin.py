@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...core.events import Anomaly, OptimizerStep
-from ...core.frames import Frame, Page, Row, RowMark, format_number
+from ...core.frames import Frame, FramePhase, Page, Row, RowContent, RowMark, format_number
 from ...core.judge import first_expected_gradient
 from ...core.roles import RoleKind, is_param_group, role_of_parameter
 from ...core.values import DTYPE_MAX
@@ -171,7 +171,7 @@ def explain_reduced(
         anomaly,
         module=frame.module,
         cls=frame.cls,
-        phase="collective",
+        phase=FramePhase.COLLECTIVE,
         source="reduced",
         sure=sure,
         notes=notes,
@@ -208,7 +208,7 @@ def explain_step(
         anomaly,
         module=frame.module,
         cls=frame.cls,
-        phase="optimizer" if source == "made" else "weight",
+        phase=FramePhase.OPTIMIZER if source == "made" else FramePhase.WEIGHT,
         source=source,
         sure=sure,
         notes=notes,
@@ -245,7 +245,7 @@ def explain_state(
         anomaly,
         module=frame.module,
         cls=frame.cls,
-        phase="optimizer",
+        phase=FramePhase.OPTIMIZER,
         source="made",
         sure=sure,
         notes=tuple(notes),
@@ -257,8 +257,8 @@ def _last_state(frame: Frame, row: Row, earlier: Sequence[Page]) -> tuple[Page, 
     """The last reading of a state from before, if it was finite."""
     for page in earlier:
         for other in page.frames:
-            for found in other.states if (other.module, other.phase) == (frame.module, "optimizer") else ():
-                if found.role == row.role and found.kind == "measured":
+            for found in other.states if (other.module, other.phase) == (frame.module, FramePhase.OPTIMIZER) else ():
+                if found.role == row.role and found.kind == RowContent.MEASURED:
                     return (page, found) if found.finite else None
     return None
 
@@ -292,9 +292,9 @@ def _by_rule(
 def _had_no_gradient(frames: list[Frame], frame: Frame, row: Row) -> bool:
     """Whether the weight was seen to have no gradient when the step began."""
     return any(
-        found.role == f"state grad {row.role}" and found.kind == "none"
+        found.role == f"state grad {row.role}" and found.kind == RowContent.NONE
         for other in frames
-        if other.phase == "optimizer" and other.module == frame.module and other.index >= frame.index
+        if other.phase == FramePhase.OPTIMIZER and other.module == frame.module and other.index >= frame.index
         for found in other.rows
     )
 
@@ -331,9 +331,9 @@ def local_gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
     return [
         row
         for other in frames
-        if other.phase == "backward" and other.module == frame.module and other.index < frame.index
+        if other.phase == FramePhase.BACKWARD and other.module == frame.module and other.index < frame.index
         for row in other.rows
-        if row.role == role and row.kind == "measured"
+        if row.role == role and row.kind == RowContent.MEASURED
     ]
 
 
@@ -342,9 +342,9 @@ def _gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
     got = [
         row
         for other in frames
-        if other.phase == "collective" and other.module == frame.module and other.index < frame.index
+        if other.phase == FramePhase.COLLECTIVE and other.module == frame.module and other.index < frame.index
         for row in other.rows
-        if row.role == role and row.kind == "measured"
+        if row.role == role and row.kind == RowContent.MEASURED
     ]
     return got or local_gradients(frames, frame, role)
 
@@ -353,7 +353,7 @@ def _state(frames: list[Frame], frame: Frame, name: str) -> list[str]:
     """`exp_avg_sq of weight: abs min 0.00e+00, abs max 0.00e+00`, for each tensor of a parameter's state."""
     found = []
     for row in _state_rows(frames, frame, name):
-        if row.kind == "measured":
+        if row.kind == RowContent.MEASURED:
             smallest, largest = format_number(row.abs_min).strip(), format_number(row.abs_max).strip()
             found.append(f"the optimizer's {row.parsed_role.key} of {name}: abs min {smallest}, abs max {largest}")
     return found
@@ -361,6 +361,8 @@ def _state(frames: list[Frame], frame: Frame, name: str) -> list[str]:
 
 def _state_rows(frames: list[Frame], frame: Frame, name: str) -> list[Row]:
     """A parameter's state: in the frame of the weight, or on a device in one that was written when its numbers came."""
-    of_module = [f for f in frames if f.phase == "optimizer" and f.module == frame.module and f.index >= frame.index]
+    of_module = [
+        f for f in frames if f.phase == FramePhase.OPTIMIZER and f.module == frame.module and f.index >= frame.index
+    ]
     rows = [row for other in of_module for row in other.rows]
     return [row for row in rows if row.role_kind is RoleKind.STATE and row.parsed_role.name == name]

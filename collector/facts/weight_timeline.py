@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from ...core.frames import Frame, Page, Row, format_number
+from ...core.frames import Frame, FramePhase, Page, Row, RowContent, format_number
 from ...core.roles import RoleKind
 
 UNSEEN = "no optimizer step was seen in between: the script, a load or memory changed it"
@@ -28,7 +28,7 @@ class WeightReading(NamedTuple):
     @property
     def after_step(self) -> bool:
         """It was read after a step of an optimizer that holds it; else in a forward."""
-        return self.frame.phase == "optimizer"
+        return self.frame.phase == FramePhase.OPTIMIZER
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def readings(page: Page, frame: Frame, row: Row, earlier: Sequence[Page] = ()) -
         for other in sorted(each.frames, key=lambda found: -found.index):
             if other.module != frame.module or (each is page and other.index >= frame.index):
                 continue
-            if other.phase not in ("forward", "optimizer"):
+            if other.phase not in (FramePhase.FORWARD, FramePhase.OPTIMIZER):
                 continue
             for found in other.weights:
-                if found.role == row.role and found.kind == "measured" and found.shape == row.shape:
+                if found.role == row.role and found.kind == RowContent.MEASURED and found.shape == row.shape:
                     yield WeightReading(each, other, found)
 
 
@@ -115,7 +115,7 @@ def _is_whole(pages: list[Page]) -> bool:
 
 def _others_stepped(pages: list[Page]) -> bool:
     """Whether other weights were read after a step: this one would have been, too, had an optimizer held it."""
-    return any(frame.phase == "optimizer" and frame.weights for page in pages for frame in page.frames)
+    return any(frame.phase == FramePhase.OPTIMIZER and frame.weights for page in pages for frame in page.frames)
 
 
 def _had_no_gradient(pages: list[Page], frame: Frame, row: Row) -> bool:
@@ -125,6 +125,6 @@ def _had_no_gradient(pages: list[Page], frame: Frame, row: Row) -> bool:
         for each in pages
         for other in each.frames
         for found in other.gradients
-        if found.role_kind is RoleKind.GRAD_WEIGHT and found.kind == "measured"
+        if found.role_kind is RoleKind.GRAD_WEIGHT and found.kind == RowContent.MEASURED
     }
     return bool(seen) and (frame.module, row.parsed_role.name) not in seen

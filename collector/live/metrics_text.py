@@ -17,14 +17,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ...core.errors import EXIT_OF_KIND
 from ...core.lone_process import is_rank, pid_of_number
+from ...core.verdicts import VerdictKind
 from ...core.wire.view import JobView, RankView
 from .own_numbers import OwnNumbers
 from .snapshot import STATES, behind_of, state_of
 
-KINDS = (*EXIT_OF_KIND, "interrupted")
-"""Of verdicts."""
 _RANK = ("rank", "host")
 _MODULE = ("module", "dtype")
 
@@ -56,7 +54,11 @@ def families(view: JobView, own: OwnNumbers) -> Iterator[Metric]:
     yield from _modules(view)
     yield from _counts(view)
     yield _by_label(
-        GaugeMetricFamily, "gpuwatch_verdict", "1: the verdict so far.", "kind", {k: k == view.kind for k in KINDS}
+        GaugeMetricFamily,
+        "gpuwatch_verdict",
+        "1: the verdict so far.",
+        "kind",
+        {k: k == view.kind for k in VerdictKind},
     )
     yield from _own(own)
 

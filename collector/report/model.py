@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from ...core.events import GpuHealth, GpuXid
-from ...core.frames import Frame, Page
+from ...core.frames import Frame, FramePhase, Page
 from ...core.gpu.counters import GpuSincePreflight
 from ...core.lone_process import is_rank, pid_of_number, rank_name
 from ...core.preflight import InventoryFacts, PreflightFinding
 from ...core.text import ranks_text
+from ...core.verdicts import Certainty, VerdictKind
 
 # The verdict as a value: report.json's `verdict`.
 
@@ -53,9 +54,9 @@ class CascadedRank(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     """report.json's `verdict`; what does not apply is null."""
 
-    kind: str
+    kind: VerdictKind
     statement: str
-    certainty: str
+    certainty: Certainty
     rank: int | None = None
     host: str | None = None
     device: str | None = None
@@ -347,7 +348,7 @@ class RankAnomaly(msgspec.Struct, frozen=True):
     frame: int
     module: str
     cls: str = msgspec.field(name="class")
-    phase: str
+    phase: FramePhase
     role: str | None
     """null if the value was first seen in a row of another module: `seen_in`"""
     value: str

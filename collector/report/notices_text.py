@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -9,7 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.frames import format_number, module_text
+from ...core.lone_process import rank_name
 from ...core.text import shown_name
+from ...core.torch_notes import notes_on
+from ...core.verdicts import ReportSection
 from .model import RankReport, RunReport
 from .sentence_parts import ranks_text
 
@@ -17,20 +21,50 @@ _MAX_WARNINGS = 8
 _MAX_INSIGHTS = 6
 _MAX_HIDDEN = 4
 _MAX_NOTABLE = 3
+_CLOCK_OFF_S = 1.0
+_TURNED_AWAY = {
+    "refused": "clients with another key or of another run",
+    "from_viewers": "messages of viewers",
+    "replayed": "hellos that were heard before",
+    "disbelieved": "messages about another node's ranks",
+    "malformed": "messages that could not be read",
+}
 
 
-def print_notices(console: Console, report: RunReport, *, warnings: bool = False) -> None:
-    """A slow rank, values near trouble, then expected and waived values, skipped batches and the cost of watching.
+def print_title(console: Console, section: ReportSection, style: str = "bold") -> None:
+    """A section's title, on a line of its own."""
+    console.print()
+    console.print(Text(section.heading, style=style))
 
-    `warnings`: the rows that are near trouble, too.
-    """
-    _nodes(console, report)
-    _stragglers(console, report)
-    _insights(console, report, warnings)
-    if warnings:
-        _warnings(console, report.ranks)
+
+def print_notes(console: Console, report: RunReport) -> None:
+    """Trouble of gpuwatch's own, then expected and waived values, skipped batches and the cost of watching."""
+    print_title(console, ReportSection.NOTES)
+    for line in trouble_lines(report):
+        console.print(Text(f"  - {line}", style="yellow"))
     for line in notice_lines(report):
-        console.print(Text(line))
+        console.print(Text(f"  - {line}"))
+
+
+def trouble_lines(report: RunReport) -> Iterator[str]:
+    """What of gpuwatch itself went wrong or did not reach this report, and clocks that are too far apart to compare."""
+    for node in report.nodes:
+        if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
+            off = -node.clock_offset_ns / 1e9
+            yield f"the clock of {node.host} is {off:+.1f} s off the collector's: mind it in logs"
+    yield from notes_on(report.run.versions.get("torch", ""))
+    for rank in report.everyone:
+        for fault in rank.faults:
+            yield f"gpuwatch's own fault on {rank_name(rank.rank)}: {fault}"
+    untold = report.collector.get("metrics_faults", 0)
+    if untold:
+        yield f"gpuwatch's own fault in the collector: the metrics could not be told, {untold} times (its log says why)"
+    unwritten = report.collector.get("unwritten", 0)
+    if unwritten:
+        yield f"{unwritten} messages could not be written to the run store (is the disk full?)"
+    found = [f"{report.collector[key]} {what}" for key, what in _TURNED_AWAY.items() if report.collector.get(key)]
+    if found:
+        yield f"the collector turned away: {', '.join(found)}"
 
 
 def notice_lines(report: RunReport) -> list[str]:
@@ -40,14 +74,12 @@ def notice_lines(report: RunReport) -> list[str]:
     return [*_scaler(ranks), *_waived(ranks), *_absorbed(ranks), *_skipped(ranks), *thinned, *_cost(ranks)]
 
 
-def _nodes(console: Console, report: RunReport) -> None:
+def print_nodes(console: Console, report: RunReport) -> None:
     """What stands out in the figures of the nodes around the event."""
     telemetry = report.telemetry
-    if telemetry is None:
+    if telemetry is None or not (telemetry.notable or telemetry.trouble):
         return
-    if telemetry.notable:
-        console.print()
-        console.print(Text("On the nodes", style="bold"))
+    print_title(console, ReportSection.NODES)
     first = list({notable.what: notable for notable in reversed(telemetry.notable)}.values())[::-1]
     for notable in first[:_MAX_NOTABLE]:
         alike = f"; so on {notable.alike} other node{'s' if notable.alike > 1 else ''}" if notable.alike else ""
@@ -55,28 +87,26 @@ def _nodes(console: Console, report: RunReport) -> None:
     if len(first) > _MAX_NOTABLE:
         console.print(Text(f"{len(first) - _MAX_NOTABLE} more in report.json"))
     if telemetry.trouble:
-        console.print()
         console.print(Text(telemetry.trouble, style="yellow"))
 
 
-def _stragglers(console: Console, report: RunReport) -> None:
-    found = report.steps.stragglers if report.steps is not None else []
-    if found:
-        console.print()
-        console.print(Text("Slow", style="bold red" if any(slow.loud for slow in found) else "bold"))
-    for slow in found:
+def print_steps(console: Console, report: RunReport) -> None:
+    """The ranks that the others wait for."""
+    steps = report.steps
+    if steps is None or not (steps.stragglers or steps.trouble):
+        return
+    print_title(console, ReportSection.STEPS, "bold red" if any(slow.loud for slow in steps.stragglers) else "bold")
+    for slow in steps.stragglers:
         console.print(Text(f"  - {slow.text}"))
         for line in slow.beside:
             console.print(Text(f"    {line}"))
-    if report.steps is not None and report.steps.trouble:
-        console.print()
-        console.print(Text(report.steps.trouble, style="yellow"))
+    if steps.trouble:
+        console.print(Text(steps.trouble, style="yellow"))
 
 
-def _insights(console: Console, report: RunReport, warnings: bool) -> None:
-    if report.insights:
-        console.print()
-        console.print(Text("Close to trouble", style="bold"))
+def print_insights(console: Console, report: RunReport, *, warnings: bool) -> None:
+    """What values near trouble come to. `warnings`: their rows follow."""
+    print_title(console, ReportSection.INSIGHTS)
     for insight in report.insights[:_MAX_INSIGHTS]:
         console.print(Text(f"  - {insight.text}. {insight.next}"))
     left_out = len(report.insights) - _MAX_INSIGHTS
@@ -89,13 +119,10 @@ def _insights(console: Console, report: RunReport, warnings: bool) -> None:
         console.print(Text("; ".join(more)))
 
 
-def _warnings(console: Console, ranks: list[RankReport]) -> None:
-    found = [(rank.rank, warning) for rank in ranks for warning in rank.warnings]
-    if not found:
-        return
-    found.sort(key=_badness)
-    console.print()
-    console.print(Text("Finite, and close to trouble", style="bold"))
+def print_warnings(console: Console, report: RunReport) -> None:
+    """The rows near overflow or in underflow, the worst first."""
+    found = sorted(((rank.rank, warning) for rank in report.ranks for warning in rank.warnings), key=_badness)
+    print_title(console, ReportSection.WARNINGS)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("rank", "kind", "module", "role", "batch", "dtype", "abs max", "left", "zeros", "subnormal"):
         table.add_column(title, overflow="fold")
@@ -115,7 +142,7 @@ def _warnings(console: Console, ranks: list[RankReport]) -> None:
         )
     console.print(table)
     left_out = len(found) - min(len(found), _MAX_WARNINGS)
-    rows = sum(rank.warned for rank in ranks)
+    rows = sum(rank.warned for rank in report.ranks)
     more = [f"{left_out} more of other places in report.json"] if left_out else []
     more += [f"{rows} such rows in all batches"] if rows > len(found) else []
     if more:

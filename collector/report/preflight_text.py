@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ...core.preflight import PreflightFinding
 from ...core.text import ranks_text
-from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, StageCell
+from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, RunReport, StageCell
 
 _STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}
 _MOST_ROWS = 8
@@ -82,9 +82,10 @@ def _cell(cell: StageCell | None) -> Text:
     return Text.assemble((cell.grade, _STYLES[cell.grade]), seconds)
 
 
-def print_findings(console: Console, preflight: PreflightReport, told: Iterable[str] = ()) -> None:
-    """Print the findings that the verdict (`told`) does not hold already, and the bandwidth."""
-    told_already = " ".join(told)
+def print_findings(console: Console, report: RunReport) -> None:
+    """Print the findings that the verdict does not hold already, and the bandwidth."""
+    preflight = report.preflight
+    told_already = " ".join([report.verdict.statement, *report.verdict.evidence])
     left = [finding for finding in preflight.findings if finding.sentence not in told_already]
     _list(console, "Differences between ranks", [f for f in left if f.stage == "consistency"])
     _bandwidth(console, preflight.bandwidth)

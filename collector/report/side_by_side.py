@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ...core.frames import Frame, format_number
+from ...core.frames import Frame, FramePhase, RowContent, format_number
 from .model import RankReport, RunReport
 
 
@@ -60,7 +60,7 @@ def side_by_side(report: RunReport, shown: RankReport, most_ranks: int, most_row
         return None
     by_rank = [{frame_key(frame): frame for frame in rank.frames} for rank in columns]
     return SideBySide(
-        "outputs" if all(frame.phase == "forward" for frame in shown.frames) else "outputs and gradients",
+        "outputs" if all(frame.phase == FramePhase.FORWARD for frame in shown.frames) else "outputs and gradients",
         shown.frames[-1].batch,
         columns,
         [
@@ -71,14 +71,26 @@ def side_by_side(report: RunReport, shown: RankReport, most_ranks: int, most_row
     )
 
 
+def can_be_compared(report: RunReport) -> bool:
+    """Whether modules of two ranks can stand side by side."""
+    if report.by_module is not None and len(report.by_module.ranks) > 1:
+        return True
+    shown = rank_to_show(report)
+    return shown is not None and side_by_side(report, shown, 2, 1) is not None
+
+
 def frame_key(frame: Frame) -> tuple[str, str, str | int]:
     """Identifies the same frame on two ranks. Gradients come in another order on each rank."""
-    return frame.module, frame.phase, frame.index if frame.phase == "forward" or not frame.rows else frame.rows[0].role
+    return (
+        frame.module,
+        frame.phase,
+        frame.index if frame.phase == FramePhase.FORWARD or not frame.rows else frame.rows[0].role,
+    )
 
 
 def _title(frame: Frame) -> str:
     title = f"{frame.module or '(root)'} {frame.cls}"
-    if frame.phase != "forward":
+    if frame.phase != FramePhase.FORWARD:
         title += f" {frame.rows[0].role if len(frame.rows) == 1 else f'({frame.phase})'}"
     return title
 
@@ -87,8 +99,8 @@ def cell_of(frame: Frame | None) -> ModuleCell:
     """abs max over the outputs of a forward, over all rows of another frame."""
     if frame is None:
         return ModuleCell("-")
-    rows = frame.outputs if frame.phase in ("forward", "recompute") else frame.rows
-    rows = [row for row in rows if row.kind == "measured"]
+    rows = frame.outputs if frame.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE) else frame.rows
+    rows = [row for row in rows if row.kind == RowContent.MEASURED]
     if not rows:
         return ModuleCell("-")
     for name, bad in (("nan", any(r.nan for r in rows)), ("inf", any(r.posinf or r.neginf for r in rows))):

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...core.frames import HEADER, NAME_INDENT, Frame, Row, format_row, module_text
+from ...core.frames import HEADER, NAME_INDENT, Frame, FramePhase, Row, format_row, module_text
 from ...core.lone_process import rank_name
 from ...core.text import TextConsole, ranks_text
-from ...core.torch_notes import notes_on
+from ...core.verdicts import ReportSection
 from .model import CascadedRank, ConcurrentOrigin, RankAnomaly, RankReport, RunReport
-from .notices_text import print_notices, share_text
+from .notices_text import (
+    print_insights,
+    print_nodes,
+    print_notes,
+    print_steps,
+    print_title,
+    print_warnings,
+    share_text,
+)
 from .preflight_text import print_findings, print_stages
+from .sections import is_about_preflight, sections_of_text
 from .sentence_parts import one_on
 from .side_by_side import rank_to_show, side_by_side
 from .stack_groups import stacks_text
@@ -39,7 +48,7 @@ def frames_text(frames: list[Frame]) -> str:
         if (
             frame.module,
             frame.phase,
-        ) != before or frame.phase == "forward":  # each call of a forward has its own title
+        ) != before or frame.phase == FramePhase.FORWARD:  # each call of a forward has its own title
             lines.append(f"{NAME_INDENT} {title_of(frame)}")
         before = (frame.module, frame.phase)
         lines += [row_text(row) for row in frame.rows]
@@ -48,7 +57,7 @@ def frames_text(frames: list[Frame]) -> str:
 
 def title_of(frame: Frame) -> str:
     """Name and class, and the phase if that is not the forward."""
-    return frame.title if frame.phase == "forward" else f"{frame.title} ({frame.phase})"
+    return frame.title if frame.phase == FramePhase.FORWARD else f"{frame.title} ({frame.phase})"
 
 
 def row_text(row: Row) -> str:
@@ -65,14 +74,6 @@ def _shares(row: Row) -> list[tuple[str, float | None]]:
 
 _MAX_CASCADE = 8
 _MAX_ATTEMPTS = 8
-_CLOCK_OFF_S = 1.0
-_TURNED_AWAY = {
-    "refused": "clients with another key or of another run",
-    "from_viewers": "messages of viewers",
-    "replayed": "hellos that were heard before",
-    "disbelieved": "messages about another node's ranks",
-    "malformed": "messages that could not be read",
-}
 
 
 def concurrent_lines(concurrent: list[ConcurrentOrigin]) -> list[str]:
@@ -127,28 +128,6 @@ def first_text(first: RankAnomaly | None) -> str:
     return f"batch {first.batch}: {first.value}, {module or f'(root) {cls}'} {role}"
 
 
-def trouble_lines(report: RunReport) -> Iterator[str]:
-    """What of gpuwatch itself went wrong or did not reach this report, and clocks that are too far apart to compare."""
-    for node in report.nodes:
-        if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
-            off = -node.clock_offset_ns / 1e9
-            yield f"the clock of {node.host} is {off:+.1f} s off the collector's: mind it in logs"
-    yield from notes_on(report.run.versions.get("torch", ""))
-    for rank in report.everyone:
-        for fault in rank.faults:
-            yield f"gpuwatch's own fault on {rank_name(rank.rank)}: {fault}"
-    untold = report.collector.get("metrics_faults", 0)
-    if untold:
-        yield f"gpuwatch's own fault in the collector: the metrics could not be told, {untold} times (its log says why)"
-    unwritten = report.collector.get("unwritten", 0)
-    if unwritten:
-        yield f"{unwritten} messages could not be written to the run store (is the disk full?)"
-    found = [f"{report.collector[key]} {what}" for key, what in _TURNED_AWAY.items() if report.collector.get(key)]
-    if found:
-        yield f"the collector turned away: {', '.join(found)}"
-
-
-_COLORS = {"clean": "bold green", "interrupted": "bold yellow", "unknown": "bold yellow"}
 _MAX_COLUMNS = 8
 _MAX_TABLE_ROWS = 64
 _MAX_MATRIX_ROWS = 12
@@ -163,25 +142,27 @@ def render_text(
     """
     console = TextConsole(width, color=color)
     _head(console, report)
-    preflight_first = report.run.check_only or report.verdict.kind == "preflight"
-    if preflight_first:
+    if is_about_preflight(report):
         print_stages(console, report.preflight)
-    _verdict(console, report)
-    if preflight_first:
-        print_findings(console, report.preflight, [report.verdict.statement, *report.verdict.evidence])
-        _trouble(console, report)
-        return console.text()
-    _ranks(console, report)
-    _stacks(console, report)
-    _trouble(console, report)
-    print_findings(console, report.preflight)
-    print_notices(console, report, warnings=warnings)
     shown = rank_to_show(report, rank)
-    if shown is not None and (report.verdict.kind != "clean" or rank is not None):
-        _side_by_side(console, report, shown)
-        _frames(console, shown)
-    for traced in report.ranks if rank is None else [r for r in report.ranks if r.rank == rank]:
-        _traces(console, traced)
+    earlier = [*attempt_lines(report), *earlier_lines(report)]
+    printers: dict[ReportSection, Callable[[], None]] = {
+        ReportSection.VERDICT: lambda: _verdict(console, report),
+        ReportSection.ATTEMPTS: lambda: _list(console, ReportSection.ATTEMPTS.heading, earlier),
+        ReportSection.RANKS: lambda: _ranks(console, report),
+        ReportSection.STACKS: lambda: _stacks(console, report),
+        ReportSection.PREFLIGHT: lambda: print_findings(console, report),
+        ReportSection.NOTES: lambda: print_notes(console, report),
+        ReportSection.NODES: lambda: print_nodes(console, report),
+        ReportSection.STEPS: lambda: print_steps(console, report),
+        ReportSection.INSIGHTS: lambda: print_insights(console, report, warnings=warnings),
+        ReportSection.WARNINGS: lambda: print_warnings(console, report),
+        ReportSection.FRAMES: lambda: _frames(console, report, shown),
+        ReportSection.BY_RANK: lambda: _traces(console, report, rank),
+    }
+    for section in sections_of_text(report, rank=rank, warnings=warnings):
+        if section in printers:  # the page alone has the others
+            printers[section]()
     return console.text()
 
 
@@ -193,8 +174,7 @@ def _head(console: Console, report: RunReport) -> None:
 
 def _verdict(console: Console, report: RunReport) -> None:
     verdict = report.verdict
-    style = _COLORS.get(verdict.kind, "bold red")
-    console.print(Text(f"VERDICT  {verdict.kind}, {verdict.certainty}", style=style))
+    console.print(Text(f"VERDICT  {verdict.kind}, {verdict.certainty}", style=f"bold {verdict.kind.tone}"))
     console.print(Text(verdict.statement, style="bold"))
     _list(console, "Why", verdict.evidence)
     if verdict.concurrent:
@@ -202,8 +182,6 @@ def _verdict(console: Console, report: RunReport) -> None:
     if verdict.cascade:
         _list(console, "Because of it", cascade_lines(verdict.cascade))
     _list(console, "Next", verdict.next)
-    _list(console, "Other attempts of this job", attempt_lines(report))
-    _list(console, "Before this job was requeued", earlier_lines(report))
     console.print()
 
 
@@ -219,16 +197,12 @@ def _list(console: Console, title: str, items: list[str]) -> None:
 
 
 def _stacks(console: Console, report: RunReport) -> None:
-    lines = list(stacks_text(report.ranks)) if report.verdict.kind == "hang" else []
-    for line in lines:
+    print_title(console, ReportSection.STACKS)
+    for line in stacks_text(report.ranks):
         console.print(Text(line), soft_wrap=True)
-    if lines:
-        console.print()
 
 
 def _ranks(console: Console, report: RunReport) -> None:
-    if not report.everyone:
-        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("rank", "host", "device", "state", "step", "batch", "first non-finite value", "lost"):
         table.add_column(title, overflow="fold")
@@ -266,11 +240,6 @@ def _ranks_of_table(report: RunReport) -> list[RankReport]:
     return sorted(chosen[:_MAX_TABLE_ROWS], key=lambda rank: rank.rank)
 
 
-def _trouble(console: Console, report: RunReport) -> None:
-    for line in trouble_lines(report):
-        console.print(Text(line, style="yellow"))
-
-
 def _number(number: int | None) -> str:
     return "-" if number is None or number < 0 else str(number)
 
@@ -297,7 +266,10 @@ def _side_by_side(console: Console, report: RunReport, shown: RankReport) -> Non
         console.print(Text(f"{len(stored)} more ranks in the run's store: gpuwatch report --rank N"))
 
 
-def _frames(console: Console, rank: RankReport) -> None:
+def _frames(console: Console, report: RunReport, rank: RankReport | None) -> None:
+    if rank is None:
+        return
+    _side_by_side(console, report, rank)
     frames = rank.frames
     console.print()
     phases = {frame.phase for frame in frames}
@@ -308,15 +280,13 @@ def _frames(console: Console, rank: RankReport) -> None:
     console.print(Text(frames_text(frames)), soft_wrap=True)
 
 
-def _traces(console: Console, rank: RankReport) -> None:
-    for page in rank.traces:
-        console.print()
-        console.print(Text(f"Rank {rank.rank}, batch {page.batch} of {page.root}, traced: all frames", style="bold"))
-        console.print(Text(frames_text(page.frames)), soft_wrap=True)
-    if rank.traces_left_out:
-        console.print(
-            Text(
-                f"{rank.traces_left_out} traced batches of rank {rank.rank} are in the run's store alone: "
-                f"gpuwatch report --rank {rank.rank}"
-            )
-        )
+def _traces(console: Console, report: RunReport, asked: int | None) -> None:
+    for rank in report.ranks if asked is None else [r for r in report.ranks if r.rank == asked]:
+        for page in rank.traces:
+            title = f"Rank {rank.rank}, batch {page.batch} of {page.root}, traced: all frames"
+            console.print()
+            console.print(Text(title, style="bold"))
+            console.print(Text(frames_text(page.frames)), soft_wrap=True)
+        if rank.traces_left_out:
+            left = f"{rank.traces_left_out} traced batches of rank {rank.rank} are in the run's store alone"
+            console.print(Text(f"{left}: gpuwatch report --rank {rank.rank}"))

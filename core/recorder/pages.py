@@ -9,14 +9,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..events import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
-from ..frames import Frame, Page, Phase, Row, RowKind
+from ..frames import Frame, FramePhase, Page, Row, RowContent, RowKind
 from ..roles import RoleKind, parse_role
 from ..text import is_shown, shown_name
 from ..values import DTYPE_NAMES, PENDING, NonFinite, Value, headroom
 from ..wire.messages import PageMessage
 from . import layout
 
-_PHASES = [phase.name.lower() for phase in Phase]
+_PHASES, _CONTENTS = list(FramePhase), list(RowContent)
 
 
 _MOST_SLOTS = 1 << 20
@@ -165,7 +165,7 @@ def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: N
         neginf=bool(flags & NonFinite.NEGINF),
         dtype=name,
         shape=list(shape.dims) if shape else None,
-        kind=RowKind(kind).name.lower(),
+        kind=_CONTENTS[kind],
         flags=int(flags),
         value=value_index if value_index != layout.NOTHING else -1,
         mark=mark,

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..events import Anomaly, Definition, LogEntry, OwnFault
+from ..events import Anomaly, Definition, LogEntry, OwnFault, costs_frames
 from . import layout
-from .faults import costs_frames
 from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField
 from .own_files import RecorderMap
 from .pages import NameTable

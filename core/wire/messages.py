@@ -18,6 +18,7 @@ import msgspec
 from ..any_text import carried, given_back
 from ..errors import GpuwatchError
 from ..events import Definition, Event, GpuCounters, GpuHealth, GpuXid, NodeSignal
+from ..verdicts import VerdictKind
 
 # The job of a batch scheduler that a node runs in, in the scheduler's own words. The launcher's module for that
 # scheduler fills it in; who reads it knows no scheduler by name.
@@ -460,13 +461,15 @@ class StopRanks(msgspec.Struct, frozen=True, tag="stop"):
     """The job stands still: torchrun may start them again, if it was told to (`--max-restarts`)."""
 
 
-class FinalVerdict(msgspec.Struct, frozen=True, tag="final"):
-    """The verdict; the agent hands it to its launch, which prints it and exits with `exit_code`."""
+class JobResult(msgspec.Struct, frozen=True, tag="final"):
+    """The verdict: what to print, and the exit code. The agent hands it to its launch as its last message."""
 
     exit_code: int
-    kind: str
+    kind: VerdictKind
     text: str
     report: str
+    overflow_in: str = ""
+    """The spool that has an overflow of this node; "" where the verdict came from a collector, or there is none."""
 
 
 class AgentRefused(msgspec.Struct, frozen=True, tag="refused"):
@@ -475,7 +478,7 @@ class AgentRefused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-CollectorMessage = RunWelcome | MessageAck | WantedBatch | LookAtRanks | StopRanks | FinalVerdict | AgentRefused
+CollectorMessage = RunWelcome | MessageAck | WantedBatch | LookAtRanks | StopRanks | JobResult | AgentRefused
 
 
 class WireError(GpuwatchError):

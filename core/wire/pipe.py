@@ -9,6 +9,7 @@ import msgspec
 
 from ..any_text import from_json, given_back, to_json
 from ..settings import OnHang
+from .messages import JobResult as JobResult
 from .messages import SchedulerJob
 
 
@@ -100,17 +101,6 @@ class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
     reason: str
     restart: bool = False
     """It stands still: torchrun may start them again."""
-
-
-class JobResult(msgspec.Struct, frozen=True, tag="verdict"):
-    """A node agent's last message: what to print, and the exit code."""
-
-    exit_code: int
-    kind: str
-    text: str
-    report: str
-    overflow_in: str = ""
-    """The spool that has an overflow of this node; "" where the verdict came from a collector, or there is none."""
 
 
 class VerdictWait(msgspec.Struct, frozen=True, tag="waiting"):

@@ -37,6 +37,7 @@ from ...core.recorder.layout import file_name
 from ...core.recorder.run_folder import PROCESSES
 from ...core.recorder.scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch
 from ...core.tell import flush_streams
+from ...core.verdicts import VerdictKind
 from ...core.wire.keys import agent_name, new_identity
 from ...core.wire.messages import (
     VERDICT_PATIENCE_S,
@@ -46,7 +47,6 @@ from ...core.wire.messages import (
     AgentMessage,
     AgentRefused,
     EventMessage,
-    FinalVerdict,
     LookAtRanks,
     MessageAck,
     NodeBeat,
@@ -157,7 +157,7 @@ class NodeAgentLoop:
         self._launch_session = session_of(os.getppid())
         self._orphans: RunOrphans | None = None
         """What the launch has left behind, once it was killed."""
-        self._final: FinalVerdict | None = None
+        self._final: JobResult | None = None
         self._welcomed = False
         self._refused = False
         self._worst = ExitCode.CLEAN
@@ -530,7 +530,7 @@ class NodeAgentLoop:
                 self._put_telemetry(self._telemetry.told("stall", now))
             elif isinstance(message, StopRanks):
                 self._tell(StopRequest(message.reason, message.restart))
-            elif isinstance(message, FinalVerdict):
+            elif isinstance(message, JobResult):
                 self._final = message
                 self._try_send(encode(AgentMessage(0, AgentLeaving())))
             elif isinstance(message, AgentRefused):
@@ -602,7 +602,7 @@ class NodeAgentLoop:
     def _conclude(self) -> None:
         final = self._final
         if final is not None:
-            self._tell(JobResult(final.exit_code, final.kind, final.text, final.report))
+            self._tell(final)
             return
         more = self.outbox.unacknowledged() if self._spool.left_out else []
         spool = keep_spools(self._spools(), Path(self._config.spool_dir), node_of(self._id), more)
@@ -614,7 +614,7 @@ class NodeAgentLoop:
         why = f"the collector at {where} did not answer" if where else "no collector could be started"
         text = f"gpuwatch: no verdict: {why}{kept}"
         saw = spool if self._worst is ExitCode.OVERFLOW else None
-        self._tell(JobResult(code, "unknown", text, "", overflow_in=str(saw or "")))
+        self._tell(JobResult(code, VerdictKind.UNKNOWN, text, "", overflow_in=str(saw or "")))
 
     def _tell(self, message: msgspec.Struct) -> None:
         write_line(self._to_launch, message)

@@ -10,6 +10,7 @@ from gpuwatch.collector.report.model import EarlierLife, Verdict
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.collector.report_file import earlier_lives, read_report
 from gpuwatch.collector.run_list import RunPaths, new_run
+from gpuwatch.core.verdicts import Certainty, VerdictKind
 from msgspec.structs import replace
 
 FIRST, SECOND, THIRD = (
@@ -22,7 +23,10 @@ FIRST, SECOND, THIRD = (
 def finished(runs_dir, name, kind, statement) -> RunPaths:
     paths = new_run(runs_dir, name)
     report = build_report(fold([]), run_id=name, started=None, ended=None)
-    assert write_report(paths, replace(report, verdict=Verdict(kind, statement, "established"))) is None
+    assert (
+        write_report(paths, replace(report, verdict=Verdict(VerdictKind(kind), statement, Certainty.ESTABLISHED)))
+        is None
+    )
     return paths
 
 
@@ -38,7 +42,7 @@ def test_the_last_lifes_report_lists_the_lives_before_it(tmp_path):
     left = f"It has left no report; to make one: gpuwatch report --again {SECOND}"
     assert report.run.earlier == [EarlierLife(FIRST, "lost", "Node gpu-2 went silent."), EarlierLife(SECOND, "", left)]
     text = render_text(report, width=300)
-    assert f"Before this job was requeued\n  - {FIRST}, lost: Node gpu-2 went silent.\n  - {SECOND}: {left}" in text
+    assert f"Other attempts and earlier lives\n  - {FIRST}, lost: Node gpu-2 went silent.\n  - {SECOND}: {left}" in text
     assert write_report(paths, report) is None
     assert read_report(paths).run.earlier == report_from_store(paths).run.earlier == report.run.earlier
 
@@ -66,5 +70,7 @@ def test_a_name_that_is_taken_gets_a_number(tmp_path):
 def test_the_exit_code_is_a_file_for_scripts(tmp_path, kind, signal, code):
     paths = new_run(tmp_path)
     report = build_report(fold([]), run_id="x", started=None, ended=None)
-    write_report(paths, replace(report, verdict=Verdict(kind, "So.", "established", signal=signal)))
+    write_report(
+        paths, replace(report, verdict=Verdict(VerdictKind(kind), "So.", Certainty.ESTABLISHED, signal=signal))
+    )
     assert paths.exit_code.read_text() == f"{code}\n"

@@ -21,12 +21,13 @@ from gpuwatch.collector.report_file import exit_code
 from gpuwatch.collector.run_list import new_run
 from gpuwatch.collector.server import CollectorServer
 from gpuwatch.collector.store import RunStore
+from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire.keys import agent_name, derive_keys
 from gpuwatch.core.wire.messages import (
     AgentLeaving,
     AgentMessage,
     AgentRefused,
-    FinalVerdict,
+    JobResult,
     MessageAck,
     NodeBeat,
     NodeBye,
@@ -124,10 +125,10 @@ def acknowledged(socket) -> int:
     return answer.n
 
 
-def say_goodbye(agent) -> FinalVerdict:
+def say_goodbye(agent) -> JobResult:
     """As an agent does when its launch has ended: Bye, and Leaving once it has the verdict."""
     agent.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
-    while not isinstance(message := receive(agent), FinalVerdict):
+    while not isinstance(message := receive(agent), JobResult):
         pass
     agent.send(encode(AgentMessage(0, AgentLeaving())))
     return message
@@ -182,7 +183,7 @@ def test_an_agent_with_the_keys_is_welcomed_acknowledged_and_told_the_verdict(ru
     agent.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
     assert acknowledged(agent) == 2
     final = receive(agent)
-    assert isinstance(final, FinalVerdict)
+    assert isinstance(final, JobResult)
     agent.send(encode(AgentMessage(0, AgentLeaving())))
     assert (final.exit_code, final.kind) == (6, "unknown"), "no rank was ever heard"
     report = running.join()
@@ -196,13 +197,13 @@ def test_an_agent_that_is_started_again_while_the_verdict_is_told_has_it_too(run
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     agent.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
-    while not isinstance(receive(agent), FinalVerdict):
+    while not isinstance(receive(agent), JobResult):
         pass
     agent.close(linger=0)  # killed before it could hand the verdict on
     again = connect(identity=b"a0.1")
     again.send(encode(AgentMessage(1, make.hello_of("a0.1", nproc=0))))
     final = receive(again)
-    assert isinstance(final, FinalVerdict)
+    assert isinstance(final, JobResult)
     again.send(encode(AgentMessage(0, AgentLeaving())))
     assert running.join().verdict.statement in final.text
 
@@ -321,7 +322,7 @@ def test_who_knows_an_agents_name_and_the_jobs_keys_can_say_nothing_in_its_place
     while acknowledged_of(receive(agent)) < 2:
         pass
     agent.send(encode(AgentMessage(3, NodeBye("failed"), 2)))
-    while not isinstance(receive(agent), FinalVerdict):
+    while not isinstance(receive(agent), JobResult):
         pass
     agent.send(encode(AgentMessage(0, AgentLeaving())))
     report = running.join()
@@ -350,12 +351,13 @@ def test_a_port_that_is_taken_is_an_error_at_once_and_leaves_nothing_open(runnin
         ("interrupted", "SIGTERM", 143),
         ("interrupted", "signal 37", 165),
         ("unknown", None, 6),
-        ("a kind of a later version", None, 1),
     ],
 )
 def test_exit_codes_are_a_contract(make, kind, signal, code):
     report = build_report(fold([]), run_id="x", started=None, ended=None)
-    verdict = msgspec.structs.replace(report.verdict, kind=kind, signal=signal, missing=["rank 1 was never heard"])
+    verdict = msgspec.structs.replace(
+        report.verdict, kind=VerdictKind(kind), signal=signal, missing=["rank 1 was never heard"]
+    )
     assert exit_code(msgspec.structs.replace(report, verdict=verdict)) == code
 
 
@@ -385,7 +387,7 @@ def test_beats_are_answered_while_a_report_is_made(running, connect, make, monke
         answer = receive(agent)
         assert (answer.n, answer.echo_ns) == (2, sent_ns)
     release.set()
-    assert isinstance(receive(agent), FinalVerdict)
+    assert isinstance(receive(agent), JobResult)
     agent.send(encode(AgentMessage(0, AgentLeaving())))
 
 
@@ -417,8 +419,8 @@ def test_an_agent_that_comes_back_late_is_told_the_verdict(running, connect, mak
     again = connect()
     deadline = time.monotonic() + WAIT_MS / 1000
     told = None
-    while not isinstance(told, FinalVerdict) and time.monotonic() < deadline:
+    while not isinstance(told, JobResult) and time.monotonic() < deadline:
         again.send(encode(AgentMessage(0, NodeBeat([], {}))))
         told = decode_collector(again.recv()) if again.poll(50) else None
-    assert isinstance(told, FinalVerdict)
+    assert isinstance(told, JobResult)
     again.send(encode(AgentMessage(0, AgentLeaving())))

@@ -19,7 +19,8 @@ from gpuwatch.cli.submit import arguments_of, options_of
 from gpuwatch.cli.top import command as top
 from gpuwatch.collector.assemble.frame_export import ExportRow
 from gpuwatch.collector.report.model import RankReport, RunInfo, RunReport, Verdict
-from gpuwatch.core.errors import EXIT_OF_KIND, ExitCode
+from gpuwatch.core.errors import ExitCode
+from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.launcher.options import get_check_parser, get_parser, parse_run
 from gpuwatch.slurm.submission import take_apart
 from msgspec.structs import fields
@@ -89,7 +90,7 @@ def test_every_field_of_the_report_is_told(struct):
 
 def test_every_kind_and_exit_code_is_told():
     page = (ROOT / "docs" / "report.md").read_text()
-    assert {kind for kind in EXIT_OF_KIND if f"| `{kind}` |" not in page} == set()
+    assert {kind for kind in VerdictKind if f"| `{kind}` |" not in page} == set()
     codes = {int(code) for code in ExitCode if code is not ExitCode.SIGNAL}
     assert {code for code in codes if f"\n| {code} |" not in page} == set()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.report.model import Verdict
+from gpuwatch.core.verdicts import Certainty, VerdictKind
 
 from .oracle import Oracle
 from .schedule import AROUND, AT_THE_START, HARMLESS, IN_A_CALL, Schedule, is_drawn
@@ -68,7 +69,7 @@ def test_the_oracle_knows_a_false_clean():
         call = oracle.call(1, "rank 1")
         for name, value in what.items():
             setattr(call, name, value)
-        return oracle.against(Verdict("clean", statement, "supported"))
+        return oracle.against(Verdict(VerdictKind.CLEAN, statement, Certainty.SUPPORTED))
 
     assert against_clean(judged=True) == ""
     assert against_clean(returned=False) == ""
@@ -76,7 +77,7 @@ def test_the_oracle_knows_a_false_clean():
     assert "nobody has judged ['rank 1']" in against_clean()
     assert "nobody has judged" in against_clean(skipped=True)
     assert "bad values" in against_clean(judged=True, bad=True)
-    assert "nothing was called" in Oracle().against(Verdict("clean", "", "supported"))
+    assert "nothing was called" in Oracle().against(Verdict(VerdictKind.CLEAN, "", Certainty.SUPPORTED))
 
 
 def test_the_oracle_knows_a_wrong_rank():
@@ -84,5 +85,5 @@ def test_the_oracle_knows_a_wrong_rank():
     oracle.call(0, "rank 0", bad=True)
     oracle.call(1, "rank 1")
 
-    assert oracle.against(Verdict("overflow", "", "supported", rank=0)) == ""
-    assert "not so" in oracle.against(Verdict("overflow", "", "supported", rank=1))
+    assert oracle.against(Verdict(VerdictKind.OVERFLOW, "", Certainty.SUPPORTED, rank=0)) == ""
+    assert "not so" in oracle.against(Verdict(VerdictKind.OVERFLOW, "", Certainty.SUPPORTED, rank=1))

@@ -13,6 +13,7 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import Verdict, to_json
 from gpuwatch.core.errors import UsageError
+from gpuwatch.core.verdicts import Certainty, VerdictKind
 from gpuwatch.slurm.sbatch import JobTask, LocalSlurm, exit_code_of, read_tasks
 from gpuwatch.slurm.submission import JobFollower
 from msgspec.structs import replace
@@ -238,7 +239,7 @@ def test_help_says_whose_options_are_taken(gpuwatch):
 
 def write_report(folder: Path, bad_nodes: list[str]) -> None:
     folder.mkdir(parents=True)
-    verdict = Verdict("lost", "Gone.", "supported", bad_nodes=bad_nodes)
+    verdict = Verdict(VerdictKind.LOST, "Gone.", Certainty.SUPPORTED, bad_nodes=bad_nodes)
     report = build_report(fold([]), run_id=folder.name, started=None, ended=None)
     (folder / "report.json").write_bytes(to_json(replace(report, verdict=verdict)))
 

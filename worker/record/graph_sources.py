@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...core.events import OwnCodeModule
-from ...core.frames import Frame, Row
+from ...core.frames import Frame, Row, RowContent
 from ...core.roles import RoleKind
 from .autograd_graph import AutogradGraph, GraphCalls, NodesOfCall, next_node
 from .leaves import inputs_of, outputs_of
@@ -33,7 +33,7 @@ _MOST_NODES = 200_000
 _MOST_TOLD = 8
 _CALL = nn.Module._call_impl.__code__
 _KINDS = (RoleKind.INPUT, RoleKind.OUTPUT)
-_NO_TENSORS = ("none", "not_a_tensor")
+_NO_TENSORS = (RowContent.NONE, RowContent.NOT_A_TENSOR)
 
 
 class ShownTensors(NamedTuple):

@@ -26,7 +26,7 @@ from ...core.events import (
     RunPosition,
     ScalerSkip,
 )
-from ...core.frames import Frame, Row, RowMark, module_text
+from ...core.frames import Frame, FramePhase, Row, RowMark, module_text
 from ...core.judge import (
     FORWARDS,
     NAMED_BY_SCRIPT,
@@ -399,7 +399,7 @@ class AlarmRecorder:
             bad_row = NonFiniteRow(page, found.of or frame, found.alarm)
             if not judged.alarmed and self._is_held_back(bad_row, frame):
                 return
-            if frame.phase == "optimizer" and found.of is None and not judged.alarmed:
+            if frame.phase == FramePhase.OPTIMIZER and found.of is None and not judged.alarmed:
                 where = self._progress.where_of(page, frame)
                 self._asked("the weights of a step", where, self.on_bad_weight, page, frame, found.alarm.role)
             self.alarm(bad_row)
@@ -411,7 +411,7 @@ class AlarmRecorder:
         if bad.row.role_kind is RoleKind.WEIGHT and all(row.finite for row in bad.frame.outputs):
             raised = decided_by.phase in FORWARDS and not decided_by.outputs
             return not raised and self.held.weight(bad)
-        if decided_by.phase == "forward" and decided_by.parent is None and decided_by.cls != NAMED_BY_SCRIPT:
+        if decided_by.phase == FramePhase.FORWARD and decided_by.parent is None and decided_by.cls != NAMED_BY_SCRIPT:
             return self.held.returned(bad, decided_by)
         return False
 
@@ -431,7 +431,7 @@ class AlarmRecorder:
         where = self._progress.where_of(bad.page, bad.frame)
         stepped = (
             self._asked("the step of a weight", where, self.optimizer_of, bad)
-            if bad.frame.phase == "optimizer"
+            if bad.frame.phase == FramePhase.OPTIMIZER
             else None
         )
         again = None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ....core.text import ranks_text
 from ....core.values import headroom
+from ....core.verdicts import VerdictKind
 from ....core.wire.columns import NO_NUMBER
 from ..model import ModulesByRanks, RunReport
 from ..side_by_side import ModuleCell, rank_to_show, side_by_side
@@ -76,7 +77,7 @@ def heat_map(report: RunReport) -> HeatMap | None:
         HeatRow(
             row.title,
             row.module,
-            report.verdict.kind == "overflow" and row.module == report.verdict.module,
+            report.verdict.kind == VerdictKind.OVERFLOW and row.module == report.verdict.module,
             [_cell(row.cells[n], found.columns[n].rank, row.title) for n in columns],
         )
         for row in found.rows

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from ....core.frames import format_number
+from ....core.frames import RowContent, format_number
 from ....core.text import ranks_text
+from ....core.verdicts import ReportSection, VerdictKind
 from ..model import RankReport, RunReport
-from ..notices_text import notice_lines
+from ..notices_text import notice_lines, trouble_lines
 from ..preflight_text import bytes_text
+from ..sections import is_open, sections_of
 from ..side_by_side import frame_key, rank_to_show
 from ..stack_groups import stacks_text
 from ..text_report import (
@@ -26,7 +28,6 @@ from ..text_report import (
     first_text,
     frames_text,
     title_of,
-    trouble_lines,
 )
 from .chart import SPARK_HEIGHT as SPARK_HEIGHT
 from .chart import SPARK_WIDTH as SPARK_WIDTH
@@ -40,7 +41,7 @@ MOST_EVENTS = 400
 MOST_WARNINGS = 200
 FRAMES_BYTES = 1 << 20
 """Of all frames as text; what is over it is in report.json."""
-_MOST_FOLDED = 4
+_TEMPLATES = ("report", "sections", "macros")
 
 
 class TensorColumn(NamedTuple):
@@ -85,9 +86,31 @@ def render_html(report: RunReport) -> str:
     shown = rank_to_show(report)
     healthy = _healthy(report, shown)
     texts, left_out = _frame_texts(report)
+    attempts, earlier = attempt_lines(report), earlier_lines(report)
+    trouble, notices = list(trouble_lines(report)), notice_lines(report)
+    lost = [rank for rank in report.ranks if rank.lost.total]
+    found_lanes = lanes(report)
+    counts = {
+        ReportSection.ATTEMPTS: len(attempts) + len(earlier),
+        ReportSection.RANKS: len(report.everyone),
+        ReportSection.PREFLIGHT: len(report.preflight.findings),
+        ReportSection.NOTES: len(trouble) + len(notices),
+        ReportSection.NODES: len(report.telemetry.notable) if report.telemetry is not None else 0,
+        ReportSection.STEPS: len(report.steps.stragglers) if report.steps is not None else 0,
+        ReportSection.INSIGHTS: len(report.insights),
+        ReportSection.TIMELINE: len(report.timeline),
+        ReportSection.BY_RANK: len(texts),
+        ReportSection.LOST: len(lost),
+        ReportSection.VERSIONS: len(report.nodes),
+    }
     return environment.get_template("report.html.jinja").render(
         report=report,
         verdict=report.verdict,
+        sections=[
+            (section, is_open(report, section) or (section == ReportSection.TIMELINE and found_lanes is not None))
+            for section in sections_of(report)
+        ],
+        counts=counts,
         style=Markup(style),
         script=Markup(script),
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_digest(script)}'; "
@@ -95,12 +118,12 @@ def render_html(report: RunReport) -> str:
         picture=picture_of(report),
         concurrent=concurrent_lines(report.verdict.concurrent),
         cascade=cascade_lines(report.verdict.cascade),
-        attempts=attempt_lines(report),
-        earlier=earlier_lines(report),
-        trouble=list(trouble_lines(report)),
-        notices=notice_lines(report),
+        attempts=attempts,
+        earlier=earlier,
+        trouble=trouble,
+        notices=notices,
         heat=heat_map(report),
-        lanes=lanes(report),
+        lanes=found_lanes,
         sparks=sparklines(report),
         spark_size=(SPARK_WIDTH, SPARK_HEIGHT),
         shown=shown,
@@ -112,14 +135,16 @@ def render_html(report: RunReport) -> str:
         stages=stage_grid(report) if report.preflight.stages else None,
         warnings=_warnings(report),
         most_events=MOST_EVENTS,
-        lost=[rank for rank in report.ranks if rank.lost.total],
+        lost=lost,
     )
 
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
     environment = Environment(
-        loader=DictLoader({name: _asset(name) for name in ("report.html.jinja", "macros.html.jinja")}),
+        loader=DictLoader(
+            {name: _asset(name) for name in ("report.html.jinja", "sections.html.jinja", "macros.html.jinja")}
+        ),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -165,7 +190,7 @@ def _pairs(report: RunReport, shown: RankReport, healthy: RankReport | None) -> 
             PairFrame(
                 title_of(frame) if frame.module else f"(root) {title_of(frame).strip()}",
                 frame.module,
-                report.verdict.kind == "overflow" and frame.module == report.verdict.module,
+                report.verdict.kind == VerdictKind.OVERFLOW and frame.module == report.verdict.module,
                 [
                     PairRow(
                         row.role,
@@ -183,7 +208,7 @@ def _pairs(report: RunReport, shown: RankReport, healthy: RankReport | None) -> 
 def _column(row: Any) -> TensorColumn | None:
     if row is None:
         return None
-    if row.kind != "measured":
+    if row.kind != RowContent.MEASURED:
         return TensorColumn(row.kind.replace("_", " "), "", "")
     if row.nan:
         return TensorColumn("nan", "nan", "bad")

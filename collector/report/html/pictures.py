@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ....core.text import ranks_text
 from ....core.values import DTYPE_MAX
+from ....core.verdicts import VerdictKind
 from ..model import ModuleHistory, RankReport, RunReport
 from ..preflight_text import fold_rows, hosts_text, slowest
 from ..side_by_side import ModuleCell, rank_to_show, side_by_side
@@ -54,7 +55,7 @@ def rank_grid(report: RunReport) -> RankGrid | None:
     """None without ranks."""
     if not report.ranks:
         return None
-    hang = report.verdict.kind == "hang" and any(rank.stack for rank in report.ranks)
+    hang = report.verdict.kind == VerdictKind.HANG and any(rank.stack for rank in report.ranks)
     alike: dict[str, list[int]] = {}
     for rank in report.ranks:
         alike.setdefault(_place(rank) if hang else _ending(rank), []).append(rank.rank)
@@ -130,11 +131,11 @@ class VerdictPicture(NamedTuple):
 
 def picture_of(report: RunReport) -> VerdictPicture:
     """The picture that shows the verdict."""
-    if report.verdict.kind == "overflow":
+    if report.verdict.kind == VerdictKind.OVERFLOW:
         chart = over_the_batches(report) or along_the_calls(report)
         if chart is not None:
             return VerdictPicture(chart=chart)
-    if (report.run.check_only or report.verdict.kind == "preflight") and report.preflight.stages:
+    if (report.run.check_only or report.verdict.kind == VerdictKind.PREFLIGHT) and report.preflight.stages:
         return VerdictPicture(stages=stage_grid(report))
     return VerdictPicture(grid=rank_grid(report))
 

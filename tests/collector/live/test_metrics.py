@@ -27,8 +27,8 @@ from gpuwatch.core.wire.messages import (
     AgentLeaving,
     AgentMessage,
     EventMessage,
-    FinalVerdict,
     HotModule,
+    JobResult,
     MessageAck,
     NodeBeat,
     NodeBye,
@@ -167,7 +167,7 @@ def test_a_collector_is_scraped_while_its_job_runs_and_until_the_verdict(make, t
             assert found["gpuwatch_run_info"] == {(("attempt", "0"), ("run", "scraped")): 1}
 
             agent.send(encode(AgentMessage(len(bodies) + 1, NodeBye("failed"), len(bodies))))
-            answer_to(agent, FinalVerdict)
+            answer_to(agent, JobResult)
             assert scrape(bound.metrics)["gpuwatch_verdict"][(("kind", "overflow"),)] == 1, "until the agent has left"
             agent.send(encode(AgentMessage(0, AgentLeaving())))
     finally:
@@ -325,7 +325,7 @@ def end_job(address) -> None:
     with agent_of(address) as agent:
         agent.send(encode(AgentMessage(1, BUILDERS.hello_of(nproc=0))))
         agent.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
-        answer_to(agent, FinalVerdict)
+        answer_to(agent, JobResult)
         agent.send(encode(AgentMessage(0, AgentLeaving())))
 
 

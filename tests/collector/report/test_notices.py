@@ -91,7 +91,7 @@ def test_the_worst_warning_comes_first(make):
 def test_a_table_of_warnings_shows_eight_and_counts_the_rest(make):
     bodies = [near(make, 0, module=f"m{n:02}", headroom=n / 20) for n in range(11)]
     text = text_of(report_of(run(make, *bodies, warned=40)), warnings=True)
-    assert "Finite, and close to trouble" in text
+    assert "Rows close to trouble" in text
     assert "m07 Linear" in text
     assert "m08 Linear" not in text
     assert "3 more of other places in report.json" in text

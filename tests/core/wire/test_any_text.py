@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from gpuwatch.core.any_text import from_json, to_json
 from gpuwatch.core.settings import VARIABLE, WorkerSettings
+from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire.messages import CollectorMessage, RunWelcome, decode_collector, encode
 from gpuwatch.core.wire.pipe import JobResult, WorkersStarted, read_from_agent, read_to_agent
 from hypothesis import example, given
@@ -18,7 +19,7 @@ names = st.binary(max_size=20).map(os.fsdecode)
 @example(os.fsdecode(bytes(range(1, 256))))
 @example("Grüße \N{SNOWMAN}")
 def test_any_name_of_a_file_comes_back(name):
-    verdict = JobResult(0, "clean", f"report: {name}", name)
+    verdict = JobResult(0, VerdictKind.CLEAN, f"report: {name}", name)
     assert read_from_agent(to_json(verdict)) == verdict
     welcome: CollectorMessage = RunWelcome("run", name)
     assert decode_collector(encode(welcome)) == welcome

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from gpuwatch.core import events as records
 from gpuwatch.core.preflight import BandwidthRow
+from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire import messages
 from gpuwatch.core.wire.messages import (
     AgentHello,
@@ -144,7 +145,7 @@ ANSWERS = [
     messages.WantedBatch(1, "Net", 1, 9),
     messages.LookAtRanks(2),
     messages.StopRanks("node b is lost"),
-    messages.FinalVerdict(4, "overflow", "text", "/runs/run/report.json"),
+    messages.JobResult(4, VerdictKind.OVERFLOW, "text", "/runs/run/report.json"),
     messages.AgentRefused("no"),
 ]
 

@@ -7,6 +7,7 @@ from typing import get_args
 
 import msgspec
 import pytest
+from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire import pipe
 
 AGENT_CONFIG = pipe.AgentConfig(
@@ -35,7 +36,7 @@ TO_AGENT = [
 FROM_AGENT = [
     pipe.UserNotice("one\nsentence"),
     pipe.StopRequest("why"),
-    pipe.JobResult(4, "overflow", "té\nxt", "r.json"),
+    pipe.JobResult(4, VerdictKind.OVERFLOW, "té\nxt", "r.json"),
     pipe.VerdictWait(),
     pipe.NodeWelcomed("20261122-1"),
 ]

@@ -1,0 +1,105 @@
+"""The kinds of verdict, ONE row each: what a run exits with, its colour, what of a report it opens, whom it blames."""
+
+from __future__ import annotations
+
+from .errors import ExitCode
+from .word_enum import WordEnum
+
+
+class Certainty(WordEnum):
+    """How sure a verdict is."""
+
+    ESTABLISHED = "established"
+    SUPPORTED = "supported"
+    UNKNOWN = "unknown"
+
+
+class VerdictTone(WordEnum):
+    """The colour of a verdict: on a terminal, and as a class of the page."""
+
+    GOOD = "green"
+    OPEN = "yellow"
+    BAD = "red"
+
+
+class NodeBlame(WordEnum):
+    """Which nodes a verdict blames, where a scheduler may drain one."""
+
+    GPU = "errors of the named rank's GPU"
+    SILENT = "GPU, and the nodes that were lost"
+    PREFLIGHT = "what the preflight found"
+
+
+class ReportSection(WordEnum):
+    """The sections of a report in their order: the name that links to it on the page, and its title."""
+
+    VERDICT = "verdict", "Verdict"
+    ATTEMPTS = "attempts", "Other attempts and earlier lives"
+    RANKS = "ranks", "Ranks"
+    STACKS = "stacks", "Where the ranks stood"
+    ERRORS = "errors", "Exceptions"
+    PREFLIGHT = "preflight", "Preflight"
+    NOTES = "notes", "What else to know"
+    NODES = "nodes", "On the nodes"
+    STEPS = "steps", "Where the time goes"
+    INSIGHTS = "insights", "Close to trouble"
+    WARNINGS = "warnings", "Rows close to trouble"
+    HEAT = "heat", "Modules by ranks"
+    TIMELINE = "timeline", "Timeline"
+    FRAMES = "frames", "Last frames"
+    BY_RANK = "by-rank", "Frames, rank by rank"
+    LOST = "lost", "What was lost"
+    VERSIONS = "versions", "Nodes and versions"
+
+    heading: str
+
+    def __new__(cls, word: str, heading: str) -> ReportSection:  # noqa: D102  # a row of the table
+        section = str.__new__(cls, word)
+        section._value_, section.heading = word, heading
+        return section
+
+
+_T, _S = VerdictTone, ReportSection
+
+
+class VerdictKind(WordEnum):
+    """What became of a run. A kind whose row lacks a column is an error at import."""
+
+    CLEAN = "clean", ExitCode.CLEAN, _T.GOOD, None, NodeBlame.GPU, False
+    CRASH = "crash", ExitCode.SCRIPT_FAILED, _T.BAD, _S.ERRORS, NodeBlame.GPU, False
+    PREFLIGHT = (
+        "preflight",
+        ExitCode.PREFLIGHT_FAILED,
+        _T.BAD,
+        ReportSection.PREFLIGHT,
+        NodeBlame.PREFLIGHT,
+        True,
+    )
+    OVERFLOW = "overflow", ExitCode.OVERFLOW, _T.BAD, _S.FRAMES, NodeBlame.GPU, True
+    HANG = "hang", ExitCode.LOST, _T.BAD, _S.STACKS, NodeBlame.GPU, False
+    LOST = "lost", ExitCode.LOST, _T.BAD, None, NodeBlame.SILENT, False
+    INTERRUPTED = "interrupted", ExitCode.SIGNAL, _T.OPEN, None, NodeBlame.GPU, False
+    UNKNOWN = "unknown", ExitCode.UNKNOWN, _T.OPEN, None, NodeBlame.GPU, False
+
+    exit_code: ExitCode
+    """Of `gpuwatch launch`; `SIGNAL`: 128 and the signal's number."""
+    tone: VerdictTone
+    opens: ReportSection | None
+    """The section that the page shows unfolded."""
+    blames: NodeBlame
+    outranks: bool
+    """A run exits with its code, whatever the wrapped command exits with."""
+
+    def __new__(  # noqa: D102  # a row of the table
+        cls,
+        word: str,
+        exit_code: ExitCode,
+        tone: VerdictTone,
+        opens: ReportSection | None,
+        blames: NodeBlame,
+        outranks: bool,
+    ) -> VerdictKind:
+        kind = str.__new__(cls, word)
+        kind._value_ = word
+        kind.exit_code, kind.tone, kind.opens, kind.blames, kind.outranks = exit_code, tone, opens, blames, outranks
+        return kind
