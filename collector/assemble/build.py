@@ -383,10 +383,9 @@ def _rank_report(
         else None,
         frames=shown.frames,
         lost=LossReport(
-            rank.pages_dropped,
-            state.records_lost if state is not None else 0,
-            state.frames_lost if state is not None else 0,
-            state.rows_lost if state is not None else 0,
+            pages=rank.pages_dropped,
+            messages=state.records_lost if state is not None else 0,
+            rows=state.rows_lost if state is not None else 0,
         ),
         attempt=rank.attempt,
         traces=traces,
@@ -412,6 +411,7 @@ def _rank_report(
         passed=passed_of(rank),
         threads=threads_of(rank),
         traces_thinned=state.traces_thinned if state is not None else 0,
+        groups_not_shown=state.groups_not_shown if state is not None else 0,
     )
 
 

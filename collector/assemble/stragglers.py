@@ -56,13 +56,19 @@ class SlowRank:
     rank: int
     cost: float
     """Share of the job's time that it takes."""
-    how: Literal["constantly", "now and then"]
-    slow_steps: int
-    own_s: float
-    """Its own time in the steps in which it is slow, and the median of the others', without waiting."""
-    others_s: float
     part: str
     """Which of PARTS has most of the difference; "" if none has."""
+    how: Literal["", "constantly", "now and then"] = ""
+    """This and what follows is known of steps that are compared one by one."""
+    slow_steps: int = 0
+    own_s: float = 0.0
+    """Its own time in the steps in which it is slow, and the median of the others', without waiting."""
+    others_s: float = 0.0
+
+    @property
+    def loud(self) -> bool:
+        """Whether it is a large share."""
+        return self.cost >= LOUD
 
 
 @dataclass(frozen=True)
@@ -93,18 +99,7 @@ def find_stragglers(ranks: Mapping[int, RankTimes]) -> StepComparison | None:
     return StepComparison(len(common), step_s, [_told(list(ranks)[slow], slow, late[slow], own, table)])
 
 
-@dataclass(frozen=True)
-class SlowNow:
-    """The rank that the others have waited for of late."""
-
-    place: int
-    """Which row of the table."""
-    cost: float
-    part: str
-    """As in `SlowRank`."""
-
-
-def find_slow_now(means: Any) -> SlowNow | None:
+def find_slow_now(ranks: list[int], means: Any) -> SlowRank | None:
     """Of the same stretch of all ranks' steps, without the steps one by one. None if none is clear.
 
     `means`: float64 seconds of the parts of a step, of shape (ranks, parts).
@@ -113,7 +108,9 @@ def find_slow_now(means: Any) -> SlowNow | None:
     step_s, late = _lateness(table)
     costs = late[:, 0]
     slow = _costliest(costs) if step_s > 0 else None
-    return SlowNow(slow, float(costs[slow]), _part_of(table, slow, numpy.array([True]))) if slow is not None else None
+    if slow is None:
+        return None
+    return SlowRank(ranks[slow], float(costs[slow]), _part_of(table, slow, numpy.array([True])))
 
 
 def _lateness(table: Any) -> tuple[float, Any]:
@@ -160,11 +157,11 @@ def _told(rank: int, n: int, late: Any, own: Any, table: Any) -> SlowRank:
     return SlowRank(
         rank,
         float(late.mean()),
+        _part_of(table, n, slow),
         "constantly" if slow.mean() >= _ALWAYS else "now and then",
         int(slow.sum()),
         float(own[n][slow].mean()),
         float(_median_of_others(own, n)[slow].mean()),
-        _part_of(table, n, slow),
     )
 
 
@@ -251,7 +248,7 @@ def _straggler(facts: RunFacts, rank: RankFacts, slow: SlowRank, found: StepComp
         host,
         device,
         round(slow.cost, 3),
-        slow.cost >= LOUD,
+        slow.loud,
         slow.how,
         slow.part,
         text,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -18,19 +17,13 @@ import numpy
 from ...core.recorder.step_table import PARTS
 from ...core.wire.messages import AgentBody, NodeBeat, RankState
 from ...core.wire.view import ViewStraggler
-from ..assemble.stragglers import LEAST_STEPS, LOUD, PART_TEXT, WARM_UP, SlowNow, find_slow_now
+from ..assemble.stragglers import LEAST_STEPS, PART_TEXT, WARM_UP, SlowRank, find_slow_now
 from ..facts.fold import FactFold
 
 LEAST_S = 10.0
 """Ranks are compared over this time at least, and over `LEAST_STEPS` steps of each."""
 _LOOK_S = 1.0
 _MOST_US = 1 << 53
-
-
-@dataclass(frozen=True)
-class _StragglerNotice:
-    rank: int
-    loud: bool
 
 
 class LiveStragglers:
@@ -47,9 +40,9 @@ class LiveStragglers:
         self._before: dict[int, RankState] = {}
         """By rank: at the last comparison."""
         self._due = 0.0
-        self._seen: _StragglerNotice | None = None
+        self._seen: SlowRank | None = None
         """What the last comparison has shown, and what was told last."""
-        self._told: _StragglerNotice | None = None
+        self._told: SlowRank | None = None
         self.slow: ViewStraggler | None = None
         """Who it is now, where the last two comparisons agree."""
 
@@ -86,12 +79,11 @@ class LiveStragglers:
             return
         means = numpy.array([self._mean(rank, steps) for rank, steps in zip(ranks, more, strict=True)])
         self._begin(now)
-        slow = find_slow_now(means)
-        seen = _StragglerNotice(ranks[slow.place], slow.cost >= LOUD) if slow is not None else None
-        if _rank_of(seen) == _rank_of(self._seen):
-            self.slow = ViewStraggler(seen.rank, self._host(seen.rank), slow.cost) if seen and slow else None
-            self._tell(seen, slow)
-        self._seen = seen
+        slow = find_slow_now(ranks, means)
+        if _rank_of(slow) == _rank_of(self._seen):
+            self.slow = ViewStraggler(slow.rank, self._host(slow.rank), slow.cost) if slow is not None else None
+            self._tell(slow)
+        self._seen = slow
 
     def _all_are_here(self) -> bool:
         states = self._newest.values()
@@ -107,18 +99,19 @@ class LiveStragglers:
         parts = numpy.subtract(self._newest[rank].parts_us, self._before[rank].parts_us)
         return parts / 1e6 / steps
 
-    def _tell(self, seen: _StragglerNotice | None, slow: SlowNow | None) -> None:
-        if seen == self._told or (seen is not None and self._told == _StragglerNotice(seen.rank, True)):
+    def _tell(self, slow: SlowRank | None) -> None:
+        before = self._told
+        if _rank_of(slow) == _rank_of(before) and (slow is None or before is None or before.loud or not slow.loud):
             return
-        before, self._told = self._told, seen
-        if seen is None or slow is None:
+        self._told = slow
+        if slow is None:
             assert before is not None
             self._say(f"Rank {before.rank} is no longer the one that the others wait for.")
             return
-        host = self._host(seen.rank)
+        host = self._host(slow.rank)
         where = f" on {host}" if host else ""
         part = f" Most of the difference is {PART_TEXT[slow.part]}." if slow.part else ""
-        who = f"{'WARNING: ' if seen.loud else ''}Rank {seen.rank}{where}"
+        who = f"{'WARNING: ' if slow.loud else ''}Rank {slow.rank}{where}"
         self._say(f"{who} costs the job {slow.cost:.0%} of its time now: the others wait for it.{part}")
 
     def _host(self, number: int) -> str:
@@ -131,5 +124,5 @@ def _is_timed(state: RankState) -> bool:
     return len(state.parts_us) == len(PARTS) and all(0 <= us < _MOST_US for us in state.parts_us)
 
 
-def _rank_of(told: _StragglerNotice | None) -> int | None:
+def _rank_of(told: SlowRank | None) -> int | None:
     return told.rank if told is not None else None

@@ -365,12 +365,13 @@ class LossReport(msgspec.Struct, frozen=True):
     pages: int = 0
     messages: int = 0
     frames: int = 0
+    """Always 0: nothing counts them. A field of schema 1 stays."""
     rows: int = 0
 
     @property
     def total(self) -> int:
         """All of it together."""
-        return self.pages + self.messages + self.frames + self.rows
+        return self.pages + self.messages + self.rows
 
 
 class RankReport(msgspec.Struct, frozen=True):
@@ -426,6 +427,8 @@ class RankReport(msgspec.Struct, frozen=True):
     """Where other threads of it stood, if it did not answer itself and py-spy is installed on its node."""
     traces_thinned: int = 0
     """Pages of `--trace-batches` that were recorded and not kept: a job's store takes 1 GiB of them."""
+    groups_not_shown: int = 0
+    """Process groups that found no room in its table of them."""
 
     @property
     def name(self) -> str:

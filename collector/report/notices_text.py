@@ -71,7 +71,15 @@ def notice_lines(report: RunReport) -> list[str]:
     """Skipped steps, waived and absorbed values, batches skipped or not kept, the cost of watching: a line each."""
     ranks = report.ranks
     thinned = _thinned([*ranks, *report.processes])
-    return [*_scaler(ranks), *_waived(ranks), *_absorbed(ranks), *_skipped(ranks), *thinned, *_cost(ranks)]
+    return [
+        *_scaler(ranks),
+        *_waived(ranks),
+        *_absorbed(ranks),
+        *_skipped(ranks),
+        *thinned,
+        *_groups(ranks),
+        *_cost(ranks),
+    ]
 
 
 def print_nodes(console: Console, report: RunReport) -> None:
@@ -246,6 +254,16 @@ def _thinned(ranks: list[RankReport]) -> list[str]:
         f"{pages} traced batches of {of} rank{'s' if of != 1 else ''} were recorded and not kept: a job's store takes "
         "1 GiB of them. Those around an overflow and the last of each rank are there; name fewer in --trace-batches"
     ]
+
+
+def _groups(ranks: list[RankReport]) -> list[str]:
+    without = [rank for rank in ranks if rank.groups_not_shown]
+    if not without:
+        return []
+    most = max(rank.groups_not_shown for rank in without)
+    who = ranks_text([rank.rank for rank in without])
+    text = f"{most} process group{'s' if most != 1 else ''} of {who} found no room in the table of groups"
+    return [f"{text}: the report says less of a hang in one of them"]
 
 
 def _cost(ranks: list[RankReport]) -> list[str]:

@@ -109,8 +109,8 @@ class HeadField(IntEnum):
     LOG_END = 24
     RECORDS_LOST = 25
     SEGMENT = 26
-    FRAMES_LOST = 27
     ROWS_LOST = 28
+    """27 is free."""
     ABORT = 29
     """The exit code (sealed) of a job that the rank ends itself; sealed 0: none."""
     IGNORED = 30

@@ -256,7 +256,6 @@ class RecorderReader:
             seq=fields[HeadField.SEQ],
             module=module.name if module is not None else None,
             cls=module.cls if module is not None else None,
-            frames_lost=fields[HeadField.FRAMES_LOST],
             rows_lost=fields[HeadField.ROWS_LOST],
             records_lost=fields[HeadField.RECORDS_LOST] + self.damaged + _is_garbage(fields),
             ignored=fields[HeadField.IGNORED],
@@ -277,6 +276,7 @@ class RecorderReader:
             unseen_child=fields[HeadField.UNSEEN_CHILD] if 0 <= fields[HeadField.UNSEEN_CHILD] <= _MOST_PID else 0,
             left=fields[HeadField.LEFT] == layout.seal(1),
             passed_unseen=fields[HeadField.PASSED_UNSEEN] != layout.seal(0),
+            groups_not_shown=max(0, fields[HeadField.GROUPS_NOT_SHOWN]),
         )
 
     # -- pages --------------------------------------------------------------------------------------------------
@@ -416,7 +416,6 @@ def _sealed(fields: tuple[int, ...]) -> tuple[int, ...]:
 
 _COUNTED = (
     HeadField.RECORDS_LOST,
-    HeadField.FRAMES_LOST,
     HeadField.ROWS_LOST,
     HeadField.IGNORED,
     HeadField.SCALER_SKIPS,

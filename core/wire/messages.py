@@ -197,7 +197,6 @@ class RankState(msgspec.Struct, frozen=True):
     seq: int
     module: str | None = None
     cls: str | None = None
-    frames_lost: int = 0
     rows_lost: int = 0
     records_lost: int = 0
     age_s: float = 0.0
@@ -249,6 +248,8 @@ class RankState(msgspec.Struct, frozen=True):
     """What passes between it and other ranks is not looked at: its tensors are on a device, or `--watch` says so."""
     traces_thinned: int = 0
     """Pages of `--trace-batches` that were not sent: the job's store has no room for all."""
+    groups_not_shown: int = 0
+    """Process groups that found no room in its table of them: a hang in one is told with less."""
 
     @property
     def events_lost(self) -> int:

@@ -133,7 +133,7 @@ def test_a_collector_is_scraped_while_its_job_runs_and_until_the_verdict(make, t
             bodies = [make.hello_of(nproc=2), *batch.messages(), EventMessage(told)]
             for n, body in enumerate(bodies, 1):
                 agent.send(encode(AgentMessage(n, body, n - 1)))
-            states = [make.state(0, batch=9, step=8, frames_lost=3), make.state(1, batch=8, step=8, warned=7)]
+            states = [make.state(0, batch=9, step=8, rows_lost=3), make.state(1, batch=8, step=8, warned=7)]
             hot = [HotModule(0, 9, HOSTILE, "float16", 3e4, 1.1, 0.1), HotModule(1, 9, HOSTILE, "float16", 2e4, 1.7, 0)]
             agent.send(encode(AgentMessage(0, NodeBeat(states, {1: 4}, sent_ns=5, hot=pack_hot(hot)))))
             while not (ack := answer_to(agent, MessageAck)).echo_ns:
@@ -157,8 +157,7 @@ def test_a_collector_is_scraped_while_its_job_runs_and_until_the_verdict(make, t
             assert found["gpuwatch_anomalies_total"][(("value", "+inf"),)] == 1
             assert found["gpuwatch_events_total"][(("kind", "warned_row"),)] == 7
             assert found["gpuwatch_lost_total"] == {
-                (("what", "frames"),): 3,
-                (("what", "rows"),): 0,
+                (("what", "rows"),): 3,
                 (("what", "records"),): 0,
                 (("what", "pages"),): 4,
             }

@@ -127,7 +127,7 @@ BODIES = [
     messages.PageMessage(3, 1, 11, 0, 9, 7, False, [messages.PageSegment(0, 0, 0, b"\0" * 32, b"\1" * 16, b"\2" * 24)]),
     messages.RankHistoryMessage(3, 1, 0, [7, 9], [6, 7], [4], b"\2", b"packed"),
     NodeBeat(
-        [messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 1, 2, 3, 0.5, 4, 5, 6, 7)],
+        [messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 2, 3, 0.5, 4, 5, 6, 7)],
         {3: 2},
         5,
         -7,
