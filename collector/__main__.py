@@ -83,7 +83,6 @@ def _refuse(why: CannotBind) -> None:
 
 
 def _tell(sentence: str) -> None:
-    """Something that the user should know now."""
     write_line(sys.stdout.buffer, UserNotice(sentence))
 
 

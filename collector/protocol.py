@@ -315,7 +315,6 @@ class RunProtocol:
         return ""
 
     def _most_nodes(self) -> int:
-        """As the first node said."""
         return next(iter(self.nodes.values())).hello.max_nodes
 
     def _enter(self, agent: str, hello: AgentHello, now: float) -> _NodeState:

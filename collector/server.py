@@ -307,7 +307,6 @@ class CollectorServer:
         }
 
     def _say(self, sentence: str) -> None:
-        """To the user and to the log."""
         log(f"{utc(time.time(), 'milliseconds')} {sentence}")
         self._tell(UserNotice(sentence))
 
@@ -417,7 +416,6 @@ def _make(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[RunReport
 
 
 def _page(paths: RunPaths, report: RunReport) -> str:
-    """Write the page, and say where it is or why it is not there."""
     return write_page(paths, report) or f"as a page: {paths.report_html}"
 
 

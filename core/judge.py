@@ -174,7 +174,6 @@ def _may_come_of_mask(input_flags: int) -> bool:
 
 
 def _warning(row: Row, limits: WarningLimits) -> str | None:
-    """What a finite row is a warning of; None for most."""
     if row.role_kind not in (RoleKind.OUTPUT, *GRADIENTS) or row.mark & RowMark.IGNORED:
         return None
     if (

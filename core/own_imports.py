@@ -68,7 +68,6 @@ class OwnImports(AbstractContextManager[None]):
                 sys.path_importer_cache.pop(folder, None)
 
     def _taken_out(self) -> dict[str, ModuleType]:
-        """Modules that the script has imported from elsewhere, out of sys.modules."""
         found = {}
         for top in _MODULES & sys.modules.keys():
             origin = getattr(getattr(sys.modules[top], "__spec__", None), "origin", None) or ""

@@ -254,7 +254,6 @@ def write_tensorboard(rows: Iterable[ExportRow], folder: Path) -> None:
 
 
 def _summary(row: ExportRow) -> tuple[Summary | None, str]:
-    """What a row says, and for which of TensorBoard's runs."""
     if row.table == "verdict":
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         tensor = TensorProto(dtype=DT_STRING, string_val=[f"{row.kind}, {row.certainty}: {row.text}".encode()])

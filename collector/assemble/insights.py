@@ -165,7 +165,6 @@ def replica_drift(facts: RunFacts, ranks: list[RankFacts]) -> Iterator[RunInsigh
 
 
 def _weights(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, dict[tuple[str, str], Summary]]:
-    """By rank, at the same point."""
     peers = dict(sorted(peers_of(facts, rank, page).items())[:_MOST_PEERS])
     return {
         number: {key: (row.abs_min, row.abs_max, row.flags) for key, row in found.weights().items()}
@@ -301,7 +300,6 @@ def _aligned(history: OpenHistory, names: list[str], table: Any, batches: list[i
 
 
 def _table(history: OpenHistory) -> Table:
-    """Of the last batches."""
     numbers = history.numbers[-_LAST:]
     return [each.module for each in history.modules], numpy.where(numbers == NO_NUMBER, numpy.nan, numbers)
 

@@ -184,7 +184,6 @@ def _grown(node: NodeSeries, what: str, text: Callable[[str, int], str]) -> Iter
 
 
 def _last(series: FigureSamples) -> float:
-    """When a count that has grown did so last."""
     return float(series.at_s[numpy.flatnonzero(numpy.nan_to_num(series.values))[-1]])
 
 
@@ -277,7 +276,6 @@ def _gpu_line(node: NodeSeries, gpu: str, others: list[NodeSeries]) -> Iterator[
 
 
 def _of_others(others: list[tuple[NodeSeries, str]], what: str, value: Value) -> float | None:
-    """The median; None without any."""
     found = [own for node, of in others if (own := _known(node, of, what, value)) is not None]
     return median(found) if found else None
 

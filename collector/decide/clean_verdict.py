@@ -146,7 +146,6 @@ def _goes_on(facts: RunFacts, rank: RankFacts) -> bool:
 
 
 def _clauses(reasons: Mapping[int, list[_Reason]], silent: list[int]) -> list[str]:
-    """Reasons by rank, and the ranks that were never heard."""
     by_reason: dict[_Reason, list[int]] = {}
     for number, found in reasons.items():
         for reason in found:
@@ -198,7 +197,6 @@ def _of_its_end(rank: RankFacts, *, goes_on: bool = False) -> list[_Reason]:
 
 
 def _of_its_work(rank: RankFacts) -> list[_Reason]:
-    """How it left, and what there was to look at."""
     exit_ = rank.exit
     found = []
     if exit_ is not None and left_silently(rank):
@@ -274,7 +272,6 @@ def _world_of(ranks: list[RankFacts]) -> int:
 
 
 def _unheard(ranks: list[RankFacts], world: int) -> list[int]:
-    """The ranks below `world` that are none of these, up to a few."""
     known = {rank.rank for rank in ranks}
     few = min(max(0, world - len(known)), _MOST_NAMED)
     return list(islice((number for number in count() if number not in known), few))
@@ -492,7 +489,6 @@ def _led_nowhere(number: int, ranks: list[RankFacts]) -> str:
 
 
 def _exceptions(ranks: list[RankFacts]) -> str:
-    """What was not finite and no alarm."""
     found = []
     hidden = sum(rank.hidden_rows for rank in ranks)
     if hidden:

@@ -77,7 +77,6 @@ class GradientSum:
 
 
 def _has_inf(row: Row) -> bool:
-    """Whether there is an inf in it, of either sign or of one that was not read."""
     return bool(row.flags & (NonFinite.POSINF | NonFinite.NEGINF | NonFinite.INF))
 
 

@@ -146,7 +146,6 @@ def _does_not_end(looks: Sequence[RankLook], standings: list[RankPosition], evid
 
 
 def _last_one(standing: RankPosition, still_s: float, evidence: list[str]) -> HangFinding:
-    """All others have come to their end, so the job waits for this one."""
     return HangFinding(
         f"Rank {standing.rank} has not moved for {still_s:.0f} s, and all other ranks have ended. It is "
         f"{_what(standing)}.",
@@ -228,7 +227,6 @@ def _shown(standing: RankPosition, look: RankLook) -> RankGroups:
 
 
 def _alike(standings: list[RankPosition]) -> list[list[RankPosition]]:
-    """Ranks that stand at the same place, together."""
     groups: dict[tuple[str, str, str], list[RankPosition]] = {}
     for standing in standings:
         groups.setdefault((standing.kind, standing.operation, standing.line), []).append(standing)

@@ -139,9 +139,8 @@ class _GroupSentences:
             f"Rank {ranks[0]} is stopped in the middle of {meeting.text(self.world_size)}, in which "
             f"{self._wait_text(others)}. It is {self.shown[ranks[0]].what}."
         )
-        return HangFinding(
-            statement, Certainty.ESTABLISHED, ranks[0], [], self._evidence(), ["Look at what has stopped it."]
-        )
+        next_ = ["Look at what has stopped it."]
+        return HangFinding(statement, Certainty.ESTABLISHED, ranks[0], [], self._evidence(), next_)
 
     def did_not_come(self) -> HangFinding | None:
         """The ranks that wait for nobody and that others wait for, directly or over others."""
@@ -225,15 +224,8 @@ class _GroupSentences:
             return None
         if one is not None:
             statement += f" Rank {one} is the only one that differs."
-        return HangFinding(
-            statement,
-            Certainty.SUPPORTED if one is not None else Certainty.UNKNOWN,
-            one,
-            [],
-            self._evidence(),
-            [next_],
-            "order",
-        )
+        certainty = Certainty.SUPPORTED if one is not None else Certainty.UNKNOWN
+        return HangFinding(statement, certainty, one, [], self._evidence(), [next_], "order")
 
     def _besides_what_is_not_shown(self) -> HangFinding | None:
         """Some wait in a collective that their tables show, and the others in one that they do not, such as DDP's."""

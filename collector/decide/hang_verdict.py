@@ -134,7 +134,6 @@ def verdict_of(
 
 
 def _common(values: Iterable[_T]) -> _T | None:
-    """What they all are; None where they differ, or there are none."""
     found = set(values)
     return found.pop() if len(found) == 1 else None
 

@@ -102,7 +102,6 @@ def advice(nodes: list[str], why: str, job: SchedulerJob) -> list[str]:
 
 
 def _blamed(facts: RunFacts, verdict: Verdict, hellos: list[AgentHello]) -> dict[str, str]:
-    """What the scheduler calls a node -> what it is blamed for."""
     if verdict.kind.blames == NodeBlame.PREFLIGHT:
         return _by_preflight(facts, verdict, hellos)
     blamed: dict[str, str] = {}
@@ -146,5 +145,4 @@ def _names(nodes: Iterable[NodeFacts]) -> list[str]:
 
 
 def _name(hello: AgentHello) -> str:
-    """What the scheduler calls a node; "" if there is none."""
     return hello.job.node if hello.job is not None else ""

@@ -90,7 +90,6 @@ def _of_silent_groups(order: DiagnosisOrder) -> list[str]:
 
 
 def _of_inputs(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
-    """What the batch can be found again by."""
     recorded = facts.one(first.attempt, first.rank).batch_inputs
     batch = next((found for found in recorded if found.where.batch == first.batch), None)
     if batch is None:
@@ -212,7 +211,6 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
 
 
 def _of_step(odd: OddWeight) -> list[str]:
-    """What is known of the last step of a weight that differs."""
     if odd.changed:
         return ["it is another one than its last step has left, on this rank alone"]
     if odd.gradient is None:

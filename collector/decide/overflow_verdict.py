@@ -115,7 +115,6 @@ _NO_SUM = {"narrower": "their sum is too, unless it is reduced in float16", "no"
 
 
 def _reduced_sum(found: GradientSum, first: LocalDiagnosis) -> list[str]:
-    """What the numbers say."""
     if not found.own or not found.got:
         return []
     lines = [found.line()]
@@ -146,7 +145,6 @@ def _next(first: LocalDiagnosis, found: GradientSum, unseen: list[int]) -> list[
 
 
 def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Verdict:
-    """The verdict where this rank's code between its backward and its step made it."""
     rank = facts.one(first.attempt, first.rank)
     host, failed = facts.host(rank), doubts_about(rank)
     cause = f" ({first.cause})" if first.cause else ""
@@ -178,7 +176,6 @@ def _line(found: LocalDiagnosis) -> str:
 
 
 def _rows(page: KeptPage | None, phase: FramePhase) -> dict[tuple[str, str], Row]:
-    """The last row of each gradient in a phase of a page."""
     if page is None:
         return {}
     frames = sorted(page.frames, key=lambda frame: frame.index)
@@ -192,7 +189,6 @@ def _rows(page: KeptPage | None, phase: FramePhase) -> dict[tuple[str, str], Row
 
 
 def _own(page: KeptPage | None, first: LocalDiagnosis) -> list[Row]:
-    """A rank's own gradient, as its backward made it."""
     if page is None:
         return []
     frames = sorted(page.frames, key=lambda frame: frame.index)
@@ -214,7 +210,6 @@ def _largest_own(page: KeptPage | None, first: LocalDiagnosis) -> Row | None:
 
 
 def _got(page: KeptPage | None, first: LocalDiagnosis) -> Row | None:
-    """What the optimizer of a rank got."""
     return _rows(page, FramePhase.COLLECTIVE).get((first.module, first.role))
 
 

@@ -11,12 +11,7 @@ from .preflight_table import findings_of, seconds_of, stage_order
 from .words import local_rank_of, node_name, unfinished_stage
 
 _MAX_LINES = 12
-_CERTAINTY = {
-    "rank": Certainty.ESTABLISHED,
-    "gpu": Certainty.ESTABLISHED,
-    "node": Certainty.ESTABLISHED,
-    "link": Certainty.SUPPORTED,
-}
+_CERTAINTY = dict.fromkeys(("rank", "gpu", "node"), Certainty.ESTABLISHED) | {"link": Certainty.SUPPORTED}
 """Subject -> certainty. Where the subject is the whole job, it is unknown who is to blame."""
 
 

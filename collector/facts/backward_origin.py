@@ -451,7 +451,6 @@ class _BackwardTrail:
         return None
 
     def _last_finite(self, scope: str, *, below: bool = False) -> str:
-        """The last module in `scope` whose output's gradient was finite."""
         for frame in reversed(self._before):
             inside = _is_inside(frame.module, scope) or (frame.module == scope and not below)
             if inside and any(row.role_kind is RoleKind.GRAD_OUTPUT and row.finite for row in frame.rows):

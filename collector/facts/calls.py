@@ -262,7 +262,6 @@ def _own_code(calls: FrameCalls, scope: Frame, since: int) -> OwnCodeResult | No
 
 
 def _uses(call: Frame, value: int) -> bool:
-    """Whether a call was handed the tensor and did not just return it."""
     return takes(call, value) and not returns(call, value)
 
 
@@ -271,7 +270,6 @@ def _values(rows: list[Row]) -> set[int]:
 
 
 def _can_lead_on(row: Row) -> bool:
-    """Whether a tensor can have a gradient."""
     if row.kind in (RowContent.NONE, RowContent.NOT_A_TENSOR, RowContent.EMPTY):
         return False
     return row.dtype.startswith(("float", "bfloat", "complex", "unknown"))

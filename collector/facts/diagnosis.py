@@ -354,7 +354,6 @@ def _key(one: LocalDiagnosis) -> tuple[int, int]:
 
 
 def _clock(one: LocalDiagnosis) -> dict[str, int]:
-    """Collectives by group, of the groups that count."""
     return {group: count for group, count in one.clock.items() if count >= 0}
 
 

@@ -119,7 +119,6 @@ def _text(text: str, field: str, owner: str) -> str:
 
 
 def _root(label: str) -> str:
-    """A root's label, as it is made of the definition's class."""
     cls, ordinal = split_label(label)
     known = RootDef(0, cls, ordinal).label == label
     return RootDef(0, shown_name(cls), ordinal).label if known else shown_name(label)
@@ -338,7 +337,6 @@ class FactFold:
 
 
 def _met_first(item: tuple[tuple[int, int], RankFacts]) -> tuple[bool, int, int]:
-    """Sorts ranks by when they met something."""
     key, rank = item
     return not rank.anomalies, key[0], rank.anomalies[0].where.seq if rank.anomalies else 0
 

@@ -263,7 +263,6 @@ class _ForwardTrail:
         )
 
     def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
-        """The call's own code made it; if it has children, after the last of them returned."""
         children = self._calls.children(frame)
         earlier = self._followable(children[::-1], output)
         if earlier is not None:
@@ -412,7 +411,6 @@ class _ForwardTrail:
         return before is None or not before.seen
 
     def _class_of(self, holder: Frame, parent: Frame | None) -> str:
-        """The class of the module around a call, whose own frame may be missing."""
         if parent is not None:
             return parent.cls
         return "?" if holder.parent else split_label(self._page.root)[0]

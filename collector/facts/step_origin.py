@@ -254,7 +254,6 @@ def explain_state(
 
 
 def _last_state(frame: Frame, row: Row, earlier: Sequence[Page]) -> tuple[Page, Row] | None:
-    """The last reading of a state from before, if it was finite."""
     for page in earlier:
         for other in page.frames:
             for found in other.states if (other.module, other.phase) == (frame.module, FramePhase.OPTIMIZER) else ():
@@ -310,7 +309,6 @@ def _name_of(step: OptimizerStep) -> str:
 
 
 def _known(frames: list[Frame], frame: Frame, row: Row, before: Row, gradients: list[Row]) -> KnownStep:
-    """What went into the step of one weight."""
     state = {other.parsed_role.key: _number(other) for other in _state_rows(frames, frame, row.parsed_role.name)}
     return KnownStep(
         weight=_number(before),
@@ -322,7 +320,6 @@ def _known(frames: list[Frame], frame: Frame, row: Row, before: Row, gradients: 
 
 
 def _number(row: Row) -> float:
-    """A row's abs max; inf where it is not finite or not known."""
     return row.abs_max if row.finite and row.abs_max is not None else math.inf
 
 
@@ -361,8 +358,7 @@ def _state(frames: list[Frame], frame: Frame, name: str) -> list[str]:
 
 def _state_rows(frames: list[Frame], frame: Frame, name: str) -> list[Row]:
     """A parameter's state: in the frame of the weight, or on a device in one that was written when its numbers came."""
-    of_module = [
-        f for f in frames if f.phase == FramePhase.OPTIMIZER and f.module == frame.module and f.index >= frame.index
-    ]
+    steps = (other for other in frames if other.phase == FramePhase.OPTIMIZER and other.index >= frame.index)
+    of_module = [other for other in steps if other.module == frame.module]
     rows = [row for other in of_module for row in other.rows]
     return [row for row in rows if row.role_kind is RoleKind.STATE and row.parsed_role.name == name]

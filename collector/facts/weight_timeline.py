@@ -119,7 +119,6 @@ def _others_stepped(pages: list[Page]) -> bool:
 
 
 def _had_no_gradient(pages: list[Page], frame: Frame, row: Row) -> bool:
-    """Whether gradients of other weights were seen in these pages, and none of this one."""
     seen = {
         (other.module, found.parsed_role.name)
         for each in pages

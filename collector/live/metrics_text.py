@@ -53,13 +53,8 @@ def families(view: JobView, own: OwnNumbers) -> Iterator[Metric]:
     yield from _ranks(view)
     yield from _modules(view)
     yield from _counts(view)
-    yield _by_label(
-        GaugeMetricFamily,
-        "gpuwatch_verdict",
-        "1: the verdict so far.",
-        "kind",
-        {k: k == view.kind for k in VerdictKind},
-    )
+    kinds = {str(kind): int(kind == view.kind) for kind in VerdictKind}
+    yield _by_label(GaugeMetricFamily, "gpuwatch_verdict", "1: the verdict so far.", "kind", kinds)
     yield from _own(own)
 
 

@@ -139,7 +139,6 @@ def _passing(ranks: list[RankFacts]) -> list[LimitPassing]:
 
 
 def _events_by_kind(facts: RunFacts) -> dict[str, int]:
-    """Of all attempts, so that a restart takes nothing away."""
     found: Counter[str] = Counter()
     for rank in facts.everyone.values():
         found["anomaly"] += len(rank.anomalies)

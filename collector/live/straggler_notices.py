@@ -95,7 +95,6 @@ class LiveStragglers:
         self._due = now + LEAST_S
 
     def _mean(self, rank: int, steps: int) -> Any:
-        """Seconds of each part in one step."""
         parts = numpy.subtract(self._newest[rank].parts_us, self._before[rank].parts_us)
         return parts / 1e6 / steps
 
@@ -120,7 +119,6 @@ class LiveStragglers:
 
 
 def _is_timed(state: RankState) -> bool:
-    """Whether it has what agents send."""
     return len(state.parts_us) == len(PARTS) and all(0 <= us < _MOST_US for us in state.parts_us)
 
 

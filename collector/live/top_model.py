@@ -86,7 +86,6 @@ class TopModel:
         return TopScreen(*(_cut(part, width) for part in parts))  # type: ignore[arg-type]  # each keeps its kind
 
     def _rates(self) -> dict[int, float]:
-        """Batches a second of each rank."""
         first, last = self._points[0], self._points[-1]
         seconds = (last.time_ns - first.time_ns) / 1e9
         if seconds <= 0:
@@ -206,7 +205,6 @@ def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: lis
 
 
 def _process_lines(view: JobView, columns: list[str]) -> list[ScreenLine]:
-    """Processes that are no rank, behind the ranks."""
     lines = [_rank_line(process, None, False, columns) for process in view.processes]
     return lines + (
         [ScreenLine(f"{view.more_processes} more processes without a rank", "dim")] if view.more_processes else []

@@ -81,11 +81,8 @@ def can_be_compared(report: RunReport) -> bool:
 
 def frame_key(frame: Frame) -> tuple[str, str, str | int]:
     """Identifies the same frame on two ranks. Gradients come in another order on each rank."""
-    return (
-        frame.module,
-        frame.phase,
-        frame.index if frame.phase == FramePhase.FORWARD or not frame.rows else frame.rows[0].role,
-    )
+    by_index = frame.phase == FramePhase.FORWARD or not frame.rows
+    return frame.module, frame.phase, frame.index if by_index else frame.rows[0].role
 
 
 def _title(frame: Frame) -> str:

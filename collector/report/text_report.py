@@ -245,7 +245,6 @@ def _number(number: int | None) -> str:
 
 
 def _side_by_side(console: Console, report: RunReport, shown: RankReport) -> None:
-    """A column per rank."""
     found = side_by_side(report, shown, _MAX_COLUMNS, _MAX_MATRIX_ROWS)
     if found is None:
         return

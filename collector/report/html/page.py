@@ -170,7 +170,6 @@ def _digest(script: str) -> str:
 
 
 def _healthy(report: RunReport, shown: RankReport | None) -> RankReport | None:
-    """A rank that met nothing, at the same point as the one that is shown."""
     if shown is None or not shown.frames_comparable:
         return None
     others = [rank for rank in report.ranks if rank is not shown and rank.frames and rank.frames_comparable]
@@ -244,7 +243,6 @@ def _warnings(report: RunReport) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """`0-7`"""
     return ranks_text(ranks).partition(" ")[2] if ranks else "-"
 
 

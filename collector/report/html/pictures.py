@@ -95,7 +95,6 @@ def _ending(rank: RankReport) -> str:
 
 
 def _place(rank: RankReport) -> str:
-    """The first line of its stack that is the user's."""
     lines = own_lines(rank.stack)
     return (lines[1] if len(lines) > 1 else lines[0]) if lines else "did not say where it stands"
 
