@@ -358,7 +358,6 @@ class RunProtocol:
         return [SendMessage(agent, LookAtRanks(number)) for agent, node in self.nodes.items() if not node.gone]
 
     def _conclude_asking(self, now: float) -> list[Action]:
-        """When all ranks have told where they stand, or had time enough to."""
         announced = sum(node.hello.nproc for node in self.nodes.values() if not node.replaced)
         concluded = self._asking.conclude(announced or self.claims.num_ranks, now, self.on_hang)
         if concluded is None:

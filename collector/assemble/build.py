@@ -222,7 +222,6 @@ def ranks_to_show(
 
 
 def _healthy(facts: RunFacts, target: ReportTarget | None) -> RankFacts | None:
-    """A rank of the same role that was at the same point and met nothing."""
     if target is None:
         return None
     for number, page in sorted(peers_of(facts, target.rank, target.page).items()):

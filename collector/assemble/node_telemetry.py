@@ -130,7 +130,6 @@ def _telemetry_report(facts: RunFacts, verdict: Verdict) -> TelemetryReport | No
 
 
 def _alike_counted(notable: list[UnusualFigure]) -> list[UnusualFigure]:
-    """The first few of each figure that stands out, each with how many other nodes it does on."""
     hosts: dict[str, dict[str, int]] = {}
     kept = []
     for each in notable:

@@ -216,7 +216,6 @@ def _of_its_work(rank: RankFacts) -> list[_Reason]:
 
 
 def _of_its_losses(rank: RankFacts) -> list[_Reason]:
-    """What of its record was lost, or was not made: that may hold an overflow."""
     state, found = rank.state, []
     if state is None or not state.final or state.hooks == "failed":
         return []
@@ -383,7 +382,6 @@ def _unproven(facts: RunFacts, lacking: list[str]) -> Verdict:
 
 
 def _clean(facts: RunFacts) -> Verdict:
-    """Says no more than what was looked at."""
     ranks = [*facts.of_attempt(facts.last_attempt), *facts.lone(facts.last_attempt)]
     batches = max(map(batches_of, ranks), default=0)
     idle = max((rank.batches_skipped for rank in facts.everyone.values()), default=0)  # before a restart, too
@@ -470,7 +468,6 @@ def _ranks_and_processes(ranks: list[RankFacts]) -> str:
 
 
 def _looked_at(batches: int, idle: int) -> str:
-    """`every 5th was looked into`, or what is known of it."""
     if 0 < idle < batches:
         every = round(batches / (batches - idle))
         return f"only one in {every} was looked into"

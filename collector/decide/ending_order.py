@@ -174,7 +174,6 @@ def _gap_ns(one: _RankExit, other: _RankExit) -> int | None:
 
 
 def _is_the_launchers(rank: RankFacts) -> bool:
-    """Whether what it ended with is the signal of the launcher that stopped it."""
     exit_ = rank.exit
     return exit_ is not None and exit_.by == "torchrun" and exit_.code is not None and exit_.code < 0
 

@@ -293,7 +293,6 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
 
 
 def _fatal_lines(exit_: WorkerExit) -> list[str]:
-    """Where a fatal signal came, and what is known of its reason."""
     lines = []
     if exit_.stack:
         calls = "; ".join(line.short for line in exit_.stack[:_MOST_CALLS])

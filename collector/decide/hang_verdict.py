@@ -303,7 +303,6 @@ def ending_of(found: HangFinding, looks: Sequence[RankLook], on_hang: OnHang, li
 
 
 def _auto(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:
-    """Only what cannot go on is ended."""
     outlook = found.outlook
     if outlook.kind == "may go on":
         who = ranks_text(outlook.free) if outlook.free else "a rank that was not seen"

@@ -76,7 +76,6 @@ def next_steps(first: LocalDiagnosis, clues: AdviceClues | None = None) -> list[
 
 
 def _of_clues(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
-    """Advice on something that is known to be bad, or odd; empty if nothing is."""
     if clues.odd is not None:
         return _of_odd(clues.odd)
     if clues.wild is not None:

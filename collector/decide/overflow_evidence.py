@@ -73,7 +73,6 @@ def evidence_of(
 
 
 def _of_unwatched(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
-    """A line about ranks that nobody looked at: one of them may have been earlier."""
     found = [rank.rank for rank in facts.of_attempt(first.attempt) if rank.rank != first.rank and was_not_watched(rank)]
     if not found:
         return []
@@ -279,7 +278,6 @@ def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
 
 
 def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiagnosis]) -> list[str]:
-    """Reasons why another rank may have been first; empty if none can have been."""
     reasons = missing_ranks(facts, first.attempt)
     ranks = facts.of_attempt(first.attempt)
     heard = {diagnosis.rank for diagnosis in diagnoses} | set(clean_peers(facts, first))
@@ -293,7 +291,6 @@ def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiag
 
 
 def _of_clean(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
-    """Lines about the ranks that were finite at the same point. A rank's own number of the batch may differ."""
     clean, pages = clean_peers(facts, first), peers(facts, first)
     same = [number for number in clean if pages[number].batch == first.batch]
     lines = [f"{ranks_text(same)}: every frame received of that batch was finite"] if same else []

@@ -200,7 +200,6 @@ def _own(page: KeptPage | None, first: LocalDiagnosis) -> list[Row]:
 
 
 def _own_finite(page: KeptPage | None, first: LocalDiagnosis) -> bool | None:
-    """Whether a rank's own gradient was finite; None if it was not seen."""
     rows = _own(page, first)
     return all(row.finite for row in rows) if rows else None
 

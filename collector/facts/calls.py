@@ -242,7 +242,6 @@ class OwnCodeResult(NamedTuple):
 
 
 def _own_code(calls: FrameCalls, scope: Frame, since: int) -> OwnCodeResult | None:
-    """What a module's own code has made after its call `since` that can have a gradient; None if nothing."""
     known = _values(scope.inputs)
     free: list[int] = []
     takers: list[Frame] = []

@@ -215,7 +215,6 @@ def around(anomaly: Anomaly) -> tuple[str, ...]:
 
 
 def _buffers(anomaly: Anomaly) -> dict[str, str]:
-    """Each bad buffer of the alarm's module, named with its module -> what is in it."""
     place = module_text(anomaly.module, anomaly.cls)
     buffers = anomaly.again.buffers if anomaly.again is not None else {}
     return {f"buffer {name} of {place}": value for name, value in buffers.items()}
@@ -383,7 +382,6 @@ def _message_edges(diagnoses: list[LocalDiagnosis], place: dict[tuple[int, int],
 
 
 def _cuts(diagnoses: list[LocalDiagnosis]) -> numpy.ndarray:
-    """Who had issued fewer collectives than whom on a common group."""
     found = numpy.zeros((len(diagnoses), len(diagnoses)), bool)
     members: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for place, one in enumerate(diagnoses):

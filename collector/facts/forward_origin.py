@@ -463,7 +463,6 @@ def _unseen_object(frame: Frame) -> tuple[str, ...]:
 
 
 def _worst(rows: list[Row]) -> Row | None:
-    """The first row with more than -inf; else the first non-finite row."""
     bad = [row for row in rows if not row.finite]
     return next((row for row in bad if not row.only_neginf), bad[0] if bad else None)
 

@@ -289,7 +289,6 @@ def _by_rule(
 
 
 def _had_no_gradient(frames: list[Frame], frame: Frame, row: Row) -> bool:
-    """Whether the weight was seen to have no gradient when the step began."""
     return any(
         found.role == f"state grad {row.role}" and found.kind == RowContent.NONE
         for other in frames
@@ -335,7 +334,6 @@ def local_gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
 
 
 def _gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
-    """The gradients that the optimizer got, if those were read; else those that the backward made."""
     got = [
         row
         for other in frames

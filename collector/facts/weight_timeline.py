@@ -107,7 +107,6 @@ def _open(last: WeightReading, steps: int) -> WeightHistory:
 
 
 def _is_whole(pages: list[Page]) -> bool:
-    """Whether no batch between the first and the last of these is missing, and no frame. They are latest first."""
     batches = [each.batch for each in pages]
     gaps = any(later - before != 1 for later, before in pairwise(batches))
     return not gaps and not any(each.lost_frames for each in pages)

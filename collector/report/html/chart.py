@@ -171,7 +171,6 @@ def draw(
 def _draw_growth(
     growth: GrowthLine, last: float, place_x: Callable[[float], float], place_y: Callable[[float], float]
 ) -> DrawnGrowth:
-    """The line and the band around it, up to where the axis ends."""
 
     def towards(at: float) -> tuple[float, float]:
         share = min(1.0, (last - growth.x) / max(at - growth.x, 1e-9))

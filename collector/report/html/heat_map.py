@@ -124,7 +124,6 @@ def _overview(found: ModulesByRanks) -> list[tuple[str, list[RankStretch]]]:
 
 
 def _columns(report: RunReport, ranks: list[int]) -> list[int]:
-    """Places of the ranks that have a column: the verdict's, those that met something, then the first others."""
     met = {entry.rank for entry in report.ranks if entry.first_anomaly is not None}
     order = sorted(range(len(ranks)), key=lambda n: (ranks[n] != report.verdict.rank, ranks[n] not in met, ranks[n]))
     return order[:_MOST_RANKS]

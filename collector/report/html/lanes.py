@@ -86,7 +86,6 @@ def _moment(event: TimelineEntry, last: dict[int | None, int]) -> tuple[int, int
 
 
 def _ranks(report: RunReport, events: list[TimelineEntry]) -> list[int]:
-    """The verdict's rank first, then those that met something, then those that only ended."""
     met = [event.rank for event in events if event.kind != "ended"]
     named = [report.named]
     order = dict.fromkeys(rank for rank in [*named, *met, *(event.rank for event in events)] if rank is not None)

@@ -222,7 +222,6 @@ def _number(number: float | None) -> str:
 
 
 def _frame_texts(report: RunReport) -> tuple[list[FrameText], int]:
-    """The frames of each rank and its traced batches, the verdict's rank first, and how many there was no room for."""
     found: list[FrameText] = []
     room, left_out = FRAMES_BYTES, 0
     for rank in sorted(report.ranks, key=lambda rank: rank.rank != report.verdict.rank):

@@ -174,7 +174,6 @@ def over_the_batches(report: RunReport) -> OutputChart | None:
 
 
 def _growth(report: RunReport, history: ModuleHistory, first: int, last: int) -> GrowthLine | None:
-    """The forecast of the verdict's module, if one was told before it overflowed."""
     told = next((each for each in report.forecasts if each.module == history.module), None)
     batch = report.verdict.batch
     if told is None or batch is None or told.dtype != history.dtype or not first <= told.batch < min(batch, last):
