@@ -277,7 +277,11 @@ class CommandRanks(RankStarter):
         own = shell_code(self._code)
         if verdict is not None:
             return exit_code(own, verdict.exit_code, verdict.kind, stopped=self._command.stop.is_set())
-        return own if left else exit_code(own, int(ExitCode.UNKNOWN), VerdictKind.UNKNOWN, stopped=self._command.stop.is_set())
+        return (
+            own
+            if left
+            else exit_code(own, int(ExitCode.UNKNOWN), VerdictKind.UNKNOWN, stopped=self._command.stop.is_set())
+        )
 
     def close(self) -> None:
         """The command, too."""
