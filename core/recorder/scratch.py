@@ -23,6 +23,7 @@ _FILES_OF_RANK = 4
 """At most so many are in a folder, without those that the script has."""
 KEPT_ATTEMPTS = 2
 """Recorders of so many attempts that have ended are kept."""
+_TRIES = 3
 RESCUED = "rescued"
 """Folder in the scratch for what the runs' folder took no more of."""
 
@@ -140,8 +141,11 @@ def _pid_namespace() -> int:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove the folder; twice does no harm."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folder; twice does no harm. A process that has no descriptor left for a moment tries again."""
+    for _ in range(_TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
 
 
 def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: None) -> Path | None:

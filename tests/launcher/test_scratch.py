@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import stat
@@ -250,3 +251,20 @@ def test_where_nothing_has_room_it_is_told_before_the_training_starts(bases, sma
     assert scratch.make_scratch(8, said.append).parent == small_disk
     assert "has 0 MiB free, and 8 recorders need 48 MiB: ranks that find no room go on unwatched" in said[1]
     assert "TMPDIR" in said[1]
+
+
+def test_a_folder_is_removed_although_a_descriptor_was_lacking_for_a_moment(tmp_path, monkeypatch):
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    (folder / "recorder").touch()
+    opened, fails = os.open, [OSError(errno.EMFILE, "Too many open files")]
+
+    def lacking_once(*arguments, **options):
+        if fails:
+            raise fails.pop()
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(os, "open", lacking_once)
+    scratch.remove_scratch(folder)
+    assert fails == []
+    assert not folder.exists()
