@@ -38,7 +38,7 @@ from ..core.wire.pipe import LaunchDone
 from .say import say
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed.distributed_c10d import Store
 
     from .launch_job import TorchrunRanks
 

@@ -356,10 +356,10 @@ def state(rank, *, local_rank=0, attempt=0, step=0, batch=0, seq=0, phase="forwa
 
 BUILDERS = SimpleNamespace(
     Batch=Batch,
-    Beat=NodeBeat,
-    Bye=NodeBye,
-    Inventory=RankInventoryEvent,
-    Mark=RowMark,
+    NodeBeat=NodeBeat,
+    NodeBye=NodeBye,
+    RankInventoryEvent=RankInventoryEvent,
+    RowMark=RowMark,
     Phase=Phase,
     NAN=NAN,
     INF=INF,

@@ -284,5 +284,5 @@ def test_of_two_anomalies_the_one_that_was_first_in_time_counts(make):
 
 def test_groups_without_room_are_told(make):
     states = [make.state(0, groups_not_shown=4), make.state(1, groups_not_shown=4), make.state(2)]
-    text = text_of(report_of([make.hello(nproc=3), make.Beat(states, {})]))
+    text = text_of(report_of([make.hello(nproc=3), make.NodeBeat(states, {})]))
     assert "4 process groups of ranks 0 and 1 found no room in the table of groups" in text
