@@ -69,14 +69,19 @@ def pages(draw):
     return PageMessage(0, 0, 0, 0, 7, 3, draw(st.booleans()), segments)
 
 
+def shown(frames):
+    """As text: a number of a row may be nan, which equals nothing."""
+    return [repr(frame) for frame in frames]
+
+
 @given(pages())
 @settings(max_examples=60, deadline=None)
 def test_tables_say_what_the_decoded_page_says(message):
     page, tables = decode_page(message, NAMES), PageTables(message)
-    assert [whole(frame) for frame in tables.decode(NAMES)] == page.frames
+    assert shown(whole(frame) for frame in tables.decode(NAMES)) == shown(page.frames)
     assert tables.lost_frames == page.lost_frames
     bad = [f for f in page.frames if any(r.flags and r.role not in ("input[0]", "before input[0]") for r in f.rows)]
-    assert [whole(frame) for frame in tables.decode_suspicious(NAMES)] == bad
+    assert shown(whole(frame) for frame in tables.decode_suspicious(NAMES)) == shown(bad)
     assert tables.suspicious(NAMES) >= bool(bad)
     weights = [f for f in page.frames if f.phase == "forward" and f.weights]
     assert [whole(frame) for frame in tables.forward_weights(NAMES)] == weights
