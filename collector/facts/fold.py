@@ -6,41 +6,25 @@ A page is looked at once, when it comes. What is found in it stays in memory, th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
 
 from ...core.events import (
-    AbsorbedValue,
     Anomaly,
     BandwidthRows,
-    BatchInputs,
-    CompiledUnseen,
     GpuCounters,
     GpuHealth,
     GpuXid,
-    IgnoredAlarm,
     LeftGroup,
-    LimitForecast,
-    LooseParameters,
     NodeSignal,
-    NotLookedInto,
-    OwnFault,
-    PassedTensor,
-    PreflightBegan,
     PreflightResult,
-    PreflightStage,
-    RangeWarning,
     RankInventoryEvent,
-    RankLook,
     RootDef,
     RunPosition,
-    ScalerSkip,
-    ScriptError,
     ScriptExit,
     StepTimes,
-    WatchCost,
     WorkerExit,
     split_label,
 )
@@ -410,6 +394,10 @@ def _rank(facts: RunFacts, agent: str, attempt: int, rank: int) -> RankFacts:
     return found
 
 
+_LISTS = {get_args(hint)[0]: name for name, hint in get_type_hints(RankFacts).items() if get_origin(hint) is list}
+"""Class of an event -> the list of a rank that holds all of them. One that has no list is looked at by itself."""
+
+
 def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMessage) -> None:
     event = message.event
     if isinstance(event, NodeSignal):
@@ -420,31 +408,12 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
             node.gpu_events.append(event)
         return
     rank = _rank(facts, agent, event.where.attempt, event.where.rank)
-    lists: list[tuple[type, list]] = [  # type: ignore[type-arg]  # each list holds what its type says
-        (Anomaly, rank.anomalies),
-        (ScriptError, rank.errors),
-        (OwnFault, rank.faults),
-        (PreflightBegan, rank.begun),
-        (PreflightStage, rank.stages),
-        (RangeWarning, rank.warned),
-        (ScalerSkip, rank.scaler_skips),
-        (IgnoredAlarm, rank.ignored),
-        (AbsorbedValue, rank.absorbed),
-        (PassedTensor, rank.passed),
-        (NotLookedInto, rank.not_looked_into),
-        (CompiledUnseen, rank.compiled_unseen),
-        (LooseParameters, rank.loose_parameters),
-        (BatchInputs, rank.batch_inputs),
-        (WatchCost, rank.costs),
-        (RankLook, rank.looks),
-        (LimitForecast, rank.forecasts),
-    ]
-    for kind, events in lists:
-        if isinstance(event, kind):
-            if event not in events:
-                events.append(event)
-            return
-    if isinstance(event, PreflightResult):
+    listed = _LISTS.get(type(event))
+    if listed is not None:
+        events = getattr(rank, listed)
+        if event not in events:
+            events.append(event)
+    elif isinstance(event, PreflightResult):
         rank.preflight = event
     elif isinstance(event, RankInventoryEvent):
         if rank.inventory is None or event.facts is not None:  # what runs without facts is told once more, with them
