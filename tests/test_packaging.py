@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TEMPLATES = ("report.html.jinja", "macros.html.jinja", "report.css", "report.js")
+TEMPLATES = ("report.html.jinja", "macros.html.jinja", "sections.html.jinja", "report.css", "report.js")
 DATA = ["gpuwatch/py.typed", "gpuwatch/slurm/gpuwatch.sbatch", "gpuwatch/slurm/gpuwatch.sbatch.jinja"]
 DATA += ["gpuwatch/collector/live/dashboard.json"]
 DATA += [f"gpuwatch/collector/report/html/templates/{name}" for name in TEMPLATES]
