@@ -559,16 +559,17 @@ STEP = [
         Scenario(
             name,
             "own_clipping.py",
-            # all ranks get it, and which rank's code made it no frame shows; no sum of these gradients does
+            # all ranks get it, and no sum of these gradients gives it; which rank's code made it no frame shows, but
+            # what goes into the reduction does, if that rank's numbers come before its end
             _found(
-                "collective", None, module, "Linear", role="grad weight", value=value, batch=2, certainty="supported"
+                "collective", rank, module, "Linear", role="grad weight", value=value, batch=2, certainty="supported"
             ),
             args=("--fault", fault),
             statement="(?s)no sum of them gives that value.*normalisation",
         )
-        for name, fault, module, value in (
-            ("the script's own clipping, on all ranks", "all", "fc", "nan"),
-            ("normalised by 0 tokens before the all-reduce", "tokens", {"fc", "head"}, {"+inf", "nan"}),
+        for name, fault, rank, module, value in (
+            ("the script's own clipping, on all ranks", "all", None, "fc", "nan"),
+            ("normalised by 0 tokens before the all-reduce", "tokens", {1, None}, {"fc", "head"}, {"+inf", "nan"}),
         )
     ),
     Scenario(
