@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -17,7 +15,7 @@ import click  # noqa: E402
 
 from ..core.errors import GpuwatchError, OutputLost  # noqa: E402
 from ..core.host import gpuwatch_version  # noqa: E402
-from ..core.tell import expect_answer, flush_streams, guard_streams, tell  # noqa: E402
+from ..core.tell import end_process, expect_answer, guard_streams, tell  # noqa: E402
 
 COMMANDS = {
     "launch": "Run a training script under torchrun and name the first rank and module to overflow.",
@@ -131,9 +129,7 @@ def entry() -> NoReturn:
         if "torch" not in sys.modules:
             raise
         code = end.code
-    atexit._run_exitfuncs()
-    flush_streams()
-    os._exit(code if isinstance(code, int) else 0)
+    end_process(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

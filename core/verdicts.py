@@ -67,14 +67,7 @@ class VerdictKind(WordEnum):
 
     CLEAN = "clean", ExitCode.CLEAN, _T.GOOD, None, NodeBlame.GPU, False
     CRASH = "crash", ExitCode.SCRIPT_FAILED, _T.BAD, _S.ERRORS, NodeBlame.GPU, False
-    PREFLIGHT = (
-        "preflight",
-        ExitCode.PREFLIGHT_FAILED,
-        _T.BAD,
-        ReportSection.PREFLIGHT,
-        NodeBlame.PREFLIGHT,
-        True,
-    )
+    PREFLIGHT = "preflight", ExitCode.PREFLIGHT_FAILED, _T.BAD, _S.PREFLIGHT, NodeBlame.PREFLIGHT, True
     OVERFLOW = "overflow", ExitCode.OVERFLOW, _T.BAD, _S.FRAMES, NodeBlame.GPU, True
     HANG = "hang", ExitCode.LOST, _T.BAD, _S.STACKS, NodeBlame.GPU, False
     LOST = "lost", ExitCode.LOST, _T.BAD, None, NodeBlame.SILENT, False

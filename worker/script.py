@@ -8,7 +8,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 
 from ..core.errors import RANK_OVERFLOW, JobEnded, OverflowDetected
 from ..core.own_imports import give_way_to_script
-from ..core.tell import flush_streams, tell
+from ..core.tell import end_process, flush_streams, tell
 from .recursion import first_frame
 
 
@@ -46,7 +45,7 @@ def run(target: ScriptTarget, raised: Callable[[BaseException], None], finished:
     except SystemExit as stop:
         _tell(finished, _exit_code(stop))
         if isinstance(stop, JobEnded):
-            _leave(0)
+            end_process(0)
         raise
     except BaseException as error:
         error.__traceback__ = _own_frames_removed(error.__traceback__)
@@ -146,17 +145,7 @@ def _die_of(error: BaseException) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     if isinstance(error, OverflowDetected):
-        _leave(RANK_OVERFLOW)
+        # its process groups still exist: a normal exit would run their destructors last, and those of gloo sometimes
+        # abort the process (torch 2.13), so that the rank would be reported as lost
+        end_process(RANK_OVERFLOW)
     sys.exit(1)
-
-
-def _leave(code: int) -> NoReturn:
-    """End the process as `multiprocessing` ends its children: run Python's exit functions, then call os._exit.
-
-    When gpuwatch ends the job within a batch, its process groups still exist. A normal exit would run their destructors
-    last. Those of gloo sometimes abort the process (torch 2.13), and the rank would be reported as lost.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
-    atexit._run_exitfuncs()
-    flush_streams()
-    os._exit(code)

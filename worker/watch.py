@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import socket
 import tempfile
 import time
@@ -23,6 +22,7 @@ from ..core.judge import anomaly_of_page
 from ..core.recorder.own_files import OwnDescriptor
 from ..core.recorder.pages import NameTable, decode_page
 from ..core.recorder.reader import RecorderReader
+from ..core.recorder.scratch import remove_scratch
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import OnOverflow, Watched, WorkerSettings
 from ..core.wire.messages import (
@@ -73,7 +73,7 @@ class OwnFolder:
         """Remove it, and let go of the lock. Does nothing in a forked child, and nothing a second time."""
         if os.getpid() != self._pid or self._lock is None:
             return
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_scratch(self.path)
         lock, self._lock = self._lock, None
         lock.close()
 
@@ -85,14 +85,14 @@ def _remove_if_free(folder: Path) -> None:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         if time.time() - folder.stat().st_mtime > _YOUNG_S:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_scratch(folder)
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # its owner lives
         return
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_scratch(folder)
     finally:
         os.close(lock)
 

@@ -41,7 +41,6 @@ MOST_EVENTS = 400
 MOST_WARNINGS = 200
 FRAMES_BYTES = 1 << 20
 """Of all frames as text; what is over it is in report.json."""
-_TEMPLATES = ("report", "sections", "macros")
 
 
 class TensorColumn(NamedTuple):
