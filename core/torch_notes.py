@@ -31,6 +31,9 @@ def not_seen_with(release: Release) -> list[str]:
     return list(dict.fromkeys([*lost, compiled] if compiled else lost))
 
 
+NOT_SEEN_OF_BACKWARD = "gradients of a backward that compiled autograd runs are not looked into"
+
+
 def not_seen_of_compiled(release: Release) -> str:
     """What a graph of torch.compile does not show with a release, which may be unknown; "" if it shows all."""
     if not ROWS_SINCE <= release <= NEWEST:

@@ -35,14 +35,18 @@ def test_no_script_notices_us_and_what_this_torch_hides_is_told(bench, late):
         assert "not looked into" in watched.verdict["statement"]
 
 
-@pytest.mark.slow
-def test_a_backward_that_is_compiled_as_a_whole_has_the_same_bits(bench):
-    """Compiled autograd, as of torch 2.13: a traced hook that returned None ended the run."""
-    name = "the_backward_compiled"
-    alone = bench.torchrun("--nproc-per-node", "1", bench.script(SCRIPT), str(bench.cwd / "alone.json"), name)
-    assert alone.code == 0
-    watched = bench.launch(SCRIPT, "--on-overflow", "continue", nproc=1, args=(str(bench.cwd / "watched.json"), name))
-    assert watched.code == 0
-    expected = json.loads((bench.cwd / "alone.json").read_text())[name]
-    found = json.loads((bench.cwd / "watched.json").read_text())[name]
-    assert (found["error"], found["bits"]) == ("", expected["bits"])
+@pytest.mark.sample(1, of="compiled autograd")
+@pytest.mark.parametrize("late", [pytest.param({}, id="host"), pytest.param({"GPUWATCH_LATE_DEVICE": "0"}, id="late")])
+def test_gradients_that_compiled_autograd_hides_are_told_and_found_where_the_optimizer_reads_them(bench, late):
+    said = "gradients of a backward that compiled autograd runs are not looked into"
+    args = (str(bench.cwd / "watched.json"), "the_backward_alone_compiled")
+    clean = bench.launch(SCRIPT, nproc=1, args=args, **late)
+    assert clean.code == 0
+    assert clean.stderr.count(f"gpuwatch: {said}\n") == 1
+    assert f"{said[0].upper()}{said[1:]}." in clean.verdict["statement"]
+
+    bad = bench.launch("compiled_autograd_nan.py", nproc=1, **late)
+    verdict = bad.verdict
+    assert (bad.code, verdict["kind"], verdict["batch"]) == (4, "overflow", 1)
+    assert verdict["role"].startswith("grad ")
+    assert verdict["certainty"] != "established"

@@ -19,6 +19,7 @@ from .graph_op import SEEN
 from .kinds import RegionFrame, RegionGradient, RegionPolicy, RegionRow, RegionScope
 from .places import forget, on_device, place_on, token
 from .region_calls import RegionCalls
+from .traced_hooks import is_a_backward
 
 
 @dataclass
@@ -227,7 +228,7 @@ class RankRegions:
 
     def opens(self, cls: str, module: torch.nn.Module) -> bool:
         """A module is entered. False if this graph is not recorded."""
-        if is_closed():
+        if is_closed() or is_a_backward(cls):
             return False
         compile_id = CompileContext.current_compile_id()
         if compile_id in self._by_compile:

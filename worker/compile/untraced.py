@@ -17,6 +17,8 @@ from torch._dynamo import assume_constant_result, eval_frame
 from torch._dynamo import types as strategies
 from torch._guards import CompileContext
 
+from .traced_hooks import is_a_backward
+
 _PACKAGE = __name__.partition(".")[0] + "."
 
 
@@ -44,6 +46,8 @@ class UntracedGraphs:
     def entered(self, cls: str) -> None:
         """A module is entered in a trace."""
         try:
+            if is_a_backward(cls):
+                return
             graph = CompileContext.current_compile_id()
             if graph is None or graph != self._last:
                 self._last = graph
@@ -57,6 +61,16 @@ def _entered(cls: str) -> bool:
     if UntracedGraphs.current is not None:
         UntracedGraphs.current.entered(cls)
     return True
+
+
+def as_constant(call: Callable[[], None]) -> Callable[[], bool]:
+    """A function that dynamo calls while it traces, of which the graph has nothing."""
+
+    def called() -> bool:
+        call()
+        return True
+
+    return assume_constant_result(called)  # type: ignore[no-any-return]  # torch has no annotation
 
 
 def untraced_before(module: torch.nn.Module) -> None:

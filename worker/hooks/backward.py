@@ -15,9 +15,14 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 
+from ...core.events import CompiledUnseen
 from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
+from ...core.tell import tell
+from ...core.torch_notes import NOT_SEEN_OF_BACKWARD
+from ..compile import traced_hooks
+from ..imports import after_import
 from ..record.alarm_frames import FrameWriter
 from ..record.autograd_graph import AutogradGraph, GraphCalls, GraphHold, running_graph
 from ..record.judging import AlarmRecorder
@@ -28,7 +33,7 @@ from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RowWriter
 from ..stats.tensor_stats import version_of
 from ..stats.without_modes import without_modes
-from .native_writer import native_writer_of
+from .native_writer import native_writer_of, trace_hooks_as
 
 _is_compiling = torch.compiler.is_compiling
 _MOST_GRAPHS = 64
@@ -55,6 +60,9 @@ class _OutputHook:
         self.page = page
 
     def __call__(self, gradient: torch.Tensor) -> None:
+        if _is_compiling():
+            traced_hooks.in_a_backward(self, gradient)
+            return
         self.gradients.of_output(self.info, self.role, self.page, gradient)
 
 
@@ -68,6 +76,9 @@ class _ParameterHook:
         self.role = role
 
     def __call__(self, parameter: torch.Tensor) -> None:
+        if _is_compiling():
+            traced_hooks.in_a_backward(self, parameter)
+            return
         self.gradients.of_parameter(self.info, self.role, parameter)
 
 
@@ -82,6 +93,9 @@ class _GraphHook:
         self.calls = calls
 
     def __call__(self, gradient: torch.Tensor) -> None:
+        if _is_compiling():
+            traced_hooks.in_a_backward(self, gradient)
+            return
         gradients = self.gradients()
         if gradients is not None:
             gradients.graph_begins(self.calls)
@@ -107,6 +121,9 @@ class BackwardHooks:
         self._sync = progress.settings.sync
         self._many = _FEW
         self._attached = False
+        self._give_up: Callable[[], None] = lambda: None
+        """Waits no longer for torch._dynamo."""
+        self._has_told_compiled = False
         self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self.local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """id of a gradient -> (weak reference, version when it was recorded)."""
@@ -130,10 +147,29 @@ class BackwardHooks:
     def attach(self) -> None:
         """Register hooks from now on. Hooks that are still registered from before record again."""
         self._attached = True
+        self._give_up = after_import("torch._dynamo", self._show_to_dynamo)
+
+    def _show_to_dynamo(self) -> None:
+        try:
+            from ..compile.untraced import as_constant
+
+            traced_hooks.backward = as_constant(self._is_compiled_as_a_whole)
+            if trace_hooks_as is not None:
+                trace_hooks_as(traced_hooks.in_a_backward)
+        except Exception as error:  # the script's import goes on
+            self._on_fault("compiled backward", error)
+
+    def _is_compiled_as_a_whole(self) -> None:
+        if self._attached and not self._has_told_compiled:
+            self._has_told_compiled = True
+            self._progress.recorder.append(CompiledUnseen(self._progress.where(), NOT_SEEN_OF_BACKWARD, False))
+            if self._progress.rank == 0:
+                tell(f"gpuwatch: {NOT_SEEN_OF_BACKWARD}")
 
     def detach(self) -> None:
         """Remove the hooks of parameters. Those of outputs do nothing from now on and are freed with their graph."""
         self._attached = False
+        self._give_up()
         self.graphs, self.held = [], []
         for _, handle in self.parameters.values():
             handle.remove()

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from .backward import BackwardHooks
 
 try:
-    from ..native.core import LAYOUT, FrameWriter
+    from ..native.core import LAYOUT, FrameWriter, trace_hooks_as
 except ImportError:  # gpuwatch was installed without a C compiler
-    LAYOUT, FrameWriter = {}, None  # type: ignore[assignment,misc]
+    LAYOUT, FrameWriter, trace_hooks_as = {}, None, None  # type: ignore[assignment,misc]
 
 
 _NOT_IN_DLPACK = {"unknown", "qint8", "quint8", "qint32"}

@@ -13,6 +13,7 @@ import torch
 from ...core.events import WatchCost
 from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import HeadField
+from ..compile.traced_hooks import is_a_backward
 from ..record.alarm_frames import FrameWriter
 from ..record.judging import AlarmRecorder
 from ..record.leaves import outputs_of
@@ -73,9 +74,13 @@ class BatchSkipping:
 
     def leaves_out(self, module: torch.nn.Module) -> bool:
         """Whether a call of this module outside of all others is no part of a batch."""
-        if not self.is_watched(unwrap(module)):
+        inner = unwrap(module)
+        if not self.is_watched(inner):
             return True  # it may contain the watched model, as a loss module does
-        if isinstance(module, torch.fx.GraphModule) and _is_called_from("torch._functorch."):
+        if isinstance(inner, torch.fx.GraphModule) and is_a_backward(type(inner).__name__):
+            return True
+        made = isinstance(module, torch.fx.GraphModule) or type(module).__module__ == "torch._dynamo.utils"
+        if made and _is_called_from("torch._functorch."):
             return True  # torch.compile made it, of what is recorded as a graph
         if _is_shape_inference():
             self.root, self._infers_shapes = weakref.ref(module), True

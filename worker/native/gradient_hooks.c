@@ -294,6 +294,21 @@ static PyType_Spec output_hook_spec = {"gpuwatch.worker.native.core.OutputHook",
 static PyType_Spec parameter_hook_spec = {"gpuwatch.worker.native.core.ParameterHook", sizeof(Hook), 0, HOOK_FLAGS,
                                           parameter_hook_slots};
 
+/* Dynamo reads __call__ of a type, and breaks a graph at one that is not of Python. A call takes tp_call, which stays. */
+PyObject *trace_hooks_as(PyObject *module, PyObject *function)
+{
+    PyTypeObject *types[] = {output_hook_type, parameter_hook_type};
+    (void)module;
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        const ternaryfunc call = types[i]->tp_call;
+        if (PyObject_SetAttrString((PyObject *)types[i], "__call__", function) < 0)
+            return NULL;
+        types[i]->tp_call = call;
+        PyType_Modified(types[i]);
+    }
+    Py_RETURN_NONE;
+}
+
 int add_gradient_hooks(PyObject *module)
 {
     output_hook_type = add_type(module, "OutputHook", &output_hook_spec);

@@ -130,6 +130,7 @@ static PyMethodDef methods[] = {
      "Read large tensors with the threads of an OpenMP library. The arguments are the addresses of its GOMP_parallel,\n"
      "omp_get_max_threads, omp_in_parallel, omp_get_thread_num and omp_get_num_threads. Without arguments, the calling\n"
      "thread reads alone."},
+    {"trace_hooks_as", trace_hooks_as, METH_O, "Have dynamo trace this Python function where it traces a hook of a gradient."},
     {"call_begins", call_begins, METH_NOARGS, "A forward pre-hook has begun. Until `work_ends` it may take some frames."},
     {"work_begins", work_begins, METH_NOARGS, "A forward hook has begun. Until `call_ends` it may take some frames."},
     {"work_ends", work_ends, METH_NOARGS, "The pre-hook ends."},

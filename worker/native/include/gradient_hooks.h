@@ -14,4 +14,7 @@ int watch_outputs(FrameWriter *self, Frame *frame, PyObject *info, PyObject *pag
 /* Make the types, and add them to the module. -1 with an exception set. */
 int add_gradient_hooks(PyObject *module);
 
+/* Have dynamo trace this Python function where autograd, compiled as a whole, calls a hook of ours */
+PyObject *trace_hooks_as(PyObject *module, PyObject *function);
+
 #endif
