@@ -15,7 +15,7 @@ from ...core.text import shown_name
 from ...core.torch_notes import notes_on
 from ...core.verdicts import ReportSection
 from .model import RankReport, RunReport
-from .sentence_parts import ranks_text
+from .sentence_parts import coarse_share_text, counted, ranks_text
 
 _MAX_WARNINGS = 8
 _MAX_INSIGHTS = 6
@@ -70,13 +70,12 @@ def trouble_lines(report: RunReport) -> Iterator[str]:
 def notice_lines(report: RunReport) -> list[str]:
     """Skipped steps, waived and absorbed values, batches skipped or not kept, the cost of watching: a line each."""
     ranks = report.ranks
-    thinned = _thinned([*ranks, *report.processes])
     return [
         *_scaler(ranks),
         *_waived(ranks),
         *_absorbed(ranks),
         *_skipped(ranks),
-        *thinned,
+        *_thinned(report.everyone),
         *_groups(ranks),
         *_cost(ranks),
     ]
@@ -90,7 +89,7 @@ def print_nodes(console: Console, report: RunReport) -> None:
     print_title(console, ReportSection.NODES)
     first = list({notable.what: notable for notable in reversed(telemetry.notable)}.values())[::-1]
     for notable in first[:_MAX_NOTABLE]:
-        alike = f"; so on {notable.alike} other node{'s' if notable.alike > 1 else ''}" if notable.alike else ""
+        alike = f"; so on {counted(notable.alike, 'other node')}" if notable.alike else ""
         console.print(Text(f"  - {notable.text}{alike}"))
     if len(first) > _MAX_NOTABLE:
         console.print(Text(f"{len(first) - _MAX_NOTABLE} more in report.json"))
@@ -120,9 +119,7 @@ def print_insights(console: Console, report: RunReport, *, warnings: bool) -> No
     left_out = len(report.insights) - _MAX_INSIGHTS
     rows = sum(rank.warned for rank in report.ranks)
     more = [f"{left_out} more in report.json"] if left_out > 0 else []
-    more += (
-        [f"{rows} row{'s' if rows != 1 else ''} in all: gpuwatch report --warnings"] if rows and not warnings else []
-    )
+    more += [f"{counted(rows, 'row')} in all: gpuwatch report --warnings"] if rows and not warnings else []
     if more:
         console.print(Text("; ".join(more)))
 
@@ -145,8 +142,7 @@ def print_warnings(console: Console, report: RunReport) -> None:
             Text(warning["dtype"]),
             format_number(warning.get("abs_max")).strip(),
             f"2^{headroom:.1f}" if headroom is not None else "-",
-            _share(warning.get("zeros")),
-            _share(warning.get("subnormals")),
+            *(coarse_share_text(share) if (share := warning.get(key)) else "-" for key in ("zeros", "subnormals")),
         )
     console.print(table)
     left_out = len(found) - min(len(found), _MAX_WARNINGS)
@@ -166,63 +162,52 @@ def _badness(entry: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
     return not near, left if near else -lost, number, warning["batch"], warning["module"], warning["role"]
 
 
-def _share(share: float | None) -> str:
-    return "-" if not share else share_text(share)
-
-
-def _scaler(ranks: list[RankReport]) -> list[str]:
+def _scaler(ranks: list[RankReport]) -> Iterator[str]:
     by_count: dict[int, list[RankReport]] = {}
     for rank in ranks:
         if rank.scaler is not None:
             by_count.setdefault(rank.scaler_skips, []).append(rank)
-    lines = []
     for count, alike in sorted(by_count.items()):
         details = alike[0].scaler or {}
         where = ""
         if details.get("role") is not None:
             where = f", first for {details['value']} in {details['role']} of {details['module'] or 'the root'}"
         scale = f", scale {details['last_scale']:g} at the last" if details.get("last_scale") is not None else ""
-        lines.append(
-            f"GradScaler skipped {count} step{'s' if count != 1 else ''} on {ranks_text([r.rank for r in alike])} "
+        yield (
+            f"GradScaler skipped {counted(count, 'step')} on {ranks_text([r.rank for r in alike])} "
             f"(expected{where}{scale})"
         )
-    return lines
 
 
-def _waived(ranks: list[RankReport]) -> list[str]:
+def _waived(ranks: list[RankReport]) -> Iterator[str]:
     by_pattern: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for rank in ranks:
         for waived in rank.hidden:
             by_pattern.setdefault(waived["pattern"], []).append((rank.rank, waived))
     total = sum(rank.ignored for rank in ranks)
-    lines = []
     for pattern, found in sorted(by_pattern.items())[:_MAX_HIDDEN]:
         number, first = min(found, key=lambda entry: (entry[1]["batch"], entry[0]))
-        count = f"{total} row{'s' if total != 1 else ''}, " if len(by_pattern) == 1 else ""
-        lines.append(
+        count = f"{counted(total, 'row')}, " if len(by_pattern) == 1 else ""
+        yield (
             f"waived by --ignore '{pattern}': {count}first {first['value']} in {first['role']} of "
             f"{first['module'] or 'the root'}, rank {number}, batch {first['batch']}"
         )
     if total and len(by_pattern) != 1:
-        lines.append(f"waived by --ignore: {total} rows in all")
-    return lines
+        yield f"waived by --ignore: {total} rows in all"
 
 
-def _absorbed(ranks: list[RankReport]) -> list[str]:
+def _absorbed(ranks: list[RankReport]) -> Iterator[str]:
     """`absorbed: nan in output of attn.softmax (Softmax), made of a mask of -inf and taken away in attn, ...`"""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for rank in ranks:
         for first in rank.absorbed_first:
             found.setdefault((first["module"], first["role"], first["by"]), first)
+    for first in list(found.values())[:_MAX_HIDDEN]:
+        where = f"{first['role']} of {module_text(first['module'], first['class'])}"
+        yield f"absorbed: {first['value']} in {where}, {_led_nowhere(first)}, first in batch {first['batch']}"
     total = sum(rank.absorbed for rank in ranks)
-    lines = [
-        f"absorbed: {first['value']} in {first['role']} of {module_text(first['module'], first['class'])}, "
-        f"{_led_nowhere(first)}, first in batch {first['batch']}"
-        for first in list(found.values())[:_MAX_HIDDEN]
-    ]
     if total:
-        lines.append(f"absorbed: {total} such tensor{'s' if total != 1 else ''} in all")
-    return lines
+        yield f"absorbed: {counted(total, 'such tensor')} in all"
 
 
 def _led_nowhere(told: dict[str, Any]) -> str:
@@ -235,53 +220,40 @@ def _led_nowhere(told: dict[str, Any]) -> str:
     return f"{made}taken away in {by}"
 
 
-def _skipped(ranks: list[RankReport]) -> list[str]:
+def _skipped(ranks: list[RankReport]) -> Iterator[str]:
     skipped = max((rank.batches_skipped for rank in ranks), default=0)
-    if not skipped:
-        return []
     batches = max(((rank.batch or 0) + 1 for rank in ranks), default=0)
-    if skipped < batches:
-        return [f"only one batch in {round(batches / (batches - skipped))} was looked at; {skipped} were skipped"]
-    return [f"{skipped} batches were skipped"]
+    if 0 < skipped < batches:
+        yield f"only one batch in {round(batches / (batches - skipped))} was looked at; {skipped} were skipped"
+    elif skipped:
+        yield f"{skipped} batches were skipped"
 
 
-def _thinned(ranks: list[RankReport]) -> list[str]:
-    pages = sum(rank.traces_thinned for rank in ranks)
-    if not pages:
-        return []
-    of = sum(rank.traces_thinned > 0 for rank in ranks)
-    return [
-        f"{pages} traced batches of {of} rank{'s' if of != 1 else ''} were recorded and not kept: a job's store takes "
-        "1 GiB of them. Those around an overflow and the last of each rank are there; name fewer in --trace-batches"
-    ]
+def _thinned(ranks: list[RankReport]) -> Iterator[str]:
+    pages = [rank.traces_thinned for rank in ranks if rank.traces_thinned > 0]
+    if pages:
+        yield (
+            f"{sum(pages)} traced batches of {counted(len(pages), 'rank')} were recorded and not kept: a job's store "
+            "takes 1 GiB of them. Those around an overflow and the last of each rank are there; name fewer in "
+            "--trace-batches"
+        )
 
 
-def _groups(ranks: list[RankReport]) -> list[str]:
+def _groups(ranks: list[RankReport]) -> Iterator[str]:
     without = [rank for rank in ranks if rank.groups_not_shown]
-    if not without:
-        return []
-    most = max(rank.groups_not_shown for rank in without)
-    who = ranks_text([rank.rank for rank in without])
-    text = f"{most} process group{'s' if most != 1 else ''} of {who} found no room in the table of groups"
-    return [f"{text}: the report says less of a hang in one of them"]
+    if without:
+        groups = counted(max(rank.groups_not_shown for rank in without), "process group")
+        who = ranks_text([rank.rank for rank in without])
+        yield f"{groups} of {who} found no room in the table of groups: the report says less of a hang in one of them"
 
 
-def _cost(ranks: list[RankReport]) -> list[str]:
-    measured = [rank for rank in ranks if rank.cost is not None and rank.cost.get("ratio") is not None]
-    if not measured:
-        return []
-    worst = max(measured, key=lambda rank: rank.cost["ratio"] if rank.cost is not None else 0.0)
-    cost = worst.cost or {}
-    return [
-        f"Watching cost {cost['ratio']:.2f}x (median of {cost['watched_batches']} watched batches against "
-        f"{cost['plain_batches']} plain ones, rank {worst.rank}, the slowest)"
+def _cost(ranks: list[RankReport]) -> Iterator[str]:
+    measured = [
+        (rank.cost, rank.rank) for rank in ranks if rank.cost is not None and rank.cost.get("ratio") is not None
     ]
-
-
-def share_text(share: float) -> str:
-    """`12%`. A share above zero is never written as 0%.
-
-    >>> share_text(0.0004)
-    '<1%'
-    """
-    return f"{share:.0%}" if share >= 0.005 else "<1%"
+    if measured:
+        cost, rank = max(measured, key=lambda entry: entry[0]["ratio"])
+        yield (
+            f"Watching cost {cost['ratio']:.2f}x (median of {cost['watched_batches']} watched batches against "
+            f"{cost['plain_batches']} plain ones, rank {rank}, the slowest)"
+        )

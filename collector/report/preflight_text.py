@@ -11,6 +11,7 @@ from rich.text import Text
 from ...core.preflight import PreflightFinding
 from ...core.text import ranks_text
 from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, RunReport, StageCell
+from .sentence_parts import counted
 
 _STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}
 _MOST_ROWS = 8
@@ -53,11 +54,7 @@ def fold_rows(nodes: list[NodeRow]) -> list[list[NodeRow]]:
             rows.append(group)
         else:
             rows += [[node] for node in group]
-    return sorted(rows, key=lambda row: (-_badness(row[0]), row[0].ranks))
-
-
-def _badness(node: NodeRow) -> int:
-    return GRADES.index(node.grade) if node.grade else 0
+    return sorted(rows, key=lambda row: (-GRADES.index(row[0].grade or "ok"), row[0].ranks))
 
 
 def hosts_text(rows: list[NodeRow]) -> str:
@@ -110,13 +107,8 @@ def _list(console: Console, title: str, findings: list[PreflightFinding]) -> Non
 def _bandwidth(console: Console, sizes: list[BandwidthSize]) -> None:
     if not sizes:
         return
-    ranks = sizes[-1].ranks
-    console.print(
-        Text(
-            f"Bandwidth of all_reduce over {ranks} rank{'s' if ranks != 1 else ''}, as its slowest rank saw it",
-            style="bold",
-        )
-    )
+    title = f"Bandwidth of all_reduce over {counted(sizes[-1].ranks, 'rank')}, as its slowest rank saw it"
+    console.print(Text(title, style="bold"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("size", "time us", "algbw GB/s", "busbw GB/s", "best busbw"):
         table.add_column(title, justify="right")

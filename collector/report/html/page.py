@@ -6,35 +6,30 @@ import base64
 import hashlib
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jinja2 import DictLoader, Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ....core.frames import RowContent, format_number
+from ....core.frames import Row, RowContent, format_number
 from ....core.text import ranks_text
 from ....core.verdicts import ReportSection, VerdictKind
 from ..model import RankReport, RunReport
 from ..notices_text import notice_lines, trouble_lines
 from ..preflight_text import bytes_text
-from ..sections import is_open, sections_of
-from ..side_by_side import frame_key, rank_to_show
-from ..stack_groups import stacks_text
+from ..side_by_side import frame_key, frames_text, rank_to_show, stacks_text, title_of
 from ..text_report import (
     attempt_lines,
     cascade_lines,
     concurrent_lines,
     earlier_lines,
     first_text,
-    frames_text,
-    title_of,
+    is_open,
+    sections_of,
 )
-from .chart import SPARK_HEIGHT as SPARK_HEIGHT
-from .chart import SPARK_WIDTH as SPARK_WIDTH
-from .chart import sparklines
-from .heat_map import heat_map
-from .lanes import lanes
-from .pictures import picture_of, stage_grid
+from .chart import OutputChart, along_the_calls, over_the_batches
+from .grids import LEGEND, RankGrid, StageGrid, heat_map, rank_grid, stage_grid
+from .over_time import SPARK_HEIGHT, SPARK_WIDTH, lanes, sparklines
 
 MOST_EVENTS = 400
 """Of the timeline."""
@@ -51,22 +46,14 @@ class TensorColumn(NamedTuple):
     level: str
 
 
-class PairRow(NamedTuple):
-    """One tensor on two ranks."""
-
-    role: str
-    dtype: str
-    shape: str
-    cells: list[TensorColumn | None]
-
-
 class PairFrame(NamedTuple):
     """One call on two ranks."""
 
     title: str
     module: str
     named: bool
-    rows: list[PairRow]
+    rows: list[tuple[Row, str, list[TensorColumn | None]]]
+    """Each tensor: (row, shape, its columns)"""
 
 
 class FrameText(NamedTuple):
@@ -78,9 +65,27 @@ class FrameText(NamedTuple):
     text: str
 
 
+class VerdictPicture(NamedTuple):
+    """The one picture of the first screen: one of them is there, or none."""
+
+    chart: OutputChart | None = None
+    grid: RankGrid | None = None
+    stages: StageGrid | None = None
+
+
+def picture_of(report: RunReport) -> VerdictPicture:
+    """The picture that shows the verdict, by its kind."""
+    if report.verdict.kind == VerdictKind.OVERFLOW:
+        chart = over_the_batches(report) or along_the_calls(report)
+        if chart is not None:
+            return VerdictPicture(chart=chart)
+    if (report.run.check_only or report.verdict.kind == VerdictKind.PREFLIGHT) and report.preflight.stages:
+        return VerdictPicture(stages=stage_grid(report))
+    return VerdictPicture(grid=rank_grid(report))
+
+
 def render_html(report: RunReport) -> str:
     """The whole page."""
-    environment = _environment()
     style, script = _asset("report.css"), _asset("report.js")
     shown = rank_to_show(report)
     healthy = _healthy(report, shown)
@@ -102,7 +107,8 @@ def render_html(report: RunReport) -> str:
         ReportSection.LOST: len(lost),
         ReportSection.VERSIONS: len(report.nodes),
     }
-    return environment.get_template("report.html.jinja").render(
+    template = _environment().get_template("report.html.jinja")
+    return template.render(
         report=report,
         verdict=report.verdict,
         sections=[
@@ -122,6 +128,7 @@ def render_html(report: RunReport) -> str:
         trouble=trouble,
         notices=notices,
         heat=heat_map(report),
+        legend=LEGEND,
         lanes=found_lanes,
         sparks=sparklines(report),
         spark_size=(SPARK_WIDTH, SPARK_HEIGHT),
@@ -132,7 +139,7 @@ def render_html(report: RunReport) -> str:
         texts_left_out=left_out,
         stacks=list(stacks_text(report.ranks)),
         stages=stage_grid(report) if report.preflight.stages else None,
-        warnings=_warnings(report),
+        warnings=[(rank.rank, warning) for rank in report.ranks for warning in rank.warnings][:MOST_WARNINGS],
         most_events=MOST_EVENTS,
         lost=lost,
     )
@@ -141,9 +148,7 @@ def render_html(report: RunReport) -> str:
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
     environment = Environment(
-        loader=DictLoader(
-            {name: _asset(name) for name in ("report.html.jinja", "sections.html.jinja", "macros.html.jinja")}
-        ),
+        loader=PackageLoader(__package__),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -151,7 +156,7 @@ def _environment() -> Environment:
     )
     environment.filters.update(
         first=first_text,
-        number=lambda n: format_number(n).strip(),
+        number=_number,
         bytes=bytes_text,
         ranks=_ranks,
         code=code_of,
@@ -178,21 +183,19 @@ def _healthy(report: RunReport, shown: RankReport | None) -> RankReport | None:
 def _pairs(report: RunReport, shown: RankReport, healthy: RankReport | None) -> list[PairFrame]:
     ranks = [shown] if healthy is None else [shown, healthy]
     frames = [{frame_key(frame): frame for frame in rank.frames} for rank in ranks]
+    overflow = report.verdict.kind == VerdictKind.OVERFLOW
     found = []
     for frame in shown.frames:
-        rows: list[dict[str, Any]] = [
-            {row.role: row for row in mine[frame_key(frame)].rows} if frame_key(frame) in mine else {}
-            for mine in frames
-        ]
+        alike = (mine.get(frame_key(frame)) for mine in frames)
+        rows = [{row.role: row for row in other.rows} if other is not None else {} for other in alike]
         found.append(
             PairFrame(
                 title_of(frame) if frame.module else f"(root) {title_of(frame).strip()}",
                 frame.module,
-                report.verdict.kind == VerdictKind.OVERFLOW and frame.module == report.verdict.module,
+                overflow and frame.module == report.verdict.module,
                 [
-                    PairRow(
-                        row.role,
-                        row.dtype,
+                    (
+                        row,
                         "x".join(map(str, row.shape)) if row.shape is not None else "",
                         [_column(each.get(row.role)) for each in rows],
                     )
@@ -203,7 +206,7 @@ def _pairs(report: RunReport, shown: RankReport, healthy: RankReport | None) -> 
     return found
 
 
-def _column(row: Any) -> TensorColumn | None:
+def _column(row: Row | None) -> TensorColumn | None:
     if row is None:
         return None
     if row.kind != RowContent.MEASURED:
@@ -234,10 +237,6 @@ def _frame_texts(report: RunReport) -> tuple[list[FrameText], int]:
             room -= len(text)
             found.append(FrameText(rank.rank, frames[-1].batch, title, text))
     return found, left_out
-
-
-def _warnings(report: RunReport) -> list[tuple[int, dict[str, Any]]]:
-    return [(rank.rank, warning) for rank in report.ranks for warning in rank.warnings][:MOST_WARNINGS]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -14,7 +14,7 @@ from gpuwatch.cli import export as cli
 from gpuwatch.cli.export import command
 from gpuwatch.collector.assemble.frame_export import COLUMNS, ExportRow, export_rows
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.run_list import RunPaths, new_run
+from gpuwatch.collector.run_files import RunPaths, new_run
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.values import DTYPE_CODES

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from gpuwatch.collector.report.html.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from gpuwatch.collector.report.html.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, over_the_batches
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.html.pictures import over_the_batches
 from msgspec.structs import replace
 
 

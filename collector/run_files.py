@@ -1,19 +1,28 @@
-"""Every path that a run writes is a property of one object."""
+"""The files of a run: their paths, the report as it was written, and the list of all runs with their verdicts.
+
+To read a report needs nothing of what makes one, so that it is on the screen at once.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import secrets
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from ..core.errors import ExitCode, GpuwatchError
+from ..core.recorder.run_folder import job_run, runs_of_job
+from ..core.text import shown_name
 from ..core.wire.regular_file import read_regular
+from .report.model import EarlierLife, RunReport
 
 LATEST = "latest"
+MOST_REPORT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -95,10 +104,36 @@ def point_latest(runs_dir: Path, run_id: str) -> None:
         link.unlink(missing_ok=True)
 
 
-MOST_REPORT_BYTES = 1 << 30
+def read_report(paths: RunPaths) -> RunReport:
+    """report.json, or what the store holds where there is none. Raises GpuwatchError when there is neither."""
+    try:
+        return msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=RunReport)
+    except FileNotFoundError:
+        from .finish import report_from_store
+
+        return report_from_store(paths)
+    except OSError as error:
+        raise GpuwatchError(f"expected a report in {paths.report_json}, it cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise GpuwatchError(
+            f"expected a report of schema 1, found something else in {paths.report_json}: {shown_name(str(error))}; "
+            f"to make it again from the store: gpuwatch report --again {paths.run_id}"
+        ) from error
 
 
-# The runs of a folder with what they came to, the newest last.
+def exit_code(report: RunReport) -> int:
+    """The exit code that a verdict stands for: the launches exit with it."""
+    verdict = report.verdict
+    code = verdict.kind.exit_code
+    if code is ExitCode.SIGNAL and verdict.signal is not None:
+        number = verdict.signal.removeprefix("signal ")  # one without a name
+        return int(code) + (int(number) if number.isdigit() else int(signal.Signals[verdict.signal]))
+    if report.run.check_only and code is not ExitCode.CLEAN:  # there is no script that could have failed by itself
+        code = ExitCode.PREFLIGHT_FAILED
+    return int(code)
+
+
+# What a list of runs shows, the newest last. Only these fields of each report are read.
 
 
 class ListedVerdict(msgspec.Struct, frozen=True):
@@ -126,11 +161,6 @@ class ListedRun(msgspec.Struct, frozen=True):
     verdict: ListedVerdict | None = None
 
 
-class _RunSummary(msgspec.Struct, frozen=True):
-    run: ListedInfo
-    verdict: ListedVerdict
-
-
 def list_runs(runs_dir: Path) -> list[ListedRun]:
     """All of them, by the time of their folders; [] without such a folder."""
     folders = [path for path in runs_dir.glob("*") if path.is_dir() and not path.is_symlink()]
@@ -145,3 +175,26 @@ def _listed(paths: RunPaths) -> ListedRun:
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ListedRun(paths.run_id)
     return ListedRun(paths.run_id, report.run, report.verdict)
+
+
+class _RunSummary(msgspec.Struct, frozen=True):
+    run: ListedInfo
+    verdict: ListedVerdict
+
+
+def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
+    """The earlier lives of this run's requeued job, the first one first; [] for a run without a job.
+
+    Each has a run of its own, and the last report lists them.
+    """
+    run = job_run(paths.run_id)
+    if run is None or not run.restart:
+        return []
+    runs = runs_of_job((path.name for path in paths.folder.parent.iterdir()), run.job)
+    lives = [_listed(RunPaths(paths.folder.parent / other.name)) for other in runs if other.restart < run.restart]
+    return [
+        EarlierLife(life.id, life.verdict.kind, life.verdict.statement)
+        if life.verdict is not None
+        else EarlierLife(life.id, "", f"It has left no report; to make one: gpuwatch report --again {life.id}")
+        for life in lives
+    ]
