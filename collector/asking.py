@@ -119,8 +119,3 @@ class AskedAll:
             return None
         self._again_at = now + AGAIN_S
         return found, ending_of(found, looks, on_hang, self._limit_s)
-
-
-def text_of(found: HangFinding, ending: HangAction) -> str:
-    """For the terminal, while the job stands still."""
-    return f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"

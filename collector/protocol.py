@@ -33,7 +33,7 @@ from ..core.wire.messages import (
     life_of,
     node_of,
 )
-from .asking import AskedAll, RankOwnership, text_of
+from .asking import AskedAll, RankOwnership
 
 SILENT_S = 20.0
 """An agent that beats twice a second and has been silent for so long is taken for lost, until it is heard again."""
@@ -316,7 +316,8 @@ class RunProtocol:
             return []
         found, ending = concluded
         stop = self._to_all(StopRanks("no rank moves any more", restart=True)) if ending.now else []
-        return [NotifyUser(text_of(found, ending)), *stop]
+        text = f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"
+        return [NotifyUser(text), *stop]
 
     def _job_is_over(self, now: float) -> None:
         if self._over_since is None:

@@ -10,7 +10,6 @@ import os
 import secrets
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,46 +24,23 @@ LATEST = "latest"
 MOST_REPORT_BYTES = 1 << 30
 
 
-@dataclass(frozen=True)
 class RunPaths:
-    """The folder of one run."""
+    """The folder of one run, and every path that a run writes."""
 
-    folder: Path
-
-    @property
-    def run_id(self) -> str:
-        """Name of the run: its start (local time) and four random hex digits."""
-        return self.folder.name
-
-    @property
-    def store(self) -> Path:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_id = folder.name
+        """Its start (local time) and four random hex digits, or the name that was asked for."""
+        self.store = folder / "run.sqlite"
         """Everything that was received."""
-        return self.folder / "run.sqlite"
-
-    @property
-    def report_json(self) -> Path:
-        """The report for programs."""
-        return self.folder / "report.json"
-
-    @property
-    def report_text(self) -> Path:
+        self.report_json = folder / "report.json"
+        self.report_text = folder / "report.txt"
         """The report as it was printed."""
-        return self.folder / "report.txt"
-
-    @property
-    def report_html(self) -> Path:
-        """The report as a page."""
-        return self.folder / "report.html"
-
-    @property
-    def exit_code(self) -> Path:
+        self.report_html = folder / "report.html"
+        self.exit_code = folder / "exit-code"
         """The exit code of the launches as a number, for scripts."""
-        return self.folder / "exit-code"
-
-    @property
-    def logs(self) -> Path:
+        self.logs = folder / "logs"
         """The logs of gpuwatch's own processes."""
-        return self.folder / "logs"
 
 
 def new_run(runs_dir: Path, name: str = "") -> RunPaths:

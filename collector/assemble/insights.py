@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -18,6 +18,56 @@ from ..facts.kept_pages import KeptPage
 from ..report.model import RunInsight
 from ..report.sentence_parts import coarse_share_text, modules_text, where_text
 from .timeline import forecasts_of, limit_text, passing_text
+
+MENDS = {
+    "replica_drift": (
+        "Replicas must take the same steps: look for parameters outside of DDP, and for steps of only some ranks."
+    ),
+    "scaler_collapsing": (
+        "A scale that only falls means gradients that are inf or nan at any scale: look at that module's backward."
+    ),
+    "growth": "Keep them from growing (learning rate, decay, a norm in front), or compute them in bfloat16 or float32.",
+    "near_overflow": "Compute these modules in bfloat16 or float32, or keep their values from growing.",
+    "rank_unlike": (
+        "Compare its data and its weights with another rank's; if those are alike, test its GPU: gpuwatch check."
+    ),
+    "no_scaler": "Scale the loss (torch.amp.GradScaler), or compute in bfloat16.",
+    "dead_module": "It learns nothing: look at its inputs and at what is in front of its activation.",
+    "scaler_too_small": "The GradScaler's scale is too small for them: look at why it does not grow.",
+    "underflow": "Compute these modules in bfloat16 or float32, which reach further down.",
+    "unknown": "",
+}
+"""Kind -> what to do about it. The most harmful first."""
+
+
+def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory]) -> list[RunInsight]:
+    """What values near trouble come to. One kind that fails costs the others nothing.
+
+    `opened`: the histories of ranks, by rank.
+    """
+    ranks = facts.of_attempt(attempt)
+    kinds: list[Callable[[], Iterator[RunInsight]]] = [
+        lambda: replica_drift(facts, ranks),
+        lambda: scaler_collapsing(ranks),
+        lambda: growth(ranks),
+        lambda: warned_rows(ranks),
+        lambda: ranks_unlike(opened),
+        lambda: dead_modules(opened),
+    ]
+    found: list[RunInsight] = []
+    for kind in kinds:
+        try:
+            found += kind()
+        except Exception as error:  # it is made of what came over the network; the report must be written all the same
+            found.append(_insight("unknown", f"one kind could not be told: {type(error).__name__}: {error}", [], []))
+    return sorted(found, key=lambda insight: list(MENDS).index(insight.kind))
+
+
+def _insight(
+    kind: str, text: str, ranks: Iterable[int], modules: Iterable[str], since: int | None = None
+) -> RunInsight:
+    return RunInsight(kind, text, MENDS[kind], sorted(set(ranks)), list(dict.fromkeys(modules)), since)
+
 
 # From modules that grow, rows near overflow or in underflow, and the steps that a GradScaler skipped.
 
@@ -35,7 +85,7 @@ def growth(ranks: list[RankFacts]) -> Iterator[RunInsight]:
         return
     first = found[0]
     modules = [each.module for each in found]
-    told = sorted({rank for each in found for rank in each.ranks})
+    told = {rank for each in found for rank in each.ranks}
     met = [rank.diagnosis for rank in ranks if rank.diagnosis is not None and rank.diagnosis.module in modules]
     then = min(met, key=lambda diagnosis: diagnosis.batch, default=None)
     text = (
@@ -45,14 +95,7 @@ def growth(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     )
     if then is not None:
         text += f"; `{then.module}` overflowed in batch {then.batch}"
-    yield RunInsight(
-        "growth",
-        text,
-        "Keep them from growing (learning rate, decay, a norm in front), or compute them in bfloat16 or float32.",
-        told,
-        modules,
-        first.since,
-    )
+    yield _insight("growth", text, told, modules, first.since)
 
 
 def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[RunInsight]:
@@ -66,17 +109,13 @@ def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     if not bad:
         return
     worst = max(bad.values(), key=lambda skip: (skip.in_a_row, -skip.scale))
-    modules = list(dict.fromkeys(skip.module for skip in bad.values() if skip.module))
-    first = f"; the first bad gradient was {worst.value} in {worst.role} of `{worst.module}`" if worst.module else ""
-    yield RunInsight(
-        "scaler_collapsing",
-        f"GradScaler skipped {worst.in_a_row} steps in a row {where_text(bad, [r.rank for r in ranks])}, its scale was "
-        f"down to {worst.scale:g}{first}",
-        "A scale that only falls means gradients that are inf or nan at any scale: look at that module's backward.",
-        sorted(bad),
-        modules,
-        min(skip.where.batch for skip in bad.values()),
+    text = (
+        f"GradScaler skipped {worst.in_a_row} steps in a row {where_text(bad, [r.rank for r in ranks])}, its scale was"
     )
+    first = f"; the first bad gradient was {worst.value} in {worst.role} of `{worst.module}`" if worst.module else ""
+    modules = (skip.module for skip in bad.values() if skip.module)
+    since = min(skip.where.batch for skip in bad.values())
+    yield _insight("scaler_collapsing", f"{text} down to {worst.scale:g}{first}", bad, modules, since)
 
 
 def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
@@ -89,46 +128,34 @@ def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     for (kind, dtype, is_gradient), group in sorted(groups.items()):
         numbers, warnings = zip(*group, strict=True)
         modules = list(dict.fromkeys(warning.module for warning in warnings))
-        found = sorted(set(numbers))
         since = min(warning.where.batch for warning in warnings)
         what = f"{'gradients' if is_gradient else 'outputs'} of {modules_text(modules)}"
-        where = f"{where_text(found, [rank.rank for rank in ranks])} since batch {since}"
+        where = f"{where_text(numbers, [rank.rank for rank in ranks])} since batch {since}"
         if kind == "near overflow":
             left = [1e9 if warning.headroom is None else warning.headroom for warning in warnings]
             _, number, worst = min(zip(left, numbers, warnings, strict=True), key=lambda entry: entry[:2])
             limit = format_number(DTYPE_MAX[dtype]).strip() if dtype in DTYPE_MAX else "its limit"
-            yield RunInsight(
-                "near_overflow",
+            insight = "near_overflow"
+            text = (
                 f"{what} came close to {dtype}'s limit of {limit} {where}; the first time at "
                 f"{format_number(worst.abs_max).strip()} in {worst.role} of `{worst.module}`, rank {number}, batch "
-                f"{worst.where.batch}",
-                "Compute these modules in bfloat16 or float32, or keep their values from growing.",
-                found,
-                modules,
-                since,
+                f"{worst.where.batch}"
             )
         else:
             lost = max(max(warning.subnormals or 0.0, warning.zeros or 0.0) for warning in warnings)
+            insight, more = _in_underflow(dtype, _scaler(ranks)) if is_gradient else ("underflow", "")
             text = (
                 f"{what} lie below {dtype}'s smallest normal number {where}, up to {coarse_share_text(lost)} of their "
-                "elements"
+                f"elements{more}"
             )
-            insight, more, next_ = _mend(dtype, _scaler(ranks)) if is_gradient else _UNDERFLOW
-            yield RunInsight(insight, text + more, next_, found, modules, since)
+        yield _insight(insight, text, numbers, modules, since)
 
 
-_UNDERFLOW = ("underflow", "", "Compute these modules in bfloat16 or float32, which reach further down.")
-"""(kind of the insight, what is added to its sentence, the mend)"""
-
-
-def _mend(dtype: str, scaler: bool | None) -> tuple[str, str, str]:
-    """For gradients, as _UNDERFLOW."""
+def _in_underflow(dtype: str, scaler: bool | None) -> tuple[str, str]:
+    """(kind of the insight for gradients, what is added to its sentence)"""
     if dtype == "float16" and not scaler:
-        why = ": no GradScaler is in use" if scaler is False else ": no GradScaler was seen"
-        return "no_scaler", why, "Scale the loss (torch.amp.GradScaler), or compute in bfloat16."
-    if scaler:
-        return "scaler_too_small", "", "The GradScaler's scale is too small for them: look at why it does not grow."
-    return _UNDERFLOW
+        return "no_scaler", ": no GradScaler is in use" if scaler is False else ": no GradScaler was seen"
+    return "scaler_too_small" if scaler else "underflow", ""
 
 
 def _scaler(ranks: list[RankFacts]) -> bool | None:
@@ -174,16 +201,12 @@ def _drift_between(
     other = next(number for number in shared if after[number][module, role] != after[one][module, role])
     sizes = [format_number(after[number][module, role][1]).strip() for number in (one, other)]
     modules = list(dict.fromkeys(name for name, _ in differing))
-    yield RunInsight(
-        "replica_drift",
+    text = (
         f"weights of {modules_text(modules)} are not the same {where_text(shared, everyone)} in batch {now.batch}, and "
         f"all agreed in batch {then.batch}: {role} of `{module}` has abs max {sizes[0]} on rank {one}, "
-        f"{sizes[1]} on rank {other}",
-        "Replicas must take the same steps: look for parameters outside of DDP, and for steps of only some ranks.",
-        shared,
-        modules,
-        now.batch,
+        f"{sizes[1]} on rank {other}"
     )
+    yield _insight("replica_drift", text, shared, modules, now.batch)
 
 
 def _weights(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, dict[tuple[str, str], Summary]]:
@@ -233,17 +256,11 @@ def dead_modules(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
                 alive.add(module.module)
     found = [module for module in dead if module not in alive]
     if found:
-        ranks = sorted({rank for module in found for _, rank in dead[module]})
+        ranks = {rank for module in found for _, rank in dead[module]}
         since = min(batch for module in found for batch, _ in dead[module])
-        yield RunInsight(
-            "dead_module",
-            f"{modules_text(found)} returned nothing but zeros {where_text(ranks, list(opened))}, at least since batch "
-            f"{since}",
-            "It learns nothing: look at its inputs and at what is in front of its activation.",
-            ranks,
-            found,
-            since,
-        )
+        where = where_text(ranks, list(opened))
+        text = f"{modules_text(found)} returned nothing but zeros {where}, at least since batch {since}"
+        yield _insight("dead_module", text, ranks, found, since)
 
 
 def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
@@ -266,15 +283,12 @@ def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
         least, module = max(found)
         larger = bool((numbers[place] > middle)[:, modules.index(module)].all())
         more = f", and so are those of {len(found) - 1} more modules" if len(found) > 1 else ""
-        yield RunInsight(
-            "rank_unlike",
+        text = (
             f"rank {ranks[place]} is unlike the other ranks: the outputs of `{module}` are at least {2**least:.0f} "
-            f"times {'larger' if larger else 'smaller'} there in each of the last {len(batches)} batches{more}",
-            "Compare its data and its weights with another rank's; if those are alike, test its GPU: gpuwatch check.",
-            [ranks[place]],
-            [name for _, name in sorted(found, reverse=True)],
-            batches[0],
+            f"times {'larger' if larger else 'smaller'} there in each of the last {len(batches)} batches{more}"
         )
+        modules_of_it = [name for _, name in sorted(found, reverse=True)]
+        yield _insight("rank_unlike", text, [ranks[place]], modules_of_it, batches[0])
 
 
 def _aligned(history: OpenHistory, batches: list[int], modules: list[str]) -> Any:
@@ -283,33 +297,3 @@ def _aligned(history: OpenHistory, batches: list[int], modules: list[str]) -> An
     at = {each.module: n for n, each in enumerate(history.modules)}
     chosen = history.numbers[numpy.ix_([place[batch] for batch in batches], [at[module] for module in modules])]
     return numpy.log2(numpy.where((chosen > 0) & numpy.isfinite(chosen), chosen, numpy.nan))
-
-
-ORDER = (
-    *("replica_drift", "scaler_collapsing", "growth", "near_overflow", "rank_unlike"),
-    *("no_scaler", "dead_module", "scaler_too_small", "underflow", "unknown"),
-)
-
-
-def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory]) -> list[RunInsight]:
-    """What values near trouble come to. One kind that cannot be told costs the others nothing.
-
-    `opened`: the histories of ranks, by rank.
-    """
-    ranks = facts.of_attempt(attempt)
-    kinds: list[Callable[[], Iterator[RunInsight]]] = [
-        lambda: replica_drift(facts, ranks),
-        lambda: scaler_collapsing(ranks),
-        lambda: growth(ranks),
-        lambda: warned_rows(ranks),
-        lambda: ranks_unlike(opened),
-        lambda: dead_modules(opened),
-    ]
-    found: list[RunInsight] = []
-    for kind in kinds:
-        try:
-            found += kind()
-        except Exception as error:  # it is made of what came over the network; the report must be written all the same
-            text = f"one kind could not be told: {type(error).__name__}: {error}"
-            found.append(RunInsight("unknown", text, "", [], []))
-    return sorted(found, key=lambda insight: ORDER.index(insight.kind))

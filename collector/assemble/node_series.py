@@ -139,8 +139,8 @@ class NodeSeries:
         found = self._made.get((of, what))
         if found is None:
             parts = [_one(at_s, column, is_count(what)) for at_s, column in self._columns[of, what]]
-            columns = (numpy.concatenate(column) for column in zip(*parts, strict=True))
-            found = self._made[of, what] = FigureSamples(*columns, is_count(what))
+            at_s, values, over_s = (numpy.concatenate(column) for column in zip(*parts, strict=True))
+            found = self._made[of, what] = FigureSamples(at_s, values, over_s, is_count(what))
         if self._span is not None:
             found = found.within(*self._span)
         return found if len(found.at_s) else None

@@ -124,7 +124,6 @@ class NodeFinding(NamedTuple):
     of: str
     what: str
     value: float
-    unit: str
     at_s: float
     text: str
     lasted: bool = False
@@ -139,7 +138,7 @@ def stands_out(node: NodeSeries, event: str) -> list[UnusualFigure]:
         when = f" around {event}" if found.lasted else f", {when_text(found.at_s, event)}"
         value, at_s = float(f"{found.value:.4g}"), round(found.at_s, 1)
         text = f"{node.host}: {found.text}{when}"
-        notable.append(UnusualFigure(node.host, found.of, found.what, value, found.unit, at_s, text))
+        notable.append(UnusualFigure(node.host, found.of, found.what, value, METRICS[found.what].unit, at_s, text))
     return notable
 
 
@@ -150,10 +149,9 @@ def _clocks(node: NodeSeries) -> Iterator[NodeFinding]:
             if held is None or not held.share >= CLOCKS_HELD:
                 continue
             over_s = float(numpy.nansum(held.over_s))
-            sentence = (
-                f"{of}: {text}{_beside(node, of)}, for {time_text(held.share * over_s)} of the {time_text(over_s)}"
-            )
-            yield NodeFinding(of, what, held.share, "share", _last(held), sentence, lasted=True)
+            lasted = f"for {time_text(held.share * over_s)} of the {time_text(over_s)}"
+            sentence = f"{of}: {text}{_beside(node, of)}, {lasted}"
+            yield NodeFinding(of, what, held.share, _last(held), sentence, lasted=True)
             break
 
 
@@ -170,7 +168,7 @@ def _steal(node: NodeSeries) -> Iterator[NodeFinding]:
     peak = _peak(node.get(HOST, "steal"))
     if peak is not None and peak[0] >= STEAL:
         text = f"other virtual machines took {share_text(peak[0])} of its processors (steal)"
-        yield NodeFinding(HOST, "steal", peak[0], "share", peak[1], text)
+        yield NodeFinding(HOST, "steal", peak[0], peak[1], text)
 
 
 def _swapping(node: NodeSeries) -> Iterator[NodeFinding]:
@@ -178,19 +176,17 @@ def _swapping(node: NodeSeries) -> Iterator[NodeFinding]:
         peak, used = _peak(node.get(HOST, what)), _peak(node.get(HOST, "swap_used"))
         if peak is not None and peak[0] >= SWAPPING:
             in_use = f", {size_text(used[0])} of it in use" if used is not None else ""
-            yield NodeFinding(HOST, what, peak[0], "bytes/s", peak[1], f"it {text.format(size_text(peak[0]))}{in_use}")
+            yield NodeFinding(HOST, what, peak[0], peak[1], f"it {text.format(size_text(peak[0]))}{in_use}")
             return
 
 
 def _memory(node: NodeSeries) -> Iterator[NodeFinding]:
-    for used, limit, text in (
-        ("job_memory_used", "job_memory_limit", "the job used {} of the {} of memory that it may"),
-        ("memory_used", "memory_total", "{} of {} of memory were in use"),
-    ):
+    job = "the job used {} of the {} of memory that it may"
+    host = "{} of {} of memory were in use"
+    for used, limit, text in (("job_memory_used", "job_memory_limit", job), ("memory_used", "memory_total", host)):
         full = _full(node, HOST, used, limit, MEMORY_FULL)
         if full is not None:
-            sentence = text.format(size_text(full[0]), size_text(full[2]))
-            yield NodeFinding(HOST, used, full[0], "bytes", full[1], sentence)
+            yield NodeFinding(HOST, used, full[0], full[1], text.format(size_text(full[0]), size_text(full[2])))
             return
 
 
@@ -198,7 +194,7 @@ def _held_back(node: NodeSeries) -> Iterator[NodeFinding]:
     held = node.get(HOST, "job_cpu_held")
     if held is not None and held.share >= CPU_HELD:
         text = f"the job's own processor limit held it back in {share_text(held.share)} of the time"
-        yield NodeFinding(HOST, "job_cpu_held", held.share, "share", _last(held), text, lasted=True)
+        yield NodeFinding(HOST, "job_cpu_held", held.share, _last(held), text, lasted=True)
 
 
 def _disk(node: NodeSeries) -> Iterator[NodeFinding]:
@@ -209,9 +205,8 @@ def _disk(node: NodeSeries) -> Iterator[NodeFinding]:
         least = int(free.values.argmin())
         left = float(free.values[least])
         if left < DISK_FREE * float(size.values.max()):
-            yield NodeFinding(
-                of, "disk_free", left, "bytes", float(free.at_s[least]), f"{size_text(left)} were left in its {of}"
-            )
+            text = f"{size_text(left)} were left in its {of}"
+            yield NodeFinding(of, "disk_free", left, float(free.at_s[least]), text)
 
 
 def _open_files(node: NodeSeries) -> Iterator[NodeFinding]:
@@ -219,7 +214,7 @@ def _open_files(node: NodeSeries) -> Iterator[NodeFinding]:
         full = _full(node, of, "open_files", "open_files_limit", OPEN_FILES)
         if full is not None:
             text = f"{of} had {full[0]:.0f} of {full[2]:.0f} files open that it may"
-            yield NodeFinding(of, "open_files", full[0], "", full[1], text)
+            yield NodeFinding(of, "open_files", full[0], full[1], text)
 
 
 def _full(node: NodeSeries, of: str, used: str, limit: str, share: float) -> tuple[float, float, float] | None:
@@ -238,7 +233,7 @@ def _grown(what: str, noun: str, where: str) -> Callable[[NodeSeries], Iterator[
             number = round(float(numpy.nansum(series.values)))
             if number > 0:
                 text = f"{counted(number, noun)} {where.format(of)}"
-                yield NodeFinding(of, what, number, "", _last(series), text)
+                yield NodeFinding(of, what, number, _last(series), text)
 
     return rule
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -110,7 +111,7 @@ def find_stragglers(ranks: Mapping[int, RankTimes]) -> StepComparison | None:
 
 
 def find_slow_now(ranks: list[int], means: Any) -> SlowRank | None:
-    """Of the same stretch of all ranks' steps, without the steps one by one. None if none is clear.
+    """From the means over the same stretch of all ranks' steps, without the steps one by one. None if none is clear.
 
     `means`: float64 seconds of the parts of a step, of shape (ranks, parts).
     """
@@ -246,33 +247,22 @@ def _time(seconds: float) -> str:
 # The host and the GPU of a slow rank over the run, beside those of the others.
 
 Value = Callable[[FigureSamples], float]
-_HOT = ("clocks_hw_thermal", "clocks_sw_thermal")
-_POWER = ("clocks_hw_power_brake", "clocks_hw_slowdown")
-
-
-def _mean(series: FigureSamples) -> float:
-    return float(series.values.mean())
-
-
-def _highest(series: FigureSamples) -> float:
-    return float(series.values.max())
-
-
-def _share(series: FigureSamples) -> float:
-    return series.share
-
-
-_HOST: tuple[tuple[str, Value, str], ...] = (
-    ("cpu", _share, "{} of its processors in use"),
-    ("steal", _share, "{} stolen by other virtual machines"),
-    ("iowait", _share, "{} waiting for disks"),
-    ("job_cpu_held", _share, "held back by the job's processor limit in {} of the time"),
-)
+_SHARE: Value = attrgetter("share")
+_HOST = {
+    "cpu": "{} of its processors in use",
+    "steal": "{} stolen by other virtual machines",
+    "iowait": "{} waiting for disks",
+    "job_cpu_held": "held back by the job's processor limit in {} of the time",
+}
 _GPU: tuple[tuple[str, Value, str, str], ...] = (
-    ("sm_clock", _mean, "SM clock {:.0f} MHz on average", "{:.0f} MHz"),
-    ("temperature", _highest, "up to {:.0f} C", "{:.0f} C"),
-    ("gpu_use", _mean, "{:.0%} in use", "{:.0%}"),
+    ("sm_clock", lambda series: series.values.mean(), "SM clock {:.0f} MHz on average", "{:.0f} MHz"),
+    ("temperature", lambda series: series.values.max(), "up to {:.0f} C", "{:.0f} C"),
+    ("gpu_use", lambda series: series.values.mean(), "{:.0%} in use", "{:.0%}"),
 )
+_HELD_DOWN = {
+    "hot": ("clocks_hw_thermal", "clocks_sw_thermal"),
+    "short of power": ("clocks_hw_power_brake", "clocks_hw_slowdown"),
+}
 
 
 def beside_slow(node: NodeSeries | None, gpu: str, others: Iterable[NodeSeries]) -> list[str]:
@@ -285,12 +275,12 @@ def beside_slow(node: NodeSeries | None, gpu: str, others: Iterable[NodeSeries])
 
 def _host_line(node: NodeSeries, others: list[NodeSeries]) -> Iterator[str]:
     parts = []
-    for what, value, text in _HOST:
-        own = _known(node, HOST, what, value)
+    for what, text in _HOST.items():
+        own = _known(node, HOST, what)
         if own is not None and (own >= 0.005 or what == "cpu"):
-            rest = _of_others([(other, HOST) for other in others], what, value)
+            rest = _of_others([(other, HOST) for other in others], what, _SHARE)
             parts.append(text.format(share_text(own)) + (f" (the others: {share_text(rest)})" if rest else ""))
-    swapped = sum(_known(node, HOST, what, _share) or 0.0 for what in ("swap_in", "swap_out"))
+    swapped = sum(_known(node, HOST, what) or 0.0 for what in ("swap_in", "swap_out"))
     if swapped >= 1024:
         parts.append(f"swapping {size_text(swapped)} a second")
     if parts:
@@ -298,7 +288,8 @@ def _host_line(node: NodeSeries, others: list[NodeSeries]) -> Iterator[str]:
 
 
 def _gpu_line(node: NodeSeries, gpu: str, others: list[NodeSeries]) -> Iterator[str]:
-    own_gpu = next((of for of in node.of("sm_clock") + node.of("temperature") if _bare(of) == _bare(gpu)), None)
+    uuid = gpu.removeprefix("GPU-")
+    own_gpu = next((of for of in node.of("sm_clock") + node.of("temperature") if of.removeprefix("GPU-") == uuid), None)
     if own_gpu is None:
         return
     rest = [(each, of) for each in (node, *others) for of in each.of("sm_clock") if (each, of) != (node, own_gpu)]
@@ -308,8 +299,8 @@ def _gpu_line(node: NodeSeries, gpu: str, others: list[NodeSeries]) -> Iterator[
         if own is not None:
             other = _of_others(rest, what, value)
             parts.append(text.format(own) + (f" (the others: {short.format(other)})" if other is not None else ""))
-    for reasons, text in ((_HOT, "hot"), (_POWER, "short of power")):
-        held = max((_known(node, own_gpu, what, _share) or 0.0 for what in reasons), default=0.0)
+    for text, reasons in _HELD_DOWN.items():
+        held = max(_known(node, own_gpu, what) or 0.0 for what in reasons)
         if held >= 0.005:
             parts.append(f"its clocks held down for {share_text(held)} of the time because it was {text}")
     yield f"its GPU {own_gpu} over the run: {', '.join(parts)}"
@@ -320,11 +311,7 @@ def _of_others(others: list[tuple[NodeSeries, str]], what: str, value: Value) ->
     return median(found) if found else None
 
 
-def _known(node: NodeSeries, of: str, what: str, value: Value) -> float | None:
+def _known(node: NodeSeries, of: str, what: str, value: Value = _SHARE) -> float | None:
     series = node.get(of, what)
-    found = value(series) if series is not None else float("nan")
+    found = float(value(series)) if series is not None else float("nan")
     return found if numpy.isfinite(found) else None
-
-
-def _bare(uuid: str) -> str:
-    return uuid.removeprefix("GPU-")

@@ -1,6 +1,7 @@
 """report.json, schema 1: fields may be added, none change meaning. Made from the facts and the verdict, nothing else.
 
-Numbers that are non-finite are null in JSON; `nan`, `posinf` and `neginf` beside them say what they were.
+docs/report.md says what the fields of RunReport, RunInfo, Verdict and RankReport hold. Numbers that are non-finite are
+null in JSON; `nan`, `posinf` and `neginf` beside them say what they were.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class CascadedRank(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What does not apply is null."""
+    """Where a field does not apply it is null. `role` is null where `seen_in` is there, `rank` where `pid` is."""
 
     kind: VerdictKind
     statement: str
@@ -76,13 +77,9 @@ class Verdict(msgspec.Struct, frozen=True):
     signal: str | None = None
     stage: str | None = None
     bad_nodes: list[str] = []
-    """Nodes that it blames, as the scheduler calls them."""
     seen_in: SeenIn | None = None
-    """Where the value was first seen, if that is no row of `module`'s own; `role` is null then."""
     pid: int | None = None
-    """Of a process that is no rank: then `rank` is null."""
     missing: list[str] = []
-    """What keeps a verdict `unknown` from `clean`."""
 
 
 class RankStepTotals(msgspec.Struct, frozen=True):
@@ -319,9 +316,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     attempts: int = 1
     cwd: str = ""
     check_only: bool = False
-    """`gpuwatch check`: there was a preflight and no script."""
     earlier: list[EarlierLife] = []
-    """The earlier lives of a job that its scheduler requeued."""
 
 
 class RankAnomaly(msgspec.Struct, frozen=True):
@@ -379,40 +374,24 @@ class RankReport(msgspec.Struct, frozen=True):
     error: dict[str, Any] | None = None
     faults: list[str] = []
     warnings: list[dict[str, Any]] = []
-    """Values near overflow or in underflow, the worst first; `warned` counts every such row."""
     warned: int = 0
     scaler: dict[str, Any] | None = None
-    """The steps that a GradScaler skipped. They are expected and raise no alarm."""
     scaler_skips: int = 0
     ignored: int = 0
-    """Rows that `--ignore` has waived; `hidden` has the first of each rule and place."""
     hidden: list[dict[str, Any]] = []
     cost: dict[str, Any] | None = None
-    """Medians of the time from one batch to the next, watched and skipped, where that was measured."""
     batches_skipped: int = 0
-    """Batches that `--every` skipped."""
     gpu: GpuSincePreflight | None = None
-    """Error counters and XIDs of its GPU since the preflight, where there is one."""
     stack: list[str] = []
-    """Where its main thread stood when all ranks were asked because one had stalled, innermost call first."""
     frames_comparable: bool = False
-    """Whether `frames` are of the same step and collectives as those of the verdict's rank."""
     pages: int = 0
-    """Batches of it that are in the store. `frames` is empty for most ranks of a large job; for those of one rank:
-    `gpuwatch report --rank N`."""
     traces_left_out: int = 0
-    """Traced batches that are in the store alone."""
     absorbed: int = 0
-    """Bad values that led nowhere; `absorbed_first` has the first of each place, and why it did."""
     absorbed_first: list[dict[str, Any]] = []
     passed: list[dict[str, Any]] = []
-    """Non-finite values that went into collectives and messages, or came out of them."""
     threads: list[str] = []
-    """Where other threads of it stood, if it did not answer itself and py-spy is installed on its node."""
     traces_thinned: int = 0
-    """Pages of `--trace-batches` that were recorded and not kept: a job's store takes 1 GiB of them."""
     groups_not_shown: int = 0
-    """Process groups that found no room in its table of them."""
 
     @property
     def name(self) -> str:
@@ -527,18 +506,13 @@ class RunReport(msgspec.Struct, frozen=True):
     timeline: list[TimelineEntry]
     collector: dict[str, int] = {}
     attempts: list[AttemptReport] = []
-    """The other attempts of a job that torchrun restarted."""
     history: ModuleHistory | None = None
-    """The verdict's module over the batches before an overflow."""
     by_module: ModulesByRanks | None = None
-    """The modules of all ranks in the batch of an overflow."""
     forecasts: list[ModuleForecast] = []
     insights: list[RunInsight] = []
-    """The most harmful first."""
     steps: StepReport | None = None
     telemetry: TelemetryReport | None = None
     processes: list[RankReport] = []
-    """Below `gpuwatch run`: processes that ran a module and are no rank. `rank` is below 0, `pid` says which it is."""
 
     @property
     def everyone(self) -> list[RankReport]:
