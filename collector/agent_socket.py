@@ -44,41 +44,37 @@ class CurveAccess:
 
     def __init__(self, agent_key: str, viewer_key: str = "") -> None:
         self._agent, self._viewer = agent_key.encode(), viewer_key.encode()
-        self.refused = 0
-        """Clients that have shown another key."""
-        self.failed_handshakes = 0
-        """All that did not come in: those above, and who does not speak CURVE at all."""
-        self.from_viewers = 0
-        """Messages of viewers, which none is to send."""
+        reasons = "refused", "failed_handshakes", "from_viewers", "replayed", "malformed", "disbelieved"
+        self.turned_away = dict.fromkeys(reasons, 0)
+        """How many. `failed_handshakes`: all that did not come in, the refused ones too; `replayed` and `disbelieved`
+        are the protocol's."""
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a client with this public key may come in."""
         allowed = key == self._agent or (key == self._viewer and key != b"")
         if not allowed:
-            self.refused += 1
-            _log("refused a stranger with another key", self.refused)
+            self.count("refused", "refused a stranger with another key")
         return allowed
-
-    def handshake_failed(self) -> None:
-        """A connection has ended before it was one."""
-        self.failed_handshakes += 1
-        _log("a stranger did not get through the handshake", self.failed_handshakes)
 
     def may_speak(self, frame: zmq.Frame) -> bool:
         """Whether a message is of an agent; ZeroMQ has noted whose key its connection was made with."""
         if str(frame.get("User-Id")).encode() == self._agent:
             return True
-        self.from_viewers += 1
-        _log("a viewer has sent something, which was not read", self.from_viewers)
+        self.count("from_viewers", "a viewer has sent something, which was not read")
         return False
+
+    def count(self, reason: str, what: str) -> None:
+        """Log each 1st, 2nd, 4th ... time: one who knocks for ever fills no disk."""
+        self.turned_away[reason] += 1
+        times = self.turned_away[reason]
+        if times & (times - 1) == 0:
+            tell(f"{utc(time.time())} {what}, {times} so far")
 
 
 class AgentSocket:
     """Listens from the moment it is made. Raises zmq.ZMQError when the address cannot be bound."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], bind: str, keys: KeyPair, access: CurveAccess) -> None:
-        self.malformed = 0
-        """Messages that could not be read."""
         self._access = access
         self._routes: dict[str, bytes] = {}
         """The identity of each agent that was taken in, by its name: how it is answered."""
@@ -123,14 +119,14 @@ class AgentSocket:
             if not self._access.may_speak(parts[-1]):
                 continue
             if len(parts) != 2:
-                self.malformed += 1
+                self._access.turned_away["malformed"] += 1
                 continue
             identity, data = parts[0].bytes, parts[1].bytes
             try:
                 self._speaking = agent_name(identity), identity
                 yield self._speaking[0], decode_agent(data), data
             except (WireError, UnicodeDecodeError):
-                self.malformed += 1
+                self._access.turned_away["malformed"] += 1
 
     def take_in(self, agent: str) -> None:
         """Who was heard last is this agent of the job: it can be sent to from now on."""
@@ -150,7 +146,7 @@ class AgentSocket:
         """Those since the last call."""
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
-            self._access.handshake_failed()
+            self._access.count("failed_handshakes", "a stranger did not get through the handshake")
 
     def close(self) -> None:
         """Let the last messages out, then close."""
@@ -159,9 +155,3 @@ class AgentSocket:
             self._monitor.close(linger=0)
         self.socket.close()
         self._authenticator.stop()
-
-
-def _log(what: str, times: int) -> None:
-    """Each 1st, 2nd, 4th ... time: one who knocks for ever fills no disk."""
-    if times & (times - 1) == 0:
-        tell(f"{utc(time.time())} {what}, {times} so far")

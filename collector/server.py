@@ -291,14 +291,10 @@ class CollectorServer:
         return OwnNumbers(*self._store.waiting, self._store.dropped, self._turned_away(), faults)
 
     def _turned_away(self) -> dict[str, int]:
-        return {
-            "refused": self._access.refused + self._protocol.strangers,
-            "failed_handshakes": self._access.failed_handshakes,
-            "from_viewers": self._access.from_viewers,
-            "replayed": self._protocol.replays,
-            "malformed": self._socket.malformed,
-            "disbelieved": self._protocol.disbelieved,
-        }
+        found = self._access.turned_away
+        protocol = self._protocol
+        own = {"refused": found["refused"] + protocol.strangers, "replayed": protocol.replays}
+        return {**found, **own, "disbelieved": protocol.disbelieved}
 
     def _say(self, sentence: str) -> None:
         log(f"{utc(time.time(), 'milliseconds')} {sentence}")

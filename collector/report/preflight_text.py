@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,22 +24,31 @@ def print_stages(console: Console, preflight: PreflightReport) -> None:
     """Print how each node passed each stage, with the time of its slowest rank."""
     if not preflight.stages:
         return
-    stages = [column.stage for column in preflight.stages]
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     table.add_column("node", overflow="fold")
     table.add_column("ranks", overflow="fold")
-    for stage in stages:
-        table.add_column(stage.replace(" ", "\n"), no_wrap=True)
-    for rows in fold_rows(preflight.nodes):
-        ranks = ranks_text(rank for row in rows for rank in row.ranks).partition(" ")[2]
-        cells = [slowest(row.stages.get(stage) for row in rows) for stage in stages]
-        table.add_row(Text(hosts_text(rows)), ranks, *(_cell(cell) for cell in cells))
+    for column in preflight.stages:
+        table.add_column(column.stage.replace(" ", "\n"), no_wrap=True)
+    for hosts, ranks, cells in stage_rows(preflight):
+        table.add_row(Text(hosts), ranks_text(ranks).partition(" ")[2], *map(_cell, cells))
     console.print(Text("Preflight: each stage with the seconds of its slowest rank", style="bold"))
     console.print(table)
     console.print()
 
 
-def fold_rows(nodes: list[NodeRow]) -> list[list[NodeRow]]:
+def stage_rows(preflight: PreflightReport) -> list[tuple[str, list[int], list[StageCell | None]]]:
+    """(hosts, ranks, the slowest cell of each stage or None), a row for each node or for several that are alike."""
+    rows = []
+    for nodes in _folded(preflight.nodes):
+        by_stage = (
+            [node.stages[column.stage] for node in nodes if column.stage in node.stages] for column in preflight.stages
+        )
+        slowest = [max(cells, key=lambda cell: cell.seconds, default=None) for cells in by_stage]
+        rows.append((_hosts_text(nodes), [rank for node in nodes for rank in node.ranks], slowest))
+    return rows
+
+
+def _folded(nodes: list[NodeRow]) -> list[list[NodeRow]]:
     """The nodes that share a row of the table: those in trouble first."""
     if len(nodes) <= _MOST_ROWS:
         return [[node] for node in nodes]
@@ -57,7 +64,7 @@ def fold_rows(nodes: list[NodeRow]) -> list[list[NodeRow]]:
     return sorted(rows, key=lambda row: (-GRADES.index(row[0].grade or "ok"), row[0].ranks))
 
 
-def hosts_text(rows: list[NodeRow]) -> str:
+def _hosts_text(rows: list[NodeRow]) -> str:
     """The host of one node; of several how many they are, and the first ones' unless all is well."""
     if len(rows) == 1:
         return rows[0].host
@@ -65,11 +72,6 @@ def hosts_text(rows: list[NodeRow]) -> str:
         return f"{len(rows)} nodes"
     names = ", ".join(row.host for row in rows[:_MAX_HOSTS])
     return f"{len(rows)} nodes: {names}{', ...' if len(rows) > _MAX_HOSTS else ''}"
-
-
-def slowest(cells: Iterable[StageCell | None]) -> StageCell | None:
-    """The cell that took longest; None if no node has reached the stage."""
-    return max((cell for cell in cells if cell is not None), key=lambda cell: cell.seconds, default=None)
 
 
 def _cell(cell: StageCell | None) -> Text:

@@ -264,7 +264,7 @@ def test_what_a_viewer_sends_is_not_read_and_counted(running, connect, make):
         viewer.send(encode(AgentMessage(1, body)))
     viewer.send(b"\xff garbage")
     until = time.monotonic() + WAIT_MS / 1000
-    while running.server._access.from_viewers < 3:
+    while running.server._access.turned_away["from_viewers"] < 3:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert not viewer.poll(0)

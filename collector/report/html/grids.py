@@ -11,8 +11,8 @@ from ....core.text import ranks_text
 from ....core.values import headroom
 from ....core.verdicts import VerdictKind
 from ....core.wire.columns import NO_NUMBER
-from ..model import ModulesByRanks, RankReport, RunReport
-from ..preflight_text import fold_rows, hosts_text, slowest
+from ..model import ModulesByRanks, RankReport, RunReport, StageCell
+from ..preflight_text import stage_rows
 from ..side_by_side import ModuleCell, own_lines, rank_to_show, side_by_side
 
 # A square for each rank. Ranks that ended in the same way, or that stand at the same place, have one look.
@@ -22,21 +22,12 @@ LOOKS = "ABCDEFGH"
 _WIDTH = 640
 
 
-class RankSquare(NamedTuple):
-    """One rank."""
-
-    rank: int
-    x: int
-    y: int
-    look: str
-    named: bool
-
-
 class RankGrid(NamedTuple):
     """What the template draws."""
 
     title: str
-    squares: list[RankSquare]
+    squares: list[tuple[int, int, int, str]]
+    """(rank, x, y, look)"""
     side: int
     width: int
     height: int
@@ -65,10 +56,7 @@ def rank_grid(report: RunReport) -> RankGrid | None:
     side = next(side for side in (64, 48, 40, 32, 26, 20, 16, 12, 9, 6, 4) if side == 4 or _height(num, side) <= 240)
     columns = _WIDTH // side
     squares = [
-        RankSquare(
-            rank.rank, n % columns * side, n // columns * side, looks[rank.rank], rank.rank == report.verdict.rank
-        )
-        for n, rank in enumerate(report.ranks)
+        (rank.rank, n % columns * side, n // columns * side, looks[rank.rank]) for n, rank in enumerate(report.ranks)
     ]
     title = "Where each rank stands" if hang else "What became of each rank"
     return RankGrid(title, squares, side, _WIDTH, _height(num, side), groups)
@@ -96,21 +84,16 @@ class StageGrid(NamedTuple):
     """The preflight: nodes by stages."""
 
     stages: list[str]
-    rows: list[tuple[str, list[tuple[str, str]]]]
-    """A node, or several that are alike: (hosts, (grade, seconds) of each stage)"""
+    rows: list[tuple[str, list[int], list[StageCell | None]]]
+    """A node, or several that are alike: (hosts, ranks, the slowest rank in each stage)"""
     left_out: int
 
 
 def stage_grid(report: RunReport) -> StageGrid:
     """Each stage on each node; the nodes that are alike together."""
+    rows = stage_rows(report.preflight)
     stages = [column.stage for column in report.preflight.stages]
-    folded = fold_rows(report.preflight.nodes)
-    rows = []
-    for nodes in folded[:_MOST_NODES]:
-        cells = [slowest(node.stages.get(stage) for node in nodes) for stage in stages]
-        texts = [(cell.grade, f"{cell.seconds:.1f}") if cell is not None else ("", "") for cell in cells]
-        rows.append((hosts_text(nodes), texts))
-    return StageGrid(stages, rows, len(folded) - len(rows))
+    return StageGrid(stages, rows[:_MOST_NODES], max(0, len(rows) - _MOST_NODES))
 
 
 # The heat map: modules in the order of their calls, ranks beside each other, each cell with its number.

@@ -38,12 +38,8 @@ FRAMES_BYTES = 1 << 20
 """Of all frames as text; what is over it is in report.json."""
 
 
-class TensorColumn(NamedTuple):
-    """A row of one tensor, on one of two ranks."""
-
-    low: str
-    high: str
-    level: str
+TensorColumn = tuple[str, str, str]
+"""A tensor on one rank: (abs min, abs max, level)"""
 
 
 class PairFrame(NamedTuple):
@@ -54,15 +50,6 @@ class PairFrame(NamedTuple):
     named: bool
     rows: list[tuple[Row, str, list[TensorColumn | None]]]
     """Each tensor: (row, shape, its columns)"""
-
-
-class FrameText(NamedTuple):
-    """The frames of one rank, or a traced batch of it, as the text report has them."""
-
-    rank: int
-    batch: int
-    title: str
-    text: str
 
 
 class VerdictPicture(NamedTuple):
@@ -210,21 +197,22 @@ def _column(row: Row | None) -> TensorColumn | None:
     if row is None:
         return None
     if row.kind != RowContent.MEASURED:
-        return TensorColumn(row.kind.replace("_", " "), "", "")
+        return row.kind.replace("_", " "), "", ""
     if row.nan:
-        return TensorColumn("nan", "nan", "bad")
+        return "nan", "nan", "bad"
     if row.posinf or row.neginf:
-        return TensorColumn(_number(row.abs_min), "inf", "bad")
+        return _number(row.abs_min), "inf", "bad"
     near = row.headroom is not None and row.headroom < 1
-    return TensorColumn(_number(row.abs_min), _number(row.abs_max), "near" if near else "")
+    return _number(row.abs_min), _number(row.abs_max), "near" if near else ""
 
 
 def _number(number: float | None) -> str:
     return format_number(number).strip() if number is not None else "inf"
 
 
-def _frame_texts(report: RunReport) -> tuple[list[FrameText], int]:
-    found: list[FrameText] = []
+def _frame_texts(report: RunReport) -> tuple[list[tuple[int, int, str, str]], int]:
+    """((rank, batch, title, the frames as the text report has them) of each, how many are left out)"""
+    found = []
     room, left_out = FRAMES_BYTES, 0
     for rank in sorted(report.ranks, key=lambda rank: rank.rank != report.verdict.rank):
         pages = [(f"last {len(rank.frames)} frames", rank.frames)] if rank.frames else []
@@ -235,7 +223,7 @@ def _frame_texts(report: RunReport) -> tuple[list[FrameText], int]:
                 left_out += 1
                 continue
             room -= len(text)
-            found.append(FrameText(rank.rank, frames[-1].batch, title, text))
+            found.append((rank.rank, frames[-1].batch, title, text))
     return found, left_out
 
 

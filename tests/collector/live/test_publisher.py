@@ -132,7 +132,7 @@ def subscriber(context, publisher, pair) -> zmq.Socket:
 def test_a_stranger_sees_nothing(context, door, publisher, link):
     stranger = subscriber(context, publisher, STRANGER.viewer)
     shown = Shown()
-    while not door.refused:
+    while not door.turned_away["refused"]:
         publisher.show(shown, 0.0)
     assert shown.times == 0
     looked(publisher, shown, link)
