@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -159,13 +159,13 @@ def choose(a: SideRequest, b: SideRequest) -> tuple[tuple[DiffSide, DiffSide], t
     or a batch is not there.
     """
     ranks = _rank(a, None), _rank(b, a)
-    pages = [_pages(wish, rank) for wish, rank in zip((a, b), ranks, strict=True)]
+    batches = _batches(a, ranks[0]), _batches(b, ranks[1])
     wanted = a.batch if a.batch is not None else b.batch
     other = b.batch if b.batch is not None else a.batch
     if wanted is None or other is None:
-        wanted = other = _in_common(decide(a.facts).batch, pages)
-    first = _page(a, ranks[0], pages[0], wanted, None)
-    second = _page(b, ranks[1], pages[1], other, first.root)
+        wanted = other = _in_common(decide(a.facts).batch, batches)
+    first = _page(a, ranks[0], wanted, None)
+    second = _page(b, ranks[1], other, first.root)
     sides = _side(a, ranks[0], first), _side(b, ranks[1], second)
     return sides, ([whole(frame) for frame in first.frames], [whole(frame) for frame in second.frames])
 
@@ -185,38 +185,32 @@ def _rank(wish: SideRequest, other: SideRequest | None) -> RankFacts:
     return found
 
 
-def _pages(wish: SideRequest, rank: RankFacts) -> dict[int, list[KeptPage]]:
-    pages: dict[int, list[KeptPage]] = {}
-    for page in rank.pages.values():
-        pages.setdefault(page.batch, []).append(page)
-    if not pages:
+def _batches(wish: SideRequest, rank: RankFacts) -> set[int]:
+    if not rank.pages:
         raise UsageError(
             f"expected batches of rank {rank.rank} in the store of run {wish.run}, found none; a run keeps that of an "
             "overflow, the one before it and the last of each rank; more: gpuwatch launch --trace-batches N,N"
         )
-    return pages
+    return {page.batch for page in rank.pages.values()}
 
 
-def _in_common(of_verdict: int | None, pages: Sequence[dict[int, list[KeptPage]]]) -> int:
-    both = set(pages[0]) & set(pages[1])
-    if of_verdict is not None and of_verdict in both:
-        return of_verdict
+def _in_common(of_verdict: int | None, batches: tuple[set[int], set[int]]) -> int:
+    both = batches[0] & batches[1]
     if not both:
-        has = " and ".join(f"{numbers_text(sorted(side))} ({name})" for name, side in zip("AB", pages, strict=True))
+        has = " and ".join(f"{numbers_text(side)} ({name})" for name, side in zip("AB", batches, strict=True))
         raise UsageError(f"--batch: expected a batch that both sides have, found {has}; choose with --batch N,N")
-    return max(both)
+    return of_verdict if of_verdict is not None and of_verdict in both else max(both)
 
 
-def _page(
-    wish: SideRequest, rank: RankFacts, pages: dict[int, list[KeptPage]], batch: int, root: str | None
-) -> KeptPage:
-    if batch not in pages:
+def _page(wish: SideRequest, rank: RankFacts, batch: int, root: str | None) -> KeptPage:
+    pages = rank.pages.of_batch(batch)
+    if not pages:
         raise UsageError(
             f"--batch: expected a batch of rank {rank.rank} that is in the store of run {wish.run} "
-            f"({numbers_text(sorted(pages))}), found {batch}; more: gpuwatch launch --trace-batches N,N"
+            f"({numbers_text(_batches(wish, rank))}), found {batch}; more: gpuwatch launch --trace-batches N,N"
         )
-    same = [page for page in pages[batch] if root is None or page.root == root]
-    return max(same or pages[batch], key=lambda page: page.num_frames)
+    same = [page for page in pages if root is None or page.root == root]
+    return max(same or pages, key=lambda page: page.num_frames)
 
 
 def _side(wish: SideRequest, rank: RankFacts, page: KeptPage) -> DiffSide:
@@ -246,23 +240,20 @@ def render_difference(
 ) -> str:
     """The whole text, `width` characters wide. `factor`: what counts as a large difference between two abs max."""
     console = TextConsole(width, color=color)
-    for name, side in zip("AB", sides, strict=True):
-        console.print(Text(f"{name}  {_side_text(side)}"))
-    console.print(Text(""))
     first, large = found.first(), found.first(factor)
+    lines = [*(Text(f"{name}  {_side_text(side)}") for name, side in zip("AB", sides, strict=True)), Text("")]
     if first is None:
         alike = f"SAME  All {found.compared} tensors are the same by abs max, abs min and zeros."
-        console.print(Text(alike, "bold green"))
+        console.print(*lines, Text(alike, "bold green"), sep="\n")
         return console.text()
-    console.print(Text(f"DIFFERENT  The first difference is {_sentence(first)}.", "bold yellow"))
-    console.print(Text(f"  {_before(found)}"))
+    lines.append(Text(f"DIFFERENT  The first difference is {_sentence(first)}.", "bold yellow"))
+    lines.append(Text(f"  {_before(found)}"))
     if large is None:
-        console.print(Text(f"  No abs max differs by more than a factor of {factor:g}."))
+        lines.append(Text(f"  No abs max differs by more than a factor of {factor:g}."))
     elif large is not first:
-        console.print(Text(f"  The first one by more than a factor of {factor:g} is {_sentence(large)}."))
+        lines.append(Text(f"  The first one by more than a factor of {factor:g} is {_sentence(large)}."))
     rows = found.rows if every_row else found.rows[:MOST_ROWS]
-    console.print(Text(""))
-    console.print(_table(rows))
+    console.print(*lines, Text(""), _table(rows), sep="\n")
     if len(rows) < len(found.rows):
         console.print(Text(f"and {len(found.rows) - len(rows)} more: --all"))
     return console.text()

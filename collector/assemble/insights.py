@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy
 
-from ...core.events import RangeWarning
 from ...core.frames import FramePhase, RowMark, format_number
 from ...core.roles import GRADIENTS, parse_role
 from ...core.values import DTYPE_MAX
@@ -16,7 +15,7 @@ from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_history import OpenHistory
 from ..facts.kept_pages import KeptPage
 from ..report.model import RunInsight
-from ..report.sentence_parts import coarse_share_text, modules_text, where_text
+from ..report.sentence_parts import coarse_share_text, grouped, modules_text, where_text
 from .timeline import forecasts_of, limit_text, passing_text
 
 MENDS = {
@@ -120,11 +119,8 @@ def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[RunInsight]:
 
 def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     """One for each kind and dtype, of gradients and of outputs apart."""
-    groups: dict[tuple[str, str, bool], list[tuple[int, RangeWarning]]] = {}
-    for rank in ranks:
-        for warned in rank.warned:
-            is_gradient = parse_role(warned.role).kind in GRADIENTS
-            groups.setdefault((warned.kind, warned.dtype, is_gradient), []).append((rank.rank, warned))
+    rows = ((rank.rank, warned) for rank in ranks for warned in rank.warned)
+    groups = grouped(rows, lambda row: (row[1].kind, row[1].dtype, parse_role(row[1].role).kind in GRADIENTS))
     for (kind, dtype, is_gradient), group in sorted(groups.items()):
         numbers, warnings = zip(*group, strict=True)
         modules = list(dict.fromkeys(warning.module for warning in warnings))

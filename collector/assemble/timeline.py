@@ -10,6 +10,7 @@ from ...core.events import Anomaly, LimitForecast
 from ...core.frames import format_number, module_text
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import ModuleForecast, TimelineEntry
+from ..report.sentence_parts import grouped
 
 
 def utc(seconds: float | None, to: str = "seconds") -> str | None:
@@ -55,13 +56,9 @@ _MOST_MODULES = 64
 
 def forecasts_of(ranks: list[RankFacts]) -> list[ModuleForecast]:
     """By module, the earliest forecast first."""
-    told: dict[str, list[LimitForecast]] = {}
-    for rank in ranks:
-        for forecast in rank.forecasts:
-            if is_sound(forecast):
-                told.setdefault(forecast.module, []).append(forecast)
+    sound = (forecast for rank in ranks for forecast in rank.forecasts if is_sound(forecast))
     found = []
-    for module, group in told.items():
+    for module, group in grouped(sound, lambda forecast: forecast.module).items():
         first = min(group, key=lambda forecast: (forecast.where.batch, forecast.after, forecast.where.rank))
         found.append(
             ModuleForecast(

@@ -15,7 +15,7 @@ from ...core.text import shown_name
 from ...core.torch_notes import notes_on
 from ...core.verdicts import ReportSection
 from .model import RankReport, RunReport
-from .sentence_parts import coarse_share_text, counted, ranks_text
+from .sentence_parts import coarse_share_text, counted, grouped, ranks_text
 
 _MAX_WARNINGS = 8
 _MAX_INSIGHTS = 6
@@ -163,10 +163,7 @@ def _badness(entry: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
 
 
 def _scaler(ranks: list[RankReport]) -> Iterator[str]:
-    by_count: dict[int, list[RankReport]] = {}
-    for rank in ranks:
-        if rank.scaler is not None:
-            by_count.setdefault(rank.scaler_skips, []).append(rank)
+    by_count = grouped((rank for rank in ranks if rank.scaler is not None), lambda rank: rank.scaler_skips)
     for count, alike in sorted(by_count.items()):
         details = alike[0].scaler or {}
         where = ""
@@ -180,10 +177,8 @@ def _scaler(ranks: list[RankReport]) -> Iterator[str]:
 
 
 def _waived(ranks: list[RankReport]) -> Iterator[str]:
-    by_pattern: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for rank in ranks:
-        for waived in rank.hidden:
-            by_pattern.setdefault(waived["pattern"], []).append((rank.rank, waived))
+    waived = ((rank.rank, row) for rank in ranks for row in rank.hidden)
+    by_pattern = grouped(waived, lambda entry: str(entry[1]["pattern"]))
     total = sum(rank.ignored for rank in ranks)
     for pattern, found in sorted(by_pattern.items())[:_MAX_HIDDEN]:
         number, first = min(found, key=lambda entry: (entry[1]["batch"], entry[0]))
@@ -198,11 +193,8 @@ def _waived(ranks: list[RankReport]) -> Iterator[str]:
 
 def _absorbed(ranks: list[RankReport]) -> Iterator[str]:
     """`absorbed: nan in output of attn.softmax (Softmax), made of a mask of -inf and taken away in attn, ...`"""
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for rank in ranks:
-        for first in rank.absorbed_first:
-            found.setdefault((first["module"], first["role"], first["by"]), first)
-    for first in list(found.values())[:_MAX_HIDDEN]:
+    rows = (row for rank in ranks for row in rank.absorbed_first)
+    for first, *_ in list(grouped(rows, lambda row: (row["module"], row["role"], row["by"])).values())[:_MAX_HIDDEN]:
         where = f"{first['role']} of {module_text(first['module'], first['class'])}"
         yield f"absorbed: {first['value']} in {where}, {_led_nowhere(first)}, first in batch {first['batch']}"
     total = sum(rank.absorbed for rank in ranks)

@@ -9,7 +9,7 @@ from rich.text import Text
 from ...core.preflight import PreflightFinding
 from ...core.text import ranks_text
 from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, RunReport, StageCell
-from .sentence_parts import counted
+from .sentence_parts import counted, grouped
 
 _STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}
 _MOST_ROWS = 8
@@ -52,11 +52,10 @@ def _folded(nodes: list[NodeRow]) -> list[list[NodeRow]]:
     """The nodes that share a row of the table: those in trouble first."""
     if len(nodes) <= _MOST_ROWS:
         return [[node] for node in nodes]
-    alike: dict[tuple[tuple[str, str], ...], list[NodeRow]] = {}
-    for node in nodes:
-        alike.setdefault(tuple((stage, cell.grade) for stage, cell in node.stages.items()), []).append(node)
     rows: list[list[NodeRow]] = []
-    for group in alike.values():
+    for group in grouped(
+        nodes, lambda node: tuple((stage, cell.grade) for stage, cell in node.stages.items())
+    ).values():
         if group[0].grade == "ok" or len(group) > _MOST_ALIKE:
             rows.append(group)
         else:

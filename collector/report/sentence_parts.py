@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 from ...core.events import ThreadSeen
 from ...core.lone_process import is_rank, rank_name
 from ...core.text import ranks_text as text_of_many
 
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 _MOST_NAMED = 16
-"""So many ranks are named one by one."""
+"""Up to this many ranks are named one by one."""
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Those that are alike, in the order in which they come: they share a line."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def ranks_text(ranks: list[int]) -> str:

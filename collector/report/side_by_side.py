@@ -12,7 +12,7 @@ from ...core.frames import HEADER, NAME_INDENT, Frame, FramePhase, RowContent, f
 from ...core.stalls import is_users
 from ...core.text import ranks_text
 from .model import RankReport, RunReport
-from .sentence_parts import coarse_share_text
+from .sentence_parts import coarse_share_text, grouped
 
 # The frames of one rank: the 21-frame table, with the gradients of one module under one title.
 #
@@ -174,11 +174,7 @@ MOST_LINES = 12
 
 def stacks_text(ranks: Iterable[RankReport]) -> Iterator[str]:
     """Lines: ranks that stand at the same place share one stack."""
-    groups: dict[tuple[str, ...], list[RankReport]] = {}
-    for rank in ranks:
-        if rank.stack:
-            groups.setdefault(tuple(rank.stack), []).append(rank)
-    for stack, alike in groups.items():
+    for stack, alike in grouped((rank for rank in ranks if rank.stack), lambda rank: tuple(rank.stack)).items():
         names = ranks_text(rank.rank for rank in alike)
         yield f"Where {names} stood, innermost call first (calls inside of torch are left out)"
         yield from (f"  {line}" for line in own_lines(list(stack))[:MOST_LINES])

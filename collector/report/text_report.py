@@ -24,7 +24,7 @@ from .notices_text import (
     trouble_lines,
 )
 from .preflight_text import print_findings, print_stages
-from .sentence_parts import counted, one_on
+from .sentence_parts import counted, grouped, one_on
 from .side_by_side import can_be_compared, frames_text, rank_to_show, side_by_side, stacks_text
 
 # Which sections a report has, and which of them are open. The text and the page print this one list.
@@ -103,10 +103,9 @@ _MAX_ATTEMPTS = 8
 
 def concurrent_lines(concurrent: list[ConcurrentOrigin]) -> list[str]:
     """Ranks that met the same share a line, because there can be hundreds."""
-    alike: dict[str, list[ConcurrentOrigin]] = {}
-    for other in concurrent:
-        found = other.text or f"{other.value} in {other.role} of {module_text(other.module, other.cls)}"
-        alike.setdefault(found, []).append(other)
+    alike = grouped(
+        concurrent, lambda one: one.text or f"{one.value} in {one.role} of {module_text(one.module, one.cls)}"
+    )
     return [
         f"{rank_name(others[0].rank)} on {others[0].host}: {found}"
         if len(others) == 1
@@ -129,10 +128,11 @@ def earlier_lines(report: RunReport) -> list[str]:
 
 def cascade_lines(cascade: list[CascadedRank]) -> list[str]:
     """Ranks that ended in the same way share a line, because there can be hundreds."""
-    alike: dict[str, list[int]] = {}
-    for entry in cascade:
-        alike.setdefault(entry.how, []).append(entry.rank)
-    lines = [f"{ranks_text(ranks)} {how if len(ranks) == 1 else _plural(how)}" for how, ranks in alike.items()]
+    alike = grouped(cascade, lambda entry: entry.how)
+    lines = [
+        f"{ranks_text(entry.rank for entry in entries)} {how if len(entries) == 1 else _plural(how)}"
+        for how, entries in alike.items()
+    ]
     left = sum(map(len, list(alike.values())[_MAX_CASCADE:]))
     return [*lines[:_MAX_CASCADE], *([f"and {left} more ranks"] if left else [])]
 

@@ -23,17 +23,8 @@ _MORE_FOR_GROWTH = 0.25
 Point = tuple[float, float]
 
 
-class RankValues(NamedTuple):
-    """One rank. Points are (x, y); y is None where nothing was measured, inf where the value was not finite."""
-
-    rank: int
-    named: bool
-    points: list[tuple[float, float | None]]
-
-    @property
-    def style(self) -> str:
-        """A class of the style sheet."""
-        return "named" if self.named else "other"
+RankValues = tuple[int, bool, list[tuple[float, float | None]]]
+"""(rank, whether the verdict names it, points (x, y)); y: None if nothing was measured, inf if it was not finite"""
 
 
 class RankLine(NamedTuple):
@@ -41,16 +32,8 @@ class RankLine(NamedTuple):
 
     rank: int
     style: str
+    """A class of the style sheet."""
     path: str
-
-
-class NonFiniteMark(NamedTuple):
-    """A point that is not finite: drawn at the upper edge."""
-
-    x: float
-    y: float
-    style: str
-    rank: int
 
 
 class DrawnGrowth(NamedTuple):
@@ -64,13 +47,6 @@ class DrawnGrowth(NamedTuple):
     """For the legend."""
 
 
-class AxisTick(NamedTuple):
-    """A label of an axis."""
-
-    at: float
-    text: str
-
-
 class OutputChart(NamedTuple):
     """What the template draws."""
 
@@ -78,11 +54,13 @@ class OutputChart(NamedTuple):
     description: str
     x_title: str
     lines: list[RankLine]
-    marks: list[NonFiniteMark]
+    marks: list[tuple[float, str, int]]
+    """Points that are not finite: (x, style, rank)"""
     limit_y: float | None
     limit_text: str
-    x_ticks: list[AxisTick]
-    y_ticks: list[AxisTick]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    """(place, label)"""
     guide: float
     """x of a vertical line at the place that the verdict is about."""
     growth: DrawnGrowth | None = None
@@ -102,14 +80,10 @@ def over_the_batches(report: RunReport) -> OutputChart | None:
     named = next((series for series in history.ranks if series.rank == report.verdict.rank), None)
     if named is None or len(named.batches) < 2 or None not in named.abs_max:  # a gradient was bad, or a weight
         return None
-    ranks = [
-        RankValues(
-            each.rank,
-            each is named,
-            [(at, math.inf if y is None else y) for at, y in zip(each.batches, each.abs_max, strict=True)],
-        )
-        for each in sorted(history.ranks, key=lambda each: each is named)
-    ]
+    ranks: list[RankValues] = []
+    for each in sorted(history.ranks, key=lambda each: each is named):
+        values = zip(each.batches, each.abs_max, strict=True)
+        ranks.append((each.rank, each is named, [(at, math.inf if y is None else y) for at, y in values]))
     first = min(series.batches[0] for series in history.ranks)
     last = max(series.batches[-1] for series in history.ranks)
     others = f"; {history.left_out} more ranks are in the store" if history.left_out else ""
@@ -137,11 +111,10 @@ def along_the_calls(report: RunReport) -> OutputChart | None:
     found = side_by_side(report, shown, _MOST_LINES, len(shown.frames)) if shown is not None else None
     if shown is None or found is None:
         return None
-    ranks = []
+    ranks: list[RankValues] = []
     for n, rank in enumerate(found.columns):
         cells = enumerate(row.cells[n] for row in found.rows)
-        points = [(float(at), math.inf if cell.bad else cell.value or None) for at, cell in cells]
-        ranks.append(RankValues(rank.rank, rank is shown, points))
+        ranks.append((rank.rank, rank is shown, [(at, math.inf if c.bad else c.value or None) for at, c in cells]))
     dtype = report.verdict.dtype or ""
     return _draw(
         f"abs max of the {found.what}, call by call, in batch {found.batch}",
@@ -166,8 +139,8 @@ def _draw(
     forecast: ModuleForecast | None = None,
 ) -> OutputChart | None:
     """The chart; None where no value is above zero and finite. `limit`: a dtype and its largest finite number."""
-    finite = [y for each in ranks for _, y in each.points if y is not None and 0 < y < math.inf]
-    xs = [x for each in ranks for x, _ in each.points]
+    finite = [y for _, _, points in ranks for _, y in points if y is not None and 0 < y < math.inf]
+    xs = [x for _, _, points in ranks for x, _ in points]
     if not finite:
         return None
     dtype, largest = limit
@@ -187,28 +160,23 @@ def _draw(
             round(HEIGHT - BOTTOM - (clipped - low) / (high - low) * (HEIGHT - TOP - BOTTOM), 1),
         )
 
+    lines: list[RankLine] = []
+    marks: list[tuple[float, str, int]] = []
+    for rank, named, points in ranks:
+        style = "named" if named else "other"
+        drawn = (place(x, y) if y is not None and y < math.inf else None for x, y in points)
+        lines.append(RankLine(rank, style, _path(drawn)))
+        marks += [(place(x, 1)[0], style, rank) for x, y in points if y is not None and not y < math.inf]
     return OutputChart(
         title,
         description,
         x_title,
-        [
-            RankLine(
-                each.rank,
-                each.style,
-                _path(place(x, y) if y is not None and y < math.inf else None for x, y in each.points),
-            )
-            for each in ranks
-        ],
-        [
-            NonFiniteMark(place(x, 1)[0], TOP - 6, each.style, each.rank)
-            for each in ranks
-            for x, y in each.points
-            if y is not None and not y < math.inf
-        ],
+        lines,
+        marks,
         place(first, largest)[1] if largest is not None else None,
         f"{dtype} ends at {format_number(largest).strip()}" if largest is not None else "",
-        [AxisTick(place(x, 1)[0], text) for x, text in x_ticks],
-        [AxisTick(place(first, 10.0**power)[1], f"1e{power:+03d}") for power in powers(low, high)],
+        [(place(x, 1)[0], text) for x, text in x_ticks],
+        [(place(first, 10.0**power)[1], f"1e{power:+03d}") for power in powers(low, high)],
         place(guide, 1)[0],
         _growth(forecast, int(guide), last, place) if forecast is not None else None,
     )

@@ -13,6 +13,7 @@ from ....core.verdicts import VerdictKind
 from ....core.wire.columns import NO_NUMBER
 from ..model import ModulesByRanks, RankReport, RunReport, StageCell
 from ..preflight_text import stage_rows
+from ..sentence_parts import grouped
 from ..side_by_side import ModuleCell, own_lines, rank_to_show, side_by_side
 
 # A square for each rank. Ranks that ended in the same way, or that stand at the same place, have one look.
@@ -40,9 +41,8 @@ def rank_grid(report: RunReport) -> RankGrid | None:
     if not report.ranks:
         return None
     hang = report.verdict.kind == VerdictKind.HANG and any(rank.stack for rank in report.ranks)
-    alike: dict[str, list[int]] = {}
-    for rank in report.ranks:
-        alike.setdefault(_place(rank) if hang else _ending(rank), []).append(rank.rank)
+    groups_of = grouped(report.ranks, _place if hang else _ending)
+    alike = {text: [rank.rank for rank in ranks] for text, ranks in groups_of.items()}
     named = [text for text, ranks in alike.items() if report.verdict.rank in ranks]
     order = sorted(alike, key=lambda text: (text not in named, -len(alike[text]), alike[text]))
     shown, others = order[: len(LOOKS) - 1], order[len(LOOKS) - 1 :]

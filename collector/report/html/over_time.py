@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ....core.lone_process import rank_name
 from ....core.metrics import METRICS
 from ..model import FigureSeries, NodeFigures, RunReport, TimelineEntry
-from ..sentence_parts import counted, share_text, size_text, when_text
+from ..sentence_parts import counted, grouped, share_text, size_text, when_text
 
 # The figures of a node as small curves. Units are those of the viewBox.
 
@@ -44,9 +44,7 @@ def sparklines(report: RunReport) -> list[tuple[NodeFigures, list[FigureCurves]]
 def _of_node(node: NodeFigures, event: str) -> list[FigureCurves]:
     if len(node.at_s) < 2:
         return []
-    by_what: dict[str, list[FigureSeries]] = {}
-    for figure in node.figures:
-        by_what.setdefault(figure.what, []).append(figure)
+    by_what = grouped(node.figures, lambda figure: figure.what)
     found = []
     for what in _SHOWN:
         figures = by_what.get(what, [])[:_MOST_CURVES]
