@@ -81,7 +81,7 @@ def merged_report(paths: Sequence[Path], rank: int | None = None) -> RunReport:
     messages: list[Stored] = []
     folders = [path for path in paths if path.is_dir()]
     for path in paths:
-        if path.is_dir():
+        if path in folders:
             with closing(RunStore(RunPaths(path).store)) as store:
                 messages += store.messages()
         else:
@@ -161,12 +161,11 @@ def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[Run
     gc.freeze()
     try:
         report = build(store, paths.run_id, folded)
-        paths, trouble = write_where_there_is_room(paths, store, report)
-        where = trouble
-        if not where:
+        paths, last_words = write_where_there_is_room(paths, store, report)
+        if not last_words:
             page = write_page(paths, report) or f"as a page: {paths.report_html}"
-            where = f"report: {paths.report_json}\n{page}"
-        text = f"{render_text(report)}\n\n{where}"
+            last_words = f"report: {paths.report_json}\n{page}"
+        text = f"{render_text(report)}\n\n{last_words}"
         return report, JobResult(exit_code(report), report.verdict.kind, text, str(paths.report_json))
     finally:
         gc.unfreeze()

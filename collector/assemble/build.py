@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,6 +28,8 @@ from ..report.model import (
     RankReport,
     RunInfo,
     RunReport,
+    StepReport,
+    TelemetryReport,
 )
 from ..report.sentence_parts import thread_text
 from .insights import find_insights
@@ -100,23 +103,17 @@ def build_report(
     shown = ranks_to_show(facts, all_ranks, verdict, target, rank)
     traces = traces_to_show(facts, all_ranks, shown, rank)
     held = {each.rank for each in shown}
-    ranks = [
-        _rank_report(
-            facts,
-            each,
-            SelectedFrames([], False)
-            if each.rank not in held
-            else frames_of_batch(each, batch, target)
-            if batch is not None
-            else frames_to_show(each, verdict, target, max_frames),
-            *traces.get(each.rank, ([], 0)),
-        )
-        for each in all_ranks
-    ]
-    processes = [
-        _rank_report(facts, each, frames_to_show(each, verdict, target, max_frames), [], 0)
-        for each in lone[:_MOST_PROCESSES]
-    ]
+
+    def shown_of(one: RankFacts) -> SelectedFrames:
+        if one.rank not in held:
+            return [], False
+        return frames_of_batch(one, batch, target) if batch is not None else last_frames(one)
+
+    def last_frames(one: RankFacts) -> SelectedFrames:
+        return frames_to_show(one, verdict, target, max_frames)
+
+    ranks = [_rank_report(facts, each, shown_of(each), *traces.get(each.rank, ([], 0))) for each in all_ranks]
+    processes = [_rank_report(facts, each, last_frames(each), [], 0) for each in lone[:_MOST_PROCESSES]]
     opened, left_out = open_histories(facts, verdict, attempt)
     return RunReport(
         schema=SCHEMA,
@@ -132,10 +129,21 @@ def build_report(
         by_module=over_ranks(opened, verdict),
         forecasts=forecasts_of(all_ranks),
         insights=find_insights(facts, attempt, opened),
-        steps=step_report(facts, attempt),
-        telemetry=telemetry_report(facts, verdict),
+        steps=_or_why(lambda: step_report(facts, attempt), StepReport([]), "where the time goes"),
+        telemetry=_or_why(lambda: telemetry_report(facts, verdict), TelemetryReport(), "the nodes' figures"),
         processes=processes,
     )
+
+
+R = TypeVar("R", StepReport, TelemetryReport)
+
+
+def _or_why(make: Callable[[], R | None], empty: R, what: str) -> R | None:
+    """It is made of what came over the network: if it fails, everything else is in the report all the same."""
+    try:
+        return make()
+    except Exception as error:
+        return msgspec.structs.replace(empty, trouble=f"{what} could not be told: {type(error).__name__}: {error}")
 
 
 def _run_info(
@@ -166,6 +174,7 @@ def _run_info(
 def _rank_report(
     facts: RunFacts, rank: RankFacts, shown: SelectedFrames, traces: list[Page], traces_left_out: int
 ) -> RankReport:
+    frames, comparable = shown
     state, exit_ = rank.state, rank.exit
     where = exit_.where if exit_ is not None else None
     error = rank.errors[0] if rank.errors else None
@@ -181,7 +190,7 @@ def _rank_report(
         batch=where.batch if where is not None else state.batch if state is not None else None,
         preflight=_preflight(rank),
         first_anomaly=_anomaly(rank.diagnosis) if rank.diagnosis is not None else None,
-        frames=shown.frames,
+        frames=frames,
         lost=LossReport(
             pages=rank.pages_dropped,
             messages=state.records_lost if state is not None else 0,
@@ -203,7 +212,7 @@ def _rank_report(
         batches_skipped=rank.batches_skipped,
         gpu=gpu_of(facts, rank),
         stack=stack_of(rank),
-        frames_comparable=shown.comparable,
+        frames_comparable=comparable,
         pages=len(rank.pages),
         traces_left_out=traces_left_out,
         absorbed=rank.absorbed_rows,

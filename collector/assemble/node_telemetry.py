@@ -30,14 +30,7 @@ _EVERYTHING_S = 1e18
 
 
 def telemetry_report(facts: RunFacts, verdict: Verdict) -> TelemetryReport | None:
-    """None if no node has sent any. If it cannot be told, everything else in the report is there all the same."""
-    try:
-        return _telemetry_report(facts, verdict)
-    except Exception as error:  # it is made of what came over the network
-        return TelemetryReport(trouble=f"the nodes' figures could not be told: {type(error).__name__}: {error}")
-
-
-def _telemetry_report(facts: RunFacts, verdict: Verdict) -> TelemetryReport | None:
+    """None if no node has sent any."""
     if not any(node.telemetry for node in facts.nodes.values()):
         return None
     event = event_of(facts, verdict)

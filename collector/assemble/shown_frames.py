@@ -29,12 +29,8 @@ class ReportTarget(NamedTuple):
     """The frame that the verdict is about; None if it is about none."""
 
 
-class SelectedFrames(NamedTuple):
-    """The frames of a rank that are shown."""
-
-    frames: list[Frame]
-    comparable: bool
-    """They are of the same point as the target's."""
+SelectedFrames = tuple[list[Frame], bool]
+"""The frames of a rank that are shown, and whether they are of the same point as the target's."""
 
 
 def target_of(facts: RunFacts, verdict: Verdict) -> ReportTarget | None:
@@ -75,13 +71,13 @@ def frames_to_show(rank: RankFacts, verdict: Verdict, target: ReportTarget | Non
     if page is None and rank.pages:
         page = rank.pages[max(rank.pages)]
     if page is None:
-        return SelectedFrames([], False)
+        return [], False
     frames = sorted(page.frames, key=lambda frame: frame.index)
     end = len(frames)
     if overflow:
         last = _last(rank, page, verdict, target if comparable else None)
         end = next((n + 1 for n, frame in enumerate(frames) if frame.index == last), end)
-    return SelectedFrames([whole(frame) for frame in frames[max(0, end - max_frames) : end]], comparable)
+    return [whole(frame) for frame in frames[max(0, end - max_frames) : end]], comparable
 
 
 def frames_of_batch(rank: RankFacts, batch: int, target: ReportTarget | None) -> SelectedFrames:
@@ -90,8 +86,8 @@ def frames_of_batch(rank: RankFacts, batch: int, target: ReportTarget | None) ->
     same = [page for page in pages if target is not None and page.root == target.page.root]
     page = max(same or pages, key=lambda page: page.number, default=None)
     if page is None:
-        return SelectedFrames([], False)
-    return SelectedFrames([whole(frame) for frame in sorted(page.frames, key=lambda frame: frame.index)], True)
+        return [], False
+    return [whole(frame) for frame in sorted(page.frames, key=lambda frame: frame.index)], True
 
 
 def _last(rank: RankFacts, page: KeptPage, verdict: Verdict, target: ReportTarget | None) -> int | None:

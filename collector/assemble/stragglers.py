@@ -178,14 +178,7 @@ PART_TEXT = {
 
 
 def step_report(facts: RunFacts, attempt: int) -> StepReport | None:
-    """None if no rank has timed a step. If it cannot be told, everything else in the report is there all the same."""
-    try:
-        return _step_report(facts, attempt)
-    except Exception as error:  # it is made of what came over the network
-        return StepReport([], trouble=f"where the time goes could not be told: {type(error).__name__}: {error}")
-
-
-def _step_report(facts: RunFacts, attempt: int) -> StepReport | None:
+    """None if no rank has timed a step."""
     ranks = facts.of_attempt(attempt)
     timed = [rank for rank in ranks if rank.step_times is not None]
     if not timed:

@@ -14,7 +14,7 @@ from ....core.wire.columns import NO_NUMBER
 from ..model import ModulesByRanks, RankReport, RunReport, StageCell
 from ..preflight_text import stage_rows
 from ..sentence_parts import grouped
-from ..side_by_side import ModuleCell, own_lines, rank_to_show, side_by_side
+from ..side_by_side import ModuleCell, SideBySideRow, own_lines, rank_to_show, side_by_side
 
 # A square for each rank. Ranks that ended in the same way, or that stand at the same place, have one look.
 
@@ -110,33 +110,8 @@ LEGEND = {
 """Level -> what it means, from much to nothing."""
 
 
-class HeatCell(NamedTuple):
-    """`level` is "" where there is no number."""
-
-    text: str
-    level: str
-    title: str
-
-
-class HeatRow(NamedTuple):
-    """One module."""
-
-    title: str
-    module: str
-    named: bool
-    """The verdict is about it."""
-    cells: list[HeatCell]
-
-
-class RankStretch(NamedTuple):
-    """Ranks beside each other whose cells have one level."""
-
-    x: int
-    width: int
-    level: str
-    first: int
-    """The first of these ranks."""
-    title: str
+RankStretch = tuple[int, int, str, int, str]
+"""Ranks beside each other whose cells have one level: (x, width, level, the first of them, title)"""
 
 
 class HeatMap(NamedTuple):
@@ -144,7 +119,8 @@ class HeatMap(NamedTuple):
 
     caption: str
     ranks: list[int]
-    rows: list[HeatRow]
+    rows: list[SideBySideRow]
+    """A cell for each of `ranks`."""
     left_out: int
     overview: Sequence[tuple[str, list[RankStretch]]] = ()
     """Where there are more ranks than columns: for each module all of them, without numbers."""
@@ -161,16 +137,7 @@ def heat_map(report: RunReport) -> HeatMap | None:
         return None
     columns = sorted(range(len(found.columns)), key=lambda n: found.columns[n].rank)
     ranks = [found.columns[n].rank for n in columns]
-    overflow = report.verdict.kind == VerdictKind.OVERFLOW
-    rows = [
-        HeatRow(
-            row.title,
-            row.module,
-            overflow and row.module == report.verdict.module,
-            [_cell(row.cells[n], found.columns[n].rank, row.title) for n in columns],
-        )
-        for row in found.rows
-    ]
+    rows = [row._replace(cells=[row.cells[n] for n in columns]) for row in found.rows]
     return HeatMap(f"abs max of the {found.what} in batch {found.batch}", ranks, rows, found.left_out)
 
 
@@ -181,8 +148,8 @@ def _from_history(report: RunReport, found: ModulesByRanks) -> HeatMap:
     rows = []
     for n, module in enumerate(found.modules):
         title = f"{module.module or '(root)'} {module.cls}"
-        cells = [_cell(_heat_cell(found.abs_max[at][n], module.dtype), rank, title) for at, rank in columns]
-        rows.append(HeatRow(title, module.module, module.module == report.verdict.module, cells))
+        cells = [_cell(found.abs_max[at][n], module.dtype) for at, _ in columns]
+        rows.append(SideBySideRow(title, module.module, cells))
     return HeatMap(
         f"abs max of the outputs in batch {found.batch}",
         [rank for _, rank in columns],
@@ -196,28 +163,23 @@ def _from_history(report: RunReport, found: ModulesByRanks) -> HeatMap:
 def _overview(found: ModulesByRanks) -> list[tuple[str, list[RankStretch]]]:
     rows = []
     for n, module in enumerate(found.modules):
-        levels = [level_of(_heat_cell(numbers[n], module.dtype)) for numbers in found.abs_max]
+        levels = [level_of(_cell(numbers[n], module.dtype)) for numbers in found.abs_max]
         stretches = []
         for level, places in groupby(range(len(levels)), key=levels.__getitem__):
             run = list(places)
             ranks = [found.ranks[place] for place in run]
             title = f"{ranks_text(ranks)}: {LEGEND.get(level, 'not measured')}"
-            stretches.append(RankStretch(run[0], len(run), level, ranks[0], title))
+            stretches.append((run[0], len(run), level, ranks[0], title))
         rows.append((module.module, stretches))
     return rows
 
 
-def _heat_cell(number: float | None, dtype: str) -> ModuleCell:
+def _cell(number: float | None, dtype: str) -> ModuleCell:
     if number is None:
         return ModuleCell("inf, nan", True)
     if number == NO_NUMBER:
         return ModuleCell("-")
     return ModuleCell(f"{number:.1e}", False, number, headroom(number, dtype))
-
-
-def _cell(cell: ModuleCell, rank: int, title: str) -> HeatCell:
-    left = f", {cell.headroom:.1f} powers of two below the limit" if cell.headroom is not None else ""
-    return HeatCell(cell.text.strip(), level_of(cell), f"rank {rank}, {title}: {cell.text.strip()}{left}")
 
 
 def level_of(cell: ModuleCell) -> str:

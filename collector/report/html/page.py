@@ -28,7 +28,7 @@ from ..text_report import (
     sections_of,
 )
 from .chart import OutputChart, along_the_calls, over_the_batches
-from .grids import LEGEND, RankGrid, StageGrid, heat_map, rank_grid, stage_grid
+from .grids import LEGEND, RankGrid, StageGrid, heat_map, level_of, rank_grid, stage_grid
 from .over_time import SPARK_HEIGHT, SPARK_WIDTH, lanes, sparklines
 
 MOST_EVENTS = 400
@@ -42,14 +42,8 @@ TensorColumn = tuple[str, str, str]
 """A tensor on one rank: (abs min, abs max, level)"""
 
 
-class PairFrame(NamedTuple):
-    """One call on two ranks."""
-
-    title: str
-    module: str
-    named: bool
-    rows: list[tuple[Row, str, list[TensorColumn | None]]]
-    """Each tensor: (row, shape, its columns)"""
+PairRow = tuple[Row, str, list[TensorColumn | None]]
+"""A tensor on two ranks: (row, shape, its columns)"""
 
 
 class VerdictPicture(NamedTuple):
@@ -121,7 +115,7 @@ def render_html(report: RunReport) -> str:
         spark_size=(SPARK_WIDTH, SPARK_HEIGHT),
         shown=shown,
         healthy=healthy,
-        pairs=_pairs(report, shown, healthy) if shown is not None else [],
+        pairs=_pairs(shown, healthy) if shown is not None else [],
         texts=texts,
         texts_left_out=left_out,
         stacks=list(stacks_text(report.ranks)),
@@ -147,6 +141,7 @@ def _environment() -> Environment:
         bytes=bytes_text,
         ranks=_ranks,
         code=code_of,
+        level=level_of,
     )
     return environment
 
@@ -167,29 +162,20 @@ def _healthy(report: RunReport, shown: RankReport | None) -> RankReport | None:
     return next((rank for rank in others if rank.first_anomaly is None), others[0] if others else None)
 
 
-def _pairs(report: RunReport, shown: RankReport, healthy: RankReport | None) -> list[PairFrame]:
+def _pairs(shown: RankReport, healthy: RankReport | None) -> list[tuple[str, str, list[PairRow]]]:
+    """Each call on two ranks: (title, module, rows)"""
     ranks = [shown] if healthy is None else [shown, healthy]
     frames = [{frame_key(frame): frame for frame in rank.frames} for rank in ranks]
-    overflow = report.verdict.kind == VerdictKind.OVERFLOW
     found = []
     for frame in shown.frames:
         alike = (mine.get(frame_key(frame)) for mine in frames)
-        rows = [{row.role: row for row in other.rows} if other is not None else {} for other in alike]
-        found.append(
-            PairFrame(
-                title_of(frame) if frame.module else f"(root) {title_of(frame).strip()}",
-                frame.module,
-                overflow and frame.module == report.verdict.module,
-                [
-                    (
-                        row,
-                        "x".join(map(str, row.shape)) if row.shape is not None else "",
-                        [_column(each.get(row.role)) for each in rows],
-                    )
-                    for row in frame.rows
-                ],
-            )
-        )
+        columns = [{row.role: row for row in other.rows} if other is not None else {} for other in alike]
+        title = title_of(frame) if frame.module else f"(root) {title_of(frame).strip()}"
+        rows: list[PairRow] = []
+        for row in frame.rows:
+            shape = "x".join(map(str, row.shape)) if row.shape is not None else ""
+            rows.append((row, shape, [_column(each.get(row.role)) for each in columns]))
+        found.append((title, frame.module, rows))
     return found
 
 
