@@ -33,7 +33,7 @@ _BACKLOG = 4096
 """After a stop of this process all agents connect anew at once."""
 _BATCH = 2048
 _BATCH_BYTES = 16 << 20
-"""So many messages, or so many bytes of them, are taken in one turn."""
+"""One turn takes this many messages at most, and stops after this many bytes of them."""
 
 
 class CurveAccess:

@@ -33,7 +33,7 @@ class RankOwnership:
         return len({rank for _, rank in self._node_of_rank if rank >= 0})
 
     def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
-        """Whether a node that said hello with so many ranks (0: with any number) may say this.
+        """Whether a node that said hello with `num_ranks` ranks (0: any number) may say this.
 
         Binds ranks that nobody has spoken of. A node that knows its number of ranks has no processes that are none.
         """
@@ -59,9 +59,9 @@ class RankOwnership:
 # Asking all ranks where they stand when one has stalled, and what follows.
 
 ANSWER_S = 8.0
-"""So long is waited for the ranks that have not told yet."""
+"""How long the collector waits for ranks that have not answered yet."""
 AGAIN_S = 60.0
-"""A stall that is told within this time of a hang belongs to it."""
+"""A stall that is reported within this time of a hang belongs to it."""
 _STILL_SHARE = 0.5
 """It is a hang only if every rank has rested for this share of the limit that one of them has passed."""
 _OWN_SHARE = 0.9

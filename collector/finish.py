@@ -154,7 +154,7 @@ def stamp(store: RunStore, key: str) -> None:
 
 
 def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[RunReport, JobResult]:
-    """Build the report of a job that is over and write it. Returns it, and what every agent is told.
+    """Build the report of a job that is over and write it. Returns it, and the result that every agent gets.
 
     What is kept of many pages is a million objects, and stays: the garbage collector is to leave it alone.
     """
@@ -172,7 +172,7 @@ def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[Run
 
 
 def no_report(paths: RunPaths, error: BaseException) -> JobResult:
-    """What every agent is told where `make_report` has failed."""
+    """The result that every agent gets where `make_report` has failed."""
     text = (
         f"gpuwatch: the report could not be made ({type(error).__name__}: {error}); what was received is in "
         f"{paths.store}; to try again: gpuwatch report --again {paths.run_id}"

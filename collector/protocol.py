@@ -36,9 +36,9 @@ from ..core.wire.messages import (
 from .asking import AskedAll, RankOwnership
 
 SILENT_S = 20.0
-"""An agent that beats twice a second and has been silent for so long is taken for lost, until it is heard again."""
+"""An agent beats twice a second. After this silence it counts as lost until it is heard again."""
 GONE_S = 60.0
-"""So long may an agent be silent before the report is made without it, once another has said goodbye."""
+"""Once one agent has said goodbye, the report is made without another that is silent for longer than this."""
 ABANDONED_S = 600.0
 """Silence of all agents after which a collector that no launch started makes its report."""
 STOP_AFTER_S = 5.0
@@ -48,7 +48,7 @@ LINGER_S = 300.0
 ON_THE_WAY_BYTES = 16 << 20
 """Definitions and pages that may be on the way, of all agents together: an event behind them does not wait long."""
 MOST_CREDIT = 2 << 20
-"""Of one agent: so much of it lies in its socket, too."""
+"""Of one agent. The same amount lies in its socket, too."""
 NOBODY_S = 10.0
 """After the launch has gone, how long an agent may take to appear."""
 
@@ -122,7 +122,7 @@ class RunProtocol:
     rdzv_id: str
     nodes: dict[str, _NodeState] = field(default_factory=dict)
     expected_nodes: int = 1
-    """A collector started by hand is told; else the first hello says."""
+    """Given to a collector that is started by hand; else the first hello says it."""
     claims: RankOwnership = field(default_factory=RankOwnership)
     disbelieved: int = 0
     """Messages about ranks of other nodes."""

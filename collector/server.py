@@ -57,7 +57,7 @@ _WRITING_TICK_MS = 5
 _AT_ONCE_BYTES = 2 << 20
 """Pages that are folded in one turn."""
 _ROOM_BYTES = 16 << 20
-"""While pages of so many bytes wait, no more should be asked for."""
+"""While pages of this size wait, no more should be asked for."""
 
 
 class ReportFailed(Exception):
@@ -84,7 +84,7 @@ class WaitingPages:
         return self._num_bytes < _ROOM_BYTES
 
     def put(self, agent: str, n: int, page: PageMessage, num_bytes: int) -> None:
-        """A page of so many bytes has come."""
+        """A page has come, of `num_bytes`."""
         self._pages.append((agent, n, page, num_bytes))
         self._num_bytes += num_bytes
 
@@ -107,7 +107,7 @@ class CollectorServer:
     _folded: FactFold
     _live: LiveFindings
     _tell: Callable[[StageLine | PreflightOver | UserNotice], object]
-    """Of the one run; `run` sets them."""
+    """What `run` was given and made for its one run."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class CollectorServer:
         return any(isinstance(action, FinishRun) for action in actions)
 
     def _show(self, now: float) -> None:
-        """To viewers, and to who scrapes. The agents are told when the first has come or the last has left."""
+        """To viewers, and to who scrapes. The agents hear when the first has come or the last has left."""
         if self._view is not None:
             self._view.show(self._picture, now)
         if self.metrics is not None:

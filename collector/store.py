@@ -67,10 +67,10 @@ class StoreBatch:
     facts: dict[str, str] = field(default_factory=dict)
     has_event: bool = False
     num_bytes: int = 0
-    """Of the bodies of the messages."""
+    """The size of the messages' bodies."""
 
     def drop_pages(self, most: int) -> int:
-        """Forget pages and histories, oldest first, until it has at most so many bytes. Returns how many."""
+        """Forget pages and histories, oldest first, until at most `most` bytes are left. Returns their number."""
         dropped = 0
         for key, (_, _, _, kind, body) in list(self.messages.items()):
             if self.num_bytes <= most:
@@ -112,9 +112,9 @@ class StoreBatch:
 SCHEMA = 3
 """2: definitions are stored once; 3: rows have checksums. Stores of schemas 1 and 2 are read all the same."""
 MEMORY_BYTES = 256 << 20
-"""What cannot be written may take so much memory; beyond it pages are dropped and counted, oldest first."""
+"""Memory for what cannot be written; beyond it pages are dropped and counted, oldest first."""
 ROOM_BYTES = 32 << 20
-"""With so much that is not written yet, no more pages should be asked for while the disk is at work."""
+"""While this much is not written yet, and the disk is at work, no more pages should be asked for."""
 _RETRY_S = 1.0
 _MOST_DAMAGED = 1024
 """Definitions that may be missing in the middle of a message of theirs, before its last ones are given up, too."""
@@ -165,7 +165,7 @@ class RunStore:
         fallback: Path | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """`fallback` is another folder, tried when `path` cannot be written; `say` is told one sentence about that.
+        """`fallback` is another folder, tried when `path` cannot be written; `say` gets a sentence about that.
 
         Raises GpuwatchError when there is no store to read, or something else in its place.
         """
@@ -182,7 +182,7 @@ class RunStore:
         self._failed = False
         self._tried_at = 0.0
         self._numbers: dict[Definition, int] = {}
-        """Of every definition in the file, and of those that are to be written with the next commit."""
+        """The number of each definition that is in the file, or is written with the next commit."""
         self._next_number = 0
         self._older: list[sqlite3.Connection] = []
         """Stores that could not be written any more; what they hold is still read."""

@@ -42,7 +42,7 @@ class RowDifference(msgspec.Struct, frozen=True):
     """The larger abs max over the smaller one, 1 and above. null: infinite, or not two finite numbers."""
 
     def exceeds(self, factor: float) -> bool:
-        """Whether it is more than a difference of numbers by at most so much."""
+        """Whether it is more than a difference of numbers by at most this factor."""
         return self.what != "numbers" or self.factor is None or self.factor > factor
 
 

@@ -1,4 +1,4 @@
-"""What values near trouble come to, as insights: findings over ranks, modules and batches, the most harmful first."""
+"""Insights: findings over ranks, modules and batches that are no verdict, the most harmful first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MENDS = {
 
 
 def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory]) -> list[RunInsight]:
-    """What values near trouble come to. One kind that fails costs the others nothing.
+    """All insights of one attempt. A kind that fails costs the others nothing.
 
     `opened`: the histories of ranks, by rank.
     """
@@ -74,7 +74,7 @@ MANY_SKIPS = 5
 """Steps in a row. A scaler that settles skips one or two."""
 _SMALL_SCALE = 1.0
 _MOST_PAGES = 4
-"""Of the ranks' pages so many are searched for gradients that a GradScaler checks."""
+"""Pages of all ranks that are searched for gradients that a GradScaler checks."""
 
 
 def growth(ranks: list[RankFacts]) -> Iterator[RunInsight]:
@@ -214,7 +214,7 @@ def _weights(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, dict
 
 
 def _differing(copies: list[dict[tuple[str, str], Summary]]) -> list[tuple[str, str]]:
-    """What is not the same on all ranks; a weight that one of them lacks is not compared."""
+    """The weights that are not the same on all ranks. One that a rank lacks is not compared."""
     first = copies[0]
     return [
         key for key in first if all(key in copy for copy in copies) and any(copy[key] != first[key] for copy in copies)
@@ -224,14 +224,14 @@ def _differing(copies: list[dict[tuple[str, str], Summary]]) -> list[tuple[str, 
 # From how large the outputs were over the batches: modules that return zeros, a rank that is unlike the others.
 
 _LAST = 16
-"""So many of the last batches are looked at, and at least half as many must be there."""
+"""The last batches that are compared. At least half of them must be there."""
 _APART = 4.0
 """Powers of two between a rank and the median of the others."""
 _ALIKE = 1.0
 _MOST_RANKS = 3
 _MOST_COMPARED = 64
 _FEWEST_COMPARED = 4
-"""Of fewer ranks nobody can tell which is the odd one."""
+"""Among fewer ranks there is no odd one."""
 
 
 def dead_modules(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:

@@ -95,7 +95,7 @@ class FigureSamples:
     values: Any
     """A level as it was; a count as what it grew by, nan where that is not known."""
     over_s: Any
-    """Of a count: in how many seconds it grew so."""
+    """The seconds in which a count grew by its value."""
     counts: bool
 
     @property
@@ -104,7 +104,7 @@ class FigureSamples:
         return self.values / self.over_s if self.counts else self.values
 
     def within(self, first_s: float, last_s: float) -> FigureSamples:
-        """Of that time only. Its first sample of a count has grown from before."""
+        """That time only. The first sample of a count has grown from before it."""
         there = (self.at_s >= first_s) & (self.at_s <= last_s)
         return FigureSamples(self.at_s[there], self.values[there], self.over_s[there], self.counts)
 
@@ -158,7 +158,7 @@ class NodeSeries:
 
 
 def node_series(host: str, messages: Iterable[TelemetryMessage], zero_ns: int) -> NodeSeries | None:
-    """Of all lives of a node's agent; `zero_ns` is the event, by the host's clock. None if there is no sample.
+    """From all lives of a node's agent; `zero_ns` is the event, by the host's clock. None if there is no sample.
 
     What cannot be unpacked is left out.
     """

@@ -111,7 +111,7 @@ def _last(rank: RankFacts, page: KeptPage, verdict: Verdict, target: ReportTarge
     return next((frame.index for frame in page.frames if frame.module == verdict.module), None)
 
 
-# Of which ranks a report holds frames and traced batches: of a small job all, of a large one what a reader needs.
+# The ranks whose frames and traced batches a report holds: all of a small job, of a large one what a reader needs.
 #
 # The others' are in the store: `gpuwatch report --rank N` reads them there.
 
@@ -119,9 +119,9 @@ SMALL_JOB = 32
 """Ranks of a job whose report holds frames of all ranks."""
 _MOST_OF_A_KIND = 8
 MOST_ROWS = 10_000
-"""Of the traced batches in a report, about 4 MB of JSON."""
+"""In all traced batches of a report, about 4 MB of JSON."""
 MOST_ROWS_OF_ONE = 200_000
-"""Of a rank that was asked for."""
+"""In those of a rank that was asked for."""
 
 
 def ranks_to_show(

@@ -30,7 +30,7 @@ from ..report.sentence_parts import share_text, size_text
 from .node_series import FigureSamples, NodeSeries, series_of_all
 
 WARN = 0.10
-"""Of the job's time, from which on a slow rank is told."""
+"""Share of the job's time from which on a slow rank is reported."""
 LOUD = 0.20
 WARM_UP = 3
 """The first steps of a run are not compared: each rank compiles, opens its files, and waits for the others."""

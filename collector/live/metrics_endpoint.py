@@ -38,14 +38,14 @@ from .snapshot import STATES, behind_of, state_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MOST_SCRAPES = 8
-"""At a time. Who comes beyond it is hung up on."""
+"""At a time. The server hangs up on any more."""
 _SCRAPE_S = 10.0
-"""A client that sends or takes nothing for so long is hung up on."""
+"""The server hangs up on a client that sends or takes nothing for this long."""
 
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """What the collector tells of itself."""
+    """Numbers of the collector itself."""
 
     waiting_messages: int = 0
     """Received, and not on the disk yet."""
@@ -67,7 +67,7 @@ class MetricsExporter:
         self._errors: set[str] = set()
         self._pace = PicturePace()
         self._lock = threading.Lock()
-        """Of the text, which scrapes make."""
+        """For the text, which scrapes make."""
         self._counting = threading.Lock()
         self._newest: Picture | None = None
         self._written: tuple[Picture, bytes] | None = None
@@ -101,7 +101,7 @@ class MetricsExporter:
             self._newest = replace(newest[0], kind=kind), newest[1]
 
     def text(self) -> bytes | None:
-        """Of the newest picture, in the thread of a scrape; None where there is none, or it cannot be written."""
+        """The newest picture as text, in the thread of a scrape; None where there is none, or it cannot be written."""
         with self._lock:
             newest = self._newest
             if newest is None:

@@ -26,7 +26,7 @@ from ...core.wire.view import FILE, JobView, ViewerKeys, decode_view, encode_vie
 
 EVERY_S = 1.0
 _SHARE = 0.02
-"""So much of one processor pictures may take."""
+"""The share of one processor that pictures may take."""
 
 
 class PicturePace:
@@ -43,7 +43,7 @@ class PicturePace:
         return True
 
     def took(self, processor_s: float, now: float) -> None:
-        """One was made, in so much processor time."""
+        """One was made, in `processor_s` of processor time."""
         self._due = now + max(EVERY_S, processor_s / _SHARE)
 
     def stop(self) -> None:
@@ -52,7 +52,7 @@ class PicturePace:
 
 
 _MOST_WORDS = 64
-"""Of viewers, in one turn: they come and go. Nothing else that they say is looked at."""
+"""Words of viewers that are read in one turn: they come and go. Nothing else that they say is read."""
 
 
 class ViewPublisher:

@@ -163,7 +163,7 @@ def _lost(facts: RunFacts) -> dict[str, int]:
 # Who waits for whom, and in what state a rank is, as a picture shows it. Pure.
 
 STILL_S = 3.0
-"""So long a rank may rest before anything is said of it."""
+"""A rank may rest for this long before it counts as at rest."""
 
 State = Literal["overflow", "waited for", "failed", "at rest", "running", "ended"]
 STATES: tuple[State, ...] = get_args(State)

@@ -1,4 +1,4 @@
-"""All that is told while the job still runs: the verdict so far, a forecast, a slow rank.
+"""What is reported while the job still runs: the verdict so far, a forecast, a slow rank.
 
 An error in one of them is logged, once; it costs neither the others nor the report.
 """
@@ -26,9 +26,9 @@ from ..facts.fold import FactFold, shown_body
 # It is made of what has come so far. Pages of other ranks can still change it.
 
 _SHARE = 0.2
-"""So much of one processor, and of the time where it has less than one, it may take for pages."""
+"""The share of one processor, and of the time where it has less than one, that it may take for pages."""
 _SHARE_OF_ANOMALIES = 0.5
-"""So much for ranks that have met something: it saves up to `_MOST_SAVED_S` for them."""
+"""The same for ranks that have met something: it saves up to `_MOST_SAVED_S` for them."""
 _MOST_SAVED_S = 1.0
 _MOST_DIAGNOSED = 8
 """Ranks of which pages are read for one decision, 10 ms each: what comes meanwhile waits."""
@@ -145,7 +145,7 @@ class LiveStragglers:
         """By rank: at the last comparison."""
         self._due = 0.0
         self._seen: SlowRank | None = None
-        """What the last comparison has shown, and what was told last."""
+        """What the last comparison has shown, and what was reported last."""
         self._told: SlowRank | None = None
         self.slow: ViewStraggler | None = None
         """Who it is now, where the last two comparisons agree."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -13,7 +12,6 @@ from ...core.frames import format_number, module_text
 from ...core.lone_process import rank_name
 from ...core.text import shown_name
 from ...core.torch_notes import notes_on
-from ...core.verdicts import ReportSection
 from .model import RankReport, RunReport
 from .sentence_parts import coarse_share_text, counted, grouped, ranks_text
 
@@ -31,19 +29,10 @@ _TURNED_AWAY = {
 }
 
 
-def print_title(console: Console, section: ReportSection, style: str = "bold") -> None:
-    """A section's title, on a line of its own."""
-    console.print()
-    console.print(Text(section.heading, style=style))
-
-
-def print_notes(console: Console, report: RunReport) -> None:
+def notes(report: RunReport) -> Iterator[Text]:
     """Trouble of gpuwatch's own, then expected and waived values, skipped batches and the cost of watching."""
-    print_title(console, ReportSection.NOTES)
-    for line in trouble_lines(report):
-        console.print(Text(f"  - {line}", style="yellow"))
-    for line in notice_lines(report):
-        console.print(Text(f"  - {line}"))
+    yield from (Text(f"  - {line}", style="yellow") for line in trouble_lines(report))
+    yield from (Text(f"  - {line}") for line in notice_lines(report))
 
 
 def trouble_lines(report: RunReport) -> Iterator[str]:
@@ -81,76 +70,66 @@ def notice_lines(report: RunReport) -> list[str]:
     ]
 
 
-def print_nodes(console: Console, report: RunReport) -> None:
+def node_notes(report: RunReport) -> Iterator[Text]:
     """What stands out in the figures of the nodes around the event."""
     telemetry = report.telemetry
-    if telemetry is None or not (telemetry.notable or telemetry.trouble):
+    if telemetry is None:
         return
-    print_title(console, ReportSection.NODES)
     first = list({notable.what: notable for notable in reversed(telemetry.notable)}.values())[::-1]
     for notable in first[:_MAX_NOTABLE]:
         alike = f"; so on {counted(notable.alike, 'other node')}" if notable.alike else ""
-        console.print(Text(f"  - {notable.text}{alike}"))
+        yield Text(f"  - {notable.text}{alike}")
     if len(first) > _MAX_NOTABLE:
-        console.print(Text(f"{len(first) - _MAX_NOTABLE} more in report.json"))
+        yield Text(f"{len(first) - _MAX_NOTABLE} more in report.json")
     if telemetry.trouble:
-        console.print(Text(telemetry.trouble, style="yellow"))
+        yield Text(telemetry.trouble, style="yellow")
 
 
-def print_steps(console: Console, report: RunReport) -> None:
+def step_notes(report: RunReport) -> Iterator[Text]:
     """The ranks that the others wait for."""
     steps = report.steps
-    if steps is None or not (steps.stragglers or steps.trouble):
+    if steps is None:
         return
-    print_title(console, ReportSection.STEPS, "bold red" if any(slow.loud for slow in steps.stragglers) else "bold")
     for slow in steps.stragglers:
-        console.print(Text(f"  - {slow.text}"))
-        for line in slow.beside:
-            console.print(Text(f"    {line}"))
+        yield Text(f"  - {slow.text}")
+        yield from (Text(f"    {line}") for line in slow.beside)
     if steps.trouble:
-        console.print(Text(steps.trouble, style="yellow"))
+        yield Text(steps.trouble, style="yellow")
 
 
-def print_insights(console: Console, report: RunReport, *, warnings: bool) -> None:
-    """What values near trouble come to. `warnings`: their rows follow."""
-    print_title(console, ReportSection.INSIGHTS)
-    for insight in report.insights[:_MAX_INSIGHTS]:
-        console.print(Text(f"  - {insight.text}. {insight.next}"))
+def insight_notes(report: RunReport, *, warnings: bool) -> Iterator[Text]:
+    """The insights. `warnings`: the rows that they are made of follow."""
+    yield from (Text(f"  - {insight.text}. {insight.next}") for insight in report.insights[:_MAX_INSIGHTS])
     left_out = len(report.insights) - _MAX_INSIGHTS
     rows = sum(rank.warned for rank in report.ranks)
     more = [f"{left_out} more in report.json"] if left_out > 0 else []
     more += [f"{counted(rows, 'row')} in all: gpuwatch report --warnings"] if rows and not warnings else []
     if more:
-        console.print(Text("; ".join(more)))
+        yield Text("; ".join(more))
 
 
-def print_warnings(console: Console, report: RunReport) -> None:
+def warned_rows_table(report: RunReport) -> Iterator[Table | Text]:
     """The rows near overflow or in underflow, the worst first."""
     found = sorted(((rank.rank, warning) for rank in report.ranks for warning in rank.warnings), key=_badness)
-    print_title(console, ReportSection.WARNINGS)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("rank", "kind", "module", "role", "batch", "dtype", "abs max", "left", "zeros", "subnormal"):
         table.add_column(title, overflow="fold")
     for number, warning in found[:_MAX_WARNINGS]:
         headroom = warning.get("headroom")
-        table.add_row(
-            str(number),
-            Text(warning["kind"]),
-            Text(f"{warning['module'] or '(root)'} {warning['class']}"),
-            Text(warning["role"]),
-            str(warning["batch"]),
-            Text(warning["dtype"]),
-            format_number(warning.get("abs_max")).strip(),
+        cells = [
+            *(str(number), warning["kind"], f"{warning['module'] or '(root)'} {warning['class']}", warning["role"]),
+            *(str(warning["batch"]), warning["dtype"], format_number(warning.get("abs_max")).strip()),
             f"2^{headroom:.1f}" if headroom is not None else "-",
             *(coarse_share_text(share) if (share := warning.get(key)) else "-" for key in ("zeros", "subnormals")),
-        )
-    console.print(table)
+        ]
+        table.add_row(*map(Text, cells))
+    yield table
     left_out = len(found) - min(len(found), _MAX_WARNINGS)
     rows = sum(rank.warned for rank in report.ranks)
     more = [f"{left_out} more of other places in report.json"] if left_out else []
     more += [f"{rows} such rows in all batches"] if rows > len(found) else []
     if more:
-        console.print(Text("; ".join(more)))
+        yield Text("; ".join(more))
 
 
 def _badness(entry: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:

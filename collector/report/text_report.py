@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,13 +15,13 @@ from ...core.text import TextConsole, ranks_text
 from ...core.verdicts import ReportSection, VerdictKind
 from .model import CascadedRank, ConcurrentOrigin, RankAnomaly, RankReport, RunReport
 from .notices_text import (
+    insight_notes,
+    node_notes,
+    notes,
     notice_lines,
-    print_insights,
-    print_nodes,
-    print_notes,
-    print_steps,
-    print_warnings,
+    step_notes,
     trouble_lines,
+    warned_rows_table,
 )
 from .preflight_text import print_findings, print_stages
 from .sentence_parts import counted, grouped, one_on
@@ -171,26 +171,35 @@ def render_text(
         print_stages(console, report.preflight)
     shown = rank_to_show(report, rank)
     earlier = [*attempt_lines(report), *earlier_lines(report)]
-    printers: dict[ReportSection, Callable[[], None]] = {
-        ReportSection.VERDICT: lambda: _verdict(console, report),
-        ReportSection.ATTEMPTS: lambda: _list(console, ReportSection.ATTEMPTS.heading, earlier),
-        ReportSection.RANKS: lambda: _ranks(console, report),
-        ReportSection.STACKS: lambda: _block(
-            console, ReportSection.STACKS.heading, "\n".join(stacks_text(report.ranks))
+    slow = report.steps.stragglers if report.steps is not None else []
+    printers: dict[ReportSection, Callable[[ReportSection], None]] = {
+        ReportSection.VERDICT: lambda section: _verdict(console, report),
+        ReportSection.ATTEMPTS: lambda section: _list(console, section.heading, earlier),
+        ReportSection.RANKS: lambda section: _ranks(console, report),
+        ReportSection.STACKS: lambda section: _block(console, section.heading, "\n".join(stacks_text(report.ranks))),
+        ReportSection.PREFLIGHT: lambda section: print_findings(console, report),
+        ReportSection.NOTES: lambda section: _titled(console, section, notes(report)),
+        ReportSection.NODES: lambda section: _titled(console, section, node_notes(report)),
+        ReportSection.STEPS: lambda section: _titled(
+            console, section, step_notes(report), "bold red" if any(one.loud for one in slow) else "bold"
         ),
-        ReportSection.PREFLIGHT: lambda: print_findings(console, report),
-        ReportSection.NOTES: lambda: print_notes(console, report),
-        ReportSection.NODES: lambda: print_nodes(console, report),
-        ReportSection.STEPS: lambda: print_steps(console, report),
-        ReportSection.INSIGHTS: lambda: print_insights(console, report, warnings=warnings),
-        ReportSection.WARNINGS: lambda: print_warnings(console, report),
-        ReportSection.FRAMES: lambda: _frames(console, report, shown),
-        ReportSection.BY_RANK: lambda: _traces(console, report, rank),
+        ReportSection.INSIGHTS: lambda section: _titled(console, section, insight_notes(report, warnings=warnings)),
+        ReportSection.WARNINGS: lambda section: _titled(console, section, warned_rows_table(report)),
+        ReportSection.FRAMES: lambda section: _frames(console, report, shown),
+        ReportSection.BY_RANK: lambda section: _traces(console, report, rank),
     }
     for section in sections_of_text(report, rank=rank, warnings=warnings):
         if section in printers:  # the page alone has the others
-            printers[section]()
+            printers[section](section)
     return console.text()
+
+
+def _titled(console: Console, section: ReportSection, lines: Iterable[RenderableType], style: str = "bold") -> None:
+    """The lines under the section's title; nothing where there is none."""
+    found = list(lines)
+    if found:
+        console.print()
+        console.print(Text(section.heading, style=style), *found, sep="\n")
 
 
 def _head(console: Console, report: RunReport) -> None:
