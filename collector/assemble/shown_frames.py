@@ -234,14 +234,14 @@ def over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int
 
 def over_ranks(opened: dict[int, OpenHistory], verdict: Verdict) -> ModulesByRanks | None:
     """None as above, and where the verdict's rank has nothing of its batch."""
+    if verdict.kind != VerdictKind.OVERFLOW or verdict.module is None or verdict.batch is None:
+        return None
     place = verdict.batch, verdict.step
     rows: dict[int, tuple[OpenHistory, int]] = {}
     for rank, history in opened.items():
         at = next((n for n, at in enumerate(zip(history.batches, history.steps, strict=True)) if at == place), None)
         if at is not None:
             rows[rank] = history, at
-    if verdict.kind != VerdictKind.OVERFLOW or verdict.module is None or verdict.batch is None:
-        return None
     if verdict.rank not in rows:
         return None
     named, at = rows[verdict.rank]

@@ -46,10 +46,6 @@ class PicturePace:
         """One was made, in `processor_s` of processor time."""
         self._due = now + max(EVERY_S, processor_s / _SHARE)
 
-    def stop(self) -> None:
-        """None is due any more."""
-        self._due = math.inf
-
 
 _MOST_WORDS = 64
 """Words of viewers that are read in one turn: they come and go. Nothing else that they say is read."""
@@ -105,7 +101,7 @@ class ViewPublisher:
             picture = encode_view(make())
         except Exception as error:  # it costs the view alone
             tell(f"what a viewer sees could not be made: {type(error).__name__}: {error}")
-            self._pace.stop()
+            self._pace.took(math.inf, now)
             return
         with suppress(zmq.ZMQError):
             self._socket.send(picture, zmq.NOBLOCK)

@@ -113,9 +113,8 @@ class StageLines:
             return PreflightOver()
         findings = [finding for finding in self._findings() if finding.grade != "ok"]
         outcomes = {result.outcome for result in self._results.values()}
-        grade = worst(
-            ["ok", *(finding.grade for finding in findings), *(["fail"] if outcomes - {"ok", "skipped"} else [])]
-        )
+        failed = ["fail"] if outcomes - {"ok", "skipped"} else []
+        grade = worst(["ok", *(finding.grade for finding in findings), *failed])
         stops = any(result.stops for result in self._results.values())
         if any(hello.check_only for hello in self._hosts.values()) or stops or outcomes == {"skipped"}:
             return PreflightOver(grade)
