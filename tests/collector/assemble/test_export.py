@@ -6,6 +6,8 @@ import csv
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -145,6 +147,12 @@ def test_without_its_library_a_format_is_refused_in_one_sentence(run, form, monk
     with pytest.raises(UsageError, match=rf'pip install "gpuwatch-cluster\[{form}\]"$') as refused:
         exported(run, "--format", form, "-o", "x")
     assert int(refused.value.exit_code) == 2
+
+
+def test_a_text_format_needs_no_library():
+    code = "import sys, gpuwatch.collector.assemble.frame_export; print({'pyarrow', 'tensorboard'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 @pytest.mark.parametrize(
