@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.errors import UsageError
@@ -304,11 +304,8 @@ def _number(row: Row | None) -> str:
 
 
 def _table(rows: list[RowDifference]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("module")
-    table.add_column("tensor", no_wrap=True)
-    for name in ("A abs max", "B abs max", "factor"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("A abs max", "B abs max", "factor"))
+    table = Table("module", Column("tensor", no_wrap=True), *numbers, box=None, pad_edge=False)
     for row in rows:
         name = f"{shown_name(row.module) or '(root)'} {shown_name(row.cls)}"
         phase = "" if row.phase == FramePhase.FORWARD else f" ({row.phase})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.frames import format_number, module_text
@@ -15,6 +15,8 @@ from ...core.torch_notes import notes_on
 from .model import RankReport, RunReport
 from .sentence_parts import coarse_share_text, counted, grouped, ranks_text
 
+PLAIN: Any = {"box": None, "pad_edge": False, "header_style": "bold"}
+"""A table without lines."""
 _MAX_WARNINGS = 8
 _MAX_INSIGHTS = 6
 _MAX_HIDDEN = 4
@@ -111,9 +113,8 @@ def insight_notes(report: RunReport, *, warnings: bool) -> Iterator[Text]:
 def warned_rows_table(report: RunReport) -> Iterator[Table | Text]:
     """The rows near overflow or in underflow, the worst first."""
     found = sorted(((rank.rank, warning) for rank in report.ranks for warning in rank.warnings), key=_badness)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("rank", "kind", "module", "role", "batch", "dtype", "abs max", "left", "zeros", "subnormal"):
-        table.add_column(title, overflow="fold")
+    titles = "rank", "kind", "module", "role", "batch", "dtype", "abs max", "left", "zeros", "subnormal"
+    table = Table(*(Column(title, overflow="fold") for title in titles), **PLAIN)
     for number, warning in found[:_MAX_WARNINGS]:
         headroom = warning.get("headroom")
         cells = [

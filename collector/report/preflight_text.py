@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.preflight import PreflightFinding
 from ...core.text import ranks_text
 from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, RunReport, StageCell
+from .notices_text import PLAIN
 from .sentence_parts import counted, grouped
 
 _STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}
@@ -24,11 +25,9 @@ def print_stages(console: Console, preflight: PreflightReport) -> None:
     """Print how each node passed each stage, with the time of its slowest rank."""
     if not preflight.stages:
         return
-    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
-    table.add_column("node", overflow="fold")
-    table.add_column("ranks", overflow="fold")
-    for column in preflight.stages:
-        table.add_column(column.stage.replace(" ", "\n"), no_wrap=True)
+    stages = (Column(column.stage.replace(" ", "\n"), no_wrap=True) for column in preflight.stages)
+    own = (Column(title, overflow="fold") for title in ("node", "ranks"))
+    table = Table(*own, *stages, collapse_padding=True, **PLAIN)
     for hosts, ranks, cells in stage_rows(preflight):
         table.add_row(Text(hosts), ranks_text(ranks).partition(" ")[2], *map(_cell, cells))
     console.print(Text("Preflight: each stage with the seconds of its slowest rank", style="bold"))
@@ -110,19 +109,12 @@ def _bandwidth(console: Console, sizes: list[BandwidthSize]) -> None:
         return
     title = f"Bandwidth of all_reduce over {counted(sizes[-1].ranks, 'rank')}, as its slowest rank saw it"
     console.print(Text(title, style="bold"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("size", "time us", "algbw GB/s", "busbw GB/s", "best busbw"):
-        table.add_column(title, justify="right")
-    table.add_column("slowest")
+    titles = "size", "time us", "algbw GB/s", "busbw GB/s", "best busbw"
+    table = Table(*(Column(title, justify="right") for title in titles), "slowest", **PLAIN)
     for size in sizes:
-        table.add_row(
-            bytes_text(size.size_bytes),
-            f"{size.time_us:.0f}",
-            f"{size.algbw_gbs:.3g}",
-            f"{size.busbw_gbs:.3g}",
-            f"{size.best_busbw_gbs:.3g}",
-            Text(f"rank {size.rank} on {size.host}"),
-        )
+        bandwidths = (f"{gbs:.3g}" for gbs in (size.algbw_gbs, size.busbw_gbs, size.best_busbw_gbs))
+        slowest = Text(f"rank {size.rank} on {size.host}")
+        table.add_row(bytes_text(size.size_bytes), f"{size.time_us:.0f}", *bandwidths, slowest)
     console.print(table)
     console.print()
 

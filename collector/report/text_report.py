@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.frames import module_text
@@ -15,6 +15,7 @@ from ...core.text import TextConsole, ranks_text
 from ...core.verdicts import ReportSection, VerdictKind
 from .model import CascadedRank, ConcurrentOrigin, RankAnomaly, RankReport, RunReport
 from .notices_text import (
+    PLAIN,
     insight_notes,
     node_notes,
     notes,
@@ -233,9 +234,8 @@ def _list(console: Console, title: str, items: list[str]) -> None:
 
 
 def _ranks(console: Console, report: RunReport) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("rank", "host", "device", "state", "step", "batch", "first non-finite value", "lost"):
-        table.add_column(title, overflow="fold")
+    titles = "rank", "host", "device", "state", "step", "batch", "first non-finite value", "lost"
+    table = Table(*(Column(title, overflow="fold") for title in titles), **PLAIN)
     rows = _ranks_of_table(report)
     for rank in [*rows, *report.processes]:
         exit_ = f" ({rank.exit})" if rank.exit not in (0, None) else ""
@@ -279,8 +279,7 @@ def _side_by_side(console: Console, report: RunReport, shown: RankReport) -> Non
         return
     console.print()
     console.print(Text(f"abs max of the {found.what} in batch {found.batch}, rank by rank", style="bold"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("module", overflow="fold")
+    table = Table(Column("module", overflow="fold"), **PLAIN)
     for rank in found.columns:
         own = rank.frames[-1].batch
         table.add_column(rank.name + (f"\nbatch {own}" if own != found.batch else ""), justify="right")
