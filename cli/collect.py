@@ -51,7 +51,7 @@ def command(
     The launches of the job are given --collector tcp://THIS_HOST:PORT and the same secret. Ctrl-C ends it early, with
     the report of what has arrived.
     """
-    from ..collector.by_hand import collect
+    from ..collector.__main__ import collect
     from ..launcher.plan import job_secret
 
     secret = job_secret(secret_file, rdzv_id, local=False)

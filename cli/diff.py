@@ -66,10 +66,9 @@ def command(
     """
     import msgspec
 
-    from ..collector.assemble.batch_diff import SideRequest, choose, difference
-    from ..collector.assemble.diff_text import render_difference
+    from ..collector.assemble.batch_diff import SideRequest, choose, difference, render_difference
     from ..collector.finish import fold_store
-    from ..collector.run_list import RunPaths
+    from ..collector.run_files import RunPaths
     from ..collector.store import RunStore
 
     alike = ranks.a == ranks.b and batches.a == batches.b
@@ -87,18 +86,18 @@ def command(
         facts = [fold_store(store).facts([]) for store in stores]
         a = SideRequest(folders[0].name, facts[0], ranks.a, batches.a)
         b = SideRequest(folders[-1].name, facts[-1], ranks.b, batches.b)
-        chosen = choose(a, b)
+        sides, frames = choose(a, b)
     finally:
         for store in stores:
             store.close()
-    found = difference(*chosen.frames)
+    found = difference(*frames)
     if not found.compared and not found.rows:
         raise UsageError("--batch: expected a batch with a tensor that was measured on both sides, found none")
     if form == "json":
-        made = {"schema": 1, "a": chosen.sides[0], "b": chosen.sides[1], "difference": found}
+        made = {"schema": 1, "a": sides[0], "b": sides[1], "difference": found}
         click.echo(msgspec.json.format(msgspec.json.encode(made), indent=1).decode())
     else:
         width = max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
         color = sys.stdout.isatty()
-        click.echo(render_difference(chosen.sides, found, factor=factor, width=width, color=color, every_row=every_row))
+        click.echo(render_difference(sides, found, factor=factor, width=width, color=color, every_row=every_row))
     return 1 if found.rows else 0

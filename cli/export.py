@@ -49,7 +49,7 @@ def command(
     """
     from ..collector.assemble.frame_export import TABLES, export_rows, write_csv, write_jsonl
     from ..collector.finish import fold_store
-    from ..collector.run_list import RunPaths
+    from ..collector.run_files import RunPaths
     from ..collector.store import RunStore
 
     if form in _NEEDS:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..collector.run_list import RunPaths
+from ..collector.run_files import RunPaths
 from ..core.errors import GpuwatchError, UsageError
 from ..core.wire.spool import SUFFIX
 from .completion import RUNS_DIR, complete_runs
@@ -68,7 +68,7 @@ def command(
     if again or merge or path.is_file():
         report = _made(found, rank, merge=merge)
     else:
-        from ..collector.report_file import read_report
+        from ..collector.run_files import read_report
 
         report = read_report(RunPaths(path))
     if rank is not None and rank not in {entry.rank for entry in report.ranks}:

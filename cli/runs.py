@@ -24,7 +24,7 @@ def command(runs_dir: str, last: int, form: str) -> int:
     """
     import msgspec
 
-    from ..collector.run_list import list_runs
+    from ..collector.run_files import list_runs
 
     runs = list_runs(Path(runs_dir))
     if form == "json":

@@ -12,7 +12,7 @@ from typing import Literal
 
 import click
 
-from ..collector.run_list import RunPaths
+from ..collector.run_files import RunPaths
 from ..core.errors import UsageError
 from ..core.recorder.run_folder import runs_of_job
 from ..slurm.batch_script import RUNS_DIR, BatchScript, render
@@ -136,7 +136,7 @@ def _program(submission: SbatchCommand) -> tuple[str, ...]:
 
 
 def _bad_nodes(run: str, submission: SbatchCommand) -> list[str]:
-    from ..collector.report_file import read_report
+    from ..collector.run_files import read_report
     from .report import find_run
 
     path = find_run(run, Path(submission.runs_dir or RUNS_DIR))

@@ -14,7 +14,7 @@ from .completion import RUNS_DIR, complete_runs
 from .report import find_run
 
 if TYPE_CHECKING:
-    from ..collector.live.top_link import ViewSubscriber
+    from ..collector.live.publisher import ViewSubscriber
 
 _PATIENCE_S = 15.0
 _MORE, _MORE_S = 3, 1.5
@@ -31,7 +31,7 @@ def command(run: str | None, runs_dir: str, once: bool) -> int:
 
     Without RUN: the latest one. It only looks: the job is not told of it, and does not wait for it. q ends it.
     """
-    from ..collector.live.top_link import ViewSubscriber
+    from ..collector.live.publisher import ViewSubscriber
 
     path = find_run(run, Path(runs_dir))
     link = ViewSubscriber(path)

@@ -1,8 +1,9 @@
-"""The collector as a child of a launch: settings on the first line of stdin, JSON lines on stdout."""
+"""The collector as a child of a launch: settings on the first line of stdin, JSON lines on stdout. Or by hand."""
 
 from __future__ import annotations
 
 import errno
+import os
 import random
 import signal
 import sqlite3
@@ -11,27 +12,25 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import TextIO
 
 import zmq
 
 from ..core.errors import ExitCode, GpuwatchError, UsageError
+from ..core.wire.keys import derive_keys
 from ..core.wire.pipe import CannotBind, CollectorBound, CollectorConfig, UserNotice, read_config, write_line
 from .finish import fold_store, open_store
 from .protocol import RunProtocol
-from .run_list import RunPaths, new_run
+from .report.text_report import render_text
+from .run_files import RunPaths, exit_code, new_run
 from .server import CollectorServer, ReportFailed
 from .store import RunStore
 
 _SHORT = frozenset(
     {
-        errno.EAGAIN,
-        errno.EDQUOT,
-        errno.EIO,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENOMEM,
-        errno.ENOSPC,
+        *(errno.EAGAIN, errno.EDQUOT, errno.EIO, errno.EMFILE),
+        *(errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC),
     }
 )
 """What a machine has run out of."""
@@ -123,3 +122,50 @@ def serve(server: CollectorServer, paths: RunPaths, store: RunStore, config: Col
     finally:
         server.close()
         store.close()
+
+
+def collect(
+    bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, max_frames: int, metrics: str | None, out: TextIO
+) -> int:
+    """Serve one job without a launch: wait for its nodes, until Ctrl-C. Returns its exit code.
+
+    Raises UsageError when an address or the folder cannot be had. `metrics` is `HOST:PORT` where a Prometheus scrapes.
+    """
+    keys = derive_keys(secret, rdzv_id)
+    pairs = *keys.collector, keys.agent.public, *keys.viewer
+    try:
+        server = CollectorServer(bind, *(key.decode() for key in pairs))
+    except zmq.ZMQError as error:
+        raise UsageError(f"--bind: expected an address that is free, found {bind}: {error}") from error
+    try:
+        server.serve_metrics(metrics or "")
+    except UsageError:
+        server.close()
+        raise
+    try:
+        paths = new_run(runs_dir.absolute())
+        store = open_store(paths, max_frames)
+    except (OSError, GpuwatchError) as error:
+        server.close()
+        raise UsageError(f"--runs-dir: expected a folder to write to, found {runs_dir}: {error}") from error
+    print(
+        f"gpuwatch: listening at {server.address} for {nodes} node(s); the report will be in {paths.folder}", file=out
+    )
+    if server.metrics is not None:
+        print(f"gpuwatch: metrics for a Prometheus are at {server.metrics.url}", file=out)
+    out.flush()
+    read_end, write_end = os.pipe()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(write_end, b"x")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    run_protocol = RunProtocol(paths.run_id, str(paths.folder), rdzv_id, expected_nodes=nodes, by_hand=True)
+    try:
+        report = server.run(paths, store, run_protocol, run_protocol.end_now, read_end)
+    finally:
+        server.close()
+        store.close()
+    print(render_text(report), file=out)
+    return exit_code(report)

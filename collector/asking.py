@@ -1,4 +1,4 @@
-"""Asks all ranks where they stand when one has stalled, and says what follows. Pure; time is an argument."""
+"""Which node may speak of which rank, and asking all ranks where they stand. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -6,14 +6,62 @@ from dataclasses import dataclass, field
 
 from ..core.events import RankLook, RankStall, WorkerExit
 from ..core.settings import OnHang
+from ..core.wire.messages import AgentBody, ranks_of
 from .decide.hang_finding import find_hang
 from .decide.hang_model import HangFinding
 from .decide.hang_verdict import HangAction, ending_of
 
+# Which node may speak of which rank: the first that does, and no more ranks than it said hello with.
+#
+# Who has the job's key is no stranger, and may still be wrong, or somebody else's: what one node says of another's
+# ranks is not believed.
+
+_MAX_CLAIMS = 1 << 20
+"""Of all nodes and attempts together."""
+
+
+@dataclass
+class RankOwnership:
+    """By (attempt, rank): the node that it is on."""
+
+    _node_of_rank: dict[tuple[int, int], str] = field(default_factory=dict)
+    _ranks_of_node: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks were spoken of."""
+        return len({rank for _, rank in self._node_of_rank if rank >= 0})
+
+    def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
+        """Whether a node that said hello with `num_ranks` ranks (0: any number) may say this.
+
+        Binds ranks that nobody has spoken of. A node that knows its number of ranks has no processes that are none.
+        """
+        spoken_of = ranks_of(body)
+        if any(self._node_of_rank.get(rank, node) != node for rank in spoken_of):
+            return False
+        for attempt, rank in dict.fromkeys(spoken_of):
+            if (attempt, rank) in self._node_of_rank:
+                continue
+            known = self._ranks_of_node.get((attempt, node), 0)
+            if (
+                attempt < 0
+                or (rank < 0 and num_ranks)
+                or 0 < num_ranks <= known
+                or len(self._node_of_rank) >= _MAX_CLAIMS
+            ):
+                return False
+            self._ranks_of_node[attempt, node] = known + 1
+            self._node_of_rank[attempt, rank] = node
+        return True
+
+
+# Asking all ranks where they stand when one has stalled, and what follows.
+
 ANSWER_S = 8.0
-"""So long is waited for the ranks that have not told yet."""
+"""How long the collector waits for ranks that have not answered yet."""
 AGAIN_S = 60.0
-"""A stall that is told within this time of a hang belongs to it."""
+"""A stall that is reported within this time of a hang belongs to it."""
 _STILL_SHARE = 0.5
 """It is a hang only if every rank has rested for this share of the limit that one of them has passed."""
 _OWN_SHARE = 0.9
@@ -71,8 +119,3 @@ class AskedAll:
             return None
         self._again_at = now + AGAIN_S
         return found, ending_of(found, looks, on_hang, self._limit_s)
-
-
-def text_of(found: HangFinding, ending: HangAction) -> str:
-    """For the terminal, while the job stands still."""
-    return f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from ..core.errors import ExitCode
+from ..core.verdicts import VerdictKind
+from ..core.wire.messages import JobResult
 from ..core.wire.spool import agent_of, read_spool
 from .assemble.build import build_report
 from .assemble.timeline import utc
 from .facts.fold import FactFold, fold
 from .report.model import EarlierLife, RunReport, to_json
 from .report.text_report import render_text
-from .report_file import earlier_lives, exit_code
-from .run_list import RunPaths
+from .run_files import RunPaths, earlier_lives, exit_code
 from .store import RunStore, Stored
 
 T = TypeVar("T")
@@ -30,11 +33,8 @@ def report_from_store(paths: RunPaths, rank: int | None = None, batch: int | Non
 
     Raises GpuwatchError when there is no store to make it from.
     """
-    store = RunStore(paths.store)
-    try:
+    with closing(RunStore(paths.store)) as store:
         return build(store, paths.run_id, rank=rank, batch=batch)
-    finally:
-        store.close()
 
 
 def fold_store(store: RunStore) -> FactFold:
@@ -81,12 +81,9 @@ def merged_report(paths: Sequence[Path], rank: int | None = None) -> RunReport:
     messages: list[Stored] = []
     folders = [path for path in paths if path.is_dir()]
     for path in paths:
-        if path.is_dir():
-            store = RunStore(RunPaths(path).store)
-            try:
+        if path in folders:
+            with closing(RunStore(RunPaths(path).store)) as store:
                 messages += store.messages()
-            finally:
-                store.close()
         else:
             spool = read_spool(path)
             name = agent_of(spool, path)
@@ -98,12 +95,9 @@ def merged_report(paths: Sequence[Path], rank: int | None = None) -> RunReport:
 def write_report(paths: RunPaths, report: RunReport) -> str | None:
     """Write report.json, report.txt, exit-code, each whole or not at all. Returns what went wrong, if something did."""
     try:
-        for path, data in (
-            (paths.report_json, to_json(report)),
-            (paths.report_text, (render_text(report) + "\n").encode()),
-            (paths.exit_code, f"{exit_code(report)}\n".encode()),
-        ):
-            write_whole(path, data)
+        write_whole(paths.report_json, to_json(report))
+        write_whole(paths.report_text, (render_text(report) + "\n").encode())
+        write_whole(paths.exit_code, f"{exit_code(report)}\n".encode())
     except OSError as error:
         return f"the report could not be written: {error}"
     return None
@@ -157,3 +151,30 @@ def open_store(
 def stamp(store: RunStore, key: str) -> None:
     """Store the time, as the collector's clock has it."""
     store.set(key, utc(time.time()) or "")
+
+
+def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[RunReport, JobResult]:
+    """Build the report of a job that is over and write it. Returns it, and the result that every agent gets.
+
+    What is kept of many pages is a million objects, and stays: the garbage collector is to leave it alone.
+    """
+    gc.freeze()
+    try:
+        report = build(store, paths.run_id, folded)
+        paths, last_words = write_where_there_is_room(paths, store, report)
+        if not last_words:
+            page = write_page(paths, report) or f"as a page: {paths.report_html}"
+            last_words = f"report: {paths.report_json}\n{page}"
+        text = f"{render_text(report)}\n\n{last_words}"
+        return report, JobResult(exit_code(report), report.verdict.kind, text, str(paths.report_json))
+    finally:
+        gc.unfreeze()
+
+
+def no_report(paths: RunPaths, error: BaseException) -> JobResult:
+    """The result that every agent gets where `make_report` has failed."""
+    text = (
+        f"gpuwatch: the report could not be made ({type(error).__name__}: {error}); what was received is in "
+        f"{paths.store}; to try again: gpuwatch report --again {paths.run_id}"
+    )
+    return JobResult(int(ExitCode.UNKNOWN), VerdictKind.UNKNOWN, text, str(paths.report_json))

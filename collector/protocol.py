@@ -32,59 +32,13 @@ from ..core.wire.messages import (
     WantedBatch,
     life_of,
     node_of,
-    ranks_of,
 )
-from .asking import AskedAll, text_of
-
-# Which node may speak of which rank: the first that does, and no more ranks than it said hello with.
-#
-# Who has the job's key is no stranger, and may still be wrong, or somebody else's: what one node says of another's
-# ranks is not believed.
-
-_MAX_CLAIMS = 1 << 20
-"""Of all nodes and attempts together."""
-
-
-@dataclass
-class RankOwnership:
-    """By (attempt, rank): the node that it is on."""
-
-    _node_of_rank: dict[tuple[int, int], str] = field(default_factory=dict)
-    _ranks_of_node: dict[tuple[int, str], int] = field(default_factory=dict)
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks were spoken of."""
-        return len({rank for _, rank in self._node_of_rank if rank >= 0})
-
-    def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
-        """Whether a node that said hello with so many ranks (0: with any number) may say this.
-
-        Binds ranks that nobody has spoken of. A node that knows its number of ranks has no processes that are none.
-        """
-        spoken_of = ranks_of(body)
-        if any(self._node_of_rank.get(rank, node) != node for rank in spoken_of):
-            return False
-        for attempt, rank in dict.fromkeys(spoken_of):
-            if (attempt, rank) in self._node_of_rank:
-                continue
-            known = self._ranks_of_node.get((attempt, node), 0)
-            if (
-                attempt < 0
-                or (rank < 0 and num_ranks)
-                or 0 < num_ranks <= known
-                or len(self._node_of_rank) >= _MAX_CLAIMS
-            ):
-                return False
-            self._ranks_of_node[attempt, node] = known + 1
-            self._node_of_rank[attempt, rank] = node
-        return True
-
+from .asking import AskedAll, RankOwnership
 
 SILENT_S = 20.0
-"""An agent that beats twice a second and has been silent for so long is taken for lost, until it is heard again."""
+"""An agent beats twice a second. After this silence it counts as lost until it is heard again."""
 GONE_S = 60.0
-"""So long may an agent be silent before the report is made without it, once another has said goodbye."""
+"""Once one agent has said goodbye, the report is made without another that is silent for longer than this."""
 ABANDONED_S = 600.0
 """Silence of all agents after which a collector that no launch started makes its report."""
 STOP_AFTER_S = 5.0
@@ -94,7 +48,7 @@ LINGER_S = 300.0
 ON_THE_WAY_BYTES = 16 << 20
 """Definitions and pages that may be on the way, of all agents together: an event behind them does not wait long."""
 MOST_CREDIT = 2 << 20
-"""Of one agent: so much of it lies in its socket, too."""
+"""Of one agent. The same amount lies in its socket, too."""
 NOBODY_S = 10.0
 """After the launch has gone, how long an agent may take to appear."""
 
@@ -168,7 +122,7 @@ class RunProtocol:
     rdzv_id: str
     nodes: dict[str, _NodeState] = field(default_factory=dict)
     expected_nodes: int = 1
-    """A collector started by hand is told; else the first hello says."""
+    """Given to a collector that is started by hand; else the first hello says it."""
     claims: RankOwnership = field(default_factory=RankOwnership)
     disbelieved: int = 0
     """Messages about ranks of other nodes."""
@@ -310,12 +264,10 @@ class RunProtocol:
             for name, node in self.nodes.items()
             if not node.lost and (node.bye is None or node.bye.outcome == "ok")
         }
-        if present and node_of(agent) not in present and len(present) >= self._most_nodes():
+        most = next(iter(self.nodes.values())).hello.max_nodes if self.nodes else 0
+        if present and node_of(agent) not in present and len(present) >= most:
             return f"all {len(present)} nodes of this job are here already"
         return ""
-
-    def _most_nodes(self) -> int:
-        return next(iter(self.nodes.values())).hello.max_nodes
 
     def _enter(self, agent: str, hello: AgentHello, now: float) -> _NodeState:
         for other, node in self.nodes.items():
@@ -338,7 +290,7 @@ class RunProtocol:
         event = message.event
         if isinstance(event, RankStall | RankLook | WorkerExit):
             number = self._asking.hear(event, now)
-            return self._ask_where_they_stand(number) if number is not None else []
+            return self._to_all(LookAtRanks(number)) if number is not None else []
         if isinstance(event, PreflightResult) and event.stops:
             self._job_is_over(now)
         if not isinstance(event, Anomaly):
@@ -350,12 +302,12 @@ class RunProtocol:
         if key in self._wanted:
             return []
         batches = [where.batch, where.batch - 1] if where.batch > 0 else [where.batch]  # the one before: its history
-        wants = [WantedBatch(where.attempt, *split_label(where.root), batch) for batch in batches]
-        self._wanted[key] = wants
-        return [SendMessage(agent, want) for want in wants for agent, node in self.nodes.items() if not node.gone]
+        self._wanted[key] = [WantedBatch(where.attempt, *split_label(where.root), batch) for batch in batches]
+        return self._to_all(*self._wanted[key])
 
-    def _ask_where_they_stand(self, number: int) -> list[Action]:
-        return [SendMessage(agent, LookAtRanks(number)) for agent, node in self.nodes.items() if not node.gone]
+    def _to_all(self, *messages: CollectorMessage) -> list[Action]:
+        speaking = [agent for agent, node in self.nodes.items() if not node.gone]
+        return [SendMessage(agent, message) for message in messages for agent in speaking]
 
     def _conclude_asking(self, now: float) -> list[Action]:
         announced = sum(node.hello.nproc for node in self.nodes.values() if not node.replaced)
@@ -363,9 +315,9 @@ class RunProtocol:
         if concluded is None:
             return []
         found, ending = concluded
-        told: list[Action] = [NotifyUser(text_of(found, ending))]
-        stop = StopRanks("no rank moves any more", restart=True)
-        return told + [SendMessage(agent, stop) for agent, node in self.nodes.items() if ending.now and not node.gone]
+        stop = self._to_all(StopRanks("no rank moves any more", restart=True)) if ending.now else []
+        text = f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"
+        return [NotifyUser(text), *stop]
 
     def _job_is_over(self, now: float) -> None:
         if self._over_since is None:

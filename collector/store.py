@@ -18,6 +18,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -66,19 +67,10 @@ class StoreBatch:
     facts: dict[str, str] = field(default_factory=dict)
     has_event: bool = False
     num_bytes: int = 0
-    """Of the bodies of the messages."""
-
-    def __bool__(self) -> bool:
-        return bool(self.messages or self.beats or self.facts)
-
-    def add(self, row: Row, is_event: bool) -> None:
-        """Take a message that is not in it yet."""
-        self.messages[row[:2]] = row
-        self.num_bytes += len(row[4])
-        self.has_event |= is_event
+    """The size of the messages' bodies."""
 
     def drop_pages(self, most: int) -> int:
-        """Forget pages and histories, oldest first, until it has at most so many bytes. Returns how many."""
+        """Forget pages and histories, oldest first, until at most `most` bytes are left. Returns their number."""
         dropped = 0
         for key, (_, _, _, kind, body) in list(self.messages.items()):
             if self.num_bytes <= most:
@@ -120,9 +112,9 @@ class StoreBatch:
 SCHEMA = 3
 """2: definitions are stored once; 3: rows have checksums. Stores of schemas 1 and 2 are read all the same."""
 MEMORY_BYTES = 256 << 20
-"""What cannot be written may take so much memory; beyond it pages are dropped and counted, oldest first."""
+"""Memory for what cannot be written; beyond it pages are dropped and counted, oldest first."""
 ROOM_BYTES = 32 << 20
-"""With so much that is not written yet, no more pages should be asked for while the disk is at work."""
+"""While this much is not written yet, and the disk is at work, no more pages should be asked for."""
 _RETRY_S = 1.0
 _MOST_DAMAGED = 1024
 """Definitions that may be missing in the middle of a message of theirs, before its last ones are given up, too."""
@@ -143,7 +135,6 @@ CREATE TABLE IF NOT EXISTS beat (
     agent TEXT PRIMARY KEY, received_ns INTEGER NOT NULL, body BLOB NOT NULL, crc INTEGER
 ) STRICT;
 """
-_SCHEMA = "INSERT OR REPLACE INTO run VALUES ('schema', ?)"
 
 _NAMES = "names"
 """The kind of a message of definitions that is stored by their numbers."""
@@ -158,6 +149,7 @@ class _StoredNames(msgspec.Struct, frozen=True, array_like=True):
     runs: list[tuple[int, int]]
 
 
+T = TypeVar("T")
 Stored = tuple[str, int, AgentBody]
 """agent, number, body"""
 
@@ -173,7 +165,7 @@ class RunStore:
         fallback: Path | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """`fallback` is another folder, tried when `path` cannot be written; `say` is told one sentence about that.
+        """`fallback` is another folder, tried when `path` cannot be written; `say` gets a sentence about that.
 
         Raises GpuwatchError when there is no store to read, or something else in its place.
         """
@@ -190,7 +182,7 @@ class RunStore:
         self._failed = False
         self._tried_at = 0.0
         self._numbers: dict[Definition, int] = {}
-        """Of every definition in the file, and of those that are to be written with the next commit."""
+        """The number of each definition that is in the file, or is written with the next commit."""
         self._next_number = 0
         self._older: list[sqlite3.Connection] = []
         """Stores that could not be written any more; what they hold is still read."""
@@ -244,8 +236,10 @@ class RunStore:
             if create:
                 db.execute("PRAGMA journal_mode=WAL")
                 db.executescript(_TABLES)
-                _add_checksums(db)
-                db.execute(_SCHEMA, (str(SCHEMA),))
+                for table in ("message", "definition", "beat"):
+                    if not _has_checksums(db, table):  # a version before schema 3 has begun it
+                        db.execute(f"ALTER TABLE {table} ADD COLUMN crc INTEGER")
+                db.execute(_SET, ("schema", str(SCHEMA)))
             else:
                 _expect_tables(path, db)
                 row = db.execute("SELECT value FROM run WHERE key = 'schema'").fetchone()
@@ -273,7 +267,9 @@ class RunStore:
         kind = str(message.body.__struct_config__.tag)
         if isinstance(message.body, NameDefinitions):
             kind, data = _NAMES, self._by_number(message, message.body)
-        self._new.add((agent, message.n, time.time_ns(), kind, data), isinstance(message.body, EventMessage))
+        self._new.messages[key] = (agent, message.n, time.time_ns(), kind, data)
+        self._new.num_bytes += len(data)
+        self._new.has_event |= isinstance(message.body, EventMessage)
         self._keep_memory_bounded()
 
     def _by_number(self, message: AgentMessage, body: NameDefinitions) -> bytes:
@@ -284,7 +280,7 @@ class RunStore:
             if number is None:
                 number = self._numbers[entry] = self._next_number
                 self._next_number += 1
-                self._new.definitions.append(_definition_row(number, entry))
+                self._new.definitions.append((number, msgspec.msgpack.encode(entry)))
             if runs and number == sum(runs[-1]):
                 runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:
@@ -308,7 +304,7 @@ class RunStore:
     @property
     def has_new(self) -> bool:
         """Whether something waits to be handed over."""
-        return bool(self._new)
+        return bool(self._new.messages or self._new.beats or self._new.facts)
 
     @property
     def has_room(self) -> bool:
@@ -326,7 +322,7 @@ class RunStore:
         While the disk fails it is tried once a second, first here, then in the other folder.
         """
         now = time.monotonic()
-        if self.is_writing or not self._new or (self._failed and now - self._tried_at < _RETRY_S):
+        if self.is_writing or not self.has_new or (self._failed and now - self._tried_at < _RETRY_S):
             return False
         self._tried_at = now
         self._in_hand, self._new = self._new, StoreBatch()
@@ -361,7 +357,7 @@ class RunStore:
             assert self._result is not None
             wait([self._result])
             self.written()
-        return not self._new
+        return not self.has_new
 
     def _move(self) -> bool:
         """Go on in the other folder, once. Copies nothing: what is in the first file is read from there."""
@@ -380,7 +376,7 @@ class RunStore:
             self._reader.close()
         self._reader = _reader(self._db, self.path)
         self._older.append(older)
-        self._new.definitions = [_definition_row(number, entry) for entry, number in self._numbers.items()]
+        self._new.definitions = [(number, msgspec.msgpack.encode(entry)) for entry, number in self._numbers.items()]
         return True
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -402,9 +398,10 @@ class RunStore:
 
         Of definitions of which some cannot be read the number is 0: the message is not whole.
         """
-        seen: set[tuple[str, int]] = set()
+        seen: set[Key] = set()
         query = "SELECT agent, n, body, kind, crc FROM message ORDER BY agent, n"
-        sources = [(_definitions(db), _rows(db, query)) for db in (*self._older, self._reader)]
+        stores = (*self._older, self._reader)
+        sources = [(_definitions(db), _rows(db, query)) for db in stores]
         unwritten = sorted({**self._in_hand.messages, **self._new.messages}.items())
         new = ((agent, n, data, kind) for (agent, n), (_, _, _, kind, data) in unwritten)
         sources.append(({number: entry for entry, number in self._numbers.items()}, new))
@@ -415,10 +412,8 @@ class RunStore:
                     body, whole = _body(data, kind, definitions)
                     if body is not None:
                         yield agent, n if whole else 0, body
-        beats: dict[str, bytes] = {}
-        for db in (*self._older, self._reader):
-            query = "SELECT agent, 0, body, 'beat', crc FROM beat"
-            beats.update((agent, data) for agent, _, data, _ in _rows(db, query))
+        query = "SELECT agent, 0, body, 'beat', crc FROM beat"
+        beats = {agent: data for db in stores for agent, _, data, _ in _rows(db, query)}
         beats.update((agent, data) for agent, _, data in {**self._in_hand.beats, **self._new.beats}.values())
         for agent, data in sorted(beats.items()):
             with suppress(WireError):
@@ -426,21 +421,22 @@ class RunStore:
 
     def page(self, agent: str, n: int) -> PageMessage | None:
         """One page again; None if it was dropped, or cannot be read."""
-        return next((body for body in self._bodies(agent, n, "page") if isinstance(body, PageMessage)), None)
+        return self._load(agent, n, "page", PageMessage)
 
     def history(self, agent: str, n: int) -> RankHistoryMessage | None:
         """One history again; None as above."""
-        return next((body for body in self._bodies(agent, n, "history") if isinstance(body, RankHistoryMessage)), None)
+        return self._load(agent, n, "history", RankHistoryMessage)
 
-    def _bodies(self, agent: str, n: int, kind: str) -> Iterator[AgentBody]:
+    def _load(self, agent: str, n: int, kind: str, wanted: type[T]) -> T | None:
         new = self._new.messages.get((agent, n)) or self._in_hand.messages.get((agent, n))
-        found = [new[4]] if new is not None else []
-        for db in (self._reader, *self._older) if not found else ():
-            query = "SELECT agent, n, body, kind, crc FROM message WHERE agent = ? AND n = ? AND kind = ?"
-            found += [data for _, _, data, _ in _rows(db, query, (agent, n, kind))]
-        for data in found:
+        query = "SELECT agent, n, body, kind, crc FROM message WHERE agent = ? AND n = ? AND kind = ?"
+        stored = (data for db in (self._reader, *self._older) for _, _, data, _ in _rows(db, query, (agent, n, kind)))
+        for data in stored if new is None else [new[4]]:
             with suppress(WireError):
-                yield decode_agent(data).body
+                body = decode_agent(data).body
+                if isinstance(body, wanted):
+                    return body
+        return None
 
     def close(self) -> None:
         """Write what is left, if that can be, and close the file."""
@@ -460,17 +456,6 @@ def _reader(db: sqlite3.Connection, path: Path) -> sqlite3.Connection:
         if db.execute("PRAGMA journal_mode").fetchone() == ("wal",):
             return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     return db
-
-
-def _definition_row(number: int, entry: Definition) -> tuple[int, bytes]:
-    return number, msgspec.msgpack.encode(entry)
-
-
-def _add_checksums(db: sqlite3.Connection) -> None:
-    """To the tables of a store that a version before schema 3 has begun."""
-    for table in ("message", "definition", "beat"):
-        if not _has_checksums(db, table):
-            db.execute(f"ALTER TABLE {table} ADD COLUMN crc INTEGER")
 
 
 def _has_checksums(db: sqlite3.Connection, table: str) -> bool:

@@ -1,1 +1,1 @@
-"""What values near trouble come to: one line for what is the same on many ranks, modules and batches, with its mend."""
+"""From the facts and the verdict to report.json, and to the exports and differences of a run."""

@@ -1,325 +1,46 @@
-"""All insights of one attempt, the most harmful first."""
+"""Insights: findings over ranks, modules and batches that are no verdict, the most harmful first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
 
-from ...core.events import RangeWarning
 from ...core.frames import FramePhase, RowMark, format_number
 from ...core.roles import GRADIENTS, parse_role
 from ...core.values import DTYPE_MAX
-from ...core.wire.columns import NO_NUMBER
 from ..decide.replicas import peers_of
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_history import OpenHistory
 from ..facts.kept_pages import KeptPage
-from ..report.model import RunInsight, modules_text, where_text
-from ..report.notices_text import share_text
-from .forecasts import growth
+from ..report.model import RunInsight
+from ..report.sentence_parts import coarse_share_text, grouped, modules_text, where_text
+from .timeline import forecasts_of, limit_text, passing_text
 
-# From rows near overflow or in underflow, and from the steps that a GradScaler skipped.
-
-MANY_SKIPS = 5
-"""Steps in a row. A scaler that settles skips one or two."""
-_SMALL_SCALE = 1.0
-_MOST_PAGES = 4
-"""Of the ranks' pages so many are searched for gradients that a GradScaler checks."""
-
-Group = list[tuple[int, RangeWarning]]
-
-
-def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[RunInsight]:
-    """Many skipped steps in a row, or a scale that has nothing left to give."""
-    bad = {
-        rank.rank: skip
-        for rank in ranks
-        for skip in rank.scaler_skips
-        if skip.in_a_row >= MANY_SKIPS or skip.scale < _SMALL_SCALE
-    }
-    if not bad:
-        return
-    worst = max(bad.values(), key=lambda skip: (skip.in_a_row, -skip.scale))
-    modules = list(dict.fromkeys(skip.module for skip in bad.values() if skip.module))
-    first = f"; the first bad gradient was {worst.value} in {worst.role} of `{worst.module}`" if worst.module else ""
-    yield RunInsight(
-        "scaler_collapsing",
-        f"GradScaler skipped {worst.in_a_row} steps in a row {where_text(bad, [r.rank for r in ranks])}, its scale was "
-        f"down to {worst.scale:g}{first}",
-        "A scale that only falls means gradients that are inf or nan at any scale: look at that module's backward.",
-        sorted(bad),
-        modules,
-        min(skip.where.batch for skip in bad.values()),
-    )
-
-
-def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
-    """One for each kind and dtype, of gradients and of outputs apart."""
-    groups: dict[tuple[str, str, bool], Group] = {}
-    for rank in ranks:
-        for warned in rank.warned:
-            is_gradient = parse_role(warned.role).kind in GRADIENTS
-            groups.setdefault((warned.kind, warned.dtype, is_gradient), []).append((rank.rank, warned))
-    everyone = [rank.rank for rank in ranks]
-    for (kind, dtype, is_gradient), group in sorted(groups.items()):
-        if kind == "near overflow":
-            yield _near_overflow(group, dtype, is_gradient, everyone)
-        else:
-            yield _underflow(group, dtype, is_gradient, everyone, _scaler(ranks))
-
-
-def _scaler(ranks: list[RankFacts]) -> bool | None:
-    """Whether a GradScaler is in use; None where no gradient was received that could tell."""
-    if any(rank.skipped_steps for rank in ranks):
-        return True
-    seen = False
-    pages = [page for rank in ranks for page in rank.pages.values() if page.has_backward]
-    for page in pages[:_MOST_PAGES]:
-        for frame in page.frames:
-            if frame.phase == FramePhase.BACKWARD:
-                for row in frame.rows:
-                    if row.mark & RowMark.SCALED:
-                        return True
-                    seen = True
-    return False if seen else None
-
-
-def _near_overflow(group: Group, dtype: str, is_gradient: bool, everyone: list[int]) -> RunInsight:
-    modules = _modules(group)
-    number, worst = min(
-        group, key=lambda entry: (entry[1].headroom if entry[1].headroom is not None else 1e9, entry[0])
-    )
-    what = "gradients" if is_gradient else "outputs"
-    largest = format_number(worst.abs_max).strip()
-    limit = format_number(DTYPE_MAX[dtype]).strip() if dtype in DTYPE_MAX else "its limit"
-    return RunInsight(
-        "near_overflow",
-        f"{what} of {modules_text(modules)} came close to {dtype}'s limit of {limit} {_where(group, everyone)}; the "
-        f"first time at {largest} in {worst.role} of `{worst.module}`, rank {number}, batch {worst.where.batch}",
-        "Compute these modules in bfloat16 or float32, or keep their values from growing.",
-        _ranks(group),
-        modules,
-        _since(group),
-    )
-
-
-def _underflow(group: Group, dtype: str, is_gradient: bool, everyone: list[int], scaler: bool | None) -> RunInsight:
-    modules = _modules(group)
-    lost = max(max(warned.subnormals or 0.0, warned.zeros or 0.0) for _, warned in group)
-    what = "gradients" if is_gradient else "outputs"
-    text = (
-        f"{what} of {modules_text(modules)} lie below {dtype}'s smallest normal number {_where(group, everyone)}, up "
-        f"to {share_text(lost)} of their elements"
-    )
-    kind, next_ = "underflow", "Compute these modules in bfloat16 or float32, which reach further down."
-    if is_gradient and dtype == "float16" and scaler is not True:
-        kind = "no_scaler"
-        text += ": no GradScaler is in use" if scaler is False else ": no GradScaler was seen"
-        next_ = "Scale the loss (torch.amp.GradScaler), or compute in bfloat16."
-    elif is_gradient and scaler:
-        kind, next_ = "scaler_too_small", "The GradScaler's scale is too small for them: look at why it does not grow."
-    return RunInsight(kind, text, next_, _ranks(group), modules, _since(group))
-
-
-def _where(group: Group, everyone: list[int]) -> str:
-    return f"{where_text(_ranks(group), everyone)} since batch {_since(group)}"
-
-
-def _modules(group: Group) -> list[str]:
-    return list(dict.fromkeys(warned.module for _, warned in group))
-
-
-def _ranks(group: Group) -> list[int]:
-    return sorted({number for number, _ in group})
-
-
-def _since(group: Group) -> int:
-    return min(warned.where.batch for _, warned in group)
-
-
-# Replicas whose weights agreed once and do not any more.
-
-_MOST_PEERS = 8
-Summary = tuple[float | None, float | None, int]
-
-
-def replica_drift(facts: RunFacts, ranks: list[RankFacts]) -> Iterator[RunInsight]:
-    """Weights that differ between ranks now, and that all agreed at an earlier point of the training."""
-    for rank in ranks:
-        pages = sorted((page for page in rank.pages.values() if page.complete), key=lambda page: page.number)
-        if len(pages) < 2:
-            continue
-        then, now = pages[0], pages[-1]
-        if then.root != now.root or not (before := _weights(facts, rank, then)):
-            return
-        after = _weights(facts, rank, now)
-        shared = sorted(set(before) & set(after))
-        if len(shared) < 2 or _differing([before[number] for number in shared]):
-            return
-        differing = _differing([after[number] for number in shared])
-        if differing:
-            yield _insight(shared, after, differing, then.batch, now.batch, [each.rank for each in ranks])
-        return
-
-
-def _weights(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, dict[tuple[str, str], Summary]]:
-    peers = dict(sorted(peers_of(facts, rank, page).items())[:_MOST_PEERS])
-    return {
-        number: {key: (row.abs_min, row.abs_max, row.flags) for key, row in found.weights().items()}
-        for number, found in {rank.rank: page, **peers}.items()
-    }
-
-
-def _differing(copies: list[dict[tuple[str, str], Summary]]) -> list[tuple[str, str]]:
-    """What is not the same on all ranks; a weight that one of them lacks is not compared."""
-    first = copies[0]
-    return [
-        key for key in first if all(key in copy for copy in copies) and any(copy[key] != first[key] for copy in copies)
-    ]
-
-
-def _insight(
-    ranks: list[int],
-    weights: dict[int, dict[tuple[str, str], Summary]],
-    differing: list[tuple[str, str]],
-    then: int,
-    now: int,
-    everyone: list[int],
-) -> RunInsight:
-    module, role = differing[0]
-    one = ranks[0]
-    other = next(rank for rank in ranks if weights[rank][module, role] != weights[one][module, role])
-    sizes = [format_number(weights[rank][module, role][1]).strip() for rank in (one, other)]
-    modules = list(dict.fromkeys(name for name, _ in differing))
-    return RunInsight(
-        "replica_drift",
-        f"weights of {modules_text(modules)} are not the same {where_text(ranks, everyone)} in batch {now}, and all "
-        f"agreed in batch {then}: {role} of `{module}` has abs max {sizes[0]} on rank {one}, "
-        f"{sizes[1]} on rank {other}",
-        "Replicas must take the same steps: look for parameters outside of DDP, and for steps of only some ranks.",
-        ranks,
-        modules,
-        now,
-    )
-
-
-# From how large the outputs were over the batches: modules that return zeros, a rank that is unlike the others.
-
-_LAST = 16
-"""So many of the last batches are looked at, and at least half as many must be there."""
-_APART = 4.0
-"""Powers of two between a rank and the median of the others."""
-_ALIKE = 1.0
-_MOST_RANKS = 3
-_MOST_COMPARED = 64
-_FEWEST_COMPARED = 4
-"""Of fewer ranks nobody can tell which is the odd one."""
-Table = tuple[list[str], Any]
-"""Modules, and numbers of shape (batches, modules); nan where there is none."""
-
-
-def dead_modules(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
-    """Modules that returned nothing but zeros in all of the last batches, on every rank that has them."""
-    alive: set[str] = set()
-    dead: dict[str, set[int]] = {}
-    first: dict[str, int] = {}
-    for rank, history in opened.items():
-        modules, numbers = _table(history)
-        if len(numbers) < _LAST // 2:
-            continue
-        largest = numpy.nanmax(numpy.where(numpy.isnan(numbers), -1.0, numbers), axis=0)
-        counted = (~numpy.isnan(numbers)).sum(axis=0)
-        for n, module in enumerate(modules):
-            if largest[n] == 0 and counted[n] >= _LAST // 2:
-                dead.setdefault(module, set()).add(rank)
-                first[module] = min(
-                    first.get(module, history.batches[-1]), history.batches[len(history.batches) - len(numbers)]
-                )
-            else:
-                alive.add(module)
-    found = [module for module in dead if module not in alive]
-    if found:
-        ranks = sorted(set().union(*(dead[module] for module in found)))
-        since = min(first[module] for module in found)
-        yield RunInsight(
-            "dead_module",
-            f"{modules_text(found)} returned nothing but zeros {where_text(ranks, list(opened))}, at least since batch "
-            f"{since}",
-            "It learns nothing: look at its inputs and at what is in front of its activation.",
-            ranks,
-            found,
-            since,
-        )
-
-
-def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
-    """A rank whose module returns something far from what it returns on the others, which are alike."""
-    ranks = sorted(opened)[:_MOST_COMPARED]
-    batches = sorted(set.intersection(*(set(opened[rank].batches[-_LAST:]) for rank in ranks))) if ranks else []
-    if len(ranks) < _FEWEST_COMPARED or len(batches) < _LAST // 2:
-        return
-    tables = [_table(opened[rank]) for rank in ranks]
-    shared = set(tables[0][0]).intersection(*(names for names, _ in tables[1:]))
-    modules = [module for module in tables[0][0] if module in shared]
-    numbers = numpy.stack(
-        [
-            _aligned(opened[rank], names, table, batches, modules)
-            for rank, (names, table) in zip(ranks, tables, strict=True)
-        ]
-    )
-    middle = numpy.median(numbers, axis=0)
-    apart = numpy.abs(numbers - middle)
-    nearest, furthest = apart.min(axis=1), numpy.sort(apart.max(axis=1), axis=0)
-    alone = furthest[-2] <= _ALIKE
-    told: dict[int, list[tuple[float, str]]] = {}
-    for place, column in numpy.argwhere((nearest >= _APART) & alone):
-        told.setdefault(int(place), []).append((float(nearest[place, column]), modules[column]))
-    for place, found in sorted(told.items(), key=lambda entry: -max(entry[1])[0])[:_MOST_RANKS]:
-        least, module = max(found)
-        larger = bool((numbers[place] > middle)[:, modules.index(module)].all())
-        more = f", and so are those of {len(found) - 1} more modules" if len(found) > 1 else ""
-        yield RunInsight(
-            "rank_unlike",
-            f"rank {ranks[place]} is unlike the other ranks: the outputs of `{module}` are at least {2**least:.0f} "
-            f"times {'larger' if larger else 'smaller'} there in each of the last {len(batches)} batches{more}",
-            "Compare its data and its weights with another rank's; if those are alike, test its GPU: gpuwatch check.",
-            [ranks[place]],
-            [name for _, name in sorted(found, reverse=True)],
-            batches[0],
-        )
-
-
-def _aligned(history: OpenHistory, names: list[str], table: Any, batches: list[int], modules: list[str]) -> Any:
-    """Powers of two, of shape (batches, modules); nan where a number is no finite one above zero."""
-    place = {batch: n for n, batch in enumerate(history.batches[len(history.batches) - len(table) :])}
-    at = {name: n for n, name in enumerate(names)}
-    chosen = table[numpy.ix_([place[batch] for batch in batches], [at[module] for module in modules])]
-    return numpy.log2(numpy.where((chosen > 0) & numpy.isfinite(chosen), chosen, numpy.nan))
-
-
-def _table(history: OpenHistory) -> Table:
-    numbers = history.numbers[-_LAST:]
-    return [each.module for each in history.modules], numpy.where(numbers == NO_NUMBER, numpy.nan, numbers)
-
-
-ORDER = (
-    "replica_drift",
-    "scaler_collapsing",
-    "growth",
-    "near_overflow",
-    "rank_unlike",
-    "no_scaler",
-    "dead_module",
-    "scaler_too_small",
-    "underflow",
-    "unknown",
-)
+MENDS = {
+    "replica_drift": (
+        "Replicas must take the same steps: look for parameters outside of DDP, and for steps of only some ranks."
+    ),
+    "scaler_collapsing": (
+        "A scale that only falls means gradients that are inf or nan at any scale: look at that module's backward."
+    ),
+    "growth": "Keep them from growing (learning rate, decay, a norm in front), or compute them in bfloat16 or float32.",
+    "near_overflow": "Compute these modules in bfloat16 or float32, or keep their values from growing.",
+    "rank_unlike": (
+        "Compare its data and its weights with another rank's; if those are alike, test its GPU: gpuwatch check."
+    ),
+    "no_scaler": "Scale the loss (torch.amp.GradScaler), or compute in bfloat16.",
+    "dead_module": "It learns nothing: look at its inputs and at what is in front of its activation.",
+    "scaler_too_small": "The GradScaler's scale is too small for them: look at why it does not grow.",
+    "underflow": "Compute these modules in bfloat16 or float32, which reach further down.",
+    "unknown": "",
+}
+"""Kind -> what to do about it. The most harmful first."""
 
 
 def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory]) -> list[RunInsight]:
-    """What values near trouble come to. One kind that cannot be told costs the others nothing.
+    """All insights of one attempt. A kind that fails costs the others nothing.
 
     `opened`: the histories of ranks, by rank.
     """
@@ -337,7 +58,238 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
         try:
             found += kind()
         except Exception as error:  # it is made of what came over the network; the report must be written all the same
-            found.append(
-                RunInsight("unknown", f"one kind could not be told: {type(error).__name__}: {error}", "", [], [])
+            found.append(_insight("unknown", f"one kind could not be told: {type(error).__name__}: {error}", [], []))
+    return sorted(found, key=lambda insight: list(MENDS).index(insight.kind))
+
+
+def _insight(
+    kind: str, text: str, ranks: Iterable[int], modules: Iterable[str], since: int | None = None
+) -> RunInsight:
+    return RunInsight(kind, text, MENDS[kind], sorted(set(ranks)), list(dict.fromkeys(modules)), since)
+
+
+# From modules that grow, rows near overflow or in underflow, and the steps that a GradScaler skipped.
+
+MANY_SKIPS = 5
+"""Steps in a row. A scaler that settles skips one or two."""
+_SMALL_SCALE = 1.0
+_MOST_PAGES = 4
+"""Pages of all ranks that are searched for gradients that a GradScaler checks."""
+
+
+def growth(ranks: list[RankFacts]) -> Iterator[RunInsight]:
+    """One for all of them: what is behind a module that grows does, too."""
+    found = forecasts_of(ranks)
+    if not found:
+        return
+    first = found[0]
+    modules = [each.module for each in found]
+    told = {rank for each in found for rank in each.ranks}
+    met = [rank.diagnosis for rank in ranks if rank.diagnosis is not None and rank.diagnosis.module in modules]
+    then = min(met, key=lambda diagnosis: diagnosis.batch, default=None)
+    text = (
+        f"outputs of {modules_text(modules)} grew towards {first.dtype}'s limit of {limit_text(first.limit)} "
+        f"{where_text(told, [rank.rank for rank in ranks])}: in batch {first.batch} of rank {first.rank}, "
+        f"{passing_text(first)}"
+    )
+    if then is not None:
+        text += f"; `{then.module}` overflowed in batch {then.batch}"
+    yield _insight("growth", text, told, modules, first.since)
+
+
+def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[RunInsight]:
+    """Many skipped steps in a row, or a scale that has nothing left to give."""
+    bad = {
+        rank.rank: skip
+        for rank in ranks
+        for skip in rank.scaler_skips
+        if skip.in_a_row >= MANY_SKIPS or skip.scale < _SMALL_SCALE
+    }
+    if not bad:
+        return
+    worst = max(bad.values(), key=lambda skip: (skip.in_a_row, -skip.scale))
+    text = (
+        f"GradScaler skipped {worst.in_a_row} steps in a row {where_text(bad, [r.rank for r in ranks])}, its scale was"
+    )
+    first = f"; the first bad gradient was {worst.value} in {worst.role} of `{worst.module}`" if worst.module else ""
+    modules = (skip.module for skip in bad.values() if skip.module)
+    since = min(skip.where.batch for skip in bad.values())
+    yield _insight("scaler_collapsing", f"{text} down to {worst.scale:g}{first}", bad, modules, since)
+
+
+def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
+    """One for each kind and dtype, of gradients and of outputs apart."""
+    rows = ((rank.rank, warned) for rank in ranks for warned in rank.warned)
+    groups = grouped(rows, lambda row: (row[1].kind, row[1].dtype, parse_role(row[1].role).kind in GRADIENTS))
+    for (kind, dtype, is_gradient), group in sorted(groups.items()):
+        numbers, warnings = zip(*group, strict=True)
+        modules = list(dict.fromkeys(warning.module for warning in warnings))
+        since = min(warning.where.batch for warning in warnings)
+        what = f"{'gradients' if is_gradient else 'outputs'} of {modules_text(modules)}"
+        where = f"{where_text(numbers, [rank.rank for rank in ranks])} since batch {since}"
+        if kind == "near overflow":
+            left = [1e9 if warning.headroom is None else warning.headroom for warning in warnings]
+            _, number, worst = min(zip(left, numbers, warnings, strict=True), key=lambda entry: entry[:2])
+            limit = format_number(DTYPE_MAX[dtype]).strip() if dtype in DTYPE_MAX else "its limit"
+            insight = "near_overflow"
+            text = (
+                f"{what} came close to {dtype}'s limit of {limit} {where}; the first time at "
+                f"{format_number(worst.abs_max).strip()} in {worst.role} of `{worst.module}`, rank {number}, batch "
+                f"{worst.where.batch}"
             )
-    return sorted(found, key=lambda insight: ORDER.index(insight.kind))
+        else:
+            lost = max(max(warning.subnormals or 0.0, warning.zeros or 0.0) for warning in warnings)
+            insight, more = _in_underflow(dtype, _scaler(ranks)) if is_gradient else ("underflow", "")
+            text = (
+                f"{what} lie below {dtype}'s smallest normal number {where}, up to {coarse_share_text(lost)} of their "
+                f"elements{more}"
+            )
+        yield _insight(insight, text, numbers, modules, since)
+
+
+def _in_underflow(dtype: str, scaler: bool | None) -> tuple[str, str]:
+    """(kind of the insight for gradients, what is added to its sentence)"""
+    if dtype == "float16" and not scaler:
+        return "no_scaler", ": no GradScaler is in use" if scaler is False else ": no GradScaler was seen"
+    return "scaler_too_small" if scaler else "underflow", ""
+
+
+def _scaler(ranks: list[RankFacts]) -> bool | None:
+    """Whether a GradScaler is in use; None where no gradient was received that could tell."""
+    if any(rank.skipped_steps for rank in ranks):
+        return True
+    pages = [page for rank in ranks for page in rank.pages.values() if page.has_backward]
+    frames = (frame for page in pages[:_MOST_PAGES] for frame in page.frames if frame.phase == FramePhase.BACKWARD)
+    marks = {bool(row.mark & RowMark.SCALED) for frame in frames for row in frame.rows}
+    return max(marks, default=None)
+
+
+# Replicas whose weights agreed once and do not any more.
+
+_MOST_PEERS = 8
+Summary = tuple[float | None, float | None, int]
+
+
+def replica_drift(facts: RunFacts, ranks: list[RankFacts]) -> Iterator[RunInsight]:
+    """Weights that differ between ranks now, and that all agreed at an earlier point of the training."""
+    for rank in ranks:
+        pages = sorted((page for page in rank.pages.values() if page.complete), key=lambda page: page.number)
+        if len(pages) >= 2:
+            yield from _drift_between(facts, rank, pages[0], pages[-1], [each.rank for each in ranks])
+            return
+
+
+def _drift_between(
+    facts: RunFacts, rank: RankFacts, then: KeptPage, now: KeptPage, everyone: list[int]
+) -> Iterator[RunInsight]:
+    before = _weights(facts, rank, then)
+    if then.root != now.root or not before:
+        return
+    after = _weights(facts, rank, now)
+    shared = sorted(set(before) & set(after))
+    if len(shared) < 2 or _differing([before[number] for number in shared]):
+        return
+    differing = _differing([after[number] for number in shared])
+    if not differing:
+        return
+    module, role = differing[0]
+    one = shared[0]
+    other = next(number for number in shared if after[number][module, role] != after[one][module, role])
+    sizes = [format_number(after[number][module, role][1]).strip() for number in (one, other)]
+    modules = list(dict.fromkeys(name for name, _ in differing))
+    text = (
+        f"weights of {modules_text(modules)} are not the same {where_text(shared, everyone)} in batch {now.batch}, and "
+        f"all agreed in batch {then.batch}: {role} of `{module}` has abs max {sizes[0]} on rank {one}, "
+        f"{sizes[1]} on rank {other}"
+    )
+    yield _insight("replica_drift", text, shared, modules, now.batch)
+
+
+def _weights(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, dict[tuple[str, str], Summary]]:
+    peers = dict(sorted(peers_of(facts, rank, page).items())[:_MOST_PEERS])
+    return {
+        number: {key: (row.abs_min, row.abs_max, row.flags) for key, row in found.weights().items()}
+        for number, found in {rank.rank: page, **peers}.items()
+    }
+
+
+def _differing(copies: list[dict[tuple[str, str], Summary]]) -> list[tuple[str, str]]:
+    """The weights that are not the same on all ranks. One that a rank lacks is not compared."""
+    first = copies[0]
+    return [
+        key for key in first if all(key in copy for copy in copies) and any(copy[key] != first[key] for copy in copies)
+    ]
+
+
+# From how large the outputs were over the batches: modules that return zeros, a rank that is unlike the others.
+
+_LAST = 16
+"""The last batches that are compared. At least half of them must be there."""
+_APART = 4.0
+"""Powers of two between a rank and the median of the others."""
+_ALIKE = 1.0
+_MOST_RANKS = 3
+_MOST_COMPARED = 64
+_FEWEST_COMPARED = 4
+"""Among fewer ranks there is no odd one."""
+
+
+def dead_modules(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
+    """Modules that returned nothing but zeros in all of the last batches, on every rank that has them."""
+    alive: set[str] = set()
+    dead: dict[str, list[tuple[int, int]]] = {}
+    """The first of these batches, and the rank."""
+    for rank, history in opened.items():
+        numbers = history.numbers[-_LAST:]
+        if len(numbers) < _LAST // 2:
+            continue
+        known = numbers >= 0  # neither nan nor NO_NUMBER
+        zeros = (numpy.where(known, numbers, -1.0).max(axis=0) == 0) & (known.sum(axis=0) >= _LAST // 2)
+        for module, is_dead in zip(history.modules, zeros, strict=True):
+            if is_dead:
+                dead.setdefault(module.module, []).append((history.batches[-len(numbers)], rank))
+            else:
+                alive.add(module.module)
+    found = [module for module in dead if module not in alive]
+    if found:
+        ranks = {rank for module in found for _, rank in dead[module]}
+        since = min(batch for module in found for batch, _ in dead[module])
+        where = where_text(ranks, list(opened))
+        text = f"{modules_text(found)} returned nothing but zeros {where}, at least since batch {since}"
+        yield _insight("dead_module", text, ranks, found, since)
+
+
+def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
+    """A rank whose module returns something far from what it returns on the others, which are alike."""
+    ranks = sorted(opened)[:_MOST_COMPARED]
+    batches = sorted(set.intersection(*(set(opened[rank].batches[-_LAST:]) for rank in ranks))) if ranks else []
+    if len(ranks) < _FEWEST_COMPARED or len(batches) < _LAST // 2:
+        return
+    shared = set.intersection(*({each.module for each in opened[rank].modules} for rank in ranks))
+    modules = [each.module for each in opened[ranks[0]].modules if each.module in shared]
+    numbers = numpy.stack([_aligned(opened[rank], batches, modules) for rank in ranks])
+    middle = numpy.median(numbers, axis=0)
+    apart = numpy.abs(numbers - middle)
+    nearest, furthest = apart.min(axis=1), numpy.sort(apart.max(axis=1), axis=0)
+    alone = furthest[-2] <= _ALIKE
+    told: dict[int, list[tuple[float, str]]] = {}
+    for place, column in numpy.argwhere((nearest >= _APART) & alone):
+        told.setdefault(int(place), []).append((float(nearest[place, column]), modules[column]))
+    for place, found in sorted(told.items(), key=lambda entry: -max(entry[1])[0])[:_MOST_RANKS]:
+        least, module = max(found)
+        larger = bool((numbers[place] > middle)[:, modules.index(module)].all())
+        more = f", and so are those of {len(found) - 1} more modules" if len(found) > 1 else ""
+        text = (
+            f"rank {ranks[place]} is unlike the other ranks: the outputs of `{module}` are at least {2**least:.0f} "
+            f"times {'larger' if larger else 'smaller'} there in each of the last {len(batches)} batches{more}"
+        )
+        modules_of_it = [name for _, name in sorted(found, reverse=True)]
+        yield _insight("rank_unlike", text, [ranks[place]], modules_of_it, batches[0])
+
+
+def _aligned(history: OpenHistory, batches: list[int], modules: list[str]) -> Any:
+    """Powers of two, of shape (batches, modules); nan where a number is no finite one above zero."""
+    place = {batch: n for n, batch in enumerate(history.batches)}
+    at = {each.module: n for n, each in enumerate(history.modules)}
+    chosen = history.numbers[numpy.ix_([place[batch] for batch in batches], [at[module] for module in modules])]
+    return numpy.log2(numpy.where((chosen > 0) & numpy.isfinite(chosen), chosen, numpy.nan))

@@ -1,80 +1,28 @@
-"""report.json's `telemetry`: how the nodes did around the event, and what stands out in it."""
+"""report.json's `telemetry`: the nodes' figures around the event, and what stands out in them. Pure.
+
+What is reported as standing out is far from how a healthy node does. It is no cause: a node may swap for hours and
+train on.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy
 from msgspec.structs import replace
 
-from ...core.metrics import METRICS
-from ...core.verdicts import VerdictKind
-from ..facts.facts import NodeFacts, RankFacts, RunFacts
+from ...core.metrics import HOST, METRICS
+from ..facts.facts import RunFacts
 from ..report.model import FigureSeries, NodeFigures, TelemetryReport, UnusualFigure, Verdict
-from .node_series import FigureSamples, NodeSeries, node_series
-from .stands_out import stands_out
-
-# When it was that the verdict is about. Pure.
-
-
-@dataclass(frozen=True)
-class EventTime:
-    """By the collector's clock, as far as a node's distance from it is known."""
-
-    time_ns: int
-    text: str
-    """`the overflow`"""
-
-
-def event_of(facts: RunFacts, verdict: Verdict) -> EventTime | None:
-    """None where nothing happened, or it is not known when."""
-    if verdict.kind == VerdictKind.INTERRUPTED:
-        signals = [(node, node.signal.time_ns) for node in facts.nodes.values() if node.signal is not None]
-        return min((_event_at(node, ns, "the signal") for node, ns in signals if ns), key=_time, default=None)
-    attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
-    ranks = facts.of_attempt(attempt)
-    named = [rank for rank in ranks if rank.rank == verdict.rank]
-    for some in (named, ranks):
-        found = [event for rank in some if (event := _of_rank(facts, rank, verdict.kind)) is not None]
-        if found:
-            return min(found, key=_time)
-    return None
-
-
-def offset_ns(node: NodeFacts | None) -> int:
-    """By how much the collector's clock is ahead of a node's; 0 if that is not known."""
-    return node.clock[0] if node is not None and node.clock is not None else 0
-
-
-def _of_rank(facts: RunFacts, rank: RankFacts, kind: VerdictKind) -> EventTime | None:
-    node = facts.nodes.get(rank.agent)
-    if kind == VerdictKind.OVERFLOW and rank.anomalies and rank.anomalies[0].where.time_ns:
-        return _event_at(node, rank.anomalies[0].where.time_ns, "the overflow")
-    if kind == VerdictKind.HANG and rank.looks and rank.looks[-1].where.time_ns:
-        look = rank.looks[-1]
-        return _event_at(node, look.where.time_ns - round(look.still_s * 1e9), "the stall")
-    if kind in (VerdictKind.CRASH, VerdictKind.LOST, VerdictKind.HANG):
-        if rank.errors and rank.errors[0].where.time_ns:
-            return _event_at(node, rank.errors[0].where.time_ns, "the exception")
-        if rank.exit is not None and rank.exit.ended_ns:
-            return _event_at(node, rank.exit.ended_ns, f"the end of rank {rank.rank}")
-    return None
-
-
-def _event_at(node: NodeFacts | None, time_ns: int, text: str) -> EventTime:
-    return EventTime(time_ns + offset_ns(node), text)
-
-
-def _time(event: EventTime) -> int:
-    return event.time_ns
-
+from ..report.sentence_parts import counted, share_text, size_text, time_text, when_text
+from .node_series import FigureSamples, NodeSeries, event_of, series_of_all
+from .timeline import utc
 
 MOST_NODES = 4
-"""Whose figures are in the report. Of all nodes it is told what stands out."""
+"""Whose figures are in the report. What stands out is reported of all nodes."""
 MOST_ALIKE = 4
-"""Of a figure that stands out on many nodes, so many are told one by one."""
+"""Up to this many nodes on which the same figure stands out are listed one by one."""
 MOST_POINTS = 48
 SHOWN_BEFORE_S, SHOWN_AFTER_S = 300.0, 60.0
 """Around the event."""
@@ -82,47 +30,21 @@ _EVERYTHING_S = 1e18
 
 
 def telemetry_report(facts: RunFacts, verdict: Verdict) -> TelemetryReport | None:
-    """None if no node has sent any. If it cannot be told, everything else in the report is there all the same."""
-    try:
-        return _telemetry_report(facts, verdict)
-    except Exception as error:  # it is made of what came over the network
-        return TelemetryReport(trouble=f"the nodes' figures could not be told: {type(error).__name__}: {error}")
-
-
-def series_of_all(facts: RunFacts, zero_ns: int | None) -> dict[str, NodeSeries]:
-    """By agent. `zero_ns` is by the collector's clock; None: each node's own last message."""
-    found = {}
-    for agent, node in facts.nodes.items():
-        if not node.telemetry:
-            continue
-        zero = max(message.sent_ns for message in node.telemetry.values())
-        if zero_ns is not None:
-            zero = zero_ns - offset_ns(node)
-        host = node.hello.host if node.hello is not None else ""
-        series = node_series(host, node.telemetry.values(), zero)
-        if series is not None:
-            found[agent] = series
-    return found
-
-
-def _telemetry_report(facts: RunFacts, verdict: Verdict) -> TelemetryReport | None:
+    """None if no node has sent any."""
     if not any(node.telemetry for node in facts.nodes.values()):
         return None
     event = event_of(facts, verdict)
     nodes = series_of_all(facts, event.time_ns if event is not None else None)
     named = facts.ranks.get((verdict.attempt or 0, -1 if verdict.rank is None else verdict.rank))
     agents = sorted(nodes, key=lambda agent: named is None or agent != named.agent)
-    notable = [each for agent in agents for each in (stands_out(nodes[agent], event.text) if event is not None else [])]
-    notable = _alike_counted(notable)
-    notable_hosts = {each.host for each in notable}
-    order = sorted(
-        agents, key=lambda agent: (named is None or agent != named.agent, nodes[agent].host not in notable_hosts)
-    )
+    found = [each for agent in agents for each in (stands_out(nodes[agent], event.text) if event is not None else [])]
+    notable = _alike_counted(found)
+    hosts = {each.host for each in notable}
+    order = sorted(agents, key=lambda agent: (named is None or agent != named.agent, nodes[agent].host not in hosts))
     shown = [_figures(nodes[agent], with_event=event is not None) for agent in order[:MOST_NODES]]
-    when = datetime.fromtimestamp(event.time_ns / 1e9, timezone.utc) if event is not None else None
     return TelemetryReport(
         event.text if event is not None else "",
-        when.isoformat(timespec="seconds").replace("+00:00", "Z") if when is not None else None,
+        utc(event.time_ns / 1e9) if event is not None else None,
         notable,
         shown,
         len(order) - len(shown),
@@ -164,3 +86,177 @@ def _at(series: FigureSamples, ends: list[Any]) -> list[float | None]:
     over = series.over_s[known] if series.counts else numpy.ones(int(known.sum()))
     weights = numpy.bincount(place[known], over, len(ends))
     return [float(f"{total / weight:.4g}") if weight > 0 else None for total, weight in zip(sums, weights, strict=True)]
+
+
+# What stands out in the figures of a node around an event.
+
+BEFORE_S, AFTER_S = 120.0, 30.0
+"""Around the event."""
+STEAL = 0.10
+SWAPPING = 1 << 20
+"""Bytes a second, in both directions together."""
+MEMORY_FULL = 0.95
+DISK_FREE = 0.02
+OPEN_FILES = 0.9
+CLOCKS_HELD = 0.10
+"""Share of the time."""
+CPU_HELD = 0.25
+_AS_LARGE = 0.99
+_HELD = {
+    "clocks_hw_thermal": "the hardware held its clocks down because it was hot",
+    "clocks_sw_thermal": "the driver held its clocks down because it was hot",
+    "clocks_hw_power_brake": "the power supply held its clocks down",
+    "clocks_hw_slowdown": "the hardware held its clocks down",
+}
+"""Its power limit holds down the clocks of every GPU at full load."""
+
+
+class NodeFinding(NamedTuple):
+    """What a rule has found. `text` is the sentence without the host and the time."""
+
+    of: str
+    what: str
+    value: float
+    at_s: float
+    text: str
+    lasted: bool = False
+    """It is about all the time around the event, not about a moment."""
+
+
+def stands_out(node: NodeSeries, event: str) -> list[UnusualFigure]:
+    """On one node around the event, which `event` calls `the overflow`; the worst first."""
+    around = node.within(-BEFORE_S, AFTER_S)
+    notable = []
+    for found in (found for rule in _RULES for found in rule(around)):
+        when = f" around {event}" if found.lasted else f", {when_text(found.at_s, event)}"
+        value, at_s = float(f"{found.value:.4g}"), round(found.at_s, 1)
+        text = f"{node.host}: {found.text}{when}"
+        notable.append(UnusualFigure(node.host, found.of, found.what, value, METRICS[found.what].unit, at_s, text))
+    return notable
+
+
+def _clocks(node: NodeSeries) -> Iterator[NodeFinding]:
+    for of in node.of("clocks_hw_slowdown"):
+        for what, text in _HELD.items():
+            held = node.get(of, what)
+            if held is None or not held.share >= CLOCKS_HELD:
+                continue
+            over_s = float(numpy.nansum(held.over_s))
+            lasted = f"for {time_text(held.share * over_s)} of the {time_text(over_s)}"
+            sentence = f"{of}: {text}{_beside(node, of)}, {lasted}"
+            yield NodeFinding(of, what, held.share, _last(held), sentence, lasted=True)
+            break
+
+
+def _beside(node: NodeSeries, of: str) -> str:
+    hot, clock, highest = (node.get(of, what) for what in ("temperature", "sm_clock", "sm_clock_max"))
+    parts = [f"up to {hot.values.max():.0f} C"] if hot is not None else []
+    if clock is not None:
+        most = f" of {highest.values.max():.0f}" if highest is not None else ""
+        parts.append(f"SM clock down to {clock.values.min():.0f}{most} MHz")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _steal(node: NodeSeries) -> Iterator[NodeFinding]:
+    peak = _peak(node.get(HOST, "steal"))
+    if peak is not None and peak[0] >= STEAL:
+        text = f"other virtual machines took {share_text(peak[0])} of its processors (steal)"
+        yield NodeFinding(HOST, "steal", peak[0], peak[1], text)
+
+
+def _swapping(node: NodeSeries) -> Iterator[NodeFinding]:
+    for what, text in (("swap_in", "read {} a second from swap"), ("swap_out", "wrote {} a second to swap")):
+        peak, used = _peak(node.get(HOST, what)), _peak(node.get(HOST, "swap_used"))
+        if peak is not None and peak[0] >= SWAPPING:
+            in_use = f", {size_text(used[0])} of it in use" if used is not None else ""
+            yield NodeFinding(HOST, what, peak[0], peak[1], f"it {text.format(size_text(peak[0]))}{in_use}")
+            return
+
+
+def _memory(node: NodeSeries) -> Iterator[NodeFinding]:
+    job = "the job used {} of the {} of memory that it may"
+    host = "{} of {} of memory were in use"
+    for used, limit, text in (("job_memory_used", "job_memory_limit", job), ("memory_used", "memory_total", host)):
+        full = _full(node, HOST, used, limit, MEMORY_FULL)
+        if full is not None:
+            yield NodeFinding(HOST, used, full[0], full[1], text.format(size_text(full[0]), size_text(full[2])))
+            return
+
+
+def _held_back(node: NodeSeries) -> Iterator[NodeFinding]:
+    held = node.get(HOST, "job_cpu_held")
+    if held is not None and held.share >= CPU_HELD:
+        text = f"the job's own processor limit held it back in {share_text(held.share)} of the time"
+        yield NodeFinding(HOST, "job_cpu_held", held.share, _last(held), text, lasted=True)
+
+
+def _disk(node: NodeSeries) -> Iterator[NodeFinding]:
+    for of in node.of("disk_free"):
+        free, size = node.get(of, "disk_free"), node.get(of, "disk_size")
+        if free is None or size is None:
+            continue
+        least = int(free.values.argmin())
+        left = float(free.values[least])
+        if left < DISK_FREE * float(size.values.max()):
+            text = f"{size_text(left)} were left in its {of}"
+            yield NodeFinding(of, "disk_free", left, float(free.at_s[least]), text)
+
+
+def _open_files(node: NodeSeries) -> Iterator[NodeFinding]:
+    for of in node.of("open_files"):
+        full = _full(node, of, "open_files", "open_files_limit", OPEN_FILES)
+        if full is not None:
+            text = f"{of} had {full[0]:.0f} of {full[2]:.0f} files open that it may"
+            yield NodeFinding(of, "open_files", full[0], full[1], text)
+
+
+def _full(node: NodeSeries, of: str, used: str, limit: str, share: float) -> tuple[float, float, float] | None:
+    """(the most that was used, when, the limit), where it was at least this share of the limit."""
+    peak, most = _peak(node.get(of, used)), _peak(node.get(of, limit))
+    return (*peak, most[0]) if peak is not None and most is not None and peak[0] >= share * most[0] > 0 else None
+
+
+def _grown(what: str, noun: str, where: str) -> Callable[[NodeSeries], Iterator[NodeFinding]]:
+    """A rule for a count that a healthy node does not add to."""
+
+    def rule(node: NodeSeries) -> Iterator[NodeFinding]:
+        for of in node.of(what):
+            series = node.get(of, what)
+            assert series is not None
+            number = round(float(numpy.nansum(series.values)))
+            if number > 0:
+                text = f"{counted(number, noun)} {where.format(of)}"
+                yield NodeFinding(of, what, number, _last(series), text)
+
+    return rule
+
+
+_RULES = (
+    _grown("ecc_uncorrected", "new uncorrectable ECC error", "on {}"),
+    _clocks,
+    _memory,
+    _swapping,
+    _steal,
+    _grown("ib_errors", "new error", "of its InfiniBand port {}"),
+    _held_back,
+    _grown("net_errors", "new error", "of its network interfaces"),
+    _disk,
+    _open_files,
+    _grown("ecc_corrected", "new corrected ECC error", "on {}"),
+)
+
+
+def _last(series: FigureSamples) -> float:
+    return float(series.at_s[numpy.flatnonzero(numpy.nan_to_num(series.values))[-1]])
+
+
+def _peak(series: FigureSamples | None) -> tuple[float, float] | None:
+    """(the largest, when it was so closest to the event); None if there is none."""
+    if series is None:
+        return None
+    shown: Any = series.shown
+    if not numpy.isfinite(shown).any():
+        return None
+    largest = float(numpy.nanmax(shown))
+    at_s = series.at_s[shown >= _AS_LARGE * largest]
+    return largest, float(at_s[numpy.abs(at_s).argmin()])

@@ -10,23 +10,27 @@ no other rank is half as slow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from operator import attrgetter
+from statistics import median
+from typing import Any, Literal, NamedTuple
 
 import numpy
 
+from ...core.metrics import HOST
 from ...core.recorder.step_table import PARTS, WAITING
 from ...core.wire.columns import unpack_steps
 from ..decide.node_advice import gpu_lines, gpu_of, uuid_of
 from ..decide.words import device_of
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import RankStepTotals, StepReport, StragglerReport
-from .node_telemetry import series_of_all
-from .stands_out import beside_slow
+from ..report.sentence_parts import share_text, size_text
+from .node_series import FigureSamples, NodeSeries, series_of_all
 
 WARN = 0.10
-"""Of the job's time, from which on a slow rank is told."""
+"""Share of the job's time from which on a slow rank is reported."""
 LOUD = 0.20
 WARM_UP = 3
 """The first steps of a run are not compared: each rank compiles, opens its files, and waits for the others."""
@@ -41,12 +45,8 @@ _OTHERS_AT_MOST = 0.5
 """The cost of any other rank, as a share of the slow one's."""
 
 
-@dataclass(frozen=True)
-class RankTimes:
-    """A sample of one rank's steps: their numbers, and float64 seconds of shape (steps, parts)."""
-
-    numbers: list[int]
-    parts: Any
+RankTimes = tuple[list[int], Any]
+"""A sample of one rank's steps: their numbers, and float64 seconds of shape (steps, parts)."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ class SlowRank:
         return self.cost >= LOUD
 
 
-@dataclass(frozen=True)
-class StepComparison:
+class StepComparison(NamedTuple):
     """What a comparison of the ranks' steps has shown."""
 
     steps: int
@@ -84,23 +83,35 @@ class StepComparison:
 
 def find_stragglers(ranks: Mapping[int, RankTimes]) -> StepComparison | None:
     """None if there is too little to compare."""
-    common = sorted(set.intersection(*(set(times.numbers) for times in ranks.values()))) if len(ranks) > 1 else []
-    common = [number for number in common if number > WARM_UP]
+    shared = set.intersection(*(set(numbers) for numbers, _ in ranks.values())) if len(ranks) > 1 else set()
+    common = sorted(number for number in shared if number > WARM_UP)
     if len(common) < LEAST_STEPS:
         return None
-    table = numpy.stack([_rows(times, common) for times in ranks.values()])
+    places = [{number: n for n, number in enumerate(numbers)} for numbers, _ in ranks.values()]
+    rows = zip(places, ranks.values(), strict=True)
+    table = numpy.stack([parts[[place[number] for number in common]] for place, (_, parts) in rows])
     own = table.sum(axis=2) - table[:, :, WAITING]
     step_s, late = _lateness(table)
     if step_s <= 0:
         return None
-    slow = _clear_one(late)
-    if slow is None:
+    n = _clear_one(late)
+    if n is None:
         return StepComparison(len(common), step_s, [])
-    return StepComparison(len(common), step_s, [_told(list(ranks)[slow], slow, late[slow], own, table)])
+    slow = late[n] >= WARN
+    named = SlowRank(
+        list(ranks)[n],
+        float(late[n].mean()),
+        _part_of(table, n, slow),
+        "constantly" if slow.mean() >= _ALWAYS else "now and then",
+        int(slow.sum()),
+        float(own[n][slow].mean()),
+        float(_median_of_others(own, n)[slow].mean()),
+    )
+    return StepComparison(len(common), step_s, [named])
 
 
 def find_slow_now(ranks: list[int], means: Any) -> SlowRank | None:
-    """Of the same stretch of all ranks' steps, without the steps one by one. None if none is clear.
+    """From the means over the same stretch of all ranks' steps, without the steps one by one. None if none is clear.
 
     `means`: float64 seconds of the parts of a step, of shape (ranks, parts).
     """
@@ -131,11 +142,6 @@ def _costliest(costs: Any) -> int | None:
     return first
 
 
-def _rows(times: RankTimes, numbers: list[int]) -> Any:
-    place = {number: n for n, number in enumerate(times.numbers)}
-    return times.parts[[place[number] for number in numbers]]
-
-
 def _median_of_others(values: Any, rank: int) -> Any:
     return numpy.median(numpy.delete(values, rank, axis=0), axis=0)
 
@@ -152,23 +158,9 @@ def _clear_one(late: Any) -> int | None:
     return first if (late[first] >= WARN).sum() >= LEAST_SLOW else None
 
 
-def _told(rank: int, n: int, late: Any, own: Any, table: Any) -> SlowRank:
-    slow = late >= WARN
-    return SlowRank(
-        rank,
-        float(late.mean()),
-        _part_of(table, n, slow),
-        "constantly" if slow.mean() >= _ALWAYS else "now and then",
-        int(slow.sum()),
-        float(own[n][slow].mean()),
-        float(_median_of_others(own, n)[slow].mean()),
-    )
-
-
 def _part_of(table: Any, n: int, slow: Any) -> str:
     """Which part has most of what the n-th rank takes beyond the others in its slow steps; "" if none has."""
-    others = numpy.median(numpy.delete(table, n, axis=0), axis=0)
-    beyond = (table[n] - others)[slow].mean(axis=0)
+    beyond = (table[n] - _median_of_others(table, n))[slow].mean(axis=0)
     beyond[WAITING] = 0
     largest = int(beyond.argmax())
     positive = float(beyond[beyond > 0].sum())
@@ -186,20 +178,19 @@ PART_TEXT = {
 
 
 def step_report(facts: RunFacts, attempt: int) -> StepReport | None:
-    """None if no rank has timed a step. If it cannot be told, everything else in the report is there all the same."""
-    try:
-        return _step_report(facts, attempt)
-    except Exception as error:  # it is made of what came over the network
-        return StepReport([], trouble=f"where the time goes could not be told: {type(error).__name__}: {error}")
-
-
-def _step_report(facts: RunFacts, attempt: int) -> StepReport | None:
+    """None if no rank has timed a step."""
     ranks = facts.of_attempt(attempt)
     timed = [rank for rank in ranks if rank.step_times is not None]
     if not timed:
         return None
-    shown = [_of_rank(rank) for rank in timed]
-    sampled = {rank.rank: times for rank in timed if (times := _sample(rank)) is not None}
+    shown, sampled = [], {}
+    for rank in timed:
+        times = rank.step_times
+        assert times is not None
+        seconds = {part: round(second, 3) for part, second in zip(PARTS, times.total_s, strict=False)}
+        shown.append(RankStepTotals(rank.rank, times.timed, seconds))
+        with suppress(ValueError):  # bytes that no agent sends
+            sampled[rank.rank] = unpack_steps(times.steps)
     found = find_stragglers(sampled) if len(sampled) == len(ranks) else None
     if found is None:
         return StepReport(shown)
@@ -212,25 +203,10 @@ def _step_report(facts: RunFacts, attempt: int) -> StepReport | None:
     )
 
 
-def _of_rank(rank: RankFacts) -> RankStepTotals:
-    times = rank.step_times
-    assert times is not None
-    seconds = {part: round(second, 3) for part, second in zip(PARTS, times.total_s, strict=False)}
-    return RankStepTotals(rank.rank, times.timed, seconds)
-
-
-def _sample(rank: RankFacts) -> RankTimes | None:
-    """None for bytes that no agent sends."""
-    assert rank.step_times is not None
-    try:
-        return RankTimes(*unpack_steps(rank.step_times.steps))
-    except ValueError:
-        return None
-
-
 def _straggler(facts: RunFacts, rank: RankFacts, slow: SlowRank, found: StepComparison) -> StragglerReport:
-    host, device = facts.host(rank), device_of(rank)
-    gpu = gpu_of(facts, rank)
+    host, device, gpu = facts.host(rank), device_of(rank), gpu_of(facts, rank)
+    nodes = series_of_all(facts, None)
+    own = nodes.pop(rank.agent, None)
     place = ", ".join(part for part in (device, f"on {host}" if host else "") if part)
     steps = (
         f"in {slow.slow_steps} of {found.steps} steps that were compared"
@@ -252,16 +228,83 @@ def _straggler(facts: RunFacts, rank: RankFacts, slow: SlowRank, found: StepComp
         slow.how,
         slow.part,
         text,
-        [*_telemetry(facts, rank), *(gpu_lines(gpu) if gpu is not None else [])],
+        [*beside_slow(own, uuid_of(rank), nodes.values()), *(gpu_lines(gpu) if gpu is not None else [])],
     )
-
-
-def _telemetry(facts: RunFacts, rank: RankFacts) -> list[str]:
-    nodes = series_of_all(facts, None)
-    own = nodes.pop(rank.agent, None)
-    return beside_slow(own, uuid_of(rank), nodes.values())
 
 
 def _time(seconds: float) -> str:
     """`0.31 s`, `12 ms`"""
     return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"
+
+
+# The host and the GPU of a slow rank over the run, beside those of the others.
+
+Value = Callable[[FigureSamples], float]
+_SHARE: Value = attrgetter("share")
+_HOST = {
+    "cpu": "{} of its processors in use",
+    "steal": "{} stolen by other virtual machines",
+    "iowait": "{} waiting for disks",
+    "job_cpu_held": "held back by the job's processor limit in {} of the time",
+}
+_GPU: tuple[tuple[str, Value, str, str], ...] = (
+    ("sm_clock", lambda series: series.values.mean(), "SM clock {:.0f} MHz on average", "{:.0f} MHz"),
+    ("temperature", lambda series: series.values.max(), "up to {:.0f} C", "{:.0f} C"),
+    ("gpu_use", lambda series: series.values.mean(), "{:.0%} in use", "{:.0%}"),
+)
+_HELD_DOWN = {
+    "hot": ("clocks_hw_thermal", "clocks_sw_thermal"),
+    "short of power": ("clocks_hw_power_brake", "clocks_hw_slowdown"),
+}
+
+
+def beside_slow(node: NodeSeries | None, gpu: str, others: Iterable[NodeSeries]) -> list[str]:
+    """Lines about the slow rank's host, and its GPU if `gpu` is its UUID. `others` are the other nodes."""
+    if node is None:
+        return []
+    others = list(others)
+    return [*_host_line(node, others), *_gpu_line(node, gpu, others)]
+
+
+def _host_line(node: NodeSeries, others: list[NodeSeries]) -> Iterator[str]:
+    parts = []
+    for what, text in _HOST.items():
+        own = _known(node, HOST, what)
+        if own is not None and (own >= 0.005 or what == "cpu"):
+            rest = _of_others([(other, HOST) for other in others], what, _SHARE)
+            parts.append(text.format(share_text(own)) + (f" (the others: {share_text(rest)})" if rest else ""))
+    swapped = sum(_known(node, HOST, what) or 0.0 for what in ("swap_in", "swap_out"))
+    if swapped >= 1024:
+        parts.append(f"swapping {size_text(swapped)} a second")
+    if parts:
+        yield f"its host {node.host} over the run: {', '.join(parts)}"
+
+
+def _gpu_line(node: NodeSeries, gpu: str, others: list[NodeSeries]) -> Iterator[str]:
+    uuid = gpu.removeprefix("GPU-")
+    own_gpu = next((of for of in node.of("sm_clock") + node.of("temperature") if of.removeprefix("GPU-") == uuid), None)
+    if own_gpu is None:
+        return
+    rest = [(each, of) for each in (node, *others) for of in each.of("sm_clock") if (each, of) != (node, own_gpu)]
+    parts = []
+    for what, value, text, short in _GPU:
+        own = _known(node, own_gpu, what, value)
+        if own is not None:
+            other = _of_others(rest, what, value)
+            parts.append(text.format(own) + (f" (the others: {short.format(other)})" if other is not None else ""))
+    for text, reasons in _HELD_DOWN.items():
+        held = max(_known(node, own_gpu, what) or 0.0 for what in reasons)
+        if held >= 0.005:
+            parts.append(f"its clocks held down for {share_text(held)} of the time because it was {text}")
+    yield f"its GPU {own_gpu} over the run: {', '.join(parts)}"
+
+
+def _of_others(others: list[tuple[NodeSeries, str]], what: str, value: Value) -> float | None:
+    found = [own for node, of in others if (own := _known(node, of, what, value)) is not None]
+    return median(found) if found else None
+
+
+def _known(node: NodeSeries, of: str, what: str, value: Value = _SHARE) -> float | None:
+    series = node.get(of, what)
+    found = float(value(series)) if series is not None else float("nan")
+    return found if numpy.isfinite(found) else None

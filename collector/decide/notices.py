@@ -8,7 +8,7 @@ import msgspec
 
 from ...core.events import IgnoredAlarm, RangeWarning
 from ...core.frames import FramePhase, format_number
-from ..report.notices_text import share_text
+from ..report.sentence_parts import coarse_share_text
 
 if TYPE_CHECKING:
     from ..facts.facts import RankFacts
@@ -41,9 +41,9 @@ def amount_text(warned: RangeWarning) -> str:
         return f"abs max {largest}, {warned.headroom:.1f} powers of two below {warned.dtype}'s limit"
     shares = []
     if warned.subnormals:
-        shares.append(f"{share_text(warned.subnormals)} subnormal")
+        shares.append(f"{coarse_share_text(warned.subnormals)} subnormal")
     if warned.zeros:
-        shares.append(f"{share_text(warned.zeros)} zeros")
+        shares.append(f"{coarse_share_text(warned.zeros)} zeros")
     return f"{', '.join(shares) or 'lost precision'} in {warned.dtype}"
 
 

@@ -1,1 +1,1 @@
-"""What is told while the job still runs."""
+"""What is shown and reported while the job still runs."""

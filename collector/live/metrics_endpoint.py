@@ -1,6 +1,12 @@
-"""What the collector's loop has of its metrics: it gives the newest picture, once a second, and waits for nobody.
+"""The port that a Prometheus scrapes: HTTP, in threads of its own, so that no scrape holds up the collector's loop.
 
-An error of ours is counted, logged once, and told in the report. It costs the metrics alone.
+    GET /metrics  ->  200, Prometheus's text format; 503 before the first picture
+
+The loop gives the newest picture, once a second, and waits for nobody. An error of ours is counted, logged once, and in
+the report. It costs the metrics alone.
+
+Everybody who reaches the port may read; that is 127.0.0.1 by default. It is bounded: a number of scrapes at a time,
+each with a deadline. The text is made once for a picture, when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -9,49 +15,117 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from msgspec.structs import replace
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from ...core.errors import UsageError
 from ...core.tell import tell
-from ...core.wire.view import JobView
-from .own_numbers import OwnNumbers
+from ...core.verdicts import VerdictKind
+from ...core.wire.view import JobView, RankView, ViewStraggler
+from ..report.model import label_of
 from .publisher import PicturePace
-
-# The port that a Prometheus scrapes: HTTP, in threads of its own, so that no scrape holds up the collector's loop.
-#
-# GET /metrics  ->  200, Prometheus's text format; 503 before the first picture
-#
-# Everybody who reaches the port may read; that is 127.0.0.1 by default. It is bounded: so many scrapes at a time, each
-# with a deadline. The text is made once for a picture, when somebody asks for it.
+from .snapshot import STATES, behind_of, state_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MOST_SCRAPES = 8
-"""At a time. Who comes beyond it is hung up on."""
+"""At a time. The server hangs up on any more."""
 _SCRAPE_S = 10.0
-"""A client that sends or takes nothing for so long is hung up on."""
+"""The server hangs up on a client that sends or takes nothing for this long."""
 
 
-class MetricsEndpoint:
-    """Listens from the moment it is made. Raises OSError when the address cannot be had."""
+@dataclass(frozen=True)
+class OwnNumbers:
+    """Numbers of the collector itself."""
 
-    def __init__(
-        self, host: str, port: int, text: Callable[[], bytes | None], failed: Callable[[Exception], object]
-    ) -> None:
-        """Both are called in other threads. `text` gives the answer, None where there is nothing yet, and raises
-        nothing; `failed` is told of an error of ours.
-        """
-        self._server = _MetricsServer(host, port, text, failed)
-        self.port = int(self._server.server_address[1])
+    waiting_messages: int = 0
+    """Received, and not on the disk yet."""
+    waiting_bytes: int = 0
+    pages_not_kept: int = 0
+    turned_away: dict[str, int] = field(default_factory=dict)
+    """By reason."""
+    metrics_faults: int = 0
+
+
+Picture = tuple[JobView, OwnNumbers]
+
+
+class MetricsExporter:
+    """Serves them from the moment it is made, at `address`: `HOST:PORT`. Raises UsageError where it cannot."""
+
+    def __init__(self, address: str) -> None:
+        self.faults = 0
+        self._errors: set[str] = set()
+        self._pace = PicturePace()
+        self._lock = threading.Lock()
+        """For the text, which scrapes make."""
+        self._counting = threading.Lock()
+        self._newest: Picture | None = None
+        self._written: tuple[Picture, bytes] | None = None
+        host, _, port = address.rpartition(":")
+        try:
+            self._server = _MetricsServer(host.strip("[]"), int(port), self)
+        except OSError as error:
+            raise UsageError(
+                f"--metrics-port: expected an address that is free, found {address}: {error.strerror or error}; pass "
+                "another [HOST:]PORT"
+            ) from error
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, name="gpuwatch-metrics", daemon=True)
         self._thread.start()
 
+    def show(self, make: Callable[[], Picture], now: float) -> None:
+        """Take the newest picture, if it is time. `now` is monotonic time in seconds."""
+        if not self._pace.is_due(now):
+            return
+        began = time.thread_time()
+        try:
+            self._newest = make()
+        except Exception as error:
+            self.failed(error)
+        self._pace.took(time.thread_time() - began, now)
+
+    def conclude(self, kind: str) -> None:
+        """The verdict is there."""
+        newest = self._newest
+        if newest is not None:
+            self._newest = replace(newest[0], kind=kind), newest[1]
+
+    def text(self) -> bytes | None:
+        """The newest picture as text, in the thread of a scrape; None where there is none, or it cannot be written."""
+        with self._lock:
+            newest = self._newest
+            if newest is None:
+                return None
+            if self._written is None or self._written[0] is not newest:
+                try:
+                    self._written = newest, text_of(*newest)
+                except Exception as error:
+                    self.failed(error)
+                    return None
+            return self._written[1]
+
+    def failed(self, error: Exception) -> None:
+        """Count an error of ours, and log it once. Scrapes call it in their threads, too."""
+        line = f"the metrics could not be told: {type(error).__name__}: {error}"
+        with self._counting:
+            self.faults += 1
+            is_new = line not in self._errors
+            self._errors.add(line)
+        if is_new:
+            tell(line)
+
     def close(self) -> None:
-        """Listen no more. A scrape that goes on is left to itself."""
+        """Nobody can scrape any more. A scrape that goes on is left to itself."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -61,12 +135,9 @@ class _MetricsServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(
-        self, host: str, port: int, text: Callable[[], bytes | None], failed: Callable[[Exception], object]
-    ) -> None:
-        self._failed = failed
+    def __init__(self, host: str, port: int, exporter: MetricsExporter) -> None:
+        self.exporter = exporter
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.text = text
         self._room = threading.BoundedSemaphore(_MOST_SCRAPES)
         super().__init__((host, port), _ScrapeHandler)
 
@@ -99,7 +170,7 @@ class _MetricsServer(ThreadingHTTPServer):
         """A client that hangs up is no fault of ours."""
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and not isinstance(error, OSError):
-            self._failed(error)
+            self.exporter.failed(error)
 
 
 class _ScrapeHandler(BaseHTTPRequestHandler):
@@ -113,7 +184,7 @@ class _ScrapeHandler(BaseHTTPRequestHandler):
         if self.path.partition("?")[0] not in ("/metrics", "/"):
             self.send_error(HTTPStatus.NOT_FOUND, "expected /metrics")
             return
-        text = self.server.text()
+        text = self.server.exporter.text()
         if text is None:
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "no numbers yet")
             return
@@ -130,79 +201,121 @@ class _ScrapeHandler(BaseHTTPRequestHandler):
         """A scrape is not worth a line."""
 
 
-Picture = tuple[JobView, OwnNumbers]
+# From the picture that `gpuwatch top` shows to what a Prometheus reads.
+#
+# gpuwatch_rank_batches_total{host="node-a",rank="3"} 813.0
+# gpuwatch_module_headroom{dtype="float16",module="net.fc2"} 1.1
+#
+# A rank has four series, and six with a GPU, whatever its model is. Of modules there are the few of the run that are
+# closest to their limit.
+
+_RANK = ("rank", "host")
+_MODULE = ("module", "dtype")
 
 
-class MetricsExporter:
-    """Serves them from the moment it is made, at `address`: `HOST:PORT`. Raises UsageError where it cannot."""
+def text_of(view: JobView, own: OwnNumbers) -> bytes:
+    """Prometheus's text format, version 0.0.4."""
+    return generate_latest(_CollectedMetrics(view, own))
 
-    def __init__(self, address: str) -> None:
-        try:
-            from .metrics_text import text_of
-        except ImportError as error:
-            raise UsageError(
-                f"--metrics-port: expected prometheus_client, which writes the metrics, found none ({error}); "
-                'install it with: pip install "gpuwatch-cluster[metrics]"'
-            ) from error
-        self._text_of = text_of
-        self.faults = 0
-        self._errors: set[str] = set()
-        self._pace = PicturePace()
-        self._lock = threading.Lock()
-        """Of the text, which scrapes make."""
-        self._counting = threading.Lock()
-        self._newest: Picture | None = None
-        self._written: tuple[Picture, bytes] | None = None
-        host, _, port = address.rpartition(":")
-        try:
-            self._endpoint = MetricsEndpoint(host.strip("[]"), int(port), self._text, self._failed)
-        except OSError as error:
-            raise UsageError(
-                f"--metrics-port: expected an address that is free, found {address}: {error.strerror or error}; pass "
-                "another [HOST:]PORT"
-            ) from error
-        self.url = f"http://{host}:{self._endpoint.port}/metrics"
 
-    def show(self, make: Callable[[], Picture], now: float) -> None:
-        """Take the newest picture, if it is time. `now` is monotonic time in seconds."""
-        if not self._pace.is_due(now):
-            return
-        began = time.thread_time()
-        try:
-            self._newest = make()
-        except Exception as error:
-            self._failed(error)
-        self._pace.took(time.thread_time() - began, now)
+class _CollectedMetrics(Collector):
+    def __init__(self, view: JobView, own: OwnNumbers) -> None:
+        self._view, self._own = view, own
 
-    def conclude(self, kind: str) -> None:
-        """The verdict is there."""
-        newest = self._newest
-        if newest is not None:
-            self._newest = replace(newest[0], kind=kind), newest[1]
+    def collect(self) -> Iterator[Metric]:
+        return families(self._view, self._own)
 
-    def _text(self) -> bytes | None:
-        """Of the newest picture, in the thread of a scrape; None where there is none, or it cannot be written."""
-        with self._lock:
-            newest = self._newest
-            if newest is None:
-                return None
-            if self._written is None or self._written[0] is not newest:
-                try:
-                    self._written = newest, self._text_of(*newest)
-                except Exception as error:
-                    self._failed(error)
-                    return None
-            return self._written[1]
 
-    def _failed(self, error: Exception) -> None:
-        line = f"the metrics could not be told: {type(error).__name__}: {error}"
-        with self._counting:
-            self.faults += 1
-            is_new = line not in self._errors
-            self._errors.add(line)
-        if is_new:
-            tell(line)
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
-    def close(self) -> None:
-        """Nobody can scrape any more."""
-        self._endpoint.close()
+
+def families(view: JobView, own: OwnNumbers) -> Iterator[Metric]:
+    """All of them; one that nothing is known for has no sample."""
+    yield InfoMetricFamily(
+        "gpuwatch_run", "The run that this collector watches.", {"run": view.run, "attempt": str(view.attempt)}
+    )
+    silent = sum(node.lost for node in view.nodes)
+    for name, text, number in (
+        ("gpuwatch_view_timestamp_seconds", "When these numbers were taken.", view.time_ns / 1e9),
+        ("gpuwatch_world_size", "Ranks of the job.", view.world_size),
+        ("gpuwatch_nodes", "Nodes of the job that were heard.", len(view.nodes)),
+        ("gpuwatch_nodes_silent", "Nodes of the job that are silent now.", silent),
+    ):
+        yield GaugeMetricFamily(name, text, value=number)
+    yield from _ranks(view)
+    yield from _modules(view)
+    yield _by_label(CounterMetricFamily, "gpuwatch_events", "What happened.", "kind", view.events_by_kind)
+    values = {value: view.anomalies_by_value.get(value, 0) for value in ("nan", "+inf", "-inf")}
+    yield _by_label(CounterMetricFamily, "gpuwatch_anomalies", "Anomalies.", "value", values)
+    yield _by_label(CounterMetricFamily, "gpuwatch_lost", "Dropped for want of room.", "what", view.lost)
+    kinds = {str(kind): int(kind == view.kind) for kind in VerdictKind}
+    yield _by_label(GaugeMetricFamily, "gpuwatch_verdict", "1: the verdict so far.", "kind", kinds)
+    text = "Received, and not on the disk yet."
+    yield GaugeMetricFamily("gpuwatch_collector_waiting_messages", text, value=own.waiting_messages)
+    yield GaugeMetricFamily("gpuwatch_collector_waiting_bytes", text, value=own.waiting_bytes)
+    text = "For want of memory and disk."
+    yield CounterMetricFamily("gpuwatch_collector_pages_not_kept", text, value=own.pages_not_kept)
+    text = "Messages and clients that were not let in."
+    yield _by_label(CounterMetricFamily, "gpuwatch_collector_turned_away", text, "reason", own.turned_away)
+    text = "How often these metrics could not be told."
+    yield CounterMetricFamily("gpuwatch_metrics_faults", text, value=own.metrics_faults)
+
+
+def _ranks(view: JobView) -> Iterator[Metric]:
+    behind = behind_of(view.ranks)
+    states = {rank.rank: state_of(rank, behind) for rank in view.ranks}
+    number = Counter(states.values())
+    by_state = {str(state): number[state] for state in STATES}
+    yield _by_label(GaugeMetricFamily, "gpuwatch_ranks", "Ranks by state.", "state", by_state)
+    state = GaugeMetricFamily("gpuwatch_rank_state", "1: the state that the rank is in.", labels=[*_RANK, "state"])
+    states.update({process.rank: state_of(process, set()) for process in view.processes})
+    everyone = [*view.ranks, *view.processes]
+    for rank in everyone:
+        state.add_metric([label_of(rank.rank), rank.host, states[rank.rank]], 1)
+    yield state
+    batches = [(rank, max(0, rank.batch + 1)) for rank in everyone]
+    yield _of_ranks(CounterMetricFamily, "gpuwatch_rank_batches", "Batches that the rank has begun.", batches)
+    steps = [(rank, max(0, rank.step)) for rank in everyone]
+    yield _of_ranks(CounterMetricFamily, "gpuwatch_rank_steps", "Optimizer steps that it has finished.", steps)
+    still = [(rank, rank.still_s) for rank in everyone if not rank.ended]
+    yield _of_ranks(GaugeMetricFamily, "gpuwatch_rank_still_seconds", "Since it last recorded something.", still)
+    use = [(rank, rank.gpu_use) for rank in view.ranks if rank.gpu_use >= 0]
+    text = "Of the time in which a kernel ran on the rank's GPU."
+    yield _of_ranks(GaugeMetricFamily, "gpuwatch_rank_gpu_use_share", text, use)
+    memory = [(rank, rank.gpu_memory) for rank in view.ranks if rank.gpu_memory >= 0]
+    yield _of_ranks(GaugeMetricFamily, "gpuwatch_rank_gpu_memory_share", "Of its GPU's memory in use.", memory)
+    slow = [(view.slow, view.slow.cost)] if view.slow is not None else []
+    text = "Share of the job's time that the others wait for this rank."
+    yield _of_ranks(GaugeMetricFamily, "gpuwatch_straggler_share", text, slow)
+
+
+def _of_ranks(kind: Family, name: str, text: str, of: Iterable[tuple[RankView | ViewStraggler, float]]) -> Metric:
+    found = kind(name, text, labels=_RANK)
+    for rank, number in of:
+        found.add_metric([label_of(rank.rank), rank.host], number)
+    return found
+
+
+def _modules(view: JobView) -> Iterator[Metric]:
+    left = GaugeMetricFamily(
+        "gpuwatch_module_headroom", "Powers of two from its output's abs max to its dtype's limit.", labels=_MODULE
+    )
+    largest = GaugeMetricFamily("gpuwatch_module_abs_max", "Of its output in the last batch.", labels=_MODULE)
+    for hot in view.hot:
+        left.add_metric([hot.module, hot.dtype], hot.left)
+        largest.add_metric([hot.module, hot.dtype], hot.abs_max)
+    yield from (left, largest)
+    passing = GaugeMetricFamily(
+        "gpuwatch_forecast_batch", "In which its output passes its dtype's limit.", labels=[*_MODULE, "bound"]
+    )
+    for told in view.passing:
+        for bound, batch in (("earliest", told.earliest), ("middle", told.batch), ("latest", told.latest)):
+            passing.add_metric([told.module, told.dtype, bound], batch)
+    yield passing
+
+
+def _by_label(kind: Family, name: str, text: str, label: str, of: dict[str, int]) -> Metric:
+    found = kind(name, text, labels=[label])
+    for value, number in of.items():
+        found.add_metric([value], number)
+    return found

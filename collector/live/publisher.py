@@ -1,7 +1,7 @@
-"""The socket that viewers look at, with the collector's CURVE keys. It waits for nobody and reads nothing.
+"""Both ends of the socket that viewers look at, with the collector's CURVE keys.
 
-Who is too slow misses pictures. With no viewer, no picture is made. Where its port is, and the key that opens it,
-stands in a file of the run's folder, which only its user can read.
+The collector's end waits for nobody and reads nothing. Who is too slow misses pictures. With no viewer, no picture is
+made. Its port, and the key that opens it, are in a file of the run's folder, which only its user can read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import zmq
 from ...core import host
 from ...core.tell import tell
 from ...core.wire.keys import KeyPair
-from ...core.wire.view import FILE, JobView, ViewerKeys, encode_view
+from ...core.wire.view import FILE, JobView, ViewerKeys, decode_view, encode_view, read_viewer_keys
 
 # When the next picture is due: once a second, and less often where making one takes long.
 
 EVERY_S = 1.0
 _SHARE = 0.02
-"""So much of one processor pictures may take."""
+"""The share of one processor that pictures may take."""
 
 
 class PicturePace:
@@ -43,16 +43,12 @@ class PicturePace:
         return True
 
     def took(self, processor_s: float, now: float) -> None:
-        """One was made, in so much processor time."""
+        """One was made, in `processor_s` of processor time."""
         self._due = now + max(EVERY_S, processor_s / _SHARE)
-
-    def stop(self) -> None:
-        """None is due any more."""
-        self._due = math.inf
 
 
 _MOST_WORDS = 64
-"""Of viewers, in one turn: they come and go. Nothing else that they say is looked at."""
+"""Words of viewers that are read in one turn: they come and go. Nothing else that they say is read."""
 
 
 class ViewPublisher:
@@ -60,7 +56,8 @@ class ViewPublisher:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, server: KeyPair, viewer: KeyPair) -> None:
         self._socket = context.socket(zmq.XPUB)
-        self._viewers = 0
+        self.has_viewers = False
+        """Whether somebody looked, when it last heard."""
         self._pace = PicturePace()
         self._file: Path | None = None
         try:
@@ -97,35 +94,26 @@ class ViewPublisher:
         if not self._pace.is_due(now):
             return
         self._hear()
-        if not self._viewers:
+        if not self.has_viewers:
             return
         began = time.thread_time()
         try:
             picture = encode_view(make())
         except Exception as error:  # it costs the view alone
             tell(f"what a viewer sees could not be made: {type(error).__name__}: {error}")
-            self._pace.stop()
+            self._pace.took(math.inf, now)
             return
         with suppress(zmq.ZMQError):
             self._socket.send(picture, zmq.NOBLOCK)
         self._pace.took(time.thread_time() - began, now)
 
-    @property
-    def has_viewers(self) -> bool:
-        """Whether somebody looked, when it last heard."""
-        return self._viewers > 0
-
     def _hear(self) -> None:
-        """Count who looks: \\x01 says that the first has come, \\x00 that the last has left."""
-        for _ in range(_MOST_WORDS):
-            try:
+        """Whether somebody looks: \\x01 says that the first has come, \\x00 that the last has left."""
+        with suppress(zmq.ZMQError):
+            for _ in range(_MOST_WORDS):
                 word = self._socket.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:
-                return
-            if word == b"\x01":
-                self._viewers = 1
-            elif word == b"\x00":
-                self._viewers = 0
+                if word in (b"\x00", b"\x01"):
+                    self.has_viewers = word == b"\x01"
 
     def close(self) -> None:
         """Nobody can look any more."""
@@ -135,12 +123,60 @@ class ViewPublisher:
         self._socket.close(linger=0)
 
 
-def publisher(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, server: KeyPair, viewer: KeyPair
-) -> ViewPublisher | None:
-    """One that listens; None where no port can be had, which costs the view alone."""
-    try:
-        return ViewPublisher(context, address, server, viewer)
-    except zmq.ZMQError as error:
-        tell(f"nobody can look on: {error}")
-        return None
+MAX_BYTES = 32 << 20
+
+
+class ViewSubscriber:
+    """The viewer's end, for the run in `folder`. A collector that is started again is found again by its file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._keys: ViewerKeys | None = None
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether a collector shows this run now, as far as its file says. Raises GpuwatchError for a damaged file."""
+        return read_viewer_keys(self._folder) is not None
+
+    def newest(self, timeout_s: float) -> JobView | None:
+        """The last picture that has come; None if none comes in time. Raises GpuwatchError as above."""
+        keys = read_viewer_keys(self._folder)
+        if keys != self._keys:
+            self._disconnect()
+            self._keys = keys
+            if keys is not None:
+                self._socket = self._connect(keys)
+        if self._socket is None:
+            time.sleep(timeout_s)
+            return None
+        found = None
+        ready = self._socket.poll(int(timeout_s * 1000))
+        while ready:
+            found = decode_view(self._socket.recv()) or found
+            ready = self._socket.poll(0)
+        return found
+
+    def _connect(self, keys: ViewerKeys) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.SUB)
+        socket.linger = 0
+        socket.ipv6 = True
+        socket.rcvhwm = 4
+        socket.maxmsgsize = MAX_BYTES
+        socket.curve_serverkey = keys.server_key.encode()
+        socket.curve_publickey = keys.public_key.encode()
+        socket.curve_secretkey = keys.private_key.encode()
+        socket.subscribe(b"")
+        socket.connect(keys.address)
+        return socket
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
+
+    def close(self) -> None:
+        """Look no more."""
+        self._disconnect()
+        self._context.term()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ...core.events import GpuHealth, GpuXid
 from ...core.lone_process import rank_name
 from ...core.wire.messages import GpuNow, closest_modules, unpack_gpus, unpack_hot
 from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, ViewEvent, ViewStraggler
-from ..assemble.forecasts import forecasts_of, is_sound, passing_text
+from ..assemble.timeline import forecasts_of, is_sound, passing_text
 from ..decide.node_advice import uuid_of
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.fold import shown_body
@@ -29,6 +29,7 @@ def view_of(
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     ranks = facts.of_attempt(attempt)
     lone = _lone(facts)
+    anomalies = Counter(anomaly.value for rank in facts.everyone.values() for anomaly in rank.anomalies)
     gpus = {agent: {gpu.uuid: gpu for gpu in unpack_gpus(node.gpus)} for agent, node in facts.nodes.items()}
     hot = closest_modules((hot for node in facts.nodes.values() for hot in unpack_hot(node.hot)), MOST_HOT)
     return JobView(
@@ -46,7 +47,7 @@ def view_of(
         slow,
         _passing(ranks),
         _events_by_kind(facts),
-        dict(Counter(anomaly.value for rank in facts.everyone.values() for anomaly in rank.anomalies)),
+        dict(anomalies),
         _lost(facts),
         processes=[_rank(facts, process, {}) for process in lone[:MOST_PROCESSES]],
         more_processes=max(0, len(lone) - MOST_PROCESSES),
@@ -64,9 +65,12 @@ def _lone(facts: RunFacts) -> list[RankFacts]:
 
 def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView:
     state, ended = rank.state, rank.exit
+    code = ended.code if ended is not None else None
     if state is None:
         phase = ended.phase if ended is not None else "starting"
-        return RankView(rank.rank, facts.host(rank), phase, -1, -1, -1, "", 0.0, False, 0, *_end(rank))
+        return RankView(
+            rank.rank, facts.host(rank), phase, -1, -1, -1, "", 0.0, False, 0, exit=code, ended=ended is not None
+        )
     gpu = gpus.get(uuid_of(rank)) if gpus else None
     return RankView(
         rank.rank,
@@ -79,14 +83,11 @@ def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView
         state.age_s,
         state.overflow or bool(rank.anomalies),
         rank.warned_rows,
-        *_end(rank),
+        code,
+        ended is not None,
         state.waits,
         *((gpu.use, gpu.memory) if gpu is not None else ()),
     )
-
-
-def _end(rank: RankFacts) -> tuple[int | None, bool]:
-    return (rank.exit.code, True) if rank.exit is not None else (None, False)
 
 
 def _nodes(facts: RunFacts) -> list[NodeView]:
@@ -103,26 +104,24 @@ def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[ViewEvent]:
     found: list[ViewEvent] = []
     for rank in ranks:
         name = rank_name(rank.rank)
+        events: list[tuple[Any, str, bool]] = []
         for anomaly in rank.anomalies[:1]:
             place = f"`{anomaly.module}`" if anomaly.module else "the root"
-            text = f"{name}: {anomaly.value} in {anomaly.role} of {place}, batch {anomaly.where.batch}"
-            found.append(ViewEvent(anomaly.where.time_ns, text, True))
-        for error in rank.errors[:1]:
-            found.append(ViewEvent(error.where.time_ns, f"{name} raised {error.error}", True))
-        for forecast in rank.forecasts[:1]:
-            if is_sound(forecast):
-                text = f"{name}: in batch {forecast.where.batch} {passing_text(forecast)}"
-                found.append(ViewEvent(forecast.where.time_ns, text, True))
+            text = f"{anomaly.value} in {anomaly.role} of {place}, batch {anomaly.where.batch}"
+            events.append((anomaly, f"{name}: {text}", True))
+        events += [(error, f"{name} raised {error.error}", True) for error in rank.errors[:1]]
+        for forecast in filter(is_sound, rank.forecasts[:1]):
+            events.append((forecast, f"{name}: in batch {forecast.where.batch} {passing_text(forecast)}", True))
         for fault in rank.faults[:1]:
-            found.append(ViewEvent(fault.where.time_ns, f"{name}: gpuwatch's own fault: {fault.part}"))
+            events.append((fault, f"{name}: gpuwatch's own fault: {fault.part}", False))
         for skip in rank.scaler_skips[-1:]:
-            found.append(ViewEvent(skip.where.time_ns, f"{name}: GradScaler skipped a step, scale {skip.scale:g}"))
+            events.append((skip, f"{name}: GradScaler skipped a step, scale {skip.scale:g}", False))
+        found += [ViewEvent(event.where.time_ns, text, loud) for event, text, loud in events]
     for node in facts.nodes.values():
         host = node.hello.host if node.hello is not None else "a node"
         for xid in [event for event in node.gpu_events if isinstance(event, GpuXid)][-_MOST_XIDS:]:
-            found.append(
-                ViewEvent(xid.time_ns, f"{host}: XID {xid.number} {xid.meaning}".rstrip(), xid.grade == "fail")
-            )
+            text = f"{host}: XID {xid.number} {xid.meaning}".rstrip()
+            found.append(ViewEvent(xid.time_ns, text, xid.grade == "fail"))
         if node.lost:
             found.append(ViewEvent(1 << 62, f"{host} is silent", True))
     return sorted(found, key=lambda event: event.time_ns)
@@ -164,7 +163,7 @@ def _lost(facts: RunFacts) -> dict[str, int]:
 # Who waits for whom, and in what state a rank is, as a picture shows it. Pure.
 
 STILL_S = 3.0
-"""So long a rank may rest before anything is said of it."""
+"""A rank may rest for this long before it counts as at rest."""
 
 State = Literal["overflow", "waited for", "failed", "at rest", "running", "ended"]
 STATES: tuple[State, ...] = get_args(State)

@@ -1,4 +1,4 @@
-"""All that is told while the job still runs: the verdict so far, a forecast, a slow rank.
+"""What is reported while the job still runs: the verdict so far, a forecast, a slow rank.
 
 An error in one of them is logged, once; it costs neither the others nor the report.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+
+import numpy
 
 from ...core.events import Anomaly, LimitForecast
-from ...core.wire.messages import AgentBody, EventMessage, PageMessage
+from ...core.recorder.step_table import PARTS
+from ...core.wire.messages import AgentBody, EventMessage, NodeBeat, PageMessage, RankState
 from ...core.wire.view import ViewStraggler
-from ..assemble.forecasts import is_sound, limit_text, passing_text
-from ..assemble.timeline import utc
+from ..assemble.stragglers import LEAST_STEPS, PART_TEXT, WARM_UP, SlowRank, find_slow_now
+from ..assemble.timeline import is_sound, limit_text, passing_text, utc
 from ..decide.overflow_verdict import overflow_verdict
 from ..facts.fold import FactFold, shown_body
-from .straggler_notices import LiveStragglers
 
 # The verdict over an overflow while the job still runs: one line in the collector's log each time that it changes.
 #
@@ -25,9 +26,9 @@ from .straggler_notices import LiveStragglers
 # It is made of what has come so far. Pages of other ranks can still change it.
 
 _SHARE = 0.2
-"""So much of one processor, and of the time where it has less than one, it may take for pages."""
+"""The share of one processor, and of the time where it has less than one, that it may take for pages."""
 _SHARE_OF_ANOMALIES = 0.5
-"""So much for ranks that have met something: it saves up to `_MOST_SAVED_S` for them."""
+"""The same for ranks that have met something: it saves up to `_MOST_SAVED_S` for them."""
 _MOST_SAVED_S = 1.0
 _MOST_DIAGNOSED = 8
 """Ranks of which pages are read for one decision, 10 ms each: what comes meanwhile waits."""
@@ -53,12 +54,8 @@ class LiveVerdict:
         self._changed = self._urgent = False
         self._due = 0.0
         self._saved, self._saved_at = _MOST_SAVED_S, clock()
-        self._said = ""
-
-    @property
-    def said(self) -> str:
+        self.said = ""
         """The last line without its time; "" before there is one."""
-        return self._said
 
     def hear(self, body: AgentBody) -> None:
         """What was added to the fold."""
@@ -86,8 +83,8 @@ class LiveVerdict:
         if verdict is None:
             return
         line = f"the verdict so far: {verdict.certainty}: {verdict.statement}"
-        if line != self._said:
-            self._said = line
+        if line != self.said:
+            self.said = line
             self._say(f"{utc(self._now(), 'milliseconds')} {line}")
 
     def _is_time(self) -> bool:
@@ -112,24 +109,120 @@ class LiveForecast:
         if self._told or not isinstance(body, EventMessage) or not isinstance(body.event, LimitForecast):
             return
         told = shown_body(body.event)
-        if not is_sound(told):
-            return
-        self._told = True
-        self._say(
-            f"rank {told.where.rank}: outputs grow towards {told.dtype}'s limit of {limit_text(told.limit)}: in batch "
-            f"{told.where.batch} {passing_text(told)}, if it goes on as since batch {told.since}"
-        )
-
-    def tick(self) -> None:
-        """Nothing waits for its time."""
+        if is_sound(told):
+            self._told = True
+            self._say(
+                f"rank {told.where.rank}: outputs grow towards {told.dtype}'s limit of {limit_text(told.limit)}: in "
+                f"batch {told.where.batch} {passing_text(told)}, if it goes on as since batch {told.since}"
+            )
 
 
-class _TimeShare(Protocol):
+# A slow rank while the job runs: one line when the others begin to wait for a rank, or do so no more.
+#
+# Rank 3 on gpu-2 costs the job 24% of its time now: the others wait for it. Most of the difference is in the forward.
+#
+# Each beat has how many steps a rank has timed and the time of each part so far. The collector compares what all ranks
+# have added since it last compared. It says only what two comparisons show, one after the other.
+
+LEAST_S = 10.0
+"""Ranks are compared over this time at least, and over `LEAST_STEPS` steps of each."""
+_LOOK_S = 1.0
+_MOST_US = 1 << 53
+
+
+class LiveStragglers:
+    """`folded` knows the ranks' hosts, `say` is given the lines, `clock` is monotonic."""
+
+    def __init__(
+        self, folded: FactFold, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folded = folded
+        self._say = say
+        self._clock = clock
+        self._attempt = -1
+        self._newest: dict[int, RankState] = {}
+        self._before: dict[int, RankState] = {}
+        """By rank: at the last comparison."""
+        self._due = 0.0
+        self._seen: SlowRank | None = None
+        """What the last comparison has shown, and what was reported last."""
+        self._told: SlowRank | None = None
+        self.slow: ViewStraggler | None = None
+        """Who it is now, where the last two comparisons agree."""
+
     def hear(self, body: AgentBody) -> None:
-        """What was added to the fold."""
+        """A beat has where its ranks are."""
+        if not isinstance(body, NodeBeat):
+            return
+        for state in body.ranks:
+            if state.attempt > self._attempt:
+                self._attempt = state.attempt
+                self._newest, self._before, self._seen, self._told, self.slow = {}, {}, None, None, None
+            if state.attempt == self._attempt:
+                known = self._newest.get(state.rank)
+                if known is not None and state.steps_timed < known.steps_timed:
+                    self._before = {}  # its agent was started again, and counts what the recorder still holds
+                self._newest[state.rank] = state
 
     def tick(self) -> None:
-        """Tell what is new, if it is time."""
+        """Compare, if it is time and all ranks have gone on for long enough."""
+        now = self._clock()
+        if now < self._due or not self._newest:
+            return
+        self._due = now + _LOOK_S
+        if not self._before:
+            if self._all_are_here() and min(state.steps_timed for state in self._newest.values()) >= WARM_UP:
+                self._begin(now)
+            return
+        ranks = sorted(self._before)
+        stretches = [(self._before[rank], self._newest[rank]) for rank in ranks]
+        steps = numpy.array([after.steps_timed - before.steps_timed for before, after in stretches])
+        if steps.min() < LEAST_STEPS or not all(_is_timed(after) for _, after in stretches):
+            return
+        parts = numpy.array([numpy.subtract(after.parts_us, before.parts_us) for before, after in stretches])
+        means = parts / 1e6 / steps[:, None]
+        self._begin(now)
+        slow = find_slow_now(ranks, means)
+        if _rank_of(slow) == _rank_of(self._seen):
+            host = self._host(slow.rank) if slow is not None else ""
+            self.slow = ViewStraggler(slow.rank, host, slow.cost) if slow is not None else None
+            self._tell(slow, host)
+        self._seen = slow
+
+    def _all_are_here(self) -> bool:
+        states = self._newest.values()
+        world_size = max(state.world_size for state in states)
+        return 1 < world_size == len(self._newest) and all(map(_is_timed, states))
+
+    def _begin(self, now: float) -> None:
+        self._before = dict(self._newest)
+        self._due = now + LEAST_S
+
+    def _tell(self, slow: SlowRank | None, host: str) -> None:
+        before = self._told
+        if _rank_of(slow) == _rank_of(before) and (slow is None or before is None or before.loud or not slow.loud):
+            return
+        self._told = slow
+        if slow is None:
+            assert before is not None
+            self._say(f"Rank {before.rank} is no longer the one that the others wait for.")
+            return
+        where = f" on {host}" if host else ""
+        part = f" Most of the difference is {PART_TEXT[slow.part]}." if slow.part else ""
+        who = f"{'WARNING: ' if slow.loud else ''}Rank {slow.rank}{where}"
+        self._say(f"{who} costs the job {slow.cost:.0%} of its time now: the others wait for it.{part}")
+
+    def _host(self, number: int) -> str:
+        facts = self._folded.as_it_stands()
+        return next((facts.host(rank) for rank in facts.of_attempt(self._attempt) if rank.rank == number), "")
+
+
+def _is_timed(state: RankState) -> bool:
+    return len(state.parts_us) == len(PARTS) and all(0 <= us < _MOST_US for us in state.parts_us)
+
+
+def _rank_of(told: SlowRank | None) -> int | None:
+    return told.rank if told is not None else None
 
 
 class LiveFindings:
@@ -139,7 +232,8 @@ class LiveFindings:
         self._log = log
         self._verdict = LiveVerdict(folded, log)
         self._stragglers = LiveStragglers(folded, say)
-        self._parts: list[_TimeShare] = [self._verdict, LiveForecast(folded, say), self._stragglers]
+        parts = self._verdict, LiveForecast(folded, say), self._stragglers
+        self._parts: tuple[LiveVerdict, LiveForecast, LiveStragglers] = parts
         self._errors: set[str] = set()
 
     @property
@@ -154,20 +248,21 @@ class LiveFindings:
 
     def hear(self, body: AgentBody) -> None:
         """What was added to the fold."""
-        self._each(lambda part: part.hear(body))
-
-    def tick(self) -> None:
-        """After what has come at once."""
-        self._each(lambda part: part.tick())
-
-    def _each(self, do: Callable[[_TimeShare], None]) -> None:
         for part in self._parts:
             try:
-                do(part)
+                part.hear(body)
             except Exception as error:
                 self._failed(part, error)
 
-    def _failed(self, part: _TimeShare, error: Exception) -> None:
+    def tick(self) -> None:
+        """After what has come at once."""
+        for part in (self._verdict, self._stragglers):
+            try:
+                part.tick()
+            except Exception as error:
+                self._failed(part, error)
+
+    def _failed(self, part: object, error: Exception) -> None:
         line = f"{type(part).__name__} has failed: {type(error).__name__}: {error}"
         if line not in self._errors:
             self._errors.add(line)

@@ -16,11 +16,11 @@ from ...core.lone_process import is_rank, pid_of_number, rank_name
 from ...core.text import numbers_text, shown
 from ...core.values import DTYPE_MAX
 from ...core.wire.view import JobView, RankView
+from ..report.sentence_parts import counted
 from .snapshot import STATES, STILL_S, behind_of, state_of
 
 WINDOW_S = 20.0
-"""Batches a second are those of so long."""
-_ENDED = "ended"
+"""Batches a second are averaged over this time."""
 
 
 class ScreenLine(NamedTuple):
@@ -40,63 +40,55 @@ class TopScreen(NamedTuple):
     events: list[ScreenLine]
 
 
-class _HistoryPoint(NamedTuple):
-    time_ns: int
-    attempt: int
-    batches: dict[int, int]
-
-
 @dataclass
 class TopModel:
     """Give it each picture, then ask for the screen."""
 
     by_number: bool = False
     """Ranks in their order; else those first that there is something to say of."""
-    _points: deque[_HistoryPoint] = field(default_factory=deque)
-    _view: JobView | None = None
+    _views: deque[JobView] = field(default_factory=deque)
+    """Those of the last WINDOW_S."""
 
     def see(self, view: JobView) -> None:
         """The next picture."""
-        self._view = view
-        if self._points and (self._points[-1].attempt != view.attempt or self._points[-1].time_ns >= view.time_ns):
-            self._points.clear()
-        self._points.append(_HistoryPoint(view.time_ns, view.attempt, {rank.rank: rank.batch for rank in view.ranks}))
-        while len(self._points) > 2 and view.time_ns - self._points[0].time_ns > WINDOW_S * 1e9:
-            self._points.popleft()
+        views = self._views
+        if views and (views[-1].attempt != view.attempt or views[-1].time_ns >= view.time_ns):
+            views.clear()
+        views.append(view)
+        while len(views) > 2 and view.time_ns - views[0].time_ns > WINDOW_S * 1e9:
+            views.popleft()
 
     def screen(self, width: int) -> TopScreen:
         """For a terminal of this width; no line is longer."""
-        view = self._view
-        if view is None:
+        if not self._views:
             return TopScreen([ScreenLine("waiting for the collector's first picture")], ScreenLine(""), [], [], [])
+        view = self._views[-1]
         rates = self._rates()
         behind = behind_of(view.ranks)
         columns = _columns(width, has_gpus=any(rank.gpu_use >= 0 for rank in view.ranks))
-        parts = TopScreen(
-            _head(view, rates, behind),
-            ScreenLine("".join(map(_cell, columns, columns)) + " in", "dim"),
-            [
-                _rank_line(rank, rates.get(rank.rank), rank.rank in behind, columns)
-                for rank in self._ordered(view, behind)
-            ]
-            + _process_lines(view, columns),
-            _hot(view),
-            [_event(event.text, event.loud) for event in reversed(view.events)],
+        ranks = view.ranks
+        if not self.by_number:
+            ranks = sorted(ranks, key=lambda rank: (STATES.index(state_of(rank, behind)), rank.rank))
+        lines = [_rank_line(rank, rates.get(rank.rank), rank.rank in behind, columns) for rank in ranks]
+        lines += [_rank_line(process, None, False, columns) for process in view.processes]
+        if view.more_processes:
+            lines.append(ScreenLine(f"{view.more_processes} more processes without a rank", "dim"))
+        title = ScreenLine("".join(map(_cell, columns, columns)) + " in", "dim")
+        events = [ScreenLine(event.text, "bad" if event.loud else "") for event in reversed(view.events)]
+        head, (title,), lines, hot, events = (
+            [_cut(line, width) for line in part]
+            for part in (_head(view, rates, behind), [title], lines, _hot(view), events)
         )
-        return TopScreen(*(_cut(part, width) for part in parts))  # type: ignore[arg-type]  # each keeps its kind
+        return TopScreen(head, title, lines, hot, events)
 
     def _rates(self) -> dict[int, float]:
-        first, last = self._points[0], self._points[-1]
+        first, last = self._views[0], self._views[-1]
         seconds = (last.time_ns - first.time_ns) / 1e9
         if seconds <= 0:
             return {}
-        both = [rank for rank in last.batches if first.batches.get(rank, -1) >= 0]
-        return {rank: max(0, last.batches[rank] - first.batches[rank]) / seconds for rank in both}
-
-    def _ordered(self, view: JobView, behind: set[int]) -> list[RankView]:
-        if self.by_number:
-            return view.ranks
-        return sorted(view.ranks, key=lambda rank: (STATES.index(state_of(rank, behind)), rank.rank))
+        before = {rank.rank: rank.batch for rank in first.ranks if rank.batch >= 0}
+        found = [(rank.rank, rank.batch - before[rank.rank]) for rank in last.ranks if rank.rank in before]
+        return {rank: max(0, batches) / seconds for rank, batches in found}
 
 
 def _head(view: JobView, rates: dict[int, float], behind: set[int]) -> list[ScreenLine]:
@@ -104,13 +96,13 @@ def _head(view: JobView, rates: dict[int, float], behind: set[int]) -> list[Scre
     lines = [ScreenLine(f"run {view.run}: {' '.join(view.command)}")]
     speeds = sorted(rates[rank.rank] for rank in view.ranks if not rank.ended and rank.rank in rates)
     steps = [rank.step for rank in view.ranks if rank.step >= 0]
-    text = f"{view.world_size} rank{'s' if view.world_size != 1 else ''} on {hosts} node{'s' if hosts != 1 else ''}"
+    text = f"{counted(view.world_size, 'rank')} on {counted(hosts, 'node')}"
     if speeds:
         text += f", {speeds[len(speeds) // 2]:.3g} batches/s ({speeds[0]:.3g} to {speeds[-1]:.3g})"
     text += f", step {max(steps)}" if steps else ""
     text += f", attempt {view.attempt + 1}" if view.attempt else ""
     lines.append(ScreenLine(text))
-    phases = Counter(_ENDED if rank.ended else rank.phase for rank in view.ranks)
+    phases = Counter("ended" if rank.ended else rank.phase for rank in view.ranks)
     lines.append(ScreenLine(", ".join(f"{number} {phase}" for phase, number in phases.most_common())))
     if behind:
         lines.append(_waiting(view, behind))
@@ -137,7 +129,7 @@ def _waiting(view: JobView, behind: set[int]) -> ScreenLine:
     stood = "it has stood" if len(behind) == 1 else f"rank {one.rank} has stood"
     return ScreenLine(
         f"{names} {'is' if len(behind) == 1 else 'are'} waited for: {stood} for {one.still_s:.0f} s in {where}; "
-        f"{waiting} rank{'s' if waiting != 1 else ''} wait{'s' if waiting == 1 else ''}",
+        f"{counted(waiting, 'rank')} wait{'s' if waiting == 1 else ''}",
         "bad",
     )
 
@@ -182,7 +174,7 @@ def _cell(column: str, text: str) -> str:
 
 
 def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: list[str]) -> ScreenLine:
-    phase = _ENDED + (f" {rank.exit}" if rank.exit else "") if rank.ended else rank.phase
+    phase = "ended" + (f" {rank.exit}" if rank.exit else "") if rank.ended else rank.phase
     still = f"{rank.still_s:.0f} s" if not rank.ended and rank.still_s >= STILL_S else ""
     where = rank.module if not rank.ended else ""
     note = "OVERFLOW " if rank.overflow else "WAITED FOR " if is_behind else ""
@@ -204,20 +196,11 @@ def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: lis
     return ScreenLine(text.rstrip(), "bad" if bad else "warn" if still else "dim" if rank.ended else "")
 
 
-def _process_lines(view: JobView, columns: list[str]) -> list[ScreenLine]:
-    lines = [_rank_line(process, None, False, columns) for process in view.processes]
-    return lines + (
-        [ScreenLine(f"{view.more_processes} more processes without a rank", "dim")] if view.more_processes else []
-    )
-
-
 def _hot(view: JobView) -> list[ScreenLine]:
     """`fc2                 2.1 powers of two up to float16's 6.55e+04, +0.05 a batch: 42 batches  rank 3, batch 812`"""
     lines = []
     for hot in view.hot:
-        going = ""
-        if abs(hot.change) >= 0.005:
-            going = f", {hot.change:+.2f} a batch"
+        going = f", {hot.change:+.2f} a batch" if abs(hot.change) >= 0.005 else ""
         limit = format_number(DTYPE_MAX.get(hot.dtype)).strip()
         text = (
             f"{hot.left:5.1f} powers of two below {hot.dtype}'s {limit}{going}: {hot.module or '(root)'}, "
@@ -227,22 +210,12 @@ def _hot(view: JobView) -> list[ScreenLine]:
     return lines
 
 
-def _event(text: str, loud: bool) -> ScreenLine:
-    return ScreenLine(text, "bad" if loud else "")
-
-
 def _count(number: int) -> str:
     return str(number) if number >= 0 else "-"
 
 
-def _cut(part: ScreenLine | list[ScreenLine], width: int) -> ScreenLine | list[ScreenLine]:
+def _cut(line: ScreenLine, width: int) -> ScreenLine:
     """No line is longer than the terminal is wide, and none has a character that moves the cursor."""
-    if isinstance(part, list):
-        return [_cut_line(line, width) for line in part]
-    return _cut_line(part, width)
-
-
-def _cut_line(line: ScreenLine, width: int) -> ScreenLine:
     text = shown(line.text)
     return ScreenLine(text if len(text) <= width else text[: max(0, width - 3)] + "...", line.look)
 

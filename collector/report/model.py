@@ -1,11 +1,11 @@
 """report.json, schema 1: fields may be added, none change meaning. Made from the facts and the verdict, nothing else.
 
-Numbers that are non-finite are null in JSON; `nan`, `posinf` and `neginf` beside them say what they were.
+docs/report.md says what the fields of RunReport, RunInfo, Verdict and RankReport hold. Numbers that are non-finite are
+null in JSON; `nan`, `posinf` and `neginf` beside them say what they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,10 +15,9 @@ from ...core.frames import Frame, FramePhase, Page
 from ...core.gpu.counters import GpuSincePreflight
 from ...core.lone_process import is_rank, pid_of_number, rank_name
 from ...core.preflight import InventoryFacts, PreflightFinding
-from ...core.text import ranks_text
 from ...core.verdicts import Certainty, VerdictKind
 
-# The verdict as a value: report.json's `verdict`.
+SCHEMA = 1
 
 
 class SeenIn(msgspec.Struct, frozen=True):
@@ -52,7 +51,7 @@ class CascadedRank(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """report.json's `verdict`; what does not apply is null."""
+    """Where a field does not apply it is null. `role` is null where `seen_in` is there, `rank` where `pid` is."""
 
     kind: VerdictKind
     statement: str
@@ -78,20 +77,13 @@ class Verdict(msgspec.Struct, frozen=True):
     signal: str | None = None
     stage: str | None = None
     bad_nodes: list[str] = []
-    """Nodes that it blames, as the scheduler calls them."""
     seen_in: SeenIn | None = None
-    """Where the value was first seen, if that is no row of `module`'s own; `role` is null then."""
     pid: int | None = None
-    """Of a process that is no rank: then `rank` is null."""
     missing: list[str] = []
-    """What keeps a verdict `unknown` from `clean`."""
-
-
-# report.json's `steps`: where the ranks' time goes, and a rank that the others wait for.
 
 
 class RankStepTotals(msgspec.Struct, frozen=True):
-    """One rank: how many steps were timed, and the seconds of all of them in each part."""
+    """How many steps of a rank were timed, and the seconds of all of them in each part."""
 
     rank: int
     timed: int
@@ -115,11 +107,11 @@ class StragglerReport(msgspec.Struct, frozen=True):
     text: str
     """One sentence or several."""
     beside: list[str] = []
-    """How its host and its GPU did over the run, and what is known of its GPU since the preflight."""
+    """Figures of its host and its GPU over the run, and what is known of its GPU since the preflight."""
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """report.json's `steps`."""
+    """Where the ranks' time goes, and a rank that the others wait for."""
 
     ranks: list[RankStepTotals]
     compared: int = 0
@@ -128,14 +120,11 @@ class StepReport(msgspec.Struct, frozen=True):
     """Mean of those."""
     stragglers: list[StragglerReport] = []
     trouble: str = ""
-    """Why it could not be told; "" where it could."""
-
-
-# report.json's `telemetry`: how the nodes did around the event.
+    """Why this failed; "" where it did not."""
 
 
 class UnusualFigure(msgspec.Struct, frozen=True):
-    """A figure that stands out."""
+    """A figure of a node that stands out around the event."""
 
     host: str
     of: str
@@ -145,29 +134,28 @@ class UnusualFigure(msgspec.Struct, frozen=True):
     value: float
     unit: str
     at_s: float
-    """When it was so at the worst, in seconds after the event."""
+    """When it was worst, in seconds after the event."""
     text: str
     """`gpu-2: 5 new errors of its InfiniBand port mlx5_0/1, 35 s before the overflow`"""
     alike: int = 0
-    """On so many other nodes the same figure stands out."""
+    """The number of other nodes on which the same figure stands out."""
 
 
 class FigureSeries(msgspec.Struct, frozen=True):
     """One figure over time."""
 
     of: str
-    """A GPU's UUID, `rank 3`, `mlx5_0/1`, `runs-dir`; "" is the host itself."""
     what: str
-    """A key of METRICS (core/metrics.py)."""
+    """`of` and `what` as in UnusualFigure."""
     text: str
-    """What that is, in words."""
+    """`what` in words."""
     unit: str
     values: list[float | None]
     """At the node's `at_s`; null where it was not read."""
 
 
 class NodeFigures(msgspec.Struct, frozen=True):
-    """How one node did."""
+    """The figures of one node."""
 
     host: str
     at_s: list[float]
@@ -178,23 +166,20 @@ class NodeFigures(msgspec.Struct, frozen=True):
 
 
 class TelemetryReport(msgspec.Struct, frozen=True):
-    """The figures of the nodes."""
+    """The figures of the nodes around the event."""
 
     event: str = ""
     """What the times are measured from: `the overflow`; "" where nothing happened."""
     event_time: str | None = None
     """ISO 8601, by the collector's clock."""
     notable: list[UnusualFigure] = []
-    """What stands out around the event, the verdict's node first; of many nodes alike, the first few."""
+    """The verdict's node first; of many nodes alike, the first few."""
     nodes: list[NodeFigures] = []
     """The verdict's node, those where something stands out, then others."""
     nodes_left_out: int = 0
-    """Whose figures are in the store alone."""
+    """Their figures are in the store alone."""
     trouble: str = ""
-    """Why it could not be told; "" where it could."""
-
-
-# An insight: report.json's `insights`.
+    """Why this failed; "" where it did not."""
 
 
 class RunInsight(msgspec.Struct, frozen=True):
@@ -202,7 +187,7 @@ class RunInsight(msgspec.Struct, frozen=True):
 
     kind: str
     """no_scaler, scaler_collapsing, scaler_too_small, growth, near_overflow, underflow, dead_module, replica_drift,
-    rank_unlike; unknown: one of them could not be told"""
+    rank_unlike; unknown: one of them failed"""
     text: str
     """One sentence without its full stop."""
     next: str
@@ -213,45 +198,13 @@ class RunInsight(msgspec.Struct, frozen=True):
     """The first batch in which it was seen."""
 
 
-def where_text(ranks: Iterable[int], all_ranks: Sequence[int]) -> str:
-    """`on all 8 ranks`, `on rank 3`.
-
-    >>> where_text([0, 1], [0, 1]), where_text([3], [0, 1, 2, 3]), where_text([0], [0])
-    ('on both ranks', 'on rank 3', 'on rank 0')
-    """
-    found = sorted(set(ranks))
-    if len(found) > 1 and len(found) == len(set(all_ranks)):
-        return "on both ranks" if len(found) == 2 else f"on all {len(found)} ranks"
-    return f"on {ranks_text(found)}"
-
-
-def modules_text(modules: Sequence[str]) -> str:
-    """`41 modules`; a few by their names.
-
-    >>> modules_text(["fc1"]), modules_text(["fc1", ""]), modules_text(["a", "b", "c", "d"])
-    ('`fc1`', '`fc1` and the root', '4 modules (`a`, `b`, ...)')
-    """
-    names = [f"`{module}`" if module else "the root" for module in modules]
-    if len(names) <= 2:
-        return " and ".join(names)
-    return f"{len(names)} modules ({names[0]}, {names[1]}, ...)"
-
-
-SCHEMA = 1
-
-
-def label_of(number: int) -> str:
-    """What a table calls a rank: `3`; or a process that is none: `pid 4242`."""
-    return str(number) if is_rank(number) else f"pid {pid_of_number(number)}"
-
-
 class AttemptReport(msgspec.Struct, frozen=True):
     """An attempt that the verdict is not about."""
 
     attempt: int
     statement: str
     hang: Verdict | None = None
-    """Of an attempt that was ended because no rank moved: what the verdict was."""
+    """The verdict on an attempt that was ended because no rank moved."""
 
 
 class EarlierLife(msgspec.Struct, frozen=True):
@@ -264,7 +217,7 @@ class EarlierLife(msgspec.Struct, frozen=True):
 
 
 class RankSeries(msgspec.Struct, frozen=True):
-    """One rank. `abs_max` is null where it was inf or nan."""
+    """`abs_max` is null where it was inf or nan."""
 
     rank: int
     batches: list[int]
@@ -281,11 +234,11 @@ class ModuleHistory(msgspec.Struct, frozen=True):
     """The largest finite number of the dtype."""
     ranks: list[RankSeries]
     left_out: int = 0
-    """Ranks that have a history and are not here, or have one that cannot be read."""
+    """Ranks whose history is not here or cannot be read."""
 
 
 class HeatModule(msgspec.Struct, frozen=True):
-    """One module."""
+    """A module of ModulesByRanks."""
 
     module: str
     cls: str = msgspec.field(name="class")
@@ -293,14 +246,42 @@ class HeatModule(msgspec.Struct, frozen=True):
 
 
 class ModulesByRanks(msgspec.Struct, frozen=True):
-    """What modules returned in the batch that the verdict is about, on each rank that was there at the same step."""
+    """What modules returned in the verdict's batch, on each rank that was there at the same step."""
 
     batch: int
     modules: list[HeatModule]
     """In the order of their first calls, up to the verdict's and beyond it."""
     ranks: list[int]
     abs_max: list[list[float | None]]
-    """Of each rank. null: inf or nan; -1: not measured."""
+    """A list for each rank. null: inf or nan; -1: not measured."""
+
+
+class ModuleForecast(msgspec.Struct, frozen=True):
+    """A module that was about to pass its dtype's limit. Batches are as the first rank that forecast it counts them."""
+
+    module: str
+    cls: str = msgspec.field(name="class")
+    dtype: str
+    limit: float
+    ranks: list[int]
+    """All that forecast it."""
+    rank: int
+    """The first of them."""
+    batch: int
+    """In which it was forecast."""
+    abs_max: float
+    """In that batch."""
+    after: int
+    """Batches from there to the one that passes the limit, and the range of them:"""
+    earliest: int
+    latest: int
+    since: int
+    """The first batch that it was forecast from."""
+
+
+def label_of(number: int) -> str:
+    """What a table calls a rank: `3`; or a process that is none: `pid 4242`."""
+    return str(number) if is_rank(number) else f"pid {pid_of_number(number)}"
 
 
 class TimelineEntry(msgspec.Struct, frozen=True):
@@ -335,9 +316,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     attempts: int = 1
     cwd: str = ""
     check_only: bool = False
-    """`gpuwatch check`: there was a preflight and no script."""
     earlier: list[EarlierLife] = []
-    """Of a scheduler's job that was requeued: how its earlier lives ended."""
 
 
 class RankAnomaly(msgspec.Struct, frozen=True):
@@ -395,40 +374,24 @@ class RankReport(msgspec.Struct, frozen=True):
     error: dict[str, Any] | None = None
     faults: list[str] = []
     warnings: list[dict[str, Any]] = []
-    """Values near overflow or in underflow, the worst first; `warned` counts every such row."""
     warned: int = 0
     scaler: dict[str, Any] | None = None
-    """The steps that a GradScaler skipped. They are expected and raise no alarm."""
     scaler_skips: int = 0
     ignored: int = 0
-    """Rows that `--ignore` has waived; `hidden` has the first of each rule and place."""
     hidden: list[dict[str, Any]] = []
     cost: dict[str, Any] | None = None
-    """Medians of the time from one batch to the next, watched and skipped, where that was measured."""
     batches_skipped: int = 0
-    """Batches that `--every` skipped."""
     gpu: GpuSincePreflight | None = None
-    """Error counters and XIDs of its GPU since the preflight, where there is one."""
     stack: list[str] = []
-    """Where its main thread stood when all ranks were asked because one had stalled, innermost call first."""
     frames_comparable: bool = False
-    """Whether `frames` are of the same step and collectives as those of the verdict's rank."""
     pages: int = 0
-    """Batches of it that are in the store. `frames` is empty for most ranks of a large job; for those of one rank:
-    `gpuwatch report --rank N`."""
     traces_left_out: int = 0
-    """Traced batches that are in the store alone."""
     absorbed: int = 0
-    """Bad values that led nowhere; `absorbed_first` has the first of each place, and why it did."""
     absorbed_first: list[dict[str, Any]] = []
     passed: list[dict[str, Any]] = []
-    """What was not finite and went into collectives and messages, or came out of them."""
     threads: list[str] = []
-    """Where other threads of it stood, if it did not answer itself and py-spy is installed on its node."""
     traces_thinned: int = 0
-    """Pages of `--trace-batches` that were recorded and not kept: a job's store takes 1 GiB of them."""
     groups_not_shown: int = 0
-    """Process groups that found no room in its table of them."""
 
     @property
     def name(self) -> str:
@@ -457,76 +420,6 @@ class NodeReport(msgspec.Struct, frozen=True):
     """XIDs of all its GPUs, including those that no rank used."""
 
 
-class RunReport(msgspec.Struct, frozen=True):
-    """The one combined report of all ranks."""
-
-    schema: int
-    run: RunInfo
-    verdict: Verdict
-    ranks: list[RankReport]
-    preflight: PreflightReport
-    nodes: list[NodeReport]
-    timeline: list[TimelineEntry]
-    collector: dict[str, int] = {}
-    attempts: list[AttemptReport] = []
-    """Of a job that torchrun restarted: how the attempts ended that the verdict is not about."""
-    history: ModuleHistory | None = None
-    """How it came to an overflow: the verdict's module over the batches."""
-    by_module: ModulesByRanks | None = None
-    """The modules of all ranks in the batch of an overflow."""
-    forecasts: list[ModuleForecast] = []
-    """Modules that were about to pass their dtype's limit, as it was told while the job ran."""
-    insights: list[RunInsight] = []
-    """What values near trouble come to, the most harmful first."""
-    steps: StepReport | None = None
-    """Where the ranks' time goes, and a rank that the others wait for."""
-    telemetry: TelemetryReport | None = None
-    """How the nodes did around the event."""
-    processes: list[RankReport] = []
-    """Below `gpuwatch run`: processes that ran a module and are no rank. `rank` is below 0, `pid` says which it is."""
-
-    @property
-    def everyone(self) -> list[RankReport]:
-        """The ranks, and the processes that are none."""
-        return [*self.ranks, *self.processes]
-
-    @property
-    def named(self) -> int | None:
-        """Whom the verdict names: a rank, or the number of a process that is none."""
-        pid = self.verdict.pid
-        found = next((one.rank for one in self.processes if pid is not None and one.pid == pid), None)
-        return self.verdict.rank if found is None else found
-
-
-def to_json(report: RunReport) -> bytes:
-    """Indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=1)
-
-
-class ModuleForecast(msgspec.Struct, frozen=True):
-    """report.json's `forecasts`: one module, as the first rank told it. Batches are as that rank counts them."""
-
-    module: str
-    cls: str = msgspec.field(name="class")
-    dtype: str
-    limit: float
-    ranks: list[int]
-    """All that told it."""
-    rank: int
-    """The first of them."""
-    batch: int
-    """In which it was told."""
-    abs_max: float
-    """In that batch."""
-    after: int
-    """The limit is passed in so many batches from there,"""
-    earliest: int
-    latest: int
-    """and between these."""
-    since: int
-    """The first batch that it was told from."""
-
-
 GRADES = ("ok", "victim", "unknown", "warn", "fail")
 """From good to bad. A `victim` failed only because others did. `""` is a stage that was not reached."""
 
@@ -546,7 +439,7 @@ class StageCell(msgspec.Struct, frozen=True):
 
 
 class NodeRow(msgspec.Struct, frozen=True):
-    """One node."""
+    """One node in the preflight."""
 
     host: str
     ranks: list[int]
@@ -587,7 +480,7 @@ class RankInventory(msgspec.Struct, frozen=True):
 
 
 class PreflightReport(msgspec.Struct, frozen=True):
-    """report.json's `preflight`."""
+    """The preflight of all ranks."""
 
     outcome: str = "off"
     """off, ok, skipped, victim or failed"""
@@ -599,3 +492,41 @@ class PreflightReport(msgspec.Struct, frozen=True):
     """The worst first, without those that are `ok`."""
     bandwidth: list[BandwidthSize] = []
     inventory: list[RankInventory] = []
+
+
+class RunReport(msgspec.Struct, frozen=True):
+    """The one combined report of all ranks."""
+
+    schema: int
+    run: RunInfo
+    verdict: Verdict
+    ranks: list[RankReport]
+    preflight: PreflightReport
+    nodes: list[NodeReport]
+    timeline: list[TimelineEntry]
+    collector: dict[str, int] = {}
+    attempts: list[AttemptReport] = []
+    history: ModuleHistory | None = None
+    by_module: ModulesByRanks | None = None
+    forecasts: list[ModuleForecast] = []
+    insights: list[RunInsight] = []
+    steps: StepReport | None = None
+    telemetry: TelemetryReport | None = None
+    processes: list[RankReport] = []
+
+    @property
+    def everyone(self) -> list[RankReport]:
+        """The ranks, and the processes that are none."""
+        return [*self.ranks, *self.processes]
+
+    @property
+    def named(self) -> int | None:
+        """Whom the verdict names: a rank, or the number of a process that is none."""
+        pid = self.verdict.pid
+        found = next((one.rank for one in self.processes if pid is not None and one.pid == pid), None)
+        return self.verdict.rank if found is None else found
+
+
+def to_json(report: RunReport) -> bytes:
+    """Indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=1)

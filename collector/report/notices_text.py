@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.frames import format_number, module_text
 from ...core.lone_process import rank_name
 from ...core.text import shown_name
 from ...core.torch_notes import notes_on
-from ...core.verdicts import ReportSection
 from .model import RankReport, RunReport
-from .sentence_parts import ranks_text
+from .sentence_parts import coarse_share_text, counted, grouped, ranks_text
 
+PLAIN: Any = {"box": None, "pad_edge": False, "header_style": "bold"}
+"""A table without lines."""
 _MAX_WARNINGS = 8
 _MAX_INSIGHTS = 6
 _MAX_HIDDEN = 4
@@ -31,19 +31,10 @@ _TURNED_AWAY = {
 }
 
 
-def print_title(console: Console, section: ReportSection, style: str = "bold") -> None:
-    """A section's title, on a line of its own."""
-    console.print()
-    console.print(Text(section.heading, style=style))
-
-
-def print_notes(console: Console, report: RunReport) -> None:
+def notes(report: RunReport) -> Iterator[Text]:
     """Trouble of gpuwatch's own, then expected and waived values, skipped batches and the cost of watching."""
-    print_title(console, ReportSection.NOTES)
-    for line in trouble_lines(report):
-        console.print(Text(f"  - {line}", style="yellow"))
-    for line in notice_lines(report):
-        console.print(Text(f"  - {line}"))
+    yield from (Text(f"  - {line}", style="yellow") for line in trouble_lines(report))
+    yield from (Text(f"  - {line}") for line in notice_lines(report))
 
 
 def trouble_lines(report: RunReport) -> Iterator[str]:
@@ -70,91 +61,76 @@ def trouble_lines(report: RunReport) -> Iterator[str]:
 def notice_lines(report: RunReport) -> list[str]:
     """Skipped steps, waived and absorbed values, batches skipped or not kept, the cost of watching: a line each."""
     ranks = report.ranks
-    thinned = _thinned([*ranks, *report.processes])
     return [
         *_scaler(ranks),
         *_waived(ranks),
         *_absorbed(ranks),
         *_skipped(ranks),
-        *thinned,
+        *_thinned(report.everyone),
         *_groups(ranks),
         *_cost(ranks),
     ]
 
 
-def print_nodes(console: Console, report: RunReport) -> None:
+def node_notes(report: RunReport) -> Iterator[Text]:
     """What stands out in the figures of the nodes around the event."""
     telemetry = report.telemetry
-    if telemetry is None or not (telemetry.notable or telemetry.trouble):
+    if telemetry is None:
         return
-    print_title(console, ReportSection.NODES)
     first = list({notable.what: notable for notable in reversed(telemetry.notable)}.values())[::-1]
     for notable in first[:_MAX_NOTABLE]:
-        alike = f"; so on {notable.alike} other node{'s' if notable.alike > 1 else ''}" if notable.alike else ""
-        console.print(Text(f"  - {notable.text}{alike}"))
+        alike = f"; so on {counted(notable.alike, 'other node')}" if notable.alike else ""
+        yield Text(f"  - {notable.text}{alike}")
     if len(first) > _MAX_NOTABLE:
-        console.print(Text(f"{len(first) - _MAX_NOTABLE} more in report.json"))
+        yield Text(f"{len(first) - _MAX_NOTABLE} more in report.json")
     if telemetry.trouble:
-        console.print(Text(telemetry.trouble, style="yellow"))
+        yield Text(telemetry.trouble, style="yellow")
 
 
-def print_steps(console: Console, report: RunReport) -> None:
+def step_notes(report: RunReport) -> Iterator[Text]:
     """The ranks that the others wait for."""
     steps = report.steps
-    if steps is None or not (steps.stragglers or steps.trouble):
+    if steps is None:
         return
-    print_title(console, ReportSection.STEPS, "bold red" if any(slow.loud for slow in steps.stragglers) else "bold")
     for slow in steps.stragglers:
-        console.print(Text(f"  - {slow.text}"))
-        for line in slow.beside:
-            console.print(Text(f"    {line}"))
+        yield Text(f"  - {slow.text}")
+        yield from (Text(f"    {line}") for line in slow.beside)
     if steps.trouble:
-        console.print(Text(steps.trouble, style="yellow"))
+        yield Text(steps.trouble, style="yellow")
 
 
-def print_insights(console: Console, report: RunReport, *, warnings: bool) -> None:
-    """What values near trouble come to. `warnings`: their rows follow."""
-    print_title(console, ReportSection.INSIGHTS)
-    for insight in report.insights[:_MAX_INSIGHTS]:
-        console.print(Text(f"  - {insight.text}. {insight.next}"))
+def insight_notes(report: RunReport, *, warnings: bool) -> Iterator[Text]:
+    """The insights. `warnings`: the rows that they are made of follow."""
+    yield from (Text(f"  - {insight.text}. {insight.next}") for insight in report.insights[:_MAX_INSIGHTS])
     left_out = len(report.insights) - _MAX_INSIGHTS
     rows = sum(rank.warned for rank in report.ranks)
     more = [f"{left_out} more in report.json"] if left_out > 0 else []
-    more += (
-        [f"{rows} row{'s' if rows != 1 else ''} in all: gpuwatch report --warnings"] if rows and not warnings else []
-    )
+    more += [f"{counted(rows, 'row')} in all: gpuwatch report --warnings"] if rows and not warnings else []
     if more:
-        console.print(Text("; ".join(more)))
+        yield Text("; ".join(more))
 
 
-def print_warnings(console: Console, report: RunReport) -> None:
+def warned_rows_table(report: RunReport) -> Iterator[Table | Text]:
     """The rows near overflow or in underflow, the worst first."""
     found = sorted(((rank.rank, warning) for rank in report.ranks for warning in rank.warnings), key=_badness)
-    print_title(console, ReportSection.WARNINGS)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("rank", "kind", "module", "role", "batch", "dtype", "abs max", "left", "zeros", "subnormal"):
-        table.add_column(title, overflow="fold")
+    titles = "rank", "kind", "module", "role", "batch", "dtype", "abs max", "left", "zeros", "subnormal"
+    table = Table(*(Column(title, overflow="fold") for title in titles), **PLAIN)
     for number, warning in found[:_MAX_WARNINGS]:
         headroom = warning.get("headroom")
-        table.add_row(
-            str(number),
-            Text(warning["kind"]),
-            Text(f"{warning['module'] or '(root)'} {warning['class']}"),
-            Text(warning["role"]),
-            str(warning["batch"]),
-            Text(warning["dtype"]),
-            format_number(warning.get("abs_max")).strip(),
+        cells = [
+            *(str(number), warning["kind"], f"{warning['module'] or '(root)'} {warning['class']}", warning["role"]),
+            *(str(warning["batch"]), warning["dtype"], format_number(warning.get("abs_max")).strip()),
             f"2^{headroom:.1f}" if headroom is not None else "-",
-            _share(warning.get("zeros")),
-            _share(warning.get("subnormals")),
-        )
-    console.print(table)
+            *(coarse_share_text(share) if (share := warning.get(key)) else "-" for key in ("zeros", "subnormals")),
+        ]
+        table.add_row(*map(Text, cells))
+    yield table
     left_out = len(found) - min(len(found), _MAX_WARNINGS)
     rows = sum(rank.warned for rank in report.ranks)
     more = [f"{left_out} more of other places in report.json"] if left_out else []
     more += [f"{rows} such rows in all batches"] if rows > len(found) else []
     if more:
-        console.print(Text("; ".join(more)))
+        yield Text("; ".join(more))
 
 
 def _badness(entry: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
@@ -166,63 +142,44 @@ def _badness(entry: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
     return not near, left if near else -lost, number, warning["batch"], warning["module"], warning["role"]
 
 
-def _share(share: float | None) -> str:
-    return "-" if not share else share_text(share)
-
-
-def _scaler(ranks: list[RankReport]) -> list[str]:
-    by_count: dict[int, list[RankReport]] = {}
-    for rank in ranks:
-        if rank.scaler is not None:
-            by_count.setdefault(rank.scaler_skips, []).append(rank)
-    lines = []
+def _scaler(ranks: list[RankReport]) -> Iterator[str]:
+    by_count = grouped((rank for rank in ranks if rank.scaler is not None), lambda rank: rank.scaler_skips)
     for count, alike in sorted(by_count.items()):
         details = alike[0].scaler or {}
         where = ""
         if details.get("role") is not None:
             where = f", first for {details['value']} in {details['role']} of {details['module'] or 'the root'}"
         scale = f", scale {details['last_scale']:g} at the last" if details.get("last_scale") is not None else ""
-        lines.append(
-            f"GradScaler skipped {count} step{'s' if count != 1 else ''} on {ranks_text([r.rank for r in alike])} "
+        yield (
+            f"GradScaler skipped {counted(count, 'step')} on {ranks_text([r.rank for r in alike])} "
             f"(expected{where}{scale})"
         )
-    return lines
 
 
-def _waived(ranks: list[RankReport]) -> list[str]:
-    by_pattern: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for rank in ranks:
-        for waived in rank.hidden:
-            by_pattern.setdefault(waived["pattern"], []).append((rank.rank, waived))
+def _waived(ranks: list[RankReport]) -> Iterator[str]:
+    waived = ((rank.rank, row) for rank in ranks for row in rank.hidden)
+    by_pattern = grouped(waived, lambda entry: str(entry[1]["pattern"]))
     total = sum(rank.ignored for rank in ranks)
-    lines = []
     for pattern, found in sorted(by_pattern.items())[:_MAX_HIDDEN]:
         number, first = min(found, key=lambda entry: (entry[1]["batch"], entry[0]))
-        count = f"{total} row{'s' if total != 1 else ''}, " if len(by_pattern) == 1 else ""
-        lines.append(
+        count = f"{counted(total, 'row')}, " if len(by_pattern) == 1 else ""
+        yield (
             f"waived by --ignore '{pattern}': {count}first {first['value']} in {first['role']} of "
             f"{first['module'] or 'the root'}, rank {number}, batch {first['batch']}"
         )
     if total and len(by_pattern) != 1:
-        lines.append(f"waived by --ignore: {total} rows in all")
-    return lines
+        yield f"waived by --ignore: {total} rows in all"
 
 
-def _absorbed(ranks: list[RankReport]) -> list[str]:
+def _absorbed(ranks: list[RankReport]) -> Iterator[str]:
     """`absorbed: nan in output of attn.softmax (Softmax), made of a mask of -inf and taken away in attn, ...`"""
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for rank in ranks:
-        for first in rank.absorbed_first:
-            found.setdefault((first["module"], first["role"], first["by"]), first)
+    rows = (row for rank in ranks for row in rank.absorbed_first)
+    for first, *_ in list(grouped(rows, lambda row: (row["module"], row["role"], row["by"])).values())[:_MAX_HIDDEN]:
+        where = f"{first['role']} of {module_text(first['module'], first['class'])}"
+        yield f"absorbed: {first['value']} in {where}, {_led_nowhere(first)}, first in batch {first['batch']}"
     total = sum(rank.absorbed for rank in ranks)
-    lines = [
-        f"absorbed: {first['value']} in {first['role']} of {module_text(first['module'], first['class'])}, "
-        f"{_led_nowhere(first)}, first in batch {first['batch']}"
-        for first in list(found.values())[:_MAX_HIDDEN]
-    ]
     if total:
-        lines.append(f"absorbed: {total} such tensor{'s' if total != 1 else ''} in all")
-    return lines
+        yield f"absorbed: {counted(total, 'such tensor')} in all"
 
 
 def _led_nowhere(told: dict[str, Any]) -> str:
@@ -235,53 +192,40 @@ def _led_nowhere(told: dict[str, Any]) -> str:
     return f"{made}taken away in {by}"
 
 
-def _skipped(ranks: list[RankReport]) -> list[str]:
+def _skipped(ranks: list[RankReport]) -> Iterator[str]:
     skipped = max((rank.batches_skipped for rank in ranks), default=0)
-    if not skipped:
-        return []
     batches = max(((rank.batch or 0) + 1 for rank in ranks), default=0)
-    if skipped < batches:
-        return [f"only one batch in {round(batches / (batches - skipped))} was looked at; {skipped} were skipped"]
-    return [f"{skipped} batches were skipped"]
+    if 0 < skipped < batches:
+        yield f"only one batch in {round(batches / (batches - skipped))} was looked at; {skipped} were skipped"
+    elif skipped:
+        yield f"{skipped} batches were skipped"
 
 
-def _thinned(ranks: list[RankReport]) -> list[str]:
-    pages = sum(rank.traces_thinned for rank in ranks)
-    if not pages:
-        return []
-    of = sum(rank.traces_thinned > 0 for rank in ranks)
-    return [
-        f"{pages} traced batches of {of} rank{'s' if of != 1 else ''} were recorded and not kept: a job's store takes "
-        "1 GiB of them. Those around an overflow and the last of each rank are there; name fewer in --trace-batches"
-    ]
+def _thinned(ranks: list[RankReport]) -> Iterator[str]:
+    pages = [rank.traces_thinned for rank in ranks if rank.traces_thinned > 0]
+    if pages:
+        yield (
+            f"{sum(pages)} traced batches of {counted(len(pages), 'rank')} were recorded and not kept: a job's store "
+            "takes 1 GiB of them. Those around an overflow and the last of each rank are there; name fewer in "
+            "--trace-batches"
+        )
 
 
-def _groups(ranks: list[RankReport]) -> list[str]:
+def _groups(ranks: list[RankReport]) -> Iterator[str]:
     without = [rank for rank in ranks if rank.groups_not_shown]
-    if not without:
-        return []
-    most = max(rank.groups_not_shown for rank in without)
-    who = ranks_text([rank.rank for rank in without])
-    text = f"{most} process group{'s' if most != 1 else ''} of {who} found no room in the table of groups"
-    return [f"{text}: the report says less of a hang in one of them"]
+    if without:
+        groups = counted(max(rank.groups_not_shown for rank in without), "process group")
+        who = ranks_text([rank.rank for rank in without])
+        yield f"{groups} of {who} found no room in the table of groups: the report says less of a hang in one of them"
 
 
-def _cost(ranks: list[RankReport]) -> list[str]:
-    measured = [rank for rank in ranks if rank.cost is not None and rank.cost.get("ratio") is not None]
-    if not measured:
-        return []
-    worst = max(measured, key=lambda rank: rank.cost["ratio"] if rank.cost is not None else 0.0)
-    cost = worst.cost or {}
-    return [
-        f"Watching cost {cost['ratio']:.2f}x (median of {cost['watched_batches']} watched batches against "
-        f"{cost['plain_batches']} plain ones, rank {worst.rank}, the slowest)"
+def _cost(ranks: list[RankReport]) -> Iterator[str]:
+    measured = [
+        (rank.cost, rank.rank) for rank in ranks if rank.cost is not None and rank.cost.get("ratio") is not None
     ]
-
-
-def share_text(share: float) -> str:
-    """`12%`. A share above zero is never written as 0%.
-
-    >>> share_text(0.0004)
-    '<1%'
-    """
-    return f"{share:.0%}" if share >= 0.005 else "<1%"
+    if measured:
+        cost, rank = max(measured, key=lambda entry: entry[0]["ratio"])
+        yield (
+            f"Watching cost {cost['ratio']:.2f}x (median of {cost['watched_batches']} watched batches against "
+            f"{cost['plain_batches']} plain ones, rank {rank}, the slowest)"
+        )

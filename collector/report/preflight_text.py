@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.preflight import PreflightFinding
 from ...core.text import ranks_text
 from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, RunReport, StageCell
+from .notices_text import PLAIN
+from .sentence_parts import counted, grouped
 
 _STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}
 _MOST_ROWS = 8
@@ -25,42 +25,44 @@ def print_stages(console: Console, preflight: PreflightReport) -> None:
     """Print how each node passed each stage, with the time of its slowest rank."""
     if not preflight.stages:
         return
-    stages = [column.stage for column in preflight.stages]
-    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
-    table.add_column("node", overflow="fold")
-    table.add_column("ranks", overflow="fold")
-    for stage in stages:
-        table.add_column(stage.replace(" ", "\n"), no_wrap=True)
-    for rows in fold_rows(preflight.nodes):
-        ranks = ranks_text(rank for row in rows for rank in row.ranks).partition(" ")[2]
-        cells = [slowest(row.stages.get(stage) for row in rows) for stage in stages]
-        table.add_row(Text(hosts_text(rows)), ranks, *(_cell(cell) for cell in cells))
+    stages = (Column(column.stage.replace(" ", "\n"), no_wrap=True) for column in preflight.stages)
+    own = (Column(title, overflow="fold") for title in ("node", "ranks"))
+    table = Table(*own, *stages, collapse_padding=True, **PLAIN)
+    for hosts, ranks, cells in stage_rows(preflight):
+        table.add_row(Text(hosts), ranks_text(ranks).partition(" ")[2], *map(_cell, cells))
     console.print(Text("Preflight: each stage with the seconds of its slowest rank", style="bold"))
     console.print(table)
     console.print()
 
 
-def fold_rows(nodes: list[NodeRow]) -> list[list[NodeRow]]:
+def stage_rows(preflight: PreflightReport) -> list[tuple[str, list[int], list[StageCell | None]]]:
+    """(hosts, ranks, the slowest cell of each stage or None), a row for each node or for several that are alike."""
+    rows = []
+    for nodes in _folded(preflight.nodes):
+        by_stage = (
+            [node.stages[column.stage] for node in nodes if column.stage in node.stages] for column in preflight.stages
+        )
+        slowest = [max(cells, key=lambda cell: cell.seconds, default=None) for cells in by_stage]
+        rows.append((_hosts_text(nodes), [rank for node in nodes for rank in node.ranks], slowest))
+    return rows
+
+
+def _folded(nodes: list[NodeRow]) -> list[list[NodeRow]]:
     """The nodes that share a row of the table: those in trouble first."""
     if len(nodes) <= _MOST_ROWS:
         return [[node] for node in nodes]
-    alike: dict[tuple[tuple[str, str], ...], list[NodeRow]] = {}
-    for node in nodes:
-        alike.setdefault(tuple((stage, cell.grade) for stage, cell in node.stages.items()), []).append(node)
     rows: list[list[NodeRow]] = []
-    for group in alike.values():
+    for group in grouped(
+        nodes, lambda node: tuple((stage, cell.grade) for stage, cell in node.stages.items())
+    ).values():
         if group[0].grade == "ok" or len(group) > _MOST_ALIKE:
             rows.append(group)
         else:
             rows += [[node] for node in group]
-    return sorted(rows, key=lambda row: (-_badness(row[0]), row[0].ranks))
+    return sorted(rows, key=lambda row: (-GRADES.index(row[0].grade or "ok"), row[0].ranks))
 
 
-def _badness(node: NodeRow) -> int:
-    return GRADES.index(node.grade) if node.grade else 0
-
-
-def hosts_text(rows: list[NodeRow]) -> str:
+def _hosts_text(rows: list[NodeRow]) -> str:
     """The host of one node; of several how many they are, and the first ones' unless all is well."""
     if len(rows) == 1:
         return rows[0].host
@@ -68,11 +70,6 @@ def hosts_text(rows: list[NodeRow]) -> str:
         return f"{len(rows)} nodes"
     names = ", ".join(row.host for row in rows[:_MAX_HOSTS])
     return f"{len(rows)} nodes: {names}{', ...' if len(rows) > _MAX_HOSTS else ''}"
-
-
-def slowest(cells: Iterable[StageCell | None]) -> StageCell | None:
-    """The cell that took longest; None if no node has reached the stage."""
-    return max((cell for cell in cells if cell is not None), key=lambda cell: cell.seconds, default=None)
 
 
 def _cell(cell: StageCell | None) -> Text:
@@ -110,26 +107,14 @@ def _list(console: Console, title: str, findings: list[PreflightFinding]) -> Non
 def _bandwidth(console: Console, sizes: list[BandwidthSize]) -> None:
     if not sizes:
         return
-    ranks = sizes[-1].ranks
-    console.print(
-        Text(
-            f"Bandwidth of all_reduce over {ranks} rank{'s' if ranks != 1 else ''}, as its slowest rank saw it",
-            style="bold",
-        )
-    )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("size", "time us", "algbw GB/s", "busbw GB/s", "best busbw"):
-        table.add_column(title, justify="right")
-    table.add_column("slowest")
+    title = f"Bandwidth of all_reduce over {counted(sizes[-1].ranks, 'rank')}, as its slowest rank saw it"
+    console.print(Text(title, style="bold"))
+    titles = "size", "time us", "algbw GB/s", "busbw GB/s", "best busbw"
+    table = Table(*(Column(title, justify="right") for title in titles), "slowest", **PLAIN)
     for size in sizes:
-        table.add_row(
-            bytes_text(size.size_bytes),
-            f"{size.time_us:.0f}",
-            f"{size.algbw_gbs:.3g}",
-            f"{size.busbw_gbs:.3g}",
-            f"{size.best_busbw_gbs:.3g}",
-            Text(f"rank {size.rank} on {size.host}"),
-        )
+        bandwidths = (f"{gbs:.3g}" for gbs in (size.algbw_gbs, size.busbw_gbs, size.best_busbw_gbs))
+        slowest = Text(f"rank {size.rank} on {size.host}")
+        table.add_row(bytes_text(size.size_bytes), f"{size.time_us:.0f}", *bandwidths, slowest)
     console.print(table)
     console.print()
 

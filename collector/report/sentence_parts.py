@@ -1,12 +1,26 @@
-"""How ranks, sizes, shares and times are written in sentences."""
+"""How ranks, modules, threads, sizes, shares and times are written in sentences."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from ...core.events import ThreadSeen
 from ...core.lone_process import is_rank, rank_name
 from ...core.text import ranks_text as text_of_many
 
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 _MOST_NAMED = 16
-"""So many ranks are named one by one."""
+"""Up to this many ranks are named one by one."""
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Those that are alike, in the order in which they come: they share a line."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def ranks_text(ranks: list[int]) -> str:
@@ -18,15 +32,53 @@ def ranks_text(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`, `0 steps`"""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
 def one_on(number: int, host: str = "") -> str:
     """`Rank 3 on node7`, to begin a sentence."""
     name = rank_name(number)
     return f"{name[0].upper()}{name[1:]}{f' on {host}' if host else ''}"
 
 
+def where_text(ranks: Iterable[int], all_ranks: Sequence[int]) -> str:
+    """`on all 8 ranks`, `on rank 3`.
+
+    >>> where_text([0, 1], [0, 1]), where_text([3], [0, 1, 2, 3]), where_text([0], [0])
+    ('on both ranks', 'on rank 3', 'on rank 0')
+    """
+    found = sorted(set(ranks))
+    if len(found) > 1 and len(found) == len(set(all_ranks)):
+        return "on both ranks" if len(found) == 2 else f"on all {len(found)} ranks"
+    return f"on {text_of_many(found)}"
+
+
+def modules_text(modules: Sequence[str]) -> str:
+    """`41 modules`; a few by their names.
+
+    >>> modules_text(["fc1"]), modules_text(["fc1", ""]), modules_text(["a", "b", "c", "d"])
+    ('`fc1`', '`fc1` and the root', '4 modules (`a`, `b`, ...)')
+    """
+    names = [f"`{module}`" if module else "the root" for module in modules]
+    if len(names) <= 2:
+        return " and ".join(names)
+    return f"{len(names)} modules ({names[0]}, {names[1]}, ...)"
+
+
 def share_text(share: float) -> str:
     """`23%`; below 10 % with a digit more."""
     return f"{share:.0%}" if share >= 0.0995 or not share else f"{share:.1%}"
+
+
+def coarse_share_text(share: float) -> str:
+    """`12%`. A share above zero is never written as 0%.
+
+    >>> coarse_share_text(0.0004)
+    '<1%'
+    """
+    return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
 def size_text(size: float) -> str:
@@ -47,3 +99,27 @@ def when_text(at_s: float, event: str) -> str:
     if abs(at_s) < 1:
         return f"at {event}"
     return f"{time_text(abs(at_s))} {'before' if at_s < 0 else 'after'} {event}"
+
+
+def thread_text(thread: ThreadSeen) -> str:
+    """`thread python3, which sleeps, in clock_nanosleep (hrtimer_nanosleep of the kernel)`"""
+    parts = [f"thread {thread.name or '(no name)'}"]
+    if thread.state:
+        parts.append(_STATES.get(thread.state, f"in state {thread.state}"))
+    if thread.system_call or thread.kernel:
+        kernel = f"{thread.kernel} of the kernel" if thread.kernel else ""
+        call = thread.system_call
+        parts.append(f"in {call} ({kernel})" if call and kernel else f"in {call or kernel}")
+    if thread.at:
+        parts.append(f"at {thread.at}")
+    return ", ".join(parts)
+
+
+_STATES = {
+    "R": "which runs",
+    "S": "which sleeps",
+    "D": "which waits for a disk or a driver, and no signal reaches it",
+    "T": "which a signal has stopped",
+    "t": "which a debugger has stopped",
+    "Z": "which has ended",
+}

@@ -1,14 +1,50 @@
-"""abs max of what each module returned, rank by rank, at the same point of the training."""
+"""Frames and stacks of the ranks beside each other, as the text and the page both show them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ...core.frames import Frame, FramePhase, RowContent, format_number
+from ...core.frames import HEADER, NAME_INDENT, Frame, FramePhase, RowContent, format_number, format_row
+from ...core.stalls import is_users
+from ...core.text import ranks_text
 from .model import RankReport, RunReport
+from .sentence_parts import coarse_share_text, grouped
+
+# The frames of one rank: the 21-frame table, with the gradients of one module under one title.
+#
+# abs min  abs max  metadata
+# encoder.fc1 Linear
+# 3.82e-08 2.17e+00 weight
+# 8.11e-02 4.10e+01 output
+# encoder.fc1 Linear (backward)
+# 0.00e+00 6.10e-05 grad output zeros 12% subnormal 3%
+# 0.00e+00      inf grad weight
+
+
+def frames_text(frames: list[Frame]) -> str:
+    """The table of several frames under its header. Each call of a forward has its own title."""
+    lines = [HEADER]
+    before: tuple[str, str] | None = None
+    for frame in frames:
+        if (frame.module, frame.phase) != before or frame.phase == FramePhase.FORWARD:
+            lines.append(f"{NAME_INDENT} {title_of(frame)}")
+        before = (frame.module, frame.phase)
+        for row in frame.rows:
+            shares = (("zeros", row.zeros), ("subnormal", row.subnormals))
+            lines.append(format_row(row) + "".join(f" {name} {coarse_share_text(n)}" for name, n in shares if n))
+    return "\n".join(lines)
+
+
+def title_of(frame: Frame) -> str:
+    """Name and class, and the phase if that is not the forward."""
+    return frame.title if frame.phase == FramePhase.FORWARD else f"{frame.title} ({frame.phase})"
+
+
+# abs max of what each module returned, rank by rank, at the same point of the training.
 
 
 class ModuleCell(NamedTuple):
@@ -127,3 +163,25 @@ def only_modules(report: RunReport, pattern: str) -> RunReport | None:
     if not any(rank.frames or rank.traces for rank in ranks):
         return None
     return replace(report, ranks=ranks)
+
+
+# Where the ranks stood when they were asked.
+
+_MOST_THREADS = 6
+MOST_LINES = 12
+"""Of each stack, in the text. report.json has more."""
+
+
+def stacks_text(ranks: Iterable[RankReport]) -> Iterator[str]:
+    """Lines: ranks that stand at the same place share one stack."""
+    for stack, alike in grouped((rank for rank in ranks if rank.stack), lambda rank: tuple(rank.stack)).items():
+        names = ranks_text(rank.rank for rank in alike)
+        yield f"Where {names} stood, innermost call first (calls inside of torch are left out)"
+        yield from (f"  {line}" for line in own_lines(list(stack))[:MOST_LINES])
+        threads = next((rank.threads for rank in alike if rank.threads), [])
+        yield from (f"  other {line}" for line in threads[:_MOST_THREADS])
+
+
+def own_lines(stack: list[str]) -> list[str]:
+    """The innermost call, and below it the user's own lines; [] of an empty stack."""
+    return list(dict.fromkeys([*stack[:1], *(line for line in stack if is_users(line))]))

@@ -3,71 +3,97 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 
-from ...core.frames import HEADER, NAME_INDENT, Frame, FramePhase, Row, format_row, module_text
+from ...core.frames import module_text
 from ...core.lone_process import rank_name
 from ...core.text import TextConsole, ranks_text
-from ...core.verdicts import ReportSection
+from ...core.verdicts import ReportSection, VerdictKind
 from .model import CascadedRank, ConcurrentOrigin, RankAnomaly, RankReport, RunReport
 from .notices_text import (
-    print_insights,
-    print_nodes,
-    print_notes,
-    print_steps,
-    print_title,
-    print_warnings,
-    share_text,
+    PLAIN,
+    insight_notes,
+    node_notes,
+    notes,
+    notice_lines,
+    step_notes,
+    trouble_lines,
+    warned_rows_table,
 )
 from .preflight_text import print_findings, print_stages
-from .sections import is_about_preflight, sections_of_text
-from .sentence_parts import one_on
-from .side_by_side import rank_to_show, side_by_side
-from .stack_groups import stacks_text
+from .sentence_parts import counted, grouped, one_on
+from .side_by_side import can_be_compared, frames_text, rank_to_show, side_by_side, stacks_text
 
-# Frames as a report prints them: the 21-frame table, with the gradients of one module under one title.
-#
-# abs min  abs max  metadata
-# encoder.fc1 Linear
-# 3.82e-08 2.17e+00 weight
-# 8.11e-02 4.10e+01 output
-# encoder.fc1 Linear (backward)
-# 0.00e+00 6.10e-05 grad output zeros 12% subnormal 3%
-# 0.00e+00      inf grad weight
+# Which sections a report has, and which of them are open. The text and the page print this one list.
+
+_MOST_OPEN_ROWS = 64
+"""A table of more ranks is folded."""
 
 
-def frames_text(frames: list[Frame]) -> str:
-    """The table of several frames under its header."""
-    lines = [HEADER]
-    before: tuple[str, str] | None = None
-    for frame in frames:
-        if (
-            frame.module,
-            frame.phase,
-        ) != before or frame.phase == FramePhase.FORWARD:  # each call of a forward has its own title
-            lines.append(f"{NAME_INDENT} {title_of(frame)}")
-        before = (frame.module, frame.phase)
-        lines += [row_text(row) for row in frame.rows]
-    return "\n".join(lines)
+def is_about_preflight(report: RunReport) -> bool:
+    """Whether there was no training to report."""
+    return report.run.check_only or report.verdict.kind.opens == ReportSection.PREFLIGHT
 
 
-def title_of(frame: Frame) -> str:
-    """Name and class, and the phase if that is not the forward."""
-    return frame.title if frame.phase == FramePhase.FORWARD else f"{frame.title} ({frame.phase})"
+def sections_of(report: RunReport) -> list[ReportSection]:
+    """Those that have something to say, in their order."""
+    return [section for section, is_there in _IS_THERE.items() if is_there(report)]
 
 
-def row_text(row: Row) -> str:
-    """A row as a line, with the shares of zeros and subnormals where they were counted."""
-    shares = [f"{name} {share_text(share)}" for name, share in _shares(row) if share]
-    return " ".join([format_row(row), *shares])
+def sections_of_text(report: RunReport, *, rank: int | None = None, warnings: bool = False) -> list[ReportSection]:
+    """Likewise. A text cannot be folded: it leaves out what does not bear on the verdict and was not asked for."""
+    left_out = {ReportSection.WARNINGS} if not warnings else set()
+    if report.verdict.kind == VerdictKind.CLEAN and rank is None:
+        left_out.add(ReportSection.FRAMES)
+    if report.verdict.kind.opens != ReportSection.STACKS:
+        left_out.add(ReportSection.STACKS)
+    if is_about_preflight(report):
+        left_out |= set(ReportSection) - {ReportSection.VERDICT, ReportSection.PREFLIGHT, ReportSection.NOTES}
+    return [section for section in sections_of(report) if section not in left_out]
 
 
-def _shares(row: Row) -> list[tuple[str, float | None]]:
-    return [("zeros", row.zeros), ("subnormal", row.subnormals)]
+def is_open(report: RunReport, section: ReportSection) -> bool:
+    """Whether the page shows it unfolded: the verdict's kind opens one; others where they have found something."""
+    return section == report.verdict.kind.opens or bool(section in _OPEN and _OPEN[section](report))
+
+
+_IS_THERE: dict[ReportSection, Callable[[RunReport], object]] = {
+    ReportSection.VERDICT: lambda report: True,
+    ReportSection.ATTEMPTS: lambda report: report.attempts or report.run.earlier,
+    ReportSection.RANKS: lambda report: report.everyone,
+    ReportSection.STACKS: lambda report: any(rank.stack for rank in report.ranks),
+    ReportSection.ERRORS: lambda report: any(rank.error is not None for rank in report.ranks),
+    ReportSection.PREFLIGHT: lambda report: (
+        report.preflight.findings
+        or report.preflight.bandwidth
+        or (report.preflight.stages and not is_about_preflight(report))  # else they stand beside the verdict
+    ),
+    ReportSection.NOTES: lambda report: [*trouble_lines(report), *notice_lines(report)],
+    ReportSection.NODES: lambda report: report.telemetry is not None,
+    ReportSection.STEPS: lambda report: report.steps is not None,
+    ReportSection.INSIGHTS: lambda report: report.insights,
+    ReportSection.WARNINGS: lambda report: any(rank.warnings for rank in report.ranks),
+    ReportSection.HEAT: can_be_compared,
+    ReportSection.TIMELINE: lambda report: report.timeline,
+    ReportSection.FRAMES: lambda report: any(rank.frames for rank in report.everyone),
+    ReportSection.BY_RANK: lambda report: any(r.frames or r.traces or r.traces_left_out for r in report.ranks),
+    ReportSection.LOST: lambda report: any(rank.lost.total for rank in report.ranks),
+    ReportSection.VERSIONS: lambda report: True,
+}
+assert list(_IS_THERE) == list(ReportSection)
+
+_OPEN: dict[ReportSection, Callable[[RunReport], object]] = {
+    ReportSection.RANKS: lambda report: len(report.ranks) <= _MOST_OPEN_ROWS,
+    ReportSection.NOTES: lambda report: True,
+    ReportSection.NODES: lambda report: report.telemetry is not None and report.telemetry.notable,
+    ReportSection.STEPS: lambda report: report.steps is not None and (report.steps.stragglers or report.steps.trouble),
+    ReportSection.INSIGHTS: lambda report: True,
+    ReportSection.HEAT: lambda report: True,
+}
 
 
 # Lines of the report that the text and the page have in common. A line has no markup.
@@ -78,10 +104,9 @@ _MAX_ATTEMPTS = 8
 
 def concurrent_lines(concurrent: list[ConcurrentOrigin]) -> list[str]:
     """Ranks that met the same share a line, because there can be hundreds."""
-    alike: dict[str, list[ConcurrentOrigin]] = {}
-    for other in concurrent:
-        found = other.text or f"{other.value} in {other.role} of {module_text(other.module, other.cls)}"
-        alike.setdefault(found, []).append(other)
+    alike = grouped(
+        concurrent, lambda one: one.text or f"{one.value} in {one.role} of {module_text(one.module, one.cls)}"
+    )
     return [
         f"{rank_name(others[0].rank)} on {others[0].host}: {found}"
         if len(others) == 1
@@ -104,10 +129,11 @@ def earlier_lines(report: RunReport) -> list[str]:
 
 def cascade_lines(cascade: list[CascadedRank]) -> list[str]:
     """Ranks that ended in the same way share a line, because there can be hundreds."""
-    alike: dict[str, list[int]] = {}
-    for entry in cascade:
-        alike.setdefault(entry.how, []).append(entry.rank)
-    lines = [f"{ranks_text(ranks)} {how if len(ranks) == 1 else _plural(how)}" for how, ranks in alike.items()]
+    alike = grouped(cascade, lambda entry: entry.how)
+    lines = [
+        f"{ranks_text(entry.rank for entry in entries)} {how if len(entries) == 1 else _plural(how)}"
+        for how, entries in alike.items()
+    ]
     left = sum(map(len, list(alike.values())[_MAX_CASCADE:]))
     return [*lines[:_MAX_CASCADE], *([f"and {left} more ranks"] if left else [])]
 
@@ -146,30 +172,41 @@ def render_text(
         print_stages(console, report.preflight)
     shown = rank_to_show(report, rank)
     earlier = [*attempt_lines(report), *earlier_lines(report)]
-    printers: dict[ReportSection, Callable[[], None]] = {
-        ReportSection.VERDICT: lambda: _verdict(console, report),
-        ReportSection.ATTEMPTS: lambda: _list(console, ReportSection.ATTEMPTS.heading, earlier),
-        ReportSection.RANKS: lambda: _ranks(console, report),
-        ReportSection.STACKS: lambda: _stacks(console, report),
-        ReportSection.PREFLIGHT: lambda: print_findings(console, report),
-        ReportSection.NOTES: lambda: print_notes(console, report),
-        ReportSection.NODES: lambda: print_nodes(console, report),
-        ReportSection.STEPS: lambda: print_steps(console, report),
-        ReportSection.INSIGHTS: lambda: print_insights(console, report, warnings=warnings),
-        ReportSection.WARNINGS: lambda: print_warnings(console, report),
-        ReportSection.FRAMES: lambda: _frames(console, report, shown),
-        ReportSection.BY_RANK: lambda: _traces(console, report, rank),
+    slow = report.steps.stragglers if report.steps is not None else []
+    printers: dict[ReportSection, Callable[[ReportSection], None]] = {
+        ReportSection.VERDICT: lambda section: _verdict(console, report),
+        ReportSection.ATTEMPTS: lambda section: _list(console, section.heading, earlier),
+        ReportSection.RANKS: lambda section: _ranks(console, report),
+        ReportSection.STACKS: lambda section: _block(console, section.heading, "\n".join(stacks_text(report.ranks))),
+        ReportSection.PREFLIGHT: lambda section: print_findings(console, report),
+        ReportSection.NOTES: lambda section: _titled(console, section, notes(report)),
+        ReportSection.NODES: lambda section: _titled(console, section, node_notes(report)),
+        ReportSection.STEPS: lambda section: _titled(
+            console, section, step_notes(report), "bold red" if any(one.loud for one in slow) else "bold"
+        ),
+        ReportSection.INSIGHTS: lambda section: _titled(console, section, insight_notes(report, warnings=warnings)),
+        ReportSection.WARNINGS: lambda section: _titled(console, section, warned_rows_table(report)),
+        ReportSection.FRAMES: lambda section: _frames(console, report, shown),
+        ReportSection.BY_RANK: lambda section: _traces(console, report, rank),
     }
     for section in sections_of_text(report, rank=rank, warnings=warnings):
         if section in printers:  # the page alone has the others
-            printers[section]()
+            printers[section](section)
     return console.text()
+
+
+def _titled(console: Console, section: ReportSection, lines: Iterable[RenderableType], style: str = "bold") -> None:
+    """The lines under the section's title; nothing where there is none."""
+    found = list(lines)
+    if found:
+        console.print()
+        console.print(Text(section.heading, style=style), *found, sep="\n")
 
 
 def _head(console: Console, report: RunReport) -> None:
     run = report.run
-    nodes = f"{run.nnodes} node{'s' if run.nnodes != 1 else ''}"
-    console.rule(f"gpuwatch report: run {run.id}, {run.world_size} rank{'s' if run.world_size != 1 else ''} on {nodes}")
+    ranks, nodes = counted(run.world_size, "rank"), counted(run.nnodes, "node")
+    console.rule(f"gpuwatch report: run {run.id}, {ranks} on {nodes}")
 
 
 def _verdict(console: Console, report: RunReport) -> None:
@@ -196,19 +233,11 @@ def _list(console: Console, title: str, items: list[str]) -> None:
             console.print(Text(f"    {line}"), soft_wrap=True)
 
 
-def _stacks(console: Console, report: RunReport) -> None:
-    print_title(console, ReportSection.STACKS)
-    for line in stacks_text(report.ranks):
-        console.print(Text(line), soft_wrap=True)
-
-
 def _ranks(console: Console, report: RunReport) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("rank", "host", "device", "state", "step", "batch", "first non-finite value", "lost"):
-        table.add_column(title, overflow="fold")
+    titles = "rank", "host", "device", "state", "step", "batch", "first non-finite value", "lost"
+    table = Table(*(Column(title, overflow="fold") for title in titles), **PLAIN)
     rows = _ranks_of_table(report)
     for rank in [*rows, *report.processes]:
-        lost = rank.lost.total
         exit_ = f" ({rank.exit})" if rank.exit not in (0, None) else ""
         table.add_row(
             rank.label,
@@ -218,7 +247,7 @@ def _ranks(console: Console, report: RunReport) -> None:
             _number(rank.step),
             _number(rank.batch),
             Text(first_text(rank.first_anomaly)),
-            str(lost),
+            str(rank.lost.total),
             style="bold" if rank.rank == report.named else None,
         )
     console.print(table)
@@ -250,8 +279,7 @@ def _side_by_side(console: Console, report: RunReport, shown: RankReport) -> Non
         return
     console.print()
     console.print(Text(f"abs max of the {found.what} in batch {found.batch}, rank by rank", style="bold"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("module", overflow="fold")
+    table = Table(Column("module", overflow="fold"), **PLAIN)
     for rank in found.columns:
         own = rank.frames[-1].batch
         table.add_column(rank.name + (f"\nbatch {own}" if own != found.batch else ""), justify="right")
@@ -270,22 +298,23 @@ def _frames(console: Console, report: RunReport, rank: RankReport | None) -> Non
         return
     _side_by_side(console, report, rank)
     frames = rank.frames
-    console.print()
-    phases = {frame.phase for frame in frames}
-    phase = f"{frames[-1].phase} " if len(phases) == 1 else ""
-    console.print(
-        Text(f"{one_on(rank.rank)}, batch {frames[-1].batch}: last {len(frames)} {phase}frames", style="bold")
-    )
-    console.print(Text(frames_text(frames)), soft_wrap=True)
+    phase = f"{frames[-1].phase} " if len({frame.phase for frame in frames}) == 1 else ""
+    title = f"{one_on(rank.rank)}, batch {frames[-1].batch}: last {len(frames)} {phase}frames"
+    _block(console, title, frames_text(frames))
 
 
 def _traces(console: Console, report: RunReport, asked: int | None) -> None:
     for rank in report.ranks if asked is None else [r for r in report.ranks if r.rank == asked]:
         for page in rank.traces:
             title = f"Rank {rank.rank}, batch {page.batch} of {page.root}, traced: all frames"
-            console.print()
-            console.print(Text(title, style="bold"))
-            console.print(Text(frames_text(page.frames)), soft_wrap=True)
+            _block(console, title, frames_text(page.frames))
         if rank.traces_left_out:
             left = f"{rank.traces_left_out} traced batches of rank {rank.rank} are in the run's store alone"
             console.print(Text(f"{left}: gpuwatch report --rank {rank.rank}"))
+
+
+def _block(console: Console, title: str, text: str) -> None:
+    """Lines that are not wrapped, under a title."""
+    console.print()
+    console.print(Text(title, style="bold"))
+    console.print(Text(text), soft_wrap=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.assemble.build import build_report
-from gpuwatch.collector.assemble.stage_lines import StageLines
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.live.stage_lines import StageLines
 from gpuwatch.collector.protocol import RunProtocol, StoreMessage
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text_report import render_text

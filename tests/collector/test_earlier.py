@@ -8,8 +8,7 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import build, open_store, report_from_store, write_report
 from gpuwatch.collector.report.model import EarlierLife, Verdict
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.collector.report_file import earlier_lives, read_report
-from gpuwatch.collector.run_list import RunPaths, new_run
+from gpuwatch.collector.run_files import RunPaths, earlier_lives, new_run, read_report
 from gpuwatch.core.verdicts import Certainty, VerdictKind
 from msgspec.structs import replace
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.main import cli
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
-from gpuwatch.collector.run_list import RunPaths
+from gpuwatch.collector.run_files import RunPaths
 from gpuwatch.core.wire.messages import AgentMessage, encode
 
 

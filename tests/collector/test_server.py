@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 
+import gpuwatch.collector.finish as finish_module
 import gpuwatch.collector.server as server_module
 import msgspec
 import pytest
@@ -17,8 +18,7 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.protocol import RunProtocol
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.collector.report_file import exit_code
-from gpuwatch.collector.run_list import new_run
+from gpuwatch.collector.run_files import exit_code, new_run
 from gpuwatch.collector.server import CollectorServer
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.verdicts import VerdictKind
@@ -264,7 +264,7 @@ def test_what_a_viewer_sends_is_not_read_and_counted(running, connect, make):
         viewer.send(encode(AgentMessage(1, body)))
     viewer.send(b"\xff garbage")
     until = time.monotonic() + WAIT_MS / 1000
-    while running.server._doorkeeper.from_viewers < 3:
+    while running.server._access.turned_away["from_viewers"] < 3:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert not viewer.poll(0)
@@ -370,13 +370,13 @@ def test_a_run_that_called_no_module_does_not_exit_like_a_clean_one(make):
 
 def test_beats_are_answered_while_a_report_is_made(running, connect, make, monkeypatch):
     release = threading.Event()
-    build = server_module.build
+    build = finish_module.build
 
     def slow(*arguments):
         assert release.wait(WAIT_MS / 1000)
         return build(*arguments)
 
-    monkeypatch.setattr(server_module, "build", slow)
+    monkeypatch.setattr(finish_module, "build", slow)
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     agent.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
@@ -399,7 +399,7 @@ def test_a_report_that_cannot_be_made_is_told_to_the_agents(running, connect, ma
     def broken(*arguments):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(server_module, "build", broken)
+    monkeypatch.setattr(finish_module, "build", broken)
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     final = say_goodbye(agent)

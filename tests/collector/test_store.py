@@ -8,7 +8,7 @@ import time
 import pytest
 from gpuwatch.collector.finish import report_from_store
 from gpuwatch.collector.report.model import to_json
-from gpuwatch.collector.run_list import RunPaths
+from gpuwatch.collector.run_files import RunPaths
 from gpuwatch.collector.store import SCHEMA, RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.events import ModuleDef, NodeSignal, RootDef, ShapeDef

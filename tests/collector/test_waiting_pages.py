@@ -7,10 +7,9 @@ import pytest
 import zmq
 from gpuwatch.collector.facts.fold import FactFold
 from gpuwatch.collector.protocol import RunProtocol
-from gpuwatch.collector.run_list import new_run
-from gpuwatch.collector.server import CollectorServer
+from gpuwatch.collector.run_files import new_run
+from gpuwatch.collector.server import CollectorServer, WaitingPages
 from gpuwatch.collector.store import RunStore
-from gpuwatch.collector.waiting_pages import WaitingPages
 from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import (
@@ -76,7 +75,7 @@ def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path
         "tcp://127.0.0.1:*", keys.collector.public.decode(), keys.collector.private.decode(), keys.agent.public.decode()
     )
     turns = [[come[0], come[-2]], come[1:]] if are_lost else [come]
-    monkeypatch.setattr(server, "_messages", lambda: turns.pop(0) if turns else [])
+    monkeypatch.setattr(server._socket, "messages", lambda: turns.pop(0) if turns else [])
     protocol = RunProtocol(paths.run_id, str(paths.folder), "job")
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         connect(socket, server.address, keys)

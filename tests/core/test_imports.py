@@ -54,7 +54,7 @@ def test_torch_is_not_imported(code):
 
 
 def test_a_written_report_is_shown_without_what_makes_one():
-    code = "import gpuwatch.cli.report, gpuwatch.collector.report_file, gpuwatch.collector.report.text_report"
+    code = "import gpuwatch.cli.report, gpuwatch.collector.run_files, gpuwatch.collector.report.text_report"
     assert (
         python(f"{code}\nimport sys\nprint([name for name in sys.modules if name in ('numpy', 'sqlite3', 'jinja2')])")
         == "[]"

@@ -9,7 +9,7 @@ import time
 import urllib.request
 
 import pytest
-from gpuwatch.collector.live.top_link import ViewSubscriber
+from gpuwatch.collector.live.publisher import ViewSubscriber
 from gpuwatch.collector.live.top_model import TopModel
 from gpuwatch.core.host import host_name
 from prometheus_client.parser import text_string_to_metric_families

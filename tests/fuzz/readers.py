@@ -25,8 +25,7 @@ with atheris.instrument_imports(include=["gpuwatch"]):
     from gpuwatch.collector.protocol import RunProtocol, StoreMessage
     from gpuwatch.collector.report.model import to_json
     from gpuwatch.collector.report.text_report import render_text
-    from gpuwatch.collector.report_file import read_report
-    from gpuwatch.collector.run_list import RunPaths
+    from gpuwatch.collector.run_files import RunPaths, read_report
     from gpuwatch.collector.store import RunStore
     from gpuwatch.core.errors import GpuwatchError
     from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, ShapeDef, SlotDef

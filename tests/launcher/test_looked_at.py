@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
-from gpuwatch.collector.live.top_link import ViewSubscriber
+from gpuwatch.collector.live.publisher import ViewSubscriber
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.wire.messages import NodeBeat, unpack_hot
 

@@ -6,35 +6,30 @@ import base64
 import hashlib
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jinja2 import DictLoader, Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ....core.frames import RowContent, format_number
+from ....core.frames import Row, RowContent, format_number
 from ....core.text import ranks_text
 from ....core.verdicts import ReportSection, VerdictKind
 from ..model import RankReport, RunReport
 from ..notices_text import notice_lines, trouble_lines
 from ..preflight_text import bytes_text
-from ..sections import is_open, sections_of
-from ..side_by_side import frame_key, rank_to_show
-from ..stack_groups import stacks_text
+from ..side_by_side import frame_key, frames_text, rank_to_show, stacks_text, title_of
 from ..text_report import (
     attempt_lines,
     cascade_lines,
     concurrent_lines,
     earlier_lines,
     first_text,
-    frames_text,
-    title_of,
+    is_open,
+    sections_of,
 )
-from .chart import SPARK_HEIGHT as SPARK_HEIGHT
-from .chart import SPARK_WIDTH as SPARK_WIDTH
-from .chart import sparklines
-from .heat_map import heat_map
-from .lanes import lanes
-from .pictures import picture_of, stage_grid
+from .chart import OutputChart, along_the_calls, over_the_batches
+from .grids import LEGEND, RankGrid, StageGrid, heat_map, level_of, rank_grid, stage_grid
+from .over_time import SPARK_HEIGHT, SPARK_WIDTH, lanes, sparklines
 
 MOST_EVENTS = 400
 """Of the timeline."""
@@ -43,44 +38,35 @@ FRAMES_BYTES = 1 << 20
 """Of all frames as text; what is over it is in report.json."""
 
 
-class TensorColumn(NamedTuple):
-    """A row of one tensor, on one of two ranks."""
-
-    low: str
-    high: str
-    level: str
+TensorColumn = tuple[str, str, str]
+"""A tensor on one rank: (abs min, abs max, level)"""
 
 
-class PairRow(NamedTuple):
-    """One tensor on two ranks."""
-
-    role: str
-    dtype: str
-    shape: str
-    cells: list[TensorColumn | None]
+PairRow = tuple[Row, str, list[TensorColumn | None]]
+"""A tensor on two ranks: (row, shape, its columns)"""
 
 
-class PairFrame(NamedTuple):
-    """One call on two ranks."""
+class VerdictPicture(NamedTuple):
+    """The one picture of the first screen: one of them is there, or none."""
 
-    title: str
-    module: str
-    named: bool
-    rows: list[PairRow]
+    chart: OutputChart | None = None
+    grid: RankGrid | None = None
+    stages: StageGrid | None = None
 
 
-class FrameText(NamedTuple):
-    """The frames of one rank, or a traced batch of it, as the text report has them."""
-
-    rank: int
-    batch: int
-    title: str
-    text: str
+def picture_of(report: RunReport) -> VerdictPicture:
+    """The picture that shows the verdict, by its kind."""
+    if report.verdict.kind == VerdictKind.OVERFLOW:
+        chart = over_the_batches(report) or along_the_calls(report)
+        if chart is not None:
+            return VerdictPicture(chart=chart)
+    if (report.run.check_only or report.verdict.kind == VerdictKind.PREFLIGHT) and report.preflight.stages:
+        return VerdictPicture(stages=stage_grid(report))
+    return VerdictPicture(grid=rank_grid(report))
 
 
 def render_html(report: RunReport) -> str:
     """The whole page."""
-    environment = _environment()
     style, script = _asset("report.css"), _asset("report.js")
     shown = rank_to_show(report)
     healthy = _healthy(report, shown)
@@ -102,7 +88,8 @@ def render_html(report: RunReport) -> str:
         ReportSection.LOST: len(lost),
         ReportSection.VERSIONS: len(report.nodes),
     }
-    return environment.get_template("report.html.jinja").render(
+    template = _environment().get_template("report.html.jinja")
+    return template.render(
         report=report,
         verdict=report.verdict,
         sections=[
@@ -122,17 +109,18 @@ def render_html(report: RunReport) -> str:
         trouble=trouble,
         notices=notices,
         heat=heat_map(report),
+        legend=LEGEND,
         lanes=found_lanes,
         sparks=sparklines(report),
         spark_size=(SPARK_WIDTH, SPARK_HEIGHT),
         shown=shown,
         healthy=healthy,
-        pairs=_pairs(report, shown, healthy) if shown is not None else [],
+        pairs=_pairs(shown, healthy) if shown is not None else [],
         texts=texts,
         texts_left_out=left_out,
         stacks=list(stacks_text(report.ranks)),
         stages=stage_grid(report) if report.preflight.stages else None,
-        warnings=_warnings(report),
+        warnings=[(rank.rank, warning) for rank in report.ranks for warning in rank.warnings][:MOST_WARNINGS],
         most_events=MOST_EVENTS,
         lost=lost,
     )
@@ -141,9 +129,7 @@ def render_html(report: RunReport) -> str:
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
     environment = Environment(
-        loader=DictLoader(
-            {name: _asset(name) for name in ("report.html.jinja", "sections.html.jinja", "macros.html.jinja")}
-        ),
+        loader=PackageLoader(__package__),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -151,10 +137,11 @@ def _environment() -> Environment:
     )
     environment.filters.update(
         first=first_text,
-        number=lambda n: format_number(n).strip(),
+        number=_number,
         bytes=bytes_text,
         ranks=_ranks,
         code=code_of,
+        level=level_of,
     )
     return environment
 
@@ -175,53 +162,43 @@ def _healthy(report: RunReport, shown: RankReport | None) -> RankReport | None:
     return next((rank for rank in others if rank.first_anomaly is None), others[0] if others else None)
 
 
-def _pairs(report: RunReport, shown: RankReport, healthy: RankReport | None) -> list[PairFrame]:
+def _pairs(shown: RankReport, healthy: RankReport | None) -> list[tuple[str, str, list[PairRow]]]:
+    """Each call on two ranks: (title, module, rows)"""
     ranks = [shown] if healthy is None else [shown, healthy]
     frames = [{frame_key(frame): frame for frame in rank.frames} for rank in ranks]
     found = []
     for frame in shown.frames:
-        rows: list[dict[str, Any]] = [
-            {row.role: row for row in mine[frame_key(frame)].rows} if frame_key(frame) in mine else {}
-            for mine in frames
-        ]
-        found.append(
-            PairFrame(
-                title_of(frame) if frame.module else f"(root) {title_of(frame).strip()}",
-                frame.module,
-                report.verdict.kind == VerdictKind.OVERFLOW and frame.module == report.verdict.module,
-                [
-                    PairRow(
-                        row.role,
-                        row.dtype,
-                        "x".join(map(str, row.shape)) if row.shape is not None else "",
-                        [_column(each.get(row.role)) for each in rows],
-                    )
-                    for row in frame.rows
-                ],
-            )
-        )
+        alike = (mine.get(frame_key(frame)) for mine in frames)
+        columns = [{row.role: row for row in other.rows} if other is not None else {} for other in alike]
+        title = title_of(frame) if frame.module else f"(root) {title_of(frame).strip()}"
+        rows: list[PairRow] = []
+        for row in frame.rows:
+            shape = "x".join(map(str, row.shape)) if row.shape is not None else ""
+            rows.append((row, shape, [_column(each.get(row.role)) for each in columns]))
+        found.append((title, frame.module, rows))
     return found
 
 
-def _column(row: Any) -> TensorColumn | None:
+def _column(row: Row | None) -> TensorColumn | None:
     if row is None:
         return None
     if row.kind != RowContent.MEASURED:
-        return TensorColumn(row.kind.replace("_", " "), "", "")
+        return row.kind.replace("_", " "), "", ""
     if row.nan:
-        return TensorColumn("nan", "nan", "bad")
+        return "nan", "nan", "bad"
     if row.posinf or row.neginf:
-        return TensorColumn(_number(row.abs_min), "inf", "bad")
+        return _number(row.abs_min), "inf", "bad"
     near = row.headroom is not None and row.headroom < 1
-    return TensorColumn(_number(row.abs_min), _number(row.abs_max), "near" if near else "")
+    return _number(row.abs_min), _number(row.abs_max), "near" if near else ""
 
 
 def _number(number: float | None) -> str:
     return format_number(number).strip() if number is not None else "inf"
 
 
-def _frame_texts(report: RunReport) -> tuple[list[FrameText], int]:
-    found: list[FrameText] = []
+def _frame_texts(report: RunReport) -> tuple[list[tuple[int, int, str, str]], int]:
+    """((rank, batch, title, the frames as the text report has them) of each, how many are left out)"""
+    found = []
     room, left_out = FRAMES_BYTES, 0
     for rank in sorted(report.ranks, key=lambda rank: rank.rank != report.verdict.rank):
         pages = [(f"last {len(rank.frames)} frames", rank.frames)] if rank.frames else []
@@ -232,12 +209,8 @@ def _frame_texts(report: RunReport) -> tuple[list[FrameText], int]:
                 left_out += 1
                 continue
             room -= len(text)
-            found.append(FrameText(rank.rank, frames[-1].batch, title, text))
+            found.append((rank.rank, frames[-1].batch, title, text))
     return found, left_out
-
-
-def _warnings(report: RunReport) -> list[tuple[int, dict[str, Any]]]:
-    return [(rank.rank, warning) for rank in report.ranks for warning in rank.warnings][:MOST_WARNINGS]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from gpuwatch.cli.main import cli
 from gpuwatch.collector.assemble.batch_diff import difference
 from gpuwatch.collector.finish import open_store
-from gpuwatch.collector.run_list import RunPaths
+from gpuwatch.collector.run_files import RunPaths
 from gpuwatch.core.frames import Frame, Row
 from gpuwatch.core.wire.messages import AgentMessage, encode
 from hypothesis import given

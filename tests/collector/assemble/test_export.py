@@ -6,6 +6,8 @@ import csv
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -14,7 +16,7 @@ from gpuwatch.cli import export as cli
 from gpuwatch.cli.export import command
 from gpuwatch.collector.assemble.frame_export import COLUMNS, ExportRow, export_rows
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.run_list import RunPaths, new_run
+from gpuwatch.collector.run_files import RunPaths, new_run
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.values import DTYPE_CODES
@@ -145,6 +147,12 @@ def test_without_its_library_a_format_is_refused_in_one_sentence(run, form, monk
     with pytest.raises(UsageError, match=rf'pip install "gpuwatch-cluster\[{form}\]"$') as refused:
         exported(run, "--format", form, "-o", "x")
     assert int(refused.value.exit_code) == 2
+
+
+def test_a_text_format_needs_no_library():
+    code = "import sys, gpuwatch.collector.assemble.frame_export; print({'pyarrow', 'tensorboard'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 @pytest.mark.parametrize(

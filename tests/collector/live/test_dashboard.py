@@ -15,9 +15,7 @@ from itertools import combinations
 
 import jsonschema
 import pytest
-from gpuwatch.collector.live.metrics_endpoint import MetricsExporter
-from gpuwatch.collector.live.metrics_text import text_of
-from gpuwatch.collector.live.own_numbers import OwnNumbers
+from gpuwatch.collector.live.metrics_endpoint import MetricsExporter, OwnNumbers, text_of
 from gpuwatch.core.wire.messages import HotModule
 from gpuwatch.core.wire.view import JobView, LimitPassing, NodeView, RankView, ViewStraggler
 from prometheus_client.parser import text_string_to_metric_families

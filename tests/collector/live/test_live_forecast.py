@@ -7,7 +7,7 @@ import math
 
 import pytest
 from gpuwatch.collector.assemble.build import build_report
-from gpuwatch.collector.assemble.forecasts import forecasts_of
+from gpuwatch.collector.assemble.timeline import forecasts_of
 from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.live.so_far import LiveForecast
 from gpuwatch.collector.report.html.page import render_html

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from gpuwatch.collector.assemble.frame_export import export_rows
 from gpuwatch.collector.facts.fold import FactFold
-from gpuwatch.collector.live.metrics_text import text_of
-from gpuwatch.collector.live.own_numbers import OwnNumbers
+from gpuwatch.collector.live.metrics_endpoint import OwnNumbers, text_of
 from gpuwatch.collector.live.snapshot import MOST_PROCESSES, view_of
 from gpuwatch.collector.live.top_model import TopModel, plain
 from gpuwatch.core.lone_process import number_of_process

@@ -16,10 +16,8 @@ from http.server import BaseHTTPRequestHandler
 import psutil
 import pytest
 import zmq
-from gpuwatch.collector.live.metrics_endpoint import _MOST_SCRAPES, MetricsExporter
-from gpuwatch.collector.live.metrics_text import text_of
-from gpuwatch.collector.live.own_numbers import OwnNumbers
-from gpuwatch.collector.run_list import new_run
+from gpuwatch.collector.live.metrics_endpoint import _MOST_SCRAPES, MetricsExporter, OwnNumbers, text_of
+from gpuwatch.collector.run_files import new_run
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.events import LimitForecast
 from gpuwatch.core.wire.keys import derive_keys
@@ -257,7 +255,7 @@ def test_an_error_of_ours_is_counted_and_logged_once_and_costs_one_picture(serve
 
 
 def test_a_text_that_cannot_be_written_is_counted_too(served, monkeypatch, capsys):
-    monkeypatch.setattr(served, "_text_of", broken)
+    monkeypatch.setattr("gpuwatch.collector.live.metrics_endpoint.text_of", broken)
     served.show(lambda: (view_of_ranks(1), OwnNumbers()), 0.0)
     with pytest.raises(urllib.error.HTTPError) as found:
         scrape(served.url)

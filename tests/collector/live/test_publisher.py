@@ -8,11 +8,10 @@ import threading
 import msgspec
 import pytest
 import zmq
-from gpuwatch.collector.doorkeeper import CurveAccess
+from gpuwatch.collector.agent_socket import CurveAccess
 from gpuwatch.collector.facts.fold import FactFold
-from gpuwatch.collector.live.publisher import EVERY_S, ViewPublisher
+from gpuwatch.collector.live.publisher import EVERY_S, ViewPublisher, ViewSubscriber
 from gpuwatch.collector.live.snapshot import view_of
-from gpuwatch.collector.live.top_link import ViewSubscriber
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.events import GpuXid, RankInventoryEvent
 from gpuwatch.core.preflight import InventoryFacts
@@ -93,7 +92,7 @@ def test_without_a_viewer_no_picture_is_made_and_none_after_the_last_has_left(pu
     looked(publisher, shown, link)
     link.close()
     turn = 200_000
-    while publisher._viewers:
+    while publisher.has_viewers:
         turn += 1
         publisher.show(shown, turn * EVERY_S)
     before = shown.times
@@ -133,7 +132,7 @@ def subscriber(context, publisher, pair) -> zmq.Socket:
 def test_a_stranger_sees_nothing(context, door, publisher, link):
     stranger = subscriber(context, publisher, STRANGER.viewer)
     shown = Shown()
-    while not door.refused:
+    while not door.turned_away["refused"]:
         publisher.show(shown, 0.0)
     assert shown.times == 0
     looked(publisher, shown, link)

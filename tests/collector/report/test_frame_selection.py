@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.text_report import frames_text, render_text
+from gpuwatch.collector.report.side_by_side import frames_text
+from gpuwatch.collector.report.text_report import render_text
 
 
 def trained(make, rank, bad=1.0, *, first="left"):

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.main import cli
-from gpuwatch.collector.assemble import build as ranks_to_show
+from gpuwatch.collector.assemble import shown_frames as ranks_to_show
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
 from gpuwatch.collector.report.model import RunReport, to_json
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.collector.run_list import RunPaths
+from gpuwatch.collector.run_files import RunPaths
 from gpuwatch.core.wire.messages import AgentMessage, encode
 
 RANKS = 40

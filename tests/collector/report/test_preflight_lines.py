@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuwatch.collector.assemble.stage_lines import StageLines
+from gpuwatch.collector.live.stage_lines import StageLines
 from gpuwatch.core.wire.pipe import PreflightOver, StageLine
 
 

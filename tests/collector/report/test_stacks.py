@@ -6,7 +6,7 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.stack_groups import thread_text
+from gpuwatch.collector.report.sentence_parts import thread_text
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.core.events import RankLook, StackLine, ThreadSeen, WorkerExit
 from gpuwatch.core.wire.messages import EventMessage

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from gpuwatch.collector.report.html.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from gpuwatch.collector.report.html.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, over_the_batches
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.html.pictures import over_the_batches
 from msgspec.structs import replace
 
 
@@ -47,7 +46,7 @@ def test_nothing_of_it_leaves_the_chart(report_of, later):
     chart = over_the_batches(told(report_of("growing"), after=after, earliest=earliest, latest=latest))
     for x, y in [*points(chart.growth.line), *points(chart.growth.band)]:
         assert LEFT <= x <= WIDTH - RIGHT and TOP <= y <= HEIGHT - BOTTOM
-    first, last = chart.lines[-1].path, chart.marks[-1].x
+    first, last = chart.lines[-1].path, chart.marks[-1][0]
     assert points(first)[0][0] == LEFT and last >= LEFT + (WIDTH - LEFT - RIGHT) / 1.26, "at most a quarter more"
 
 

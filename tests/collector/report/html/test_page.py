@@ -13,7 +13,7 @@ from gpuwatch.cli.main import cli
 from gpuwatch.collector import finish
 from gpuwatch.collector.finish import open_store, report_from_store, write_page, write_report
 from gpuwatch.collector.report.html import chart, page
-from gpuwatch.collector.run_list import RunPaths
+from gpuwatch.collector.run_files import RunPaths
 from gpuwatch.core.wire.messages import AgentMessage, encode
 
 from .conftest import HOSTILE, KINDS, messages_of

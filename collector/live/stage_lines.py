@@ -1,4 +1,4 @@
-"""The lines that tell how far the preflight is: a fold over messages, without clock or pipe.
+"""The lines that show the progress of the preflight: a fold over messages, without clock or pipe.
 
 hear(body) for every message, then due() for what has changed since the last time.
 """
@@ -14,6 +14,7 @@ from ...core.wire.pipe import PreflightOver, StageLine
 from ..decide.preflight_table import stage_order, worst
 from ..facts.fold import shown_body
 from ..report.model import GRADES
+from ..report.sentence_parts import counted
 
 _MAX_WARNINGS = 8
 
@@ -36,23 +37,18 @@ class StageLines:
 
     def hear(self, body: AgentBody) -> None:
         """One message that came in."""
-        if not isinstance(body, AgentHello | EventMessage):
-            return
-        body = shown_body(body)
         if isinstance(body, AgentHello):
-            self._hosts[body.agent] = body
-        if not isinstance(body, EventMessage):
-            return
-        event = body.event
+            self._hosts[body.agent] = shown_body(body)
+        event = shown_body(body).event if isinstance(body, EventMessage) else None
         if not isinstance(event, PreflightBegan | PreflightStage | PreflightResult) or event.where.attempt:
             return
         if isinstance(event, PreflightResult):
             self._results[event.where.rank] = event
-            return
-        stage = self._stages.setdefault(event.stage, _StageRanks())
-        stage.begun.add(event.where.rank)
-        if isinstance(event, PreflightStage):
-            stage.ended[event.where.rank] = event
+        else:
+            stage = self._stages.setdefault(event.stage, _StageRanks())
+            stage.begun.add(event.where.rank)
+            if isinstance(event, PreflightStage):
+                stage.ended[event.where.rank] = event
 
     @property
     def ranks(self) -> int:
@@ -101,9 +97,8 @@ class StageLines:
         found = [event.grade for event in stage.ended.values()]
         found += [finding.grade for finding in self._findings() if finding.stage == name]
         if stage.begun - set(stage.ended):
-            found.append(
-                "fail" if any(r.outcome == "failed" and r.stage == name for r in self._results.values()) else "unknown"
-            )
+            failed = any(r.outcome == "failed" and r.stage == name for r in self._results.values())
+            found.append("fail" if failed else "unknown")
         return worst(found)
 
     def _findings(self) -> list[PreflightFinding]:
@@ -118,9 +113,8 @@ class StageLines:
             return PreflightOver()
         findings = [finding for finding in self._findings() if finding.grade != "ok"]
         outcomes = {result.outcome for result in self._results.values()}
-        grade = worst(
-            ["ok", *(finding.grade for finding in findings), *(["fail"] if outcomes - {"ok", "skipped"} else [])]
-        )
+        failed = ["fail"] if outcomes - {"ok", "skipped"} else []
+        grade = worst(["ok", *(finding.grade for finding in findings), *failed])
         stops = any(result.stops for result in self._results.values())
         if any(hello.check_only for hello in self._hosts.values()) or stops or outcomes == {"skipped"}:
             return PreflightOver(grade)
@@ -128,13 +122,12 @@ class StageLines:
         for stage in self._stages.values():
             for rank, event in stage.ended.items():
                 seconds[rank] = seconds.get(rank, 0.0) + event.seconds
-        ranks = f"{self.ranks} rank{'s' if self.ranks != 1 else ''}"
-        nodes = f"{len(self._hosts)} node{'s' if len(self._hosts) != 1 else ''}"
+        ranks, nodes = counted(self.ranks, "rank"), counted(len(self._hosts), "node")
         noted = ""
         if grade == "fail":
             noted = ", failed, and training starts all the same"
         elif findings:
-            noted = f", with {len(findings)} finding{'s' if len(findings) != 1 else ''}"
+            noted = f", with {counted(len(findings), 'finding')}"
         text = f"preflight {grade}: {ranks} on {nodes} in {max(seconds.values(), default=0.0):.1f} s{noted}"
         lines = [f"  {finding.stage}, {finding.grade}: {finding.sentence}" for finding in findings[:_MAX_WARNINGS]]
         left = len(findings) - len(lines)

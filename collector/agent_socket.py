@@ -1,0 +1,157 @@
+"""The collector's socket: a ROUTER with CURVE. The key that a client shows says whether it may connect, and speak.
+
+Who does not have the job's keys does not get past the handshake; who gets past it and sends anything but well-formed
+messages is counted and not answered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from ..core.tell import tell
+from ..core.wire.keys import KeyPair, agent_name
+from ..core.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    AgentMessage,
+    CollectorMessage,
+    WireError,
+    decode_agent,
+    encode,
+)
+from .assemble.timeline import utc
+
+_LINGER_MS = 3000
+_HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+_BACKLOG = 4096
+"""After a stop of this process all agents connect anew at once."""
+_BATCH = 2048
+_BATCH_BYTES = 16 << 20
+"""One turn takes this many messages at most, and stops after this many bytes of them."""
+
+
+class CurveAccess:
+    """ZAP callback: agents come in and speak, viewers come in, strangers do not. Who is turned away is counted.
+
+    One thread of ZeroMQ's calls `callback`, the collector's own all else.
+    """
+
+    def __init__(self, agent_key: str, viewer_key: str = "") -> None:
+        self._agent, self._viewer = agent_key.encode(), viewer_key.encode()
+        reasons = "refused", "failed_handshakes", "from_viewers", "replayed", "malformed", "disbelieved"
+        self.turned_away = dict.fromkeys(reasons, 0)
+        """How many. `failed_handshakes`: all that did not come in, the refused ones too; `replayed` and `disbelieved`
+        are the protocol's."""
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client with this public key may come in."""
+        allowed = key == self._agent or (key == self._viewer and key != b"")
+        if not allowed:
+            self.count("refused", "refused a stranger with another key")
+        return allowed
+
+    def may_speak(self, frame: zmq.Frame) -> bool:
+        """Whether a message is of an agent; ZeroMQ has noted whose key its connection was made with."""
+        if str(frame.get("User-Id")).encode() == self._agent:
+            return True
+        self.count("from_viewers", "a viewer has sent something, which was not read")
+        return False
+
+    def count(self, reason: str, what: str) -> None:
+        """Log each 1st, 2nd, 4th ... time: one who knocks for ever fills no disk."""
+        self.turned_away[reason] += 1
+        times = self.turned_away[reason]
+        if times & (times - 1) == 0:
+            tell(f"{utc(time.time())} {what}, {times} so far")
+
+
+class AgentSocket:
+    """Listens from the moment it is made. Raises zmq.ZMQError when the address cannot be bound."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], bind: str, keys: KeyPair, access: CurveAccess) -> None:
+        self._access = access
+        self._routes: dict[str, bytes] = {}
+        """The identity of each agent that was taken in, by its name: how it is answered."""
+        self._speaking = ("", b"")
+        """The name and the identity of who was heard last, taken in or not."""
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=access)
+        self.socket = context.socket(zmq.ROUTER)
+        try:
+            self.socket.linger = _LINGER_MS
+            self.socket.ipv6 = True
+            self.socket.maxmsgsize = MAX_MESSAGE_BYTES
+            self.socket.rcvhwm = 1000
+            self.socket.backlog = _BACKLOG
+            self.socket.router_handover = True
+            # no heartbeats of its own: libzmq 4.3.5 aborts in their timer where input has stopped and its connection
+            # breaks (stream_engine_base.cpp, `!_io_error`). The agents beat, and say how long a beat counts
+            self.socket.tcp_keepalive = 1
+            self.socket.tcp_keepalive_idle = 30
+            self.socket.curve_server = True
+            self.socket.curve_publickey = keys.public
+            self.socket.curve_secretkey = keys.private
+            self._monitor = self.socket.get_monitor_socket(_HANDSHAKE_FAILURES)
+            self.socket.bind(bind)
+        except BaseException:
+            self.close()
+            raise
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def messages(self) -> Iterator[tuple[str, AgentMessage, bytes]]:
+        """What has come, without what is malformed; a bounded number, so that the rest gets its turn."""
+        taken = 0
+        for _ in range(_BATCH):
+            if taken > _BATCH_BYTES:
+                return
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            taken += sum(map(len, parts))
+            if not self._access.may_speak(parts[-1]):
+                continue
+            if len(parts) != 2:
+                self._access.turned_away["malformed"] += 1
+                continue
+            identity, data = parts[0].bytes, parts[1].bytes
+            try:
+                self._speaking = agent_name(identity), identity
+                yield self._speaking[0], decode_agent(data), data
+            except (WireError, UnicodeDecodeError):
+                self._access.turned_away["malformed"] += 1
+
+    def take_in(self, agent: str) -> None:
+        """Who was heard last is this agent of the job: it can be sent to from now on."""
+        self._routes[agent] = self._speaking[1]
+
+    def send(self, agent: str, message: CollectorMessage) -> None:
+        """To who was heard last, or to an agent that was taken in.
+
+        Nothing is raised for one that is gone or does not read: it asks again when it is back.
+        """
+        identity = self._speaking[1] if agent == self._speaking[0] else self._routes.get(agent)
+        if identity is not None:  # else a collector before this one has heard it: it has not spoken since
+            with suppress(zmq.ZMQError):
+                self.socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+
+    def count_failed_handshakes(self) -> None:
+        """Those since the last call."""
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            self._access.count("failed_handshakes", "a stranger did not get through the handshake")
+
+    def close(self) -> None:
+        """Let the last messages out, then close."""
+        if hasattr(self, "_monitor"):
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
+        self.socket.close()
+        self._authenticator.stop()

@@ -1,0 +1,181 @@
+"""What happened over time, for the template to draw: the nodes' figures as curves, the ranks' events as lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ....core.lone_process import rank_name
+from ....core.metrics import METRICS
+from ..model import FigureSeries, NodeFigures, RunReport, TimelineEntry
+from ..sentence_parts import counted, grouped, share_text, size_text, when_text
+
+# The figures of a node as small curves. Units are those of the viewBox.
+
+SPARK_WIDTH, SPARK_HEIGHT, EDGE = 220, 44, 3
+_MOST_CURVES = 16
+"""In one picture."""
+_SHOWN = (
+    *("cpu", "steal", "iowait", "memory_used", "swap_in", "swap_out", "net_received", "net_sent"),
+    *("ib_received", "ib_sent", "rss", "gpu_use", "gpu_memory_used", "sm_clock", "temperature", "power"),
+)
+_OF = {"memory_used": "memory_total", "gpu_memory_used": "gpu_memory_total", "sm_clock": "sm_clock_max"}
+"""What is the upper edge of a picture, where it is known."""
+
+
+class FigureCurves(NamedTuple):
+    """One figure of all GPUs, of all ranks, or of the host."""
+
+    title: str
+    most: str
+    """The upper edge, in words."""
+    curves: list[tuple[str, str]]
+    """(of which GPU or rank, SVG path)"""
+    event_x: float | None
+    description: str
+
+
+def sparklines(report: RunReport) -> list[tuple[NodeFigures, list[FigureCurves]]]:
+    """A row of pictures for each node that the report has figures of."""
+    telemetry = report.telemetry
+    return [(node, _of_node(node, telemetry.event)) for node in telemetry.nodes] if telemetry is not None else []
+
+
+def _of_node(node: NodeFigures, event: str) -> list[FigureCurves]:
+    if len(node.at_s) < 2:
+        return []
+    by_what = grouped(node.figures, lambda figure: figure.what)
+    found = []
+    for what in _SHOWN:
+        figures = by_what.get(what, [])[:_MOST_CURVES]
+        values = [value for figure in figures for value in figure.values if value is not None]
+        if len(values) < 2:
+            continue
+        limits = [value for figure in by_what.get(_OF.get(what, ""), []) for value in figure.values if value]
+        top = max(1.0 if METRICS[what].unit == "share" and what != "steal" else 0.0, *values, *limits)
+        found.append(_curves(node.at_s, figures, top, max(values), event))
+    return found
+
+
+def _curves(at_s: Sequence[float], figures: list[FigureSeries], top: float, highest: float, event: str) -> FigureCurves:
+    first, last = at_s[0], at_s[-1]
+    wide = (SPARK_WIDTH - 2 * EDGE) / (last - first or 1.0)
+    high = (SPARK_HEIGHT - 2 * EDGE) / (top or 1.0)
+    xs = [f"{EDGE + wide * (at - first):.0f}" for at in at_s]
+    span = f"from {when_text(first, event)} to {when_text(last, event)}" if event else "over the run"
+    one = figures[0]
+    most = amount_text(highest, one.unit)
+    return FigureCurves(
+        one.text,
+        most,
+        [(figure.of or "the host", _curve(xs, figure.values, high)) for figure in figures],
+        _event_x(at_s, wide) if event else None,
+        f"{one.text}, {counted(len(figures), 'curve')}, {span}, at most {most}",
+    )
+
+
+def _event_x(at_s: Sequence[float], wide: float) -> float | None:
+    """None where it was further away than two samples are from each other."""
+    first, last = at_s[0], at_s[-1]
+    near = (last - first) / (len(at_s) - 1)
+    if not first - near <= 0 <= last + near:
+        return None
+    return round(EDGE + wide * (min(max(0.0, first), last) - first), 1)
+
+
+def _curve(xs: list[str], values: Sequence[float | None], high: float) -> str:
+    """Lines between neighbours that are known."""
+    parts, down = [], False
+    for x, value in zip(xs, values, strict=True):
+        if value is not None:
+            parts.append(f"{'L' if down else 'M'}{x} {SPARK_HEIGHT - EDGE - high * max(0.0, value):.1f}")
+        down = value is not None
+    return "".join(parts)
+
+
+def amount_text(value: float, unit: str) -> str:
+    """`93%`, `12 MiB/s`, `1980 MHz`"""
+    if unit == "share":
+        return share_text(value)
+    if unit.startswith("bytes"):
+        return size_text(value) + unit.removeprefix("bytes")
+    return f"{value:.4g} {unit}".strip()
+
+
+# The timeline as lanes, one for each rank: who met something first, and who ended because of it.
+#
+# Time runs in the order that the collectives give. It has no scale: clocks of different hosts are not compared.
+
+_MOST_LANES = 24
+_LEFT, _WIDTH, _TOP, _HEIGHT = 112, 900, 18, 22
+SHAPES = {"fault": "circle", "anomaly": "cross", "raised": "triangle", "ended": "square"}
+"""Kind of an event -> its shape; other events are in the table alone. Between two collectives they come in this order:
+a rank first meets something, then raises; its end comes after all of its events."""
+
+
+class RankLane(NamedTuple):
+    """One rank."""
+
+    rank: int
+    name: str
+    y: int
+    end: float
+    named: bool
+    events: list[tuple[float, str, str]]
+    """(x, shape, title)"""
+
+
+class TimelineLanes(NamedTuple):
+    """What the template draws."""
+
+    lanes: list[RankLane]
+    left: int
+    width: int
+    height: int
+    ticks: list[tuple[float, str]]
+    """(x, collectives issued)"""
+    left_out: int
+
+
+def lanes(report: RunReport) -> TimelineLanes | None:
+    """None where nothing happened that has a shape."""
+    attempt = report.verdict.attempt if report.verdict.attempt is not None else report.run.attempts - 1
+    events = [e for e in report.timeline if e.attempt == attempt and e.rank is not None and e.kind in SHAPES]
+    met = [event.rank for event in events if event.kind != "ended"]
+    if not met:
+        return None
+    everyone = dict.fromkeys(rank for rank in [report.named, *met, *(e.rank for e in events)] if rank is not None)
+    ranks = list(everyone)[:_MOST_LANES]
+    last: dict[int | None, int] = {}
+    for event in events:
+        last[event.rank] = max(last.get(event.rank, -1), _seq(event))
+    kept = [(event, _moment(event, last)) for event in events if event.rank in ranks]
+    moments = sorted({moment for _, moment in kept})
+    wide = (_WIDTH - _LEFT - 30) / max(1, len(moments))
+    place = {moment: round(_LEFT + wide * (n + 0.5), 1) for n, moment in enumerate(moments)}
+    found = []
+    for n, rank in enumerate(ranks):
+        name = rank_name(rank)
+        mine = [
+            (place[moment], SHAPES[event.kind], f"{name}, after {event.seq} collectives: {event.what}")
+            for event, moment in kept
+            if event.rank == rank
+        ]
+        end = max((x for x, _, _ in mine), default=float(_LEFT))
+        found.append(RankLane(rank, name, _TOP + n * _HEIGHT, end, rank == report.named, mine))
+    first = {moment[0]: moment for moment in reversed(moments)}
+    collectives = sorted(first)
+    ticks = [
+        (place[first[seq]], str(seq) if seq >= 0 else "none") for seq in collectives[:: max(1, len(collectives) // 10)]
+    ]
+    others = len({event.rank for event in events}) - len(ranks)
+    return TimelineLanes(found, _LEFT, _WIDTH, _TOP + len(found) * _HEIGHT + 26, ticks, others)
+
+
+def _seq(event: TimelineEntry) -> int:
+    return event.seq if event.seq is not None else -1
+
+
+def _moment(event: TimelineEntry, last: dict[int | None, int]) -> tuple[int, int]:
+    at = last[event.rank] if event.kind == "ended" else _seq(event)
+    return at, list(SHAPES).index(event.kind)

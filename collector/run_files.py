@@ -1,0 +1,176 @@
+"""The files of a run: their paths, the report as it was written, and the list of all runs with their verdicts.
+
+To read a report needs nothing of what makes one, so that it is on the screen at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+
+from ..core.errors import ExitCode, GpuwatchError
+from ..core.recorder.run_folder import job_run, runs_of_job
+from ..core.text import shown_name
+from ..core.wire.regular_file import read_regular
+from .report.model import EarlierLife, RunReport
+
+LATEST = "latest"
+MOST_REPORT_BYTES = 1 << 30
+
+
+class RunPaths:
+    """The folder of one run, and every path that a run writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_id = folder.name
+        """Its start (local time) and four random hex digits, or the name that was asked for."""
+        self.store = folder / "run.sqlite"
+        """Everything that was received."""
+        self.report_json = folder / "report.json"
+        self.report_text = folder / "report.txt"
+        """The report as it was printed."""
+        self.report_html = folder / "report.html"
+        self.exit_code = folder / "exit-code"
+        """The exit code of the launches as a number, for scripts."""
+        self.logs = folder / "logs"
+        """The logs of gpuwatch's own processes."""
+
+
+def new_run(runs_dir: Path, name: str = "") -> RunPaths:
+    """Make the private folder of a new run and point `latest` at it. Raises OSError when it cannot be made.
+
+    A name that is taken gets a number: `pretrain`, `pretrain-2`.
+    """
+    for number in itertools.count(1):
+        chosen = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if name:
+            chosen = name if number == 1 else f"{name}-{number}"
+        paths = RunPaths(runs_dir / chosen)
+        try:
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            paths.folder.mkdir(mode=0o700)  # never one that is there: somebody may have put links into it
+        except FileExistsError:
+            if not runs_dir.is_dir():
+                raise
+            continue
+        try:
+            paths.logs.mkdir()
+        except OSError:
+            paths.folder.rmdir()
+            raise
+        break
+    point_latest(runs_dir, paths.run_id)
+    return paths
+
+
+def point_latest(runs_dir: Path, run_id: str) -> None:
+    """Point `latest` at this run. Does nothing on a file system without links."""
+    link = runs_dir / f".{LATEST}-{os.getpid()}"
+    try:
+        link.symlink_to(run_id)
+        link.replace(runs_dir / LATEST)
+    except OSError:
+        link.unlink(missing_ok=True)
+
+
+def read_report(paths: RunPaths) -> RunReport:
+    """report.json, or what the store holds where there is none. Raises GpuwatchError when there is neither."""
+    try:
+        return msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=RunReport)
+    except FileNotFoundError:
+        from .finish import report_from_store
+
+        return report_from_store(paths)
+    except OSError as error:
+        raise GpuwatchError(f"expected a report in {paths.report_json}, it cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise GpuwatchError(
+            f"expected a report of schema 1, found something else in {paths.report_json}: {shown_name(str(error))}; "
+            f"to make it again from the store: gpuwatch report --again {paths.run_id}"
+        ) from error
+
+
+def exit_code(report: RunReport) -> int:
+    """The exit code that a verdict stands for: the launches exit with it."""
+    verdict = report.verdict
+    code = verdict.kind.exit_code
+    if code is ExitCode.SIGNAL and verdict.signal is not None:
+        number = verdict.signal.removeprefix("signal ")  # one without a name
+        return int(code) + (int(number) if number.isdigit() else int(signal.Signals[verdict.signal]))
+    if report.run.check_only and code is not ExitCode.CLEAN:  # there is no script that could have failed by itself
+        code = ExitCode.PREFLIGHT_FAILED
+    return int(code)
+
+
+# What a list of runs shows, the newest last. Only these fields of each report are read.
+
+
+class ListedVerdict(msgspec.Struct, frozen=True):
+    """What a list shows of a verdict."""
+
+    kind: str
+    certainty: str
+    statement: str
+
+
+class ListedInfo(msgspec.Struct, frozen=True):
+    """What a list shows of a job."""
+
+    world_size: int
+    nnodes: int
+    started: str | None
+    ended: str | None
+
+
+class ListedRun(msgspec.Struct, frozen=True):
+    """One run. `run` and `verdict` are None where it has no report (yet)."""
+
+    id: str
+    run: ListedInfo | None = None
+    verdict: ListedVerdict | None = None
+
+
+def list_runs(runs_dir: Path) -> list[ListedRun]:
+    """All of them, by the time of their folders; [] without such a folder."""
+    folders = [path for path in runs_dir.glob("*") if path.is_dir() and not path.is_symlink()]
+    runs = [RunPaths(path) for path in folders]
+    found = [paths for paths in runs if paths.store.exists() or paths.report_json.exists()]
+    return [_listed(paths) for paths in sorted(found, key=lambda paths: (paths.folder.stat().st_ctime, paths.run_id))]
+
+
+def _listed(paths: RunPaths) -> ListedRun:
+    try:
+        report = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=_RunSummary)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ListedRun(paths.run_id)
+    return ListedRun(paths.run_id, report.run, report.verdict)
+
+
+class _RunSummary(msgspec.Struct, frozen=True):
+    run: ListedInfo
+    verdict: ListedVerdict
+
+
+def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
+    """The earlier lives of this run's requeued job, the first one first; [] for a run without a job.
+
+    Each has a run of its own, and the last report lists them.
+    """
+    run = job_run(paths.run_id)
+    if run is None or not run.restart:
+        return []
+    runs = runs_of_job((path.name for path in paths.folder.parent.iterdir()), run.job)
+    lives = [_listed(RunPaths(paths.folder.parent / other.name)) for other in runs if other.restart < run.restart]
+    return [
+        EarlierLife(life.id, life.verdict.kind, life.verdict.statement)
+        if life.verdict is not None
+        else EarlierLife(life.id, "", f"It has left no report; to make one: gpuwatch report --again {life.id}")
+        for life in lives
+    ]
