@@ -7,9 +7,9 @@ import signal
 import msgspec
 
 from ..core.errors import ExitCode, GpuwatchError
+from ..core.own_files import read_regular
 from ..core.recorder.run_folder import job_run, runs_of_job
 from ..core.text import shown_name
-from ..core.wire.regular_file import read_regular
 from .report.model import EarlierLife, RunReport
 from .run_list import MOST_REPORT_BYTES, RunPaths
 

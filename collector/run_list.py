@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.wire.regular_file import read_regular
+from ..core.own_files import read_regular
 
 LATEST = "latest"
 

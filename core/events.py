@@ -13,7 +13,7 @@ import msgspec
 
 from .frames import FramePhase
 from .preflight import BandwidthRow, Grade, InventoryFacts, PreflightFinding
-from .word_enum import WordEnum
+from .text import WordEnum
 
 
 class RootDef(msgspec.Struct, frozen=True, tag="root"):
@@ -678,7 +678,7 @@ class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):
     timed: int
     """Steps that were timed."""
     total_s: list[float]
-    """Of all of them, seconds in each part (core/recorder/step_table.py)."""
+    """Of all of them, seconds in each part (core/recorder/layout.py)."""
     steps: bytes
     """A sample of them, packed (core/wire/columns.py)."""
 

@@ -37,8 +37,7 @@ from .say import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
 from .say import say, say_signal, tell_left_behind, tell_of_torch
 from .schedulers.fill_in import fill_in_from_job
 from .schedulers.job import SchedulerFacts
-from .signals import TimeLimitNear, signal_exceptions, signals_raise
-from .stuck import PATIENCE_S, watch_torchrun
+from .signals import STUCK_S, TimeLimitNear, signal_exceptions, signals_raise, watch_torchrun
 
 
 def expect_script(args: argparse.Namespace) -> None:
@@ -147,7 +146,7 @@ class TorchrunRanks(RankStarter):
                 life.start_agent(self._terms.agent_config(address, life.scratch), self._stop)
             say(self._what_runs())
             tell_of_torch()
-            patience_s = PATIENCE_S + 2 * self._args.monitor_interval
+            patience_s = STUCK_S + 2 * self._args.monitor_interval
             watch_torchrun(lambda: self._unseen, self._leave_torchrun, patience_s)
             from .elastic import run_to_its_end
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import msgspec
 
 from ..core import host
-from ..core.any_text import plain_text
 from ..core.errors import ExitCode, UsageError
 from ..core.recorder.run_folder import write_meeting_key
 from ..core.recorder.scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
+from ..core.text import plain_text
 from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import (
     AgentConfig,

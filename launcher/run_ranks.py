@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.host import host_name
-from ..core.lone_process import is_rank, number_of_process
+from ..core.identity import is_rank, number_of_process
 from ..core.recorder.layout import HeadField, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS, tell_unwatched

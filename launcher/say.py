@@ -19,7 +19,7 @@ from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.settings import VARIABLE
 from ..core.tell import tell
 from ..core.text import ranks_text, shown_name
-from ..core.torch_notes import notes_on
+from ..core.torch_names import notes_on
 from ..core.wire.pipe import JobResult
 
 

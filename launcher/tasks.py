@@ -26,8 +26,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.any_text import from_json, to_json
 from ..core.errors import GpuwatchError
+from ..core.text import from_json, to_json
 from ..core.wire.pipe import JobResult
 
 _SHARED_MEMORY = Path("/dev/shm")

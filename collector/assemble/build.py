@@ -8,7 +8,7 @@ import msgspec
 
 from ...core.events import GpuHealth, GpuXid, PreflightResult
 from ...core.frames import Frame, Page
-from ...core.lone_process import pid_of_number
+from ...core.identity import pid_of_number
 from ...core.recorder.page_tables import whole
 from ...core.verdicts import VerdictKind
 from ..decide.decide import decide

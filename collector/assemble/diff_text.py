@@ -6,7 +6,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.frames import FramePhase, Row, RowContent, format_number, module_text
-from ...core.text import TextConsole, shown_name
+from ...core.text import shown_name
+from ..report.sentence_parts import TextConsole
 from .batch_diff import BatchDifference, DiffSide, RowDifference
 
 MOST_ROWS = 40

@@ -19,7 +19,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from ...core.frames import Frame, Row
-from ...core.lone_process import is_rank, pid_of_number
+from ...core.identity import is_rank, pid_of_number
 from ...core.recorder.page_tables import whole
 from ...core.values import NonFinite
 from ...core.wire.columns import NO_NUMBER

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ...core.lone_process import is_rank, pid_of_number
+from ...core.identity import is_rank, pid_of_number
 from ...core.verdicts import VerdictKind
 from ...core.wire.view import JobView, RankView
 from .own_numbers import OwnNumbers

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Literal, get_args
 
 from ...core.events import GpuHealth, GpuXid
-from ...core.lone_process import rank_name
+from ...core.identity import rank_name
 from ...core.wire.messages import GpuNow, closest_modules, unpack_gpus, unpack_hot
 from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, ViewEvent, ViewStraggler
 from ..assemble.forecasts import forecasts_of, is_sound, passing_text

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from ...core.recorder.step_table import PARTS
+from ...core.recorder.layout import PARTS
 from ...core.wire.messages import AgentBody, NodeBeat, RankState
 from ...core.wire.view import ViewStraggler
 from ..assemble.stragglers import LEAST_STEPS, PART_TEXT, WARM_UP, SlowRank, find_slow_now

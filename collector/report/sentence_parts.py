@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ...core.lone_process import is_rank, rank_name
+import io
+
+from rich.console import Console
+
+from ...core.identity import is_rank, rank_name
 from ...core.text import ranks_text as text_of_many
 
 _MOST_NAMED = 16
@@ -47,3 +51,21 @@ def when_text(at_s: float, event: str) -> str:
     if abs(at_s) < 1:
         return f"at {event}"
     return f"{time_text(abs(at_s))} {'before' if at_s < 0 else 'after'} {event}"
+
+
+class TextConsole(Console):
+    """A text of `width` characters, printed with rich as on a terminal and kept; `color`: with escape sequences."""
+
+    def __init__(self, width: int, *, color: bool) -> None:
+        self._kept = io.StringIO()
+        super().__init__(
+            file=self._kept,
+            width=width,
+            force_terminal=color,
+            color_system="standard" if color else None,
+            highlight=False,
+        )
+
+    def text(self) -> str:
+        """All that was printed, without blanks at the ends of lines and without empty lines at the end."""
+        return "\n".join(line.rstrip() for line in self._kept.getvalue().splitlines()).rstrip("\n")

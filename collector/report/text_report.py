@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.frames import HEADER, NAME_INDENT, Frame, FramePhase, Row, format_row, module_text
-from ...core.lone_process import rank_name
-from ...core.text import TextConsole, ranks_text
+from ...core.identity import rank_name
+from ...core.text import ranks_text
 from ...core.verdicts import ReportSection
 from .model import CascadedRank, ConcurrentOrigin, RankAnomaly, RankReport, RunReport
 from .notices_text import (
@@ -25,7 +25,7 @@ from .notices_text import (
 )
 from .preflight_text import print_findings, print_stages
 from .sections import is_about_preflight, sections_of_text
-from .sentence_parts import one_on
+from .sentence_parts import TextConsole, one_on
 from .side_by_side import rank_to_show, side_by_side
 from .stack_groups import stacks_text
 

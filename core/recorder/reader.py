@@ -14,12 +14,11 @@ from typing import NamedTuple
 import msgspec
 
 from ..events import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
+from ..own_files import OwnDescriptor
 from ..wire.messages import HooksText, PageMessage, PageSegment, RankState
 from . import layout
 from .group_table import progress_of, read_groups
-from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField
-from .own_files import OwnDescriptor
-from .step_table import TimedStep, read_steps
+from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField, TimedStep, read_steps
 
 _DEFINITIONS = (RootDef, ModuleDef, SlotDef, ShapeDef)
 _NOT_AN_ENTRY = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)

@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from ..events import Anomaly, Definition, LogEntry, OwnFault, costs_frames
+from ..own_files import RecorderMap
 from . import layout
 from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField
-from .own_files import RecorderMap
 from .pages import NameTable
 
 _EVENT_RESERVE = 256 << 10

@@ -14,8 +14,8 @@ import numpy
 from ..events import Definition, SlotDef
 from ..frames import Phase, RowKind
 from ..metrics import is_count
+from ..recorder.layout import PARTS, TimedStep
 from ..recorder.page_tables import PageTables
-from ..recorder.step_table import PARTS, TimedStep
 from ..roles import RoleKind, parse_role
 from ..values import ValueEncoding
 from .messages import RankHistoryMessage

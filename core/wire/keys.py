@@ -22,9 +22,9 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from ..any_text import from_json, to_json
 from ..errors import UsageError
 from ..settings import WorkerSettings
+from ..text import from_json, to_json
 from .pipe import AgentConfig
 
 SECRET_VARIABLE = "GPUWATCH_SECRET"
@@ -53,7 +53,7 @@ def derive_keys(secret: str, job: str) -> JobKeys:
 
 
 def meeting_key(keys: JobKeys) -> str:
-    """What the ranks of a job seal the values with that they meet by (core/wire/seal.py)."""
+    """What the ranks of a job seal the values with that they meet by (core/preflight.py)."""
     return hashlib.sha256(b"gpuwatch meeting " + keys.agent.private).hexdigest()
 
 

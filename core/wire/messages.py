@@ -15,9 +15,9 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from ..any_text import carried, given_back
 from ..errors import GpuwatchError
 from ..events import Definition, Event, GpuCounters, GpuHealth, GpuXid, NodeSignal
+from ..text import carried, given_back
 from ..verdicts import VerdictKind
 
 # The job of a batch scheduler that a node runs in, in the scheduler's own words. The launcher's module for that
@@ -223,7 +223,7 @@ class RankState(msgspec.Struct, frozen=True):
     steps_timed: int = 0
     """Steps whose times are in `parts_us`."""
     parts_us: list[int] = []
-    """Microseconds of all of them in each part (core/recorder/step_table.py); [] without one."""
+    """Microseconds of all of them in each part (core/recorder/layout.py); [] without one."""
     begun: int = -1
     """Of a rank that has rested for seconds: collectives that it has begun in its largest process group; else -1."""
     waits: bool = False

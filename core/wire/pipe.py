@@ -7,8 +7,8 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from ..any_text import from_json, given_back, to_json
 from ..settings import OnHang
+from ..text import from_json, given_back, to_json
 from .messages import JobResult as JobResult
 from .messages import SchedulerJob
 
@@ -204,7 +204,7 @@ def write_line(pipe: IO[bytes], message: msgspec.Struct) -> bool:
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
 _from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 _from_collector: msgspec.json.Decoder[FromCollector] = msgspec.json.Decoder(FromCollector)
-# bytes of a path that are no UTF-8 travel, too: see any_text.py
+# bytes of a path that are no UTF-8 travel, too: see core/text.py
 
 
 def read_to_agent(line: bytes) -> ToAgent:

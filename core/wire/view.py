@@ -120,7 +120,7 @@ class JobView(msgspec.Struct, frozen=True):
     """What was lost for want of room: `frames`, `rows`, `records`, `pages`."""
     schema: int = SCHEMA
     processes: list[RankView] = []
-    """Some of those that have called a module and are no rank; `rank` is below 0 (core/lone_process.py)."""
+    """Some of those that have called a module and are no rank; `rank` is below 0 (core/identity.py)."""
     more_processes: int = 0
     """So many more there are."""
 

@@ -32,7 +32,7 @@ from ...core.errors import ExitCode, GpuwatchError
 from ...core.events import Anomaly, GpuCounters, GpuHealth, GpuXid, NodeSignal, PreflightResult, WorkerExit
 from ...core.gpu.nvml_child import KILLED_S
 from ...core.host import OwnClock
-from ...core.lone_process import is_rank
+from ...core.identity import is_rank
 from ...core.recorder.layout import file_name
 from ...core.recorder.run_folder import PROCESSES
 from ...core.recorder.scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch

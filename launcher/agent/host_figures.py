@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ...core.lone_process import rank_name
+from ...core.identity import rank_name
 from ...core.metrics import HOST
 
 # What a reading is.

@@ -24,7 +24,7 @@ from ...core.events import (
     WorkerExit,
     split_label,
 )
-from ...core.lone_process import is_rank, rank_name
+from ...core.identity import is_rank, rank_name
 from ...core.recorder.layout import FRAME, VALUE, HeadField, file_name
 from ...core.recorder.reader import HeldPage, NotReady, RecorderReader
 from ...core.stalls import stack_file_name

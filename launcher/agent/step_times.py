@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...core.events import RunPosition, StepTimes
-from ...core.recorder.layout import HeadField
+from ...core.recorder.layout import PARTS, HeadField, TimedStep
 from ...core.recorder.reader import RecorderReader
-from ...core.recorder.step_table import PARTS, TimedStep
 from ...core.wire.columns import MOST_STEPS, pack_steps
 
 # How long a rank may stand still: as the user says, or learned from how long its steps take. Pure.

@@ -5,7 +5,7 @@ import sys
 import threading
 
 import psutil
-from gpuwatch.launcher.stuck import watch_torchrun
+from gpuwatch.launcher.signals import watch_torchrun
 
 
 def test_it_is_left_once_the_last_rank_has_ended():

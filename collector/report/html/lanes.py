@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....core.lone_process import rank_name
+from ....core.identity import rank_name
 from ..model import RunReport, TimelineEntry
 
 _MOST_LANES = 24

@@ -4,8 +4,8 @@ import os
 
 import msgspec
 import pytest
-from gpuwatch.core.any_text import from_json, to_json
 from gpuwatch.core.settings import VARIABLE, WorkerSettings
+from gpuwatch.core.text import from_json, to_json
 from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire.messages import CollectorMessage, RunWelcome, decode_collector, encode
 from gpuwatch.core.wire.pipe import JobResult, WorkersStarted, read_from_agent, read_to_agent
