@@ -21,6 +21,7 @@ from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState, RankPh
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import ValueEncoding
 from gpuwatch.core.wire.keys import derive_keys, random_secret
+from gpuwatch.core.wire.messages import AgentHello
 from gpuwatch.core.wire.pipe import (
     AgentConfig,
     CollectorBound,
@@ -85,13 +86,7 @@ def start(folder: Path, ranks: int, traced: list[int], telemetry_s: float) -> tu
             private_key=keys.agent.private.decode(),
             recorder_dir=str(folder),
             spool_dir=str(folder),
-            nproc=ranks,
-            min_nodes=1,
-            max_nodes=1,
-            command=["benchmark"],
-            versions={},
-            rdzv_id="benchmark",
-            trace_batches=traced,
+            hello=AgentHello("", "", 0, ranks, 1, 1, ["benchmark"], {}, "benchmark", trace_batches=traced),
             telemetry_s=telemetry_s,
         ),
         print,

@@ -18,12 +18,12 @@ from msgspec.structs import replace
 from ..core.host import OwnClock
 from ..core.own_imports import own_command
 from ..core.wire.keys import new_identity
+from ..core.wire.messages import StopRanks
 from ..core.wire.pipe import (
     AgentConfig,
     FromAgent,
     JobResult,
     NodeWelcomed,
-    StopRequest,
     UserNotice,
     read_from_agent,
     write_line,
@@ -278,10 +278,10 @@ class NodeAgent(RestartedHelper):
     def _hear(self, message: FromAgent) -> None:
         if isinstance(message, UserNotice):
             self._say(message.text)
-        elif isinstance(message, StopRequest):
+        elif isinstance(message, StopRanks):
             self._stop(message.reason, message.restart)
         elif isinstance(message, NodeWelcomed):
-            self._config = replace(self._config, run=message.run)
+            self._config = replace(self._config, hello=replace(self._config.hello, run=message.run))
             self.welcomed.set()
         elif isinstance(message, JobResult):
             self.verdict = message

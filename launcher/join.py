@@ -136,14 +136,9 @@ class JoinedRanks(RankStarter):
         folder = str(life.scratch)
         self._ranks = HostRanks(life.scratch, life.services.tell, lambda attempt, rank, code: None)
         write_settings(life.scratch, with_fields(self._join.settings, recorder_dir=folder))
+        hello = with_fields(self._join.agent.hello, versions=host.versions(), job=None, starts_all=False)
         config = with_fields(
-            self._join.agent,
-            collector=self._address(),
-            recorder_dir=folder,
-            versions=host.versions(),
-            job=None,
-            ends_ranks=False,
-            starts_all=False,
+            self._join.agent, collector=self._address(), recorder_dir=folder, hello=hello, ends_ranks=False
         )
         agent = life.start_agent(config, self._end)
         agent.welcomed.wait(_WELCOME_S)

@@ -22,6 +22,7 @@ from ..core.recorder.run_folder import write_meeting_key
 from ..core.recorder.scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
 from ..core.text import plain_text
 from ..core.wire.keys import JobKeys
+from ..core.wire.messages import AgentHello
 from ..core.wire.pipe import (
     AgentConfig,
     CollectorBound,
@@ -91,20 +92,25 @@ class JobTerms:
             private_key=keys.agent.private.decode(),
             recorder_dir=str(scratch),
             spool_dir=str(Path(args.runs_dir).absolute()),
-            nproc=self.nproc,
-            min_nodes=plan.min_nodes,
-            max_nodes=plan.max_nodes,
-            command=[plain_text(word) for word in self.command],
-            versions=host.versions(),
-            rdzv_id=plan.job,
-            trace_batches=args.trace_batches,
-            check_only=args.check_only,
-            job=self.job.on_the_wire if self.job is not None else None,
+            hello=AgentHello(
+                agent="",
+                host="",
+                pid=0,
+                nproc=self.nproc,
+                min_nodes=plan.min_nodes,
+                max_nodes=plan.max_nodes,
+                command=[plain_text(word) for word in self.command],
+                versions=host.versions(),
+                rdzv_id=plan.job,
+                trace_batches=args.trace_batches,
+                check_only=args.check_only,
+                job=self.job.on_the_wire if self.job is not None else None,
+                starter=self.starter,
+                starts_all=plan.starts_all,
+            ),
             hang_timeout_s=args.hang_timeout,
-            starter=self.starter,
             ends_ranks=self.starter != "torchrun",
             telemetry_s=args.telemetry,
-            starts_all=plan.starts_all,
         )
 
 

@@ -229,7 +229,7 @@ class CommandRanks(RankStarter):
         if any(signals):
             return LaunchDone("signal", next(filter(None, signals)))
         if self._code < 0 and not self._ranks.has(self._command.pid) and not self._ranks.any_failed:
-            return LaunchDone("signal", -self._code, "it was sent to the command")
+            return LaunchDone("signal", -self._code, reason="it was sent to the command")
         return LaunchDone("failed")
 
     def _why_no_rank(self) -> str:

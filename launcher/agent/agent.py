@@ -42,7 +42,6 @@ from ...core.wire.keys import agent_name, new_identity
 from ...core.wire.messages import (
     VERDICT_PATIENCE_S,
     AgentBody,
-    AgentHello,
     AgentLeaving,
     AgentMessage,
     AgentRefused,
@@ -63,8 +62,7 @@ from ...core.wire.messages import (
     decode_collector,
     encode,
     node_of,
-    pack_gpus,
-    pack_hot,
+    pack_list,
     ranks_of,
 )
 from ...core.wire.pipe import (
@@ -72,7 +70,6 @@ from ...core.wire.pipe import (
     JobResult,
     LaunchDone,
     NodeWelcomed,
-    StopRequest,
     UserNotice,
     VerdictWait,
     WorkersEnded,
@@ -134,7 +131,7 @@ class NodeAgentLoop:
         self._identity = f"{config.identity or new_identity()}.{config.life}".encode()
         self._id = agent_name(self._identity)
         self.outbox = MessageOutbox()
-        self.traces = TracedBatches(config.max_nodes)
+        self.traces = TracedBatches(config.hello.max_nodes)
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
         self._clock = ClockOffset()
         self._time = OwnClock()
@@ -171,24 +168,7 @@ class NodeAgentLoop:
         self._socket = self._connect()
         self._used = True
         """Since it was last asked what has come. Its descriptor need not say so then (ZMQ_FD, zmq_getsockopt(3))."""
-        self._hello = AgentHello(
-            agent=self._id,
-            host=host.host_name(),
-            pid=os.getpid(),
-            nproc=config.nproc,
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            command=config.command,
-            versions=config.versions,
-            rdzv_id=config.rdzv_id,
-            cwd=str(Path.cwd()),
-            trace_batches=config.trace_batches,
-            check_only=config.check_only,
-            job=config.job,
-            run=config.run,
-            starter=config.starter,
-            starts_all=config.starts_all,
-        )
+        self._hello = replace(config.hello, agent=self._id, host=host.host_name(), pid=os.getpid(), cwd=str(Path.cwd()))
         self._put(self._hello)
         self._take_over()
 
@@ -330,7 +310,7 @@ class NodeAgentLoop:
                     message.local_ranks[rank],
                     message.attempt,
                     pid,
-                    self._config.trace_batches,
+                    self._config.hello.trace_batches,
                     len(message.pids),
                     self.traces,
                 )
@@ -529,7 +509,7 @@ class NodeAgentLoop:
                 self._stalls.look(self._of_ranks, message.number, now)
                 self._put_telemetry(self._telemetry.told("stall", now))
             elif isinstance(message, StopRanks):
-                self._tell(StopRequest(message.reason, message.restart))
+                self._tell(message)
             elif isinstance(message, JobResult):
                 self._final = message
                 self._try_send(encode(AgentMessage(0, AgentLeaving())))
@@ -582,12 +562,12 @@ class NodeAgentLoop:
             clock.offset_ns if clock is not None else None,
             clock.round_trip_ns if clock is not None else None,
             self._hottest() if self._looks else b"",
-            pack_gpus(self._telemetry.gpus_now()) if self._looks else b"",
+            pack_list(self._telemetry.gpus_now()) if self._looks else b"",
         )
 
     def _hottest(self) -> bytes:
         found = [hot for watch in self._ranks.values() if not watch.ended for hot in watch.hottest()]
-        return pack_hot(closest_modules(found, MOST_HOT))
+        return pack_list(closest_modules(found, MOST_HOT))
 
     def _try_send(self, data: bytes) -> bool:
         self._used = True

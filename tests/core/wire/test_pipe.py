@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire import pipe
+from gpuwatch.core.wire.messages import AgentHello, StopRanks
 
 AGENT_CONFIG = pipe.AgentConfig(
     "tcp://h:1",
@@ -17,14 +18,9 @@ AGENT_CONFIG = pipe.AgentConfig(
     "k",
     "/dev/shm/x",
     "runs",
-    2,
-    1,
-    4,
-    ["gpuwatch", "launch", "a b"],
-    {"python": "3"},
-    "id",
-    [0, 3],
-    True,
+    AgentHello(
+        "", "", 0, 2, 1, 4, ["gpuwatch", "launch", "a b"], {"python": "3"}, "id", trace_batches=[0, 3], check_only=True
+    ),
 )
 COLLECTOR_CONFIG = pipe.CollectorConfig("tcp://*:1", "p", "k", "a", "v", "runs", "id", 5)
 TO_AGENT = [
@@ -35,7 +31,7 @@ TO_AGENT = [
 ]
 FROM_AGENT = [
     pipe.UserNotice("one\nsentence"),
-    pipe.StopRequest("why"),
+    StopRanks("why"),
     pipe.JobResult(4, VerdictKind.OVERFLOW, "té\nxt", "r.json"),
     pipe.VerdictWait(),
     pipe.NodeWelcomed("20261122-1"),

@@ -13,7 +13,7 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import EventMessage, NodeBye, TelemetryMessage, decode_agent
+from gpuwatch.core.wire.messages import AgentHello, EventMessage, NodeBye, TelemetryMessage, decode_agent
 from gpuwatch.core.wire.pipe import AgentConfig, LaunchDone, WorkersEnded, WorkersStarted
 from gpuwatch.launcher.agent.agent import NodeAgentLoop
 
@@ -63,12 +63,7 @@ def agent(tmp_path):
         private_key=keys.agent.private.decode(),
         recorder_dir=str(tmp_path),
         spool_dir=str(tmp_path),
-        nproc=1,
-        min_nodes=1,
-        max_nodes=1,
-        command=["gpuwatch", "launch", "train.py"],
-        versions={},
-        rdzv_id="job",
+        hello=AgentHello("", "", 0, 1, 1, 1, ["gpuwatch", "launch", "train.py"], {}, "job"),
         identity="node",
         telemetry_s=5.0,
     )

@@ -15,13 +15,14 @@ from gpuwatch.core.values import DTYPE_CODES, ValueEncoding
 from gpuwatch.core.wire.messages import (
     AgentMessage,
     EventMessage,
+    HotModule,
     NodeBeat,
     PageMessage,
     RankHistoryMessage,
     decode_agent,
     encode,
-    pack_hot,
-    unpack_hot,
+    pack_list,
+    unpack_list,
 )
 from gpuwatch.launcher.agent import batch_history as history
 from gpuwatch.launcher.agent.rank_watch import RankWatch
@@ -141,5 +142,5 @@ def test_the_modules_that_are_closest_to_their_limit_are_told(writer, watch):
     calm, grows, _ = found
     assert calm.left == pytest.approx(3.45, abs=0.05) and calm.change == 0
     assert grows.change == pytest.approx(0.05, abs=0.01)
-    sent = encode(AgentMessage(0, NodeBeat([], {}, hot=pack_hot(found))))
-    assert unpack_hot(decode_agent(sent).body.hot) == found
+    sent = encode(AgentMessage(0, NodeBeat([], {}, hot=pack_list(found))))
+    assert unpack_list(decode_agent(sent).body.hot, HotModule) == found
