@@ -192,15 +192,19 @@ def plain_text(text: str) -> str:
 
 def carried(message: object) -> Any:
     """The message as built-in values that can be encoded."""
-    return _map(msgspec.to_builtins(message, builtin_types=(bytes,), str_keys=True), _carry)
+    return _map(_plain(message), _carry)
+
+
+def shown_plainly(message: object) -> Any:
+    """The same, with `plain_text` of each text."""
+    return _map(_plain(message), plain_text)
 
 
 def given_back(message: T, data: bytes, kind: Any) -> T:
     """The message as it was before `carried`. `data` is what it was decoded from, `kind` its type."""
     if not any(mark in data for mark in _MARKS):
         return message
-    plain = msgspec.to_builtins(message, builtin_types=(bytes,), str_keys=True)
-    back: T = msgspec.convert(_map(plain, _give_back), kind, builtin_types=(bytes,), str_keys=True)
+    back: T = msgspec.convert(_map(_plain(message), _give_back), kind, builtin_types=(bytes,))
     return back
 
 
@@ -215,6 +219,10 @@ def to_json(message: object) -> bytes:
 def from_json(data: bytes, kind: type[T]) -> T:
     """As msgspec.json.decode."""
     return given_back(msgspec.json.decode(data, type=kind), data, kind)
+
+
+def _plain(message: object) -> Any:
+    return msgspec.to_builtins(message, builtin_types=(bytes,))
 
 
 def _map(value: Any, change: Callable[[str], str]) -> Any:

@@ -68,6 +68,10 @@ class HelperProcess:
                 start_new_session=True,
                 close_fds=True,
             )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.stdin: IO[bytes] = self._process.stdin
+        self.stdout: IO[bytes] = self._process.stdout
         if not write_line(self.stdin, config):
             self._process.kill()
 
@@ -83,18 +87,6 @@ class HelperProcess:
             return self._process.wait(5.0) == 0
         except subprocess.TimeoutExpired:
             return False
-
-    @property
-    def stdin(self) -> IO[bytes]:
-        """Where it reads."""
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        """Where it writes."""
-        assert self._process.stdout is not None
-        return self._process.stdout
 
     def end(self, timeout_s: float, *, kill: bool = True) -> int | None:
         """Close its input and wait for it to finish. After `timeout_s` it is killed, or left to itself.

@@ -35,14 +35,13 @@ from ..core.settings import WorkerSettings
 from ..core.tell import tell
 from ..core.wire.keys import RunInvitation, read_join, write_join
 from ..core.wire.pipe import AgentConfig, LaunchDone
-from .command import GRACE_S
+from .agent.process_ends import GRACE_S, processes_with
 from .head_collector import first_that_answers
 from .helper_processes import NodeAgent
 from .life import JobLife, RankStarter
 from .option_types import bracketed
 from .plan import CollectorPlan, split_endpoint
 from .run_ranks import HostRanks
-from .say import processes_with
 from .tasks import HostTasks
 
 _LOOK_S = 0.1

@@ -20,8 +20,8 @@ from ..core.tell import tell
 from ..core.verdicts import VerdictKind
 from ..core.wire.keys import meeting_key, read_secret
 from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine
+from .agent.process_ends import GRACE_S
 from .command import (
-    GRACE_S,
     AttendedCommand,
     block_signals,
     exit_code,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.host import host_name
+from ..core.host import host_name, stat_fields
 from ..core.identity import is_rank, number_of_process
 from ..core.recorder.layout import HeadField, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
@@ -85,7 +85,7 @@ class WatchedRankProcess:
     def _status_of_zombie(self) -> int | None:
         """The last field of /proc/PID/stat, as long as its parent has not waited for it."""
         with suppress(OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            fields = stat_fields(Path(f"/proc/{self.pid}"))
             return int(fields[49]) if fields[0] == "Z" else None
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from shlex import quote
@@ -21,6 +21,7 @@ from ..core.tell import tell
 from ..core.text import ranks_text, shown_name
 from ..core.torch_names import notes_on
 from ..core.wire.pipe import JobResult
+from .agent.process_ends import processes_with
 
 
 def say(text: str) -> None:
@@ -101,14 +102,6 @@ _MOST = 8
 def left_behind(scratch: Path) -> list[psutil.Process]:
     """What runs with the environment that this launch has given to its ranks. A copy of a process keeps that."""
     return list(processes_with(VARIABLE, lambda value: str(scratch) in value))
-
-
-def processes_with(variable: str, is_meant: Callable[[str], bool]) -> Iterator[psutil.Process]:
-    """What runs on this host with such a value in its environment."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is somebody else's
-            if is_meant(process.environ().get(variable, "")) and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
 
 
 def tell_left_behind(scratch: Path, say: Callable[[str], object], patience_s: float = PATIENCE_S) -> None:

@@ -233,35 +233,18 @@ class PageTables:
         return numpy.where(there, starts[place] + offset, -1)
 
 
+_FIELDS_BUT_ROWS = tuple(field for field in Frame.__struct_fields__ if field != "rows")
+
+
 class LazyFrame:
     """A frame of a page that was received. It has what `Frame` has, and decodes its rows when they are asked for."""
 
-    __slots__ = (
-        "_names",
-        "_row_bytes",
-        "_rows",
-        "_tables",
-        "batch",
-        "cls",
-        "collectives",
-        "depth",
-        "index",
-        "module",
-        "parent",
-        "phase",
-        "seq",
-    )
+    __slots__ = ("_names", "_row_bytes", "_rows", "_tables", *_FIELDS_BUT_ROWS)
 
     def __init__(self, page: PageTables, names: NameTable, row_bytes: bytes, fields: FrameFields) -> None:
         bare = decode_frame(page.batch, fields, (), page.value_at, names)
-        self.batch, self.index, self.module, self.cls, self.phase = (
-            bare.batch,
-            bare.index,
-            bare.module,
-            bare.cls,
-            bare.phase,
-        )
-        self.depth, self.parent, self.seq, self.collectives = bare.depth, bare.parent, bare.seq, bare.collectives
+        for field in _FIELDS_BUT_ROWS:
+            setattr(self, field, getattr(bare, field))
         self._tables, self._names, self._row_bytes = page, names, row_bytes
         self._rows: list[Row] | None = None
 
@@ -283,18 +266,7 @@ class LazyFrame:
 
 def whole(frame: Frame) -> Frame:
     """The frame with all its rows, to be written."""
-    return Frame(
-        frame.batch,
-        frame.index,
-        frame.module,
-        frame.cls,
-        frame.phase,
-        frame.rows,
-        frame.depth,
-        frame.parent,
-        frame.seq,
-        frame.collectives,
-    )
+    return Frame(*(getattr(frame, field) for field in Frame.__struct_fields__))
 
 
 def _is_one_of(slots: Any, chosen: bytes) -> Any:

@@ -188,14 +188,9 @@ class RecorderReader:
         """What the rank has written into its header; None if there is nothing, or nothing whole (`overflow_seen`)."""
         if self[HeadField.ANOMALY] != AnomalyFlag.WRITTEN:
             return None
-        header = self._read(0, layout.FIXED_BYTES)
-        size, checksum = layout.ENTRY.unpack_from(header, layout.ANOMALY_AT)
-        start = layout.ANOMALY_AT + layout.ENTRY.size
-        payload = header[start : start + size]
-        if zlib.crc32(payload) != checksum:
-            return None
+        payload = _LogStretch(self._read(0, layout.FIXED_BYTES), 0).entry(layout.ANOMALY_AT)
         try:
-            entry = self._decoder.decode(payload)
+            entry = self._decoder.decode(payload) if payload is not None else None
         except _NOT_AN_ENTRY:
             return None
         return entry if isinstance(entry, Anomaly) else None
@@ -250,32 +245,17 @@ class RecorderReader:
             attempt=self.attempt,
             pid=self.pid,
             phase=_phase(fields[HeadField.PHASE]).name.lower(),
-            step=fields[HeadField.STEP],
-            batch=fields[HeadField.BATCH],
-            seq=fields[HeadField.SEQ],
             module=module.name if module is not None else None,
             cls=module.cls if module is not None else None,
-            rows_lost=fields[HeadField.ROWS_LOST],
             records_lost=fields[HeadField.RECORDS_LOST] + self.damaged + _is_garbage(fields),
-            ignored=fields[HeadField.IGNORED],
-            scaler_skips=fields[HeadField.SCALER_SKIPS],
-            warned=fields[HeadField.WARNED],
-            batches_skipped=fields[HeadField.BATCHES_SKIPPED],
             age_s=max(0.0, (time.monotonic_ns() - fields[HeadField.MOVED_NS]) / 1e9),
-            world_size=fields[HeadField.WORLD_SIZE],
             hooks=_HOOKS.get(fields[HeadField.HOOKS], "none"),
             overflow=fields[HeadField.ANOMALY] in _SEEN,
-            absorbed=fields[HeadField.ABSORBED],
-            faults=fields[HeadField.FAULTS],
-            names_lost=fields[HeadField.NAMES_LOST],
-            calls_left_out=fields[HeadField.CALLS_LEFT_OUT],
-            left_out_page=fields[HeadField.LEFT_OUT_PAGE],
-            hooks_gone=fields[HeadField.HOOKS_GONE],
-            gone_page=fields[HeadField.GONE_PAGE],
             unseen_child=fields[HeadField.UNSEEN_CHILD] if 0 <= fields[HeadField.UNSEEN_CHILD] <= _MOST_PID else 0,
             left=fields[HeadField.LEFT] == layout.seal(1),
             passed_unseen=fields[HeadField.PASSED_UNSEEN] != layout.seal(0),
             groups_not_shown=max(0, fields[HeadField.GROUPS_NOT_SHOWN]),
+            **{field.name.lower(): fields[field] for field in _SHOWN_AS_THEY_ARE},
         )
 
     # -- pages --------------------------------------------------------------------------------------------------
@@ -365,7 +345,7 @@ class RecorderReader:
 
 
 class _LogStretch:
-    """A stretch of the log; positions count from the log's beginning."""
+    """A stretch of the log, or the header; positions count from where that begins."""
 
     def __init__(self, data: bytes, start: int) -> None:
         self._data = data
@@ -428,6 +408,16 @@ _COUNTED = (
     HeadField.UNSEEN_CHILD,
 )
 """What is never below 0."""
+_SHOWN_AS_THEY_ARE = (
+    *(field for field in _COUNTED if field not in (HeadField.RECORDS_LOST, HeadField.UNSEEN_CHILD)),
+    HeadField.STEP,
+    HeadField.BATCH,
+    HeadField.SEQ,
+    HeadField.WORLD_SIZE,
+    HeadField.LEFT_OUT_PAGE,
+    HeadField.GONE_PAGE,
+)
+"""Fields that RankState has by the same name."""
 _MOVING = (
     HeadField.PHASE,
     HeadField.STEP,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ..host import host_name
+from ..host import host_name, stat_fields
 from .layout import file_bytes
 
 _PREFIX = "gpuwatch-"
@@ -119,7 +119,7 @@ def _began(pid: int) -> int | None:
     if not Path("/proc/self/stat").exists():
         return None
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+        return int(stat_fields(Path(f"/proc/{pid}"))[19])
     except (OSError, ValueError, IndexError):
         return 0
 

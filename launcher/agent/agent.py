@@ -80,8 +80,9 @@ from ...core.wire.pipe import (
 )
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
 from .gpus import GpuWatch
+from .host_figures import memory_kills
 from .outbox import BeatClock, ClockOffset, MessageOutbox, ResendClock
-from .process_ends import ProcessEnds, RunOrphans, memory_kills, session_of
+from .process_ends import ProcessEnds, RunOrphans, session_of
 from .rank_stalls import StallWatch
 from .rank_watch import MOST_HOT, RankWatch
 from .telemetry import NodeTelemetry
@@ -562,7 +563,7 @@ class NodeAgentLoop:
             clock.offset_ns if clock is not None else None,
             clock.round_trip_ns if clock is not None else None,
             self._hottest() if self._looks else b"",
-            pack_list(self._telemetry.gpus_now()) if self._looks else b"",
+            pack_list(self._telemetry.gpus_now) if self._looks else b"",
         )
 
     def _hottest(self) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy
 from msgspec.structs import replace
@@ -21,7 +21,7 @@ from ...core.recorder.reader import RecorderReader
 from ...core.values import DTYPE_MAX, DTYPE_NAMES
 from ...core.wire.columns import ABSENT, OutputSlots, pack
 from ...core.wire.messages import HotModule, PageMessage, RankHistoryMessage
-from .forecast import ForecastCandidate, RootForecasts, closest
+from .forecast import BatchRow, LimitCrossing, RootForecasts, closest
 
 # How what is kept of a long run gets coarser with age. Pure.
 
@@ -70,13 +70,6 @@ _LAST = 16
 """Pages of the ring that are looked at when the rank has ended."""
 
 
-class _HistoryRow(NamedTuple):
-    batch: int
-    step: int
-    columns: Any
-    codes: Any
-
-
 class RankHistory:
     """Of one rank in one attempt, one of `ranks` on its node. `clock` is processor time in seconds."""
 
@@ -85,7 +78,7 @@ class RankHistory:
         self._share = SHARE / ranks
         self._slots = OutputSlots()
         self._dtypes: dict[int, int] = {}
-        self._rows: dict[int, list[_HistoryRow]] = {}
+        self._rows: dict[int, list[BatchRow]] = {}
         """By root, in the order of their batches."""
         self._bytes = 0
         self._done = -1
@@ -142,10 +135,10 @@ class RankHistory:
         if newest != self._hottest_of:
             self._hottest_of = newest
             self._hottest = [
-                HotModule(rank, rows[-1].batch, module.name, DTYPE_NAMES[self._dtypes[close.column]], *close[1:])
+                HotModule(rank, rows[-1].batch, module.name, DTYPE_NAMES[self._dtypes[column]], *how_close)
                 for rows in self._rows.values()
-                for close in closest(rows, self._dtypes, most)
-                if (module := self._modules.get(self._module_of.get(self._slots.slots[close.column], -1))) is not None
+                for column, *how_close in closest(rows, self._dtypes, most)
+                if (module := self._modules.get(self._module_of.get(self._slots.slots[column], -1))) is not None
             ]
         return self._hottest
 
@@ -166,35 +159,24 @@ class RankHistory:
             return
         self._dtypes.update(zip(reading.columns.tolist(), reading.dtypes.tolist(), strict=True))
         rows = self._rows.setdefault(page.root, [])
-        row = _HistoryRow(page.batch, page.step, reading.columns.astype(numpy.uint32), reading.codes)
+        row = BatchRow(page.batch, page.step, reading.columns.astype(numpy.uint32), reading.codes)
         rows.append(row)
         self._bytes += _size(row)
         if len(rows) % EVERY_BATCH == 0 or self._bytes > BYTES:
             self._thin()
         try:
             told = self._forecasts.setdefault(page.root, RootForecasts()).look(self._rows[page.root], self._dtypes)
-            self._told += [found for each in told if (found := self._forecast(each, page)) is not None]
+            self._told += [found for each in told if (found := self._forecast(*each, page)) is not None]
         except Exception as error:  # it decides nothing, and costs the history nothing
             self.forecast_error = self.forecast_error or error
 
-    def _forecast(self, told: ForecastCandidate, page: PageMessage) -> LimitForecast | None:
-        module = self._modules.get(self._module_of.get(self._slots.slots[told.column], -1))
+    def _forecast(self, column: int, passing: LimitCrossing, page: PageMessage) -> LimitForecast | None:
+        module = self._modules.get(self._module_of.get(self._slots.slots[column], -1))
         if module is None:
             return None
         where = RunPosition(0, 0, page.step, page.batch, "", page.number, time_ns=time.time_ns())
-        passing = told.passing
-        return LimitForecast(
-            where,
-            module.name,
-            module.cls,
-            told.dtype,
-            DTYPE_MAX[told.dtype],
-            told.abs_max,
-            passing.after,
-            passing.earliest,
-            passing.latest,
-            passing.since,
-        )
+        dtype = DTYPE_NAMES[self._dtypes[column]]
+        return LimitForecast(where, module.name, module.cls, dtype, DTYPE_MAX[dtype], *passing)
 
     def _thin(self) -> None:
         for root, rows in self._rows.items():
@@ -236,10 +218,10 @@ def _depth(forecast: LimitForecast) -> int:
     return forecast.module.count(".") + (forecast.module != "")
 
 
-def _batch_of(row: _HistoryRow) -> int:
+def _batch_of(row: BatchRow) -> int:
     return row.batch
 
 
-def _size(row: _HistoryRow) -> int:
+def _size(row: BatchRow) -> int:
     """Bytes in memory, with what Python needs for it."""
     return int(row.columns.nbytes + row.codes.nbytes) + 400

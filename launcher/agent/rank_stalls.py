@@ -113,7 +113,7 @@ class StallWatch:
         due = [entry for entry in self._looks if entry[2].is_due(now, may_spy=self._may_spy())]
         self._looks = [entry for entry in self._looks if entry not in due]
         for number, watch, look in due:
-            found = look.result(now)
+            found = look.result()
             state = watch.state()
             if state is None or watch.ended:
                 continue

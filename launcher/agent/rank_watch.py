@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -43,6 +45,8 @@ from .batch_history import RankHistory
 from .stacks import fatal_stack
 from .step_times import RankStepTimes
 from .traced import TracedBatches
+
+T = TypeVar("T")
 
 PAGE_WAIT_S = 5.0
 """How long an unfinished page may still grow before it is sent as it is."""
@@ -296,16 +300,20 @@ class RankWatch:
 
     def state(self) -> RankState | None:
         """Where the rank is, for a beat; None if that cannot be read."""
-        if self._reader is None or self._broken:
+        timed, parts_us = self._steps.so_far
+        state = self._read(RecorderReader.state, None)
+        if state is None:
             return None
-        try:
-            timed, parts_us = self._steps.so_far
-            state = replace(
-                self._reader.state(), steps_timed=timed, parts_us=parts_us, traces_thinned=self._num_thinned
-            )
-        except OSError:  # the next `poll` tells it
-            return None
+        state = replace(state, steps_timed=timed, parts_us=parts_us, traces_thinned=self._num_thinned)
         return state if state.age_s < RESTS_S else _resting(state, self.groups())
+
+    def _read(self, read: Callable[[RecorderReader], T], otherwise: T) -> T:
+        if self._reader is None or self._broken:
+            return otherwise
+        try:
+            return read(self._reader)
+        except OSError:  # the next `poll` tells it
+            return otherwise
 
     @property
     def _num_thinned(self) -> int:
@@ -313,12 +321,7 @@ class RankWatch:
 
     def movement(self) -> tuple[int, ...]:
         """What changes when the rank moves; () without a recorder."""
-        if self._reader is None or self._broken:
-            return ()
-        try:
-            return self._reader.movement()
-        except OSError:  # the next `poll` tells it
-            return ()
+        return self._read(RecorderReader.movement, ())
 
     @property
     def last_steps_s(self) -> list[float]:
@@ -327,12 +330,7 @@ class RankWatch:
 
     def groups(self) -> list[GroupState]:
         """What the rank does in its process groups; [] if that cannot be read."""
-        if self._reader is None or self._broken:
-            return []
-        try:
-            return self._reader.groups()
-        except OSError:  # the next `poll` tells it
-            return []
+        return self._read(RecorderReader.groups, [])
 
     def hottest(self) -> list[HotModule]:
         """Its modules that are closest to their limit; [] where that is not known."""

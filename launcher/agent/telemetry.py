@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy
 
@@ -26,6 +26,7 @@ from ...core.threads import start_thread
 from ...core.wire.columns import pack_samples
 from ...core.wire.messages import GpuNow, SeriesName, TelemetryMessage
 from .batch_history import spread, thinned
+from .gpus import GpuWatch
 from .host_figures import Values, read_cgroup, read_disks, read_host, read_infiniband, read_ranks
 
 # The thread that reads the host's figures: a file system that does not answer stops it, and nothing else.
@@ -161,16 +162,6 @@ SILENT_S = 10.0
 """Who has not answered for so long is told of."""
 
 
-class GpuSamples(Protocol):
-    """The part of GpuWatch that gives samples."""
-
-    def ask_samples(self, now: float) -> bool:
-        """Whether NVML was asked."""
-
-    def samples(self) -> list[SampleLine] | None:
-        """Of all GPUs; None if they have not come yet."""
-
-
 class NodeTelemetry:
     """Of one node. `now` is monotonic time in seconds; `interval_s` 0: reads nothing, and sends nothing."""
 
@@ -178,7 +169,7 @@ class NodeTelemetry:
         self,
         interval_s: float,
         folders: dict[str, Path],
-        gpus: GpuSamples,
+        gpus: GpuWatch,
         *,
         read: Callable[[Pids], Values] | None = None,
         time_ns: Callable[[], int] = time.time_ns,
@@ -196,7 +187,8 @@ class NodeTelemetry:
         self._waits: dict[str, float] = {}
         """Who was asked, and when. One that has not answered is not asked again."""
         self._troubles: dict[str, str] = {}
-        self._gpus_now: list[GpuNow] = []
+        self.gpus_now: list[GpuNow] = []
+        """As NVML found them last; none where there is no GPU, or NVML does not answer."""
         self._again_s = AGAIN_S
         self._told_at: float | None = None
 
@@ -223,11 +215,11 @@ class NodeTelemetry:
         for name, since in self._waits.items():
             if now - since >= SILENT_S:
                 self._troubles[name] = f"{_WHO[name]} did not answer for {now - since:.0f} s"
-                self._gpus_now = [] if name == "gpus" else self._gpus_now
+                self.gpus_now = [] if name == "gpus" else self.gpus_now
         if "host" not in self._waits:
             self._thread.ask(pids)
             self._waits["host"] = now
-        if "gpus" not in self._waits and self._gpus.ask_samples(now):
+        if "gpus" not in self._waits and self._gpus.ask_samples():
             self._waits["gpus"] = now
 
     def _take(self, now: float) -> None:
@@ -240,7 +232,7 @@ class NodeTelemetry:
         lines = self._gpus.samples()
         if lines is not None and "gpus" in self._waits:
             del self._waits["gpus"]
-            self._gpus_now = [_gpu_now(line) for line in lines]
+            self.gpus_now = [_gpu_now(line) for line in lines]
             for line in lines:
                 self._values.update({(line.device, what): value for what, value in line.values.items()})
                 if line.trouble:
@@ -250,10 +242,6 @@ class NodeTelemetry:
         if self._asked_ns and self._values:
             self._record.add(self._asked_ns, self._values)
         self._asked_ns, self._values = 0, {}
-
-    def gpus_now(self) -> list[GpuNow]:
-        """As NVML found them last; none where there is no GPU, or NVML does not answer."""
-        return self._gpus_now
 
     def told(self, reason: str, now: float) -> TelemetryMessage | None:
         """What to send because of a stall or an anomaly; None if the last one was not long ago, or nothing is known."""

@@ -110,7 +110,7 @@ def test_a_training_that_diverges_is_told_in_time():
     course = made.train(made.high_rate_sgd, 400)
     batch, _, told = course.told[0]
     assert course.overflow - batch >= 5
-    assert told.passing.earliest <= course.overflow - batch <= told.passing.latest
+    assert told.earliest <= course.overflow - batch <= told.latest
 
 
 @pytest.mark.slow
