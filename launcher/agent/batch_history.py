@@ -2,24 +2,25 @@
 
 It is read from pages that the recorder holds anyway. It takes a bounded share of a processor, so of a rank whose
 batches are very short it sees only some; and bounded memory for any length of run. It is sent once, when the rank has
-ended and somebody has asked for one of its batches.
+ended and somebody has asked for one of its batches. How long its steps took is kept likewise.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy
 from msgspec.structs import replace
 
-from ...core.events import Definition, LimitForecast, ModuleDef, RunPosition, SlotDef
-from ...core.recorder.layout import HeadField
+from ...core.events import Definition, LimitForecast, ModuleDef, RunPosition, SlotDef, StepTimes
+from ...core.recorder.layout import PARTS, HeadField, TimedStep
 from ...core.recorder.page_tables import PageTables
 from ...core.recorder.reader import RecorderReader
 from ...core.values import DTYPE_MAX, DTYPE_NAMES
-from ...core.wire.columns import ABSENT, OutputSlots, pack
+from ...core.wire.columns import ABSENT, MOST_STEPS, OutputSlots, pack, pack_steps
 from ...core.wire.messages import HotModule, PageMessage, RankHistoryMessage
 from .forecast import BatchRow, LimitCrossing, RootForecasts, closest
 
@@ -225,3 +226,65 @@ def _batch_of(row: BatchRow) -> int:
 def _size(row: BatchRow) -> int:
     """Bytes in memory, with what Python needs for it."""
     return int(row.columns.nbytes + row.codes.nbytes) + 400
+
+
+# How long the parts of one rank's steps took: a sample of its steps for the collector, the same steps on all ranks.
+#
+# A sample is made of blocks of steps that followed each other, so that what happens now and then is seen as such. It is
+# bounded for any length of run: each time it is full, every second block is let go of.
+
+LAST_STEPS = 64
+"""So many are looked back on for a limit of rests (rank_stalls.py)."""
+BLOCK = 8
+"""Steps that followed each other."""
+
+
+class RankStepTimes:
+    """Of one rank in one attempt."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        """Timed steps so far."""
+        self._every = 1
+        """One block of so many is kept."""
+        self._kept: list[TimedStep] = []
+        self._total_ns = [0] * len(PARTS)
+        self._taken = 0
+        self._last_s: deque[float] = deque(maxlen=LAST_STEPS)
+
+    def look(self, reader: RecorderReader, header: tuple[int, ...]) -> None:
+        """Take the steps that were timed since the last look. What the ring has lost meanwhile is not in the sums."""
+        if header[HeadField.STEPS_TIMED] == self._seen:
+            return
+        for count, step in reader.steps(self._seen):
+            self._seen = count
+            self.take(step)
+
+    def take(self, step: TimedStep) -> None:
+        """One step more."""
+        self._taken += 1
+        self._last_s.append(sum(step.parts) / 1e9)
+        for part, ns in enumerate(step.parts):
+            self._total_ns[part] += ns
+        if step.number // BLOCK % self._every:
+            return
+        self._kept.append(step)
+        if len(self._kept) > MOST_STEPS:
+            self._every *= 2
+            self._kept = [kept for kept in self._kept if not kept.number // BLOCK % self._every]
+
+    @property
+    def so_far(self) -> tuple[int, list[int]]:
+        """(steps that were taken, microseconds of all of them in each part)."""
+        return self._taken, [ns // 1000 for ns in self._total_ns] if self._taken else []
+
+    @property
+    def last_s(self) -> list[float]:
+        """Seconds of the last steps that were timed, in their order."""
+        return list(self._last_s)
+
+    def event(self, where: RunPosition) -> StepTimes | None:
+        """What is known; None if no step was timed."""
+        if not self._kept:
+            return None
+        return StepTimes(where, self._seen, [ns / 1e9 for ns in self._total_ns], pack_steps(self._kept))

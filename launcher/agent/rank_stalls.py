@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ...core.events import RankLook, RankStall
 from ...core.stalls import takes_long
+from .batch_history import LAST_STEPS
 from .rank_watch import RankWatch
 from .stacks import StackLook
-from .step_times import HangLimit, fixed_limit, learned_limit
+
+# How long a rank may stand still: as the user says, or learned from how long its steps take. Pure.
+
+UNTIL_KNOWN_S = 300.0
+"""Below the watchdog of NCCL (480 s) and the timeouts of process groups, which end a job and name nobody."""
+LEAST_S = 60.0
+STEP_TIMES = 10.0
+KNOWN_STEPS = 3
+
+
+class HangLimit(NamedTuple):
+    """In seconds."""
+
+    within_steps_s: float
+    elsewhere_s: float
+    """Before the first batch, and where it compiles, or saves or loads a checkpoint: what steps take says nothing."""
+
+
+def fixed_limit(seconds: float) -> HangLimit:
+    """The user's own."""
+    return HangLimit(seconds, seconds)
+
+
+def learned_limit(steps_s: Sequence[float]) -> HangLimit:
+    """From the seconds of a rank's last steps.
+
+    >>> learned_limit([40.0, 2.0, 3.0])
+    HangLimit(within_steps_s=400.0, elsewhere_s=400.0)
+    >>> learned_limit([2.0, 2.0, 3.0])
+    HangLimit(within_steps_s=60.0, elsewhere_s=300.0)
+    """
+    if len(steps_s) < KNOWN_STEPS:
+        return fixed_limit(UNTIL_KNOWN_S)
+    within_s = max(LEAST_S, STEP_TIMES * max(steps_s[-LAST_STEPS:]))
+    return HangLimit(within_s, max(within_s, UNTIL_KNOWN_S))
+
 
 # When a rank has not moved for too long: decided from what its recorder shows, and from how it has moved so far. Pure.
 #
-# A limit that suits one job is wrong for the next. A rank may rest for as long as the limit says (hang_limit.py), for
+# A limit that suits one job is wrong for the next. A rank may rest for as long as the limit says (`HangLimit`), for
 # three times the longest rest that it has come back from, and before its first batch for four times as long: data is
 # loaded there, and models are compiled.
 

@@ -1,7 +1,8 @@
 """How long a rank may stand still, learned from its steps."""
 
 import pytest
-from gpuwatch.launcher.agent.step_times import LAST_STEPS, HangLimit, learned_limit
+from gpuwatch.launcher.agent.batch_history import LAST_STEPS
+from gpuwatch.launcher.agent.rank_stalls import HangLimit, learned_limit
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def poll_until_told(watch, writer, batches: int) -> list[OwnFault]:
         ("forecasts", "gpuwatch.launcher.agent.forecast.RootForecasts.look"),
         ("hottest modules", "gpuwatch.launcher.agent.batch_history.closest"),
         ("history", "gpuwatch.launcher.agent.batch_history.RankHistory.look"),
-        ("step times", "gpuwatch.launcher.agent.step_times.RankStepTimes.look"),
+        ("step times", "gpuwatch.launcher.agent.batch_history.RankStepTimes.look"),
     ],
 )
 def test_an_error_of_ours_is_told_once_and_costs_nothing_else(writer, watch, monkeypatch, part, place):

@@ -4,9 +4,10 @@ from gpuwatch.launcher.agent.rank_stalls import (
     BEFORE_FIRST_BATCH_TIMES,
     LONGEST_REST_TIMES,
     TAKES_LONG_TIMES,
+    HangLimit,
     RankRest,
+    fixed_limit,
 )
-from gpuwatch.launcher.agent.step_times import HangLimit, fixed_limit
 
 LIMIT_S = 100.0
 LIMIT = fixed_limit(LIMIT_S)

@@ -10,7 +10,7 @@ import pytest
 from gpuwatch.core.events import RunPosition
 from gpuwatch.core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, TimedStep, read_steps
 from gpuwatch.core.wire.columns import MOST_STEPS, pack_steps, unpack_steps
-from gpuwatch.launcher.agent.step_times import BLOCK, RankStepTimes
+from gpuwatch.launcher.agent.batch_history import BLOCK, RankStepTimes
 
 
 def sample_of(numbers):

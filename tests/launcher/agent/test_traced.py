@@ -13,8 +13,8 @@ from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState, RankPh
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import DTYPE_CODES, NonFinite, ValueEncoding
 from gpuwatch.core.wire.messages import AgentHello, AgentMessage, NodeBeat, NodeBye, PageMessage, WantedBatch, encode
+from gpuwatch.launcher.agent.rank_pages import TracedBatches
 from gpuwatch.launcher.agent.rank_watch import RankWatch
-from gpuwatch.launcher.agent.traced import TracedBatches
 
 FLOAT32 = ValueEncoding.FLOAT32 << 8
 ONE, INF = 0x3F800000, 0x7F800000
