@@ -111,7 +111,7 @@ def main() -> None:
         folder = Path(name)
         collector, agent = start(folder, args.ranks, args.trace_batches, args.telemetry)
         writers = [make_rank(folder, rank, args.ranks, args.frames) for rank in range(args.ranks)]
-        agent.tell(WorkersStarted(0, dict.fromkeys(range(args.ranks), 1), {rank: rank for rank in range(args.ranks)}))
+        agent.tell(WorkersStarted(0, dict.fromkeys(range(args.ranks), 1)))
         assert isinstance(collector.answer, CollectorBound)
         viewer = ViewSubscriber(Path(collector.answer.run_dir)) if args.viewer else None
         if viewer is not None:

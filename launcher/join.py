@@ -133,7 +133,7 @@ class JoinedRanks(RankStarter):
     def run(self, life: JobLife) -> LaunchDone:
         """To the end of the last process here that has the variables, or of the run."""
         folder = str(life.scratch)
-        self._ranks = HostRanks(life.scratch, life.services.tell, lambda attempt, rank, code: None)
+        self._ranks = HostRanks(life.scratch, life.tell, lambda attempt, rank, code: None)
         write_settings(life.scratch, with_fields(self._join.settings, recorder_dir=folder))
         hello = with_fields(self._join.agent.hello, versions=host.versions(), job=None, starts_all=False)
         config = with_fields(

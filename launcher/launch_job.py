@@ -28,7 +28,7 @@ from ..core.tell import flush_streams, tell
 from ..core.threads import OneThread
 from ..core.wire.keys import meeting_key
 from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine, WorkersEnded, WorkersStarted
-from .life import JobLife, JobServices, JobTerms, RankStarter
+from .life import JobLife, JobTerms, RankStarter
 from .live_lines import live_lines
 from .option_types import is_number
 from .options import check_together, get_check_parser, get_parser, worker_settings
@@ -161,8 +161,8 @@ class TorchrunRanks(RankStarter):
     def _start_collector(self) -> str:
         """And import torch meanwhile. Returns the collector's address."""
         beside = OneThread()
-        services = self._life.services
-        address = beside.submit(lambda: services.start_collector(self._terms, self._life.scratch, self._show))
+        life = self._life
+        address = beside.submit(lambda: life.start_collector(self._terms, self._show))
         beside.close()
         from . import elastic  # noqa: F401  # imports torch
 
@@ -193,7 +193,7 @@ class TorchrunRanks(RankStarter):
 
     def _leave_for_signal(self, number: signal.Signals) -> None:
         """Python hears no signal before torch comes back."""
-        if self._life.services.agent is not None:  # else there is nobody to tell
+        if self._life.agent is not None:  # else there is nobody to tell
             self._leave(LaunchDone("signal", int(number)), int(ExitCode.SIGNAL) + number)
 
     def _leave(self, done: LaunchDone, code: int) -> None:
@@ -207,7 +207,7 @@ class TorchrunRanks(RankStarter):
 
     # -- what torchrun's agent tells and asks ---------------------------------------------------------------------
 
-    def started(self, attempt: int, pids: dict[int, int], local_ranks: dict[int, int]) -> None:
+    def started(self, attempt: int, pids: dict[int, int]) -> None:
         """The ranks of this node run."""
         self.any_started = True
         self.attempt_is_over.clear()
@@ -216,13 +216,13 @@ class TorchrunRanks(RankStarter):
             with suppress(psutil.Error):
                 self._unseen.append(psutil.Process(pid))
         self._ranks += self._unseen
-        self._life.services.tell(WorkersStarted(attempt, pids, local_ranks))
+        self._life.tell(WorkersStarted(attempt, pids))
 
     def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
         """The ranks of this node have ended."""
         self._unseen = []
         self._life.overflows.look(attempt, codes)
-        self._life.services.tell(WorkersEnded(attempt, codes, failed))
+        self._life.tell(WorkersEnded(attempt, codes, failed))
 
     def may_restart(self, attempt: int, ranks: list[int]) -> bool:
         """Not after an abort: the same overflow, or the same bad GPU, would only be met again."""
@@ -243,14 +243,14 @@ class TorchrunRanks(RankStarter):
         end = scheduler.why_it_ends(self._job)
         return msgspec.structs.replace(done, reason=end.reason, down_nodes=list(end.down_nodes), told_by=end.told_by)
 
-    def wait(self, services: JobServices) -> bool:
+    def wait(self, life: JobLife) -> bool:
         """False, too, if a second signal came before there was an agent."""
-        if services.agent is None:
+        if life.agent is None:
             return False
         try:
-            services.wait()
+            life.wait()
         except signal_exceptions(KeyboardInterrupt):
-            return services.verdict is not None
+            return life.verdict is not None
         return True
 
     def conclude(self, verdict: JobResult | None) -> None:
@@ -264,7 +264,7 @@ class TorchrunRanks(RankStarter):
             tell(verdict.text)
         elif self._args.format == "text":
             print(verdict.text, flush=True)
-        elif self._life.services.run_dir is not None or self._args.collector is not None:
+        elif self._life.run_dir is not None or self._args.collector is not None:
             try:  # of several nodes one: for one reader
                 print(Path(verdict.report).read_text(encoding="utf-8"), flush=True)
             except OSError:
@@ -287,7 +287,7 @@ class TorchrunRanks(RankStarter):
             with suppress(psutil.Error):
                 rank.kill()
         with suppress(Exception):  # it is only told
-            patience_s = 0.0 if self._life.services.hurry else PATIENCE_LEFT_BEHIND_S
+            patience_s = 0.0 if self._life.hurry else PATIENCE_LEFT_BEHIND_S
             tell_left_behind(self._life.scratch, say, patience_s)
 
 

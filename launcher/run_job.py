@@ -32,7 +32,7 @@ from .command import (
     why_not_started,
 )
 from .join import close_run, open_plan, open_run
-from .life import JobLife, JobServices, JobTerms, RankStarter
+from .life import JobLife, JobTerms, RankStarter
 from .option_types import bracketed
 from .options import parse_run, worker_settings
 from .plan import CollectorPlan, job_keys, meeting_place, run_plan
@@ -108,12 +108,11 @@ class CommandRanks(RankStarter):
 
     def run(self, life: JobLife) -> LaunchDone:
         """Helpers up, the command, those of the other tasks, and their ranks to their end."""
-        services = life.services
         self._scratch = life.scratch
         self._ranks = HostRanks(
-            life.scratch, services.tell, lambda attempt, rank, code: life.overflows.look(attempt, {rank: code})
+            life.scratch, life.tell, lambda attempt, rank, code: life.overflows.look(attempt, {rank: code})
         )
-        address = services.start_collector(self._terms, life.scratch, self._show)
+        address = life.start_collector(self._terms, self._show)
         settings = with_fields(
             worker_settings(self._args, life.scratch, life.logs),
             meets_at=meeting_place(self._args, self._terms.plan, address),
@@ -128,11 +127,11 @@ class CommandRanks(RankStarter):
 
     def _let_others_join(self, life: JobLife, address: str, settings: WorkerSettings) -> str:
         """Returns the collector's address for this node's own agent."""
-        if life.services.run_dir is None:
+        if life.run_dir is None:
             say("without a collector no other host can join")
             return address
         invited = self._terms.agent_config(address, life.scratch)
-        self._join = open_run(self._args, life.services.run_dir, address, invited, settings, self._meeting_key)
+        self._join = open_run(self._args, life.run_dir, address, invited, settings, self._meeting_key)
         return f"tcp://{bracketed(loopback())}:{address.rpartition(':')[2]}"
 
     def _show(self, line: StageLine | PreflightOver) -> None:
@@ -256,13 +255,13 @@ class CommandRanks(RankStarter):
             say_signal(self._command.ended_by)
         return done
 
-    def wait(self, services: JobServices) -> bool:
+    def wait(self, life: JobLife) -> bool:
         """In a thread, as the signals are taken one by one."""
-        waiting = threading.Thread(target=services.wait, daemon=True, name="gpuwatch-verdict")
+        waiting = threading.Thread(target=life.wait, daemon=True, name="gpuwatch-verdict")
         waiting.start()
         while waiting.is_alive():
             if leaves_at_once():
-                return services.verdict is not None
+                return life.verdict is not None
         return True
 
     def conclude(self, verdict: JobResult | None) -> None:

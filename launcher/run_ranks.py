@@ -111,7 +111,6 @@ class _RecorderHead:
     """What a recorder says of its process."""
 
     rank: int
-    local_rank: int
     world_size: int
     attempt: int
     pid: int
@@ -274,7 +273,7 @@ class HostRanks:
         process = self._processes.pop(header.pid, None) or _process(header.pid)
         attempt = header.attempt if is_rank(number) else 0
         self._ranks[path] = _RunRank(number, attempt, header.pid, process)
-        self._tell(WorkersStarted(attempt, {number: header.pid}, {number: header.local_rank}))
+        self._tell(WorkersStarted(attempt, {number: header.pid}))
 
     def _code(self, rank: _RunRank, own_codes: dict[int, int | None]) -> int | None:
         code = own_codes.get(rank.pid)
@@ -310,7 +309,6 @@ def _read(path: Path) -> _RecorderHead | None:
     with suppress(OSError, NotReady), closing(RecorderReader(path)) as reader:
         return _RecorderHead(
             reader.rank,
-            reader.local_rank,
             reader[HeadField.WORLD_SIZE],
             reader.attempt,
             reader.pid,

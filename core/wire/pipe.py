@@ -42,7 +42,6 @@ class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
     attempt: int
     pids: dict[int, int]
     """rank -> pid"""
-    local_ranks: dict[int, int]
 
 
 class WorkersEnded(msgspec.Struct, frozen=True, tag="ended"):

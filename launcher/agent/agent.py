@@ -308,7 +308,6 @@ class NodeAgentLoop:
                 self._ranks[rank, message.attempt] = RankWatch(
                     self._folder,
                     rank,
-                    message.local_ranks[rank],
                     message.attempt,
                     pid,
                     self._config.hello.trace_batches,

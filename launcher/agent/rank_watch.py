@@ -58,7 +58,6 @@ class RankWatch:
         self,
         folder: Path,
         rank: int,
-        local_rank: int,
         attempt: int,
         pid: int,
         traced: list[int],
@@ -70,7 +69,6 @@ class RankWatch:
         `traces` says which of the traced ones are sent.
         """
         self.rank = rank
-        self.local_rank = local_rank
         self.attempt = attempt
         self.pid = pid
         self.ended = False

@@ -125,7 +125,7 @@ class Node:
         self.agent = NodeAgent(config, self.said.append, lambda reason, restart: self.stops.append(reason))
         self.ranks = [Rank(self.scratch, rank, world) for rank in ranks]
         pids = {rank.rank: 1 for rank in self.ranks}
-        self.agent.tell(WorkersStarted(0, pids, {rank.rank: rank.rank for rank in self.ranks}))
+        self.agent.tell(WorkersStarted(0, pids))
 
     def train(self, *batches: int) -> None:
         for rank in self.ranks:

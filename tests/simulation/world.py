@@ -195,7 +195,7 @@ class World:
             for rank in node.ranks:
                 workers[rank] = Worker(node.folder, self.schedule, self.oracle, rank, attempt)
             pids = {rank: workers[rank].pid for rank in node.ranks}
-            node.tell(WorkersStarted(attempt, pids, {rank: rank for rank in node.ranks}), self.now)
+            node.tell(WorkersStarted(attempt, pids), self.now)
         self._workers += workers.values()
         alive = {rank: worker.life() for rank, worker in workers.items()}
         restart = self.draw.randrange(3, 12) if attempt + 1 < self.schedule.attempts else 0

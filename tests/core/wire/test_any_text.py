@@ -30,7 +30,7 @@ def test_any_name_of_a_file_comes_back(name):
 
 
 def test_numbers_stay_keys():
-    message = WorkersStarted(0, {3: 4242}, {3: 1})
+    message = WorkersStarted(0, {3: 4242})
     assert read_to_agent(to_json(message)) == message
 
 

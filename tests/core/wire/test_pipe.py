@@ -25,7 +25,7 @@ AGENT_CONFIG = pipe.AgentConfig(
 COLLECTOR_CONFIG = pipe.CollectorConfig("tcp://*:1", "p", "k", "a", "v", "runs", "id", 5)
 TO_AGENT = [
     AGENT_CONFIG,
-    pipe.WorkersStarted(1, {4: 101, 5: 102}, {4: 0, 5: 1}),
+    pipe.WorkersStarted(1, {4: 101, 5: 102}),
     pipe.WorkersEnded(1, {4: -9, 5: None}, [4]),
     pipe.LaunchDone("signal", 15),
 ]

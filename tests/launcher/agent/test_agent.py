@@ -96,7 +96,7 @@ def sent(agent):
 
 def test_what_a_rank_takes_is_in_the_report(agent, process):
     now = time.monotonic()
-    agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid}, {1: 0})), now)
+    agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid})), now)
     process.take(0)
     sampled(agent, now)
     process.take(200 * MIB)
@@ -124,7 +124,7 @@ def test_what_a_rank_takes_is_in_the_report(agent, process):
 
 def test_an_agent_that_goes_on_for_another_sends_what_that_one_had(agent, process, tmp_path):
     now = time.monotonic()
-    agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid}, {1: 0})), now)
+    agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid})), now)
     sampled(agent, now)
     agent._put(anomaly())
     first = [body for _, _, body in sent(agent) if isinstance(body, TelemetryMessage)]

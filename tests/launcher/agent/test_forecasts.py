@@ -46,7 +46,7 @@ def writer(tmp_path):
 @pytest.fixture
 def watch(writer, tmp_path, monkeypatch):
     monkeypatch.setattr(history, "SHARE", 1e9)  # it looks at each batch, however busy the machine is
-    found = RankWatch(tmp_path, 3, 0, 1, 4242, [])
+    found = RankWatch(tmp_path, 3, 1, 4242, [])
     yield found
     found.close()
 

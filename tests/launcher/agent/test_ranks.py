@@ -34,7 +34,7 @@ def make_watch(tmp_path):
     made = []
 
     def make(traced=()) -> RankWatch:
-        made.append(RankWatch(tmp_path, RANK, 1, ATTEMPT, PID, list(traced)))
+        made.append(RankWatch(tmp_path, RANK, ATTEMPT, PID, list(traced)))
         return made[-1]
 
     yield make

@@ -92,7 +92,7 @@ class Job:
     def watches(self, traced: list[int], store_bytes: int) -> list[RankWatch]:
         """Of one node."""
         traces = TracedBatches(1, store_bytes)
-        return [RankWatch(self.folder, rank, rank, 0, 1, traced, 2, traces) for rank in range(2)]
+        return [RankWatch(self.folder, rank, 0, 1, traced, 2, traces) for rank in range(2)]
 
     def end(self) -> None:
         for rank, writer in enumerate(self.writers):
