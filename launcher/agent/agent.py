@@ -3,8 +3,8 @@
     launch --JSON lines--> agent --ZeroMQ, CURVE--> collector
     recorders (mapped) -----^
 
-It never blocks on the network: what the collector has not acknowledged waits in the outbox, and all that it sends is
-in its spool as well, for a collector that never comes back. An agent that has ended is started again by its launch: the
+It never blocks on the network: what the collector has not acknowledged waits in the outbox, and all that it sends is in
+its spool as well, for a collector that never comes back. An agent that has ended is started again by its launch: the
 recorders are files, so it reads them from the beginning, and what has come twice is told once.
 """
 
@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -42,25 +41,18 @@ from ...core.wire.keys import agent_name, new_identity
 from ...core.wire.messages import (
     VERDICT_PATIENCE_S,
     AgentBody,
-    AgentLeaving,
-    AgentMessage,
-    AgentRefused,
+    CollectorMessage,
     EventMessage,
     LookAtRanks,
-    MessageAck,
     NodeBeat,
     NodeBye,
     PageMessage,
     RankHistoryMessage,
-    RankState,
     RunWelcome,
     StopRanks,
     TelemetryMessage,
     WantedBatch,
-    WireError,
     closest_modules,
-    decode_collector,
-    encode,
     node_of,
     pack_list,
     ranks_of,
@@ -79,9 +71,9 @@ from ...core.wire.pipe import (
     write_line,
 )
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
+from .collector_link import CollectorLink, ForgottenMessages
 from .gpus import GpuWatch
 from .host_figures import memory_kills
-from .outbox import BeatClock, ClockOffset, MessageOutbox, ResendClock
 from .process_ends import ProcessEnds, RunOrphans, session_of
 from .rank_stalls import StallWatch
 from .rank_watch import MOST_HOT, RankWatch
@@ -92,26 +84,14 @@ LOOK_S = 0.05
 """How often it looks whether a rank's process has begun to end."""
 TURN_S = 0.1
 """How often it reads the recorders, where nothing else wakes it up."""
-UNREACHABLE_S = 30.0
-"""After which the user is told that nobody answers."""
 NEVER_CAME_S = 15.0
 """After the job has ended, so long is waited for a collector that was never heard."""
-CONNECT_MS = 4000
-"""After which it tries anew. TCP itself waits twice as long before each try, up to a minute once packets were lost."""
-HANDSHAKE_MS = 15_000
-_LINGER_MS = 1000
-_MOST_LINGER_S = 3.0
-"""ZeroMQ's own thread asks DNS for the collector's name, and does not end before it has an answer: a minute, maybe."""
 WAITING_S = 5.0
 """How often, at the end, the launch is told that its agent is alive."""
 
 
 _M_MMAP_THRESHOLD = -3
 """mallopt(3)"""
-
-
-class ForgottenMessages(Exception):
-    """The collector does not know any more what it had acknowledged."""
 
 
 class NodeAgentLoop:
@@ -131,17 +111,15 @@ class NodeAgentLoop:
         self._folder = Path(config.recorder_dir)
         self._identity = f"{config.identity or new_identity()}.{config.life}".encode()
         self._id = agent_name(self._identity)
-        self.outbox = MessageOutbox()
         self.traces = TracedBatches(config.hello.max_nodes)
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
-        self._clock = ClockOffset()
         self._time = OwnClock()
         self._now = self._time.now()
+        self._link = CollectorLink(config, self._identity, self._tell, self._now, context)
+        self.outbox = self._link.outbox
         self._gpus = gpus if gpus is not None else GpuWatch(self._now)
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._memory_kills = memory_kills()
-        self._looks = False
-        """Somebody looks on."""
         self._ends = ProcessEnds()
         self._stalls = StallWatch(self._folder, config.hang_timeout_s)
         folders = {"runs-dir": Path(config.spool_dir), "scratch": self._folder}
@@ -156,19 +134,8 @@ class NodeAgentLoop:
         self._orphans: RunOrphans | None = None
         """What the launch has left behind, once it was killed."""
         self._final: JobResult | None = None
-        self._welcomed = False
-        self._refused = False
         self._worst = ExitCode.CLEAN
-        self._began = self._heard = self._now
-        self._beats = BeatClock()
         self._last_waiting = 0.0
-        self._resending = ResendClock(self._now)
-        self._told_unreachable = False
-        self._own_context = context is None
-        self._context = context if context is not None else zmq.Context()
-        self._socket = self._connect()
-        self._used = True
-        """Since it was last asked what has come. Its descriptor need not say so then (ZMQ_FD, zmq_getsockopt(3))."""
         self._hello = replace(config.hello, agent=self._id, host=host.host_name(), pid=os.getpid(), cwd=str(Path.cwd()))
         self._put(self._hello)
         self._take_over()
@@ -199,32 +166,12 @@ class NodeAgentLoop:
         lives = [self._folder / f"{node_of(self._id)}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
         return [path for path in lives if path.exists()]
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.identity = self._identity
-        socket.linger = 0
-        socket.ipv6 = True
-        socket.sndhwm = 1000
-        socket.reconnect_ivl = 100
-        socket.reconnect_ivl_max = 2000
-        socket.connect_timeout = CONNECT_MS
-        socket.handshake_ivl = HANDSHAKE_MS
-        socket.heartbeat_ivl = 2000
-        socket.heartbeat_timeout = 10000
-        socket.heartbeat_ttl = 30_000
-        socket.curve_serverkey = self._config.server_key.encode()
-        socket.curve_publickey = self._config.public_key.encode()
-        socket.curve_secretkey = self._config.private_key.encode()
-        if self._config.collector:  # else the launch could not start one
-            socket.connect(self._config.collector)
-        return socket
-
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Until the verdict is there, or nobody is left to give one."""
         launch = LineReader(sys.stdin.fileno())
-        collector = self._socket.FD
+        collector = self._link.fd
         poller = select.poll()
         for fd in (collector, launch.fd, self._ends.fd, self._gpus.fd):
             if fd is not None:
@@ -256,14 +203,14 @@ class NodeAgentLoop:
     def turn(self, now: float, *, heard: bool = True) -> None:
         """Hear the collector, read the ranks, and send what is due. `heard`: the socket's descriptor is readable."""
         self._now = now
-        if heard or self._used:
-            self._hear_collector(now)
+        for message in self._link.hear(now, readable=heard, may_start_over=not self._launch_gone):
+            self._hear_collector(message, now)
         self._poll_ranks(now)
         if self._done is None:
             self._telemetry.turn(self._running, now)
         self._end_orphans(now)
         self._say_goodbye(now)
-        self._send(now)
+        self._link.send(self._beat, now)
         self._say_waiting(now)
 
     def close(self) -> None:
@@ -275,22 +222,18 @@ class NodeAgentLoop:
         self._ends.close()
         self._stalls.close()
         self._spool.close()
-        self._socket.close(linger=_LINGER_MS)
-        if self._own_context:
-            ending = threading.Thread(target=self._context.term, daemon=True, name="gpuwatch-zmq")
-            ending.start()
-            ending.join(_MOST_LINGER_S)
+        self._link.close()
 
     def finished(self, now: float) -> bool:
         """Whether the verdict is there, or nobody is left to give one."""
         if self._done is None:
             return False
-        if self._final is not None or self._refused:
+        if self._final is not None or self._link.refused:
             return True
         if not self._config.collector:
             return self._said_goodbye
-        silent = now - max(self._heard, self._done_at)
-        return silent > (VERDICT_PATIENCE_S if self._welcomed else NEVER_CAME_S)
+        silent = now - max(self._link.heard, self._done_at)
+        return silent > (VERDICT_PATIENCE_S if self._link.welcomed else NEVER_CAME_S)
 
     def _say_waiting(self, now: float) -> None:
         if self._done is not None and now - self._last_waiting > WAITING_S:
@@ -474,108 +417,31 @@ class NodeAgentLoop:
 
     # -- the collector ------------------------------------------------------------------------------------------
 
-    def _hear_collector(self, now: float) -> None:
-        self._used = False
-        while int(self._socket.EVENTS) & zmq.POLLIN:
-            data = self._socket.recv()
-            try:
-                message = decode_collector(data)
-            except WireError as error:
-                self._tell(UserNotice(f"the collector sent what this agent does not understand: {error}"))
-                continue
-            self._heard = now
-            self._welcomed = True
-            self._resending.heard(now)
-            if isinstance(message, RunWelcome):
-                self._tell(NodeWelcomed(message.run_id))
-                self.outbox.change_first(replace(self._hello, run=message.run_id))
-                if self._told_unreachable:
-                    self._tell(UserNotice(f"the collector at {self._config.collector} answers now"))
-            elif isinstance(message, MessageAck):
-                self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
-                self._beats.answered(message.echo_ns)
-                self._looks = message.looks
-                if self.outbox.acknowledged(message.n, message.credit, message.received):
-                    self._resending.acknowledged(now)
-                if message.resend and self.outbox.is_forgotten(message.n):
-                    self._start_over()
-                elif message.resend or self._resending.is_lost(message.echo_ns, message.received, now):
-                    self.outbox.send_again()
-            elif isinstance(message, WantedBatch):
-                self.outbox.need(message.attempt, message.batch)
-                for watch in self._ranks.values():
-                    watch.want(message, now)
-            elif isinstance(message, LookAtRanks):
-                self._stalls.look(self._of_ranks, message.number, now)
-                self._put_telemetry(self._telemetry.told("stall", now))
-            elif isinstance(message, StopRanks):
-                self._tell(message)
-            elif isinstance(message, JobResult):
-                self._final = message
-                self._try_send(encode(AgentMessage(0, AgentLeaving())))
-            elif isinstance(message, AgentRefused):
-                self._refused = True
-                self._tell(UserNotice(f"the collector at {self._config.collector} refuses this node: {message.reason}"))
+    def _hear_collector(self, message: CollectorMessage, now: float) -> None:
+        if isinstance(message, RunWelcome):
+            self._tell(NodeWelcomed(message.run_id))
+            self.outbox.change_first(replace(self._hello, run=message.run_id))
+        elif isinstance(message, WantedBatch):
+            self.outbox.need(message.attempt, message.batch)
+            for watch in self._ranks.values():
+                watch.want(message, now)
+        elif isinstance(message, LookAtRanks):
+            self._stalls.look(self._of_ranks, message.number, now)
+            self._put_telemetry(self._telemetry.told("stall", now))
+        elif isinstance(message, StopRanks):
+            self._tell(message)
+        elif isinstance(message, JobResult):
+            self._final = message
+            self._link.leave()
 
-    def _start_over(self) -> None:
-        """The collector's store was lost. Another agent reads everything again; the launch starts it."""
-        if not self._launch_gone:
-            raise ForgottenMessages
-
-    def _send(self, now: float) -> None:
-        if self._refused:
-            return
-        if not self.outbox.empty and self._resending.is_due(now):
-            self.outbox.send_again()
-        for number, data in self.outbox.due():
-            if not self._try_send(data):
-                break
-            self.outbox.sent(number)
-            self._resending.moved(now)
-        if self._beats.is_due(now):
-            states = [state for watch in self._ranks.values() if not watch.ended and (state := watch.state())]
-            beat = self._beat(states)
-            self._beats.sent(beat.sent_ns, now)
-            if self._try_send(encode(AgentMessage(0, beat))):
-                self._resending.beat(beat.sent_ns, self.outbox.last_sent)
-        if (
-            self._config.collector
-            and not self._welcomed
-            and not self._told_unreachable
-            and now - self._began > UNREACHABLE_S
-        ):
-            self._told_unreachable = True
-            self._tell(
-                UserNotice(
-                    f"no collector answers at {self._config.collector} after {UNREACHABLE_S:.0f} s; the training goes "
-                    "on and this node's records are kept; if that is the wrong place, pass --collector tcp://HOST:PORT "
-                    "or --collector-port PORT"
-                )
-            )
-
-    def _beat(self, states: list[RankState]) -> NodeBeat:
-        clock = self._clock.best
-        return NodeBeat(
-            states,
-            dict(self.outbox.pages_dropped),
-            time.time_ns(),
-            clock.offset_ns if clock is not None else None,
-            clock.round_trip_ns if clock is not None else None,
-            self._hottest() if self._looks else b"",
-            pack_list(self._telemetry.gpus_now) if self._looks else b"",
-        )
-
-    def _hottest(self) -> bytes:
-        found = [hot for watch in self._ranks.values() if not watch.ended for hot in watch.hottest()]
-        return pack_list(closest_modules(found, MOST_HOT))
-
-    def _try_send(self, data: bytes) -> bool:
-        self._used = True
-        try:
-            self._socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+    def _beat(self) -> NodeBeat:
+        running = [watch for watch in self._ranks.values() if not watch.ended]
+        states = [state for watch in running if (state := watch.state())]
+        beat = NodeBeat(states, dict(self.outbox.pages_dropped))
+        if not self._link.is_looked_at:
+            return beat
+        hot = closest_modules((hot for watch in running for hot in watch.hottest()), MOST_HOT)
+        return replace(beat, hot=pack_list(hot), gpus=pack_list(self._telemetry.gpus_now))
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -625,7 +491,7 @@ def _give_back_pages() -> None:
 
 
 def main() -> NoReturn:
-    """Entry. Ends the process: the interpreter would wait for ZeroMQ's thread (see _MOST_LINGER_S)."""
+    """Entry. Ends the process: the interpreter would wait for ZeroMQ's thread (collector_link.py)."""
     code = 1
     try:
         code = _run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuwatch.launcher.agent.outbox import BEAT_S, UNANSWERED_S, BeatClock
+from gpuwatch.launcher.agent.collector_link import BEAT_S, UNANSWERED_S, BeatClock
 
 
 def test_the_first_is_due_at_once_and_answered_ones_come_twice_a_second():

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from gpuwatch.launcher.agent.outbox import KEPT, ClockExchange, ClockOffset
+from gpuwatch.launcher.agent.collector_link import KEPT, ClockExchange, ClockOffset
 
 
 def test_nothing_is_known_before_an_answer():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from gpuwatch.launcher.agent.outbox import LONGEST_RESEND_S, RESEND_S, ResendClock
+from gpuwatch.launcher.agent.collector_link import LONGEST_RESEND_S, RESEND_S, ResendClock
 
 
 def test_a_slow_collector_that_answers_is_sent_nothing_twice():
