@@ -147,7 +147,7 @@ def _copy_of(fd: int) -> int:
         number += 1
 
 
-# Whole files that anybody may have put there: a FIFO or a device is none, and no file is larger than memory.
+# Whole files. Anybody may have put one there: a FIFO or a device is none, and no file is larger than memory.
 
 
 def expect_regular(path: Path) -> None:
@@ -170,3 +170,12 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
             return file.read(most_bytes)
         except MemoryError:
             raise OSError(errno.ENOMEM, f"its {size} bytes are more than there is memory for", str(path)) from None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file for this user alone: whole, or not at all. Raises OSError."""
+    new = path.with_name(f".{path.name}")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(data)
+    new.replace(path)

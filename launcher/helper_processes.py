@@ -3,13 +3,11 @@ pipe tells them that the launch is gone, and Ctrl-C in the terminal does not rea
 
 from __future__ import annotations
 
-import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -58,16 +56,14 @@ class HelperProcess:
     One that cannot be told its settings is ended, and who reads its output sees that it has.
     """
 
-    def __init__(self, module: str, config: msgspec.Struct, log: Path | None = None) -> None:
-        with open(log or os.devnull, "ab") as errors:  # noqa: PTH123  # os.devnull is no Path
-            self._process = subprocess.Popen(
-                own_command(f"gpuwatch.{module}"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-                close_fds=True,
-            )
+    def __init__(self, module: str, config: msgspec.Struct) -> None:
+        self._process = subprocess.Popen(
+            own_command(f"gpuwatch.{module}"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.stdin: IO[bytes] = self._process.stdin

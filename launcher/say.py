@@ -99,14 +99,10 @@ PATIENCE_S = 8.0
 _MOST = 8
 
 
-def left_behind(scratch: Path) -> list[psutil.Process]:
-    """What runs with the environment that this launch has given to its ranks. A copy of a process keeps that."""
-    return list(processes_with(VARIABLE, lambda value: str(scratch) in value))
-
-
 def tell_left_behind(scratch: Path, say: Callable[[str], object], patience_s: float = PATIENCE_S) -> None:
     """After all ranks have ended: say which processes they have left, and do not end with them soon."""
-    there = left_behind(scratch)
+    # what runs with the environment that this launch has given to its ranks: a copy of a process keeps that
+    there = list(processes_with(VARIABLE, lambda value: str(scratch) in value))
     _, left = psutil.wait_procs(there, timeout=patience_s) if there else ([], [])
     if left:
         pids = ", ".join(str(process.pid) for process in left[:_MOST]) + (", ..." if len(left) > _MOST else "")

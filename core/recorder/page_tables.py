@@ -17,7 +17,7 @@ from ..frames import Frame, Phase, Row, RowKind
 from ..values import Value, ValueEncoding
 from ..wire.messages import PageMessage
 from . import layout
-from .pages import NameTable, decode_frame, decode_row, frames_lost
+from .pages import FrameFields, NameTable, decode_frame, decode_row, frames_lost
 
 # The tables of a recorder as NumPy records: all rows of a page can be looked at at once. The bytes are layout.py's.
 
@@ -48,8 +48,6 @@ _MOST_BITS[ValueEncoding.FLOAT32] = (1 << 32) - 1
 _MOST_BITS[[ValueEncoding.FLOAT16, ValueEncoding.BFLOAT16]] = (1 << 16) - 1
 
 _LAST_PHASE, _LAST_KIND = int(max(Phase)), int(max(RowKind))
-
-FrameFields = tuple[int, int, int, int, int, int, int, int, int]
 
 
 class PageTables:
@@ -85,7 +83,7 @@ class PageTables:
     @property
     def first_fields(self) -> FrameFields | None:
         """The first frame, as it was recorded."""
-        return _fields(self.frames[0]) if len(self.frames) else None
+        return cast(FrameFields, self.frames[0].tolist()) if len(self.frames) else None
 
     @property
     def last_phase(self) -> int:
@@ -276,8 +274,3 @@ def _is_one_of(slots: Any, chosen: bytes) -> Any:
 
 def _joined(parts: list[bytes], dtype: Any) -> Any:
     return numpy.frombuffer(bytearray().join(parts), dtype)
-
-
-def _fields(record: Any) -> FrameFields:
-    fields: FrameFields = record.tolist()
-    return fields

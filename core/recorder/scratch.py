@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..host import host_name, stat_fields
+from ..own_files import write_whole
 from .layout import file_bytes
 
 _PREFIX = "gpuwatch-"
@@ -105,12 +106,9 @@ def _files_free(base: Path) -> int:
 
 
 def _sign(folder: Path) -> None:
-    new = folder / f".{_OWNER}-{os.getpid()}"
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        began = _began(os.getpid())
-        file.write(f"{os.getpid()} {began if began is not None else 0} {_pid_namespace()} {_boot()} {host_name()}")
-    new.replace(folder / _OWNER)
+    began = _began(os.getpid()) or 0
+    owner = f"{os.getpid()} {began} {_pid_namespace()} {_boot()} {host_name()}"
+    write_whole(folder / _OWNER, owner.encode())
 
 
 def _began(pid: int) -> int | None:

@@ -23,6 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from ..errors import UsageError
+from ..own_files import write_whole
 from ..settings import WorkerSettings
 from ..text import from_json, to_json
 from .pipe import AgentConfig
@@ -132,14 +133,9 @@ class RunInvitation(msgspec.Struct, frozen=True):
 
 
 def write_join(folder: Path, join: RunInvitation) -> Path:
-    """Whole, or not at all. Returns its path. Raises OSError."""
-    path = folder / NAME
-    new = folder / f".{NAME}"
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(to_json(join))
-    new.replace(path)
-    return path
+    """Returns its path. Raises OSError."""
+    write_whole(folder / NAME, to_json(join))
+    return folder / NAME
 
 
 def read_join(path: Path) -> RunInvitation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy
@@ -181,7 +182,7 @@ class RankHistory:
 
     def _thin(self) -> None:
         for root, rows in self._rows.items():
-            self._rows[root] = thinned(rows, _batch_of, EVERY_BATCH)
+            self._rows[root] = thinned(rows, attrgetter("batch"), EVERY_BATCH)
         self._bytes = sum(_size(row) for rows in self._rows.values() for row in rows)
         while self._bytes > BYTES and any(len(rows) > 1 for rows in self._rows.values()):
             rows = max(self._rows.values(), key=len)
@@ -217,10 +218,6 @@ class RankHistory:
 
 def _depth(forecast: LimitForecast) -> int:
     return forecast.module.count(".") + (forecast.module != "")
-
-
-def _batch_of(row: BatchRow) -> int:
-    return row.batch
 
 
 def _size(row: BatchRow) -> int:

@@ -159,9 +159,9 @@ class RankWatch:
     def _end(self, reader: RecorderReader, code: int | None, by: str, now: float) -> list[AgentBody]:
         messages = [*self._pages.due(reader, now), *self._pages.last(reader)]
         messages += self._unlogged_anomaly(reader)
-        state = replace(
-            reader.state(), final=True, pending=_pending_in_ring(reader), traces_thinned=self._pages.thinned
-        )
+        pages = (reader.page(held.number) for held in reader.held())
+        pending = sum(pending_values(page) for page in pages if page is not None)
+        state = replace(reader.state(), final=True, pending=pending, traces_thinned=self._pages.thinned)
         root = reader.roots.get(reader[HeadField.ROOT])
         where = RunPosition(
             rank=self.rank,
@@ -339,8 +339,3 @@ def _shm_free() -> int:
     except OSError:
         return -1
     return found.f_bavail * found.f_frsize
-
-
-def _pending_in_ring(reader: RecorderReader) -> int:
-    """Numbers of all batches in the ring that have not come back from their device."""
-    return sum(pending_values(page) for held in reader.held() if (page := reader.page(held.number)) is not None)

@@ -203,7 +203,7 @@ class NodeTelemetry:
             self._interval_s = 0
 
     def _turn(self, pids: Callable[[], Pids], now: float) -> None:
-        self._take(now)
+        self._take()
         if self._asked_ns and (not self._waits or now >= self._next):
             self._close_sample()
         if now >= self._next:
@@ -222,7 +222,7 @@ class NodeTelemetry:
         if "gpus" not in self._waits and self._gpus.ask_samples():
             self._waits["gpus"] = now
 
-    def _take(self, now: float) -> None:
+    def _take(self) -> None:
         values = self._thread.answer()
         if values is not None:
             self._values.update(values)
