@@ -17,15 +17,7 @@ from ..core.host import OwnClock
 from ..core.own_imports import own_command
 from ..core.wire.keys import new_identity
 from ..core.wire.messages import StopRanks
-from ..core.wire.pipe import (
-    AgentConfig,
-    FromAgent,
-    JobResult,
-    NodeWelcomed,
-    UserNotice,
-    read_from_agent,
-    write_line,
-)
+from ..core.wire.pipe import AgentConfig, FromAgent, JobResult, NodeWelcomed, UserNotice, read_from_agent, write_line
 
 LIVED_S = 10.0
 MOST_SHORT_LIVES = 10

@@ -28,15 +28,7 @@ from ...core.identity import is_rank, rank_name
 from ...core.recorder.layout import HeadField, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
 from ...core.stalls import stack_file_name
-from ...core.wire.messages import (
-    AgentBody,
-    EventMessage,
-    HotModule,
-    NameDefinitions,
-    NodeBeat,
-    RankState,
-    WantedBatch,
-)
+from ...core.wire.messages import AgentBody, EventMessage, HotModule, NameDefinitions, NodeBeat, RankState, WantedBatch
 from .batch_history import RankHistory, RankStepTimes
 from .rank_pages import RankPages, TracedBatches, pending_values
 from .stacks import fatal_stack
