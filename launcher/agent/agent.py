@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from ...core import host
 from ...core.errors import ExitCode, GpuwatchError
-from ...core.events import Anomaly, GpuCounters, GpuHealth, GpuXid, NodeSignal, PreflightResult, WorkerExit
+from ...core.events import Anomaly, Event, GpuCounters, GpuHealth, GpuXid, NodeSignal, PreflightResult, WorkerExit
 from ...core.gpu.nvml_child import KILLED_S
 from ...core.host import OwnClock
 from ...core.identity import is_rank
@@ -89,7 +89,13 @@ NEVER_CAME_S = 15.0
 WAITING_S = 5.0
 """How often, at the end, the launch is told that its agent is alive."""
 
-
+_THE_WORST_LAST = (
+    ExitCode.CLEAN,
+    ExitCode.SCRIPT_FAILED,
+    ExitCode.LOST,
+    ExitCode.OVERFLOW,
+    ExitCode.PREFLIGHT_FAILED,
+)
 _M_MMAP_THRESHOLD = -3
 """mallopt(3)"""
 
@@ -305,8 +311,8 @@ class NodeAgentLoop:
         self._done_at = now
         self._put_telemetry(self._telemetry.ended())
         self._gpus.end(now)
-        if self._worst is ExitCode.CLEAN and done.outcome == "failed":
-            self._worst = ExitCode.SCRIPT_FAILED
+        if done.outcome == "failed":
+            self._saw(ExitCode.SCRIPT_FAILED)
 
     def _launch_closed(self, now: float) -> None:
         """The launch was killed. What torchrun has started ends with it; what a command leaves behind is ended."""
@@ -389,31 +395,26 @@ class NodeAgentLoop:
     def _put(self, body: AgentBody, *, needed: bool = False) -> None:
         """`needed`: it is one of the last pages of its rank."""
         if isinstance(body, EventMessage):
-            self._note(body)
+            self._note(body.event)
         self._spool.append(
             self.outbox.put(body, needed=needed),
             is_page=isinstance(body, PageMessage | RankHistoryMessage | TelemetryMessage),
         )
 
-    def _note(self, message: EventMessage) -> None:
+    def _note(self, event: Event) -> None:
         """What this node would exit with, should the collector never answer."""
-        event = message.event
         if isinstance(event, Anomaly):
             self.outbox.need(event.where.attempt, event.where.batch)
             self._gpus.anomaly(self._now)
             self._put_telemetry(self._telemetry.told("anomaly", self._now))
-        if isinstance(event, PreflightResult) and event.stops:
-            self._worst = ExitCode.PREFLIGHT_FAILED
-        elif isinstance(event, Anomaly) and self._worst is not ExitCode.PREFLIGHT_FAILED:
-            self._worst = ExitCode.OVERFLOW
-        elif (
-            isinstance(event, WorkerExit)
-            and event.by == "itself"
-            and event.code is not None
-            and event.code < 0
-            and self._worst is ExitCode.CLEAN
-        ):
-            self._worst = ExitCode.LOST
+            self._saw(ExitCode.OVERFLOW)
+        elif isinstance(event, PreflightResult) and event.stops:
+            self._saw(ExitCode.PREFLIGHT_FAILED)
+        elif isinstance(event, WorkerExit) and event.by == "itself" and event.code is not None and event.code < 0:
+            self._saw(ExitCode.LOST)
+
+    def _saw(self, code: ExitCode) -> None:
+        self._worst = max(self._worst, code, key=_THE_WORST_LAST.index)
 
     # -- the collector ------------------------------------------------------------------------------------------
 
