@@ -97,9 +97,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def signal_at_parents_end(number: int) -> Callable[[], object]:
-    """What has the kernel signal this process when its parent ends (on Linux): the thread that started it.
+    """A call that has the kernel signal this process when its parent ends (on Linux): the thread that started it.
 
-    It may be called between fork and exec: what it needs is loaded here.
+    It may be made between fork and exec: what it needs is loaded here.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     return partial(prctl, _PR_SET_PDEATHSIG, int(number)) if prctl is not None else lambda: None

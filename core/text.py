@@ -196,7 +196,7 @@ def carried(message: object) -> Any:
 
 
 def shown_plainly(message: object) -> Any:
-    """The same, with `plain_text` of each text."""
+    """The message as built-in values, with `plain_text` of each text."""
     return _map(_plain(message), plain_text)
 
 

@@ -96,7 +96,7 @@ class CollectorLink:
         return int(self._socket.FD)
 
     def hear(self, now: float, *, readable: bool, may_start_over: bool) -> Iterator[CollectorMessage]:
-        """What has come, without what is about sending alone.
+        """The messages that have come; acknowledgements are dealt with here.
 
         `may_start_over`: raise ForgottenMessages where the collector's store was lost. Another agent, which the launch
         starts then, reads everything again.

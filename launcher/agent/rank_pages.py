@@ -123,7 +123,7 @@ class RankPages:
         self._wanted.setdefault(batch, _BatchRequest(now + PAGE_WAIT_S))
 
     def want_of(self, anomaly: Anomaly, now: float) -> None:
-        """Its batch, and the traced ones before it that tell how it came."""
+        """The batch of an anomaly, and the traced ones before it that tell how it came."""
         root, batch = split_label(anomaly.where.root), anomaly.where.batch
         earlier = self._traced.intersection(range(max(0, batch - EARLIER_PAGES), batch))
         for number in (batch, *sorted(earlier)):
@@ -215,5 +215,5 @@ def _extent(page: PageMessage) -> tuple[int, int, bool]:
 
 
 def pending_values(page: PageMessage) -> int:
-    """Those that have not come back from their device."""
+    """How many values of a page have not come back from their device."""
     return sum(memoryview(segment.values).cast("q")[2::3].tolist().count(PENDING) for segment in page.segments)
