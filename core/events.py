@@ -389,7 +389,7 @@ class ScriptError(RankEvent, frozen=True, tag="script_error"):
 
 
 class ScriptExit(RankEvent, frozen=True, tag="script_exit"):
-    """The user's script came to its end or called sys.exit."""
+    """The user's script ended or called sys.exit."""
 
     code: int
 
@@ -484,7 +484,7 @@ class FaultPart(WordEnum):
     RECORDER = "recorder", True
     PREFLIGHT = "preflight", False
     COLLECTIVES = "collectives", False
-    """Without them, or stacks, a hang is told with less."""
+    """Without them, or stacks, a hang is explained with less."""
     STACKS = "stacks", False
     HOOKS = "hooks", False
     """This and the next three are notes about how frames are read and written."""
@@ -553,7 +553,7 @@ class GroupState(msgspec.Struct, frozen=True):
     at: int = 0
     """What it issues or waits for now, or did last: see `IssuedOperation.number`."""
     since_s: float = 0.0
-    """For so long."""
+    """For how long, in seconds."""
     recent: list[IssuedOperation] = []
     """The last few, by number."""
 
@@ -606,10 +606,10 @@ class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
     groups: list[GroupState] = []
     """Where it stood in its process groups."""
     memory_kills: int = 0
-    """Of a rank that SIGKILL ended: so many processes of its node's memory cgroup the kernel has ended for lack of
+    """Of a rank that SIGKILL ended: how many processes of its node's memory cgroup the kernel has ended for lack of
     memory since the run began."""
     stack: list[StackLine] = []
-    """Of a rank that a fatal signal ended: where the thread stood that it came to, innermost call first."""
+    """Of a rank that a fatal signal ended: where the thread stood that received it, innermost call first."""
     shm_free: int = -1
     """Of a rank that SIGBUS ended: bytes that were left in /dev/shm; -1: not known."""
     ended_ns: int = 0
@@ -676,11 +676,11 @@ class LimitForecast(RankEvent, frozen=True, tag="forecast"):
     abs_max: float
     """In that batch."""
     after: int
-    """In so many batches from there,"""
+    """The limit is passed this many batches later,"""
     earliest: int
     latest: int
     since: int = 0
-    """The first batch that it was told from."""
+    """The first batch that it was made from."""
 
 
 class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):

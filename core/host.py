@@ -68,7 +68,7 @@ def has_part_in_c() -> bool:
 # Time as this process has lived it: a process that was stopped notices, and counts nobody's silence meanwhile.
 
 STEP_S = 1.0
-"""Who asks many times a second has lived no more than this between two questions, whatever other clocks say."""
+"""A process that asks many times a second has lived no more than this between two questions, whatever clocks say."""
 
 
 class OwnClock:

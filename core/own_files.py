@@ -23,7 +23,7 @@ from .tell import STANDARD_STREAMS, take_standard_streams
 _HIGHEST = 1 << 14
 """A higher number makes the kernel's table of descriptors large, which each fork copies."""
 _LOWEST = 256
-"""A script may have so many files of its own."""
+"""A script may have this many files of its own."""
 _ROOM = 64
 
 

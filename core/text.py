@@ -32,7 +32,7 @@ class MemoryAmount(msgspec.Struct, frozen=True):
     share: float = 0.0
 
     def of(self, free: int) -> int:
-        """Bytes, where so many are free."""
+        """Bytes, where `free` are free."""
         return self.size or int(free * self.share)
 
 

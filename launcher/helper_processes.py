@@ -70,7 +70,7 @@ class HelperProcess:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it comes to an end by itself, now that its output is closed."""
+        """Whether it ends by itself, now that its output is closed."""
         try:
             return self._process.wait(5.0) == 0
         except subprocess.TimeoutExpired:
@@ -188,7 +188,7 @@ class NodeAgent(RestartedHelper):
         self._stop = stop
         self._told: list[msgspec.Struct] = []
         self._lock = threading.Lock()
-        """An agent that is started again hears all that was told, in order."""
+        """An agent that is started again hears all messages, in order."""
         self._child = self._begin(self._config)
         threading.Thread(target=self._follow, daemon=True, name="gpuwatch-agent").start()
 

@@ -47,7 +47,7 @@ from .tasks import HostTasks
 _LOOK_S = 0.1
 _ANY_LEFT_S = 1.0
 _WELCOME_S = 10.0
-"""So long the first rank waits for the collector's answer: a short job could be over before it comes."""
+"""How long the first rank waits for the collector's answer: a short job could end before it comes."""
 
 
 def main() -> int:
@@ -123,7 +123,7 @@ class JoinedRanks(RankStarter):
     def __init__(
         self, path: Path, join: RunInvitation, say: Callable[[str], object], ready: Callable[[Path], None]
     ) -> None:
-        """`ready` is told the scratch folder once ranks can be recorded there."""
+        """`ready` is called with the scratch folder once ranks can be recorded there."""
         self._path = str(path)
         self._join = join
         self._say = say

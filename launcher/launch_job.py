@@ -117,7 +117,7 @@ class TorchrunRanks(RankStarter):
     """The ranks that torchrun starts here. elastic.py tells it when they start and end, and asks what to do."""
 
     settings: WorkerSettings
-    """What they are told."""
+    """What they get from the launch."""
     signals_first = True
 
     def __init__(self, terms: JobTerms, signals: signals_raise) -> None:
@@ -137,7 +137,7 @@ class TorchrunRanks(RankStarter):
         signals.unheard = self._leave_for_signal
 
     def run(self, life: JobLife) -> LaunchDone:
-        """Helpers up, and torchrun to its end. A signal ends both, and is told to the collector in every case."""
+        """Starts the helpers and runs torchrun to its end. The collector always hears of a signal that ends it."""
         self._life = life
         try:
             with self._signals.held():  # an early one is in the report, too, and leaves no child behind

@@ -49,7 +49,7 @@ WITHOUT_C = (
 
 @dataclass(frozen=True)
 class JobTerms:
-    """What the helpers of one node are told of their job."""
+    """What the helpers of one node get to know of their job."""
 
     args: argparse.Namespace
     plan: CollectorPlan
@@ -61,7 +61,7 @@ class JobTerms:
     nproc: int = 0
     """How many ranks this node has; 0: not known yet."""
     starter: str = "torchrun"
-    """Who starts them, for a sentence."""
+    """What starts them, for a sentence."""
 
     def collector_config(self, scratch: Path) -> CollectorConfig:
         """First line to the collector."""
@@ -123,7 +123,7 @@ class RankStarter:
     """Starts the ranks of this node, and hears the user."""
 
     recorders = 8
-    """So many are looked for room for: where nobody says how many ranks there will be, a usual number."""
+    """How many recorders need room: a usual number where nobody says how many ranks there will be."""
     signals_first = False
     """An exit code that a signal has made says more than what a rank has seen."""
 
@@ -186,7 +186,7 @@ class JobLife:
     def start_agent(self, config: AgentConfig, stop: Callable[[str, bool], object]) -> NodeAgent:
         """Once the ranks can be told all that they need.
 
-        `stop` is told why the ranks of this node are to end, and whether torchrun may start them again.
+        `stop` gets the reason why the ranks of this node must end, and whether torchrun may start them again.
         """
         with suppress(OSError):  # the ranks meet, and seal nothing
             write_meeting_key(self.scratch, self._meeting_key)

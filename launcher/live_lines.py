@@ -47,7 +47,7 @@ class LiveLines:
 def live_lines(*, check_only: bool, out: IO[str] | None = None, patience_s: float = 10.0) -> LiveLines:
     """The right ones for where stderr goes. A launch is to be left with one line, a check with one per stage.
 
-    In a file, a stage that takes longer than `patience_s` is told before it is over.
+    In a file, a stage that takes longer than `patience_s` has a line before it is over.
     """
     out = out or sys.stderr
     if out.isatty():

@@ -135,7 +135,7 @@ class CommandRanks(RankStarter):
         return f"tcp://{bracketed(loopback())}:{address.rpartition(':')[2]}"
 
     def _show(self, line: StageLine | PreflightOver) -> None:
-        """What the preflight came to, in a line. Where there was none, and one was asked for, so much."""
+        """The preflight's result in a line; also that there was none, where one was asked for."""
         if isinstance(line, StageLine) or self._args.preflight == "off":
             return
         if not line.grade:

@@ -93,7 +93,7 @@ class WatchedRankProcess:
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)
 """How ranks are ended."""
 _LAST_END_S = 2.0
-"""The command has ended: so long the end of a process that it has waited for may take to be seen."""
+"""After the command's end: how long until the end of a process that it has waited for is seen."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ class HostRanks:
     def __init__(
         self, folder: Path, tell: Callable[[msgspec.Struct], None], ended: Callable[[int, int, int | None], None]
     ) -> None:
-        """`ended` is told of each rank: attempt, rank, exit code."""
+        """`ended` is called for each rank: attempt, rank, exit code."""
         self._folder = folder
         self._tell = tell
         self._told_end = ended

@@ -92,7 +92,7 @@ def _first_of(recorder: Path) -> tuple[bool | None, Anomaly | None]:
 
 # Processes that ranks have forked and that have outlived them, such as a data loader's worker that is stuck.
 #
-# They are told of, and left alone: one of them may be at work on a checkpoint.
+# The user hears of them, and they are left alone: one of them may be at work on a checkpoint.
 
 PATIENCE_S = 8.0
 """torch's own workers look every five seconds whether their rank is still there."""

@@ -33,7 +33,7 @@ from ..core.wire.pipe import JobResult
 
 _SHARED_MEMORY = Path("/dev/shm")
 _COME_S = 60.0
-"""So long is waited for tasks that the environment speaks of and that have not come."""
+"""How long to wait for tasks that the environment announces and that have not come."""
 _LEAVE_S = 20.0
 _LOOK_S = 0.05
 _MOST_NAMES = 64

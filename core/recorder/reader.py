@@ -23,9 +23,9 @@ from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, S
 _DEFINITIONS = (RootDef, ModuleDef, SlotDef, ShapeDef)
 _NOT_AN_ENTRY = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _SEARCH_BYTES = 32 << 20
-"""So many bytes are checked at most to find the next whole entry behind a damaged one."""
+"""The most bytes that are checked to find the next whole entry behind a damaged one."""
 _READS = 4
-"""So often at most a header is read that says what none says."""
+"""How often at most a header is read that says what none says."""
 _VERSIONS = (layout.EARLIER_VERSION, layout.VERSION)
 _MAX_ENTRY = 64 << 10
 """What is longer is not found again behind a damaged entry."""
@@ -269,7 +269,7 @@ class RecorderReader:
 
     @property
     def segments(self) -> int:
-        """So many the ring has."""
+        """How many the ring has."""
         return self._segments
 
     def held(self) -> list[HeldPage]:
@@ -359,7 +359,7 @@ class _LogStretch:
         return payload if size and len(payload) == size and zlib.crc32(payload) == checksum else None
 
     def next_entry(self, position: int, most: int) -> tuple[int, int]:
-        """(where the next whole entry begins, bytes that were checked). The end if none is found in so many bytes."""
+        """(where the next whole entry begins, bytes that were checked). The end if none is found in `most` bytes."""
         searched = 0
         while position - self._start + layout.ENTRY.size <= len(self._data) and searched < most:
             size, _ = layout.ENTRY.unpack_from(self._data, position - self._start)

@@ -44,7 +44,7 @@ def env() -> dict[str, str]:
 
 
 def write_settings(folder: Path, settings: WorkerSettings) -> None:
-    """What the ranks are told."""
+    """The settings of the ranks."""
     write_whole(folder / _SETTINGS, settings.to_json().encode())
 
 
@@ -100,7 +100,7 @@ def read_failed(folder: Path, pid: int) -> str:
 
 
 def process_file(pid: int, programs: int = 0) -> str:
-    """Name of the recorder of a process that may become a rank, or not. So many programs had it before (os.exec)."""
+    """Name of the recorder of a process that may become a rank, or not. `programs` had it before (os.exec)."""
     return _PROCESS.format(pid=f"{programs}-{pid}" if programs else pid)
 
 

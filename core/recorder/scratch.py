@@ -21,9 +21,9 @@ _DISK = Path("/var/tmp")
 _OWNER = "owner"
 _FILES = 32
 _FILES_OF_RANK = 4
-"""At most so many are in a folder, without those that the script has."""
+"""The most files of a rank in a folder, without those that the script has."""
 KEPT_ATTEMPTS = 2
-"""Recorders of so many attempts that have ended are kept."""
+"""How many attempts that have ended keep their recorders."""
 _TRIES = 3
 RESCUED = "rescued"
 """Folder in the scratch for what the runs' folder took no more of."""
@@ -32,8 +32,8 @@ RESCUED = "rescued"
 def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence: None) -> Path:
     """Make the folder for so many recorders: in shared memory, of which they take half of what is free, else on a disk.
 
-    `say` is told why it is not in shared memory, and if no disk has the room either. Where no folder can be made at
-    all, that is said, and the folder of the path is not there: the ranks go on unwatched.
+    `say` gets the reason if it is not in shared memory, and if no disk has the room either. If no folder can be made,
+    `say` gets that, and the folder of the path does not exist: the ranks go on unwatched.
     """
     remove_stale()
     size, files = recorders * file_bytes(), _FILES + _FILES_OF_RANK * recorders
@@ -98,7 +98,7 @@ def _free(base: Path) -> int:
 
 
 def _files_free(base: Path) -> int:
-    """So many files can be made there, as far as is known; what counts none, such as btrfs, takes any number."""
+    """How many files can be made there, as far as is known; what counts none, such as btrfs, takes any number."""
     with suppress(OSError):
         found = os.statvfs(base)
         return found.f_favail if found.f_files else sys.maxsize

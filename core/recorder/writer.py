@@ -38,7 +38,7 @@ _pack_value, _pack_frame = layout.VALUE.pack_into, layout.FRAME.pack_into
 
 @cache
 def _rows_of(count: int) -> struct.Struct:
-    """So many rows, one behind the other."""
+    """`count` rows, one behind the other."""
     return struct.Struct("<" + layout.ROW.format.lstrip("<") * count)
 
 
@@ -80,7 +80,7 @@ class OpenPage:
         self.held: list[int] = []
         """All its segments, counted likewise."""
         self.judged: object = None
-        """How far it has been judged: for whoever does that."""
+        """How far it has been judged, for the judge's own use."""
         self.ended = False
         self.with_gradients = True
         """Its forward records a graph for a backward."""

@@ -250,11 +250,11 @@ class RankState(msgspec.Struct, frozen=True):
     traces_thinned: int = 0
     """Pages of `--trace-batches` that were not sent: the job's store has no room for all."""
     groups_not_shown: int = 0
-    """Process groups that found no room in its table of them: a hang in one is told with less."""
+    """Process groups that found no room in its table of them: a hang in one is explained with less."""
 
     @property
     def events_lost(self) -> int:
-        """Records that were lost and that may have told of something bad. Names cannot."""
+        """Lost records that may have reported something bad. Names cannot."""
         return max(0, self.records_lost - self.names_lost)
 
 
@@ -320,7 +320,7 @@ def pack_list(found: list[HotModule] | list[GpuNow]) -> bytes:
 
 
 def closest_modules(found: Iterable[HotModule], most: int) -> list[HotModule]:
-    """Those with the least left, the closest first. Of a module that several ranks have told of, its closest rank."""
+    """Those with the least left, the closest first. Of a module that several ranks report, its closest rank."""
     chosen: dict[str, HotModule] = {}
     for hot in sorted(found, key=lambda hot: hot.left):
         if len(chosen) == most:
@@ -421,7 +421,7 @@ class MessageAck(msgspec.Struct, frozen=True, tag="ack"):
     received: int = -1
     """To a beat: everything up to this number had come before it, stored or not. -1: not said."""
     credit: int = -1
-    """So many bytes of definitions and pages may be on the way; one message always may. -1: as before."""
+    """How many bytes of definitions and pages may be on the way; one message always may. -1: as before."""
     looks: bool = False
     """Somebody looks on: beats should say which modules are closest to their limit."""
 

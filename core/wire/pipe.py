@@ -29,11 +29,11 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     life: int = 0
     """Counts them: one that has ended is started again."""
     hang_timeout_s: float | None = 0.0
-    """A rank that has not moved for so long is told of; 0: never; None: learned from its steps."""
+    """A rank that has not moved for this long is reported; 0: never; None: learned from its steps."""
     ends_ranks: bool = False
     """It ends what its launch leaves behind, should that be killed."""
     telemetry_s: float = 0.0
-    """So often the figures of the node are read; 0: never."""
+    """How often the figures of the node are read; 0: never."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -101,7 +101,7 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     resume: str = ""
     """Folder of a run whose collector has ended, to go on with; "" for a new run."""
     on_hang: OnHang = "report"
-    """What follows when no rank moves any more: it is told, or the job is ended, too; `auto`: if it cannot go on."""
+    """What follows when no rank moves any more: a report, or the end of the job, too; `auto`: if it cannot go on."""
     fallback: str = ""
     """Another folder for the store, should the runs' folder take no more; "" for none."""
     viewer_private_key: str = ""

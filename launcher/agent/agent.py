@@ -5,7 +5,7 @@
 
 It never blocks on the network: what the collector has not acknowledged waits in the outbox, and all that it sends is in
 its spool as well, for a collector that never comes back. An agent that has ended is started again by its launch: the
-recorders are files, so it reads them from the beginning, and what has come twice is told once.
+recorders are files, so it reads them from the beginning, and nothing is reported twice.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ LOOK_S = 0.05
 TURN_S = 0.1
 """How often it reads the recorders, where nothing else wakes it up."""
 NEVER_CAME_S = 15.0
-"""After the job has ended, so long is waited for a collector that was never heard."""
+"""How long the agent waits, after the job has ended, for a collector that never answered."""
 WAITING_S = 5.0
-"""How often, at the end, the launch is told that its agent is alive."""
+"""How often, at the end, the agent tells its launch that it is alive."""
 
 _THE_WORST_LAST = (
     ExitCode.CLEAN,
@@ -131,7 +131,7 @@ class NodeAgentLoop:
         folders = {"runs-dir": Path(config.spool_dir), "scratch": self._folder}
         self._telemetry = NodeTelemetry(config.telemetry_s, folders, self._gpus)
         self._ends_told: set[tuple[int, int]] = set()
-        """(attempt, rank) whose end an agent before this one has told of."""
+        """(attempt, rank) whose end an earlier agent has reported."""
         self._done: LaunchDone | None = None
         self._signal_told = False
         self._said_goodbye = False

@@ -47,7 +47,7 @@ def thinned(rows: Sequence[T], number: Callable[[T], int], every: int) -> list[T
 
 
 def spread(rows: Sequence[T], most: int) -> list[T]:
-    """At most so many: the newest half of them, and as many of the older ones at even distances."""
+    """At most `most`: half of them are the newest, half are older ones at even distances."""
     if len(rows) <= most:
         return list(rows)
     newest = rows[-(most // 2) :]
@@ -57,7 +57,7 @@ def spread(rows: Sequence[T], most: int) -> list[T]:
 
 
 SHARE = 0.0015
-"""So much of one processor it may take for all ranks of a node."""
+"""The share of one processor that it may take for all ranks of a node."""
 EVERY_BATCH = 64
 """The newest batches of a root, each of which is kept; of those before, one of 2, of 4, and so on, 32 of each."""
 BYTES = 8 << 20
@@ -65,7 +65,7 @@ BYTES = 8 << 20
 SENT_BYTES = 128 << 10
 """Of one root, before it is packed."""
 _PENDING_S = 1.0
-"""So long is waited for numbers that come back late from a device."""
+"""How long to wait for numbers that come back late from a device."""
 _AT_A_TIME = 4
 """Batches that are looked at in one turn."""
 _LAST = 16
@@ -231,7 +231,7 @@ def _size(row: BatchRow) -> int:
 # bounded for any length of run: each time it is full, every second block is let go of.
 
 LAST_STEPS = 64
-"""So many are looked back on for a limit of rests (rank_stalls.py)."""
+"""How many of the last steps a limit of rests looks at (rank_stalls.py)."""
 BLOCK = 8
 """Steps that followed each other."""
 
@@ -243,7 +243,7 @@ class RankStepTimes:
         self._seen = 0
         """Timed steps so far."""
         self._every = 1
-        """One block of so many is kept."""
+        """One block of this many is kept."""
         self._kept: list[TimedStep] = []
         self._total_ns = [0] * len(PARTS)
         self._taken = 0

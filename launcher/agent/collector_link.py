@@ -28,7 +28,7 @@ from ...core.wire.pipe import AgentConfig, UserNotice
 from .outbox import MessageOutbox
 
 UNREACHABLE_S = 30.0
-"""After which the user is told that nobody answers."""
+"""After this long, the user hears that nobody answers."""
 CONNECT_MS = 4000
 """After which it tries anew. TCP itself waits twice as long before each try, up to a minute once packets were lost."""
 HANDSHAKE_MS = 15_000
@@ -255,7 +255,7 @@ class ResendClock:
 
 BEAT_S = 0.5
 UNANSWERED_S = 2.0
-"""So long an answer is waited for. Then it beats all the same: the beat or its answer may be lost."""
+"""It waits this long for an answer, then beats all the same: the beat or its answer may be lost."""
 
 
 class BeatClock:

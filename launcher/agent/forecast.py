@@ -25,19 +25,19 @@ from ...core.values import DTYPE_MAX, DTYPE_NAMES
 # measured.
 
 WINDOWS = (16, 32, 64, 128)
-"""Batches that a line is put through: the last so many that were kept, the shortest that can be believed."""
+"""How many of the last batches a line is put through: the shortest window that can be believed."""
 FEWEST = 12
 _LEAST_GROWTH = 0.25
 """Powers of two within the window,"""
 _ABOVE_SCATTER = 8.0
-"""and so many times the scatter around the line."""
+"""and this many times the scatter around the line."""
 _NOT_FLATTER = 0.6
 """The slope of the window's second half, as a share of that of its first. In proportion to the batches: 0.7."""
 _PROPORTIONAL = 0.7
 _WILD_EARLY, _WILD_LATE = 3.5, 2.0
-"""A wild batch passes before the line does: so many times the scatter early, or late."""
+"""A wild batch passes before the line does: this many times the scatter early, or late."""
 HORIZON = 1.0
-"""It is looked ahead for so many times as long as the window is."""
+"""How far to look ahead, as a multiple of the window."""
 
 
 class LimitCrossing(NamedTuple):
@@ -56,7 +56,7 @@ class LimitCrossing(NamedTuple):
 
 
 def forecast(batches: Sequence[int], numbers: Any, limit: float) -> LimitCrossing | None:
-    """None if it cannot be told, or nothing is to be told.
+    """None if there are too few batches, or the limit is not in reach.
 
     `batches` ascend, `numbers` is float of shape (batches,): abs max; what is not above zero was not measured.
     """
@@ -105,7 +105,7 @@ def _passing(at: Any, level: Any, limit: float) -> tuple[int, int, int, int] | N
 
 
 def _steeper(left: float, slope: float, span: float, bend: float) -> float:
-    """When so much is covered by a slope that goes on to grow as it did from one half of the window to the other."""
+    """When `left` is covered by a slope that goes on to grow as it did from one half of the window to the other."""
     grows = max(0.0, bend) / (span / 2)
     slope += grows * span / 4
     return 2 * left / (slope + math.sqrt(slope * slope + 2 * grows * left))
@@ -174,7 +174,7 @@ def closest(rows: Sequence[BatchRow], dtypes: dict[int, int], most: int) -> list
 
 
 class RootForecasts:
-    """Of one root of one rank. A forecast is told once, when two looks that follow each other agree on it."""
+    """Of one root of one rank. A forecast is made once, when two consecutive looks agree on it."""
 
     def __init__(self) -> None:
         self._rows = 0

@@ -32,9 +32,9 @@ from ...core.wire.messages import (
 )
 
 PAGE_BYTES = 12 << 20
-"""Pages that wait for credit, and those that were sent and are not stored, may take so much memory together."""
+"""Pages that wait for credit, and those that were sent and are not stored, may take this much memory together."""
 OTHER_BYTES = 8 << 20
-"""So much of it those may take that wait and that nothing needs."""
+"""How much of it the waiting pages that nothing needs may take."""
 _MOST_NEEDED = 512
 """Batches that are remembered as needed; the oldest are forgotten."""
 _FIRST_NEEDED = 4
@@ -181,7 +181,7 @@ class MessageOutbox:
         self._sent = max(self._sent, number)
 
     def acknowledged(self, number: int, credit: int = -1, received: int = -1) -> bool:
-        """The collector has stored everything up to `number`, and has room for so many bytes; -1: it does not say.
+        """The collector has stored everything up to `number`, and has room for `credit` bytes; -1: it does not say.
 
         `received` is the number up to which it has everything, stored or not. Returns whether `number` is news.
         """

@@ -24,7 +24,7 @@ backward comes after that. At the end it is sent once more if it has grown."""
 EARLIER_PAGES = 3
 """Traced pages from before an anomaly that tell how it came: they are sent, whatever is thinned."""
 LAST_PAGES = 8
-"""Of the pages that are unfinished when a rank ends, so many are sent: one for each root that was at work."""
+"""How many of the pages that are unfinished when a rank ends are sent: one for each root that was at work."""
 
 
 STORE_BYTES = 1 << 30
@@ -61,7 +61,7 @@ class TracedBatches:
         self.spent(sum(len(part.frames) + len(part.rows) + len(part.values) for part in page.segments))
 
     def spent(self, num_bytes: int) -> None:
-        """So much of the share is used."""
+        """Count these bytes against the share."""
         self._left -= num_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""The node agent's watch over ranks that do not move: tells of one that stalls, and looks at all when it is asked."""
+"""The node agent's watch over ranks that do not move: reports one that stalls, and looks at all of them on request."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ class RankRest:
         return max(limit.within_steps_s, times * limit.elsewhere_s, LONGEST_REST_TIMES * self._longest)
 
     def paused(self, seconds: float) -> None:
-        """Nobody has looked for so long, as the machine or all of the job stood still: that was no rest."""
+        """Nobody looked for this long, because the machine or the whole job stood still: that was no rest."""
         self._since += seconds
 
     def is_told(self, phase: str, batch: int, limit: HangLimit, now: float) -> bool:
-        """True when a rest has become too long, and each time that it is twice as long as when it was last told of."""
+        """True when a rest has become too long, and each time that it has doubled since the last report."""
         limit_s = self.limit_s(batch, limit) * 2**self._times_told
         if phase not in _SCRIPT or self.seconds(now) <= limit_s:
             return False
@@ -111,7 +111,7 @@ _PAUSED_S = 5.0
 
 
 class StallWatch:
-    """Of the ranks of one node. `timeout_s` 0: tells of none; None: each rank's limit is learned from its steps."""
+    """Of the ranks of one node. `timeout_s` 0: reports none; None: each rank's limit is learned from its steps."""
 
     def __init__(self, folder: Path, timeout_s: float | None) -> None:
         self._folder = folder

@@ -38,9 +38,9 @@ T = TypeVar("T")
 _FATAL = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
 """Signals after which a rank has written its stack."""
 RESTS_S = 2.0
-"""A rank that has not moved for so long tells in its beats which collective it is in."""
+"""The beats of a rank that has not moved for this long say which collective it is in."""
 MOST_HOT = 4
-"""Modules of a rank whose headroom is told in a beat."""
+"""How many modules of a rank a beat reports, with their headroom."""
 
 
 class RankWatch:
@@ -212,7 +212,7 @@ class RankWatch:
         return [*map(EventMessage, forecasts), *self._new_faults()]
 
     def _failed(self, part: str, error: Exception) -> None:
-        """An error of ours that costs no frame is told once for each part."""
+        """Report an error of ours that costs no frame, once for each part."""
         where = RunPosition(self.rank, self.attempt)
         self._faults.setdefault(part, OwnFault(where, part, f"{type(error).__name__}: {error}"))
 
@@ -224,7 +224,7 @@ class RankWatch:
         return found
 
     def _history_of(self, reader: RecorderReader, code: int | None) -> list[AgentBody]:
-        """Of a rank that ended well nobody wants to know, unless a batch of it was asked for."""
+        """Nobody needs the history of a rank that ended well, unless somebody asked for one of its batches."""
         if code == 0 and not self._asked:
             return []
         found: list[AgentBody] = []

@@ -3,7 +3,7 @@
     every few seconds  --> a thread reads the host      --.
                        --> the child of gpus.py asks NVML --> one sample, in the record of the node
 
-Who does not answer is waited for without harm: samples go on without its figures, and that is said.
+A source that does not answer holds up nothing: samples go on without its figures, and the report says so.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ AGAIN_S = 60.0
 
 
 SILENT_S = 10.0
-"""Who has not answered for so long is told of."""
+"""The report names a source that has not answered for this long."""
 
 
 class NodeTelemetry:
@@ -183,9 +183,9 @@ class NodeTelemetry:
         self._asked_ns = 0
         """When the sample was begun that is not complete; 0: there is none."""
         self._values: Values = {}
-        """What has come of it."""
+        """The figures of that sample so far."""
         self._waits: dict[str, float] = {}
-        """Who was asked, and when. One that has not answered is not asked again."""
+        """Source -> when it was asked. A source that has not answered is not asked again."""
         self._troubles: dict[str, str] = {}
         self.gpus_now: list[GpuNow] = []
         """As NVML found them last; none where there is no GPU, or NVML does not answer."""
