@@ -9,7 +9,7 @@ import time
 import weakref
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -239,6 +239,7 @@ class RecorderReader:
         """A snapshot for a beat."""
         fields = self._steady_header()
         module = self.modules.get(fields[HeadField.MODULE])
+        as_they_are: dict[str, Any] = {field.name.lower(): fields[field] for field in _SHOWN_AS_THEY_ARE}
         return RankState(
             rank=self.rank,
             local_rank=self.local_rank,
@@ -255,7 +256,7 @@ class RecorderReader:
             left=fields[HeadField.LEFT] == layout.seal(1),
             passed_unseen=fields[HeadField.PASSED_UNSEEN] != layout.seal(0),
             groups_not_shown=max(0, fields[HeadField.GROUPS_NOT_SHOWN]),
-            **{field.name.lower(): fields[field] for field in _SHOWN_AS_THEY_ARE},
+            **as_they_are,
         )
 
     # -- pages --------------------------------------------------------------------------------------------------

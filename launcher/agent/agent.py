@@ -75,10 +75,10 @@ from .collector_link import CollectorLink, ForgottenMessages
 from .gpus import GpuWatch
 from .host_figures import memory_kills
 from .process_ends import ProcessEnds, RunOrphans, session_of
+from .rank_pages import TracedBatches
 from .rank_stalls import StallWatch
 from .rank_watch import MOST_HOT, RankWatch
 from .telemetry import NodeTelemetry
-from .traced import TracedBatches
 
 LOOK_S = 0.05
 """How often it looks whether a rank's process has begun to end."""

@@ -149,7 +149,7 @@ class RankWatch:
         return [*messages, bare]
 
     def _end(self, reader: RecorderReader, code: int | None, by: str, now: float) -> list[AgentBody]:
-        messages = [*self._pages.due(reader, now), *self._pages.last(reader)]
+        messages: list[AgentBody] = [*self._pages.due(reader, now), *self._pages.last(reader)]
         messages += self._unlogged_anomaly(reader)
         pages = (reader.page(held.number) for held in reader.held())
         pending = sum(pending_values(page) for page in pages if page is not None)
