@@ -53,7 +53,7 @@ def parse_amount(text: str) -> MemoryAmount | None:
     """A size, or a share above 0 % and up to 100 %; None if it is neither.
 
     >>> parse_amount("80%")
-    Amount(size=0, share=0.8)
+    MemoryAmount(size=0, share=0.8)
     """
     found = _SHARE.fullmatch(text.strip())
     if found is None:

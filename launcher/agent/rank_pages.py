@@ -92,7 +92,7 @@ class _PageCopy:
     """Values that had not come back from their device."""
 
 
-class RankPages:
+class PageSelection:
     """Of one rank. `traced` are batches that the user has asked for, `traces` says which of them are sent."""
 
     def __init__(self, traced: list[int], traces: TracedBatches) -> None:

@@ -30,7 +30,7 @@ from ...core.recorder.reader import NotReady, RecorderReader
 from ...core.stalls import stack_file_name
 from ...core.wire.messages import AgentBody, EventMessage, HotModule, NameDefinitions, NodeBeat, RankState, WantedBatch
 from .batch_history import RankHistory, RankStepTimes
-from .rank_pages import RankPages, TracedBatches, pending_values
+from .rank_pages import PageSelection, TracedBatches, pending_values
 from .stacks import fatal_stack
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class RankWatch:
         self._even_damaged = False
         self._path = folder / file_name(rank, attempt)
         self._reader: RecorderReader | None = None
-        self._pages = RankPages(traced, traces if traces is not None else TracedBatches())
+        self._pages = PageSelection(traced, traces if traces is not None else TracedBatches())
         self._anomaly_sent = False
         self._broken = False
         self._script_ended = False
