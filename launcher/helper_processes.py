@@ -3,6 +3,7 @@ pipe tells them that the launch is gone, and Ctrl-C in the terminal does not rea
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 import time
@@ -49,13 +50,14 @@ class HelperProcess:
     """
 
     def __init__(self, module: str, config: msgspec.Struct) -> None:
-        self._process = subprocess.Popen(
-            own_command(f"gpuwatch.{module}"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with open(os.devnull, "ab") as errors:  # noqa: PTH123  # os.devnull is no Path
+            self._process = subprocess.Popen(
+                own_command(f"gpuwatch.{module}"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self.stdin: IO[bytes] = self._process.stdin
