@@ -21,6 +21,7 @@ from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState, RankPh
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import ValueEncoding
 from gpuwatch.core.wire.keys import derive_keys, random_secret
+from gpuwatch.core.wire.messages import AgentHello
 from gpuwatch.core.wire.pipe import (
     AgentConfig,
     CollectorBound,
@@ -85,13 +86,7 @@ def start(folder: Path, ranks: int, traced: list[int], telemetry_s: float) -> tu
             private_key=keys.agent.private.decode(),
             recorder_dir=str(folder),
             spool_dir=str(folder),
-            nproc=ranks,
-            min_nodes=1,
-            max_nodes=1,
-            command=["benchmark"],
-            versions={},
-            rdzv_id="benchmark",
-            trace_batches=traced,
+            hello=AgentHello("", "", 0, ranks, 1, 1, ["benchmark"], {}, "benchmark", trace_batches=traced),
             telemetry_s=telemetry_s,
         ),
         print,
@@ -116,7 +111,7 @@ def main() -> None:
         folder = Path(name)
         collector, agent = start(folder, args.ranks, args.trace_batches, args.telemetry)
         writers = [make_rank(folder, rank, args.ranks, args.frames) for rank in range(args.ranks)]
-        agent.tell(WorkersStarted(0, dict.fromkeys(range(args.ranks), 1), {rank: rank for rank in range(args.ranks)}))
+        agent.tell(WorkersStarted(0, dict.fromkeys(range(args.ranks), 1)))
         assert isinstance(collector.answer, CollectorBound)
         viewer = ViewSubscriber(Path(collector.answer.run_dir)) if args.viewer else None
         if viewer is not None:

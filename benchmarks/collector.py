@@ -42,6 +42,7 @@ import zmq
 from gpuwatch.core.own_imports import own_command
 from gpuwatch.core.settings import OnHang
 from gpuwatch.core.wire.keys import derive_keys
+from gpuwatch.core.wire.messages import AgentHello
 from gpuwatch.core.wire.pipe import (
     AgentConfig,
     CollectorBound,
@@ -244,12 +245,17 @@ class Nodes:
                 collector.keys.agent.private.decode(),
                 str(here),
                 str(here),
-                RANKS_PER_NODE,
-                nodes,
-                nodes,
-                ["gpuwatch", "launch", "train.py"],
-                {"gpuwatch": "benchmark"},
-                JOB,
+                AgentHello(
+                    "",
+                    "",
+                    0,
+                    RANKS_PER_NODE,
+                    nodes,
+                    nodes,
+                    ["gpuwatch", "launch", "train.py"],
+                    {"gpuwatch": "benchmark"},
+                    JOB,
+                ),
                 identity=f"{node:08x}",
                 hang_timeout_s=hang_timeout_s,
             )

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.launcher.agent.batch_history import EVERY_BATCH, thinned
-from gpuwatch.launcher.agent.forecast import ForecastCandidate, RootForecasts
+from gpuwatch.launcher.agent.forecast import LimitCrossing, RootForecasts
 from torch import Tensor, nn
 
 WIDTH = 32
@@ -76,7 +76,7 @@ class Course(NamedTuple):
     batches: int
     overflow: int | None
     """The batch in which an output was inf or nan."""
-    told: list[tuple[int, str, ForecastCandidate]]
+    told: list[tuple[int, str, LimitCrossing]]
     """In which batch, and the module."""
 
 
@@ -88,7 +88,7 @@ def train(
     model, step = make()
     recorder, forecasts = Recorder(model, as_float16=as_float16), RootForecasts()
     rows: list[Seen] = []
-    told: list[tuple[int, str, ForecastCandidate]] = []
+    told: list[tuple[int, str, LimitCrossing]] = []
     for number in range(batches):
         with torch.autocast("cpu", torch.float16):
             step(number)
@@ -100,7 +100,7 @@ def train(
         rows.append(seen)
         if len(rows) % EVERY_BATCH == 0:
             rows = thinned(rows, lambda row: row.batch, EVERY_BATCH)
-        told += [(number, recorder.names[each.column], each) for each in forecasts.look(rows, recorder.dtypes)]
+        told += [(number, recorder.names[column], each) for column, each in forecasts.look(rows, recorder.dtypes)]
     return Course(batches, None, told)
 
 
@@ -431,9 +431,8 @@ def main() -> None:
         if not course.told:
             print(f"| {name} | {course.overflow} | not told | | 0 | | |")
             continue
-        batch, module, told = course.told[0]
+        batch, module, said = course.told[0]
         lead = course.overflow - batch
-        said = told.passing
         inside = said.earliest <= lead <= said.latest
         early, there = early + (lead >= 5), there + inside
         print(

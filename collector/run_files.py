@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import ExitCode, GpuwatchError
+from ..core.own_files import read_regular
 from ..core.recorder.run_folder import job_run, runs_of_job
 from ..core.text import shown_name
-from ..core.wire.regular_file import read_regular
 from .report.model import EarlierLife, RunReport
 
 LATEST = "latest"

@@ -24,6 +24,7 @@ import msgspec
 
 from ..core.errors import GpuwatchError
 from ..core.events import Definition
+from ..core.own_files import expect_regular
 from ..core.text import shown_name
 from ..core.threads import OneThread
 from ..core.wire.messages import (
@@ -36,7 +37,6 @@ from ..core.wire.messages import (
     WireError,
     decode_agent,
 )
-from ..core.wire.regular_file import expect_regular
 
 # What the run store has to write: messages, definitions, beats and facts, in one transaction.
 

@@ -25,7 +25,7 @@ RANK_OVERFLOW = 94
 
 
 class GpuwatchError(Exception):
-    """An error that the user is told in one sentence."""
+    """An error that the user sees as one sentence."""
 
     exit_code: ExitCode = ExitCode.SCRIPT_FAILED
 

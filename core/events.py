@@ -1,8 +1,7 @@
 """What a worker appends to its recorder's log: names, each interned once, and events.
 
-A row or a frame names its module, role and shape by number. The definitions here give the numbers their meaning.
-Every event says where in the run it happened (`RunPosition`). New fields go at the end and have defaults, so that an
-old worker can talk to a new collector.
+A row or a frame names its module, role and shape by number. The definitions here give the numbers their meaning. New
+fields go at the end and have defaults, so that an old worker can talk to a new collector.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import msgspec
 
 from .frames import FramePhase
 from .preflight import BandwidthRow, Grade, InventoryFacts, PreflightFinding
-from .word_enum import WordEnum
+from .text import WordEnum
 
 
 class RootDef(msgspec.Struct, frozen=True, tag="root"):
@@ -94,6 +93,12 @@ class RunPosition(msgspec.Struct, frozen=True):
         Sums of two ranks can stand beside each other, and put nothing in order.
         """
         return sum(max(0, count) for count in self.clock.values()) if self.clock else self.seq
+
+
+class RankEvent(msgspec.Struct, frozen=True):
+    """An event of one rank: each says where in the run it happened."""
+
+    where: RunPosition
 
 
 class IssuedMoment(msgspec.Struct, frozen=True):
@@ -214,10 +219,9 @@ class LookedAgain(msgspec.Struct, frozen=True):
     arguments nothing tells."""
 
 
-class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
+class Anomaly(RankEvent, frozen=True, tag="anomaly"):
     """The first frame of a batch with a non-finite value that is not an expected one."""
 
-    where: RunPosition
     frame: int
     module: str
     cls: str
@@ -241,10 +245,9 @@ class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     """What the rank had issued before, the latest last. Only a rank's first alarm has it."""
 
 
-class RangeWarning(msgspec.Struct, frozen=True, tag="warned"):
+class RangeWarning(RankEvent, frozen=True, tag="warned"):
     """A finite value near overflow or in underflow: the first of its kind in one row of one module."""
 
-    where: RunPosition
     kind: str
     """`near overflow` or `underflow`"""
     module: str
@@ -258,13 +261,12 @@ class RangeWarning(msgspec.Struct, frozen=True, tag="warned"):
     subnormals: float | None = None
 
 
-class ScalerSkip(msgspec.Struct, frozen=True, tag="scaler_skip"):
+class ScalerSkip(RankEvent, frozen=True, tag="scaler_skip"):
     """A GradScaler has skipped an optimizer step because of non-finite gradients. `scale` is the scale that they had.
 
     `module`, `role` and `value` are those of the first bad gradient that was seen in the batch.
     """
 
-    where: RunPosition
     scale: float
     in_a_row: int
     module: str | None = None
@@ -273,10 +275,9 @@ class ScalerSkip(msgspec.Struct, frozen=True, tag="scaler_skip"):
     value: str | None = None
 
 
-class IgnoredAlarm(msgspec.Struct, frozen=True, tag="ignored"):
+class IgnoredAlarm(RankEvent, frozen=True, tag="ignored"):
     """The first alarm of one row of one module that a rule of the user's (`--ignore`) has waived."""
 
-    where: RunPosition
     pattern: str
     module: str
     role: str
@@ -292,10 +293,9 @@ no optimizer holds and no backward reached returned it.
 """
 
 
-class AbsorbedValue(msgspec.Struct, frozen=True, tag="absorbed"):
+class AbsorbedValue(RankEvent, frozen=True, tag="absorbed"):
     """The first bad value of one row of one module that led nowhere."""
 
-    where: RunPosition
     module: str
     cls: str
     role: str
@@ -306,17 +306,15 @@ class AbsorbedValue(msgspec.Struct, frozen=True, tag="absorbed"):
     why: LedNowhere = ""
 
 
-class BatchInputs(msgspec.Struct, frozen=True, tag="batch_inputs"):
+class BatchInputs(RankEvent, frozen=True, tag="batch_inputs"):
     """What the model was handed in the batch of a rank's first alarm: role -> digest (batch_digest.py)."""
 
-    where: RunPosition
     digests: dict[str, str]
 
 
-class PassedTensor(msgspec.Struct, frozen=True, tag="passed"):
+class PassedTensor(RankEvent, frozen=True, tag="passed"):
     """A tensor that went into a collective, a send or a receive, or came out of it, and was not finite."""
 
-    where: RunPosition
     operation: str
     """As in core/recorder/group_table.py: `all_reduce`, `recv`."""
     group: str
@@ -339,33 +337,30 @@ class PassedTensor(msgspec.Struct, frozen=True, tag="passed"):
     """abs max of that, where it was finite."""
 
 
-class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
+class NotLookedInto(RankEvent, frozen=True, tag="not_looked_into"):
     """A module in which compiled code runs that no frame shows.
 
     torch.compile broke its graph in the call around it, or has compiled it again.
     """
 
-    where: RunPosition
     module: str
     cls: str
     around: bool = True
     """A frame shows what goes in and comes out."""
 
 
-class CompiledUnseen(msgspec.Struct, frozen=True, tag="compiled_unseen"):
+class CompiledUnseen(RankEvent, frozen=True, tag="compiled_unseen"):
     """Modules were compiled, and this torch does not let us see all of what is inside. Once for each process."""
 
-    where: RunPosition
     text: str
     """torch 2.11: gradients inside of compiled modules are not looked into"""
     calls: bool = False
     """The calls of the modules, too, and not their gradients alone."""
 
 
-class LooseParameters(msgspec.Struct, frozen=True, tag="loose_parameters"):
+class LooseParameters(RankEvent, frozen=True, tag="loose_parameters"):
     """An optimizer steps on parameters of the script's own: no module has them that was called. Once for each class."""
 
-    where: RunPosition
     optimizer: str
     """Its class."""
     parameters: int
@@ -373,20 +368,18 @@ class LooseParameters(msgspec.Struct, frozen=True, tag="loose_parameters"):
     """Of these, on a device: nobody reads them."""
 
 
-class WatchCost(msgspec.Struct, frozen=True, tag="cost"):
+class WatchCost(RankEvent, frozen=True, tag="cost"):
     """What watching costs in this run: medians of the time from one batch to the next, in nanoseconds."""
 
-    where: RunPosition
     plain_ns: int
     watched_ns: int
     plain_batches: int
     watched_batches: int
 
 
-class ScriptError(msgspec.Struct, frozen=True, tag="script_error"):
+class ScriptError(RankEvent, frozen=True, tag="script_error"):
     """The user's script raised; `module` is the innermost module that was running."""
 
-    where: RunPosition
     error: str
     message: str
     traceback: str
@@ -395,32 +388,27 @@ class ScriptError(msgspec.Struct, frozen=True, tag="script_error"):
     """The exception says only that another rank is gone."""
 
 
-class ScriptExit(msgspec.Struct, frozen=True, tag="script_exit"):
-    """The user's script came to its end or called sys.exit."""
+class ScriptExit(RankEvent, frozen=True, tag="script_exit"):
+    """The user's script ended or called sys.exit."""
 
-    where: RunPosition
     code: int
 
 
-class LeftGroup(msgspec.Struct, frozen=True, tag="left_group"):
+class LeftGroup(RankEvent, frozen=True, tag="left_group"):
     """The script has destroyed its default process group by itself, and every number of before was judged."""
 
-    where: RunPosition
 
-
-class PreflightBegan(msgspec.Struct, frozen=True, tag="preflight_began"):
+class PreflightBegan(RankEvent, frozen=True, tag="preflight_began"):
     """A stage of the preflight began on this rank. The rank hangs or died in a stage that has not ended."""
 
-    where: RunPosition
     stage: str
     limit_s: float = 0.0
     """Its deadline on this rank."""
 
 
-class PreflightStage(msgspec.Struct, frozen=True, tag="preflight_stage"):
+class PreflightStage(RankEvent, frozen=True, tag="preflight_stage"):
     """A stage of the preflight ended on this rank."""
 
-    where: RunPosition
     stage: str
     seconds: float
     detail: str = ""
@@ -436,10 +424,9 @@ class PeerOutcome(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
+class PreflightResult(RankEvent, frozen=True, tag="preflight_result"):
     """This rank's conclusion. `outcome` is ok, failed (its own fault), victim (it waited for others) or skipped."""
 
-    where: RunPosition
     outcome: str
     stage: str = ""
     detail: str = ""
@@ -452,17 +439,15 @@ class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
     """What the preflight found in all ranks. Each rank has the same list."""
 
 
-class BandwidthRows(msgspec.Struct, frozen=True, tag="bandwidth"):
+class BandwidthRows(RankEvent, frozen=True, tag="bandwidth"):
     """What this rank measured in the bandwidth test, one row per size."""
 
-    where: RunPosition
     rows: list[BandwidthRow]
 
 
-class RankInventoryEvent(msgspec.Struct, frozen=True, tag="inventory"):
+class RankInventoryEvent(RankEvent, frozen=True, tag="inventory"):
     """What the rank runs on, read after torch was imported."""
 
-    where: RunPosition
     device: str
     versions: dict[str, str]
     facts: InventoryFacts | None = None
@@ -499,7 +484,7 @@ class FaultPart(WordEnum):
     RECORDER = "recorder", True
     PREFLIGHT = "preflight", False
     COLLECTIVES = "collectives", False
-    """Without them, or stacks, a hang is told with less."""
+    """Without them, or stacks, a hang is explained with less."""
     STACKS = "stacks", False
     HOOKS = "hooks", False
     """This and the next three are notes about how frames are read and written."""
@@ -530,10 +515,9 @@ def costs_frames(part: str) -> bool:
     return known is None or known.costs_frames
 
 
-class OwnFault(msgspec.Struct, frozen=True, tag="fault"):
+class OwnFault(RankEvent, frozen=True, tag="fault"):
     """An error of gpuwatch itself. It is recorded and shown, and the training goes on."""
 
-    where: RunPosition
     part: str
     """A `FaultPart`; of another version, a word of its own."""
     message: str
@@ -569,7 +553,7 @@ class GroupState(msgspec.Struct, frozen=True):
     at: int = 0
     """What it issues or waits for now, or did last: see `IssuedOperation.number`."""
     since_s: float = 0.0
-    """For so long."""
+    """For how long, in seconds."""
     recent: list[IssuedOperation] = []
     """The last few, by number."""
 
@@ -611,10 +595,9 @@ class ThreadSeen(msgspec.Struct, frozen=True):
     """`data.py:7 in load`; "" is unknown."""
 
 
-class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
+class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
     """A worker process ended. `by` is `itself` or `torchrun`. A negative code is a signal."""
 
-    where: RunPosition
     code: int | None
     by: str
     phase: str = ""
@@ -623,10 +606,10 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     groups: list[GroupState] = []
     """Where it stood in its process groups."""
     memory_kills: int = 0
-    """Of a rank that SIGKILL ended: so many processes of its node's memory cgroup the kernel has ended for lack of
+    """Of a rank that SIGKILL ended: how many processes of its node's memory cgroup the kernel has ended for lack of
     memory since the run began."""
     stack: list[StackLine] = []
-    """Of a rank that a fatal signal ended: where the thread stood that it came to, innermost call first."""
+    """Of a rank that a fatal signal ended: where the thread stood that received it, innermost call first."""
     shm_free: int = -1
     """Of a rank that SIGBUS ended: bytes that were left in /dev/shm; -1: not known."""
     ended_ns: int = 0
@@ -636,18 +619,16 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     """When its agent saw before that that it was not; 0: not told. It ended in between."""
 
 
-class RankStall(msgspec.Struct, frozen=True, tag="stalled"):
+class RankStall(RankEvent, frozen=True, tag="stalled"):
     """A node agent saw a rank not move for longer than its limit."""
 
-    where: RunPosition
     seconds: float
     limit_s: float
 
 
-class RankLook(msgspec.Struct, frozen=True, tag="look"):
+class RankLook(RankEvent, frozen=True, tag="look"):
     """Where a rank stood when all ranks were asked, because one of them had stalled. Its node agent writes it."""
 
-    where: RunPosition
     number: int
     """Which time of asking."""
     still_s: float
@@ -671,26 +652,23 @@ class RankLook(msgspec.Struct, frozen=True, tag="look"):
     """Of a rank that did not answer itself: its threads, the main one first where Linux tells them."""
 
 
-class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):
+class StepTimes(RankEvent, frozen=True, tag="step_times"):
     """How long the parts of a rank's steps took on its host. Its node agent sends it when the rank has ended."""
 
-    where: RunPosition
     timed: int
     """Steps that were timed."""
     total_s: list[float]
-    """Of all of them, seconds in each part (core/recorder/step_table.py)."""
+    """Of all of them, seconds in each part (core/recorder/layout.py)."""
     steps: bytes
     """A sample of them, packed (core/wire/columns.py)."""
 
 
-class LimitForecast(msgspec.Struct, frozen=True, tag="forecast"):
+class LimitForecast(RankEvent, frozen=True, tag="forecast"):
     """What a module returns grows, and passes its dtype's limit soon if it goes on so (launcher/agent/forecast.py).
 
-    Its node agent sends it while the rank runs, once for each module. It decides nothing.
+    Its node agent sends it while the rank runs, once for each module, in the batch of `where`. It decides nothing.
     """
 
-    where: RunPosition
-    """The batch in which it was told."""
     module: str
     cls: str
     dtype: str
@@ -698,11 +676,11 @@ class LimitForecast(msgspec.Struct, frozen=True, tag="forecast"):
     abs_max: float
     """In that batch."""
     after: int
-    """In so many batches from there,"""
+    """The limit is passed this many batches later,"""
     earliest: int
     latest: int
     since: int = 0
-    """The first batch that it was told from."""
+    """The first batch that it was made from."""
 
 
 class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):

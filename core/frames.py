@@ -15,9 +15,8 @@ from enum import IntEnum, IntFlag
 import msgspec
 
 from .roles import GRADIENTS, Role, RoleKind, parse_role
-from .text import shown_name
+from .text import WordEnum, shown_name
 from .values import NonFinite
-from .word_enum import WordEnum
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
 NAME_INDENT = " " * 17

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -53,6 +54,11 @@ def installed_torch() -> str:
         return ""
 
 
+def stat_fields(process: Path) -> list[str]:
+    """Of /proc/PID, or a thread's folder in it: the fields of `stat` from the state on. (man 5 proc) Raises OSError."""
+    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
 def has_part_in_c() -> bool:
     """Whether worker/native was compiled for this Python. Where there was no C compiler, Python does the same."""
     folder = Path(__file__).parents[1] / "worker" / "native"
@@ -62,7 +68,7 @@ def has_part_in_c() -> bool:
 # Time as this process has lived it: a process that was stopped notices, and counts nobody's silence meanwhile.
 
 STEP_S = 1.0
-"""Who asks many times a second has lived no more than this between two questions, whatever other clocks say."""
+"""A process that asks many times a second has lived no more than this between two questions, whatever clocks say."""
 
 
 class OwnClock:
@@ -90,8 +96,15 @@ _PR_SET_PDEATHSIG = 1
 """prctl(2), Linux"""
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends (on Linux): the thread that started it."""
+def signal_at_parents_end(number: int) -> Callable[[], object]:
+    """A call that has the kernel signal this process when its parent ends (on Linux): the thread that started it.
+
+    It may be made between fork and exec: what it needs is loaded here.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    return partial(prctl, _PR_SET_PDEATHSIG, int(number)) if prctl is not None else lambda: None
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
+    signal_at_parents_end(signal.SIGKILL)()

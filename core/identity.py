@@ -1,8 +1,9 @@
-"""Who this rank is, from torchrun's environment: variable name -> property, read in one place."""
+"""Who a process is: a rank, as torchrun's environment says, or a process that is none."""
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -115,3 +116,35 @@ def _is_of_torch_distributed(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and _DISTRIBUTED in trace.tb_frame.f_code.co_filename.replace("\\", "/")
+
+
+# A process of a run that has trained, or called a module, and is no rank: where a rank has its number, it has one below
+# 0, made of its process id and its host.
+
+_PID_BITS = 22
+"""/proc/sys/kernel/pid_max is never larger."""
+_HOST_BITS = 20
+
+
+def number_of_process(pid: int, host: str) -> int:
+    """What stands for it where a rank has its number.
+
+    >>> pid_of_number(number_of_process(4242, "node7"))
+    4242
+    """
+    return -((zlib.crc32(host.encode()) % (1 << _HOST_BITS)) << _PID_BITS | pid)
+
+
+def is_rank(number: int) -> bool:
+    """False for a process that is none."""
+    return number >= 0
+
+
+def pid_of_number(number: int) -> int:
+    """The process id of one that is no rank."""
+    return -number % (1 << _PID_BITS)
+
+
+def rank_name(number: int) -> str:
+    """How a sentence calls it: `rank 3`, `process 4242 (no rank)`."""
+    return f"rank {number}" if is_rank(number) else f"process {pid_of_number(number)} (no rank)"

@@ -196,7 +196,7 @@ class ZeroGradients:
     """Which gradients that are exactly zero were not so before: only those have vanished.
 
     A gradient is zero by design where the layer behind it begins at zero, such as LoRA's B. Zeros are counted in one of
-    `every` batches, and only a gradient that is all zero is told to this class.
+    `every` batches, and this class hears only of a gradient that is all zero.
     """
 
     def __init__(self, every: int) -> None:

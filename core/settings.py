@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .any_text import given_back, to_json
+from .text import given_back, to_json
 
 _NOT_ASCII = re.compile("[^\x00-\x7f]")
 VARIABLE = "GPUWATCH_WORKER"

@@ -1,15 +1,17 @@
-"""Amounts of memory as a user writes them: `256MiB`, or a share of what is free, `80%`."""
+"""Text: amounts as a user writes them, ranks in words, what is safe to show, and what is no UTF-8."""
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any, TypeVar
 
 import msgspec
-from rich.console import Console
 
-from .lone_process import is_rank, rank_name
+from .identity import is_rank, rank_name
+
+# Amounts of memory: `256MiB`, or a share of what is free, `80%`.
 
 _UNITS = {
     "": 1,
@@ -30,7 +32,7 @@ class MemoryAmount(msgspec.Struct, frozen=True):
     share: float = 0.0
 
     def of(self, free: int) -> int:
-        """Bytes, where so many are free."""
+        """Bytes, where `free` are free."""
         return self.size or int(free * self.share)
 
 
@@ -51,7 +53,7 @@ def parse_amount(text: str) -> MemoryAmount | None:
     """A size, or a share above 0 % and up to 100 %; None if it is neither.
 
     >>> parse_amount("80%")
-    Amount(size=0, share=0.8)
+    MemoryAmount(size=0, share=0.8)
     """
     found = _SHARE.fullmatch(text.strip())
     if found is None:
@@ -59,27 +61,6 @@ def parse_amount(text: str) -> MemoryAmount | None:
         return MemoryAmount(size=size) if size is not None else None
     share = float(found[1]) / 100
     return MemoryAmount(share=share) if 0 < share <= 1 else None
-
-
-# A text of a given width, printed with rich as on a terminal and kept.
-
-
-class TextConsole(Console):
-    """`width` in characters; with `color`, the text has escape sequences."""
-
-    def __init__(self, width: int, *, color: bool) -> None:
-        self._kept = io.StringIO()
-        super().__init__(
-            file=self._kept,
-            width=width,
-            force_terminal=color,
-            color_system="standard" if color else None,
-            highlight=False,
-        )
-
-    def text(self) -> str:
-        """All that was printed, without blanks at the ends of lines and without empty lines at the end."""
-        return "\n".join(line.rstrip() for line in self._kept.getvalue().splitlines()).rstrip("\n")
 
 
 # Ranks and other numbers in words: `ranks 0-3, 7`.
@@ -182,3 +163,84 @@ def shown_lines(text: str) -> str:
 
 def _character(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode()
+
+
+class WordEnum(str, Enum):
+    """Python 3.11's StrEnum: as text, in JSON and on the wire a member is its word alone."""
+
+    __str__ = str.__str__
+    __format__ = str.__format__  # type: ignore[assignment]  # as StrEnum has it
+
+
+# Text that is no UTF-8, which messages cannot hold: a folder's name, in bytes that Python shows as surrogates.
+#
+# Each such byte travels as a character of Unicode's last private plane, which no name has, and is given back.
+
+_FIRST, _CARRIED = 0xDC80, 0x10FF80
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_CARRIERS = re.compile("[\U0010ff80-\U0010ffff]")
+_MARKS = b"\xf4\x8f\xbe", b"\xf4\x8f\xbf"
+"""How UTF-8 begins a carrier."""
+
+T = TypeVar("T")
+
+
+def plain_text(text: str) -> str:
+    r"""For a reader: `w\udcff` where the byte 255 was."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def carried(message: object) -> Any:
+    """The message as built-in values that can be encoded."""
+    return _map(_plain(message), _carry)
+
+
+def shown_plainly(message: object) -> Any:
+    """The message as built-in values, with `plain_text` of each text."""
+    return _map(_plain(message), plain_text)
+
+
+def given_back(message: T, data: bytes, kind: Any) -> T:
+    """The message as it was before `carried`. `data` is what it was decoded from, `kind` its type."""
+    if not any(mark in data for mark in _MARKS):
+        return message
+    back: T = msgspec.convert(_map(_plain(message), _give_back), kind, builtin_types=(bytes,))
+    return back
+
+
+def to_json(message: object) -> bytes:
+    """As msgspec.json.encode."""
+    try:
+        return msgspec.json.encode(message)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(carried(message))
+
+
+def from_json(data: bytes, kind: type[T]) -> T:
+    """As msgspec.json.decode."""
+    return given_back(msgspec.json.decode(data, type=kind), data, kind)
+
+
+def _plain(message: object) -> Any:
+    return msgspec.to_builtins(message, builtin_types=(bytes,))
+
+
+def _map(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_map(key, change): _map(each, change) for key, each in value.items()}
+    return [_map(each, change) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _carry(text: str) -> str:
+    return _SURROGATES.sub(lambda found: _carrier(ord(found[0])), text)
+
+
+def _carrier(surrogate: int) -> str:
+    byte = surrogate - _FIRST
+    return chr(_CARRIED + byte) if 0 <= byte < 0x80 else f"\\u{surrogate:04x}"
+
+
+def _give_back(text: str) -> str:
+    return _CARRIERS.sub(lambda found: chr(ord(found[0]) - _CARRIED + _FIRST), text)

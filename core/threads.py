@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 BEGINS_S = 10.0
-"""A thread that has not begun after so long never will."""
+"""A thread that has not begun after this long never will."""
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ def start_thread(run: Callable[[], object], begins_s: float = BEGINS_S) -> bool:
     """Run something in a thread that the process does not wait for at its end. False if it will never run.
 
     `threading.Thread.start` waits until its thread has begun. One that finds no memory for its first frame ends before
-    that, and who has started it waits for ever.
+    that, and its starter waits for ever.
     """
     lock, begun = threading.Lock(), threading.Event()
     given_up = False
@@ -43,7 +43,7 @@ def start_thread(run: Callable[[], object], begins_s: float = BEGINS_S) -> bool:
 
 
 class OneThread:
-    """Does one thing after another in a thread of its own; where there can be none, in that of whoever asks."""
+    """Does one thing after another in a thread of its own; where there can be none, in the caller's."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], object] | None] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .errors import ExitCode
-from .word_enum import WordEnum
+from .text import WordEnum
 
 
 class Certainty(WordEnum):

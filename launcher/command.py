@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -13,9 +12,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from ..core.errors import ExitCode
+from ..core.host import signal_at_parents_end
 from ..core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
 from ..core.verdicts import VerdictKind
 from ..core.wire.keys import SECRET_VARIABLE
+from .agent.process_ends import GRACE_S
 from .say import say
 from .schedulers.job import SchedulerFacts
 from .tasks import HostTasks, TaskCommand
@@ -23,8 +24,6 @@ from .tasks import HostTasks, TaskCommand
 _NOT_EXECUTABLE = 126
 _NOT_FOUND = 127
 """As a shell exits."""
-_PR_SET_PDEATHSIG = 1
-"""prctl(2), Linux"""
 PATH_FOLDER = str(Path(__file__).parents[1] / "worker" / "path")
 """Holds the sitecustomize that makes ranks of processes."""
 
@@ -60,12 +59,11 @@ def start_command(
 
 def _prepare(blocked: Collection[int]) -> Callable[[], None]:
     """To be called between fork and exec; what can be loaded before is."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    follow_parent = signal_at_parents_end(signal.SIGTERM)
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        follow_parent()
 
     return prepare
 
@@ -95,8 +93,6 @@ def shell_code(returncode: int) -> int:
 TICK_S = 0.1
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 RELAYED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
-GRACE_S = 30.0
-"""From SIGTERM to SIGKILL, as torchrun has it."""
 _IN_STEP_S = 5.0
 """A scheduler sends a signal to all processes of a step. What hears SIGTERM twice may leave at once: the command gets
 it again only if it is still there."""

@@ -149,11 +149,7 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         self._gpuwatch_failed = []
         self._gpuwatch_running = True
         self._gpuwatch_told_to_stop = False
-        self._gpuwatch_listener.started(
-            self._gpuwatch_attempt,
-            {ranks[local_rank]: pid for local_rank, pid in pids.items()},
-            {rank: local_rank for local_rank, rank in ranks.items()},
-        )
+        self._gpuwatch_listener.started(self._gpuwatch_attempt, {ranks[local]: pid for local, pid in pids.items()})
         return pids
 
     def _gpuwatch_agree(self, worker_group: Any) -> WorkerSettings:

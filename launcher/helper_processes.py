@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -18,16 +17,8 @@ from msgspec.structs import replace
 from ..core.host import OwnClock
 from ..core.own_imports import own_command
 from ..core.wire.keys import new_identity
-from ..core.wire.pipe import (
-    AgentConfig,
-    FromAgent,
-    JobResult,
-    NodeWelcomed,
-    StopRequest,
-    UserNotice,
-    read_from_agent,
-    write_line,
-)
+from ..core.wire.messages import StopRanks
+from ..core.wire.pipe import AgentConfig, FromAgent, JobResult, NodeWelcomed, UserNotice, read_from_agent, write_line
 
 LIVED_S = 10.0
 MOST_SHORT_LIVES = 10
@@ -58,16 +49,19 @@ class HelperProcess:
     One that cannot be told its settings is ended, and who reads its output sees that it has.
     """
 
-    def __init__(self, module: str, config: msgspec.Struct, log: Path | None = None) -> None:
-        with open(log or os.devnull, "ab") as errors:  # noqa: PTH123  # os.devnull is no Path
+    def __init__(self, module: str, config: msgspec.Struct) -> None:
+        with open(os.devnull, "ab") as errors:  # noqa: PTH123  # os.devnull is no Path
             self._process = subprocess.Popen(
                 own_command(f"gpuwatch.{module}"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
-                close_fds=True,
             )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.stdin: IO[bytes] = self._process.stdin
+        self.stdout: IO[bytes] = self._process.stdout
         if not write_line(self.stdin, config):
             self._process.kill()
 
@@ -78,23 +72,11 @@ class HelperProcess:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it comes to an end by itself, now that its output is closed."""
+        """Whether it ends by itself, now that its output is closed."""
         try:
             return self._process.wait(5.0) == 0
         except subprocess.TimeoutExpired:
             return False
-
-    @property
-    def stdin(self) -> IO[bytes]:
-        """Where it reads."""
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        """Where it writes."""
-        assert self._process.stdout is not None
-        return self._process.stdout
 
     def end(self, timeout_s: float, *, kill: bool = True) -> int | None:
         """Close its input and wait for it to finish. After `timeout_s` it is killed, or left to itself.
@@ -208,7 +190,7 @@ class NodeAgent(RestartedHelper):
         self._stop = stop
         self._told: list[msgspec.Struct] = []
         self._lock = threading.Lock()
-        """An agent that is started again hears all that was told, in order."""
+        """An agent that is started again hears all messages, in order."""
         self._child = self._begin(self._config)
         threading.Thread(target=self._follow, daemon=True, name="gpuwatch-agent").start()
 
@@ -278,10 +260,10 @@ class NodeAgent(RestartedHelper):
     def _hear(self, message: FromAgent) -> None:
         if isinstance(message, UserNotice):
             self._say(message.text)
-        elif isinstance(message, StopRequest):
+        elif isinstance(message, StopRanks):
             self._stop(message.reason, message.restart)
         elif isinstance(message, NodeWelcomed):
-            self._config = replace(self._config, run=message.run)
+            self._config = replace(self._config, hello=replace(self._config.hello, run=message.run))
             self.welcomed.set()
         elif isinstance(message, JobResult):
             self.verdict = message

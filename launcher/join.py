@@ -35,20 +35,19 @@ from ..core.settings import WorkerSettings
 from ..core.tell import tell
 from ..core.wire.keys import RunInvitation, read_join, write_join
 from ..core.wire.pipe import AgentConfig, LaunchDone
-from .command import GRACE_S
+from .agent.process_ends import GRACE_S, processes_with
 from .head_collector import first_that_answers
 from .helper_processes import NodeAgent
 from .life import JobLife, RankStarter
 from .option_types import bracketed
 from .plan import CollectorPlan, split_endpoint
 from .run_ranks import HostRanks
-from .say import processes_with
 from .tasks import HostTasks
 
 _LOOK_S = 0.1
 _ANY_LEFT_S = 1.0
 _WELCOME_S = 10.0
-"""So long the first rank waits for the collector's answer: a short job could be over before it comes."""
+"""How long the first rank waits for the collector's answer: a short job could end before it comes."""
 
 
 def main() -> int:
@@ -124,7 +123,7 @@ class JoinedRanks(RankStarter):
     def __init__(
         self, path: Path, join: RunInvitation, say: Callable[[str], object], ready: Callable[[Path], None]
     ) -> None:
-        """`ready` is told the scratch folder once ranks can be recorded there."""
+        """`ready` is called with the scratch folder once ranks can be recorded there."""
         self._path = str(path)
         self._join = join
         self._say = say
@@ -134,16 +133,11 @@ class JoinedRanks(RankStarter):
     def run(self, life: JobLife) -> LaunchDone:
         """To the end of the last process here that has the variables, or of the run."""
         folder = str(life.scratch)
-        self._ranks = HostRanks(life.scratch, life.services.tell, lambda attempt, rank, code: None)
+        self._ranks = HostRanks(life.scratch, life.tell, lambda attempt, rank, code: None)
         write_settings(life.scratch, with_fields(self._join.settings, recorder_dir=folder))
+        hello = with_fields(self._join.agent.hello, versions=host.versions(), job=None, starts_all=False)
         config = with_fields(
-            self._join.agent,
-            collector=self._address(),
-            recorder_dir=folder,
-            versions=host.versions(),
-            job=None,
-            ends_ranks=False,
-            starts_all=False,
+            self._join.agent, collector=self._address(), recorder_dir=folder, hello=hello, ends_ranks=False
         )
         agent = life.start_agent(config, self._end)
         agent.welcomed.wait(_WELCOME_S)

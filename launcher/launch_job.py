@@ -28,7 +28,7 @@ from ..core.tell import flush_streams, tell
 from ..core.threads import OneThread
 from ..core.wire.keys import meeting_key
 from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine, WorkersEnded, WorkersStarted
-from .life import JobLife, JobServices, JobTerms, RankStarter
+from .life import JobLife, JobTerms, RankStarter
 from .live_lines import live_lines
 from .option_types import is_number
 from .options import check_together, get_check_parser, get_parser, worker_settings
@@ -37,8 +37,7 @@ from .say import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
 from .say import say, say_signal, tell_left_behind, tell_of_torch
 from .schedulers.fill_in import fill_in_from_job
 from .schedulers.job import SchedulerFacts
-from .signals import TimeLimitNear, signal_exceptions, signals_raise
-from .stuck import PATIENCE_S, watch_torchrun
+from .signals import STUCK_S, TimeLimitNear, signal_exceptions, signals_raise, watch_torchrun
 
 
 def expect_script(args: argparse.Namespace) -> None:
@@ -118,7 +117,7 @@ class TorchrunRanks(RankStarter):
     """The ranks that torchrun starts here. elastic.py tells it when they start and end, and asks what to do."""
 
     settings: WorkerSettings
-    """What they are told."""
+    """What they get from the launch."""
     signals_first = True
 
     def __init__(self, terms: JobTerms, signals: signals_raise) -> None:
@@ -138,7 +137,7 @@ class TorchrunRanks(RankStarter):
         signals.unheard = self._leave_for_signal
 
     def run(self, life: JobLife) -> LaunchDone:
-        """Helpers up, and torchrun to its end. A signal ends both, and is told to the collector in every case."""
+        """Starts the helpers and runs torchrun to its end. The collector always hears of a signal that ends it."""
         self._life = life
         try:
             with self._signals.held():  # an early one is in the report, too, and leaves no child behind
@@ -147,7 +146,7 @@ class TorchrunRanks(RankStarter):
                 life.start_agent(self._terms.agent_config(address, life.scratch), self._stop)
             say(self._what_runs())
             tell_of_torch()
-            patience_s = PATIENCE_S + 2 * self._args.monitor_interval
+            patience_s = STUCK_S + 2 * self._args.monitor_interval
             watch_torchrun(lambda: self._unseen, self._leave_torchrun, patience_s)
             from .elastic import run_to_its_end
 
@@ -162,8 +161,8 @@ class TorchrunRanks(RankStarter):
     def _start_collector(self) -> str:
         """And import torch meanwhile. Returns the collector's address."""
         beside = OneThread()
-        services = self._life.services
-        address = beside.submit(lambda: services.start_collector(self._terms, self._life.scratch, self._show))
+        life = self._life
+        address = beside.submit(lambda: life.start_collector(self._terms, self._show))
         beside.close()
         from . import elastic  # noqa: F401  # imports torch
 
@@ -194,7 +193,7 @@ class TorchrunRanks(RankStarter):
 
     def _leave_for_signal(self, number: signal.Signals) -> None:
         """Python hears no signal before torch comes back."""
-        if self._life.services.agent is not None:  # else there is nobody to tell
+        if self._life.agent is not None:  # else there is nobody to tell
             self._leave(LaunchDone("signal", int(number)), int(ExitCode.SIGNAL) + number)
 
     def _leave(self, done: LaunchDone, code: int) -> None:
@@ -208,7 +207,7 @@ class TorchrunRanks(RankStarter):
 
     # -- what torchrun's agent tells and asks ---------------------------------------------------------------------
 
-    def started(self, attempt: int, pids: dict[int, int], local_ranks: dict[int, int]) -> None:
+    def started(self, attempt: int, pids: dict[int, int]) -> None:
         """The ranks of this node run."""
         self.any_started = True
         self.attempt_is_over.clear()
@@ -217,13 +216,13 @@ class TorchrunRanks(RankStarter):
             with suppress(psutil.Error):
                 self._unseen.append(psutil.Process(pid))
         self._ranks += self._unseen
-        self._life.services.tell(WorkersStarted(attempt, pids, local_ranks))
+        self._life.tell(WorkersStarted(attempt, pids))
 
     def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
         """The ranks of this node have ended."""
         self._unseen = []
         self._life.overflows.look(attempt, codes)
-        self._life.services.tell(WorkersEnded(attempt, codes, failed))
+        self._life.tell(WorkersEnded(attempt, codes, failed))
 
     def may_restart(self, attempt: int, ranks: list[int]) -> bool:
         """Not after an abort: the same overflow, or the same bad GPU, would only be met again."""
@@ -244,14 +243,14 @@ class TorchrunRanks(RankStarter):
         end = scheduler.why_it_ends(self._job)
         return msgspec.structs.replace(done, reason=end.reason, down_nodes=list(end.down_nodes), told_by=end.told_by)
 
-    def wait(self, services: JobServices) -> bool:
+    def wait(self, life: JobLife) -> bool:
         """False, too, if a second signal came before there was an agent."""
-        if services.agent is None:
+        if life.agent is None:
             return False
         try:
-            services.wait()
+            life.wait()
         except signal_exceptions(KeyboardInterrupt):
-            return services.verdict is not None
+            return life.verdict is not None
         return True
 
     def conclude(self, verdict: JobResult | None) -> None:
@@ -265,7 +264,7 @@ class TorchrunRanks(RankStarter):
             tell(verdict.text)
         elif self._args.format == "text":
             print(verdict.text, flush=True)
-        elif self._life.services.run_dir is not None or self._args.collector is not None:
+        elif self._life.run_dir is not None or self._args.collector is not None:
             try:  # of several nodes one: for one reader
                 print(Path(verdict.report).read_text(encoding="utf-8"), flush=True)
             except OSError:
@@ -288,7 +287,7 @@ class TorchrunRanks(RankStarter):
             with suppress(psutil.Error):
                 rank.kill()
         with suppress(Exception):  # it is only told
-            patience_s = 0.0 if self._life.services.hurry else PATIENCE_LEFT_BEHIND_S
+            patience_s = 0.0 if self._life.hurry else PATIENCE_LEFT_BEHIND_S
             tell_left_behind(self._life.scratch, say, patience_s)
 
 

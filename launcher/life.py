@@ -17,11 +17,12 @@ from pathlib import Path
 import msgspec
 
 from ..core import host
-from ..core.any_text import plain_text
 from ..core.errors import ExitCode, UsageError
 from ..core.recorder.run_folder import write_meeting_key
 from ..core.recorder.scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
+from ..core.text import plain_text
 from ..core.wire.keys import JobKeys
+from ..core.wire.messages import AgentHello
 from ..core.wire.pipe import (
     AgentConfig,
     CollectorBound,
@@ -48,7 +49,7 @@ WITHOUT_C = (
 
 @dataclass(frozen=True)
 class JobTerms:
-    """What the helpers of one node are told of their job."""
+    """What the helpers of one node get to know of their job."""
 
     args: argparse.Namespace
     plan: CollectorPlan
@@ -60,7 +61,7 @@ class JobTerms:
     nproc: int = 0
     """How many ranks this node has; 0: not known yet."""
     starter: str = "torchrun"
-    """Who starts them, for a sentence."""
+    """What starts them, for a sentence."""
 
     def collector_config(self, scratch: Path) -> CollectorConfig:
         """First line to the collector."""
@@ -91,34 +92,106 @@ class JobTerms:
             private_key=keys.agent.private.decode(),
             recorder_dir=str(scratch),
             spool_dir=str(Path(args.runs_dir).absolute()),
-            nproc=self.nproc,
-            min_nodes=plan.min_nodes,
-            max_nodes=plan.max_nodes,
-            command=[plain_text(word) for word in self.command],
-            versions=host.versions(),
-            rdzv_id=plan.job,
-            trace_batches=args.trace_batches,
-            check_only=args.check_only,
-            job=self.job.on_the_wire if self.job is not None else None,
+            hello=AgentHello(
+                agent="",
+                host="",
+                pid=0,
+                nproc=self.nproc,
+                min_nodes=plan.min_nodes,
+                max_nodes=plan.max_nodes,
+                command=[plain_text(word) for word in self.command],
+                versions=host.versions(),
+                rdzv_id=plan.job,
+                trace_batches=args.trace_batches,
+                check_only=args.check_only,
+                job=self.job.on_the_wire if self.job is not None else None,
+                starter=self.starter,
+                starts_all=plan.starts_all,
+            ),
             hang_timeout_s=args.hang_timeout,
-            starter=self.starter,
             ends_ranks=self.starter != "torchrun",
             telemetry_s=args.telemetry,
-            starts_all=plan.starts_all,
         )
 
 
-class JobServices:
-    """The helpers of one node. `say` takes sentences for the user."""
+def _relative(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
 
-    def __init__(self, say: Callable[[str], object]) -> None:
+
+class RankStarter:
+    """Starts the ranks of this node, and hears the user."""
+
+    recorders = 8
+    """How many recorders need room: a usual number where nobody says how many ranks there will be."""
+    signals_first = False
+    """An exit code that a signal has made says more than what a rank has seen."""
+
+    def run(self, life: JobLife) -> LaunchDone:
+        """Start the helpers, then the ranks, and wait for the end of all ranks."""
+        raise NotImplementedError
+
+    def settle(self, done: LaunchDone) -> LaunchDone:
+        """The ranks have ended: say so where the user is to know. Returns what the agent is to hear of it."""
+        return done
+
+    def wait(self, life: JobLife) -> bool:
+        """Wait for the verdict. False if the user would not, and there is none."""
+        life.wait()
+        return True
+
+    def conclude(self, verdict: JobResult | None) -> None:
+        """It is there, or never will be: print it."""
+
+    def exit_code(self, done: LaunchDone, verdict: JobResult | None, left: bool) -> int:
+        """What to exit with. `left`: the user would not wait for the verdict."""
+        return 0
+
+    def close(self) -> None:
+        """No rank stays behind."""
+
+
+class JobLife:
+    """The helpers of one node, and its ranks. `say` takes sentences for the user.
+
+    The ranks seal the values of their preflight with `meeting_key`.
+    """
+
+    scratch: Path
+    overflows: SeenOverflows
+
+    def __init__(self, ranks: RankStarter, meeting_key: str, say: Callable[[str], object] = say) -> None:
+        self._ranks = ranks
+        self._meeting_key = meeting_key
         self._say = say
         self._collector: HeadCollector | None = None
         self.agent: NodeAgent | None = None
         self.run_dir: Path | None = None
         """Where the report will be, if the collector is of this node."""
         self.hurry = False
-        """Do not wait for them at the end."""
+        """Do not wait for the helpers at the end."""
+        self.finishing = threading.Lock()
+
+    def run(self) -> int:
+        """Helpers up, ranks, helpers down. Returns the exit code."""
+        self.scratch = make_scratch(self._ranks.recorders, self._say)
+        self.overflows = SeenOverflows(self.scratch)
+        try:
+            done = self._ranks.run(self)
+            with self.finishing:
+                return self.finish(done)
+        finally:
+            self.clear_up()
+
+    def start_agent(self, config: AgentConfig, stop: Callable[[str, bool], object]) -> NodeAgent:
+        """Once the ranks can be told all that they need.
+
+        `stop` gets the reason why the ranks of this node must end, and whether torchrun may start them again.
+        """
+        with suppress(OSError):  # the ranks meet, and seal nothing
+            write_meeting_key(self.scratch, self._meeting_key)
+        self.agent = NodeAgent(config, self._say, stop)
+        return self.agent
 
     @property
     def verdict(self) -> JobResult | None:
@@ -137,33 +210,19 @@ class JobServices:
         if self._collector is not None:
             self._collector.wait(_LAST_LINE_S)
 
-    def end(self) -> None:
-        """Both have nothing more to do. Twice does no harm."""
-        if self.agent is not None:
-            self.agent.end(0.0 if self.hurry else _CHILD_END_S)
-            self.agent = None
-        self._end_collector()
-
     def _end_collector(self) -> None:
         if self._collector is not None:
             self._collector.end(0.0 if self.hurry else _CHILD_END_S)
             self._collector = None
 
-    def start_agent(self, config: AgentConfig, stop: Callable[[str, bool], object]) -> NodeAgent:
-        """`stop` is told why the ranks of this node are to end, and whether torchrun may start them again."""
-        self.agent = NodeAgent(config, self._say, stop)
-        return self.agent
-
-    def start_collector(
-        self, terms: JobTerms, scratch: Path, show: Callable[[StageLine | PreflightOver], object]
-    ) -> str:
+    def start_collector(self, terms: JobTerms, show: Callable[[StageLine | PreflightOver], object]) -> str:
         """Start the collector if it is ours to start. Returns the address for the node agent."""
         plan = terms.plan
         if not plan.hosts:
             return plan.connect
         if not terms.args.check_only and not host.has_part_in_c():
             self._say(WITHOUT_C)
-        self._collector = HeadCollector(terms.collector_config(scratch), self._say, show)
+        self._collector = HeadCollector(terms.collector_config(self.scratch), self._say, show)
         answer = self._collector.answer
         if isinstance(answer, CollectorBound):
             self.run_dir = Path(answer.run_dir)
@@ -189,88 +248,19 @@ class JobServices:
             )
         return plan.connect
 
-
-def _relative(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
-
-
-class RankStarter:
-    """Starts the ranks of this node, and hears the user."""
-
-    recorders = 8
-    """So many are looked for room for: where nobody says how many ranks there will be, a usual number."""
-    signals_first = False
-    """An exit code that a signal has made says more than what a rank has seen."""
-
-    def run(self, life: JobLife) -> LaunchDone:
-        """Start the helpers, then the ranks, and wait for the end of all ranks."""
-        raise NotImplementedError
-
-    def settle(self, done: LaunchDone) -> LaunchDone:
-        """The ranks have ended: say so where the user is to know. Returns what the agent is to hear of it."""
-        return done
-
-    def wait(self, services: JobServices) -> bool:
-        """Wait for the verdict. False if the user would not, and there is none."""
-        services.wait()
-        return True
-
-    def conclude(self, verdict: JobResult | None) -> None:
-        """It is there, or never will be: print it."""
-
-    def exit_code(self, done: LaunchDone, verdict: JobResult | None, left: bool) -> int:
-        """What to exit with. `left`: the user would not wait for the verdict."""
-        return 0
-
-    def close(self) -> None:
-        """No rank stays behind."""
-
-
-class JobLife:
-    """`say` takes sentences for the user. The ranks seal their preflight's values with `meeting_key`."""
-
-    scratch: Path
-    overflows: SeenOverflows
-
-    def __init__(self, ranks: RankStarter, meeting_key: str, say: Callable[[str], object] = say) -> None:
-        self._ranks = ranks
-        self._meeting_key = meeting_key
-        self._say = say
-        self.services = JobServices(say)
-        self.finishing = threading.Lock()
-
-    def run(self) -> int:
-        """Helpers up, ranks, helpers down. Returns the exit code."""
-        self.scratch = make_scratch(self._ranks.recorders, self._say)
-        self.overflows = SeenOverflows(self.scratch)
-        try:
-            done = self._ranks.run(self)
-            with self.finishing:
-                return self.finish(done)
-        finally:
-            self.clear_up()
-
-    def start_agent(self, config: AgentConfig, stop: Callable[[str, bool], object]) -> NodeAgent:
-        """Once the ranks can be told all that they need. See `JobServices.start_agent`."""
-        with suppress(OSError):  # the ranks meet, and seal nothing
-            write_meeting_key(self.scratch, self._meeting_key)
-        return self.services.start_agent(config, stop)
-
     @property
     def logs(self) -> Path:
         """Folder for the files of `--nccl-debug`, once the collector is up."""
-        run_dir = self.services.run_dir
-        return run_dir / "logs" if run_dir is not None else self.scratch
+        return self.run_dir / "logs" if self.run_dir is not None else self.scratch
 
     def finish(self, done: LaunchDone) -> int:
         """The ranks have ended: wait for the verdict, have it printed, and say what to exit with."""
         done = self._ranks.settle(done)
-        self.services.tell(done)
-        if not self._ranks.wait(self.services):
-            self.services.hurry = True
+        self.tell(done)
+        if not self._ranks.wait(self):
+            self.hurry = True
             return self._exit_code(done, None, left=True)
-        verdict = self.services.verdict
+        verdict = self.verdict
         self._ranks.conclude(verdict)
         if verdict is None:
             self._say("no verdict: the node agent ended without one")
@@ -283,12 +273,15 @@ class JobLife:
             return code
         if self._ranks.signals_first and code >= ExitCode.SIGNAL:
             return code
-        self._say(f"{overflow}; {where_it_is(self.services.verdict)}")
+        self._say(f"{overflow}; {where_it_is(self.verdict)}")
         return int(ExitCode.OVERFLOW)
 
     def clear_up(self) -> None:
-        """Nothing of this node's part stays behind."""
+        """Nothing of this node's part stays behind. Twice does no harm."""
         self._ranks.close()
-        self.services.end()
+        if self.agent is not None:
+            self.agent.end(0.0 if self.hurry else _CHILD_END_S)
+            self.agent = None
+        self._end_collector()
         keep_rescued(self.scratch, self._say)
         remove_scratch(self.scratch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import IO, Protocol
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -19,23 +19,35 @@ from ..core.wire.pipe import PreflightOver, StageLine
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown": "yellow"}
 
 
-class LiveLines(Protocol):
+class LiveLines:
     """Where the lines go."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
 
     def show(self, line: StageLine) -> None:
         """A stage has moved."""
+        raise NotImplementedError
 
     def over(self, end: PreflightOver) -> None:
         """The last that is heard of the preflight."""
+        self.close()
+        for line in filter(None, [end.text, *end.warnings]):
+            self._say(line)
 
     def close(self) -> None:
         """Leave the terminal as it was. May be called several times."""
+        raise NotImplementedError
+
+    def _say(self, text: str) -> None:
+        self._out.write(f"gpuwatch: {text}\n")  # in one piece: the ranks write to the same file
+        self._out.flush()
 
 
 def live_lines(*, check_only: bool, out: IO[str] | None = None, patience_s: float = 10.0) -> LiveLines:
     """The right ones for where stderr goes. A launch is to be left with one line, a check with one per stage.
 
-    In a file, a stage that takes longer than `patience_s` is told before it is over.
+    In a file, a stage that takes longer than `patience_s` has a line before it is over.
     """
     out = out or sys.stderr
     if out.isatty():
@@ -43,11 +55,11 @@ def live_lines(*, check_only: bool, out: IO[str] | None = None, patience_s: floa
     return _PlainLines(out, every_stage=check_only, patience_s=patience_s)
 
 
-class _PlainLines:
+class _PlainLines(LiveLines):
     """For a file or a pipe."""
 
     def __init__(self, out: IO[str], *, every_stage: bool, patience_s: float) -> None:
-        self._out = out
+        super().__init__(out)
         self._every_stage = every_stage
         self._patience_s = patience_s
         self._told: set[str] = set()
@@ -64,16 +76,12 @@ class _PlainLines:
         if self._every_stage and line.grade and (line.stage not in self._told or line.grade == "fail"):
             self._told.add(line.stage)
             count = f"{line.done} of {line.ranks} ranks"
-            _say(self._out, f"preflight {line.stage:<12} {line.grade:<8} {count:<18} {line.seconds:.1f} s")
+            self._say(f"preflight {line.stage:<12} {line.grade:<8} {count:<18} {line.seconds:.1f} s")
 
     def _say_that_it_takes_long(self) -> None:
         line = self._last
         if line is not None and not line.grade:
-            _say(self._out, f"preflight {line.stage}: {line.done} of {line.ranks} ranks so far, still waiting")
-
-    def over(self, end: PreflightOver) -> None:
-        self.close()
-        _say_end(self._out, end)
+            self._say(f"preflight {line.stage}: {line.done} of {line.ranks} ranks so far, still waiting")
 
     def close(self) -> None:
         if self._timer is not None:
@@ -88,11 +96,11 @@ class _StageSeconds(ProgressColumn):
         return Text(f"{seconds:.1f} s")
 
 
-class _TerminalLines:
+class _TerminalLines(LiveLines):
     """For a terminal: bars that fill. What others print meanwhile goes above them."""
 
     def __init__(self, out: IO[str], *, keep: bool) -> None:
-        self._out = out
+        super().__init__(out)
         self._tasks: dict[str, TaskID] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -122,24 +130,9 @@ class _TerminalLines:
                 self._progress.update(task, seconds=line.seconds)
                 self._progress.stop_task(task)
 
-    def over(self, end: PreflightOver) -> None:
-        self.close()
-        _say_end(self._out, end)
-
     def close(self) -> None:
         with self._lock:
             self._closed = True
             if self._tasks:
                 self._tasks.clear()
                 self._progress.stop()
-
-
-def _say_end(out: IO[str], end: PreflightOver) -> None:
-    for line in [end.text, *end.warnings]:
-        if line:
-            _say(out, line)
-
-
-def _say(out: IO[str], text: str) -> None:
-    out.write(f"gpuwatch: {text}\n")  # in one piece: the ranks write to the same file
-    out.flush()

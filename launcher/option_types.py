@@ -21,14 +21,18 @@ _LEAST_ALLOCATED = 1 << 20
 """A bare `80` was meant as `80%`."""
 
 
+def _expect(is_right: bool, what: str, found: str) -> None:
+    if not is_right:
+        raise argparse.ArgumentTypeError(f"expected {what}, found {found!r}")
+
+
 def batches(text: str) -> list[int]:
     """`0,1,3`"""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = [-1]
-    if min(found) < 0:
-        raise argparse.ArgumentTypeError(f"expected batch numbers such as 0,1,3, found {text!r}")
+    _expect(min(found) >= 0, "batch numbers such as 0,1,3", text)
     return found
 
 
@@ -36,8 +40,8 @@ def at_least(least: int, what: str) -> Callable[[str], int]:
     """A whole number from `least` on; `what` it counts."""
 
     def parse(text: str) -> int:
-        if not is_number(text.removeprefix("-")) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected {what} of {least} or more, found {text!r}")
+        is_right = is_number(text.removeprefix("-")) and int(text) >= least
+        _expect(is_right, f"{what} of {least} or more", text)
         return int(text)
 
     return parse
@@ -53,20 +57,16 @@ def _float(text: str) -> float:
 
 def seconds(text: str) -> float:
     """A time of a second or more."""
-    found = _float(text)
-    if not 1 <= found < 1e6:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds of 1 or more, found {text!r}")
-    return found
+    _expect(1 <= _float(text) < 1e6, "a number of seconds of 1 or more", text)
+    return float(text)
 
 
 def number(least: float, most: float, what: str) -> Callable[[str], float]:
     """A number in a range; `what` it is."""
 
     def parse(text: str) -> float:
-        found = _float(text)
-        if not least <= found <= most:
-            raise argparse.ArgumentTypeError(f"expected {what} from {least:g} to {most:g}, found {text!r}")
-        return found
+        _expect(least <= _float(text) <= most, f"{what} from {least:g} to {most:g}", text)
+        return float(text)
 
     return parse
 
@@ -75,62 +75,59 @@ def hang_timeout(text: str) -> float | None:
     """A number of seconds, 0 for never; None for `auto`."""
     if text == "auto":
         return None
-    found = _float(text)
-    if not 0 <= found <= 1e6:
-        raise argparse.ArgumentTypeError(f"expected auto, or a number of seconds from 0 to 1e+06, found {text!r}")
-    return found
+    _expect(0 <= _float(text) <= 1e6, "auto, or a number of seconds from 0 to 1e+06", text)
+    return float(text)
 
 
 def telemetry(text: str) -> float:
     """A number of seconds, 0 for never."""
     found = _float(text)
-    if found != 0 and not 1 <= found <= 3600:
-        raise argparse.ArgumentTypeError(f"expected 0, or a number of seconds from 1 to 3600, found {text!r}")
+    _expect(found == 0 or 1 <= found <= 3600, "0, or a number of seconds from 1 to 3600", text)
     return found
 
 
 def watched(text: str) -> tuple[str, ...]:
     """`forward,grads`"""
     parts = tuple(part.strip() for part in text.split(","))
-    if not set(parts) <= set(get_args(Watched)):
-        raise argparse.ArgumentTypeError(f"expected some of {','.join(get_args(Watched))}, found {text!r}")
+    _expect(set(parts) <= set(get_args(Watched)), f"some of {','.join(get_args(Watched))}", text)
     return parts
 
 
 def module_pattern(text: str) -> str:
     """A shell pattern of module names."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"expected a module's name or a pattern such as 'encoder.*', found {text!r}")
+    _expect(bool(text.strip()), "a module's name or a pattern such as 'encoder.*'", text)
     return text
 
 
 def row_pattern(text: str) -> str:
     """`MODULE` or `MODULE:ROLE`, with shell patterns."""
     module, colon, role = text.partition(":")
-    if not module.strip() or (colon and not role.strip()):
-        raise argparse.ArgumentTypeError(f"expected MODULE or MODULE:ROLE, such as 'mask.*:output', found {text!r}")
+    is_right = module.strip() and (not colon or role.strip())
+    _expect(bool(is_right), "MODULE or MODULE:ROLE, such as 'mask.*:output'", text)
     return text
 
 
 def run_name(text: str) -> str:
     """A folder's name."""
-    if not text or text.startswith((".", "-")) or not set(text) <= _OF_A_NAME:
-        raise argparse.ArgumentTypeError(f"expected a name of letters, digits, '.', '-' and '_', found {text!r}")
+    is_right = text and not text.startswith((".", "-")) and set(text) <= _OF_A_NAME
+    _expect(bool(is_right), "a name of letters, digits, '.', '-' and '_'", text)
     return text
+
+
+def _is_port(text: str) -> bool:
+    return is_number(text) and 0 < int(text) < 65536
 
 
 def port(text: str) -> int:
     """A TCP port."""
-    if not is_number(text) or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"expected a port from 1 to 65535, found {text!r}")
+    _expect(_is_port(text), "a port from 1 to 65535", text)
     return int(text)
 
 
 def address(text: str) -> str:
     """`tcp://HOST:PORT`"""
     host, _, digits = text.removeprefix("tcp://").rpartition(":")
-    if not text.startswith("tcp://") or not host or not is_number(digits) or not 0 < int(digits) < 65536:
-        raise argparse.ArgumentTypeError(f"expected tcp://HOST:PORT, found {text!r}")
+    _expect(text.startswith("tcp://") and bool(host) and _is_port(digits), "tcp://HOST:PORT", text)
     return text
 
 
@@ -138,27 +135,22 @@ def metrics_address(text: str) -> str:
     """`PORT` or `HOST:PORT`, as `HOST:PORT`."""
     host, colon, digits = text.rpartition(":")
     is_host = not colon or (host and ("[" in host) == (":" in host))
-    if not is_host or not is_number(digits) or not 0 < int(digits) < 65536:
-        raise argparse.ArgumentTypeError(f"expected [HOST:]PORT with a port from 1 to 65535, found {text!r}")
+    _expect(bool(is_host) and _is_port(digits), "[HOST:]PORT with a port from 1 to 65535", text)
     return f"{host or bracketed(loopback())}:{digits}"
 
 
 def size(text: str) -> int:
     """Bytes, such as `256MiB`."""
     found = parse_size(text)
-    if found is None or found < _LEAST_TESTED:
-        raise argparse.ArgumentTypeError(f"expected a size of 1KiB or more, such as 256MiB, found {text!r}")
-    return found
+    _expect((found or 0) >= _LEAST_TESTED, "a size of 1KiB or more, such as 256MiB", text)
+    return found or 0
 
 
 def amount(text: str) -> str:
     """A share of what is free or a size, kept as it was written."""
     found = parse_amount(text)
-    if found is None or 0 < found.size < _LEAST_ALLOCATED:
-        raise argparse.ArgumentTypeError(
-            f"expected a share of the free memory, such as 80%, or a size of 1MiB or more, such as 256MiB, "
-            f"found {text!r}"
-        )
+    is_right = found is not None and not 0 < found.size < _LEAST_ALLOCATED
+    _expect(is_right, "a share of the free memory, such as 80%, or a size of 1MiB or more, such as 256MiB", text)
     return text.strip()
 
 

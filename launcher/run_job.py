@@ -20,8 +20,8 @@ from ..core.tell import tell
 from ..core.verdicts import VerdictKind
 from ..core.wire.keys import meeting_key, read_secret
 from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine
+from .agent.process_ends import GRACE_S
 from .command import (
-    GRACE_S,
     AttendedCommand,
     block_signals,
     exit_code,
@@ -32,7 +32,7 @@ from .command import (
     why_not_started,
 )
 from .join import close_run, open_plan, open_run
-from .life import JobLife, JobServices, JobTerms, RankStarter
+from .life import JobLife, JobTerms, RankStarter
 from .option_types import bracketed
 from .options import parse_run, worker_settings
 from .plan import CollectorPlan, job_keys, meeting_place, run_plan
@@ -108,12 +108,11 @@ class CommandRanks(RankStarter):
 
     def run(self, life: JobLife) -> LaunchDone:
         """Helpers up, the command, those of the other tasks, and their ranks to their end."""
-        services = life.services
         self._scratch = life.scratch
         self._ranks = HostRanks(
-            life.scratch, services.tell, lambda attempt, rank, code: life.overflows.look(attempt, {rank: code})
+            life.scratch, life.tell, lambda attempt, rank, code: life.overflows.look(attempt, {rank: code})
         )
-        address = services.start_collector(self._terms, life.scratch, self._show)
+        address = life.start_collector(self._terms, self._show)
         settings = with_fields(
             worker_settings(self._args, life.scratch, life.logs),
             meets_at=meeting_place(self._args, self._terms.plan, address),
@@ -128,15 +127,15 @@ class CommandRanks(RankStarter):
 
     def _let_others_join(self, life: JobLife, address: str, settings: WorkerSettings) -> str:
         """Returns the collector's address for this node's own agent."""
-        if life.services.run_dir is None:
+        if life.run_dir is None:
             say("without a collector no other host can join")
             return address
         invited = self._terms.agent_config(address, life.scratch)
-        self._join = open_run(self._args, life.services.run_dir, address, invited, settings, self._meeting_key)
+        self._join = open_run(self._args, life.run_dir, address, invited, settings, self._meeting_key)
         return f"tcp://{bracketed(loopback())}:{address.rpartition(':')[2]}"
 
     def _show(self, line: StageLine | PreflightOver) -> None:
-        """What the preflight came to, in a line. Where there was none, and one was asked for, so much."""
+        """The preflight's result in a line; also that there was none, where one was asked for."""
         if isinstance(line, StageLine) or self._args.preflight == "off":
             return
         if not line.grade:
@@ -229,7 +228,7 @@ class CommandRanks(RankStarter):
         if any(signals):
             return LaunchDone("signal", next(filter(None, signals)))
         if self._code < 0 and not self._ranks.has(self._command.pid) and not self._ranks.any_failed:
-            return LaunchDone("signal", -self._code, "it was sent to the command")
+            return LaunchDone("signal", -self._code, reason="it was sent to the command")
         return LaunchDone("failed")
 
     def _why_no_rank(self) -> str:
@@ -256,13 +255,13 @@ class CommandRanks(RankStarter):
             say_signal(self._command.ended_by)
         return done
 
-    def wait(self, services: JobServices) -> bool:
+    def wait(self, life: JobLife) -> bool:
         """In a thread, as the signals are taken one by one."""
-        waiting = threading.Thread(target=services.wait, daemon=True, name="gpuwatch-verdict")
+        waiting = threading.Thread(target=life.wait, daemon=True, name="gpuwatch-verdict")
         waiting.start()
         while waiting.is_alive():
             if leaves_at_once():
-                return services.verdict is not None
+                return life.verdict is not None
         return True
 
     def conclude(self, verdict: JobResult | None) -> None:

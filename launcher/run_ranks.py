@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.host import host_name
-from ..core.lone_process import is_rank, number_of_process
+from ..core.host import host_name, stat_fields
+from ..core.identity import is_rank, number_of_process
 from ..core.recorder.layout import HeadField, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS, tell_unwatched
@@ -85,7 +85,7 @@ class WatchedRankProcess:
     def _status_of_zombie(self) -> int | None:
         """The last field of /proc/PID/stat, as long as its parent has not waited for it."""
         with suppress(OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            fields = stat_fields(Path(f"/proc/{self.pid}"))
             return int(fields[49]) if fields[0] == "Z" else None
         return None
 
@@ -93,7 +93,7 @@ class WatchedRankProcess:
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)
 """How ranks are ended."""
 _LAST_END_S = 2.0
-"""The command has ended: so long the end of a process that it has waited for may take to be seen."""
+"""After the command's end: how long until the end of a process that it has waited for is seen."""
 
 
 @dataclass
@@ -111,7 +111,6 @@ class _RecorderHead:
     """What a recorder says of its process."""
 
     rank: int
-    local_rank: int
     world_size: int
     attempt: int
     pid: int
@@ -133,7 +132,7 @@ class HostRanks:
     def __init__(
         self, folder: Path, tell: Callable[[msgspec.Struct], None], ended: Callable[[int, int, int | None], None]
     ) -> None:
-        """`ended` is told of each rank: attempt, rank, exit code."""
+        """`ended` is called for each rank: attempt, rank, exit code."""
         self._folder = folder
         self._tell = tell
         self._told_end = ended
@@ -274,7 +273,7 @@ class HostRanks:
         process = self._processes.pop(header.pid, None) or _process(header.pid)
         attempt = header.attempt if is_rank(number) else 0
         self._ranks[path] = _RunRank(number, attempt, header.pid, process)
-        self._tell(WorkersStarted(attempt, {number: header.pid}, {number: header.local_rank}))
+        self._tell(WorkersStarted(attempt, {number: header.pid}))
 
     def _code(self, rank: _RunRank, own_codes: dict[int, int | None]) -> int | None:
         code = own_codes.get(rank.pid)
@@ -310,7 +309,6 @@ def _read(path: Path) -> _RecorderHead | None:
     with suppress(OSError, NotReady), closing(RecorderReader(path)) as reader:
         return _RecorderHead(
             reader.rank,
-            reader.local_rank,
             reader[HeadField.WORLD_SIZE],
             reader.attempt,
             reader.pid,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from shlex import quote
@@ -19,8 +19,9 @@ from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.settings import VARIABLE
 from ..core.tell import tell
 from ..core.text import ranks_text, shown_name
-from ..core.torch_notes import notes_on
+from ..core.torch_names import notes_on
 from ..core.wire.pipe import JobResult
+from .agent.process_ends import processes_with
 
 
 def say(text: str) -> None:
@@ -91,29 +92,17 @@ def _first_of(recorder: Path) -> tuple[bool | None, Anomaly | None]:
 
 # Processes that ranks have forked and that have outlived them, such as a data loader's worker that is stuck.
 #
-# They are told of, and left alone: one of them may be at work on a checkpoint.
+# The user hears of them, and they are left alone: one of them may be at work on a checkpoint.
 
 PATIENCE_S = 8.0
 """torch's own workers look every five seconds whether their rank is still there."""
 _MOST = 8
 
 
-def left_behind(scratch: Path) -> list[psutil.Process]:
-    """What runs with the environment that this launch has given to its ranks. A copy of a process keeps that."""
-    return list(processes_with(VARIABLE, lambda value: str(scratch) in value))
-
-
-def processes_with(variable: str, is_meant: Callable[[str], bool]) -> Iterator[psutil.Process]:
-    """What runs on this host with such a value in its environment."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has ended, or is somebody else's
-            if is_meant(process.environ().get(variable, "")) and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
-
-
 def tell_left_behind(scratch: Path, say: Callable[[str], object], patience_s: float = PATIENCE_S) -> None:
     """After all ranks have ended: say which processes they have left, and do not end with them soon."""
-    there = left_behind(scratch)
+    # what runs with the environment that this launch has given to its ranks: a copy of a process keeps that
+    there = list(processes_with(VARIABLE, lambda value: str(scratch) in value))
     _, left = psutil.wait_procs(there, timeout=patience_s) if there else ([], [])
     if left:
         pids = ", ".join(str(process.pid) for process in left[:_MOST]) + (", ..." if len(left) > _MOST else "")

@@ -26,13 +26,14 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.any_text import from_json, to_json
 from ..core.errors import GpuwatchError
+from ..core.own_files import write_whole
+from ..core.text import from_json, to_json
 from ..core.wire.pipe import JobResult
 
 _SHARED_MEMORY = Path("/dev/shm")
 _COME_S = 60.0
-"""So long is waited for tasks that the environment speaks of and that have not come."""
+"""How long to wait for tasks that the environment announces and that have not come."""
 _LEAVE_S = 20.0
 _LOOK_S = 0.05
 _MOST_NAMES = 64
@@ -157,11 +158,11 @@ class HostTasks:
 
     def share_scratch(self, scratch: Path) -> None:
         """The agent runs: the others may begin."""
-        self._write("scratch", str(scratch).encode())
+        write_whole(self._folder / "scratch", str(scratch).encode())
 
     def stop(self, reason: str) -> None:
         """Have all commands ended."""
-        self._write("stop", reason.encode())
+        write_whole(self._folder / "stop", reason.encode())
 
     def commands(self) -> dict[int, int | None]:
         """The other tasks' commands: exit codes by process id, None for one of which its task will tell."""
@@ -188,7 +189,7 @@ class HostTasks:
 
     def share_verdict(self, verdict: JobResult | None) -> None:
         """The end, for all."""
-        self._write("verdict", to_json(_SharedVerdict(verdict)))
+        write_whole(self._folder / "verdict", to_json(_SharedVerdict(verdict)))
 
     # -- the others ---------------------------------------------------------------------------------------------
 
@@ -215,11 +216,6 @@ class HostTasks:
 
     def _open(self, name: str) -> int:
         return os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-    def _write(self, name: str, data: bytes) -> None:
-        new = self._folder / f".{name}"
-        new.write_bytes(data)
-        new.replace(self._folder / name)  # whole, or not at all
 
     def _others(self) -> list[Path]:
         return [path for path in self._task_files() if _is_locked(path)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpuwatch.core.torch_names import NAMES, NEWEST
-from gpuwatch.core.torch_notes import release_of
+from gpuwatch.core.torch_names import NAMES, NEWEST, release_of
 
 RELEASE = release_of(torch.__version__) or NEWEST
 

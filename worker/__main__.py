@@ -15,9 +15,9 @@ from typing import NoReturn
 
 from ..core.errors import ExitCode
 from ..core.identity import RankIdentity
+from ..core.own_files import standard_streams_taken
 from ..core.own_imports import path_as_given
 from ..core.recorder.layout import RankPhase, file_name
-from ..core.recorder.own_files import standard_streams_taken
 from ..core.settings import VARIABLE, WorkerSettings
 from ..core.tell import tell
 from .imports import after_import

@@ -2,7 +2,7 @@
 
 On one host its port is any free one of the loopback, and stands in a file of the run's scratch folder. On several it
 is the run's, next to the collector's, on the host that the script's own ranks meet at. Others reach it there, too: what
-the ranks write is told from what others write by its seal (core/wire/seal.py). Rank 0 decides whether all have come.
+the ranks write is told from what others write by its seal (core/preflight.py). Rank 0 decides whether all have come.
 The others learn from it who they are:
 
     came                how many have come
@@ -27,9 +27,9 @@ import msgspec
 
 from ..core.host import host_name, loopback
 from ..core.identity import RankIdentity
+from ..core.preflight import SealBroken, WordSeal
 from ..core.recorder.run_folder import read_meeting_key
 from ..core.text import ranks_text
-from ..core.wire.seal import SealBroken, WordSeal
 from .before_init import GroupEntry, LeftOut
 
 _TICK_S = 0.05

@@ -17,8 +17,7 @@ from ..core.own_imports import own_imports
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
-from ..core.torch_names import NEWEST, missing
-from ..core.torch_notes import release_of
+from ..core.torch_names import NEWEST, missing, release_of
 from .own_ends import Undo, hear_of_ends
 from .record.collectives import issued, moment
 from .stack_file import answer_with_stacks

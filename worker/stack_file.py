@@ -1,7 +1,7 @@
 """Lets the node agent ask this rank where it stands, whatever it waits for, and where a fatal signal has ended it.
 
 See core/stalls.py. faulthandler keeps the number of a descriptor, and at a signal writes into whatever file has that
-number then. So the number is one that no file of the script's gets (core/recorder/own_files.py), and it is looked at
+number then. So the number is one that no file of the script's gets (core/own_files.py), and it is looked at
 after each batch and each fork: once it is another file, faulthandler lets go of it.
 """
 
@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..core.recorder.own_files import OwnDescriptor
+from ..core.own_files import OwnDescriptor
 from ..core.stalls import MAY_BE_ASKED, asking_signal, stack_file_name
 from .patches import PatchLedger
 

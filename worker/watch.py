@@ -19,7 +19,7 @@ import msgspec
 from ..core.events import Anomaly, Definition, RangeWarning, RunPosition, ScalerSkip, WorkerEvent, WorkerExit
 from ..core.frames import Frame, Page, format_frames
 from ..core.judge import anomaly_of_page
-from ..core.recorder.own_files import OwnDescriptor
+from ..core.own_files import OwnDescriptor
 from ..core.recorder.pages import NameTable, decode_page
 from ..core.recorder.reader import RecorderReader
 from ..core.recorder.scratch import remove_scratch

@@ -18,10 +18,11 @@ from rich.text import Text
 from ...core.errors import UsageError
 from ...core.frames import Frame, FramePhase, Row, RowContent, format_number, module_text
 from ...core.recorder.page_tables import whole
-from ...core.text import TextConsole, numbers_text, shown_name
+from ...core.text import numbers_text, shown_name
 from ..decide.decide import decide
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
+from ..report.sentence_parts import TextConsole
 
 What = Literal["numbers", "non-finite", "shape", "dtype", "only in A", "only in B"]
 

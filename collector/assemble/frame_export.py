@@ -12,7 +12,7 @@ from typing import IO, Any
 import msgspec
 
 from ...core.frames import Row
-from ...core.lone_process import is_rank, pid_of_number
+from ...core.identity import is_rank, pid_of_number
 from ...core.recorder.page_tables import whole
 from ...core.values import NonFinite
 from ...core.wire.columns import NO_NUMBER

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ...core.frames import Frame, Page
-from ...core.lone_process import pid_of_number
+from ...core.identity import pid_of_number
 from ...core.recorder.page_tables import whole
 from ...core.values import DTYPE_MAX
 from ...core.verdicts import VerdictKind

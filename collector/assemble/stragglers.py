@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy
 
 from ...core.metrics import HOST
-from ...core.recorder.step_table import PARTS, WAITING
+from ...core.recorder.layout import PARTS, WAITING
 from ...core.wire.columns import unpack_steps
 from ..decide.node_advice import gpu_lines, gpu_of, uuid_of
 from ..decide.words import device_of

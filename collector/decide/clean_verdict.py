@@ -10,7 +10,7 @@ from itertools import count, islice
 
 from ...core.events import OwnFault, costs_frames
 from ...core.frames import module_text
-from ...core.lone_process import is_rank, pid_of_number, rank_name
+from ...core.identity import is_rank, pid_of_number, rank_name
 from ...core.text import ranks_text as numbers_text
 from ...core.text import shown_name
 from ...core.verdicts import Certainty, VerdictKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.events import RunPosition, WorkerExit
-from ...core.lone_process import is_rank, pid_of_number, rank_name
+from ...core.identity import is_rank, pid_of_number, rank_name
 from ...core.recorder.group_table import members_of
 from ...core.stalls import is_users
 from ...core.verdicts import Certainty, VerdictKind

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from ...core.frames import FramePhase, format_number, module_text
+from ...core.identity import rank_name
 from ...core.judge import first_alarm, first_expected_gradient
-from ...core.lone_process import rank_name
 from ...core.roles import RoleKind, parse_role
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, reason

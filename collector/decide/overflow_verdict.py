@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...core.events import PassedTensor
 from ...core.frames import FramePhase, Row, RowContent
-from ...core.lone_process import is_rank, rank_name
+from ...core.identity import is_rank, rank_name
 from ...core.roles import is_param_group
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.frames import FramePhase, module_text
-from ...core.lone_process import is_rank, pid_of_number
+from ...core.identity import is_rank, pid_of_number
 from ...core.roles import RoleKind, parse_role
 from ...core.verdicts import VerdictKind
 from ..facts.diagnosis import LocalDiagnosis

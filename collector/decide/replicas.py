@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ...core.frames import Frame, FramePhase, Row, RowContent, format_number
-from ...core.lone_process import is_rank
+from ...core.identity import is_rank
 from ..facts.calls import FrameCalls, begun
 from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts

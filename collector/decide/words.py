@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...core.events import RankLook, ScriptError, WorkerExit
 from ...core.frames import module_text
-from ...core.lone_process import rank_name
+from ...core.identity import rank_name
 from ..report.model import CascadedRank, SeenIn
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy
 
 from ...core.events import Anomaly, IssuedMoment, LookedAgain, RunPosition, split_label
 from ...core.frames import Frame, FramePhase, Page, Row, module_text
-from ...core.lone_process import is_rank
+from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 from ..report.sentence_parts import ranks_text

@@ -35,7 +35,7 @@ from ...core.events import (
     WatchCost,
     WorkerExit,
 )
-from ...core.lone_process import is_rank
+from ...core.identity import is_rank
 from ...core.wire.messages import AgentHello, NodeBye, RankState, TelemetryMessage
 from .diagnosis import LocalDiagnosis
 from .kept_history import KeptHistory
@@ -189,7 +189,7 @@ class RunFacts:
     nodes: dict[str, NodeFacts] = field(default_factory=dict)
     ranks: dict[tuple[int, int], RankFacts] = field(default_factory=dict)
     processes: dict[tuple[int, int], RankFacts] = field(default_factory=dict)
-    """Below `gpuwatch run`: processes that ran a module and are no rank. Keys as of ranks; see core/lone_process.py."""
+    """Below `gpuwatch run`: processes that ran a module and are no rank. Keys as of ranks; see core/identity.py."""
     undecodable_pages: int = 0
     unnamed_pages: int = 0
     """Pages that may hold an overflow, of whose names some were not received."""

@@ -28,8 +28,8 @@ from ...core.events import (
     WorkerExit,
     split_label,
 )
+from ...core.identity import is_rank
 from ...core.judge import anomaly_of, first_alarm
-from ...core.lone_process import is_rank
 from ...core.text import is_shown, shown, shown_lines, shown_name
 from ...core.wire.messages import (
     AgentBody,

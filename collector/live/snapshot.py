@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any, Literal, get_args
 
 from ...core.events import GpuHealth, GpuXid
-from ...core.lone_process import rank_name
-from ...core.wire.messages import GpuNow, closest_modules, unpack_gpus, unpack_hot
+from ...core.identity import rank_name
+from ...core.wire.messages import GpuNow, HotModule, closest_modules, unpack_list
 from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, ViewEvent, ViewStraggler
 from ..assemble.timeline import forecasts_of, is_sound, passing_text
 from ..decide.node_advice import uuid_of
@@ -30,8 +30,8 @@ def view_of(
     ranks = facts.of_attempt(attempt)
     lone = _lone(facts)
     anomalies = Counter(anomaly.value for rank in facts.everyone.values() for anomaly in rank.anomalies)
-    gpus = {agent: {gpu.uuid: gpu for gpu in unpack_gpus(node.gpus)} for agent, node in facts.nodes.items()}
-    hot = closest_modules((hot for node in facts.nodes.values() for hot in unpack_hot(node.hot)), MOST_HOT)
+    gpus = {agent: {gpu.uuid: gpu for gpu in unpack_list(node.gpus, GpuNow)} for agent, node in facts.nodes.items()}
+    hot = closest_modules((hot for node in facts.nodes.values() for hot in unpack_list(node.hot, HotModule)), MOST_HOT)
     return JobView(
         time_ns,
         run,

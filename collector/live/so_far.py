@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy
 
 from ...core.events import Anomaly, LimitForecast
-from ...core.recorder.step_table import PARTS
+from ...core.recorder.layout import PARTS
 from ...core.wire.messages import AgentBody, EventMessage, NodeBeat, PageMessage, RankState
 from ...core.wire.view import ViewStraggler
 from ..assemble.stragglers import LEAST_STEPS, PART_TEXT, WARM_UP, SlowRank, find_slow_now

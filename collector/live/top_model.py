@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...core.frames import format_number
-from ...core.lone_process import is_rank, pid_of_number, rank_name
+from ...core.identity import is_rank, pid_of_number, rank_name
 from ...core.text import numbers_text, shown
 from ...core.values import DTYPE_MAX
 from ...core.wire.view import JobView, RankView

@@ -13,7 +13,7 @@ import msgspec
 from ...core.events import GpuHealth, GpuXid
 from ...core.frames import Frame, FramePhase, Page
 from ...core.gpu.counters import GpuSincePreflight
-from ...core.lone_process import is_rank, pid_of_number, rank_name
+from ...core.identity import is_rank, pid_of_number, rank_name
 from ...core.preflight import InventoryFacts, PreflightFinding
 from ...core.verdicts import Certainty, VerdictKind
 

@@ -9,9 +9,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.frames import format_number, module_text
-from ...core.lone_process import rank_name
+from ...core.identity import rank_name
 from ...core.text import shown_name
-from ...core.torch_notes import notes_on
+from ...core.torch_names import notes_on
 from .model import RankReport, RunReport
 from .sentence_parts import coarse_share_text, counted, grouped, ranks_text
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
+from rich.console import Console
+
 from ...core.events import ThreadSeen
-from ...core.lone_process import is_rank, rank_name
+from ...core.identity import is_rank, rank_name
 from ...core.text import ranks_text as text_of_many
 
 T = TypeVar("T")
@@ -123,3 +126,21 @@ _STATES = {
     "t": "which a debugger has stopped",
     "Z": "which has ended",
 }
+
+
+class TextConsole(Console):
+    """A text of `width` characters, printed with rich as on a terminal and kept; `color`: with escape sequences."""
+
+    def __init__(self, width: int, *, color: bool) -> None:
+        self._kept = io.StringIO()
+        super().__init__(
+            file=self._kept,
+            width=width,
+            force_terminal=color,
+            color_system="standard" if color else None,
+            highlight=False,
+        )
+
+    def text(self) -> str:
+        """All that was printed, without blanks at the ends of lines and without empty lines at the end."""
+        return "\n".join(line.rstrip() for line in self._kept.getvalue().splitlines()).rstrip("\n")

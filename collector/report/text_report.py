@@ -10,8 +10,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.frames import module_text
-from ...core.lone_process import rank_name
-from ...core.text import TextConsole, ranks_text
+from ...core.identity import rank_name
+from ...core.text import ranks_text
 from ...core.verdicts import ReportSection, VerdictKind
 from .model import CascadedRank, ConcurrentOrigin, RankAnomaly, RankReport, RunReport
 from .notices_text import (
@@ -25,7 +25,7 @@ from .notices_text import (
     warned_rows_table,
 )
 from .preflight_text import print_findings, print_stages
-from .sentence_parts import counted, grouped, one_on
+from .sentence_parts import TextConsole, counted, grouped, one_on
 from .side_by_side import can_be_compared, frames_text, rank_to_show, side_by_side, stacks_text
 
 # Which sections a report has, and which of them are open. The text and the page print this one list.

@@ -3,7 +3,7 @@
     header    4096 bytes   512 integers of 8 bytes: what is fixed, then where the rank is (`HeadField`); from ANOMALY_AT
                            on the rank's first anomaly: length, crc32, msgpack
               8192 bytes   what it does in its process groups: see group_table.py
-              4096 bytes   how long the parts of its last steps took: see step_table.py
+              4096 bytes   how long the parts of its last steps took: see `read_steps`
     log       LOG_BYTES    definitions and events, append only: length, crc32, msgpack, padded to 8
     segments  n x 16384    a ring; a batch (page) is a run of segments, the oldest are overwritten
 
@@ -17,6 +17,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 MAGIC = 0x31_48_43_54_41_57_55_47  # b"GUWATCH1" read as a little-endian integer
 VERSION = 4
@@ -223,7 +224,37 @@ def file_bytes(log_bytes: int = LOG_BYTES, segments: int = SEGMENTS) -> int:
 
 
 def file_name(rank: int, attempt: int) -> str:
-    """Name of the recorder file of a rank within its node's folder; or of a process that is none (lone_process.py)."""
+    """Name of the recorder file of a rank within its node's folder; or of a process that is none (identity.py)."""
     if rank < 0:
         return f"lone-{-rank}.recorder"
     return f"rank-{rank:05d}.attempt-{attempt:03d}.recorder"
+
+
+# How long the parts of a rank's last steps took: a ring of `STEPS` entries of `STEP_BYTES`.
+#
+# An entry is the count of timed steps (1 for the first one), the step, then the nanoseconds of each part (`PARTS`), and
+# the count once more. It is whole if both counts are equal. The rank writes in place; any bytes are read without harm.
+
+PARTS = ("outside", "forward", "backward", "waiting", "optimizer")
+"""`outside`: from the end of a step to the next forward: data loading, evaluation, checkpoints. `waiting`: for other
+ranks, as far as the host sees it. It is in no other part."""
+WAITING = PARTS.index("waiting")
+STEP_ENTRY = struct.Struct("<8q")
+assert STEP_ENTRY.size == STEP_BYTES == 8 * (3 + len(PARTS))
+
+
+class TimedStep(NamedTuple):
+    """One step: its number, and the nanoseconds of each of `PARTS`."""
+
+    number: int
+    parts: tuple[int, ...]
+
+
+def read_steps(data: bytes, after: int) -> list[tuple[int, TimedStep]]:
+    """(count, step) of the entries that were written after the first `after` ones, in their order."""
+    found = []
+    for position in range(STEPS):
+        count, number, *parts, again = STEP_ENTRY.unpack_from(data, position * STEP_BYTES)
+        if count == again > after and number >= 0 and min(parts) >= 0:
+            found.append((count, TimedStep(number, tuple(parts))))
+    return sorted(found)

@@ -17,7 +17,7 @@ from ..frames import Frame, Phase, Row, RowKind
 from ..values import Value, ValueEncoding
 from ..wire.messages import PageMessage
 from . import layout
-from .pages import NameTable, decode_frame, decode_row, frames_lost
+from .pages import FrameFields, NameTable, decode_frame, decode_row, frames_lost
 
 # The tables of a recorder as NumPy records: all rows of a page can be looked at at once. The bytes are layout.py's.
 
@@ -48,8 +48,6 @@ _MOST_BITS[ValueEncoding.FLOAT32] = (1 << 32) - 1
 _MOST_BITS[[ValueEncoding.FLOAT16, ValueEncoding.BFLOAT16]] = (1 << 16) - 1
 
 _LAST_PHASE, _LAST_KIND = int(max(Phase)), int(max(RowKind))
-
-FrameFields = tuple[int, int, int, int, int, int, int, int, int]
 
 
 class PageTables:
@@ -85,7 +83,7 @@ class PageTables:
     @property
     def first_fields(self) -> FrameFields | None:
         """The first frame, as it was recorded."""
-        return _fields(self.frames[0]) if len(self.frames) else None
+        return cast(FrameFields, self.frames[0].tolist()) if len(self.frames) else None
 
     @property
     def last_phase(self) -> int:
@@ -233,35 +231,18 @@ class PageTables:
         return numpy.where(there, starts[place] + offset, -1)
 
 
+_FIELDS_BUT_ROWS = tuple(field for field in Frame.__struct_fields__ if field != "rows")
+
+
 class LazyFrame:
     """A frame of a page that was received. It has what `Frame` has, and decodes its rows when they are asked for."""
 
-    __slots__ = (
-        "_names",
-        "_row_bytes",
-        "_rows",
-        "_tables",
-        "batch",
-        "cls",
-        "collectives",
-        "depth",
-        "index",
-        "module",
-        "parent",
-        "phase",
-        "seq",
-    )
+    __slots__ = ("_names", "_row_bytes", "_rows", "_tables", *_FIELDS_BUT_ROWS)
 
     def __init__(self, page: PageTables, names: NameTable, row_bytes: bytes, fields: FrameFields) -> None:
         bare = decode_frame(page.batch, fields, (), page.value_at, names)
-        self.batch, self.index, self.module, self.cls, self.phase = (
-            bare.batch,
-            bare.index,
-            bare.module,
-            bare.cls,
-            bare.phase,
-        )
-        self.depth, self.parent, self.seq, self.collectives = bare.depth, bare.parent, bare.seq, bare.collectives
+        for field in _FIELDS_BUT_ROWS:
+            setattr(self, field, getattr(bare, field))
         self._tables, self._names, self._row_bytes = page, names, row_bytes
         self._rows: list[Row] | None = None
 
@@ -283,18 +264,7 @@ class LazyFrame:
 
 def whole(frame: Frame) -> Frame:
     """The frame with all its rows, to be written."""
-    return Frame(
-        frame.batch,
-        frame.index,
-        frame.module,
-        frame.cls,
-        frame.phase,
-        frame.rows,
-        frame.depth,
-        frame.parent,
-        frame.seq,
-        frame.collectives,
-    )
+    return Frame(*(getattr(frame, field) for field in Frame.__struct_fields__))
 
 
 def _is_one_of(slots: Any, chosen: bytes) -> Any:
@@ -304,8 +274,3 @@ def _is_one_of(slots: Any, chosen: bytes) -> Any:
 
 def _joined(parts: list[bytes], dtype: Any) -> Any:
     return numpy.frombuffer(bytearray().join(parts), dtype)
-
-
-def _fields(record: Any) -> FrameFields:
-    fields: FrameFields = record.tolist()
-    return fields

@@ -9,24 +9,23 @@ import time
 import weakref
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ..events import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
+from ..own_files import OwnDescriptor
 from ..wire.messages import HooksText, PageMessage, PageSegment, RankState
 from . import layout
 from .group_table import progress_of, read_groups
-from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField
-from .own_files import OwnDescriptor
-from .step_table import TimedStep, read_steps
+from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField, TimedStep, read_steps
 
 _DEFINITIONS = (RootDef, ModuleDef, SlotDef, ShapeDef)
 _NOT_AN_ENTRY = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _SEARCH_BYTES = 32 << 20
-"""So many bytes are checked at most to find the next whole entry behind a damaged one."""
+"""The most bytes that are checked to find the next whole entry behind a damaged one."""
 _READS = 4
-"""So often at most a header is read that says what none says."""
+"""How often at most a header is read that says what none says."""
 _VERSIONS = (layout.EARLIER_VERSION, layout.VERSION)
 _MAX_ENTRY = 64 << 10
 """What is longer is not found again behind a damaged entry."""
@@ -189,14 +188,9 @@ class RecorderReader:
         """What the rank has written into its header; None if there is nothing, or nothing whole (`overflow_seen`)."""
         if self[HeadField.ANOMALY] != AnomalyFlag.WRITTEN:
             return None
-        header = self._read(0, layout.FIXED_BYTES)
-        size, checksum = layout.ENTRY.unpack_from(header, layout.ANOMALY_AT)
-        start = layout.ANOMALY_AT + layout.ENTRY.size
-        payload = header[start : start + size]
-        if zlib.crc32(payload) != checksum:
-            return None
+        payload = _LogStretch(self._read(0, layout.FIXED_BYTES), 0).entry(layout.ANOMALY_AT)
         try:
-            entry = self._decoder.decode(payload)
+            entry = self._decoder.decode(payload) if payload is not None else None
         except _NOT_AN_ENTRY:
             return None
         return entry if isinstance(entry, Anomaly) else None
@@ -245,38 +239,24 @@ class RecorderReader:
         """A snapshot for a beat."""
         fields = self._steady_header()
         module = self.modules.get(fields[HeadField.MODULE])
+        as_they_are: dict[str, Any] = {field.name.lower(): fields[field] for field in _SHOWN_AS_THEY_ARE}
         return RankState(
             rank=self.rank,
             local_rank=self.local_rank,
             attempt=self.attempt,
             pid=self.pid,
             phase=_phase(fields[HeadField.PHASE]).name.lower(),
-            step=fields[HeadField.STEP],
-            batch=fields[HeadField.BATCH],
-            seq=fields[HeadField.SEQ],
             module=module.name if module is not None else None,
             cls=module.cls if module is not None else None,
-            rows_lost=fields[HeadField.ROWS_LOST],
             records_lost=fields[HeadField.RECORDS_LOST] + self.damaged + _is_garbage(fields),
-            ignored=fields[HeadField.IGNORED],
-            scaler_skips=fields[HeadField.SCALER_SKIPS],
-            warned=fields[HeadField.WARNED],
-            batches_skipped=fields[HeadField.BATCHES_SKIPPED],
             age_s=max(0.0, (time.monotonic_ns() - fields[HeadField.MOVED_NS]) / 1e9),
-            world_size=fields[HeadField.WORLD_SIZE],
             hooks=_HOOKS.get(fields[HeadField.HOOKS], "none"),
             overflow=fields[HeadField.ANOMALY] in _SEEN,
-            absorbed=fields[HeadField.ABSORBED],
-            faults=fields[HeadField.FAULTS],
-            names_lost=fields[HeadField.NAMES_LOST],
-            calls_left_out=fields[HeadField.CALLS_LEFT_OUT],
-            left_out_page=fields[HeadField.LEFT_OUT_PAGE],
-            hooks_gone=fields[HeadField.HOOKS_GONE],
-            gone_page=fields[HeadField.GONE_PAGE],
             unseen_child=fields[HeadField.UNSEEN_CHILD] if 0 <= fields[HeadField.UNSEEN_CHILD] <= _MOST_PID else 0,
             left=fields[HeadField.LEFT] == layout.seal(1),
             passed_unseen=fields[HeadField.PASSED_UNSEEN] != layout.seal(0),
             groups_not_shown=max(0, fields[HeadField.GROUPS_NOT_SHOWN]),
+            **as_they_are,
         )
 
     # -- pages --------------------------------------------------------------------------------------------------
@@ -290,7 +270,7 @@ class RecorderReader:
 
     @property
     def segments(self) -> int:
-        """So many the ring has."""
+        """How many the ring has."""
         return self._segments
 
     def held(self) -> list[HeldPage]:
@@ -366,7 +346,7 @@ class RecorderReader:
 
 
 class _LogStretch:
-    """A stretch of the log; positions count from the log's beginning."""
+    """A stretch of the log, or the header; positions count from where that begins."""
 
     def __init__(self, data: bytes, start: int) -> None:
         self._data = data
@@ -380,7 +360,7 @@ class _LogStretch:
         return payload if size and len(payload) == size and zlib.crc32(payload) == checksum else None
 
     def next_entry(self, position: int, most: int) -> tuple[int, int]:
-        """(where the next whole entry begins, bytes that were checked). The end if none is found in so many bytes."""
+        """(where the next whole entry begins, bytes that were checked). The end if none is found in `most` bytes."""
         searched = 0
         while position - self._start + layout.ENTRY.size <= len(self._data) and searched < most:
             size, _ = layout.ENTRY.unpack_from(self._data, position - self._start)
@@ -429,6 +409,16 @@ _COUNTED = (
     HeadField.UNSEEN_CHILD,
 )
 """What is never below 0."""
+_SHOWN_AS_THEY_ARE = (
+    *(field for field in _COUNTED if field not in (HeadField.RECORDS_LOST, HeadField.UNSEEN_CHILD)),
+    HeadField.STEP,
+    HeadField.BATCH,
+    HeadField.SEQ,
+    HeadField.WORLD_SIZE,
+    HeadField.LEFT_OUT_PAGE,
+    HeadField.GONE_PAGE,
+)
+"""Fields that RankState has by the same name."""
 _MOVING = (
     HeadField.PHASE,
     HeadField.STEP,

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ..own_files import write_whole
 from ..settings import WorkerSettings
 
 RUN_VARIABLE = "GPUWATCH_RUN"
@@ -43,10 +44,8 @@ def env() -> dict[str, str]:
 
 
 def write_settings(folder: Path, settings: WorkerSettings) -> None:
-    """What the ranks are told. It is there, whole, or not at all."""
-    new = folder / f".{_SETTINGS}"
-    new.write_text(settings.to_json())
-    new.replace(folder / _SETTINGS)
+    """The settings of the ranks."""
+    write_whole(folder / _SETTINGS, settings.to_json().encode())
 
 
 def read_settings(folder: Path) -> WorkerSettings | None:
@@ -59,9 +58,7 @@ def read_settings(folder: Path) -> WorkerSettings | None:
 
 def write_meeting_key(folder: Path, key: str) -> None:
     """What the ranks seal their preflight's values with. The folder is private; no variable has it."""
-    fd = os.open(folder / _MEETING_KEY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(key)
+    write_whole(folder / _MEETING_KEY, key.encode())
 
 
 def read_meeting_key(folder: Path) -> str:
@@ -96,17 +93,14 @@ def read_failed(folder: Path, pid: int) -> str:
     """Of this process, or of the last of others; "" if none has told."""
     with suppress(OSError):
         own = folder / _FAILED.format(pid=pid)
-        found = [own] if own.exists() else sorted(folder.glob(_FAILED.format(pid="*")), key=_when)[-1:]
+        others = folder.glob(_FAILED.format(pid="*"))
+        found = [own] if own.exists() else sorted(others, key=lambda path: path.stat().st_mtime_ns)[-1:]
         return found[0].read_text(errors="replace")[:_MOST_TEXT] if found else ""
     return ""
 
 
-def _when(path: Path) -> int:
-    return path.stat().st_mtime_ns
-
-
 def process_file(pid: int, programs: int = 0) -> str:
-    """Name of the recorder of a process that may become a rank, or not. So many programs had it before (os.exec)."""
+    """Name of the recorder of a process that may become a rank, or not. `programs` had it before (os.exec)."""
     return _PROCESS.format(pid=f"{programs}-{pid}" if programs else pid)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ..host import host_name
+from ..host import host_name, stat_fields
+from ..own_files import write_whole
 from .layout import file_bytes
 
 _PREFIX = "gpuwatch-"
@@ -20,9 +21,9 @@ _DISK = Path("/var/tmp")
 _OWNER = "owner"
 _FILES = 32
 _FILES_OF_RANK = 4
-"""At most so many are in a folder, without those that the script has."""
+"""The most files of a rank in a folder, without those that the script has."""
 KEPT_ATTEMPTS = 2
-"""Recorders of so many attempts that have ended are kept."""
+"""How many attempts that have ended keep their recorders."""
 _TRIES = 3
 RESCUED = "rescued"
 """Folder in the scratch for what the runs' folder took no more of."""
@@ -31,8 +32,8 @@ RESCUED = "rescued"
 def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence: None) -> Path:
     """Make the folder for so many recorders: in shared memory, of which they take half of what is free, else on a disk.
 
-    `say` is told why it is not in shared memory, and if no disk has the room either. Where no folder can be made at
-    all, that is said, and the folder of the path is not there: the ranks go on unwatched.
+    `say` gets the reason if it is not in shared memory, and if no disk has the room either. If no folder can be made,
+    `say` gets that, and the folder of the path does not exist: the ranks go on unwatched.
     """
     remove_stale()
     size, files = recorders * file_bytes(), _FILES + _FILES_OF_RANK * recorders
@@ -97,7 +98,7 @@ def _free(base: Path) -> int:
 
 
 def _files_free(base: Path) -> int:
-    """So many files can be made there, as far as is known; what counts none, such as btrfs, takes any number."""
+    """How many files can be made there, as far as is known; what counts none, such as btrfs, takes any number."""
     with suppress(OSError):
         found = os.statvfs(base)
         return found.f_favail if found.f_files else sys.maxsize
@@ -105,12 +106,9 @@ def _files_free(base: Path) -> int:
 
 
 def _sign(folder: Path) -> None:
-    new = folder / f".{_OWNER}-{os.getpid()}"
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        began = _began(os.getpid())
-        file.write(f"{os.getpid()} {began if began is not None else 0} {_pid_namespace()} {_boot()} {host_name()}")
-    new.replace(folder / _OWNER)
+    began = _began(os.getpid()) or 0
+    owner = f"{os.getpid()} {began} {_pid_namespace()} {_boot()} {host_name()}"
+    write_whole(folder / _OWNER, owner.encode())
 
 
 def _began(pid: int) -> int | None:
@@ -119,7 +117,7 @@ def _began(pid: int) -> int | None:
     if not Path("/proc/self/stat").exists():
         return None
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+        return int(stat_fields(Path(f"/proc/{pid}"))[19])
     except (OSError, ValueError, IndexError):
         return 0
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 
 from ..events import Anomaly, Definition, LogEntry, OwnFault, costs_frames
+from ..own_files import RecorderMap
+from ..text import shown_plainly
 from . import layout
 from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField
-from .own_files import RecorderMap
 from .pages import NameTable
 
 _EVENT_RESERVE = 256 << 10
@@ -37,7 +38,7 @@ _pack_value, _pack_frame = layout.VALUE.pack_into, layout.FRAME.pack_into
 
 @cache
 def _rows_of(count: int) -> struct.Struct:
-    """So many rows, one behind the other."""
+    """`count` rows, one behind the other."""
     return struct.Struct("<" + layout.ROW.format.lstrip("<") * count)
 
 
@@ -79,7 +80,7 @@ class OpenPage:
         self.held: list[int] = []
         """All its segments, counted likewise."""
         self.judged: object = None
-        """How far it has been judged: for whoever does that."""
+        """How far it has been judged, for the judge's own use."""
         self.ended = False
         self.with_gradients = True
         """Its forward records a graph for a backward."""
@@ -228,10 +229,7 @@ class RecorderWriter:
             self.fields[HeadField.RECORDS_LOST] += 1
             self.fields[HeadField.NAMES_LOST] += isinstance(record, Definition)
             return False
-        at = self._log_at + self._log_end
-        layout.ENTRY.pack_into(self._bytes, at, len(payload), zlib.crc32(payload))
-        start = at + layout.ENTRY.size
-        self._bytes[start : start + len(payload)] = payload
+        self._write_entry(self._log_at + self._log_end, payload)
         self._log_end += size
         self.fields[HeadField.LOG_END] = self._log_end
         return True
@@ -257,17 +255,20 @@ class RecorderWriter:
             return
         if payload is None or len(payload) > room:
             return
-        start = layout.ANOMALY_AT + layout.ENTRY.size
-        layout.ENTRY.pack_into(self._bytes, layout.ANOMALY_AT, len(payload), zlib.crc32(payload))
-        self._bytes[start : start + len(payload)] = payload
+        self._write_entry(layout.ANOMALY_AT, payload)
         fields[HeadField.ANOMALY] = AnomalyFlag.WRITTEN  # last: a reader waits for it
+
+    def _write_entry(self, at: int, payload: bytes) -> None:
+        start = at + layout.ENTRY.size
+        layout.ENTRY.pack_into(self._bytes, at, len(payload), zlib.crc32(payload))
+        self._bytes[start : start + len(payload)] = payload
 
     def _encode(self, record: LogEntry) -> bytes | None:
         """Bytes of a record; None for one that cannot be written at all (an integer beyond 64 bits)."""
         try:
             return self._encoder.encode(record)
         except UnicodeEncodeError:  # a file name that is no UTF-8, in a message
-            return self._encoder.encode(_with_plain_text(record))
+            return self._encoder.encode(shown_plainly(record))
         except OverflowError:
             return None
 
@@ -439,13 +440,3 @@ def _shortened(anomaly: Anomaly) -> Anomaly:
     where = msgspec.structs.replace(anomaly.where, root=anomaly.where.root[:100], clock={})
     texts = {name: value[:150] for name, value in msgspec.structs.asdict(anomaly).items() if isinstance(value, str)}
     return msgspec.structs.replace(anomaly, where=where, shape=None, **texts)
-
-
-def _with_plain_text(record: LogEntry) -> LogEntry:
-    """The record with what UTF-8 cannot hold shown as escapes."""
-    texts = {
-        name: value.encode(errors="backslashreplace").decode()
-        for name, value in msgspec.structs.asdict(record).items()
-        if isinstance(value, str)
-    }
-    return msgspec.structs.replace(record, **texts)

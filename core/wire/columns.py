@@ -14,8 +14,8 @@ import numpy
 from ..events import Definition, SlotDef
 from ..frames import Phase, RowKind
 from ..metrics import is_count
+from ..recorder.layout import PARTS, TimedStep
 from ..recorder.page_tables import PageTables
-from ..recorder.step_table import PARTS, TimedStep
 from ..roles import RoleKind, parse_role
 from ..values import ValueEncoding
 from .messages import RankHistoryMessage
@@ -125,15 +125,21 @@ def unpack(history: RankHistoryMessage) -> Any:
     if batches * columns > _MOST_CELLS or len(history.dtypes) != columns or len(history.steps) != batches:
         raise ValueError(f"a history of {batches} batches and {columns} columns")
     size = 2 * batches * columns
-    try:
-        data = zlib.decompressobj().decompress(history.codes, size + 1)
-    except zlib.error as error:
-        raise ValueError(f"a history that cannot be unpacked: {error}") from error
+    data, _ = _unpacked(history.codes, size, "a history")
     if len(data) != size:
         raise ValueError(f"a history of {size} bytes that has {len(data)}")
     codes = numpy.frombuffer(data, "<u2").reshape(batches, columns)
     numbers = (codes.astype(numpy.uint32) << 16).view(numpy.float32)
     return numpy.where(codes == ABSENT, numpy.float32(NO_NUMBER), numbers)
+
+
+def _unpacked(data: bytes, most: int, what: str) -> tuple[bytes, bool]:
+    """(at most one byte more than `most`, whether that is all)"""
+    whole = zlib.decompressobj()
+    try:
+        return whole.decompress(data, most + 1), whole.eof
+    except zlib.error as error:
+        raise ValueError(f"{what} that cannot be unpacked: {error}") from error
 
 
 # The steps of a rank as they travel: a table of (step, microseconds of each part), packed into bytes.
@@ -156,12 +162,8 @@ def unpack_steps(data: bytes) -> tuple[list[int], Any]:
     Raises ValueError for bytes that no agent sends.
     """
     most = 4 * _COLUMNS * MOST_STEPS
-    whole = zlib.decompressobj()
-    try:
-        raw = whole.decompress(data, most + 1)
-    except zlib.error as error:
-        raise ValueError(f"steps that cannot be unpacked: {error}") from error
-    if not whole.eof or len(raw) > most or len(raw) % (4 * _COLUMNS):
+    raw, is_whole = _unpacked(data, most, "steps")
+    if not is_whole or len(raw) > most or len(raw) % (4 * _COLUMNS):
         raise ValueError(f"{len(raw)} bytes of steps")
     table = numpy.frombuffer(raw, "<u4").reshape(-1, _COLUMNS)
     return table[:, 0].tolist(), table[:, 1:].astype(numpy.float64) / 1e6
@@ -196,13 +198,9 @@ def unpack_samples(data: bytes, series: int) -> tuple[Any, Any]:
     """
     if not 0 < series <= MOST_SERIES:
         raise ValueError(f"telemetry of {series} series")
-    whole = zlib.decompressobj()
-    try:
-        raw = whole.decompress(data, MOST_BYTES + 1)
-    except zlib.error as error:
-        raise ValueError(f"telemetry that cannot be unpacked: {error}") from error
+    raw, is_whole = _unpacked(data, MOST_BYTES, "telemetry")
     samples, rest = divmod(len(raw), 8 + 4 * series)
-    if not whole.eof or rest or not 0 < samples <= MOST_SAMPLES:
+    if not is_whole or rest or not 0 < samples <= MOST_SAMPLES:
         raise ValueError(f"{len(raw)} bytes of telemetry of {series} series")
     seconds = numpy.frombuffer(raw, "<f8", samples)
     if not numpy.isfinite(seconds).all() or (numpy.diff(seconds) < 0).any():

@@ -22,9 +22,10 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from ..any_text import from_json, to_json
 from ..errors import UsageError
+from ..own_files import write_whole
 from ..settings import WorkerSettings
+from ..text import from_json, to_json
 from .pipe import AgentConfig
 
 SECRET_VARIABLE = "GPUWATCH_SECRET"
@@ -53,7 +54,7 @@ def derive_keys(secret: str, job: str) -> JobKeys:
 
 
 def meeting_key(keys: JobKeys) -> str:
-    """What the ranks of a job seal the values with that they meet by (core/wire/seal.py)."""
+    """What the ranks of a job seal the values with that they meet by (core/preflight.py)."""
     return hashlib.sha256(b"gpuwatch meeting " + keys.agent.private).hexdigest()
 
 
@@ -132,14 +133,9 @@ class RunInvitation(msgspec.Struct, frozen=True):
 
 
 def write_join(folder: Path, join: RunInvitation) -> Path:
-    """Whole, or not at all. Returns its path. Raises OSError."""
-    path = folder / NAME
-    new = folder / f".{NAME}"
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(to_json(join))
-    new.replace(path)
-    return path
+    """Returns its path. Raises OSError."""
+    write_whole(folder / NAME, to_json(join))
+    return folder / NAME
 
 
 def read_join(path: Path) -> RunInvitation:

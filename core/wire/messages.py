@@ -15,14 +15,15 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from ..any_text import carried, given_back
 from ..errors import GpuwatchError
-from ..events import Definition, Event, GpuCounters, GpuHealth, GpuXid, NodeSignal
+from ..events import Definition, Event, RankEvent
+from ..text import carried, given_back
 from ..verdicts import VerdictKind
 
 # The job of a batch scheduler that a node runs in, in the scheduler's own words. The launcher's module for that
 # scheduler fills it in; who reads it knows no scheduler by name.
 
+T = TypeVar("T")
 _BLANK = re.compile(r"\{(nodes|reason)\}")
 
 
@@ -65,7 +66,7 @@ has said goodbye and not taken the verdict. Packets may be lost meanwhile, or th
 
 
 class AgentHello(msgspec.Struct, frozen=True, tag="hello"):
-    """An agent's first message: who it is."""
+    """An agent's first message: who it is. Its launch has written the rest (`AgentConfig`)."""
 
     agent: str
     host: str
@@ -223,7 +224,7 @@ class RankState(msgspec.Struct, frozen=True):
     steps_timed: int = 0
     """Steps whose times are in `parts_us`."""
     parts_us: list[int] = []
-    """Microseconds of all of them in each part (core/recorder/step_table.py); [] without one."""
+    """Microseconds of all of them in each part (core/recorder/layout.py); [] without one."""
     begun: int = -1
     """Of a rank that has rested for seconds: collectives that it has begun in its largest process group; else -1."""
     waits: bool = False
@@ -249,11 +250,11 @@ class RankState(msgspec.Struct, frozen=True):
     traces_thinned: int = 0
     """Pages of `--trace-batches` that were not sent: the job's store has no room for all."""
     groups_not_shown: int = 0
-    """Process groups that found no room in its table of them: a hang in one is told with less."""
+    """Process groups that found no room in its table of them: a hang in one is explained with less."""
 
     @property
     def events_lost(self) -> int:
-        """Records that were lost and that may have told of something bad. Names cannot."""
+        """Lost records that may have reported something bad. Names cannot."""
         return max(0, self.records_lost - self.names_lost)
 
 
@@ -293,10 +294,10 @@ class NodeBeat(msgspec.Struct, frozen=True, tag="beat"):
     clock_round_trip_ns: int | None = None
     """Of the exchange that the offset was measured in. The offset is uncertain by half of this."""
     hot: bytes = b""
-    """Of its ranks' modules those that are closest to their limit (`pack_hot`), while somebody looks on. It decides
-    nothing."""
+    """Of its ranks' modules those that are closest to their limit (`pack_list` of HotModule), while somebody looks on.
+    It decides nothing."""
     gpus: bytes = b""
-    """Its GPUs (`pack_gpus`), while somebody looks on. It decides nothing."""
+    """Its GPUs (`pack_list` of GpuNow), while somebody looks on. It decides nothing."""
 
 
 class NodeBye(msgspec.Struct, frozen=True, tag="bye"):
@@ -313,18 +314,13 @@ class NodeBye(msgspec.Struct, frozen=True, tag="bye"):
     """What torchrun, or the command, raised itself: `DistNetworkError: ...`."""
 
 
-def pack_hot(hot: list[HotModule]) -> bytes:
+def pack_list(found: list[HotModule] | list[GpuNow]) -> bytes:
     """For a beat; b"" for none."""
-    return _encoder.encode(hot) if hot else b""
-
-
-def pack_gpus(gpus: list[GpuNow]) -> bytes:
-    """For a beat; b"" for none."""
-    return _encoder.encode(gpus) if gpus else b""
+    return _encoder.encode(found) if found else b""
 
 
 def closest_modules(found: Iterable[HotModule], most: int) -> list[HotModule]:
-    """Those with the least left, the closest first. Of a module that several ranks have told of, its closest rank."""
+    """Those with the least left, the closest first. Of a module that several ranks report, its closest rank."""
     chosen: dict[str, HotModule] = {}
     for hot in sorted(found, key=lambda hot: hot.left):
         if len(chosen) == most:
@@ -333,18 +329,10 @@ def closest_modules(found: Iterable[HotModule], most: int) -> list[HotModule]:
     return list(chosen.values())
 
 
-def unpack_hot(data: bytes) -> list[HotModule]:
+def unpack_list(data: bytes, kind: type[T]) -> list[T]:
     """Of a beat. [] for bytes that no agent sends."""
     try:
-        return _hot_decoder.decode(data) if data else []
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return []
-
-
-def unpack_gpus(data: bytes) -> list[GpuNow]:
-    """Of a beat. [] for bytes that no agent sends."""
-    try:
-        return _gpus_decoder.decode(data) if data else []
+        return msgspec.msgpack.decode(data, type=list[kind]) if data else []  # type: ignore[valid-type]
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return []
 
@@ -391,7 +379,7 @@ def ranks_of(body: AgentBody) -> list[tuple[int, int]]:
         return [(state.attempt, state.rank) for state in body.ranks]
     if isinstance(body, NameDefinitions | PageMessage | RankHistoryMessage):
         return [(body.attempt, body.rank)]
-    if isinstance(body, EventMessage) and not isinstance(body.event, NodeSignal | GpuXid | GpuCounters | GpuHealth):
+    if isinstance(body, EventMessage) and isinstance(body.event, RankEvent):
         return [(body.event.where.attempt, body.event.where.rank)]
     return []
 
@@ -433,7 +421,7 @@ class MessageAck(msgspec.Struct, frozen=True, tag="ack"):
     received: int = -1
     """To a beat: everything up to this number had come before it, stored or not. -1: not said."""
     credit: int = -1
-    """So many bytes of definitions and pages may be on the way; one message always may. -1: as before."""
+    """How many bytes of definitions and pages may be on the way; one message always may. -1: as before."""
     looks: bool = False
     """Somebody looks on: beats should say which modules are closest to their limit."""
 
@@ -455,7 +443,7 @@ class LookAtRanks(msgspec.Struct, frozen=True, tag="look_at_ranks"):
 
 
 class StopRanks(msgspec.Struct, frozen=True, tag="stop"):
-    """End the ranks of this node, because the job has ended elsewhere."""
+    """End the ranks of this node, because the job has ended elsewhere. The agent hands it to its launch."""
 
     reason: str
     restart: bool = False
@@ -496,11 +484,7 @@ class _RawAgentMessage(msgspec.Struct, frozen=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder = msgspec.msgpack.Decoder(AgentMessage)
-_hot_decoder = msgspec.msgpack.Decoder(list[HotModule])
-_gpus_decoder = msgspec.msgpack.Decoder(list[GpuNow])
 _collector_decoder: msgspec.msgpack.Decoder[CollectorMessage] = msgspec.msgpack.Decoder(CollectorMessage)
-
-T = TypeVar("T")
 
 
 def encode(message: AgentMessage | CollectorMessage) -> bytes:

@@ -7,10 +7,10 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from ..any_text import from_json, given_back, to_json
 from ..settings import OnHang
+from ..text import from_json, given_back, to_json
+from .messages import AgentHello, NodeBye, StopRanks
 from .messages import JobResult as JobResult
-from .messages import SchedulerJob
 
 
 class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
@@ -22,32 +22,18 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     private_key: str
     recorder_dir: str
     spool_dir: str
-    nproc: int
-    min_nodes: int
-    max_nodes: int
-    command: list[str]
-    versions: dict[str, str]
-    rdzv_id: str
-    trace_batches: list[int] = []
-    check_only: bool = False
-    job: SchedulerJob | None = None
-    """The scheduler's job that the node runs in; None outside of one."""
+    hello: AgentHello
+    """What it says first: the agent puts in its name, its host and its process."""
     identity: str = ""
     """Random, of the node agents of one launch. The collector alone is shown it; their name is made from it."""
     life: int = 0
     """Counts them: one that has ended is started again."""
     hang_timeout_s: float | None = 0.0
-    """A rank that has not moved for so long is told of; 0: never; None: learned from its steps."""
-    run: str = ""
-    """The run that the agent before it was welcomed to."""
-    starter: str = "torchrun"
-    """Who starts the ranks, for a sentence."""
+    """A rank that has not moved for this long is reported; 0: never; None: learned from its steps."""
     ends_ranks: bool = False
     """It ends what its launch leaves behind, should that be killed."""
     telemetry_s: float = 0.0
-    """So often the figures of the node are read; 0: never."""
-    starts_all: bool = False
-    """The ranks of all nodes come from what this one has started."""
+    """How often the figures of the node are read; 0: never."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -56,7 +42,6 @@ class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
     attempt: int
     pids: dict[int, int]
     """rank -> pid"""
-    local_ranks: dict[int, int]
 
 
 class WorkersEnded(msgspec.Struct, frozen=True, tag="ended"):
@@ -67,23 +52,15 @@ class WorkersEnded(msgspec.Struct, frozen=True, tag="ended"):
     failed: list[int]
 
 
-class LaunchDone(msgspec.Struct, frozen=True, tag="done"):
-    """torchrun has ended."""
+class LaunchDone(NodeBye, frozen=True, tag="done"):
+    """torchrun, or the command, has ended: what the agent says as its goodbye, and why it did."""
 
-    outcome: str
-    signal: int = 0
     reason: str = ""
     """Why the scheduler sent the signal, where it tells."""
-    down_nodes: list[str] = []
+    down_nodes: list[str] = msgspec.field(default_factory=list)
     """Nodes of the job that the scheduler has lost."""
     told_by: str = ""
     """The scheduler's command that told so."""
-    note: str = ""
-    """Why no rank was heard, where that is known."""
-    unwatched: list[str] = []
-    """Python processes that could not be watched: `process 4242 was not watched (...)`."""
-    error: str = ""
-    """What torchrun, or the command, raised itself: `DistNetworkError: ...`."""
 
 
 ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone
@@ -93,14 +70,6 @@ class UserNotice(msgspec.Struct, frozen=True, tag="notice"):
     """One sentence for the user."""
 
     text: str
-
-
-class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
-    """End the ranks of this node: the job cannot go on elsewhere."""
-
-    reason: str
-    restart: bool = False
-    """It stands still: torchrun may start them again."""
 
 
 class VerdictWait(msgspec.Struct, frozen=True, tag="waiting"):
@@ -113,7 +82,7 @@ class NodeWelcomed(msgspec.Struct, frozen=True, tag="welcomed"):
     run: str
 
 
-FromAgent = UserNotice | StopRequest | JobResult | VerdictWait | NodeWelcomed
+FromAgent = UserNotice | StopRanks | JobResult | VerdictWait | NodeWelcomed
 
 
 class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
@@ -132,7 +101,7 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     resume: str = ""
     """Folder of a run whose collector has ended, to go on with; "" for a new run."""
     on_hang: OnHang = "report"
-    """What follows when no rank moves any more: it is told, or the job is ended, too; `auto`: if it cannot go on."""
+    """What follows when no rank moves any more: a report, or the end of the job, too; `auto`: if it cannot go on."""
     fallback: str = ""
     """Another folder for the store, should the runs' folder take no more; "" for none."""
     viewer_private_key: str = ""
@@ -204,7 +173,7 @@ def write_line(pipe: IO[bytes], message: msgspec.Struct) -> bool:
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
 _from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 _from_collector: msgspec.json.Decoder[FromCollector] = msgspec.json.Decoder(FromCollector)
-# bytes of a path that are no UTF-8 travel, too: see any_text.py
+# bytes of a path that are no UTF-8 travel, too: see core/text.py
 
 
 def read_to_agent(line: bytes) -> ToAgent:

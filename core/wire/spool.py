@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import GpuwatchError
+from ..own_files import read_regular
 from .messages import MAX_MESSAGE_BYTES, AgentHello, AgentMessage, WireError, decode_agent
-from .regular_file import read_regular
 
 SUFFIX = ".spool"
 MAX_BYTES = 128 << 20

@@ -15,7 +15,7 @@ from .messages import HotModule
 
 SCHEMA = 1
 FILE = "view.json"
-"""In a run's folder while its collector runs: who can read it may look on."""
+"""In a run's folder while its collector runs: whoever can read it may look on."""
 
 
 class ViewerKeys(msgspec.Struct, frozen=True):
@@ -120,9 +120,9 @@ class JobView(msgspec.Struct, frozen=True):
     """What was lost for want of room: `frames`, `rows`, `records`, `pages`."""
     schema: int = SCHEMA
     processes: list[RankView] = []
-    """Some of those that have called a module and are no rank; `rank` is below 0 (core/lone_process.py)."""
+    """Some of those that have called a module and are no rank; `rank` is below 0 (core/identity.py)."""
     more_processes: int = 0
-    """So many more there are."""
+    """How many more there are."""
 
 
 def read_viewer_keys(folder: Path) -> ViewerKeys | None:

@@ -3,9 +3,9 @@
     launch --JSON lines--> agent --ZeroMQ, CURVE--> collector
     recorders (mapped) -----^
 
-It never blocks on the network: what the collector has not acknowledged waits in the outbox, and all that it sends is
-in its spool as well, for a collector that never comes back. An agent that has ended is started again by its launch: the
-recorders are files, so it reads them from the beginning, and what has come twice is told once.
+It never blocks on the network: what the collector has not acknowledged waits in the outbox, and all that it sends is in
+its spool as well, for a collector that never comes back. An agent that has ended is started again by its launch: the
+recorders are files, so it reads them from the beginning, and nothing is reported twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from contextlib import suppress
@@ -29,10 +28,10 @@ from msgspec.structs import replace
 
 from ...core import host
 from ...core.errors import ExitCode, GpuwatchError
-from ...core.events import Anomaly, GpuCounters, GpuHealth, GpuXid, NodeSignal, PreflightResult, WorkerExit
+from ...core.events import Anomaly, Event, GpuCounters, GpuHealth, GpuXid, NodeSignal, PreflightResult, WorkerExit
 from ...core.gpu.nvml_child import KILLED_S
 from ...core.host import OwnClock
-from ...core.lone_process import is_rank
+from ...core.identity import is_rank
 from ...core.recorder.layout import file_name
 from ...core.recorder.run_folder import PROCESSES
 from ...core.recorder.scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch
@@ -42,29 +41,20 @@ from ...core.wire.keys import agent_name, new_identity
 from ...core.wire.messages import (
     VERDICT_PATIENCE_S,
     AgentBody,
-    AgentHello,
-    AgentLeaving,
-    AgentMessage,
-    AgentRefused,
+    CollectorMessage,
     EventMessage,
     LookAtRanks,
-    MessageAck,
     NodeBeat,
     NodeBye,
     PageMessage,
     RankHistoryMessage,
-    RankState,
     RunWelcome,
     StopRanks,
     TelemetryMessage,
     WantedBatch,
-    WireError,
     closest_modules,
-    decode_collector,
-    encode,
     node_of,
-    pack_gpus,
-    pack_hot,
+    pack_list,
     ranks_of,
 )
 from ...core.wire.pipe import (
@@ -72,7 +62,6 @@ from ...core.wire.pipe import (
     JobResult,
     LaunchDone,
     NodeWelcomed,
-    StopRequest,
     UserNotice,
     VerdictWait,
     WorkersEnded,
@@ -82,38 +71,33 @@ from ...core.wire.pipe import (
     write_line,
 )
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
+from .collector_link import CollectorLink, ForgottenMessages
 from .gpus import GpuWatch
-from .outbox import BeatClock, ClockOffset, MessageOutbox, ResendClock
-from .process_ends import ProcessEnds, RunOrphans, memory_kills, session_of
+from .host_figures import memory_kills
+from .process_ends import ProcessEnds, RunOrphans, session_of
+from .rank_pages import TracedBatches
 from .rank_stalls import StallWatch
 from .rank_watch import MOST_HOT, RankWatch
 from .telemetry import NodeTelemetry
-from .traced import TracedBatches
 
 LOOK_S = 0.05
 """How often it looks whether a rank's process has begun to end."""
 TURN_S = 0.1
 """How often it reads the recorders, where nothing else wakes it up."""
-UNREACHABLE_S = 30.0
-"""After which the user is told that nobody answers."""
 NEVER_CAME_S = 15.0
-"""After the job has ended, so long is waited for a collector that was never heard."""
-CONNECT_MS = 4000
-"""After which it tries anew. TCP itself waits twice as long before each try, up to a minute once packets were lost."""
-HANDSHAKE_MS = 15_000
-_LINGER_MS = 1000
-_MOST_LINGER_S = 3.0
-"""ZeroMQ's own thread asks DNS for the collector's name, and does not end before it has an answer: a minute, maybe."""
+"""How long the agent waits, after the job has ended, for a collector that never answered."""
 WAITING_S = 5.0
-"""How often, at the end, the launch is told that its agent is alive."""
+"""How often, at the end, the agent tells its launch that it is alive."""
 
-
+_THE_WORST_LAST = (
+    ExitCode.CLEAN,
+    ExitCode.SCRIPT_FAILED,
+    ExitCode.LOST,
+    ExitCode.OVERFLOW,
+    ExitCode.PREFLIGHT_FAILED,
+)
 _M_MMAP_THRESHOLD = -3
 """mallopt(3)"""
-
-
-class ForgottenMessages(Exception):
-    """The collector does not know any more what it had acknowledged."""
 
 
 class NodeAgentLoop:
@@ -133,23 +117,21 @@ class NodeAgentLoop:
         self._folder = Path(config.recorder_dir)
         self._identity = f"{config.identity or new_identity()}.{config.life}".encode()
         self._id = agent_name(self._identity)
-        self.outbox = MessageOutbox()
-        self.traces = TracedBatches(config.max_nodes)
+        self.traces = TracedBatches(config.hello.max_nodes)
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
-        self._clock = ClockOffset()
         self._time = OwnClock()
         self._now = self._time.now()
+        self._link = CollectorLink(config, self._identity, self._tell, self._now, context)
+        self.outbox = self._link.outbox
         self._gpus = gpus if gpus is not None else GpuWatch(self._now)
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._memory_kills = memory_kills()
-        self._looks = False
-        """Somebody looks on."""
         self._ends = ProcessEnds()
         self._stalls = StallWatch(self._folder, config.hang_timeout_s)
         folders = {"runs-dir": Path(config.spool_dir), "scratch": self._folder}
         self._telemetry = NodeTelemetry(config.telemetry_s, folders, self._gpus)
         self._ends_told: set[tuple[int, int]] = set()
-        """(attempt, rank) whose end an agent before this one has told of."""
+        """(attempt, rank) whose end an earlier agent has reported."""
         self._done: LaunchDone | None = None
         self._signal_told = False
         self._said_goodbye = False
@@ -158,37 +140,9 @@ class NodeAgentLoop:
         self._orphans: RunOrphans | None = None
         """What the launch has left behind, once it was killed."""
         self._final: JobResult | None = None
-        self._welcomed = False
-        self._refused = False
         self._worst = ExitCode.CLEAN
-        self._began = self._heard = self._now
-        self._beats = BeatClock()
         self._last_waiting = 0.0
-        self._resending = ResendClock(self._now)
-        self._told_unreachable = False
-        self._own_context = context is None
-        self._context = context if context is not None else zmq.Context()
-        self._socket = self._connect()
-        self._used = True
-        """Since it was last asked what has come. Its descriptor need not say so then (ZMQ_FD, zmq_getsockopt(3))."""
-        self._hello = AgentHello(
-            agent=self._id,
-            host=host.host_name(),
-            pid=os.getpid(),
-            nproc=config.nproc,
-            min_nodes=config.min_nodes,
-            max_nodes=config.max_nodes,
-            command=config.command,
-            versions=config.versions,
-            rdzv_id=config.rdzv_id,
-            cwd=str(Path.cwd()),
-            trace_batches=config.trace_batches,
-            check_only=config.check_only,
-            job=config.job,
-            run=config.run,
-            starter=config.starter,
-            starts_all=config.starts_all,
-        )
+        self._hello = replace(config.hello, agent=self._id, host=host.host_name(), pid=os.getpid(), cwd=str(Path.cwd()))
         self._put(self._hello)
         self._take_over()
 
@@ -218,32 +172,12 @@ class NodeAgentLoop:
         lives = [self._folder / f"{node_of(self._id)}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
         return [path for path in lives if path.exists()]
 
-    def _connect(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.identity = self._identity
-        socket.linger = 0
-        socket.ipv6 = True
-        socket.sndhwm = 1000
-        socket.reconnect_ivl = 100
-        socket.reconnect_ivl_max = 2000
-        socket.connect_timeout = CONNECT_MS
-        socket.handshake_ivl = HANDSHAKE_MS
-        socket.heartbeat_ivl = 2000
-        socket.heartbeat_timeout = 10000
-        socket.heartbeat_ttl = 30_000
-        socket.curve_serverkey = self._config.server_key.encode()
-        socket.curve_publickey = self._config.public_key.encode()
-        socket.curve_secretkey = self._config.private_key.encode()
-        if self._config.collector:  # else the launch could not start one
-            socket.connect(self._config.collector)
-        return socket
-
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Until the verdict is there, or nobody is left to give one."""
         launch = LineReader(sys.stdin.fileno())
-        collector = self._socket.FD
+        collector = self._link.fd
         poller = select.poll()
         for fd in (collector, launch.fd, self._ends.fd, self._gpus.fd):
             if fd is not None:
@@ -275,14 +209,14 @@ class NodeAgentLoop:
     def turn(self, now: float, *, heard: bool = True) -> None:
         """Hear the collector, read the ranks, and send what is due. `heard`: the socket's descriptor is readable."""
         self._now = now
-        if heard or self._used:
-            self._hear_collector(now)
+        for message in self._link.hear(now, readable=heard, may_start_over=not self._launch_gone):
+            self._hear_collector(message, now)
         self._poll_ranks(now)
         if self._done is None:
             self._telemetry.turn(self._running, now)
         self._end_orphans(now)
         self._say_goodbye(now)
-        self._send(now)
+        self._link.send(self._beat, now)
         self._say_waiting(now)
 
     def close(self) -> None:
@@ -294,22 +228,18 @@ class NodeAgentLoop:
         self._ends.close()
         self._stalls.close()
         self._spool.close()
-        self._socket.close(linger=_LINGER_MS)
-        if self._own_context:
-            ending = threading.Thread(target=self._context.term, daemon=True, name="gpuwatch-zmq")
-            ending.start()
-            ending.join(_MOST_LINGER_S)
+        self._link.close()
 
     def finished(self, now: float) -> bool:
         """Whether the verdict is there, or nobody is left to give one."""
         if self._done is None:
             return False
-        if self._final is not None or self._refused:
+        if self._final is not None or self._link.refused:
             return True
         if not self._config.collector:
             return self._said_goodbye
-        silent = now - max(self._heard, self._done_at)
-        return silent > (VERDICT_PATIENCE_S if self._welcomed else NEVER_CAME_S)
+        silent = now - max(self._link.heard, self._done_at)
+        return silent > (VERDICT_PATIENCE_S if self._link.welcomed else NEVER_CAME_S)
 
     def _say_waiting(self, now: float) -> None:
         if self._done is not None and now - self._last_waiting > WAITING_S:
@@ -327,10 +257,9 @@ class NodeAgentLoop:
                 self._ranks[rank, message.attempt] = RankWatch(
                     self._folder,
                     rank,
-                    message.local_ranks[rank],
                     message.attempt,
                     pid,
-                    self._config.trace_batches,
+                    self._config.hello.trace_batches,
                     len(message.pids),
                     self.traces,
                 )
@@ -382,8 +311,8 @@ class NodeAgentLoop:
         self._done_at = now
         self._put_telemetry(self._telemetry.ended())
         self._gpus.end(now)
-        if self._worst is ExitCode.CLEAN and done.outcome == "failed":
-            self._worst = ExitCode.SCRIPT_FAILED
+        if done.outcome == "failed":
+            self._saw(ExitCode.SCRIPT_FAILED)
 
     def _launch_closed(self, now: float) -> None:
         """The launch was killed. What torchrun has started ends with it; what a command leaves behind is ended."""
@@ -466,136 +395,54 @@ class NodeAgentLoop:
     def _put(self, body: AgentBody, *, needed: bool = False) -> None:
         """`needed`: it is one of the last pages of its rank."""
         if isinstance(body, EventMessage):
-            self._note(body)
+            self._note(body.event)
         self._spool.append(
             self.outbox.put(body, needed=needed),
             is_page=isinstance(body, PageMessage | RankHistoryMessage | TelemetryMessage),
         )
 
-    def _note(self, message: EventMessage) -> None:
+    def _note(self, event: Event) -> None:
         """What this node would exit with, should the collector never answer."""
-        event = message.event
         if isinstance(event, Anomaly):
             self.outbox.need(event.where.attempt, event.where.batch)
             self._gpus.anomaly(self._now)
             self._put_telemetry(self._telemetry.told("anomaly", self._now))
-        if isinstance(event, PreflightResult) and event.stops:
-            self._worst = ExitCode.PREFLIGHT_FAILED
-        elif isinstance(event, Anomaly) and self._worst is not ExitCode.PREFLIGHT_FAILED:
-            self._worst = ExitCode.OVERFLOW
-        elif (
-            isinstance(event, WorkerExit)
-            and event.by == "itself"
-            and event.code is not None
-            and event.code < 0
-            and self._worst is ExitCode.CLEAN
-        ):
-            self._worst = ExitCode.LOST
+            self._saw(ExitCode.OVERFLOW)
+        elif isinstance(event, PreflightResult) and event.stops:
+            self._saw(ExitCode.PREFLIGHT_FAILED)
+        elif isinstance(event, WorkerExit) and event.by == "itself" and event.code is not None and event.code < 0:
+            self._saw(ExitCode.LOST)
+
+    def _saw(self, code: ExitCode) -> None:
+        self._worst = max(self._worst, code, key=_THE_WORST_LAST.index)
 
     # -- the collector ------------------------------------------------------------------------------------------
 
-    def _hear_collector(self, now: float) -> None:
-        self._used = False
-        while int(self._socket.EVENTS) & zmq.POLLIN:
-            data = self._socket.recv()
-            try:
-                message = decode_collector(data)
-            except WireError as error:
-                self._tell(UserNotice(f"the collector sent what this agent does not understand: {error}"))
-                continue
-            self._heard = now
-            self._welcomed = True
-            self._resending.heard(now)
-            if isinstance(message, RunWelcome):
-                self._tell(NodeWelcomed(message.run_id))
-                self.outbox.change_first(replace(self._hello, run=message.run_id))
-                if self._told_unreachable:
-                    self._tell(UserNotice(f"the collector at {self._config.collector} answers now"))
-            elif isinstance(message, MessageAck):
-                self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
-                self._beats.answered(message.echo_ns)
-                self._looks = message.looks
-                if self.outbox.acknowledged(message.n, message.credit, message.received):
-                    self._resending.acknowledged(now)
-                if message.resend and self.outbox.is_forgotten(message.n):
-                    self._start_over()
-                elif message.resend or self._resending.is_lost(message.echo_ns, message.received, now):
-                    self.outbox.send_again()
-            elif isinstance(message, WantedBatch):
-                self.outbox.need(message.attempt, message.batch)
-                for watch in self._ranks.values():
-                    watch.want(message, now)
-            elif isinstance(message, LookAtRanks):
-                self._stalls.look(self._of_ranks, message.number, now)
-                self._put_telemetry(self._telemetry.told("stall", now))
-            elif isinstance(message, StopRanks):
-                self._tell(StopRequest(message.reason, message.restart))
-            elif isinstance(message, JobResult):
-                self._final = message
-                self._try_send(encode(AgentMessage(0, AgentLeaving())))
-            elif isinstance(message, AgentRefused):
-                self._refused = True
-                self._tell(UserNotice(f"the collector at {self._config.collector} refuses this node: {message.reason}"))
+    def _hear_collector(self, message: CollectorMessage, now: float) -> None:
+        if isinstance(message, RunWelcome):
+            self._tell(NodeWelcomed(message.run_id))
+            self.outbox.change_first(replace(self._hello, run=message.run_id))
+        elif isinstance(message, WantedBatch):
+            self.outbox.need(message.attempt, message.batch)
+            for watch in self._ranks.values():
+                watch.want(message, now)
+        elif isinstance(message, LookAtRanks):
+            self._stalls.look(self._of_ranks, message.number, now)
+            self._put_telemetry(self._telemetry.told("stall", now))
+        elif isinstance(message, StopRanks):
+            self._tell(message)
+        elif isinstance(message, JobResult):
+            self._final = message
+            self._link.leave()
 
-    def _start_over(self) -> None:
-        """The collector's store was lost. Another agent reads everything again; the launch starts it."""
-        if not self._launch_gone:
-            raise ForgottenMessages
-
-    def _send(self, now: float) -> None:
-        if self._refused:
-            return
-        if not self.outbox.empty and self._resending.is_due(now):
-            self.outbox.send_again()
-        for number, data in self.outbox.due():
-            if not self._try_send(data):
-                break
-            self.outbox.sent(number)
-            self._resending.moved(now)
-        if self._beats.is_due(now):
-            states = [state for watch in self._ranks.values() if not watch.ended and (state := watch.state())]
-            beat = self._beat(states)
-            self._beats.sent(beat.sent_ns, now)
-            if self._try_send(encode(AgentMessage(0, beat))):
-                self._resending.beat(beat.sent_ns, self.outbox.last_sent)
-        if (
-            self._config.collector
-            and not self._welcomed
-            and not self._told_unreachable
-            and now - self._began > UNREACHABLE_S
-        ):
-            self._told_unreachable = True
-            self._tell(
-                UserNotice(
-                    f"no collector answers at {self._config.collector} after {UNREACHABLE_S:.0f} s; the training goes "
-                    "on and this node's records are kept; if that is the wrong place, pass --collector tcp://HOST:PORT "
-                    "or --collector-port PORT"
-                )
-            )
-
-    def _beat(self, states: list[RankState]) -> NodeBeat:
-        clock = self._clock.best
-        return NodeBeat(
-            states,
-            dict(self.outbox.pages_dropped),
-            time.time_ns(),
-            clock.offset_ns if clock is not None else None,
-            clock.round_trip_ns if clock is not None else None,
-            self._hottest() if self._looks else b"",
-            pack_gpus(self._telemetry.gpus_now()) if self._looks else b"",
-        )
-
-    def _hottest(self) -> bytes:
-        found = [hot for watch in self._ranks.values() if not watch.ended for hot in watch.hottest()]
-        return pack_hot(closest_modules(found, MOST_HOT))
-
-    def _try_send(self, data: bytes) -> bool:
-        self._used = True
-        try:
-            self._socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+    def _beat(self) -> NodeBeat:
+        running = [watch for watch in self._ranks.values() if not watch.ended]
+        states = [state for watch in running if (state := watch.state())]
+        beat = NodeBeat(states, dict(self.outbox.pages_dropped))
+        if not self._link.is_looked_at:
+            return beat
+        hot = closest_modules((hot for watch in running for hot in watch.hottest()), MOST_HOT)
+        return replace(beat, hot=pack_list(hot), gpus=pack_list(self._telemetry.gpus_now))
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -645,7 +492,7 @@ def _give_back_pages() -> None:
 
 
 def main() -> NoReturn:
-    """Entry. Ends the process: the interpreter would wait for ZeroMQ's thread (see _MOST_LINGER_S)."""
+    """Entry. Ends the process: the interpreter would wait for ZeroMQ's thread (collector_link.py)."""
     code = 1
     try:
         code = _run()

@@ -2,26 +2,28 @@
 
 It is read from pages that the recorder holds anyway. It takes a bounded share of a processor, so of a rank whose
 batches are very short it sees only some; and bounded memory for any length of run. It is sent once, when the rank has
-ended and somebody has asked for one of its batches.
+ended and somebody has asked for one of its batches. How long its steps took is kept likewise.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import TypeVar
 
 import numpy
 from msgspec.structs import replace
 
-from ...core.events import Definition, LimitForecast, ModuleDef, RunPosition, SlotDef
-from ...core.recorder.layout import HeadField
+from ...core.events import Definition, LimitForecast, ModuleDef, RunPosition, SlotDef, StepTimes
+from ...core.recorder.layout import PARTS, HeadField, TimedStep
 from ...core.recorder.page_tables import PageTables
 from ...core.recorder.reader import RecorderReader
 from ...core.values import DTYPE_MAX, DTYPE_NAMES
-from ...core.wire.columns import ABSENT, OutputSlots, pack
+from ...core.wire.columns import ABSENT, MOST_STEPS, OutputSlots, pack, pack_steps
 from ...core.wire.messages import HotModule, PageMessage, RankHistoryMessage
-from .forecast import ForecastCandidate, RootForecasts, closest
+from .forecast import BatchRow, LimitCrossing, RootForecasts, closest
 
 # How what is kept of a long run gets coarser with age. Pure.
 
@@ -45,7 +47,7 @@ def thinned(rows: Sequence[T], number: Callable[[T], int], every: int) -> list[T
 
 
 def spread(rows: Sequence[T], most: int) -> list[T]:
-    """At most so many: the newest half of them, and as many of the older ones at even distances."""
+    """At most `most`: half of them are the newest, half are older ones at even distances."""
     if len(rows) <= most:
         return list(rows)
     newest = rows[-(most // 2) :]
@@ -55,7 +57,7 @@ def spread(rows: Sequence[T], most: int) -> list[T]:
 
 
 SHARE = 0.0015
-"""So much of one processor it may take for all ranks of a node."""
+"""The share of one processor that it may take for all ranks of a node."""
 EVERY_BATCH = 64
 """The newest batches of a root, each of which is kept; of those before, one of 2, of 4, and so on, 32 of each."""
 BYTES = 8 << 20
@@ -63,18 +65,11 @@ BYTES = 8 << 20
 SENT_BYTES = 128 << 10
 """Of one root, before it is packed."""
 _PENDING_S = 1.0
-"""So long is waited for numbers that come back late from a device."""
+"""How long to wait for numbers that come back late from a device."""
 _AT_A_TIME = 4
 """Batches that are looked at in one turn."""
 _LAST = 16
 """Pages of the ring that are looked at when the rank has ended."""
-
-
-class _HistoryRow(NamedTuple):
-    batch: int
-    step: int
-    columns: Any
-    codes: Any
 
 
 class RankHistory:
@@ -85,7 +80,7 @@ class RankHistory:
         self._share = SHARE / ranks
         self._slots = OutputSlots()
         self._dtypes: dict[int, int] = {}
-        self._rows: dict[int, list[_HistoryRow]] = {}
+        self._rows: dict[int, list[BatchRow]] = {}
         """By root, in the order of their batches."""
         self._bytes = 0
         self._done = -1
@@ -142,10 +137,10 @@ class RankHistory:
         if newest != self._hottest_of:
             self._hottest_of = newest
             self._hottest = [
-                HotModule(rank, rows[-1].batch, module.name, DTYPE_NAMES[self._dtypes[close.column]], *close[1:])
+                HotModule(rank, rows[-1].batch, module.name, DTYPE_NAMES[self._dtypes[column]], *how_close)
                 for rows in self._rows.values()
-                for close in closest(rows, self._dtypes, most)
-                if (module := self._modules.get(self._module_of.get(self._slots.slots[close.column], -1))) is not None
+                for column, *how_close in closest(rows, self._dtypes, most)
+                if (module := self._modules.get(self._module_of.get(self._slots.slots[column], -1))) is not None
             ]
         return self._hottest
 
@@ -166,39 +161,28 @@ class RankHistory:
             return
         self._dtypes.update(zip(reading.columns.tolist(), reading.dtypes.tolist(), strict=True))
         rows = self._rows.setdefault(page.root, [])
-        row = _HistoryRow(page.batch, page.step, reading.columns.astype(numpy.uint32), reading.codes)
+        row = BatchRow(page.batch, page.step, reading.columns.astype(numpy.uint32), reading.codes)
         rows.append(row)
         self._bytes += _size(row)
         if len(rows) % EVERY_BATCH == 0 or self._bytes > BYTES:
             self._thin()
         try:
             told = self._forecasts.setdefault(page.root, RootForecasts()).look(self._rows[page.root], self._dtypes)
-            self._told += [found for each in told if (found := self._forecast(each, page)) is not None]
+            self._told += [found for each in told if (found := self._forecast(*each, page)) is not None]
         except Exception as error:  # it decides nothing, and costs the history nothing
             self.forecast_error = self.forecast_error or error
 
-    def _forecast(self, told: ForecastCandidate, page: PageMessage) -> LimitForecast | None:
-        module = self._modules.get(self._module_of.get(self._slots.slots[told.column], -1))
+    def _forecast(self, column: int, passing: LimitCrossing, page: PageMessage) -> LimitForecast | None:
+        module = self._modules.get(self._module_of.get(self._slots.slots[column], -1))
         if module is None:
             return None
         where = RunPosition(0, 0, page.step, page.batch, "", page.number, time_ns=time.time_ns())
-        passing = told.passing
-        return LimitForecast(
-            where,
-            module.name,
-            module.cls,
-            told.dtype,
-            DTYPE_MAX[told.dtype],
-            told.abs_max,
-            passing.after,
-            passing.earliest,
-            passing.latest,
-            passing.since,
-        )
+        dtype = DTYPE_NAMES[self._dtypes[column]]
+        return LimitForecast(where, module.name, module.cls, dtype, DTYPE_MAX[dtype], *passing)
 
     def _thin(self) -> None:
         for root, rows in self._rows.items():
-            self._rows[root] = thinned(rows, _batch_of, EVERY_BATCH)
+            self._rows[root] = thinned(rows, attrgetter("batch"), EVERY_BATCH)
         self._bytes = sum(_size(row) for rows in self._rows.values() for row in rows)
         while self._bytes > BYTES and any(len(rows) > 1 for rows in self._rows.values()):
             rows = max(self._rows.values(), key=len)
@@ -236,10 +220,68 @@ def _depth(forecast: LimitForecast) -> int:
     return forecast.module.count(".") + (forecast.module != "")
 
 
-def _batch_of(row: _HistoryRow) -> int:
-    return row.batch
-
-
-def _size(row: _HistoryRow) -> int:
+def _size(row: BatchRow) -> int:
     """Bytes in memory, with what Python needs for it."""
     return int(row.columns.nbytes + row.codes.nbytes) + 400
+
+
+# How long the parts of one rank's steps took: a sample of its steps for the collector, the same steps on all ranks.
+#
+# A sample is made of blocks of steps that followed each other, so that what happens now and then is seen as such. It is
+# bounded for any length of run: each time it is full, every second block is let go of.
+
+LAST_STEPS = 64
+"""How many of the last steps a limit of rests looks at (rank_stalls.py)."""
+BLOCK = 8
+"""Steps that followed each other."""
+
+
+class RankStepTimes:
+    """Of one rank in one attempt."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        """Timed steps so far."""
+        self._every = 1
+        """One block of this many is kept."""
+        self._kept: list[TimedStep] = []
+        self._total_ns = [0] * len(PARTS)
+        self._taken = 0
+        self._last_s: deque[float] = deque(maxlen=LAST_STEPS)
+
+    def look(self, reader: RecorderReader, header: tuple[int, ...]) -> None:
+        """Take the steps that were timed since the last look. What the ring has lost meanwhile is not in the sums."""
+        if header[HeadField.STEPS_TIMED] == self._seen:
+            return
+        for count, step in reader.steps(self._seen):
+            self._seen = count
+            self.take(step)
+
+    def take(self, step: TimedStep) -> None:
+        """One step more."""
+        self._taken += 1
+        self._last_s.append(sum(step.parts) / 1e9)
+        for part, ns in enumerate(step.parts):
+            self._total_ns[part] += ns
+        if step.number // BLOCK % self._every:
+            return
+        self._kept.append(step)
+        if len(self._kept) > MOST_STEPS:
+            self._every *= 2
+            self._kept = [kept for kept in self._kept if not kept.number // BLOCK % self._every]
+
+    @property
+    def so_far(self) -> tuple[int, list[int]]:
+        """(steps that were taken, microseconds of all of them in each part)."""
+        return self._taken, [ns // 1000 for ns in self._total_ns] if self._taken else []
+
+    @property
+    def last_s(self) -> list[float]:
+        """Seconds of the last steps that were timed, in their order."""
+        return list(self._last_s)
+
+    def event(self, where: RunPosition) -> StepTimes | None:
+        """What is known; None if no step was timed."""
+        if not self._kept:
+            return None
+        return StepTimes(where, self._seen, [ns / 1e9 for ns in self._total_ns], pack_steps(self._kept))

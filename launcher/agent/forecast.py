@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -25,24 +25,29 @@ from ...core.values import DTYPE_MAX, DTYPE_NAMES
 # measured.
 
 WINDOWS = (16, 32, 64, 128)
-"""Batches that a line is put through: the last so many that were kept, the shortest that can be believed."""
+"""How many of the last batches a line is put through: the shortest window that can be believed."""
 FEWEST = 12
 _LEAST_GROWTH = 0.25
 """Powers of two within the window,"""
 _ABOVE_SCATTER = 8.0
-"""and so many times the scatter around the line."""
+"""and this many times the scatter around the line."""
 _NOT_FLATTER = 0.6
 """The slope of the window's second half, as a share of that of its first. In proportion to the batches: 0.7."""
 _PROPORTIONAL = 0.7
 _WILD_EARLY, _WILD_LATE = 3.5, 2.0
-"""A wild batch passes before the line does: so many times the scatter early, or late."""
+"""A wild batch passes before the line does: this many times the scatter early, or late."""
 HORIZON = 1.0
-"""It is looked ahead for so many times as long as the window is."""
+"""How far to look ahead, as a multiple of the window."""
 
 
 class LimitCrossing(NamedTuple):
-    """In how many batches after the last one the limit is passed, and how surely: between `earliest` and `latest`."""
+    """In how many batches after the last one the limit is passed, and how surely: between `earliest` and `latest`.
 
+    The fields are those of LimitForecast, in its order.
+    """
+
+    abs_max: float
+    """In the last batch."""
     after: int
     earliest: int
     latest: int
@@ -51,7 +56,7 @@ class LimitCrossing(NamedTuple):
 
 
 def forecast(batches: Sequence[int], numbers: Any, limit: float) -> LimitCrossing | None:
-    """None if it cannot be told, or nothing is to be told.
+    """None if there are too few batches, or the limit is not in reach.
 
     `batches` ascend, `numbers` is float of shape (batches,): abs max; what is not above zero was not measured.
     """
@@ -59,16 +64,18 @@ def forecast(batches: Sequence[int], numbers: Any, limit: float) -> LimitCrossin
     at = numpy.asarray(batches, numpy.float64)
     if not len(there) or not numpy.isfinite(there).all():
         return None
+    last = float(there[-1])
     at, there = at[there > 0], numpy.log2(there[there > 0])
     for window in WINDOWS:
         if len(at) >= min(window, FEWEST + window // 2):
             found = _passing(at[-window:], there[-window:], math.log2(limit))
             if found is not None:
-                return found
+                return LimitCrossing(last, *found)
     return None
 
 
-def _passing(at: Any, level: Any, limit: float) -> LimitCrossing | None:
+def _passing(at: Any, level: Any, limit: float) -> tuple[int, int, int, int] | None:
+    """The batches of a LimitCrossing."""
     span = at[-1] - at[0]
     slope, scatter, now = _line(at, level)
     growth = slope * span
@@ -89,7 +96,7 @@ def _passing(at: Any, level: Any, limit: float) -> LimitCrossing | None:
     straight, proportional = left / slope, (2.0**left - 1) / (math.log(2) * last)
     more, less = left + _WILD_LATE * scatter, max(0.0, left - _WILD_EARLY * scatter)
     latest = more / min(slope, second), (2.0**more - 1) / (math.log(2) * last)
-    return LimitCrossing(
+    return (
         max(1, round(_between(straight, proportional, bend / 2))),
         max(1, math.floor(_steeper(less, max(slope, second), span, second - first))),
         max(2, math.ceil(_between(*latest, bend))),
@@ -98,7 +105,7 @@ def _passing(at: Any, level: Any, limit: float) -> LimitCrossing | None:
 
 
 def _steeper(left: float, slope: float, span: float, bend: float) -> float:
-    """When so much is covered by a slope that goes on to grow as it did from one half of the window to the other."""
+    """When `left` is covered by a slope that goes on to grow as it did from one half of the window to the other."""
     grows = max(0.0, bend) / (span / 2)
     slope += grows * span / 4
     return 2 * left / (slope + math.sqrt(slope * slope + 2 * grows * left))
@@ -136,40 +143,20 @@ _INF = 0x7F80
 _NO_LIMIT = 0x7FFF_FFFF
 
 
-class BatchRow(Protocol):
-    """One batch."""
+class BatchRow(NamedTuple):
+    """What the modules below a root returned in one batch: the columns that have a number, ascending, and the codes."""
 
-    @property
-    def batch(self) -> int: ...  # noqa: D102
-    @property
-    def columns(self) -> Any: ...  # noqa: D102
-    @property
-    def codes(self) -> Any: ...  # noqa: D102
+    batch: int
+    step: int
+    columns: Any
+    codes: Any
 
 
-class ForecastCandidate(NamedTuple):
-    """A column that passes its limit soon."""
+def closest(rows: Sequence[BatchRow], dtypes: dict[int, int], most: int) -> list[tuple[int, float, float, float]]:
+    """The columns that are closest to their limit in the newest of the rows.
 
-    column: int
-    dtype: str
-    abs_max: float
-    """In the last batch."""
-    passing: LimitCrossing
-
-
-class ModuleHeadroom(NamedTuple):
-    """A column, and how far it is from its limit."""
-
-    column: int
-    abs_max: float
-    left: float
-    """Powers of two."""
-    change: float
-    """Powers of two a batch."""
-
-
-def closest(rows: Sequence[BatchRow], dtypes: dict[int, int], most: int) -> list[ModuleHeadroom]:
-    """The columns that are closest to their limit in the newest of the rows."""
+    (column, abs max, powers of two up to the limit, powers of two a batch)
+    """
     limits = _limits(dtypes)
     now = _spread(rows[-1], len(limits))
     then_row = rows[-min(_BACK, len(rows))]
@@ -182,12 +169,12 @@ def closest(rows: Sequence[BatchRow], dtypes: dict[int, int], most: int) -> list
             change = (now[column] - then[column]) / 128 / batches if then[column] > 0 else 0.0
             number = _number(int(now[column]))
             to_go = math.log2(DTYPE_MAX[DTYPE_NAMES[dtypes[column]]]) - math.log2(number)
-            found.append(ModuleHeadroom(column, number, to_go, float(change)))
+            found.append((column, number, to_go, float(change)))
     return found
 
 
 class RootForecasts:
-    """Of one root of one rank. A forecast is told once, when two looks that follow each other agree on it."""
+    """Of one root of one rank. A forecast is made once, when two consecutive looks agree on it."""
 
     def __init__(self) -> None:
         self._rows = 0
@@ -198,23 +185,25 @@ class RootForecasts:
         self._before: dict[int, int] = {}
         """What the last look found: the batch by which each passes, at the latest."""
 
-    def look(self, rows: Sequence[BatchRow], dtypes: dict[int, int]) -> list[ForecastCandidate]:
-        """Call it for each new batch; `rows` are all that are kept, the newest last, `dtypes` are those of columns."""
+    def look(self, rows: Sequence[BatchRow], dtypes: dict[int, int]) -> list[tuple[int, LimitCrossing]]:
+        """The columns that pass their limit soon. Call it for each new batch.
+
+        `rows` are all that are kept, the newest last; `dtypes` are those of columns.
+        """
         self._rows += 1
         if self._rows % EVERY or len(rows) < FEWEST or len(self._told) >= MOST_TOLD:
             return []
-        found: list[ForecastCandidate] = []
+        found: list[tuple[int, LimitCrossing]] = []
         before, self._before = self._before, {}
         for column in self._growing(rows, dtypes):
             batches, numbers = _series(rows[-WINDOWS[-1] :], column)
-            dtype = DTYPE_NAMES[dtypes[column]]
-            passing = forecast(batches, numbers, DTYPE_MAX[dtype])
+            passing = forecast(batches, numbers, DTYPE_MAX[DTYPE_NAMES[dtypes[column]]])
             if passing is None:
                 continue
             self._before[column] = batches[-1] + passing.latest
             if before.get(column, -1) >= batches[-1] + passing.earliest:
                 self._told.add(column)
-                found.append(ForecastCandidate(column, dtype, float(numbers[-1]), passing))
+                found.append((column, passing))
         return found
 
     def _growing(self, rows: Sequence[BatchRow], dtypes: dict[int, int]) -> list[int]:

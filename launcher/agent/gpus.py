@@ -93,7 +93,7 @@ class GpuWatch:
             self._last_anomaly = now
             self._ask("anomaly", now)
 
-    def ask_samples(self, now: float) -> bool:
+    def ask_samples(self) -> bool:
         """Whether NVML was asked how the GPUs do. It is not while it starts, without GPUs, and once it was given up."""
         return self._tell(AskSamples())
 

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ...core.lone_process import rank_name
+from ...core.host import stat_fields
+from ...core.identity import rank_name
 from ...core.metrics import HOST
-
-# What a reading is.
 
 Values = dict[tuple[str, str], float]
 """(what it is of, a key of METRICS) -> the figure; a count as it stands."""
@@ -48,7 +47,7 @@ def _processors(root: Path) -> Iterator[tuple[str, float]]:
 
 
 def _memory(root: Path) -> Iterator[tuple[str, float]]:
-    words = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    words = _words_of(root / "proc/meminfo", ":")
     kib = {name: int(words[name].split()[0]) for name in ("MemTotal", "MemAvailable", "SwapTotal", "SwapFree")}
     yield "memory_used", (kib["MemTotal"] - kib["MemAvailable"]) * _KIB
     yield "memory_total", kib["MemTotal"] * _KIB
@@ -56,10 +55,9 @@ def _memory(root: Path) -> Iterator[tuple[str, float]]:
 
 
 def _swapping(root: Path) -> Iterator[tuple[str, float]]:
-    for line in (root / "proc/vmstat").read_text().splitlines():
-        name, _, number = line.partition(" ")
-        if name in ("pswpin", "pswpout"):
-            yield {"pswpin": "swap_in", "pswpout": "swap_out"}[name], int(number) * _PAGE
+    words = _words_of(root / "proc/vmstat")
+    yield "swap_in", int(words["pswpin"]) * _PAGE
+    yield "swap_out", int(words["pswpout"]) * _PAGE
 
 
 def _network(root: Path) -> Iterator[tuple[str, float]]:
@@ -109,7 +107,7 @@ def _group_memory(cgroups: Path, inside: str) -> Iterator[tuple[str, float]]:
     limits = [(int(word), folder) for folder, word in _limited(cgroups, inside, "memory.max")]
     if limits:
         limit, folder = min(limits)
-        stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
+        stat = _words_of(folder / "memory.stat")
         files = int(stat["active_file"]) + int(stat["inactive_file"])
         yield "job_memory_used", max(0, int((folder / "memory.current").read_text()) - files)
         yield "job_memory_limit", limit
@@ -118,7 +116,7 @@ def _group_memory(cgroups: Path, inside: str) -> Iterator[tuple[str, float]]:
 def _group_processors(cgroups: Path, inside: str) -> Iterator[tuple[str, float]]:
     """Periods in which it was held back, in seconds."""
     for folder, _ in _limited(cgroups, inside, "cpu.max"):
-        stat = dict(line.split(" ", 1) for line in (folder / "cpu.stat").read_text().splitlines())
+        stat = _words_of(folder / "cpu.stat")
         period_us = int((folder / "cpu.max").read_text().split()[1])
         yield "job_cpu_held", int(stat["nr_throttled"]) * period_us / 1e6
         return
@@ -134,6 +132,45 @@ def _limited(cgroups: Path, inside: str, name: str) -> Iterator[tuple[Path, str]
             word = (cgroups / place / name).read_text().split()[0]
             if word != "max":
                 yield cgroups / place, word
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def memory_kills(membership: str | None = None, root: Path = CGROUPS) -> int | None:
+    """How many processes of its cgroup, version 2 or 1, the kernel has ended for lack of memory; None if unknown.
+
+    `membership` is what /proc/self/cgroup says. (docs.kernel.org/admin-guide/cgroup-v2.html, memory.events)
+    """
+    try:
+        text = Path("/proc/self/cgroup").read_text() if membership is None else membership
+    except OSError:
+        return None
+    for line in text.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        inside = path.lstrip("/")
+        if "memory" in controllers.split(","):
+            found = _counter(root / "memory" / inside / "memory.oom_control")
+        elif not controllers:
+            found = _counter(root / inside / "memory.events")
+        else:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _counter(file: Path) -> int | None:
+    try:
+        return int(_words_of(file)["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _words_of(file: Path, after: str = " ") -> dict[str, str]:
+    """A file of lines such as `oom_kill 2`."""
+    return dict(line.split(after, 1) for line in file.read_text().splitlines() if after in line)
 
 
 # The counters of the host's InfiniBand ports. (docs.kernel.org/infiniband/sysfs.html)
@@ -176,9 +213,6 @@ def _count(file: Path) -> int | None:
 
 # What a rank's own process takes. (man 5 proc)
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
 
 def read_ranks(pids: Iterable[tuple[int, int]], root: Path = Path("/")) -> Values:
     """By `rank 3`: memory, processor and open files. `pids` are (rank, pid); one that has ended is left out."""
@@ -186,9 +220,9 @@ def read_ranks(pids: Iterable[tuple[int, int]], root: Path = Path("/")) -> Value
     for rank, pid in pids:
         folder, name = root / "proc" / str(pid), rank_name(rank)
         with suppress(OSError, ValueError, IndexError):
-            found[name, "rss"] = int((folder / "statm").read_text().split()[1]) * _PAGE_BYTES
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            found[name, "rank_cpu"] = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+            found[name, "rss"] = int((folder / "statm").read_text().split()[1]) * _PAGE
+            fields = stat_fields(folder)
+            found[name, "rank_cpu"] = (int(fields[11]) + int(fields[12])) / _TICKS
         with suppress(OSError, ValueError, IndexError):  # another user's
             open_files = sum(1 for _ in (folder / "fd").iterdir())
             found[name, "open_files"] = open_files

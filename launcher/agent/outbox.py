@@ -17,7 +17,6 @@ No socket here: `due()` says what to send now, `acknowledged()` forgets it, `sen
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...core.wire.messages import (
@@ -33,9 +32,9 @@ from ...core.wire.messages import (
 )
 
 PAGE_BYTES = 12 << 20
-"""Pages that wait for credit, and those that were sent and are not stored, may take so much memory together."""
+"""Pages that wait for credit, and those that were sent and are not stored, may take this much memory together."""
 OTHER_BYTES = 8 << 20
-"""So much of it those may take that wait and that nothing needs."""
+"""How much of it the waiting pages that nothing needs may take."""
 _MOST_NEEDED = 512
 """Batches that are remembered as needed; the oldest are forgotten."""
 _FIRST_NEEDED = 4
@@ -182,7 +181,7 @@ class MessageOutbox:
         self._sent = max(self._sent, number)
 
     def acknowledged(self, number: int, credit: int = -1, received: int = -1) -> bool:
-        """The collector has stored everything up to `number`, and has room for so many bytes; -1: it does not say.
+        """The collector has stored everything up to `number`, and has room for `credit` bytes; -1: it does not say.
 
         `received` is the number up to which it has everything, stored or not. Returns whether `number` is news.
         """
@@ -233,134 +232,3 @@ class MessageOutbox:
         pages = [page.data for page in (*self._needed, *self._others)]
         waiting = [*self._names, *pages, *([self._bye] if self._bye is not None else [])]
         return [*numbered, *(envelope(number, number - 1, data) for number, data in enumerate(waiting, self._next))]
-
-
-# When a node agent sends again what was not acknowledged. No socket, no clock.
-#
-# One connection keeps the order. So if a beat is answered, all that was sent before it has come, or is lost: the answer
-# says which. A collector that is slow is sent nothing twice; only its silence, or a loss, is a reason. A silent one is
-# sent it once more: what is sent waits in the socket, and would pile up there. From then on beats ask.
-
-RESEND_S = 3.0
-LONGEST_RESEND_S = 60.0
-"""Twice as long each time, while nothing is acknowledged."""
-_KEPT_BEATS = 256
-
-
-class ResendClock:
-    """`now` is monotonic time in seconds."""
-
-    def __init__(self, now: float) -> None:
-        self._last = now
-        self._pause_s = RESEND_S
-        self._not_before = now
-        self._sent_before: dict[int, int] = {}
-        """By the time in a beat: the highest number that had been sent before it."""
-        self._sent_in_silence = False
-
-    def moved(self, now: float) -> None:
-        """Something was sent."""
-        self._last = now
-
-    def heard(self, now: float) -> None:
-        """The collector has said something."""
-        self._last = now
-        self._sent_in_silence = False
-
-    def acknowledged(self, now: float) -> None:
-        """Something new was acknowledged."""
-        self._sent_in_silence = False
-        self._pause_s = RESEND_S
-        self._not_before = now
-
-    def beat(self, sent_ns: int, number: int) -> None:
-        """A beat leaves, after everything up to `number`."""
-        self._sent_before[sent_ns] = number
-        if len(self._sent_before) > _KEPT_BEATS:
-            del self._sent_before[next(iter(self._sent_before))]
-
-    def is_lost(self, echo_ns: int, received: int, now: float) -> bool:
-        """Whether a beat is answered and something before it has not come; `received` is -1 if that is not said."""
-        number = self._sent_before.pop(echo_ns, 0)
-        return 0 <= received < number and now >= self._not_before and self._again(now)
-
-    def is_due(self, now: float) -> bool:
-        """Whether nothing has moved for too long, for the first time since the collector was heard."""
-        if self._sent_in_silence or now - self._last <= self._pause_s:
-            return False
-        self._sent_in_silence = True
-        return self._again(now)
-
-    def _again(self, now: float) -> bool:
-        self._last = now
-        self._not_before = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LONGEST_RESEND_S)
-        self._sent_before.clear()  # those beats came before what is sent now
-        return True
-
-
-# When a node agent beats: twice a second, and less often while a collector that has too much to do owes the answer.
-#
-# Beats need no credit. Those of a thousand agents would wait in the collector's memory without end, and events behind
-# them. No socket, no clock.
-
-BEAT_S = 0.5
-UNANSWERED_S = 2.0
-"""So long an answer is waited for. Then it beats all the same: the beat or its answer may be lost."""
-
-
-class BeatClock:
-    """`now` is monotonic time in seconds."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None
-        self._waits_for = 0
-        """The time in the beat that has not been answered; 0: none."""
-
-    def is_due(self, now: float) -> bool:
-        """Whether to send one."""
-        return self._last is None or now - self._last >= (UNANSWERED_S if self._waits_for else BEAT_S)
-
-    def sent(self, sent_ns: int, now: float) -> None:
-        """One has left, or there was no room for it."""
-        self._last = now
-        self._waits_for = sent_ns
-
-    def answered(self, echo_ns: int) -> None:
-        """The collector has heard the beat with this time."""
-        if echo_ns == self._waits_for:
-            self._waits_for = 0
-
-
-# By how much the collector's clock is ahead of this host's, as NTP measures it: the quickest of many exchanges counts.
-#
-# offset = the collector's time - the middle between sending and hearing;  uncertain by half of the round trip
-
-KEPT = 64
-"""Exchanges that are compared: half a minute of beats, so that a clock which was set is believed soon."""
-
-
-@dataclass(frozen=True)
-class ClockExchange:
-    """One question and its answer; nanoseconds."""
-
-    round_trip_ns: int
-    offset_ns: int
-
-
-class ClockOffset:
-    """What the exchanges have told so far."""
-
-    def __init__(self) -> None:
-        self._exchanges: deque[ClockExchange] = deque(maxlen=KEPT)
-
-    def hear(self, sent_ns: int, theirs_ns: int, now_ns: int) -> None:
-        """An answer has come at `now_ns` to what was sent at `sent_ns`, both by this host's clock."""
-        if not sent_ns or not theirs_ns or now_ns < sent_ns:  # an older collector; a clock that was set back meanwhile
-            return
-        self._exchanges.append(ClockExchange(now_ns - sent_ns, theirs_ns - (sent_ns + now_ns) // 2))
-
-    @property
-    def best(self) -> ClockExchange | None:
-        """The quickest exchange; None before the first."""
-        return min(self._exchanges, key=lambda exchange: exchange.round_trip_ns, default=None)

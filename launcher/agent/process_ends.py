@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -89,43 +89,6 @@ def _close(watched: _WatchedProcess) -> None:
     os.close(watched.statm)
 
 
-# How many processes of this job the kernel has ended for lack of memory, as its memory cgroup counts them.
-
-CGROUPS = Path("/sys/fs/cgroup")
-
-
-def memory_kills(membership: str | None = None, root: Path = CGROUPS) -> int | None:
-    """The counter of this process's cgroup, version 2 or 1; None if it cannot be read.
-
-    `membership` is what /proc/self/cgroup says. (docs.kernel.org/admin-guide/cgroup-v2.html, memory.events)
-    """
-    try:
-        text = Path("/proc/self/cgroup").read_text() if membership is None else membership
-    except OSError:
-        return None
-    for line in text.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        inside = path.lstrip("/")
-        if "memory" in controllers.split(","):
-            found = _counter(root / "memory" / inside / "memory.oom_control")
-        elif not controllers:
-            found = _counter(root / inside / "memory.events")
-        else:
-            continue
-        if found is not None:
-            return found
-    return None
-
-
-def _counter(file: Path) -> int | None:
-    try:
-        words = dict(line.split(" ", 1) for line in file.read_text().splitlines() if " " in line)
-        return int(words["oom_kill"])
-    except (OSError, KeyError, ValueError):
-        return None
-
-
 # What a command has left when its `gpuwatch run` was killed: asked to end, and ended after a while.
 #
 # The kernel sends the command SIGTERM then. What the command itself has started may hear nothing of it: the children of
@@ -136,6 +99,14 @@ GRACE_S = 30.0
 _GIVE_UP_S = 40.0
 """What not even SIGKILL ends by then, such as a process in a driver, is left to itself."""
 _LOOK_S = 0.5
+
+
+def processes_with(variable: str, is_meant: Callable[[str], bool]) -> Iterator[psutil.Process]:
+    """What runs on this host with such a value in its environment."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is somebody else's
+            if is_meant(process.environ().get(variable, "")) and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
 
 
 def session_of(pid: int) -> int | None:
@@ -179,13 +150,9 @@ class RunOrphans:
         return not left or now - self._began > _GIVE_UP_S
 
     def _find(self) -> list[psutil.Process]:
-        ranks, found = set(self._ranks()), []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(RUN_VARIABLE) != self._scratch or process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-            except psutil.Error:  # it has ended, or is somebody else's
-                continue
-            if process.pid in ranks or (self._session is not None and session_of(process.pid) == self._session):
-                found.append(process)
-        return found
+        ranks = set(self._ranks())
+        return [
+            process
+            for process in processes_with(RUN_VARIABLE, self._scratch.__eq__)
+            if process.pid in ranks or (self._session is not None and session_of(process.pid) == self._session)
+        ]

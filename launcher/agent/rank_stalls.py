@@ -1,19 +1,56 @@
-"""The node agent's watch over ranks that do not move: tells of one that stalls, and looks at all when it is asked."""
+"""The node agent's watch over ranks that do not move: reports one that stalls, and looks at all of them on request."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ...core.events import RankLook, RankStall
 from ...core.stalls import takes_long
+from .batch_history import LAST_STEPS
 from .rank_watch import RankWatch
 from .stacks import StackLook
-from .step_times import HangLimit, fixed_limit, learned_limit
+
+# How long a rank may stand still: as the user says, or learned from how long its steps take. Pure.
+
+UNTIL_KNOWN_S = 300.0
+"""Below the watchdog of NCCL (480 s) and the timeouts of process groups, which end a job and name nobody."""
+LEAST_S = 60.0
+STEP_TIMES = 10.0
+KNOWN_STEPS = 3
+
+
+class HangLimit(NamedTuple):
+    """In seconds."""
+
+    within_steps_s: float
+    elsewhere_s: float
+    """Before the first batch, and where it compiles, or saves or loads a checkpoint: what steps take says nothing."""
+
+
+def fixed_limit(seconds: float) -> HangLimit:
+    """The user's own."""
+    return HangLimit(seconds, seconds)
+
+
+def learned_limit(steps_s: Sequence[float]) -> HangLimit:
+    """From the seconds of a rank's last steps.
+
+    >>> learned_limit([40.0, 2.0, 3.0])
+    HangLimit(within_steps_s=400.0, elsewhere_s=400.0)
+    >>> learned_limit([2.0, 2.0, 3.0])
+    HangLimit(within_steps_s=60.0, elsewhere_s=300.0)
+    """
+    if len(steps_s) < KNOWN_STEPS:
+        return fixed_limit(UNTIL_KNOWN_S)
+    within_s = max(LEAST_S, STEP_TIMES * max(steps_s[-LAST_STEPS:]))
+    return HangLimit(within_s, max(within_s, UNTIL_KNOWN_S))
+
 
 # When a rank has not moved for too long: decided from what its recorder shows, and from how it has moved so far. Pure.
 #
-# A limit that suits one job is wrong for the next. A rank may rest for as long as the limit says (hang_limit.py), for
+# A limit that suits one job is wrong for the next. A rank may rest for as long as the limit says (`HangLimit`), for
 # three times the longest rest that it has come back from, and before its first batch for four times as long: data is
 # loaded there, and models are compiled.
 
@@ -54,11 +91,11 @@ class RankRest:
         return max(limit.within_steps_s, times * limit.elsewhere_s, LONGEST_REST_TIMES * self._longest)
 
     def paused(self, seconds: float) -> None:
-        """Nobody has looked for so long, as the machine or all of the job stood still: that was no rest."""
+        """Nobody looked for this long, because the machine or the whole job stood still: that was no rest."""
         self._since += seconds
 
     def is_told(self, phase: str, batch: int, limit: HangLimit, now: float) -> bool:
-        """True when a rest has become too long, and each time that it is twice as long as when it was last told of."""
+        """True when a rest has become too long, and each time that it has doubled since the last report."""
         limit_s = self.limit_s(batch, limit) * 2**self._times_told
         if phase not in _SCRIPT or self.seconds(now) <= limit_s:
             return False
@@ -74,7 +111,7 @@ _PAUSED_S = 5.0
 
 
 class StallWatch:
-    """Of the ranks of one node. `timeout_s` 0: tells of none; None: each rank's limit is learned from its steps."""
+    """Of the ranks of one node. `timeout_s` 0: reports none; None: each rank's limit is learned from its steps."""
 
     def __init__(self, folder: Path, timeout_s: float | None) -> None:
         self._folder = folder
@@ -113,7 +150,7 @@ class StallWatch:
         due = [entry for entry in self._looks if entry[2].is_due(now, may_spy=self._may_spy())]
         self._looks = [entry for entry in self._looks if entry not in due]
         for number, watch, look in due:
-            found = look.result(now)
+            found = look.result()
             state = watch.state()
             if state is None or watch.ended:
                 continue

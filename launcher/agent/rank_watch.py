@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -22,63 +23,24 @@ from ...core.events import (
     ScriptExit,
     WorkerEvent,
     WorkerExit,
-    split_label,
 )
-from ...core.lone_process import is_rank, rank_name
-from ...core.recorder.layout import FRAME, VALUE, HeadField, file_name
-from ...core.recorder.reader import HeldPage, NotReady, RecorderReader
+from ...core.identity import is_rank, rank_name
+from ...core.recorder.layout import HeadField, file_name
+from ...core.recorder.reader import NotReady, RecorderReader
 from ...core.stalls import stack_file_name
-from ...core.values import PENDING
-from ...core.wire.messages import (
-    AgentBody,
-    EventMessage,
-    HotModule,
-    NameDefinitions,
-    NodeBeat,
-    PageMessage,
-    RankState,
-    WantedBatch,
-)
-from .batch_history import RankHistory
+from ...core.wire.messages import AgentBody, EventMessage, HotModule, NameDefinitions, NodeBeat, RankState, WantedBatch
+from .batch_history import RankHistory, RankStepTimes
+from .rank_pages import PageSelection, TracedBatches, pending_values
 from .stacks import fatal_stack
-from .step_times import RankStepTimes
-from .traced import TracedBatches
 
-PAGE_WAIT_S = 5.0
-"""How long an unfinished page may still grow before it is sent as it is."""
-PAGE_SENDS = 5
-"""How often a page may be sent while its rank runs: it is complete when the next batch begins, and in a pipeline its
-backward comes after that. At the end it is sent once more if it has grown."""
+T = TypeVar("T")
+
 _FATAL = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
 """Signals after which a rank has written its stack."""
 RESTS_S = 2.0
-"""A rank that has not moved for so long tells in its beats which collective it is in."""
+"""The beats of a rank that has not moved for this long say which collective it is in."""
 MOST_HOT = 4
-"""Modules of a rank whose headroom is told in a beat."""
-EARLIER_PAGES = 3
-"""Traced pages from before an anomaly that tell how it came: they are sent, whatever is thinned."""
-LAST_PAGES = 8
-"""Of the pages that are unfinished when a rank ends, so many are sent: one for each root that was at work."""
-
-
-@dataclass
-class _BatchRequest:
-    """A batch that somebody asked for."""
-
-    deadline: float
-    met: bool = False
-    """Whether a page of it has been seen."""
-
-
-@dataclass(frozen=True)
-class _PageCopy:
-    """What of a page has been sent."""
-
-    times: int
-    extent: tuple[int, int, bool]
-    """Frames and values since its beginning, and whether it was complete."""
-    pending: int
-    """Values that had not come back from their device."""
+"""How many modules of a rank a beat reports, with their headroom."""
 
 
 class RankWatch:
@@ -88,7 +50,6 @@ class RankWatch:
         self,
         folder: Path,
         rank: int,
-        local_rank: int,
         attempt: int,
         pid: int,
         traced: list[int],
@@ -100,27 +61,13 @@ class RankWatch:
         `traces` says which of the traced ones are sent.
         """
         self.rank = rank
-        self.local_rank = local_rank
         self.attempt = attempt
         self.pid = pid
         self.ended = False
         self._even_damaged = False
         self._path = folder / file_name(rank, attempt)
         self._reader: RecorderReader | None = None
-        self._wanted: dict[tuple[str, int, int], _BatchRequest] = {}
-        """by root class, ordinal, batch"""
-        self._traced = frozenset(traced)
-        self._traces = traces if traces is not None else TracedBatches()
-        self._thinned: set[int] = set()
-        """By number: traced pages that the ring holds and that were not sent."""
-        self._thinned_before = 0
-        """Those that the ring holds no more."""
-        self._looked_at = -1
-        """The last segment that was looked at for a traced batch."""
-        self._traced_until = -1
-        """The segment that overwrites the last one that had some."""
-        self._sent: dict[int, _PageCopy] = {}
-        """by number of the page, as long as the ring holds something of it"""
+        self._pages = PageSelection(traced, traces if traces is not None else TracedBatches())
         self._anomaly_sent = False
         self._broken = False
         self._script_ended = False
@@ -160,7 +107,7 @@ class RankWatch:
         events: list[WorkerEvent] = []
         if reader.has_more(header):
             definitions, events = reader.new_entries()
-            messages += self._definitions(definitions)
+            messages += [NameDefinitions(self.rank, self.attempt, definitions)] if definitions else []
         messages += self._look_back(reader, header, definitions, now)
         events = [self._of_this_rank(event) for event in events]
         messages += [EventMessage(event) for event in events]
@@ -168,21 +115,23 @@ class RankWatch:
             if isinstance(event, ScriptExit | ScriptError):
                 self._script_ended = True
                 self._script_code = event.code if isinstance(event, ScriptExit) else 1
-            self._react(event, now)
-        messages += self._due_pages(reader, now)
+            if isinstance(event, Anomaly):
+                self._anomaly_sent = self._asked = True
+                self._pages.want_of(event, now)
+        messages += self._pages.due(reader, now)
         return messages
 
     def want(self, want: WantedBatch, now: float) -> None:
         """The collector asks for a batch."""
         if want.attempt == self.attempt:
             self._asked = True
-            self._wanted.setdefault((want.root_cls, want.root_ordinal, want.batch), _BatchRequest(now + PAGE_WAIT_S))
+            self._pages.want((want.root_cls, want.root_ordinal, want.batch), now)
 
     def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
         """The process has ended: read the rest, and send its last pages, its last state and where it was."""
         self._even_damaged = True  # nobody writes it any more: its head will not get better
         messages = self.poll(now)
-        self.ended = True
+        self.ended = self._pages.ended = True
         bare = EventMessage(WorkerExit(RunPosition(self.rank, self.attempt), code, by, "starting"))
         reader = self._reader
         if reader is None:
@@ -200,10 +149,11 @@ class RankWatch:
         return [*messages, bare]
 
     def _end(self, reader: RecorderReader, code: int | None, by: str, now: float) -> list[AgentBody]:
-        messages = self._due_pages(reader, now)
-        messages += self._last_pages(reader)
+        messages: list[AgentBody] = [*self._pages.due(reader, now), *self._pages.last(reader)]
         messages += self._unlogged_anomaly(reader)
-        state = replace(reader.state(), final=True, pending=_pending_in_ring(reader), traces_thinned=self._num_thinned)
+        pages = (reader.page(held.number) for held in reader.held())
+        pending = sum(pending_values(page) for page in pages if page is not None)
+        state = replace(reader.state(), final=True, pending=pending, traces_thinned=self._pages.thinned)
         root = reader.roots.get(reader[HeadField.ROOT])
         where = RunPosition(
             rank=self.rank,
@@ -262,7 +212,7 @@ class RankWatch:
         return [*map(EventMessage, forecasts), *self._new_faults()]
 
     def _failed(self, part: str, error: Exception) -> None:
-        """An error of ours that costs no frame is told once for each part."""
+        """Report an error of ours that costs no frame, once for each part."""
         where = RunPosition(self.rank, self.attempt)
         self._faults.setdefault(part, OwnFault(where, part, f"{type(error).__name__}: {error}"))
 
@@ -274,7 +224,7 @@ class RankWatch:
         return found
 
     def _history_of(self, reader: RecorderReader, code: int | None) -> list[AgentBody]:
-        """Of a rank that ended well nobody wants to know, unless a batch of it was asked for."""
+        """Nobody needs the history of a rank that ended well, unless somebody asked for one of its batches."""
         if code == 0 and not self._asked:
             return []
         found: list[AgentBody] = []
@@ -296,29 +246,24 @@ class RankWatch:
 
     def state(self) -> RankState | None:
         """Where the rank is, for a beat; None if that cannot be read."""
-        if self._reader is None or self._broken:
+        timed, parts_us = self._steps.so_far
+        state = self._read(RecorderReader.state, None)
+        if state is None:
             return None
-        try:
-            timed, parts_us = self._steps.so_far
-            state = replace(
-                self._reader.state(), steps_timed=timed, parts_us=parts_us, traces_thinned=self._num_thinned
-            )
-        except OSError:  # the next `poll` tells it
-            return None
+        state = replace(state, steps_timed=timed, parts_us=parts_us, traces_thinned=self._pages.thinned)
         return state if state.age_s < RESTS_S else _resting(state, self.groups())
 
-    @property
-    def _num_thinned(self) -> int:
-        return self._thinned_before + len(self._thinned)
+    def _read(self, read: Callable[[RecorderReader], T], otherwise: T) -> T:
+        if self._reader is None or self._broken:
+            return otherwise
+        try:
+            return read(self._reader)
+        except OSError:  # the next `poll` tells it
+            return otherwise
 
     def movement(self) -> tuple[int, ...]:
         """What changes when the rank moves; () without a recorder."""
-        if self._reader is None or self._broken:
-            return ()
-        try:
-            return self._reader.movement()
-        except OSError:  # the next `poll` tells it
-            return ()
+        return self._read(RecorderReader.movement, ())
 
     @property
     def last_steps_s(self) -> list[float]:
@@ -327,12 +272,7 @@ class RankWatch:
 
     def groups(self) -> list[GroupState]:
         """What the rank does in its process groups; [] if that cannot be read."""
-        if self._reader is None or self._broken:
-            return []
-        try:
-            return self._reader.groups()
-        except OSError:  # the next `poll` tells it
-            return []
+        return self._read(RecorderReader.groups, [])
 
     def hottest(self) -> list[HotModule]:
         """Its modules that are closest to their limit; [] where that is not known."""
@@ -377,95 +317,6 @@ class RankWatch:
             self._reader = reader
         return self._reader
 
-    def _definitions(self, entries: list[Definition]) -> list[AgentBody]:
-        return [NameDefinitions(self.rank, self.attempt, entries)] if entries else []
-
-    def _react(self, event: WorkerEvent, now: float) -> None:
-        if isinstance(event, Anomaly):
-            self._anomaly_sent = self._asked = True
-            root, batch = split_label(event.where.root), event.where.batch
-            self._wanted.setdefault((*root, batch), _BatchRequest(now + PAGE_WAIT_S))
-            for earlier in range(max(0, batch - EARLIER_PAGES), batch):
-                if earlier in self._traced:
-                    self._wanted.setdefault((*root, earlier), _BatchRequest(now + PAGE_WAIT_S))
-
-    def _due_pages(self, reader: RecorderReader, now: float) -> list[AgentBody]:
-        if not self._wanted and (self.ended or not self._traced_in_ring(reader)):
-            return []
-        messages: list[AgentBody] = []
-        held = reader.held()
-        seen: set[tuple[str, int, int]] = set()
-        for page in held:
-            root = reader.roots.get(page.root)
-            key = (root.cls, root.ordinal, page.batch) if root is not None else ("", -1, page.batch)
-            wanted = self._wanted.get(key)
-            if wanted is not None:
-                wanted.met = True
-                seen.add(key)
-            is_traced = page.batch in self._traced
-            if wanted is not None or (is_traced and self._traces.takes(page.batch)):
-                messages += self._page(reader, page, overdue=wanted is not None and now >= wanted.deadline)
-            elif is_traced and page.number not in self._sent:
-                self._thinned.add(page.number)
-        for key, wanted in list(self._wanted.items()):
-            if self.ended or (key not in seen and (wanted.met or now >= wanted.deadline)):
-                del self._wanted[key]  # it will not change, or was overwritten, or never came
-        numbers = {page.number for page in held}
-        self._sent = {number: copy for number, copy in self._sent.items() if number in numbers}
-        gone = self._thinned - numbers
-        self._thinned -= gone
-        self._thinned_before += len(gone)
-        return messages
-
-    def _traced_in_ring(self, reader: RecorderReader) -> bool:
-        """Whether the ring holds a batch that is traced."""
-        if not self._traced:
-            return False
-        for number, batch in reader.begun_after(self._looked_at):
-            self._looked_at = number
-            if batch in self._traced:
-                self._traced_until = number + reader.segments
-        return self._looked_at < self._traced_until
-
-    def _last_pages(self, reader: RecorderReader) -> list[AgentBody]:
-        """The page that was written last, and those that more was expected in."""
-        held = reader.held()
-        traced = [page for page in held if page.batch in self._traced]
-        numbers = {page.number for page in traced if self._traces.takes(page.batch)}
-        self._thinned.update({page.number for page in traced} - numbers - self._sent.keys())
-        numbers.update([page.number for page in held if not page.complete][-LAST_PAGES:])
-        numbers.add(reader[HeadField.PAGE])
-        return [
-            message for page in held if page.number in numbers for message in self._page(reader, page, overdue=True)
-        ]
-
-    def _page(self, reader: RecorderReader, held: HeldPage, *, overdue: bool) -> list[AgentBody]:
-        """The page if it is time to send it: when it is complete, or overdue; again when it is complete and has grown.
-
-        What has been sent and has not changed is never sent again.
-        """
-        sent = self._sent.get(held.number)
-        if sent is not None and not sent.pending and sent.extent == (held.frames, held.values, held.complete):
-            return []
-        if not self.ended:
-            if sent is not None and sent.times >= PAGE_SENDS:
-                return []
-            if not held.complete and (sent is not None or not overdue):
-                return []
-        page = reader.page(held.number)
-        if page is None:
-            return []
-        extent, pending = _extent(page), _pending(page)
-        if sent is not None and (extent, pending) == (sent.extent, sent.pending):
-            return []
-        if pending and not self.ended and (sent is not None or not overdue):
-            return []
-        self._thinned.discard(held.number)
-        if held.batch in self._traced:
-            self._traces.sent(page)
-        self._sent[held.number] = _PageCopy(sent.times + 1 if sent is not None else 1, extent, pending)
-        return [page]
-
 
 def _resting(state: RankState, groups: list[GroupState]) -> RankState:
     largest = max(groups, key=lambda group: group.size, default=None)
@@ -480,18 +331,3 @@ def _shm_free() -> int:
     except OSError:
         return -1
     return found.f_bavail * found.f_frsize
-
-
-def _pending_in_ring(reader: RecorderReader) -> int:
-    """Numbers of all batches in the ring that have not come back from their device."""
-    return sum(_pending(page) for held in reader.held() if (page := reader.page(held.number)) is not None)
-
-
-def _extent(page: PageMessage) -> tuple[int, int, bool]:
-    last = page.segments[-1]
-    frames = last.frame_base + len(last.frames) // FRAME.size
-    return frames, last.value_base + len(last.values) // VALUE.size, page.complete
-
-
-def _pending(page: PageMessage) -> int:
-    return sum(memoryview(segment.values).cast("q")[2::3].tolist().count(PENDING) for segment in page.segments)

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import msgspec
 
 from ...core.events import StackLine, ThreadSeen
+from ...core.host import stat_fields
 from ...core.stalls import (
     MAY_BE_ASKED,
     MOST_LINES,
@@ -65,7 +65,7 @@ def threads_of(pid: int, root: Path = Path("/")) -> list[ThreadSeen]:
         )
         for task in tasks[:MOST_THREADS]:
             with suppress(OSError, IndexError):
-                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                state = stat_fields(task)[0]
                 found.append(ThreadSeen(_line(task / "comm"), state, _wchan(task), _system_call(task)))
     return found
 
@@ -117,15 +117,19 @@ class _ThreadStack(msgspec.Struct, frozen=True):
     frames: list[_StackFrame] = []
 
 
-class PySpyStacks(NamedTuple):
-    """What py-spy has seen."""
+class StacksSeen(NamedTuple):
+    """What a look at a process has shown."""
 
     stack: list[StackLine]
     """Of the main thread: Python's calls, innermost first."""
     native: list[StackLine]
-    """Native calls inside of the innermost of them, innermost first."""
-    others: list[ThreadSeen]
-    """Other threads that Python knows."""
+    """By py-spy: native calls inside of the innermost of them, innermost first."""
+    threads: list[ThreadSeen]
+    """Of a process that did not answer itself."""
+    state: str = ""
+    """Letter as in /proc/PID/stat; "" if it could not be read."""
+    busy: float = 0.0
+    """Share of one core."""
 
 
 class PySpy:
@@ -156,7 +160,7 @@ class PySpy:
         """Whether it has ended, or will not be waited for any longer."""
         return self._child is None or self._child.poll() is not None or now >= self._end
 
-    def result(self) -> PySpyStacks | None:
+    def result(self) -> StacksSeen | None:
         """What it has seen; None if it is not there, may not look, or did not end in time. Ends it."""
         child, output = self._child, self._output
         try:
@@ -185,7 +189,7 @@ def find_py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def parse_spied(data: bytes, pid: int) -> PySpyStacks | None:
+def parse_spied(data: bytes, pid: int) -> StacksSeen | None:
     """What `py-spy dump --json` has printed; None if it is something else. The main thread has the process's number."""
     try:
         threads = msgspec.json.decode(data, type=list[_ThreadStack])
@@ -205,7 +209,7 @@ def parse_spied(data: bytes, pid: int) -> PySpyStacks | None:
         elif not stack and not frame.name.startswith("0x"):
             native.append(line)
     others = [ThreadSeen(thread.thread_name or "", at=_place(thread)) for thread in threads if thread is not main]
-    return PySpyStacks(stack[:MOST_LINES], native[:_MOST_NATIVE], others[:_MOST_OTHERS])
+    return StacksSeen(stack[:MOST_LINES], native[:_MOST_NATIVE], others[:_MOST_OTHERS])
 
 
 def _is_native(frame: _StackFrame) -> bool:
@@ -230,21 +234,6 @@ def _place(thread: _ThreadStack) -> str:
 LOOK_S = 1.0
 """How long a rank has to answer, and over which its use of the processor is measured."""
 _MOST_BYTES = 64 << 10
-
-
-@dataclass(frozen=True)
-class StackLookResult:
-    """What a look has shown."""
-
-    state: str
-    """Letter as in /proc/PID/stat; "" if it could not be read."""
-    busy: float
-    """Share of one core."""
-    stack: list[StackLine]
-    native: list[StackLine] = field(default_factory=list)
-    """Where the process did not answer: what py-spy has seen inside of the innermost call of `stack`,"""
-    threads: list[ThreadSeen] = field(default_factory=list)
-    """and its threads."""
 
 
 class StackLook:
@@ -283,17 +272,17 @@ class StackLook:
                 self._spy = PySpy(self._pid, state, now)
         return self._spy is None or self._spy.is_done(now)
 
-    def result(self, now: float) -> StackLookResult:
+    def result(self) -> StacksSeen:
         """What it has shown, once it is due."""
         assert self._busy is not None
         state = _stat(self._pid)[0]
         if self._answer:
-            return StackLookResult(state, self._busy, self._answer)
+            return StacksSeen(self._answer, [], [], state, self._busy)
         threads = threads_of(self._pid)
-        spied = self._spy.result() if self._spy is not None else None
-        if spied is None:
-            return StackLookResult(state, self._busy, [], [], threads)
-        return StackLookResult(state, self._busy, spied.stack, spied.native, [*threads[:1], *spied.others])
+        seen = self._spy.result() if self._spy is not None else None
+        if seen is None:
+            return StacksSeen([], [], threads, state, self._busy)
+        return seen._replace(threads=[*threads[:1], *seen.threads], state=state, busy=self._busy)
 
     def close(self) -> None:
         """Without a result: end what is still at work."""
@@ -361,7 +350,7 @@ def _catches(pid: int, number: int) -> bool:
 def _stat(pid: int) -> tuple[str, int]:
     """(state, clock ticks used) of a process; ("", 0) if it cannot be read. (man 5 proc, /proc/PID/stat)"""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = stat_fields(Path(f"/proc/{pid}"))
         return fields[0], int(fields[11]) + int(fields[12])
     except (OSError, ValueError, IndexError):
         return "", 0

@@ -3,7 +3,7 @@
     every few seconds  --> a thread reads the host      --.
                        --> the child of gpus.py asks NVML --> one sample, in the record of the node
 
-Who does not answer is waited for without harm: samples go on without its figures, and that is said.
+A source that does not answer holds up nothing: samples go on without its figures, and the report says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy
 
@@ -26,6 +26,7 @@ from ...core.threads import start_thread
 from ...core.wire.columns import pack_samples
 from ...core.wire.messages import GpuNow, SeriesName, TelemetryMessage
 from .batch_history import spread, thinned
+from .gpus import GpuWatch
 from .host_figures import Values, read_cgroup, read_disks, read_host, read_infiniband, read_ranks
 
 # The thread that reads the host's figures: a file system that does not answer stops it, and nothing else.
@@ -158,17 +159,7 @@ AGAIN_S = 60.0
 
 
 SILENT_S = 10.0
-"""Who has not answered for so long is told of."""
-
-
-class GpuSamples(Protocol):
-    """The part of GpuWatch that gives samples."""
-
-    def ask_samples(self, now: float) -> bool:
-        """Whether NVML was asked."""
-
-    def samples(self) -> list[SampleLine] | None:
-        """Of all GPUs; None if they have not come yet."""
+"""The report names a source that has not answered for this long."""
 
 
 class NodeTelemetry:
@@ -178,7 +169,7 @@ class NodeTelemetry:
         self,
         interval_s: float,
         folders: dict[str, Path],
-        gpus: GpuSamples,
+        gpus: GpuWatch,
         *,
         read: Callable[[Pids], Values] | None = None,
         time_ns: Callable[[], int] = time.time_ns,
@@ -192,11 +183,12 @@ class NodeTelemetry:
         self._asked_ns = 0
         """When the sample was begun that is not complete; 0: there is none."""
         self._values: Values = {}
-        """What has come of it."""
+        """The figures of that sample so far."""
         self._waits: dict[str, float] = {}
-        """Who was asked, and when. One that has not answered is not asked again."""
+        """Source -> when it was asked. A source that has not answered is not asked again."""
         self._troubles: dict[str, str] = {}
-        self._gpus_now: list[GpuNow] = []
+        self.gpus_now: list[GpuNow] = []
+        """As NVML found them last; none where there is no GPU, or NVML does not answer."""
         self._again_s = AGAIN_S
         self._told_at: float | None = None
 
@@ -211,7 +203,7 @@ class NodeTelemetry:
             self._interval_s = 0
 
     def _turn(self, pids: Callable[[], Pids], now: float) -> None:
-        self._take(now)
+        self._take()
         if self._asked_ns and (not self._waits or now >= self._next):
             self._close_sample()
         if now >= self._next:
@@ -223,14 +215,14 @@ class NodeTelemetry:
         for name, since in self._waits.items():
             if now - since >= SILENT_S:
                 self._troubles[name] = f"{_WHO[name]} did not answer for {now - since:.0f} s"
-                self._gpus_now = [] if name == "gpus" else self._gpus_now
+                self.gpus_now = [] if name == "gpus" else self.gpus_now
         if "host" not in self._waits:
             self._thread.ask(pids)
             self._waits["host"] = now
-        if "gpus" not in self._waits and self._gpus.ask_samples(now):
+        if "gpus" not in self._waits and self._gpus.ask_samples():
             self._waits["gpus"] = now
 
-    def _take(self, now: float) -> None:
+    def _take(self) -> None:
         values = self._thread.answer()
         if values is not None:
             self._values.update(values)
@@ -240,7 +232,7 @@ class NodeTelemetry:
         lines = self._gpus.samples()
         if lines is not None and "gpus" in self._waits:
             del self._waits["gpus"]
-            self._gpus_now = [_gpu_now(line) for line in lines]
+            self.gpus_now = [_gpu_now(line) for line in lines]
             for line in lines:
                 self._values.update({(line.device, what): value for what, value in line.values.items()})
                 if line.trouble:
@@ -250,10 +242,6 @@ class NodeTelemetry:
         if self._asked_ns and self._values:
             self._record.add(self._asked_ns, self._values)
         self._asked_ns, self._values = 0, {}
-
-    def gpus_now(self) -> list[GpuNow]:
-        """As NVML found them last; none where there is no GPU, or NVML does not answer."""
-        return self._gpus_now
 
     def told(self, reason: str, now: float) -> TelemetryMessage | None:
         """What to send because of a stall or an anomaly; None if the last one was not long ago, or nothing is known."""

@@ -14,8 +14,18 @@ from contextlib import suppress
 import gpuwatch
 import pytest
 import torch
-from gpuwatch.core.torch_names import DEVICE, GRAPH, NAMES, NEWEST, OLDEST, is_there, missing, name_in_torch
-from gpuwatch.core.torch_notes import notes_on, release_of
+from gpuwatch.core.torch_names import (
+    DEVICE,
+    GRAPH,
+    NAMES,
+    NEWEST,
+    OLDEST,
+    is_there,
+    missing,
+    name_in_torch,
+    notes_on,
+    release_of,
+)
 
 ROOT = pathlib.Path(gpuwatch.__file__).parent
 RELEASE = release_of(torch.__version__)

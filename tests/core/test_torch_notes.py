@@ -7,7 +7,7 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.torch_notes import notes_on
+from gpuwatch.core.torch_names import notes_on
 from gpuwatch.launcher import say
 from gpuwatch.worker.compile.views import compiled_views
 

@@ -9,7 +9,7 @@ import pytest
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.events import RankStall
 from gpuwatch.core.wire.messages import EventMessage
-from gpuwatch.launcher.agent.step_times import LEAST_S, UNTIL_KNOWN_S
+from gpuwatch.launcher.agent.rank_stalls import LEAST_S, UNTIL_KNOWN_S
 
 pytestmark = pytest.mark.slow
 TOLD = ("--hang-timeout", "10", "--preflight", "off")

@@ -94,7 +94,7 @@ class Seeds:
 
 def of_recorder(folder: Path) -> list[AgentBody]:
     """What an agent makes of the recorder that lies there."""
-    watch = RankWatch(folder, 0, 0, 0, 1, [1])
+    watch = RankWatch(folder, 0, 0, 1, [1])
     try:
         bodies = watch.poll(0)
         watch.state()

@@ -17,6 +17,7 @@ from gpuwatch.core.recorder.layout import HeadField, HooksState, RankPhase, file
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import ValueEncoding
 from gpuwatch.core.wire.keys import JobKeys, derive_keys
+from gpuwatch.core.wire.messages import AgentHello
 from gpuwatch.core.wire.pipe import (
     AgentConfig,
     CollectorBound,
@@ -119,17 +120,12 @@ class Node:
             private_key=self.keys.agent.private.decode(),
             recorder_dir=str(self.scratch),
             spool_dir=str(self.runs),
-            nproc=len(ranks),
-            min_nodes=nodes,
-            max_nodes=nodes,
-            command=["gpuwatch", "launch", "train.py"],
-            versions={},
-            rdzv_id="job",
+            hello=AgentHello("", "", 0, len(ranks), nodes, nodes, ["gpuwatch", "launch", "train.py"], {}, "job"),
         )
         self.agent = NodeAgent(config, self.said.append, lambda reason, restart: self.stops.append(reason))
         self.ranks = [Rank(self.scratch, rank, world) for rank in ranks]
         pids = {rank.rank: 1 for rank in self.ranks}
-        self.agent.tell(WorkersStarted(0, pids, {rank.rank: rank.rank for rank in self.ranks}))
+        self.agent.tell(WorkersStarted(0, pids))
 
     def train(self, *batches: int) -> None:
         for rank in self.ranks:

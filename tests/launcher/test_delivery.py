@@ -120,7 +120,7 @@ def test_a_collector_whose_store_was_lost_is_told_everything_again(node):
         for rank in node.ranks:
             rank.writer.close()
         node.ranks = [Rank(node.scratch, rank, 2, attempt) for rank in range(2)]
-        node.agent.tell(WorkersStarted(attempt, {0: 1, 1: 1}, {0: 0, 1: 1}))
+        node.agent.tell(WorkersStarted(attempt, {0: 1, 1: 1}))
     until(lambda: not list(node.scratch.glob("*.attempt-001.recorder")), "the oldest recorders are freed")
     node.ranks[1].writer.append(ANOMALY_OF_ATTEMPT_4)
     until(lambda: any(isinstance(body.event, Anomaly) for body in stored(node, EventMessage)), "the anomaly")
@@ -262,7 +262,7 @@ def test_recorders_of_old_attempts_are_freed_and_the_last_ones_kept(node):
         for rank in node.ranks:
             rank.writer.close()
         node.ranks = [Rank(node.scratch, rank, 2, attempt) for rank in range(2)]
-        node.agent.tell(WorkersStarted(attempt, {0: 1, 1: 1}, {0: 0, 1: 1}))
+        node.agent.tell(WorkersStarted(attempt, {0: 1, 1: 1}))
     node.train(0)
     left = [f"rank-0000{rank}.attempt-0{attempt}.recorder" for rank in range(2) for attempt in (10, 11, 12)]
     until(lambda: sorted(path.name for path in node.scratch.glob("*.recorder")) == left, f"{left} alone")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 from gpuwatch.core.events import Anomaly, RunPosition
+from gpuwatch.core.wire.messages import AgentHello
 from gpuwatch.core.wire.pipe import AgentConfig, CollectorConfig
 from gpuwatch.launcher.head_collector import HeadCollector
 from gpuwatch.launcher.helper_processes import HelperProcess, NodeAgent
@@ -94,7 +95,7 @@ def test_an_overflow_that_only_a_spool_has_is_told_with_the_command_that_makes_i
 
 def test_a_helper_that_cannot_be_told_its_settings_is_ended(monkeypatch):
     monkeypatch.setattr("gpuwatch.launcher.helper_processes.write_line", lambda pipe, message: False)
-    config = AgentConfig("", "", "", "", "", "", 1, 1, 1, [], {}, "job")
+    config = AgentConfig("", "", "", "", "", "", AgentHello("", "", 0, 1, 1, 1, [], {}, "job"))
     child = HelperProcess("launcher.agent.agent", config)
     assert child.stdout.read() == b""
     assert child.end(30.0) == -9

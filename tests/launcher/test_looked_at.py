@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 from gpuwatch.collector.live.publisher import ViewSubscriber
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.wire.messages import NodeBeat, unpack_hot
+from gpuwatch.core.wire.messages import HotModule, NodeBeat, unpack_list
 
 from .conftest import until
 
@@ -16,7 +16,7 @@ def told(node) -> list:
     """The modules that are closest to their limit, as the last beat in the run's store has them."""
     with closing(RunStore(node.run_dir / "run.sqlite")) as store:
         beats = [body for _, _, body in store.messages() if isinstance(body, NodeBeat)]
-    return [hot for beat in beats for hot in unpack_hot(beat.hot)]
+    return [hot for beat in beats for hot in unpack_list(beat.hot, HotModule)]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from gpuwatch.core.host import host_name
-from gpuwatch.core.lone_process import number_of_process, pid_of_number
+from gpuwatch.core.identity import number_of_process, pid_of_number
 from gpuwatch.core.recorder import writer
 from gpuwatch.core.recorder.layout import HeadField, file_name
 from gpuwatch.core.recorder.reader import RecorderReader

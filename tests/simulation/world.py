@@ -20,7 +20,15 @@ from gpuwatch.collector.protocol import FinishRun, RunProtocol, SendMessage, Sto
 from gpuwatch.collector.report.model import Verdict
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.wire.keys import agent_name
-from gpuwatch.core.wire.messages import AgentBody, EventMessage, LookAtRanks, MessageAck, decode_agent, encode
+from gpuwatch.core.wire.messages import (
+    AgentBody,
+    AgentHello,
+    EventMessage,
+    LookAtRanks,
+    MessageAck,
+    decode_agent,
+    encode,
+)
 from gpuwatch.core.wire.pipe import AgentConfig, LaunchDone, WorkersEnded, WorkersStarted
 from gpuwatch.launcher.agent.agent import ForgottenMessages, NodeAgentLoop
 
@@ -52,6 +60,7 @@ class Node:
     def start_agent(self) -> None:
         """The launch starts one, or starts it again."""
         self.network = Context()
+        nodes = len(self.schedule.nodes)
         config = AgentConfig(
             collector="tcp://collector:1",
             server_key="",
@@ -59,12 +68,7 @@ class Node:
             private_key="",
             recorder_dir=str(self.folder),
             spool_dir=str(self.folder),
-            nproc=len(self.ranks),
-            min_nodes=len(self.schedule.nodes),
-            max_nodes=len(self.schedule.nodes),
-            command=["train.py"],
-            versions={},
-            rdzv_id="job",
+            hello=AgentHello("", "", 0, len(self.ranks), nodes, nodes, ["train.py"], {}, "job"),
             identity=f"node{self.number}",
             life=self.life,
             hang_timeout_s=0,
@@ -191,7 +195,7 @@ class World:
             for rank in node.ranks:
                 workers[rank] = Worker(node.folder, self.schedule, self.oracle, rank, attempt)
             pids = {rank: workers[rank].pid for rank in node.ranks}
-            node.tell(WorkersStarted(attempt, pids, {rank: rank for rank in node.ranks}), self.now)
+            node.tell(WorkersStarted(attempt, pids), self.now)
         self._workers += workers.values()
         alive = {rank: worker.life() for rank, worker in workers.items()}
         restart = self.draw.randrange(3, 12) if attempt + 1 < self.schedule.attempts else 0

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core.torch_names import NEWEST
-from ...core.torch_notes import GRADIENTS_SINCE, ROWS_SINCE, not_seen_of_compiled, release_of
+from ...core.torch_names import GRADIENTS_SINCE, NEWEST, ROWS_SINCE, not_seen_of_compiled, release_of
 
 _THROUGH_DATA_SINCE = (2, 15)
 

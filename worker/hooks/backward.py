@@ -20,7 +20,7 @@ from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.tell import tell
-from ...core.torch_notes import NOT_SEEN_OF_BACKWARD
+from ...core.torch_names import NOT_SEEN_OF_BACKWARD
 from ..compile import traced_hooks
 from ..imports import after_import
 from ..record.alarm_frames import FrameWriter

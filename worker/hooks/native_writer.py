@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from .backward import BackwardHooks
 
 try:
-    from ..native.core import LAYOUT, FrameWriter, trace_hooks_as
+    from ..native.core import LAYOUT, FrameWriter
+    from ..native.core import trace_hooks_as as trace_hooks_as
 except ImportError:  # gpuwatch was installed without a C compiler
     LAYOUT, FrameWriter, trace_hooks_as = {}, None, None  # type: ignore[assignment,misc]
 

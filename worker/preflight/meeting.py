@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...core.identity import RankIdentity
-from ...core.wire.seal import SealBroken, WordSeal
+from ...core.preflight import SealBroken, WordSeal
 
 LEADER = 0
 

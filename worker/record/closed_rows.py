@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.frames import RowMark
-from ...core.recorder.own_pages import OwnPages
+from ...core.recorder.pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.values import NonFinite
 from ..stats.device import is_on_device

@@ -38,8 +38,8 @@ from ...core.judge import (
 )
 from ...core.recorder import layout
 from ...core.recorder.layout import HeadField, SegmentField, seal
-from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.page_tables import FRAMES, ROWS, VALUES
+from ...core.recorder.pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role
 from ...core.text import shown_name

@@ -12,8 +12,7 @@ import torch
 
 from ...core.events import RunPosition, WatchCost
 from ...core.frames import Frame
-from ...core.recorder import step_table
-from ...core.recorder.layout import STEP_BYTES, STEPS, STEPS_AT, HeadField, RankPhase
+from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.settings import WorkerSettings
 from .collectives import issued, moment
@@ -55,15 +54,15 @@ class RecorderLock:
         self._lock.release()
 
 
-# How long the parts of each optimizer step take on the host: see core/recorder/step_table.py.
+# How long the parts of each optimizer step take on the host: see core/recorder/layout.py.
 #
 # The hooks say where a part ends. A step is written only if all its parts were seen: a forward, and the end of the
 # backward before and after torch has waited for the gradients of other ranks. Nothing here waits for a device.
 
 _now = time.monotonic_ns
-_pack = step_table.ENTRY.pack_into
+_pack = STEP_ENTRY.pack_into
 _WAITED, _TIMED = int(HeadField.WAITED_NS), int(HeadField.STEPS_TIMED)
-_OUTSIDE, _FORWARD, _BACKWARD, _WAITING, _OPTIMIZER = range(len(step_table.PARTS))
+_OUTSIDE, _FORWARD, _BACKWARD, _WAITING, _OPTIMIZER = range(len(PARTS))
 
 
 class StepClock:
@@ -72,7 +71,7 @@ class StepClock:
     def __init__(self, recorder: RecorderWriter) -> None:
         self._view = recorder.view
         self._fields = recorder.fields
-        self._spent = [0] * len(step_table.PARTS)
+        self._spent = [0] * len(PARTS)
         self._since = _now()
         self._waited = 0
         """WAITED_NS at `_since`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ....core.lone_process import rank_name
+from ....core.identity import rank_name
 from ....core.metrics import METRICS
 from ..model import FigureSeries, NodeFigures, RunReport, TimelineEntry
 from ..sentence_parts import counted, grouped, share_text, size_text, when_text

@@ -8,7 +8,7 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.core.events import RankInventoryEvent, StepTimes
 from gpuwatch.core.preflight import InventoryFacts
-from gpuwatch.core.recorder.step_table import TimedStep
+from gpuwatch.core.recorder.layout import TimedStep
 from gpuwatch.core.wire.columns import pack_steps
 from gpuwatch.core.wire.messages import EventMessage
 

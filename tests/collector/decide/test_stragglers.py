@@ -7,7 +7,7 @@ import random
 import numpy
 import pytest
 from gpuwatch.collector.assemble.stragglers import LEAST_STEPS, WARM_UP, RankTimes, find_stragglers
-from gpuwatch.core.recorder.step_table import PARTS
+from gpuwatch.core.recorder.layout import PARTS
 
 FORWARD, OUTSIDE = PARTS.index("forward"), PARTS.index("outside")
 

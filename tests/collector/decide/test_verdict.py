@@ -18,7 +18,7 @@ from gpuwatch.core.events import (
     RunPosition,
     ScriptExit,
 )
-from gpuwatch.core.lone_process import number_of_process
+from gpuwatch.core.identity import number_of_process
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gpuwatch.collector.facts.fold import FactFold
 from gpuwatch.collector.live.so_far import LEAST_S, LiveStragglers
-from gpuwatch.core.recorder.step_table import PARTS
+from gpuwatch.core.recorder.layout import PARTS
 from gpuwatch.core.wire.messages import NodeBeat, RankState
 
 STEPS = 20

@@ -8,7 +8,7 @@ from gpuwatch.collector.facts.fold import FactFold
 from gpuwatch.collector.live.metrics_endpoint import OwnNumbers, text_of
 from gpuwatch.collector.live.snapshot import MOST_PROCESSES, view_of
 from gpuwatch.collector.live.top_model import TopModel, plain
-from gpuwatch.core.lone_process import number_of_process
+from gpuwatch.core.identity import number_of_process
 from gpuwatch.core.wire.view import decode_view, encode_view
 
 

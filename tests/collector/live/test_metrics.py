@@ -32,7 +32,7 @@ from gpuwatch.core.wire.messages import (
     NodeBye,
     decode_collector,
     encode,
-    pack_hot,
+    pack_list,
 )
 from gpuwatch.core.wire.pipe import CannotBind, CollectorBound, CollectorConfig
 from gpuwatch.core.wire.view import JobView, LimitPassing, RankView, ViewStraggler
@@ -133,7 +133,7 @@ def test_a_collector_is_scraped_while_its_job_runs_and_until_the_verdict(make, t
                 agent.send(encode(AgentMessage(n, body, n - 1)))
             states = [make.state(0, batch=9, step=8, rows_lost=3), make.state(1, batch=8, step=8, warned=7)]
             hot = [HotModule(0, 9, HOSTILE, "float16", 3e4, 1.1, 0.1), HotModule(1, 9, HOSTILE, "float16", 2e4, 1.7, 0)]
-            agent.send(encode(AgentMessage(0, NodeBeat(states, {1: 4}, sent_ns=5, hot=pack_hot(hot)))))
+            agent.send(encode(AgentMessage(0, NodeBeat(states, {1: 4}, sent_ns=5, hot=pack_list(hot)))))
             while not (ack := answer_to(agent, MessageAck)).echo_ns:
                 pass
             assert ack.looks, "who scrapes looks on"

@@ -16,7 +16,7 @@ from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.events import GpuXid, RankInventoryEvent
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import EventMessage, GpuNow, HotModule, NodeBeat, pack_gpus, pack_hot
+from gpuwatch.core.wire.messages import EventMessage, GpuNow, HotModule, NodeBeat, pack_list
 from gpuwatch.core.wire.view import FILE, JobView, read_viewer_keys
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -186,7 +186,7 @@ def test_the_picture_of_a_job(make):
     bodies = [
         make.hello(host="node-a"),
         *batch.messages(),
-        NodeBeat(states, {}, 5, hot=pack_hot(hot)),
+        NodeBeat(states, {}, 5, hot=pack_list(hot)),
         EventMessage(GpuXid("G", 79, 5)),
     ]
     for n, body in enumerate([*bodies, make.ended(0, 1)], 1):
@@ -205,9 +205,9 @@ def test_the_picture_of_a_job(make):
 @pytest.mark.parametrize(
     ("sent", "shown"),
     [
-        (pack_gpus([GpuNow("GPU-b", 0.25, 0.5), GpuNow("GPU-a", 0.97, 0.75)]), (0.97, 0.75)),
-        (pack_gpus([GpuNow("GPU-b", 0.25, 0.5)]), (-1.0, -1.0)),
-        (pack_gpus([]), (-1.0, -1.0)),
+        (pack_list([GpuNow("GPU-b", 0.25, 0.5), GpuNow("GPU-a", 0.97, 0.75)]), (0.97, 0.75)),
+        (pack_list([GpuNow("GPU-b", 0.25, 0.5)]), (-1.0, -1.0)),
+        (pack_list([]), (-1.0, -1.0)),
         (b"garbage", (-1.0, -1.0)),
         (msgspec.msgpack.encode([["GPU-a", "97 %", 0.5]]), (-1.0, -1.0)),
     ],
@@ -226,12 +226,12 @@ def test_a_module_is_shown_once_on_the_rank_where_it_has_the_least_left(make):
     for node in range(2):
         hot = [HotModule(node, 9, name, "float16", 3e4, left - node, 0.0) for name, left in (("a", 3.0), ("b", 5.0))]
         folded.add(f"a{node}", 1, make.hello(f"a{node}"))
-        folded.add(f"a{node}", 0, NodeBeat([], {}, 5, hot=pack_hot(hot)))
+        folded.add(f"a{node}", 0, NodeBeat([], {}, 5, hot=pack_list(hot)))
     view = view_of(folded.as_it_stands(), "run-1", 7)
     assert [(hot.module, hot.rank, hot.left) for hot in view.hot] == [("a", 1, 2.0), ("b", 1, 4.0)]
 
 
-@pytest.mark.parametrize("hot", [b"\xff", b"garbage", pack_hot([])])
+@pytest.mark.parametrize("hot", [b"\xff", b"garbage", pack_list([])])
 def test_hot_modules_that_no_agent_sends_are_left_out(make, hot):
     folded = FactFold()
     folded.add("a0", 1, make.hello())

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire import pipe
+from gpuwatch.core.wire.messages import AgentHello, StopRanks
 
 AGENT_CONFIG = pipe.AgentConfig(
     "tcp://h:1",
@@ -17,25 +18,20 @@ AGENT_CONFIG = pipe.AgentConfig(
     "k",
     "/dev/shm/x",
     "runs",
-    2,
-    1,
-    4,
-    ["gpuwatch", "launch", "a b"],
-    {"python": "3"},
-    "id",
-    [0, 3],
-    True,
+    AgentHello(
+        "", "", 0, 2, 1, 4, ["gpuwatch", "launch", "a b"], {"python": "3"}, "id", trace_batches=[0, 3], check_only=True
+    ),
 )
 COLLECTOR_CONFIG = pipe.CollectorConfig("tcp://*:1", "p", "k", "a", "v", "runs", "id", 5)
 TO_AGENT = [
     AGENT_CONFIG,
-    pipe.WorkersStarted(1, {4: 101, 5: 102}, {4: 0, 5: 1}),
+    pipe.WorkersStarted(1, {4: 101, 5: 102}),
     pipe.WorkersEnded(1, {4: -9, 5: None}, [4]),
     pipe.LaunchDone("signal", 15),
 ]
 FROM_AGENT = [
     pipe.UserNotice("one\nsentence"),
-    pipe.StopRequest("why"),
+    StopRanks("why"),
     pipe.JobResult(4, VerdictKind.OVERFLOW, "té\nxt", "r.json"),
     pipe.VerdictWait(),
     pipe.NodeWelcomed("20261122-1"),
@@ -127,7 +123,8 @@ def test_the_config_is_read_and_not_a_byte_of_the_next_line(config):
 
 def test_the_config_of_a_command_line_of_2_mb_is_read():
     """It took minutes: each byte copied all before it."""
-    config = msgspec.structs.replace(AGENT_CONFIG, command=["x" * 100] * 20_000)
+    hello = msgspec.structs.replace(AGENT_CONFIG.hello, command=["x" * 100] * 20_000)
+    config = msgspec.structs.replace(AGENT_CONFIG, hello=hello)
     reading, writing = os.pipe()
     with os.fdopen(writing, "wb") as sink:
         telling = threading.Thread(target=pipe.write_line, args=(sink, config))

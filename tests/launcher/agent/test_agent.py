@@ -13,7 +13,7 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import EventMessage, NodeBye, TelemetryMessage, decode_agent
+from gpuwatch.core.wire.messages import AgentHello, EventMessage, NodeBye, TelemetryMessage, decode_agent
 from gpuwatch.core.wire.pipe import AgentConfig, LaunchDone, WorkersEnded, WorkersStarted
 from gpuwatch.launcher.agent.agent import NodeAgentLoop
 
@@ -63,12 +63,7 @@ def agent(tmp_path):
         private_key=keys.agent.private.decode(),
         recorder_dir=str(tmp_path),
         spool_dir=str(tmp_path),
-        nproc=1,
-        min_nodes=1,
-        max_nodes=1,
-        command=["gpuwatch", "launch", "train.py"],
-        versions={},
-        rdzv_id="job",
+        hello=AgentHello("", "", 0, 1, 1, 1, ["gpuwatch", "launch", "train.py"], {}, "job"),
         identity="node",
         telemetry_s=5.0,
     )
@@ -101,7 +96,7 @@ def sent(agent):
 
 def test_what_a_rank_takes_is_in_the_report(agent, process):
     now = time.monotonic()
-    agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid}, {1: 0})), now)
+    agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid})), now)
     process.take(0)
     sampled(agent, now)
     process.take(200 * MIB)
@@ -129,7 +124,7 @@ def test_what_a_rank_takes_is_in_the_report(agent, process):
 
 def test_an_agent_that_goes_on_for_another_sends_what_that_one_had(agent, process, tmp_path):
     now = time.monotonic()
-    agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid}, {1: 0})), now)
+    agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid})), now)
     sampled(agent, now)
     agent._put(anomaly())
     first = [body for _, _, body in sent(agent) if isinstance(body, TelemetryMessage)]

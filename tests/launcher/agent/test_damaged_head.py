@@ -76,7 +76,7 @@ def damage(writer: RecorderWriter, at: int, data: bytes) -> None:
 
 def verdict(folder: Path, beforehand: RankWatch | None = None) -> str:
     """What is told of the run. `beforehand`: who has opened the recorder already."""
-    agent = beforehand or RankWatch(folder, 0, 0, 0, 1, [])
+    agent = beforehand or RankWatch(folder, 0, 0, 1, [])
     hello = AgentHello("a", "host", 1, 1, 1, 1, ["train.py"], {}, "run")
     bodies = [hello, *agent.end(0, "itself", 0.0), NodeBye("ok")]
     agent.close()
@@ -110,7 +110,7 @@ def damaged(at: int, data: bytes, *, overflows: bool, late: bool) -> Iterator[tu
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         writer = record(path, overflows=overflows)
-        watch = RankWatch(path, 0, 0, 0, 1, [])
+        watch = RankWatch(path, 0, 0, 1, [])
         if late:
             watch.poll(0.0)
         damage(writer, at, data)

@@ -65,7 +65,7 @@ def read(folder: Path, data: bytes) -> list:
     path = folder / f"{next(_folders)}"
     path.mkdir()
     (path / file_name(0, 0)).write_bytes(data)
-    watch = RankWatch(path, 0, 0, 0, 1, [1])
+    watch = RankWatch(path, 0, 0, 1, [1])
     try:
         bodies = watch.poll(0)
         watch.state()
@@ -140,7 +140,7 @@ def test_a_file_that_is_cut_while_it_is_read(whole, tmp_path, size):
     """What a mapping would have killed its reader for. The log says nothing here: the header alone has the anomaly."""
     path = tmp_path / file_name(0, 0)
     path.write_bytes(with_number(whole, 8 * HeadField.LOG_END, 0))
-    watch = RankWatch(tmp_path, 0, 0, 0, 1, [1])
+    watch = RankWatch(tmp_path, 0, 0, 1, [1])
     try:
         assert anomalies(watch.poll(0)) == []
         os.truncate(path, size)

@@ -15,13 +15,14 @@ from gpuwatch.core.values import DTYPE_CODES, ValueEncoding
 from gpuwatch.core.wire.messages import (
     AgentMessage,
     EventMessage,
+    HotModule,
     NodeBeat,
     PageMessage,
     RankHistoryMessage,
     decode_agent,
     encode,
-    pack_hot,
-    unpack_hot,
+    pack_list,
+    unpack_list,
 )
 from gpuwatch.launcher.agent import batch_history as history
 from gpuwatch.launcher.agent.rank_watch import RankWatch
@@ -45,7 +46,7 @@ def writer(tmp_path):
 @pytest.fixture
 def watch(writer, tmp_path, monkeypatch):
     monkeypatch.setattr(history, "SHARE", 1e9)  # it looks at each batch, however busy the machine is
-    found = RankWatch(tmp_path, 3, 0, 1, 4242, [])
+    found = RankWatch(tmp_path, 3, 1, 4242, [])
     yield found
     found.close()
 
@@ -109,7 +110,7 @@ def test_a_training_that_diverges_is_told_in_time():
     course = made.train(made.high_rate_sgd, 400)
     batch, _, told = course.told[0]
     assert course.overflow - batch >= 5
-    assert told.passing.earliest <= course.overflow - batch <= told.passing.latest
+    assert told.earliest <= course.overflow - batch <= told.latest
 
 
 @pytest.mark.slow
@@ -141,5 +142,5 @@ def test_the_modules_that_are_closest_to_their_limit_are_told(writer, watch):
     calm, grows, _ = found
     assert calm.left == pytest.approx(3.45, abs=0.05) and calm.change == 0
     assert grows.change == pytest.approx(0.05, abs=0.01)
-    sent = encode(AgentMessage(0, NodeBeat([], {}, hot=pack_hot(found))))
-    assert unpack_hot(decode_agent(sent).body.hot) == found
+    sent = encode(AgentMessage(0, NodeBeat([], {}, hot=pack_list(found))))
+    assert unpack_list(decode_agent(sent).body.hot, HotModule) == found

@@ -41,7 +41,7 @@ def reader(writer):
 
 @pytest.fixture
 def watch(tmp_path):
-    found = RankWatch(tmp_path, 0, 0, 0, 4242, [])
+    found = RankWatch(tmp_path, 0, 0, 4242, [])
     yield found
     found.close()
 
@@ -160,7 +160,7 @@ def test_a_rank_that_ended_badly_tells_its_history_before_its_end(writer, watch)
 def test_a_rank_that_ended_well_tells_it_only_if_it_was_asked(writer, watch, tmp_path):
     run(writer, watch, float32(4.0))
     assert not [message for message in watch.end(0, "itself", 9.0) if isinstance(message, RankHistoryMessage)]
-    again = RankWatch(tmp_path, 0, 0, 0, 4242, [])
+    again = RankWatch(tmp_path, 0, 0, 4242, [])
     again.poll(0.0)
     again.want(WantedBatch(0, "Net", 0, 3), 1.0)
     assert [message for message in again.end(0, "itself", 9.0) if isinstance(message, RankHistoryMessage)]
@@ -204,7 +204,7 @@ def poll_until_told(watch, writer, batches: int) -> list[OwnFault]:
         ("forecasts", "gpuwatch.launcher.agent.forecast.RootForecasts.look"),
         ("hottest modules", "gpuwatch.launcher.agent.batch_history.closest"),
         ("history", "gpuwatch.launcher.agent.batch_history.RankHistory.look"),
-        ("step times", "gpuwatch.launcher.agent.step_times.RankStepTimes.look"),
+        ("step times", "gpuwatch.launcher.agent.batch_history.RankStepTimes.look"),
     ],
 )
 def test_an_error_of_ours_is_told_once_and_costs_nothing_else(writer, watch, monkeypatch, part, place):

@@ -72,7 +72,7 @@ def seen(folder: Path, pid: int):
     look = StackLook(folder, 3, 1, pid, began)
     while not look.is_due(time.monotonic()):
         time.sleep(0.05)
-    return look.result(time.monotonic())
+    return look.result()
 
 
 def test_a_rank_that_sleeps_tells_its_stack_with_the_source(tmp_path, started):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.launcher.agent.process_ends import memory_kills
+from gpuwatch.launcher.agent.host_figures import memory_kills
 
 EVENTS = "low 0\nhigh 0\nmax 12\noom 1\noom_kill 2\noom_group_kill 0\n"
 CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"

@@ -26,7 +26,7 @@ class Gpus:
         self.asked = 0
         self.lines: list[SampleLine] | None = None
 
-    def ask_samples(self, now):
+    def ask_samples(self):
         self.asked += self.there
         return self.there
 
@@ -138,14 +138,14 @@ def test_an_nvml_that_does_not_answer_costs_only_its_own_figures(make):
 def test_how_the_gpus_do_now_is_what_nvml_said_last(make):
     node = make(gpus=Gpus(there=True))
     node.turn(0.0)
-    assert node.telemetry.gpus_now() == []
+    assert node.telemetry.gpus_now == []
     figures = {"gpu_use": 0.97, "gpu_memory_used": 3e9, "gpu_memory_total": 4e9}
     node.gpus.lines = [SampleLine("GPU-0", figures), SampleLine("GPU-1", trouble="not supported", last=True)]
     node.turn(1.0)
-    assert node.telemetry.gpus_now() == [GpuNow("GPU-0", 0.97, 0.75), GpuNow("GPU-1", -1.0, -1.0)]
+    assert node.telemetry.gpus_now == [GpuNow("GPU-0", 0.97, 0.75), GpuNow("GPU-1", -1.0, -1.0)]
     for n in range(1, 4):  # it is asked again, and does not answer
         node.turn(5.0 * n)
-    assert node.telemetry.gpus_now() == []
+    assert node.telemetry.gpus_now == []
 
 
 def test_why_nvml_has_no_figure_is_said_once(make):
@@ -200,7 +200,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.watch = GpuWatch(time.monotonic())
-        self.until(lambda: self.watch.ask_samples(0.0))
+        self.until(lambda: self.watch.ask_samples())
         self.first = self.samples(ask=False)
 
     def until(self, condition):
@@ -213,7 +213,7 @@ class Watched:
 
     def samples(self, ask=True):
         if ask:
-            assert self.watch.ask_samples(0.0)
+            assert self.watch.ask_samples()
         return self.until(self.watch.samples)
 
 

@@ -56,7 +56,7 @@ def test_pythons_calls_and_the_native_ones_inside_of_them_are_told_apart():
     assert found is not None
     assert [line.shown for line in found.stack] == ["/home/me/train.py:41 in step", "/home/me/train.py:50 in main"]
     assert [line.function for line in found.native] == ["clock_nanosleep", "time_sleep (timemodule.c)"]
-    assert [(thread.name, thread.at) for thread in found.others] == [("loader", "data.py:7 in load")]
+    assert [(thread.name, thread.at) for thread in found.threads] == [("loader", "data.py:7 in load")]
 
 
 def test_lines_of_c_are_no_calls_of_python():
@@ -93,7 +93,7 @@ def looked(folder, pid):
     look = StackLook(folder, 3, 1, pid, began)
     while not look.is_due(time.monotonic()):
         time.sleep(0.02)
-    return look.result(time.monotonic())
+    return look.result()
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from gpuwatch.core.recorder.layout import FRAME, NOTHING, VALUE, HeadField, Rank
 from gpuwatch.core.recorder.writer import OpenPage, RecorderWriter
 from gpuwatch.core.values import PENDING, ValueEncoding
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, NodeBeat, PageMessage, WantedBatch
-from gpuwatch.launcher.agent.rank_watch import LAST_PAGES, PAGE_SENDS, PAGE_WAIT_S, RankWatch
+from gpuwatch.launcher.agent.rank_pages import LAST_PAGES, PAGE_SENDS, PAGE_WAIT_S
+from gpuwatch.launcher.agent.rank_watch import RankWatch
 
 RANK, ATTEMPT, PID = 5, 1, 4242
 
@@ -33,7 +34,7 @@ def make_watch(tmp_path):
     made = []
 
     def make(traced=()) -> RankWatch:
-        made.append(RankWatch(tmp_path, RANK, 1, ATTEMPT, PID, list(traced)))
+        made.append(RankWatch(tmp_path, RANK, ATTEMPT, PID, list(traced)))
         return made[-1]
 
     yield make
@@ -180,7 +181,7 @@ def test_a_batch_that_was_overwritten_is_given_up(writer, make_watch):
         batch(writer, number)
     watch.want(WantedBatch(ATTEMPT, "Net", 0, 1), 0)
     assert pages(watch.poll(PAGE_WAIT_S + 1)) == []
-    assert not watch._wanted
+    assert not watch._pages._wanted
 
 
 def test_traced_batches_are_sent_whole_and_once(writer, make_watch):
@@ -314,8 +315,8 @@ def test_a_wanted_batch_is_forgotten_when_the_ring_has_overwritten_it(writer, ma
         watch.want(WantedBatch(ATTEMPT, "Net", 0, number), 0)
         batch(writer, number)
         assert pages(watch.poll(0)) == [(0, number, True)]
-    assert len(watch._wanted) <= 8
-    assert len(watch._sent) <= 8
+    assert len(watch._pages._wanted) <= 8
+    assert len(watch._pages._sent) <= 8
 
 
 def test_several_pages_of_one_batch_are_all_sent(writer, watch_of_3):
@@ -411,7 +412,7 @@ def test_a_batch_wanted_after_the_rank_has_ended_is_still_sent(writer, make_watc
     for number in (1, 3, 9):
         watch.want(WantedBatch(ATTEMPT, "Net", 0, number), 1)
     assert pages(watch.poll(1)) == [(0, 1, True)]
-    assert not watch._wanted
+    assert not watch._pages._wanted
     assert pages(watch.poll(2)) == []
 
 

@@ -1,12 +1,21 @@
-"""How long a rank may rest. Time is a number that the test sets."""
+"""When a rank has rested for too long, and how long it may."""
 
+from __future__ import annotations
+
+import pytest
+from gpuwatch.launcher.agent.batch_history import LAST_STEPS
 from gpuwatch.launcher.agent.rank_stalls import (
     BEFORE_FIRST_BATCH_TIMES,
     LONGEST_REST_TIMES,
     TAKES_LONG_TIMES,
+    HangLimit,
     RankRest,
+    fixed_limit,
+    learned_limit,
 )
-from gpuwatch.launcher.agent.step_times import HangLimit, fixed_limit
+
+# How long a rank may rest. Time is a number that the test sets.
+
 
 LIMIT_S = 100.0
 LIMIT = fixed_limit(LIMIT_S)
@@ -113,3 +122,27 @@ def test_what_passed_while_nobody_looked_was_no_rest():
     assert not told(rest, 590.0)
     assert rest.seconds(590.0) == 90.0
     assert told(rest, 601.0)
+
+
+# How long a rank may stand still, learned from its steps.
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "within_s", "elsewhere_s"),
+    [
+        ([], 300, 300),
+        ([0.1, 0.1], 300, 300),
+        ([0.1, 0.1, 0.1], 60, 300),
+        ([90.0, 0.1, 0.1], 900, 900),  # the first one compiles
+        ([5.9, 6.0, 5.9], 60, 300),
+        ([12.0, 6.0, 6.0], 120, 300),
+        ([45.0] * 10, 450, 450),
+    ],
+)
+def test_it_is_ten_times_the_slowest_of_the_last_steps(steps_s, within_s, elsewhere_s):
+    assert learned_limit(steps_s) == HangLimit(within_s, elsewhere_s)
+
+
+def test_a_slow_step_is_forgotten():
+    assert learned_limit([90.0] + [0.1] * (LAST_STEPS - 1)).within_steps_s == 900
+    assert learned_limit([90.0] + [0.1] * LAST_STEPS).within_steps_s == 60

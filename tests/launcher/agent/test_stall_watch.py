@@ -22,7 +22,7 @@ class Rank:
         self.writer = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0)
         self.writer.fields[HeadField.PHASE] = RankPhase.SCRIPT
         self.clock = step_clock.StepClock(self.writer)
-        self.watch = RankWatch(folder, 0, 0, 0, os.getpid(), [])
+        self.watch = RankWatch(folder, 0, 0, os.getpid(), [])
         self.stalls = StallWatch(folder, timeout_s)
         self.told = []
 

@@ -8,10 +8,9 @@ import zlib
 import numpy
 import pytest
 from gpuwatch.core.events import RunPosition
-from gpuwatch.core.recorder.layout import STEP_BYTES, STEPS
-from gpuwatch.core.recorder.step_table import ENTRY, PARTS, TimedStep, read_steps
+from gpuwatch.core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, TimedStep, read_steps
 from gpuwatch.core.wire.columns import MOST_STEPS, pack_steps, unpack_steps
-from gpuwatch.launcher.agent.step_times import BLOCK, RankStepTimes
+from gpuwatch.launcher.agent.batch_history import BLOCK, RankStepTimes
 
 
 def sample_of(numbers):
@@ -65,9 +64,9 @@ def test_a_part_that_is_too_long_is_shown_as_the_longest():
 @pytest.mark.parametrize("seed", range(20))
 def test_any_bytes_are_read_without_harm(seed):
     data = bytearray(random.Random(seed).randbytes(STEPS * STEP_BYTES))
-    ENTRY.pack_into(data, 0, 7, 3, 1, 2, 3, 4, 5, 7)
-    ENTRY.pack_into(data, STEP_BYTES, 8, 3, 1, 2, 3, 4, 5, 7)  # being written
-    ENTRY.pack_into(data, 2 * STEP_BYTES, 9, 3, -1, 2, 3, 4, 5, 9)
+    STEP_ENTRY.pack_into(data, 0, 7, 3, 1, 2, 3, 4, 5, 7)
+    STEP_ENTRY.pack_into(data, STEP_BYTES, 8, 3, 1, 2, 3, 4, 5, 7)  # being written
+    STEP_ENTRY.pack_into(data, 2 * STEP_BYTES, 9, 3, -1, 2, 3, 4, 5, 9)
 
     assert [count for count, _ in read_steps(bytes(data), 0)] == [7]
     assert numpy.array([step.parts for _, step in read_steps(bytes(data), 0)]).shape == (1, len(PARTS))

@@ -13,8 +13,8 @@ from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState, RankPh
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import DTYPE_CODES, NonFinite, ValueEncoding
 from gpuwatch.core.wire.messages import AgentHello, AgentMessage, NodeBeat, NodeBye, PageMessage, WantedBatch, encode
+from gpuwatch.launcher.agent.rank_pages import TracedBatches
 from gpuwatch.launcher.agent.rank_watch import RankWatch
-from gpuwatch.launcher.agent.traced import TracedBatches
 
 FLOAT32 = ValueEncoding.FLOAT32 << 8
 ONE, INF = 0x3F800000, 0x7F800000
@@ -92,7 +92,7 @@ class Job:
     def watches(self, traced: list[int], store_bytes: int) -> list[RankWatch]:
         """Of one node."""
         traces = TracedBatches(1, store_bytes)
-        return [RankWatch(self.folder, rank, rank, 0, 1, traced, 2, traces) for rank in range(2)]
+        return [RankWatch(self.folder, rank, 0, 1, traced, 2, traces) for rank in range(2)]
 
     def end(self) -> None:
         for rank, writer in enumerate(self.writers):

@@ -7,21 +7,23 @@ lower ones are free, and it is used and closed only while it still is the file t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import resource
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..tell import STANDARD_STREAMS, take_standard_streams
+from .tell import STANDARD_STREAMS, take_standard_streams
 
 _HIGHEST = 1 << 14
 """A higher number makes the kernel's table of descriptors large, which each fork copies."""
 _LOWEST = 256
-"""A script may have so many files of its own."""
+"""A script may have this many files of its own."""
 _ROOM = 64
 
 
@@ -143,3 +145,37 @@ def _copy_of(fd: int) -> int:
             if number != fd and os.path.samestat(os.fstat(number), wanted):
                 return number
         number += 1
+
+
+# Whole files. Anybody may have put one there: a FIFO or a device is none, and no file is larger than memory.
+
+
+def expect_regular(path: Path) -> None:
+    """Raise OSError where there is no file, or what reading would wait for."""
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """All of it. Raises OSError as `expect_regular` does, and where there are more bytes."""
+    expect_regular(path)
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123  # a descriptor
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, and {most_bytes} are the most", str(path))
+        try:
+            return file.read(most_bytes)
+        except MemoryError:
+            raise OSError(errno.ENOMEM, f"its {size} bytes are more than there is memory for", str(path)) from None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file for this user alone: whole, or not at all. Raises OSError."""
+    new = path.with_name(f".{path.name}")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(data)
+    new.replace(path)
