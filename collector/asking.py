@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from ..core.events import RankLook, RankStall, WorkerExit
 from ..core.settings import OnHang
-from .decide.hang_finding import find_hang
+from .decide.hang_finding import HangAction, ending_of, find_hang
 from .decide.hang_model import HangFinding
-from .decide.hang_verdict import HangAction, ending_of
 
 ANSWER_S = 8.0
 """So long is waited for the ranks that have not told yet."""

@@ -13,6 +13,7 @@ from ..facts.facts import RankFacts, RunFacts
 from ..report.model import CascadedRank, Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .ending_order import ExitOrder, endings_of, left_before
+from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
 from .words import (
     cascade_of,
@@ -149,10 +150,7 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
                 if (error := own_error(rank)) is not None
             ),
         ],
-        next=[
-            "Every rank must issue the same collectives: look for a loop that is shorter on it, an early return, "
-            "or os._exit."
-        ],
+        next=[f"{SAME_COLLECTIVES}: look for a loop that is shorter on it, an early return, or os._exit."],
         cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in left}),
     )
 
