@@ -25,7 +25,7 @@ from ...core.values import NonFinite
 from ...core.wire.columns import NO_NUMBER
 from ..decide.decide import decide
 from ..facts.facts import RankFacts, RunFacts
-from ..facts.kept_history import KeptHistory
+from ..facts.kept_pages import KeptHistory
 
 TABLES = ("verdict", "frames", "history")
 

@@ -14,8 +14,7 @@ from ...core.values import DTYPE_MAX
 from ...core.wire.columns import NO_NUMBER
 from ..decide.replicas import peers_of
 from ..facts.facts import RankFacts, RunFacts
-from ..facts.kept_history import OpenHistory
-from ..facts.kept_pages import KeptPage
+from ..facts.kept_pages import KeptPage, OpenHistory
 from ..report.model import RunInsight, modules_text, where_text
 from ..report.notices_text import share_text
 from .forecasts import growth

@@ -8,7 +8,7 @@ from ...core.values import DTYPE_MAX
 from ...core.verdicts import VerdictKind
 from ...core.wire.columns import NO_NUMBER
 from ..facts.facts import RankFacts, RunFacts
-from ..facts.kept_history import ModuleOutputs, OpenHistory
+from ..facts.kept_pages import ModuleOutputs, OpenHistory
 from ..report.model import HeatModule, ModuleHistory, ModulesByRanks, RankSeries, Verdict
 
 MOST_RANKS = 256

@@ -44,11 +44,9 @@ from ...core.wire.messages import (
     TelemetryMessage,
     node_of,
 )
-from .facts import NodeFacts, RankFacts, RunFacts
+from .facts import HeardNumbers, NodeFacts, RankFacts, RunFacts
 from .forward_origin import diagnose
-from .heard import HeardNumbers
-from .kept_history import KeptHistory
-from .kept_pages import KeptPage, PageCache, RankNames
+from .kept_pages import KeptHistory, KeptPage, PageCache, RankNames
 
 # A message with all its text made safe to show (core/text.py), before anything is made of it. Pure.
 #
@@ -136,7 +134,7 @@ class FactFold:
         self._load_history = load_history
         self._facts = RunFacts()
         self._heard = HeardNumbers()
-        self._shelf = PageCache()
+        self._cache = PageCache()
         self._names: dict[tuple[int, int], RankNames] = {}
         self._diagnosed: dict[tuple[int, int], tuple[Anomaly, list[tuple[int, int]]]] = {}
         """What a rank's diagnosis was made of."""
@@ -226,13 +224,13 @@ class FactFold:
     def _names_of(self, attempt: int, rank: int) -> RankNames:
         names = self._names.get((attempt, rank))
         if names is None:
-            names = self._names[attempt, rank] = RankNames(self._shelf.names)
+            names = self._names[attempt, rank] = RankNames(self._cache.names)
         return names
 
     def _take_page(self, name: str, n: int, message: PageMessage) -> None:
         names = self._names_of(message.attempt, message.rank)
         try:
-            page = KeptPage(message, _loader(self._load, name, n, message), names, self._shelf)
+            page = KeptPage(message, _loader(self._load, name, n, message), names, self._cache)
             if page.step in self._met_in:  # the verdict compares it with the page of the rank that has met something
                 page.prepare()
         except Exception:  # bytes from the network: whatever is wrong with them, the report must be written
@@ -246,7 +244,7 @@ class FactFold:
     def _take_history(self, name: str, n: int, message: RankHistoryMessage) -> None:
         rank = _rank(self._facts, node_of(name), message.attempt, message.rank)
         load, names = _loader(self._load_history, name, n, message), self._names_of(message.attempt, message.rank)
-        rank.histories[message.root] = KeptHistory(load, names, self._shelf, message.root)
+        rank.histories[message.root] = KeptHistory(load, names, self._cache, message.root)
 
     def _take_preflights_of_peers(self) -> None:
         """A rank that was stopped before it could write has told the others."""
