@@ -9,10 +9,9 @@ from ...core.frames import FramePhase, Row, RowContent
 from ...core.lone_process import is_rank, rank_name
 from ...core.roles import is_param_group
 from ...core.verdicts import Certainty
-from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
+from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, rows_in
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
-from ..facts.step_origin import local_gradients
 from ..report.model import ConcurrentOrigin, Verdict
 from ..report.sentence_parts import ranks_text
 from .clean_verdict import doubts_about
@@ -194,7 +193,7 @@ def _own(page: KeptPage | None, first: LocalDiagnosis) -> list[Row]:
     frames = sorted(page.frames, key=lambda frame: frame.index)
     frame = next((each for each in frames if each.phase == FramePhase.COLLECTIVE and each.module == first.module), None)
     if frame is not None:
-        return local_gradients(frames, frame, first.role)
+        return rows_in(frames, FramePhase.BACKWARD, frame, first.role, before=True)
     # the rank was stopped before its step
     return [row for key, row in _rows(page, FramePhase.BACKWARD).items() if key == (first.module, first.role)]
 
