@@ -11,12 +11,11 @@ from ...core.frames import Frame, Page
 from ...core.lone_process import pid_of_number
 from ...core.recorder.page_tables import whole
 from ...core.verdicts import VerdictKind
-from ..decide.decide import decide
+from ..decide.decide import decide, gpu_of
 from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
-from ..decide.node_advice import gpu_of
 from ..decide.notices import absorbed_of, cost_of, passed_of, scaler_of, waived_of, warnings_of
-from ..decide.preflight_table import preflight_report
+from ..decide.preflight_verdict import preflight_report
 from ..decide.replicas import page_at_same_point, page_of, peers_of, run_the_same_model
 from ..decide.words import found_text, seen_in, unfinished_stage
 from ..facts.diagnosis import earliest
