@@ -14,10 +14,19 @@ from ...core.verdicts import VerdictKind
 from ..decide.decide import decide, gpu_of
 from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
-from ..decide.notices import absorbed_of, cost_of, passed_of, scaler_of, waived_of, warnings_of
 from ..decide.preflight_verdict import preflight_report
 from ..decide.replicas import page_at_same_point, page_of, peers_of, run_the_same_model
-from ..decide.words import found_text, seen_in, unfinished_stage
+from ..decide.words import (
+    absorbed_of,
+    cost_of,
+    found_text,
+    passed_of,
+    scaler_of,
+    seen_in,
+    unfinished_stage,
+    waived_of,
+    warnings_of,
+)
 from ..facts.diagnosis import earliest
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage

@@ -17,8 +17,7 @@ from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import ranks_text
-from .notices import warning_text, worst_first
-from .words import doing, left_silently, step_for_compiled, told_its_end, unseen_texts
+from .words import doing, left_silently, step_for_compiled, told_its_end, unseen_texts, warning_text, worst_first
 
 # What a rank did not record, by faults of gpuwatch's own or in a second thread: it may hold the maker. Pure.
 

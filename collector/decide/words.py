@@ -1,15 +1,16 @@
-"""The phrases of verdicts: which rank, where, and what it was doing."""
+"""The phrases of verdicts: which rank, where, and what it was doing; and what is worth telling beside them."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ...core.events import RankLook, ScriptError, WorkerExit
-from ...core.frames import module_text
+from ...core.events import IgnoredAlarm, RangeWarning, RankLook, ScriptError, WorkerExit
+from ...core.frames import FramePhase, format_number, module_text
 from ...core.lone_process import rank_name
 from ..report.model import CascadedRank, SeenIn
+from ..report.notices_text import share_text
 
 if TYPE_CHECKING:
     from ..facts.diagnosis import LocalDiagnosis
@@ -215,3 +216,92 @@ def between_text(between: tuple[str | None, str | None]) -> str:
     after, before = between
     ending = f"before `{before}` was called" if before else "before its own return"
     return f"after `{after}` returned and {ending}" if after else ending
+
+
+# What is worth telling beside the verdict: values near trouble, skipped steps, waived rows, the cost of watching.
+
+
+def worst_first(warnings: list[tuple[int, RangeWarning]]) -> list[tuple[int, RangeWarning]]:
+    """(rank, warning), the one with the least room first, and near overflow before underflow."""
+
+    def badness(entry: tuple[int, RangeWarning]) -> tuple[Any, ...]:
+        number, warned = entry
+        near = warned.kind == "near overflow"
+        lost = max(warned.subnormals or 0.0, warned.zeros or 0.0)
+        left = warned.headroom if warned.headroom is not None else 1e9
+        return (not near, left if near else -lost, number, warned.where.page, warned.module, warned.role)
+
+    return sorted(warnings, key=badness)
+
+
+def warning_text(warned: RangeWarning) -> str:
+    """`near overflow: output of up (Linear) in batch 3: abs max 6.20e+04, 0.1 powers of two below float16's limit`."""
+    phase = "" if warned.phase == FramePhase.FORWARD else f", {warned.phase}"
+    place = f"{warned.role} of {warned.module or 'the root'} ({warned.cls}{phase}) in batch {warned.where.batch}"
+    return f"{warned.kind}: {place}: {_amount_text(warned)}"
+
+
+def _amount_text(warned: RangeWarning) -> str:
+    """How close it was."""
+    if warned.kind == "near overflow" and warned.headroom is not None:
+        largest = format_number(warned.abs_max).strip()
+        return f"abs max {largest}, {warned.headroom:.1f} powers of two below {warned.dtype}'s limit"
+    shares = []
+    if warned.subnormals:
+        shares.append(f"{share_text(warned.subnormals)} subnormal")
+    if warned.zeros:
+        shares.append(f"{share_text(warned.zeros)} zeros")
+    return f"{', '.join(shares) or 'lost precision'} in {warned.dtype}"
+
+
+def _fields(event: Any, *places: str) -> dict[str, Any]:
+    """All of an event as report.json calls it, with these of its place in the run."""
+    names = [name for name in event.__struct_fields__ if name != "where"]
+    found = {"class" if name == "cls" else name: getattr(event, name) for name in names}
+    return found | {name: getattr(event.where, name) for name in places}
+
+
+def warnings_of(rank: RankFacts) -> list[dict[str, Any]]:
+    """For report.json, worst first."""
+    return [
+        _fields(warned, "batch", "step") for _, warned in worst_first([(rank.rank, warned) for warned in rank.warned])
+    ]
+
+
+def scaler_of(rank: RankFacts) -> dict[str, Any] | None:
+    """For report.json: what a GradScaler skipped, and where the first bad gradient was."""
+    if not rank.skipped_steps:
+        return None
+    skips, names = rank.scaler_skips, ("module", "class", "role", "value", "batch")
+    first = _fields(skips[0], "batch") if skips else {}
+    return {
+        "skips": rank.skipped_steps,
+        "last_scale": skips[-1].scale if skips else None,
+        "in_a_row": max((skip.in_a_row for skip in skips), default=None),
+    } | {name: first.get(name) for name in names}
+
+
+def waived_of(rank: RankFacts) -> list[dict[str, Any]]:
+    """For report.json: the first waived row of each rule and place."""
+    found: dict[tuple[str, str, str], IgnoredAlarm] = {}
+    for ignored in rank.ignored:
+        found.setdefault((ignored.pattern, ignored.module, ignored.role), ignored)
+    return [_fields(ignored, "batch") for ignored in found.values()]
+
+
+def absorbed_of(rank: RankFacts) -> list[dict[str, Any]]:
+    """For report.json: the first bad value of each module and role that led nowhere."""
+    return [_fields(absorbed, "batch") for absorbed in rank.absorbed]
+
+
+def cost_of(rank: RankFacts) -> dict[str, Any] | None:
+    """For report.json: medians of the time from one batch to the next."""
+    cost = rank.cost
+    if cost is None:
+        return None
+    return _fields(cost) | {"ratio": cost.watched_ns / cost.plain_ns if cost.plain_ns > 0 else None}
+
+
+def passed_of(rank: RankFacts) -> list[dict[str, Any]]:
+    """For report.json: what was not finite and passed between this rank and others, the earliest first."""
+    return [_fields(one, "step", "batch") for one in rank.passed]
