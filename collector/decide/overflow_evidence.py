@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 
-from ...core.frames import FramePhase, format_number, module_text
+from ...core.frames import FramePhase, module_text
 from ...core.judge import first_alarm, first_expected_gradient
 from ...core.lone_process import rank_name
 from ...core.roles import RoleKind, parse_role
 from ...core.verdicts import Certainty
-from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, reason
+from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, reason
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..report.sentence_parts import ranks_text
 from .clean_verdict import doubts_about, was_not_watched
-from .overflow_advice import wild_line
-from .overflow_words import is_alike
+from .overflow_words import is_alike, wild_line
 from .replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
 from .words import found_text, place_of
 
@@ -196,10 +195,10 @@ def _made(first: LocalDiagnosis) -> bool:
 def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     if odd is None:
         return []
-    mine = "not finite" if not odd.row.finite else f"abs max {format_number(odd.row.abs_max).strip()}"
+    mine = "not finite" if not odd.row.finite else f"abs max {number_text(odd.row.abs_max)}"
     return [
         f"this rank's copy of the weight differs from that of {ranks_text(odd.ranks)}: {odd.row.role} of "
-        f"{place_of(first)} is {mine}, theirs has abs max {format_number(odd.others.abs_max).strip()}",
+        f"{place_of(first)} is {mine}, theirs has abs max {number_text(odd.others.abs_max)}",
         f"{odd.compared} other weight{'s' if odd.compared != 1 else ''} of that step agree"
         f"{'s' if odd.compared == 1 else ''} between the ranks",
         f"the copies agreed in batch {odd.agreed_in}, so one of them has changed on its own since"
@@ -214,7 +213,7 @@ def _of_step(odd: OddWeight) -> list[str]:
         return ["it is another one than its last step has left, on this rank alone"]
     if odd.gradient is None:
         return []
-    size = format_number(odd.gradient).strip() if math.isfinite(odd.gradient) else "not finite"
+    size = number_text(odd.gradient) if math.isfinite(odd.gradient) else "not finite"
     made = "no step makes that number of it" if odd.untrained else "a step on this rank alone can have made it"
     return [f"its gradient in the batch before: abs max {size}; {made}"]
 
@@ -228,7 +227,7 @@ def large_weight(page: KeptPage, until: int) -> tuple[str, str] | None:
     size, frame, row = max(known, key=lambda entry: entry[0])
     if size < WILD:
         return None
-    return f"{row.role} of {module_text(frame.module, frame.cls)}", format_number(size).strip()
+    return f"{row.role} of {module_text(frame.module, frame.cls)}", number_text(size)
 
 
 def number_of_ranks(facts: RunFacts, attempt: int) -> int:

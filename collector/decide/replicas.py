@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ...core.frames import Frame, FramePhase, Row, RowContent, format_number
+from ...core.frames import Frame, FramePhase, Row, RowContent
 from ...core.lone_process import is_rank
 from ..facts.calls import FrameCalls, begun
-from ..facts.diagnosis import LocalDiagnosis
+from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
 
@@ -266,7 +266,7 @@ def wild_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> WildWeight | None
             for where, weights in known:
                 copy = weights.get((frame.module, row.role))
                 if copy is not None and _is_wild(row, copy):
-                    return WildWeight(frame, row, f"{format_number(copy.abs_max).strip()} {where}")
+                    return WildWeight(frame, row, f"{number_text(copy.abs_max)} {where}")
     return None
 
 

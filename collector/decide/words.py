@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core.events import IgnoredAlarm, RangeWarning, RankLook, ScriptError, WorkerExit
-from ...core.frames import FramePhase, format_number, module_text
+from ...core.frames import FramePhase, module_text
 from ...core.lone_process import rank_name
+from ..facts.diagnosis import LocalDiagnosis, number_text
+from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import CascadedRank, SeenIn
 from ..report.notices_text import share_text
-
-if TYPE_CHECKING:
-    from ..facts.diagnosis import LocalDiagnosis
-    from ..facts.facts import NodeFacts, RankFacts, RunFacts
 
 _COMPILED = (
     "To have a module inside of the compiled code named, let torch.compile take the whole model in one graph "
@@ -244,8 +242,9 @@ def warning_text(warned: RangeWarning) -> str:
 def _amount_text(warned: RangeWarning) -> str:
     """How close it was."""
     if warned.kind == "near overflow" and warned.headroom is not None:
-        largest = format_number(warned.abs_max).strip()
-        return f"abs max {largest}, {warned.headroom:.1f} powers of two below {warned.dtype}'s limit"
+        return (
+            f"abs max {number_text(warned.abs_max)}, {warned.headroom:.1f} powers of two below {warned.dtype}'s limit"
+        )
     shares = []
     if warned.subnormals:
         shares.append(f"{share_text(warned.subnormals)} subnormal")

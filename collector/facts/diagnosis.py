@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy
 
 from ...core.events import Anomaly, LookedAgain, split_label
-from ...core.frames import Frame, FramePhase, Page, Row, RowContent, module_text
+from ...core.frames import Frame, FramePhase, Page, Row, RowContent, format_number, module_text
 from ...core.lone_process import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
@@ -192,6 +192,11 @@ class AlarmPage:
             changed=bool(again.changed),
             **fields,
         )
+
+
+def number_text(number: float | None) -> str:
+    """`6.20e+04`; `-` if it is unknown."""
+    return format_number(number).strip()
 
 
 def rows_in(frames: Iterable[Frame], phase: FramePhase, like: Frame, role: str, *, before: bool = False) -> list[Row]:

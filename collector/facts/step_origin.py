@@ -9,11 +9,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ...core.events import OptimizerStep
-from ...core.frames import Frame, FramePhase, Page, Row, RowContent, RowMark, format_number
+from ...core.frames import Frame, FramePhase, Page, Row, RowContent, RowMark
 from ...core.judge import first_expected_gradient
 from ...core.roles import RoleKind, is_param_group, role_of_parameter
 from ...core.values import DTYPE_MAX
-from .diagnosis import AlarmPage, LocalDiagnosis, Source, rows_in
+from .diagnosis import AlarmPage, LocalDiagnosis, Source, number_text, rows_in
 
 # Whether an optimizer's rule can have made a weight non-finite, from what is known of the step. Pure.
 #
@@ -190,7 +190,7 @@ def _explain_weight(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Ro
     states = _state_rows(alarm.frames, frame, row.parsed_role.name)
     notes = [
         f"the optimizer's {state.parsed_role.key} of {row.parsed_role.name}: abs min "
-        f"{format_number(state.abs_min).strip()}, abs max {_size(state)}"
+        f"{number_text(state.abs_min)}, abs max {number_text(state.abs_max)}"
         for state in states
         if state.kind == RowContent.MEASURED
     ]
@@ -208,7 +208,7 @@ def _explain_weight(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Ro
             notes.append(f"the step: {step.cls.rpartition('.')[2]}, learning rate {step.settings['lr']:g}")
         if can is False and before is not None:
             rule = "that step's rule gives no such number"
-            notes.append(f"from a weight of at most {_size(before)} and these gradients, {rule}")
+            notes.append(f"from a weight of at most {number_text(before.abs_max)} and these gradients, {rule}")
         elif can is None:
             notes.append(_OPEN)
     phase = FramePhase.OPTIMIZER if source == "made" else FramePhase.WEIGHT
@@ -222,16 +222,15 @@ def _explain_state(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Row
     key = row.parsed_role.key
     if gradients:
         largest = max(map(_number, gradients))
-        notes.append(f"the gradient of {row.parsed_role.name} in that step: abs max {format_number(largest).strip()}")
+        notes.append(f"the gradient of {row.parsed_role.name} in that step: abs max {number_text(largest)}")
         only = alarm.page.step == 0 or (last is not None and alarm.page.step - last[0].step == 1)
         sure = only and square_overflows(alarm.anomaly.optimizer, key, largest, row.dtype)
     rarely = "states are read after few steps (--state-every)"
     history = f"any step up to there can have made it: {rarely}"
     if last is not None:
         batch = last[0].batch
-        notes.append(
-            f"{key} was finite when it was last read, after the step of batch {batch}: abs max {_size(last[1])}"
-        )
+        when = f"after the step of batch {batch}: abs max {number_text(last[1].abs_max)}"
+        notes.append(f"{key} was finite when it was last read, {when}")
         history = f"any step since that of batch {batch} can have made it: it was finite then, and {rarely}"
     return alarm.diagnosis(
         frame, row, "made", FramePhase.OPTIMIZER, sure=sure, notes=notes, history="" if sure else history
@@ -274,10 +273,6 @@ def _known(row: Row, before: Row, gradients: list[Row], states: list[Row]) -> Kn
 
 def _number(row: Row) -> float:
     return row.abs_max if row.finite and row.abs_max is not None else math.inf
-
-
-def _size(row: Row) -> str:
-    return format_number(row.abs_max).strip()
 
 
 def _state_rows(frames: list[Frame], frame: Frame, name: str) -> list[Row]:
@@ -360,7 +355,7 @@ def history_of(page: Page, frame: Frame, row: Row, earlier: Sequence[Page]) -> W
         elif _others_stepped([*since, last.page]) and _had_no_gradient([*since, last.page], frame, row):
             text = f"in batch {batch}, had no gradient since, and no step on it was seen"
     when = "after the step of" if last.after_step else "in the forward of"
-    note = f"{row.role} was finite when it was last read, {when} batch {batch}: abs max {_size(last.row)}"
+    note = f"{row.role} was finite when it was last read, {when} batch {batch}: abs max {number_text(last.row.abs_max)}"
     if text:
         collective = ", a collective" if frame.seq > last.frame.seq >= 0 else ""
         return WeightHistory(True, f"it was finite {text}: the script, a load{collective} or memory changed it", note)
