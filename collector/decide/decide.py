@@ -115,7 +115,7 @@ _OWN_TO_THE_NODE = ("rank", "gpu", "node")
 
 def _with_drain(facts: RunFacts, verdict: Verdict) -> Verdict:
     """The verdict with its advice, if it blames a node."""
-    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    hellos = facts.hellos
     jobs = [hello.job for hello in hellos if hello.job is not None and hello.job.node]
     blamed = _blamed(facts, verdict, hellos) if jobs else {}
     known = {name for job in jobs for name in (*job.nodes, job.node)}

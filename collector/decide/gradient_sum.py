@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ...core.events import PassedTensor
 from ...core.frames import FramePhase, Row, RowContent
@@ -28,10 +28,10 @@ from ..report.model import Verdict
 from ..report.sentence_parts import ranks_text
 from .clean_verdict import doubts_about
 from .overflow_evidence import missing_ranks
-from .overflow_words import next_steps, overflow_at, whose
+from .overflow_words import next_steps, overflow_at
 from .passed_values import PassedOperations, way_text
 from .replicas import page_of, peers
-from .words import cascade_of, device_of, found_text, place_of
+from .words import cascade_of, found_text, place_of, whose
 
 Answer = Literal["sum", "narrower", "no"]
 """sum         the sum is beyond the largest number of the gradient's dtype
@@ -138,10 +138,10 @@ def of_reduced(
     if first.cause:
         statement += f" ({first.cause})"
     proven = found.is_proven and not failed
-    whose_code = {}
+    whose_code: dict[str, Any] = {}
     if put is not None:
         rank = facts.one(first.attempt, put.where.rank)
-        whose_code = {"rank": rank.rank, "host": facts.host(rank) or None, "device": device_of(rank)}
+        whose_code = whose(facts, rank)
         evidence.append(f"rank {rank.rank} put {put.value} into {way_text(put)}, every other rank finite numbers")
     return overflow_at(
         first,
@@ -222,7 +222,7 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
     cause = f" ({first.cause})" if first.cause else ""
     return overflow_at(
         first,
-        **whose(facts, first),
+        **whose(facts, facts.one(first.attempt, first.rank)),
         statement=(
             f"Rank {first.rank}{f' on {host}' if host else ''} made {first.value} out of a finite gradient before its "
             f"step: {first.role} of {place_of(first)}, batch {first.batch}{cause}; what runs between the backward "

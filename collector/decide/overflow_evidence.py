@@ -266,7 +266,7 @@ def _of_stages(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
 def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
     """Lines about nodes and ranks that were never heard."""
     reasons: list[str] = []
-    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    hellos = facts.hellos
     expected_nodes = max((hello.min_nodes for hello in hellos), default=1)
     missing = facts.announced_ranks - len(facts.of_attempt(attempt))
     if len(hellos) < expected_nodes:

@@ -15,10 +15,10 @@ from ..report.sentence_parts import one_on, ranks_text
 from .clean_verdict import doubts_about
 from .gradient_sum import of_reduced
 from .overflow_evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
-from .overflow_words import NOBODY_LOOKED, batch_text, clues_of, next_steps, overflow_at, sentence, whose
+from .overflow_words import NOBODY_LOOKED, batch_text, clues_of, next_steps, overflow_at, sentence
 from .passed_values import PassedOperations, ValueArrival, as_passed, fed_lines, way_text
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
-from .words import between_text, cascade_of, device_of, found_text, place_of, seen_in, step_for_compiled
+from .words import between_text, cascade_of, found_text, place_of, seen_in, step_for_compiled, whose
 
 _TIERS = (
     ("made", "changed"),
@@ -102,9 +102,7 @@ def _fed(
     rank = facts.ranks[met.attempt, put.where.rank]
     return overflow_at(
         met,
-        rank=rank.rank,
-        host=facts.host(rank) or None,
-        device=device_of(rank),
+        **whose(facts, rank),
         module=None,
         cls=None,
         role=None,
@@ -169,7 +167,7 @@ def _named(
         evidence.append(f"the largest weight up to there: {large[0]}, abs max {large[1]}")
     return overflow_at(
         first,
-        **whose(facts, first),
+        **whose(facts, facts.one(first.attempt, first.rank)),
         statement=sentence(first, host, rest, blamed, number_of_ranks(facts, first.attempt)),
         certainty=certainty,
         between=first.between,
@@ -205,7 +203,7 @@ def _skipped(
     evidence += of_concurrent(first, [d for d in diagnoses if d is not first and not order.before(first, d)])
     return overflow_at(
         first,
-        **whose(facts, first),
+        **whose(facts, facts.one(first.attempt, first.rank)),
         module=None,
         cls=None,
         statement=_skipped_sentence(first, host),

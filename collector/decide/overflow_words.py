@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.frames import FramePhase, module_text
-from ...core.lone_process import is_rank, pid_of_number
+from ...core.lone_process import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.verdicts import VerdictKind
 from ..facts.diagnosis import LocalDiagnosis, number_text
@@ -17,7 +17,7 @@ from ..facts.facts import RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .replicas import OddWeight, WildWeight, page_of, wild_weight
-from .words import between_text, device_of, place_of, seen_in
+from .words import between_text, place_of, seen_in
 
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
@@ -183,14 +183,6 @@ def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
     """A verdict at the place of a diagnosis. `rest` are its other fields, and those that differ from the diagnosis."""
     place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": seen_in(first)}
     return Verdict(kind=VerdictKind.OVERFLOW, **(place | rest))
-
-
-def whose(facts: RunFacts, first: LocalDiagnosis) -> dict[str, Any]:
-    """rank, host and device of a diagnosis, for a verdict that names them."""
-    rank = facts.one(first.attempt, first.rank)
-    if not is_rank(first.rank):
-        return {"pid": pid_of_number(first.rank), "host": facts.host(rank) or None}
-    return {"rank": first.rank, "host": facts.host(rank) or None, "device": device_of(rank)}
 
 
 # What to do next.

@@ -20,7 +20,7 @@ from ..report.model import (
     StageColumn,
     Verdict,
 )
-from .words import local_rank_of, node_name, unfinished_stage
+from .words import counted, local_rank_of, node_name, unfinished_stage
 
 _MAX_LINES = 12
 _CERTAINTY = dict.fromkeys(("rank", "gpu", "node"), Certainty.ESTABLISHED) | {"link": Certainty.SUPPORTED}
@@ -55,7 +55,7 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
     warned = sum(finding.grade == "warn" for finding in findings)
     unknown = sum(finding.grade == "unknown" for finding in findings)
     noted = [
-        *([f"{warned} warning{'s' if warned != 1 else ''}"] if warned else []),
+        *([counted(warned, "warning")] if warned else []),
         *([f"{unknown} unknown"] if unknown else []),
     ]
     nodes = len({rank.agent for rank in ranks})
@@ -63,7 +63,7 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
     return Verdict(
         kind=VerdictKind.CLEAN,
         statement=(
-            f"Preflight passed: {_count(len(ranks), 'rank')} on {_count(nodes, 'node')} in {seconds:.1f} s"
+            f"Preflight passed: {counted(len(ranks), 'rank')} on {counted(nodes, 'node')} in {seconds:.1f} s"
             f"{', with ' + ' and '.join(noted) if noted else ''}."
         ),
         certainty=Certainty.ESTABLISHED,
@@ -100,13 +100,12 @@ def silent_of(facts: RunFacts, ranks: list[RankFacts]) -> str:
         )
         return f"{ranks_text(without)} gave no result{f' ({why})' if why else ''}"
     if len(ranks) < expected:
-        return f"{_count(expected - len(ranks), 'rank')} of {expected} never started"
+        return f"{counted(expected - len(ranks), 'rank')} of {expected} never started"
     return ""
 
 
 def _nodes_missing(facts: RunFacts) -> int:
-    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
-    return max(0, max((hello.min_nodes for hello in hellos), default=0) - len(hellos))
+    return max(0, max((hello.min_nodes for hello in facts.hellos), default=0) - len(facts.hellos))
 
 
 def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[PreflightFinding]) -> Verdict:
@@ -120,7 +119,7 @@ def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Preflig
     alone = first.ranks[0] if first.subject in ("rank", "gpu") and len(first.ranks) == 1 else None
     known = facts.ranks.get((facts.last_attempt, alone)) if alone is not None else None
     named = first.subject in ("rank", "gpu", "node")
-    more = f" And {_count(len(same), 'other finding')} in the same stage." if same else ""
+    more = f" And {counted(len(same), 'other finding')} in the same stage." if same else ""
     return Verdict(
         kind=VerdictKind.PREFLIGHT,
         statement=f"Preflight, stage {first.stage}: {first.sentence.rstrip('. ')}.{more}",
@@ -215,10 +214,6 @@ def _outcome_text(rank: RankFacts) -> str:
 
 def _line(finding: PreflightFinding) -> str:
     return f"{finding.stage}, {finding.grade}: {finding.sentence}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _names(names: list[str]) -> str:

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Iterable
 from typing import Any
 
-from ...core.events import IgnoredAlarm, RangeWarning, RankLook, ScriptError, WorkerExit
+from ...core.events import IgnoredAlarm, RangeWarning, RankLook, RunPosition, ScriptError, WorkerExit
 from ...core.frames import FramePhase, module_text
-from ...core.lone_process import rank_name
+from ...core.lone_process import is_rank, pid_of_number, rank_name
 from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import CascadedRank, SeenIn
@@ -21,6 +21,11 @@ _COMPILED = (
 _NOT_WITH_THIS_TORCH = (
     "To have a module inside of the compiled code named, use a torch from 2.8 to 2.15, or run without torch.compile."
 )
+
+
+def counted(number: int, word: str) -> str:
+    """`1 row`, `2 rows`"""
+    return f"{number} {word}{'s' if number != 1 else ''}"
 
 
 def unseen_texts(ranks: Iterable[RankFacts]) -> list[str]:
@@ -121,7 +126,7 @@ def hid_a_peer_failure(rank: RankFacts) -> bool:
     return left_badly and any(group.phase == "failed" for group in exit_.groups)
 
 
-def progress(rank: RankFacts) -> str:
+def _progress(rank: RankFacts) -> str:
     """How far a rank got."""
     stage = unfinished_stage(rank)
     if stage and "preflight" in (
@@ -178,9 +183,26 @@ def signal_name(number: int) -> str:
 
 def device_of(rank: RankFacts) -> str | None:
     """The device that a rank ran on, if it said so."""
-    if rank.inventory is not None:
-        return rank.inventory.device
-    return None
+    return rank.inventory.device if rank.inventory is not None else None
+
+
+def whose(facts: RunFacts, rank: RankFacts) -> dict[str, Any]:
+    """rank, host and device for a verdict that names a rank, or pid and host of a process that is none."""
+    host = facts.host(rank) or None
+    if not is_rank(rank.rank):
+        return {"pid": pid_of_number(rank.rank), "host": host}
+    return {"rank": rank.rank, "host": host, "device": device_of(rank)}
+
+
+def when_of(where: RunPosition) -> dict[str, Any]:
+    """root, attempt, step and batch for a verdict about a place in the run."""
+    batch = where.batch if where.batch >= 0 else None
+    return {"root": where.root or None, "attempt": where.attempt, "step": where.step, "batch": batch}
+
+
+def progress_of(facts: RunFacts, attempt: int) -> list[str]:
+    """How far each rank of an attempt got."""
+    return [_progress(rank) for rank in facts.of_attempt(attempt)]
 
 
 def pid_of(rank: RankFacts) -> str:

@@ -192,20 +192,25 @@ class RunFacts:
         )
 
     @property
+    def hellos(self) -> list[AgentHello]:
+        """What the nodes that were heard have said first."""
+        return [node.hello for node in self.nodes.values() if node.hello is not None]
+
+    @property
     def check_only(self) -> bool:
         """There was no script: `gpuwatch check`."""
-        return any(node.hello.check_only for node in self.nodes.values() if node.hello is not None)
+        return any(hello.check_only for hello in self.hellos)
 
     @property
     def announced_ranks(self) -> int:
         """How many ranks the job has: as its nodes say, or its ranks where the nodes do not know it beforehand."""
-        said = sum(node.hello.nproc for node in self.nodes.values() if node.hello is not None)
+        said = sum(hello.nproc for hello in self.hellos)
         return said or max((rank.state.world_size for rank in self.ranks.values() if rank.state is not None), default=0)
 
     @property
     def starter(self) -> str:
         """Who has started the ranks, for a sentence: `torchrun`."""
-        return next((node.hello.starter for node in self.nodes.values() if node.hello is not None), "torchrun")
+        return next((hello.starter for hello in self.hellos), "torchrun")
 
     def of_attempt(self, attempt: int) -> list[RankFacts]:
         """Its ranks in order."""
