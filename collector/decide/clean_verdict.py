@@ -26,6 +26,7 @@ from .words import (
     told_its_end,
     unseen_texts,
     warning_text,
+    whose,
     worst_first,
 )
 

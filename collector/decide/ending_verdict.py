@@ -129,8 +129,7 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
             f"to {'it' if one else 'them'}."
         ),
         certainty=Certainty.SUPPORTED,
-        **(whose(facts, first) | when_of(first.exit.where) if one else {"attempt": facts.last_attempt})
-        | {"root": None},
+        **(whose(facts, first) | when_of(first.exit.where) | {"root": None} if one else {"attempt": first.attempt}),
         evidence=[
             *(
                 f"rank {rank.rank} ended by itself after {rank.exit.where.seq} collectives; its recorder says: "
@@ -203,14 +202,10 @@ def _certainty(endings: ExitOrder) -> Certainty:
     return Certainty.SUPPORTED if endings.same or endings.later or endings.behind else Certainty.ESTABLISHED
 
 
-def _beside(endings: ExitOrder) -> str:
-    """` (and rank 2 at the same point)`; "" if there is none."""
-    return f" (and {ranks_text([rank.rank for rank in endings.same])} at the same point)" if endings.same else ""
-
-
 def _who(first: RankFacts, endings: ExitOrder, host: str) -> str:
     """`Rank 1 (and rank 2 at the same point) on node7`."""
-    return f"{one_on(first.rank)}{_beside(endings)} on {host}"
+    same = [rank.rank for rank in endings.same]
+    return f"{one_on(first.rank)}{f' (and {ranks_text(same)} at the same point)' if same else ''} on {host}"
 
 
 def _later_lines(endings: ExitOrder) -> list[str]:
