@@ -232,7 +232,7 @@ def ranks_to_show(
 def _healthy(facts: RunFacts, target: ReportTarget | None) -> RankFacts | None:
     if target is None:
         return None
-    for number, page in sorted(peers_of(facts, target.rank, target.page).items()):
+    for number, page in sorted(peers_of(facts, target.page).items()):
         rank = facts.ranks[target.rank.attempt, number]
         if rank.diagnosis is None and run_the_same_model(target.page, page):
             return rank

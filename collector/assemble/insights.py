@@ -164,7 +164,7 @@ def replica_drift(facts: RunFacts, ranks: list[RankFacts]) -> Iterator[RunInsigh
 
 
 def _weights(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, dict[tuple[str, str], Summary]]:
-    peers = dict(sorted(peers_of(facts, rank, page).items())[:_MOST_PEERS])
+    peers = dict(sorted(peers_of(facts, page).items())[:_MOST_PEERS])
     return {
         number: {key: (row.abs_min, row.abs_max, row.flags) for key, row in found.weights().items()}
         for number, found in {rank.rank: page, **peers}.items()

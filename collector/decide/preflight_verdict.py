@@ -38,7 +38,7 @@ def preflight_verdict(facts: RunFacts) -> Verdict | None:
         return _of_findings(facts, ranks, failures)
     if any(rank.preflight is not None and rank.preflight.outcome in ("failed", "victim") for rank in ranks):
         return _of_outcomes(facts, ranks)
-    return _of_silence(facts, silent_of(facts, ranks))
+    return _of_silence(facts, _silent(facts, ranks))
 
 
 def check_verdict(facts: RunFacts) -> Verdict | None:
@@ -46,7 +46,7 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
     if not facts.check_only:
         return None
     ranks = facts.of_attempt(facts.last_attempt)
-    silent = silent_of(facts, ranks)
+    silent = _silent(facts, ranks)
     if silent:
         return _of_silence(facts, silent)
     if any(node.bye is None or node.bye.outcome != "ok" for node in facts.nodes.values()):
@@ -86,14 +86,14 @@ def _of_silence(facts: RunFacts, silent: str) -> Verdict:
     )
 
 
-def silent_of(facts: RunFacts, ranks: list[RankFacts]) -> str:
+def _silent(facts: RunFacts, ranks: list[RankFacts]) -> str:
     """Nodes and ranks without a result, in words; "" if there are none."""
     missing = _nodes_missing(facts)
     if missing:
-        expected = max(node.hello.min_nodes for node in facts.nodes.values() if node.hello is not None)
+        expected = max(hello.min_nodes for hello in facts.hellos)
         return f"{missing} of {expected} nodes did not arrive"
     without = [rank.rank for rank in ranks if rank.preflight is None or rank.preflight.outcome == "skipped"]
-    expected = sum(node.hello.nproc for node in facts.nodes.values() if node.hello is not None)
+    expected = sum(hello.nproc for hello in facts.hellos)
     if without:
         why = next(
             (rank.preflight.detail for rank in ranks if rank.preflight is not None and rank.preflight.detail), ""
@@ -170,8 +170,10 @@ def _victim_text(facts: RunFacts, number: int, first: PreflightFinding) -> str:
 
 def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
     """The ranks reached no common conclusion: only each rank's own result is known."""
-    guilty = [rank for rank in ranks if rank.preflight is not None and rank.preflight.outcome == "failed"]
-    victims = [rank for rank in ranks if rank.preflight is not None and rank.preflight.outcome == "victim"]
+    guilty, victims = (
+        [rank for rank in ranks if rank.preflight is not None and rank.preflight.outcome == outcome]
+        for outcome in ("failed", "victim")
+    )
     cascade = [CascadedRank(rank.rank, _outcome_text(rank)) for rank in victims]
     evidence = [f"rank {rank.rank} on {facts.host(rank)}: {_outcome_text(rank)}" for rank in [*guilty, *victims]]
     if not guilty:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy
 
-from ...core.events import Anomaly, LookedAgain, split_label
+from ...core.events import Anomaly, IssuedMoment, LookedAgain, RunPosition, split_label
 from ...core.frames import Frame, FramePhase, Page, Row, RowContent, format_number, module_text
 from ...core.lone_process import is_rank
 from ...core.roles import RoleKind, parse_role
@@ -165,11 +165,7 @@ class AlarmPage:
         # what the rank had issued at that number; if nobody knows that, when the alarm was raised
         then = next((moment for moment in anomaly.moments if moment.seq == seq), anomaly.where)
         return LocalDiagnosis(
-            rank=page.rank,
-            attempt=page.attempt,
-            step=page.step,
-            batch=page.batch,
-            root=page.root,
+            **_place_of(page, then),
             module=module,
             cls=cls,
             phase=phase,
@@ -181,9 +177,6 @@ class AlarmPage:
             seq=seq,
             frame=frame.index,
             sure=sure and not (source == "made" and _may_be_elsewhere(again, module, phase)),
-            clock=then.clock,
-            sent=then.sent,
-            received=then.received,
             at=(frame.module, frame.cls, row.role),
             seen_in=frame.phase,
             cause=anomaly.cause,
@@ -192,6 +185,12 @@ class AlarmPage:
             changed=bool(again.changed),
             **fields,
         )
+
+
+def _place_of(page: Page | RunPosition, then: RunPosition | IssuedMoment) -> dict[str, Any]:
+    """Where a diagnosis is in the run, and what the rank had issued then."""
+    place = {name: getattr(page, name) for name in ("rank", "attempt", "step", "batch", "root")}
+    return place | {name: getattr(then, name) for name in ("clock", "sent", "received")}
 
 
 def number_text(number: float | None) -> str:
@@ -255,11 +254,7 @@ def _buffers(anomaly: Anomaly, again: LookedAgain) -> dict[str, str]:
 def from_event(anomaly: Anomaly) -> LocalDiagnosis:
     """The diagnosis without the page: what the worker's event says of the first frame with a non-finite value."""
     found = LocalDiagnosis(
-        rank=anomaly.where.rank,
-        attempt=anomaly.where.attempt,
-        step=anomaly.where.step,
-        batch=anomaly.where.batch,
-        root=anomaly.where.root,
+        **_place_of(anomaly.where, anomaly.where),
         module=anomaly.module,
         cls=anomaly.cls,
         phase=FramePhase.FORWARD if anomaly.phase == FramePhase.RECOMPUTE else anomaly.phase,
@@ -271,9 +266,6 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         seq=anomaly.where.seq,
         frame=anomaly.frame,
         from_page=False,
-        clock=anomaly.where.clock,
-        sent=anomaly.where.sent,
-        received=anomaly.where.received,
         at=(anomaly.module, anomaly.cls, anomaly.role),
         seen_in=anomaly.phase,
         cause=anomaly.cause,
@@ -321,11 +313,6 @@ def is_scalers(anomaly: Anomaly) -> bool:
 # What neither puts in order is concurrent.
 
 _UNKNOWN_PEER = -1
-
-
-def before(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
-    """Whether `left` was certainly earlier than `right`, by what these two ranks have passed to each other."""
-    return DiagnosisOrder([left, right]).before(left, right)
 
 
 def earliest(diagnoses: list[LocalDiagnosis]) -> list[LocalDiagnosis]:

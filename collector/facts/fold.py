@@ -60,9 +60,8 @@ def _safe(value: Any, field: str, owner: str) -> Any:
     if isinstance(value, msgspec.Struct):
         name = type(value).__name__
         changed = {}
-        for (
-            key
-        ) in value.__struct_fields__:  # of eight thousand ranks twice a second: so what holds no text is passed by
+        # of eight thousand ranks twice a second: so what holds no text is passed by
+        for key in value.__struct_fields__:
             old = getattr(value, key)
             if type(old) not in _PLAIN and (safe := _safe(old, key, name)) is not old:
                 changed[key] = safe
@@ -428,9 +427,8 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: NodeBeat) -> None:
     for state in beat.ranks:
         rank = _rank(facts, node.agent, state.attempt, state.rank)
         if rank.state is None or _moved(state) >= _moved(rank.state):
-            before = (
-                rank.state.traces_thinned if rank.state is not None else 0
-            )  # an agent before this one has seen more
+            # an agent before this one has seen more
+            before = rank.state.traces_thinned if rank.state is not None else 0
             rank.state = state if state.traces_thinned >= before else replace(state, traces_thinned=before)
     for number, dropped in beat.pages_dropped.items():
         node.pages_dropped[number] = max(node.pages_dropped.get(number, 0), dropped)
