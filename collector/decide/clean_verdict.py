@@ -1,6 +1,6 @@
 """The verdict of a run in which nothing went wrong: what was looked at, and how close it came.
 
-"Clean" needs proof (missing.py). Without it the verdict is `unknown`, with what is missing.
+"Clean" needs proof (`missing`). Without it the verdict is `unknown`, with what is missing.
 """
 
 from __future__ import annotations

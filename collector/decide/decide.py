@@ -78,9 +78,7 @@ def _with_gpu(facts: RunFacts, verdict: Verdict) -> Verdict:
         return verdict
     steps = [xid.next for xid in gpu.xids if xid.next and xid.grade != "ok"]
     return replace(
-        verdict,
-        evidence=[*verdict.evidence, *gpu_lines(gpu)],
-        next=list(dict.fromkeys([*steps, *verdict.next])),
+        verdict, evidence=[*verdict.evidence, *gpu_lines(gpu)], next=list(dict.fromkeys([*steps, *verdict.next]))
     )
 
 

@@ -381,10 +381,7 @@ def _down_verdict(facts: RunFacts) -> Verdict | None:
         rank=ranks[0] if len(ranks) == 1 else None,
         host=names,
         attempt=facts.last_attempt,
-        evidence=[
-            f"{told_by} says that {names} is down",
-            *progress_of(facts, facts.last_attempt),
-        ],
+        evidence=[f"{told_by} says that {names} is down", *progress_of(facts, facts.last_attempt)],
         next=[f"Look whether {names} is up{f' and its {daemon} runs' if daemon else ''}."],
     )
 

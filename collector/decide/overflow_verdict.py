@@ -224,10 +224,7 @@ def _unknown(facts: RunFacts, tier: list[LocalDiagnosis]) -> Verdict:
         certainty=Certainty.UNKNOWN,
         module=None if skipped else first.module,
         cls=None if skipped else first.cls,
-        evidence=[
-            *(f"{rank_name(d.rank)}: {found_text(d)}, batch {d.batch}" for d in tier[:8]),
-            *first.notes,
-        ],
+        evidence=[*(f"{rank_name(d.rank)}: {found_text(d)}, batch {d.batch}" for d in tier[:8]), *first.notes],
         between=first.between,
         next=next_steps(first, clues_of(facts, first)),
     )

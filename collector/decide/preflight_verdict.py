@@ -54,10 +54,7 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
     findings = findings_of(ranks)
     warned = sum(finding.grade == "warn" for finding in findings)
     unknown = sum(finding.grade == "unknown" for finding in findings)
-    noted = [
-        *([counted(warned, "warning")] if warned else []),
-        *([f"{unknown} unknown"] if unknown else []),
-    ]
+    noted = [*([counted(warned, "warning")] if warned else []), *([f"{unknown} unknown"] if unknown else [])]
     nodes = len({rank.agent for rank in ranks})
     seconds = max((seconds_of(rank) for rank in ranks), default=0.0)
     return Verdict(
@@ -334,11 +331,7 @@ def _cell(
     if grade == "ok" and slowest is not None:
         rank, detail = next((rank, detail) for _, rank, detail in graded if rank == slowest)
     return StageCell(
-        grade=grade,
-        ranks=len(times),
-        seconds=times[slowest] if slowest is not None else 0.0,
-        rank=rank,
-        detail=detail,
+        grade=grade, ranks=len(times), seconds=times[slowest] if slowest is not None else 0.0, rank=rank, detail=detail
     )
 
 

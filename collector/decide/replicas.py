@@ -1,6 +1,6 @@
 """Replicas: whether ranks run the same model, and whether one rank's copy of a weight differs from the others'.
 
-Only pages of the same point (same_point.py) are compared. A weight that differs now is told apart by its history: it
+Only pages of the same point are compared. A weight that differs now is told apart by its history: it
 agreed in an earlier batch (something changed it on one rank), it differed there too (ranks have weights of their own:
 experts, adapters, other seeds), or no earlier batch was received.
 

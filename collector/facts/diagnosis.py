@@ -60,7 +60,7 @@ class LocalDiagnosis:
     clock: dict[str, int] = field(default_factory=dict)
     sent: dict[str, dict[int, int]] = field(default_factory=dict)
     received: dict[str, dict[int, int]] = field(default_factory=dict)
-    """What the rank had issued then: see core.records.Where."""
+    """What the rank had issued then: see core.events.RunPosition."""
     at: tuple[str, str, str] = ("", "", "")
     """(module, class, role) of the row that shows the value. `module` is where it was made."""
     turned: tuple[str, str] | None = None
@@ -70,7 +70,7 @@ class LocalDiagnosis:
     changed_since: bool = False
     """A bad weight was finite when it was last read, and no step can have changed it since."""
     history: str = ""
-    """What is known of a bad weight from before: a clause (weight_timeline.py)."""
+    """What is known of a bad weight from before: a clause (step_origin.py)."""
     computed: bool = False
     """The script has computed the bad weight from other tensors."""
     bad_buffers: tuple[str, ...] = ()

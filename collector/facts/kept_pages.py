@@ -10,6 +10,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy
@@ -43,7 +44,8 @@ class SharedNames:
         self._next: dict[tuple[int, int], int] = {}
         self._came_from: list[tuple[int, int]] = [(START, -1)]
         self._depths = [0]
-        self._ready: OrderedDict[int, NameTable] = OrderedDict()
+        self.at = lru_cache(_KEPT)(self._names_at)
+        """place -> the names of a rank there. Not to be changed."""
 
     def after(self, place: int, entries: Iterable[Definition]) -> int:
         """The place of a rank that was at `place` and has defined these."""
@@ -65,22 +67,13 @@ class SharedNames:
         """How much was defined up to there."""
         return self._depths[place]
 
-    def at(self, place: int) -> NameTable:
-        """The names of a rank at this place. Not to be changed."""
-        names = self._ready.get(place)
-        if names is not None:
-            self._ready.move_to_end(place)
-            return names
+    def _names_at(self, place: int) -> NameTable:
         entries: list[Definition] = []
-        back = place
-        while back != START:
-            back, number = self._came_from[back]
+        while place != START:
+            place, number = self._came_from[place]
             entries.append(self._entries[number])
         names = NameTable()
         names.add(reversed(entries))
-        self._ready[place] = names
-        if len(self._ready) > _KEPT:
-            self._ready.popitem(last=False)
         return names
 
 
