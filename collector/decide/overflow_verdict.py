@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ...core.frames import FramePhase
 from ...core.lone_process import is_rank, rank_name
@@ -31,6 +32,7 @@ _TIERS = (
 """Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
 _MOST_PASSED = 8
 """Of so many ranks that were fed it, it is looked for what may have brought it."""
+_OF_NO_MODULE: dict[str, Any] = dict.fromkeys(("module", "cls", "role", "root")) | {"phase": FramePhase.COLLECTIVE}
 
 
 def overflow_verdict(facts: RunFacts) -> Verdict | None:
@@ -103,11 +105,7 @@ def _fed(
     return overflow_at(
         met,
         **whose(facts, rank),
-        module=None,
-        cls=None,
-        role=None,
-        root=None,
-        phase=FramePhase.COLLECTIVE,
+        **_OF_NO_MODULE,
         value=put.value,
         step=put.where.step,
         batch=put.where.batch,
@@ -125,11 +123,7 @@ def _of_sum(facts: RunFacts, met: LocalDiagnosis, diagnoses: list[LocalDiagnosis
     came = fed.ways[-1]
     return overflow_at(
         met,
-        module=None,
-        cls=None,
-        role=None,
-        root=None,
-        phase=FramePhase.COLLECTIVE,
+        **_OF_NO_MODULE,
         statement=f"{came.value} came out of {way_text(came)} in batch {met.batch}: what every rank put in was finite, "
         f"their sum was not ({came.dtype}).",
         certainty=Certainty.SUPPORTED if failed else Certainty.ESTABLISHED,

@@ -1,8 +1,8 @@
 """Replicas: whether ranks run the same model, and whether one rank's copy of a weight differs from the others'.
 
-Only pages of the same point are compared. A weight that differs now is told apart by its history: it
-agreed in an earlier batch (something changed it on one rank), it differed there too (ranks have weights of their own:
-experts, adapters, other seeds), or no earlier batch was received.
+Only pages of the same point are compared. A weight that differs now is told apart by its history: it agreed in an
+earlier batch (something changed it on one rank), it differed there too (ranks have weights of their own: experts,
+adapters, other seeds), or no earlier batch was received.
 
     0.259 against 0.250, and 0.259 after its last step      the step: an expert that was trained on one rank alone
     1.7e38 against 0.5, and 0.5 after its last step         no step: memory, or code of the script's own
