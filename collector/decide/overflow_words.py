@@ -5,6 +5,7 @@ Advice follows from the evidence: what that shows to be bad is looked at first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...core.frames import FramePhase, module_text
 from ...core.lone_process import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.verdicts import VerdictKind
-from ..facts.diagnosis import LocalDiagnosis, number_text
+from ..facts.diagnosis import LocalDiagnosis, number_text, quoted
 from ..facts.facts import RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
@@ -88,15 +89,19 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if first.turned is not None and not first.mask:
         lead = f"{who} met nan that came from an expected -inf: "
     if first.own_code:
-        named = [f"of `{name}`" if name else "of the root module" for name in first.own_code[:_MOST_NAMED]]
-        if len(first.own_code) > _MOST_NAMED:
-            named.append(f"of one of {len(first.own_code) - _MOST_NAMED} more modules")
-        seen, own = f"{first.at[2]} of {module_text(*first.at[:2])}", _one_of(named)
+        own = _one_of([f"of {name}" for name in _named(first.own_code, "modules")])
+        seen = f"{first.at[2]} of {module_text(*first.at[:2])}"
         return f"{lead}{first.value} in {seen}, made by the own code {own}, forward, {batch}{again}"
     if first.between is not None:
         stretch = between_text(first.between)
         return f"{lead}{first.value} in {module}'s own forward, {stretch}, {batch}{again}"
     return f"{lead}{first.value} in the {first.role} of {module}, forward, {batch}{again}"
+
+
+def _named(modules: Sequence[str], what: str) -> list[str]:
+    """The names of the first modules, and how many more there are."""
+    named, more = [quoted(module) for module in modules[:_MOST_NAMED]], len(modules) - _MOST_NAMED
+    return [*named, f"one of {more} more {what}"] if more > 0 else named
 
 
 def _one_of(names: list[str]) -> str:
@@ -158,9 +163,7 @@ def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
 
 def _by(first: LocalDiagnosis) -> str:
     """`, by `norm`, `act` or its own code`: what in the named module can have made a gradient; "" if unknown."""
-    named = [f"`{name}`" if name else "the root module" for name in first.suspects[:_MOST_NAMED]]
-    if len(first.suspects) > _MOST_NAMED:
-        named.append(f"one of {len(first.suspects) - _MOST_NAMED} more calls")
+    named = _named(first.suspects, "calls")
     if first.module in first.own_code:
         named.append("its own code")
     if first.value != "nan" and len(first.suspects) > 1:

@@ -23,7 +23,7 @@ from ...core.frames import Frame, FramePhase, Row, RowContent
 from ...core.roles import RoleKind
 from ...core.values import DTYPE_MAX
 from .calls import FrameCalls, TensorUsers, users_inside, users_of
-from .diagnosis import AlarmPage, LocalDiagnosis
+from .diagnosis import AlarmPage, LocalDiagnosis, quoted
 
 # Which calls' operations can have made a bad gradient, from autograd's graph and the gradients above it.
 #
@@ -190,7 +190,7 @@ class _BackwardTrail:
         first = mine[0]
         if not self._calls_of(module) and first.cls != "MultiheadAttention":  # it uses its `out_proj` itself
             note = (
-                f"no frame shows a call of {_named(module)}: {_named(first.module)} used its parameter itself, or ran "
+                f"no frame shows a call of {quoted(module)}: {quoted(first.module)} used its parameter itself, or ran "
                 "compiled code that was not looked into, and then a module in there can have made it"
             )
             return self._made_inside(first, note, below=True)
@@ -198,7 +198,7 @@ class _BackwardTrail:
             return self._diagnosis(module, self._frame.cls, received=True)
         sharing = sorted(self._sharing())
         if sharing:
-            named = ", ".join(map(_named, sharing))
+            named = ", ".join(map(quoted, sharing))
             note = f"{named} used the same parameter: its gradient is the sum over all of them"
             return self._diagnosis(module, self._frame.cls, sure=False, notes=(note,))
         if any(_is_inside(other.module, first.module) for other in self._calls.frames):
@@ -235,7 +235,7 @@ class _BackwardTrail:
 
     def _of_unseen(self, call: Frame, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
         """What was handed a finite gradient, and inside of which none was seen: a graph, whose runs overwrite them."""
-        note = f"no gradient was seen inside of {_named(call.module)}: whatever is in there can have made it"
+        note = f"no gradient was seen inside of {quoted(call.module)}: whatever is in there can have made it"
         return self._made_inside(call, note, own_code)
 
     def _made_inside(
@@ -275,7 +275,7 @@ class _BackwardTrail:
         if found is None or not self._is_no_sum():
             return None
         calls: dict[GradientMaker, Frame] = {}
-        excluded = [f"{node.op} of {_named(node.module)}" for node in found.passed]
+        excluded = [f"{node.op} of {quoted(node.module)}" for node in found.passed]
         for maker in found.makers:
             of = self._calls_of(maker.module)
             if maker.call < 0 or len(of) != 1 or (maker.opaque and self._calls.children(of[0])):
@@ -283,7 +283,7 @@ class _BackwardTrail:
             if not self._cannot_overflow(maker, of[0]):
                 calls[maker] = of[0]
             else:
-                excluded.append(f"{_named(maker.module)}, whose numbers are too small")
+                excluded.append(f"{quoted(maker.module)}, whose numbers are too small")
         if not calls or any(call.collectives for call in calls.values()) or self._may_be_received([*calls.values()]):
             return None
         if len(calls) > 1:
@@ -507,10 +507,6 @@ class _BackwardTrail:
 
 def _is_inside(module: str, scope: str) -> bool:
     return module != scope and (scope == "" or module.startswith(f"{scope}."))
-
-
-def _named(module: str) -> str:
-    return f"`{module}`" if module else "the root module"
 
 
 def _parent_name(module: str) -> str:

@@ -193,6 +193,11 @@ def _place_of(page: Page | RunPosition, then: RunPosition | IssuedMoment) -> dic
     return place | {name: getattr(then, name) for name in ("clock", "sent", "received")}
 
 
+def quoted(module: str) -> str:
+    """The module's name in a sentence."""
+    return f"`{module}`" if module else "the root module"
+
+
 def number_text(number: float | None) -> str:
     """`6.20e+04`; `-` if it is unknown."""
     return format_number(number).strip()
