@@ -165,10 +165,10 @@ class _GroupScene:
 
     def did_not_come(self) -> HangFinding | None:
         """The ranks that wait for nobody and that others wait for, directly or over others."""
-        absent = {rank for meeting in self.meetings for rank in meeting.missing} - self.places.keys()
-        if not self._is_whole or not absent <= self.positions.keys():  # nothing was heard of one
+        missing = {rank for meeting in self.meetings for rank in meeting.missing} - self.places.keys()
+        if not self._is_whole or not missing <= self.positions.keys():  # nothing was heard of one
             return None
-        heads = {rank for rank in absent if not self.positions[rank].waiting}
+        heads = {rank for rank in missing if not self.positions[rank].waiting}
         away = {rank for rank, one in self.positions.items() if one.kind in ("away", "unknown")} - self.places.keys()
         if not heads:
             return None
