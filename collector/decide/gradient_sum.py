@@ -21,7 +21,7 @@ from ...core.events import PassedTensor
 from ...core.frames import FramePhase, Row, RowContent
 from ...core.values import DTYPE_MAX, NonFinite
 from ...core.verdicts import Certainty
-from ..facts.diagnosis import LocalDiagnosis, number_text, rows_in
+from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, rows_in
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..report.model import Verdict
@@ -104,7 +104,7 @@ def _has_inf(row: Row) -> bool:
 
 
 def of_reduced(
-    facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis], passages: PassedOperations
+    facts: RunFacts, tier: list[LocalDiagnosis], order: DiagnosisOrder, passages: PassedOperations
 ) -> Verdict:
     """The verdict over gradients that were non-finite when the optimizers got them, from the pages of all ranks."""
     first = tier[0]
@@ -151,7 +151,7 @@ def of_reduced(
         phase=FramePhase.COLLECTIVE,
         evidence=[*evidence, *unseen_text, *missing, *first.notes, *failed],
         next=_next(first, found, unseen if not settled else []),
-        cascade=cascade_of(facts, first.attempt, {other.rank for other in diagnoses}),
+        cascade=cascade_of(facts, first.attempt, {other.rank for other in order.diagnoses}),
     )
 
 

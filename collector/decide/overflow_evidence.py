@@ -24,7 +24,6 @@ _MAX_LINES = 8
 def evidence_of(
     facts: RunFacts,
     first: LocalDiagnosis,
-    diagnoses: list[LocalDiagnosis],
     order: DiagnosisOrder,
     concurrent: list[LocalDiagnosis],
     odd: OddWeight | None,
@@ -47,17 +46,17 @@ def evidence_of(
     doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
     doubts += _of_unwatched(facts, first)
-    doubts += _unsettled(facts, first, diagnoses)
+    doubts += _unsettled(facts, first, order.diagnoses)
     if first.source == "outside" and first.phase == FramePhase.BACKWARD:
         doubts += _of_stages(facts, first)
-    later = [other for other in diagnoses if order.before(first, other)]
+    later = [other for other in order.diagnoses if order.before(first, other)]
     for diagnosis in later[:_MAX_LINES]:
         when = f"batch {diagnosis.batch}, {place_of(diagnosis)}{reason(first, diagnosis)}"
         lines.append(f"{rank_name(diagnosis.rank)} first saw one later: {when}")
     if later and first.seq < 0:
         doubts.append("the ranks had no process group, so their batches alone put them in order")
     known = {first.rank, *(other.rank for other in concurrent), *(other.rank for other in later)}
-    others = [other for other in diagnoses if other.rank not in known]
+    others = [other for other in order.diagnoses if other.rank not in known]
     lines += _of_silent_groups(order) if others or concurrent else []
     for diagnosis in others[:_MAX_LINES]:
         lines.append(

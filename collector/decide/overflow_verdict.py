@@ -53,12 +53,12 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     passages = PassedOperations(facts, first_attempt)
     fed = passages.fed_by(first)
     if fed is not None:
-        return _fed(facts, tier, diagnoses, order, passages, fed)
+        return _fed(facts, tier, order, passages, fed)
     if first.source == "reduced":
-        return of_reduced(facts, tier, diagnoses, passages)
+        return of_reduced(facts, tier, order, passages)
     alone = len(tier) == 1
     if first.source == "skipped":
-        return _skipped(facts, tier, diagnoses, order) if alone else _unknown(facts, tier)
+        return _skipped(facts, tier, order) if alone else _unknown(facts, tier)
     if first.source == "received" or (not alone and all(d.source in ("weight", "unread", "carried") for d in tier)):
         return _unknown(facts, tier)
     if first.source == "weight" and is_param_group(first.module) and number_of_ranks(facts, first_attempt) > 1:
@@ -79,28 +79,23 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     )
     if odd is not None and odd.certain:
         first = _of_weight(first, odd)
-    return _named(facts, first, rest, diagnoses, order, odd)
+    return _named(facts, first, rest, order, odd)
 
 
 def _fed(
-    facts: RunFacts,
-    tier: list[LocalDiagnosis],
-    diagnoses: list[LocalDiagnosis],
-    order: DiagnosisOrder,
-    passages: PassedOperations,
-    fed: ValueArrival,
+    facts: RunFacts, tier: list[LocalDiagnosis], order: DiagnosisOrder, passages: PassedOperations, fed: ValueArrival
 ) -> Verdict:
     """The verdict where another rank has passed the value on, or a sum over the ranks has made it."""
     met = tier[0]
     put = fed.put
     if put is None:
-        return _of_sum(facts, met, diagnoses, fed)
+        return _of_sum(facts, met, order, fed)
     others = [one for one in tier[1:] if (theirs := passages.fed_by(one)) is None or theirs.rank != fed.rank]
-    own = next((one for one in diagnoses if one.rank == fed.rank), None)
+    own = next((one for one in order.diagnoses if one.rank == fed.rank), None)
     was_there = own is not None and (own.seq <= put.where.seq or own.step <= put.where.step)
     if own is not None and was_there and (own.source in ("outside", "weight") or own.seq <= put.where.seq):
         first = replace(own, notes=(*own.notes, *fed_lines(fed)))
-        return _named(facts, first, [one for one in others if one is not own], diagnoses, order, None)
+        return _named(facts, first, [one for one in others if one is not own], order, None)
     rank = facts.ranks[met.attempt, put.where.rank]
     return overflow_at(
         met,
@@ -117,7 +112,7 @@ def _fed(
     )
 
 
-def _of_sum(facts: RunFacts, met: LocalDiagnosis, diagnoses: list[LocalDiagnosis], fed: ValueArrival) -> Verdict:
+def _of_sum(facts: RunFacts, met: LocalDiagnosis, order: DiagnosisOrder, fed: ValueArrival) -> Verdict:
     """The verdict where every rank put finite numbers into a reduction, and what came out was not finite."""
     failed = [line for rank in facts.of_attempt(met.attempt) for line in doubts_about(rank)]
     came = fed.ways[-1]
@@ -129,7 +124,7 @@ def _of_sum(facts: RunFacts, met: LocalDiagnosis, diagnoses: list[LocalDiagnosis
         certainty=Certainty.SUPPORTED if failed else Certainty.ESTABLISHED,
         evidence=[*fed_lines(fed), *met.notes, *failed],
         next=["Divide before the sum, or add up in float32 or bfloat16."],
-        cascade=cascade_of(facts, met.attempt, {other.rank for other in diagnoses}),
+        cascade=cascade_of(facts, met.attempt, {other.rank for other in order.diagnoses}),
     )
 
 
@@ -144,19 +139,14 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
 
 
 def _named(
-    facts: RunFacts,
-    first: LocalDiagnosis,
-    rest: list[LocalDiagnosis],
-    diagnoses: list[LocalDiagnosis],
-    order: DiagnosisOrder,
-    odd: OddWeight | None,
+    facts: RunFacts, first: LocalDiagnosis, rest: list[LocalDiagnosis], order: DiagnosisOrder, odd: OddWeight | None
 ) -> Verdict:
     host = facts.host(facts.one(first.attempt, first.rank))
     blamed = odd if odd is not None and odd.certain else None
     page = page_of(facts, first)
     large = large_weight(page, first.frame) if page is not None and first.step == 0 and first.is_origin else None
     clues = clues_of(facts, first, odd, blamed, large[0] if large is not None else "")
-    certainty, evidence = evidence_of(facts, first, diagnoses, order, rest, odd, clues.wild)
+    certainty, evidence = evidence_of(facts, first, order, rest, odd, clues.wild)
     if large is not None:
         evidence.append(f"the largest weight up to there: {large[0]}, abs max {large[1]}")
     return overflow_at(
@@ -170,31 +160,22 @@ def _named(
             *([step_for_compiled([facts.one(first.attempt, first.rank)])] if is_compiled(facts, first) else []),
             *next_steps(first, clues),
         ],
-        concurrent=[
-            ConcurrentOrigin(
-                d.rank,
-                d.module,
-                d.cls,
-                d.own_role,
-                d.value,
-                facts.host(facts.one(d.attempt, d.rank)),
-                found_text(d),
-                seen_in(d),
-            )
-            for d in rest
-        ],
+        concurrent=[_concurrent(facts, d) for d in rest],
         cascade=cascade_of(facts, first.attempt, {first.rank, *(d.rank for d in rest)}),
     )
 
 
-def _skipped(
-    facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis], order: DiagnosisOrder
-) -> Verdict:
+def _concurrent(facts: RunFacts, one: LocalDiagnosis) -> ConcurrentOrigin:
+    host = facts.host(facts.one(one.attempt, one.rank))
+    return ConcurrentOrigin(one.rank, one.module, one.cls, one.own_role, one.value, host, found_text(one), seen_in(one))
+
+
+def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], order: DiagnosisOrder) -> Verdict:
     """The rank is known. What happened in it is not: its batch was skipped."""
     first = tier[0]
     host = facts.host(facts.one(first.attempt, first.rank))
     evidence = [f"{rank_name(first.rank)}, batch {first.batch}: {found_text(first)}"]
-    evidence += of_concurrent(first, [d for d in diagnoses if d is not first and not order.before(first, d)])
+    evidence += of_concurrent(first, [d for d in order.diagnoses if d is not first and not order.before(first, d)])
     return overflow_at(
         first,
         **whose(facts, facts.one(first.attempt, first.rank)),

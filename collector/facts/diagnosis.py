@@ -329,7 +329,7 @@ class DiagnosisOrder:
     """The strict partial order of some diagnoses, one of each rank. It is transitive: over a third rank as well."""
 
     def __init__(self, diagnoses: list[LocalDiagnosis]) -> None:
-        self._diagnoses = diagnoses
+        self.diagnoses = diagnoses
         self._place = {_key(one): place for place, one in enumerate(diagnoses)}
         leads = _message_edges(diagnoses, self._place)
         cuts = _cuts(diagnoses)
@@ -343,13 +343,13 @@ class DiagnosisOrder:
 
     def earliest(self) -> list[LocalDiagnosis]:
         """The diagnoses that none came before."""
-        places = range(len(self._diagnoses))
-        return [self._diagnoses[n] for n in places if not any(self._is_before(other, n) for other in places)]
+        places = range(len(self.diagnoses))
+        return [self.diagnoses[n] for n in places if not any(self._is_before(other, n) for other in places)]
 
     def silent_groups(self) -> list[str]:
         """Names of the process groups that count nothing, and so put no ranks in order. Several ranks are in each."""
         ranks: defaultdict[str, int] = defaultdict(int)
-        for one in self._diagnoses:
+        for one in self.diagnoses:
             for group, count in one.clock.items():
                 ranks[group] += count < 0
         return sorted(group for group, number in ranks.items() if number > 1)
