@@ -17,13 +17,13 @@ from .hang_groups import find_by_groups
 from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, standing_at
 from .words import (
     cascade_of,
-    device_of,
     doing,
     first_line,
     hid_a_peer_failure,
     own_error,
     was_aborted,
     was_aborted_at_exit,
+    whose,
 )
 
 _T = TypeVar("_T")
@@ -113,9 +113,7 @@ def verdict_of(
         kind=kind,
         statement=found.statement,
         certainty=found.certainty,
-        rank=found.rank,
-        host=(facts.host(named) or None) if named is not None else None,
-        device=device_of(named) if named is not None else None,
+        **(whose(facts, named) if named is not None else {"rank": found.rank}),
         module=module,
         cls=cls,
         root=_common(at.where.root for at in stood) or None,
