@@ -173,13 +173,6 @@ def _clauses(reasons: Mapping[int, list[_Reason]], silent: list[int]) -> list[st
     ]
 
 
-def nothing_watched(facts: RunFacts) -> bool:
-    """Whether no rank has called a module, all of them were watched to their ends, and nothing else is missing."""
-    ranks = facts.of_attempt(facts.last_attempt)
-    idle = {f"{numbers_text([rank.rank for rank in ranks])} called no module"}
-    return bool(ranks) and not facts.processes and set(missing(facts)) == idle
-
-
 def ran_another_program(rank: RankFacts) -> bool:
     """Whether it is a program that `--no-python` has started."""
     return rank.exit is not None and rank.exit.phase == "unwatched"
@@ -330,7 +323,10 @@ _BY_ANOTHER_PROGRAM = (
     "gpuwatch launch watches the Python script that it runs itself. Every Python that another program starts is "
     "watched by gpuwatch run: gpuwatch run -- torchrun, with the same arguments (--no-python python train.py)."
 )
-
+_NOTHING_CALLED = (
+    "gpuwatch looks at what the modules of a rank's own process are given and return, and none was called; what other "
+    "processes do that a script starts is not watched"
+)
 _BY_THE_MODULE = (
     "To have what goes into a compiled module and comes out looked at, compile the module, torch.compile(model), in "
     "place of a function that calls it."
@@ -339,38 +335,23 @@ _BY_THE_MODULE = (
 
 def clean_verdict(facts: RunFacts) -> Verdict:
     """No overflow, where that is proven; else what is missing for the proof."""
-    if nothing_watched(facts):
-        return _nothing_watched(facts)
     lacking = missing(facts)
-    return _unproven(facts, lacking) if lacking else _clean(facts)
-
-
-def _nothing_watched(facts: RunFacts) -> Verdict:
-    """Every rank was watched to its end, and there was nothing to look at. That is no proof of anything."""
+    if not lacking:
+        return _clean(facts)
     ranks = facts.of_attempt(facts.last_attempt)
-    return Verdict(
-        kind=VerdictKind.UNKNOWN,
-        statement=f"Nothing was watched: no module was called on {counted(len(ranks), 'rank')}.",
-        certainty=Certainty.UNKNOWN,
-        attempt=facts.last_attempt,
-        evidence=[
-            "gpuwatch looks at what the modules of a rank's own process are given and return, and none was called; "
-            "what other processes do that a script starts is not watched",
-            *_loose_lines(ranks),
-        ],
-        missing=missing(facts),
-    )
-
-
-def _unproven(facts: RunFacts, lacking: list[str]) -> Verdict:
     more = f", and {len(lacking) - 1} more (below)" if len(lacking) > 1 else ""
-    ranks = facts.of_attempt(facts.last_attempt)
+    statement = f"No overflow seen, but it is not proven that there was none: {lacking[0]}{more}."
+    evidence = lacking[:_MOST_EVIDENCE] if more else []
+    idle = f"{numbers_text([rank.rank for rank in ranks])} called no module"
+    if ranks and not facts.processes and lacking == [idle]:  # all were watched to their ends: that proves nothing
+        statement = f"Nothing was watched: no module was called on {counted(len(ranks), 'rank')}."
+        evidence = [_NOTHING_CALLED, *_loose_lines(ranks)]
     return Verdict(
         kind=VerdictKind.UNKNOWN,
-        statement=f"No overflow seen, but it is not proven that there was none: {lacking[0]}{more}.",
+        statement=statement,
         certainty=Certainty.UNKNOWN,
         attempt=facts.last_attempt,
-        evidence=lacking[:_MOST_EVIDENCE] if more else [],
+        evidence=evidence,
         next=[
             *([_BY_ANOTHER_PROGRAM] if any(map(ran_another_program, ranks)) else []),
             *([_BY_THE_MODULE] if any(not each.around for rank in ranks for each in rank.not_looked_into) else []),
