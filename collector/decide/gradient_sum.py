@@ -113,7 +113,7 @@ def of_reduced(
     own = {rank.rank: _own(pages.get(rank.rank), first) for rank in ranks}
     finite = {number for number, rows in own.items() if rows and all(row.finite for row in rows)}
     largest = {number: max(rows, key=lambda row: row.abs_max or 0.0) for number, rows in own.items() if rows}
-    reduced = {rank.rank: _reduced(pages.get(rank.rank)) for rank in ranks}
+    reduced = {rank.rank: _rows(pages.get(rank.rank), FramePhase.COLLECTIVE) for rank in ranks}
     key = (first.module, first.role)
     found = GradientSum(largest, {number: rows[key] for number, rows in reduced.items() if key in rows})
     unseen = [rank.rank for rank in ranks if rank.rank not in finite]
@@ -256,15 +256,11 @@ def _own(page: KeptPage | None, first: LocalDiagnosis) -> list[Row]:
     return [row] if row is not None else []
 
 
-def _reduced(page: KeptPage | None) -> dict[tuple[str, str], Row]:
-    return _rows(page, FramePhase.COLLECTIVE) if page is not None else {}
-
-
-def _rows(page: KeptPage, phase: FramePhase) -> dict[tuple[str, str], Row]:
+def _rows(page: KeptPage | None, phase: FramePhase) -> dict[tuple[str, str], Row]:
     """(module, role) -> the last gradient in that phase."""
     return {
         (frame.module, row.role): row
-        for frame in sorted(page.frames, key=lambda frame: frame.index)
+        for frame in sorted(page.frames if page is not None else (), key=lambda frame: frame.index)
         if frame.phase == phase
         for row in frame.gradients
         if row.kind == RowContent.MEASURED

@@ -88,10 +88,6 @@ class _StackScene:
         return "have waited" + (f" for {self._still_s:.0f} s" if self._still_s >= 1 else "")
 
     @property
-    def _waiting(self) -> list[int]:
-        return [rank for rank, position in self.positions.items() if position.waiting]
-
-    @property
     def _away(self) -> list[int]:
         """Those that do not wait. A rank that has raised lost another one: it is in it only if all of them have."""
         away = [rank for rank, position in self.positions.items() if not position.waiting]
@@ -99,7 +95,7 @@ class _StackScene:
         return [rank for rank in away if rank not in raised] or away
 
     def find(self) -> HangFinding | None:
-        waiting, away = self._waiting, self._away
+        waiting, away = [rank for rank, position in self.positions.items() if position.waiting], self._away
         certain = self.unseen <= 0 and all(self.positions[rank].kind == "waits" for rank in waiting)
         if waiting and self.left and not away:
             where, sure = self._operations(waiting), certain and len(waiting) > 1

@@ -310,13 +310,13 @@ class _GroupScene:
                 continue
             line = f"{ranks_text(meeting.waiting)} {'has' if len(meeting.waiting) == 1 else 'have'} begun collective "
             line += f"{meeting.number} and not ended it: {meeting.text(self.world_size)}"
-            begun = {rank: self._begun(rank, meeting) for rank in meeting.missing}
+            begun = {
+                rank: next((group.begun for group in self.positions[rank].groups if group.name == meeting.group), 0)
+                for rank in meeting.missing
+            }
             for last in sorted(set(begun.values())):
                 ranks = [rank for rank, number in begun.items() if number == last]
                 what = f"none after {last}" if last else "none"
                 line += f"; {ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} begun {what}"
             lines.append(line)
         return lines
-
-    def _begun(self, rank: int, meeting: PendingOperation) -> int:
-        return next((group.begun for group in self.positions[rank].groups if group.name == meeting.group), 0)

@@ -227,12 +227,9 @@ def _in_reduction(ranks: list[RankFacts]) -> set[int]:
         for rank in ranks
         if (error := own_error(rank)) is not None and error.peer_failure and _IN_BACKWARD in error.traceback
     }
-    ended = {rank.rank for rank in ranks if own_error(rank) is None and _was_in_backward(rank)}
+    exits = [rank.exit for rank in ranks if rank.exit is not None and own_error(rank) is None]
+    ended = {exit_.where.rank for exit_ in exits if (exit_.by, exit_.phase) == ("torchrun", "backward")}
     return raised | ended if raised else set()
-
-
-def _was_in_backward(rank: RankFacts) -> bool:
-    return rank.exit is not None and (rank.exit.by, rank.exit.phase) == ("torchrun", "backward")
 
 
 def _position(rank: RankFacts, reduces: bool) -> RankPosition | None:

@@ -72,13 +72,15 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
 
 def _of_silence(facts: RunFacts, silent: str) -> Verdict:
     missing = _nodes_missing(facts)
+    names = sorted(node_name(node) for node in facts.nodes.values())
+    more = len(names) - _MAX_LINES
     return Verdict(
         kind=VerdictKind.PREFLIGHT,
         statement=f"Preflight: {silent or 'it was stopped, and nobody said why'}.",
         certainty=Certainty.ESTABLISHED if missing else Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         stage="arrive" if missing else None,
-        evidence=[f"heard: {_names(sorted(node_name(node) for node in facts.nodes.values()))}"],
+        evidence=[f"heard: {', '.join(names[:_MAX_LINES])}{f' and {more} more' if more > 0 else ''}"],
         next=["Look whether it was started on every node with the same options, and what it printed there."],
     )
 
@@ -213,10 +215,6 @@ def _outcome_text(rank: RankFacts) -> str:
 
 def _line(finding: PreflightFinding) -> str:
     return f"{finding.stage}, {finding.grade}: {finding.sentence}"
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(names[:_MAX_LINES]) + (f" and {len(names) - _MAX_LINES} more" if len(names) > _MAX_LINES else "")
 
 
 # The table, which is part of report.json.

@@ -260,7 +260,7 @@ class _BackwardTrail:
         made = self._calls_of(self._frame.module)
         users = users_of(self._calls, made, [self._row.parsed_role.name])
         if len(made) != 1:  # it is unknown which of its calls this gradient belongs to
-            users.own_code.append(_parent_name(self._frame.module))
+            users.own_code.append(self._frame.module.rpartition(".")[0])
             return self._somewhere(users, sure=bool(made))
         return self._of_users(users)
 
@@ -507,7 +507,3 @@ class _BackwardTrail:
 
 def _is_inside(module: str, scope: str) -> bool:
     return module != scope and (scope == "" or module.startswith(f"{scope}."))
-
-
-def _parent_name(module: str) -> str:
-    return module.rpartition(".")[0]
