@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from ..core.events import RankLook, RankStall, WorkerExit
 from ..core.settings import OnHang
 from ..core.wire.messages import AgentBody, ranks_of
-from .decide.hang_finding import find_hang
+from .decide.hang_finding import HangAction, ending_of, find_hang
 from .decide.hang_model import HangFinding
-from .decide.hang_verdict import HangAction, ending_of
 
 # Which node may speak of which rank: the first that does, and no more ranks than it said hello with.
 #

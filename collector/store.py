@@ -1,7 +1,7 @@
 """The run store: every message as it came, in one SQLite file, so that any later version can make the report again.
 
 Ranks of one role define the same modules: each definition is stored once, and a message of definitions as the numbers
-of its entries. Each row has a checksum: what a disk has damaged is left out, and its number is missed (facts/heard.py).
+of its entries. Each row has a checksum: what a disk has damaged is left out, and its number is missed (facts/facts.py).
 
 A thread writes, so that nothing waits for the disk: `begin` hands over what is new, `written` tells when it is durable,
 and it is acknowledged only then. A disk that fills up costs the run nothing: what cannot be written stays in memory and

@@ -9,13 +9,21 @@ import msgspec
 
 from ...core.events import GpuHealth, GpuXid, PreflightResult
 from ...core.frames import Page
-from ..decide.decide import decide
+from ..decide.decide import decide, gpu_of
 from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
-from ..decide.node_advice import gpu_of
-from ..decide.notices import absorbed_of, cost_of, passed_of, scaler_of, waived_of, warnings_of
-from ..decide.preflight_table import preflight_report
-from ..decide.words import found_text, seen_in, unfinished_stage
+from ..decide.preflight_verdict import preflight_report
+from ..decide.words import (
+    absorbed_of,
+    cost_of,
+    found_text,
+    passed_of,
+    scaler_of,
+    seen_in,
+    unfinished_stage,
+    waived_of,
+    warnings_of,
+)
 from ..facts.diagnosis import LocalDiagnosis, earliest
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import (

@@ -12,8 +12,7 @@ from ...core.roles import GRADIENTS, parse_role
 from ...core.values import DTYPE_MAX
 from ..decide.replicas import peers_of
 from ..facts.facts import RankFacts, RunFacts
-from ..facts.kept_history import OpenHistory
-from ..facts.kept_pages import KeptPage
+from ..facts.kept_pages import KeptPage, OpenHistory
 from ..report.model import RunInsight
 from ..report.sentence_parts import coarse_share_text, grouped, modules_text, where_text
 from .timeline import forecasts_of, limit_text, passing_text
@@ -206,7 +205,7 @@ def _drift_between(
 
 
 def _weights(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, dict[tuple[str, str], Summary]]:
-    peers = dict(sorted(peers_of(facts, rank, page).items())[:_MOST_PEERS])
+    peers = dict(sorted(peers_of(facts, page).items())[:_MOST_PEERS])
     return {
         number: {key: (row.abs_min, row.abs_max, row.flags) for key, row in found.weights().items()}
         for number, found in {rank.rank: page, **peers}.items()

@@ -13,8 +13,7 @@ from ...core.verdicts import VerdictKind
 from ...core.wire.columns import NO_NUMBER
 from ..decide.replicas import page_at_same_point, page_of, peers_of, run_the_same_model
 from ..facts.facts import RankFacts, RunFacts
-from ..facts.kept_history import ModuleOutputs, OpenHistory
-from ..facts.kept_pages import KeptPage
+from ..facts.kept_pages import KeptPage, ModuleOutputs, OpenHistory
 from ..report.model import HeatModule, ModuleHistory, ModulesByRanks, RankSeries, Verdict
 
 # Which frames of a rank a report shows: the last ones up to the verdict's place, which is the same on every rank.
@@ -143,7 +142,7 @@ def ranks_to_show(
 
 
 def _healthy(facts: RunFacts, target: ReportTarget) -> list[RankFacts]:
-    peers = sorted(peers_of(facts, target.rank, target.page).items())
+    peers = sorted(peers_of(facts, target.page).items())
     ranks = [(facts.ranks[target.rank.attempt, number], page) for number, page in peers]
     return [rank for rank, page in ranks if rank.diagnosis is None and run_the_same_model(target.page, page)]
 

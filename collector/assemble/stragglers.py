@@ -22,7 +22,7 @@ import numpy
 from ...core.metrics import HOST
 from ...core.recorder.layout import PARTS, WAITING
 from ...core.wire.columns import unpack_steps
-from ..decide.node_advice import gpu_lines, gpu_of, uuid_of
+from ..decide.decide import gpu_lines, gpu_of, uuid_of
 from ..decide.words import device_of
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import RankStepTotals, StepReport, StragglerReport

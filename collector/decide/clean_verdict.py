@@ -1,24 +1,34 @@
 """The verdict of a run in which nothing went wrong: what was looked at, and how close it came.
 
-"Clean" needs proof (missing.py). Without it the verdict is `unknown`, with what is missing.
+"Clean" needs proof (`missing`). Without it the verdict is `unknown`, with what is missing.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
 
 from ...core.events import OwnFault, costs_frames
 from ...core.frames import module_text
-from ...core.identity import is_rank, pid_of_number, rank_name
+from ...core.identity import is_rank, rank_name
 from ...core.text import ranks_text as numbers_text
 from ...core.text import shown_name
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import ranks_text
-from .notices import warning_text, worst_first
-from .words import doing, left_silently, step_for_compiled, told_its_end, unseen_texts
+from .words import (
+    counted,
+    doing,
+    left_silently,
+    step_for_compiled,
+    told_its_end,
+    unseen_texts,
+    warning_text,
+    whose,
+    worst_first,
+)
 
 # What a rank did not record, by faults of gpuwatch's own or in a second thread: it may hold the maker. Pure.
 
@@ -55,9 +65,7 @@ def doubts_about(rank: RankFacts) -> list[str]:
     lost = lost_faults(rank)
     failed = [f"{fault.part} has failed {_since(fault)} ({fault.message})" for fault in by_part.values()]
     if lost:
-        failed.append(
-            f"parts have failed {lost} time{'s' if lost != 1 else ''} more, its log had no room to tell where"
-        )
+        failed.append(f"parts have failed {counted(lost, 'time')} more, its log had no room to tell where")
     return [
         *(
             f"rank {rank.rank}: gpuwatch's own {text}: what was not recorded since may be where the value was made"
@@ -98,6 +106,14 @@ def _since(fault: OwnFault) -> str:
 
 _Reason = tuple[str, str]
 """What is missing of a rank: for one rank, for several that share it."""
+
+
+def _reason(text: str, *values: object) -> _Reason:
+    """Of `[one|several]` each takes its own, and both the values."""
+    one, several = (re.sub(r"\[(.*?)\|(.*?)\]", rf"\{number}", text) for number in (1, 2))
+    return one.format(*values), several.format(*values)
+
+
 _MOST_NAMED = 64
 """Ranks that were never heard are named up to this many."""
 
@@ -151,17 +167,10 @@ def _clauses(reasons: Mapping[int, list[_Reason]], silent: list[int]) -> list[st
         for reason in found:
             by_reason.setdefault(reason, []).append(number)
     if silent:
-        by_reason.setdefault(("was never heard", "were never heard"), []).extend(silent)
+        by_reason.setdefault(_reason("[was|were] never heard"), []).extend(silent)
     return [
         f"{numbers_text(numbers)} {one if len(numbers) == 1 else many}" for (one, many), numbers in by_reason.items()
     ]
-
-
-def nothing_watched(facts: RunFacts) -> bool:
-    """Whether no rank has called a module, all of them were watched to their ends, and nothing else is missing."""
-    ranks = facts.of_attempt(facts.last_attempt)
-    idle = {f"{numbers_text([rank.rank for rank in ranks])} called no module"}
-    return bool(ranks) and not facts.processes and set(missing(facts)) == idle
 
 
 def ran_another_program(rank: RankFacts) -> bool:
@@ -181,85 +190,71 @@ def _of_its_end(rank: RankFacts, *, goes_on: bool = False) -> list[_Reason]:
     exit_, state = rank.exit, rank.state
     if exit_ is None or exit_.code is None:
         place = f"after batch {batches_of(rank) - 1}" if batches_of(rank) > 0 else "to its end"
-        return [(f"was not heard {place}", f"were not heard {place}")]
+        return [_reason("[was|were] not heard {}", place)]
     if ran_another_program(rank) and not goes_on:
         if state is not None and state.hooks != "none":
-            text = "went on as another program (os.exec), which is not watched"
-            return [(text, text.replace("another program", "other programs").replace("which is", "which are"))]
-        return [("ran a program that is not watched", "ran programs that are not watched")]
-    if state is None or not state.final:
-        if exit_.phase == "starting" or state is None:
-            return [("had no recorder", "had no recorders")]
-        return [("was not heard to the end of its recorder", "were not heard to the ends of their recorders")]
-    if state.hooks == "failed":
-        return [("could not be watched: the hooks failed", "could not be watched: the hooks failed")]
-    return []
+            return [_reason("went on as [another program|other programs] (os.exec), which [is|are] not watched")]
+        return [_reason("ran [a program that is|programs that are] not watched")]
+    if state is None or (not state.final and exit_.phase == "starting"):
+        return [_reason("had no [recorder|recorders]")]
+    if not state.final:
+        return [_reason("[was|were] not heard to the [end of its recorder|ends of their recorders]")]
+    return [_reason("could not be watched: the hooks failed")] if state.hooks == "failed" else []
 
 
 def _of_its_work(rank: RankFacts) -> list[_Reason]:
     exit_ = rank.exit
     found = []
     if exit_ is not None and left_silently(rank):
-        text = f"left with exit code 0 {doing(exit_)}"
-        found.append((text, text))
+        found.append(_reason("left with exit code 0 {}", doing(exit_)))
     elif exit_ is not None and not (told_its_end(rank) or (rank.state is not None and rank.state.left)):
-        text = f"ended with exit code {exit_.code} {doing(exit_)}: the end of its script was not heard"
-        found.append((text, text.replace("the end of its script was", "the ends of their scripts were")))
+        end = "the [end of its script was|ends of their scripts were] not heard"
+        found.append(_reason(f"ended with exit code {{}} {{}}: {end}", exit_.code, doing(exit_)))
     if batches_of(rank) <= 0:
-        found.append(("called no module", "called no module"))
+        found.append(_reason("called no module"))
     elif exit_ is not None and exit_.where.page < 0:
-        found.append(("left out every batch", "left out every batch"))
+        found.append(_reason("left out every batch"))
     elif rank.pages and not any(page.num_frames for page in rank.pages.values()):
-        text = "looked at no module in its batches (--modules: does a pattern match?)"
-        found.append((text, text.replace("its", "their")))
+        found.append(_reason("looked at no module in [its|their] batches (--modules: does a pattern match?)"))
     return found
 
 
-def _of_its_losses(rank: RankFacts) -> list[_Reason]:
-    state, found = rank.state, []
+def _of_its_losses(rank: RankFacts) -> Iterator[_Reason]:
+    state = rank.state
     if state is None or not state.final or state.hooks == "failed":
-        return []
+        return
     if state.unseen_child:
-        one = f"had a child process (pid {state.unseen_child}) that trained and was not watched"
-        found.append((one, one))
+        yield _reason("had a child process (pid {}) that trained and was not watched", state.unseen_child)
     if state.pending:
-        text = f"ended before {_count(state.pending, 'number')} had come back from the device"
-        found.append((text, text))
+        yield _reason("ended before {} had come back from the device", counted(state.pending, "number"))
     if state.rows_lost:
-        text = f"had no room for {_count(state.rows_lost, 'row')}"
-        found.append((text, text))
+        yield _reason("had no room for {}", counted(state.rows_lost, "row"))
     for hidden in [hidden for hidden in rank.not_looked_into if not hidden.around][:1]:
-        text = f"ran compiled code of {module_text(hidden.module, hidden.cls)} that was not looked into"
-        found.append((text, text))
+        yield _reason("ran compiled code of {} that was not looked into", module_text(hidden.module, hidden.cls))
     for loose in [loose for loose in rank.loose_parameters if loose.unread][:1]:
-        text = f"trained {_count(loose.unread, 'parameter')} on a device that no called module has ({loose.optimizer})"
-        found.append((text, text))
+        parameters = counted(loose.unread, "parameter")
+        yield _reason("trained {} on a device that no called module has ({})", parameters, loose.optimizer)
     for fault in that_cost_frames(rank.faults)[:1]:
-        text = f"met an error of gpuwatch itself ({fault.part}: {fault.message})"
-        found.append((text, text))
+        yield _reason("met an error of gpuwatch itself ({}: {})", fault.part, fault.message)
     if lost_faults(rank):
-        text = f"met {_count(lost_faults(rank), 'error')} of gpuwatch itself that its log had no room for"
-        found.append((text, text.replace("its", "their")))
+        errors = counted(lost_faults(rank), "error")
+        yield _reason("met {} of gpuwatch itself that [its|their] log had no room for", errors)
     if state.calls_left_out:
-        calls = _count(state.calls_left_out, "module call")
-        text = f"made {calls} in a thread while another thread was in a forward: what they computed was not recorded"
-        found.append((text, text))
+        calls, when = counted(state.calls_left_out, "module call"), "while another thread was in a forward"
+        yield _reason("made {} in a thread {}: what they computed was not recorded", calls, when)
     if state.hooks_gone:
-        times = _count(state.hooks_gone, "time")
-        text = f"was without gpuwatch's hooks {times}: its script, or a library, had cleared torch's global hooks"
-        found.append((text, text.replace("was", "were", 1).replace("its script", "their scripts")))
+        who, times = "[its script|their scripts], or a library,", counted(state.hooks_gone, "time")
+        yield _reason(f"[was|were] without gpuwatch's hooks {{}}: {who} had cleared torch's global hooks", times)
     if state.hooks == "detached":
-        text = "was watched no more after errors of gpuwatch itself: its hooks were removed"
-        found.append((text, text.replace("was", "were", 1).replace("its", "their")))
+        yield _reason("[was|were] watched no more after errors of gpuwatch itself: [its|their] hooks were removed")
     if state.events_lost:
-        text = f"lost {_count(state.events_lost, 'record')}: its log was full, or is damaged"
-        found.append((text, text.replace("its log was", "their logs were").replace("is damaged", "are damaged")))
-    return found
+        records = counted(state.events_lost, "record")
+        yield _reason("lost {}: [its log was|their logs were] full, or [is|are] damaged", records)
 
 
 def _never_heard(facts: RunFacts, ranks: list[RankFacts]) -> list[int]:
     world = _world_of(ranks)
-    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    hellos = facts.hellos
     if not world and all(hello.min_nodes == hello.max_nodes for hello in hellos):
         world = sum(hello.nproc for hello in hellos)
     return _unheard(ranks, world)
@@ -277,12 +272,12 @@ def _unheard(ranks: list[RankFacts], world: int) -> list[int]:
 
 
 def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
-    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    hellos = facts.hellos
     wanted = max((hello.min_nodes for hello in hellos), default=1)
     found = []
     silent = wanted - len(hellos)
     if silent > 0:
-        found.append(f"{silent} of {_count(wanted, 'node')} {'was' if silent == 1 else 'were'} never heard")
+        found.append(f"{silent} of {counted(wanted, 'node')} {'was' if silent == 1 else 'were'} never heard")
     elif not any_rank:
         notes = [node.bye.note for node in facts.nodes.values() if node.bye is not None and node.bye.note]
         found.append("no rank was heard" + (f" ({notes[0]})" if notes else ""))
@@ -309,7 +304,7 @@ def _of_unwatched(facts: RunFacts) -> list[str]:
 
 def _of_pages(facts: RunFacts) -> list[str]:
     pages = facts.undecodable_pages + facts.unnamed_pages
-    return [*([f"{_count(pages, 'page')} could not be read"] if pages else []), *lost_messages(facts)]
+    return [*([f"{counted(pages, 'page')} could not be read"] if pages else []), *lost_messages(facts)]
 
 
 def lost_messages(facts: RunFacts) -> list[str]:
@@ -319,12 +314,8 @@ def lost_messages(facts: RunFacts) -> list[str]:
         if node.messages_lost:
             host = node.hello.host if node.hello is not None else node.agent
             is_are = "is" if node.messages_lost == 1 else "are"
-            found.append(f"{_count(node.messages_lost, 'message')} of node {host} {is_are} missing, or damaged")
+            found.append(f"{counted(node.messages_lost, 'message')} of node {host} {is_are} missing, or damaged")
     return found
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number != 1 else ''}"
 
 
 _MOST_EVIDENCE = 12
@@ -332,7 +323,10 @@ _BY_ANOTHER_PROGRAM = (
     "gpuwatch launch watches the Python script that it runs itself. Every Python that another program starts is "
     "watched by gpuwatch run: gpuwatch run -- torchrun, with the same arguments (--no-python python train.py)."
 )
-
+_NOTHING_CALLED = (
+    "gpuwatch looks at what the modules of a rank's own process are given and return, and none was called; what other "
+    "processes do that a script starts is not watched"
+)
 _BY_THE_MODULE = (
     "To have what goes into a compiled module and comes out looked at, compile the module, torch.compile(model), in "
     "place of a function that calls it."
@@ -341,38 +335,23 @@ _BY_THE_MODULE = (
 
 def clean_verdict(facts: RunFacts) -> Verdict:
     """No overflow, where that is proven; else what is missing for the proof."""
-    if nothing_watched(facts):
-        return _nothing_watched(facts)
     lacking = missing(facts)
-    return _unproven(facts, lacking) if lacking else _clean(facts)
-
-
-def _nothing_watched(facts: RunFacts) -> Verdict:
-    """Every rank was watched to its end, and there was nothing to look at. That is no proof of anything."""
+    if not lacking:
+        return _clean(facts)
     ranks = facts.of_attempt(facts.last_attempt)
-    return Verdict(
-        kind=VerdictKind.UNKNOWN,
-        statement=f"Nothing was watched: no module was called on {_ranks(len(ranks))}.",
-        certainty=Certainty.UNKNOWN,
-        attempt=facts.last_attempt,
-        evidence=[
-            "gpuwatch looks at what the modules of a rank's own process are given and return, and none was called; "
-            "what other processes do that a script starts is not watched",
-            *_loose_lines(ranks),
-        ],
-        missing=missing(facts),
-    )
-
-
-def _unproven(facts: RunFacts, lacking: list[str]) -> Verdict:
     more = f", and {len(lacking) - 1} more (below)" if len(lacking) > 1 else ""
-    ranks = facts.of_attempt(facts.last_attempt)
+    statement = f"No overflow seen, but it is not proven that there was none: {lacking[0]}{more}."
+    evidence = lacking[:_MOST_EVIDENCE] if more else []
+    idle = f"{numbers_text([rank.rank for rank in ranks])} called no module"
+    if ranks and not facts.processes and lacking == [idle]:  # all were watched to their ends: that proves nothing
+        statement = f"Nothing was watched: no module was called on {counted(len(ranks), 'rank')}."
+        evidence = [_NOTHING_CALLED, *_loose_lines(ranks)]
     return Verdict(
         kind=VerdictKind.UNKNOWN,
-        statement=f"No overflow seen, but it is not proven that there was none: {lacking[0]}{more}.",
+        statement=statement,
         certainty=Certainty.UNKNOWN,
         attempt=facts.last_attempt,
-        evidence=lacking[:_MOST_EVIDENCE] if more else [],
+        evidence=evidence,
         next=[
             *([_BY_ANOTHER_PROGRAM] if any(map(ran_another_program, ranks)) else []),
             *([_BY_THE_MODULE] if any(not each.around for rank in ranks for each in rank.not_looked_into) else []),
@@ -429,9 +408,7 @@ def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
         kind=VerdictKind.OVERFLOW,
         statement=f"{ranks_text(numbers).capitalize()} saw an overflow; which module it was in is unknown.",
         certainty=Certainty.UNKNOWN,
-        rank=numbers[0] if alone and is_rank(numbers[0]) else None,
-        pid=pid_of_number(numbers[0]) if alone and not is_rank(numbers[0]) else None,
-        host=(facts.host(facts.one(attempt, numbers[0])) or None) if alone else None,
+        **(whose(facts, facts.one(attempt, numbers[0])) | {"device": None} if alone else {}),
         attempt=attempt,
         evidence=["the header of the recorder says so, and the event itself was lost"],
     )
@@ -455,16 +432,12 @@ def _loose_lines(ranks: list[RankFacts]) -> list[str]:
     ]
 
 
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' if number != 1 else ''}"
-
-
 def _ranks_and_processes(ranks: list[RankFacts]) -> str:
     """`2 ranks`, `1 rank and 1 process that is no rank`."""
     known = sum(is_rank(rank.rank) for rank in ranks)
     lone = len(ranks) - known
-    others = f"{lone} process{'es' if lone != 1 else ''} that {'are' if lone != 1 else 'is'} no rank"
-    return " and ".join([*([_ranks(known)] if known or not lone else []), *([others] if lone else [])])
+    others = f"{lone} processes that are no rank" if lone != 1 else "1 process that is no rank"
+    return " and ".join([*([counted(known, "rank")] if known or not lone else []), *([others] if lone else [])])
 
 
 def _looked_at(batches: int, idle: int) -> str:
@@ -476,7 +449,7 @@ def _looked_at(batches: int, idle: int) -> str:
 
 def _led_nowhere(number: int, ranks: list[RankFacts]) -> str:
     """`6 tensors of nan out of masks that the model took away`, or the first of them, where there are others."""
-    tensors = f"{number} tensor{'s' if number != 1 else ''}"
+    tensors = counted(number, "tensor")
     others = [told for rank in ranks for told in rank.absorbed if told.why]
     if not others:
         return f"{tensors} of nan out of masks that the model took away"
@@ -489,7 +462,7 @@ def _exceptions(ranks: list[RankFacts]) -> str:
     found = []
     hidden = sum(rank.hidden_rows for rank in ranks)
     if hidden:
-        found.append(f"{hidden} row{'s' if hidden != 1 else ''} that --ignore hides")
+        found.append(f"{counted(hidden, 'row')} that --ignore hides")
     skipping = [rank for rank in ranks if rank.skipped_steps]
     if skipping:
         found.append(f"gradients whose step a GradScaler skipped on {ranks_text([rank.rank for rank in skipping])}")

@@ -1,22 +1,26 @@
 """The verdict: which rank and module was first, why we know, and how sure we are. A pure function of the facts.
 
-Clocks of different hosts are not compared (order.py). Between two matching collectives there is only local order, so
-two origins there are concurrent.
+Clocks of different hosts are not compared (DiagnosisOrder). Between two matching collectives there is only local order,
+so two origins there are concurrent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec.structs import replace
 
-from ...core.verdicts import Certainty
-from ..facts.facts import RunFacts
+from ...core.events import GpuXid
+from ...core.gpu.counters import GpuSincePreflight, gpu_of_rank, since_preflight
+from ...core.verdicts import Certainty, NodeBlame
+from ...core.wire.messages import AgentHello, SchedulerJob, fill_command
+from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import Verdict
 from .clean_verdict import clean_verdict, lost_messages, unnamed_overflow_verdict
 from .ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from .hang_verdict import ended_verdict, hang_verdict
-from .node_advice import with_drain, with_gpu
 from .overflow_verdict import overflow_verdict
-from .preflight_verdict import check_verdict, preflight_verdict
+from .preflight_verdict import check_verdict, findings_of, preflight_verdict
 
 
 def decide(facts: RunFacts) -> Verdict:
@@ -35,7 +39,7 @@ def decide(facts: RunFacts) -> Verdict:
     ):
         verdict = rule(facts)
         if verdict is not None:
-            return with_drain(facts, with_gpu(facts, _less_sure(facts, verdict)))
+            return _with_drain(facts, _with_gpu(facts, _less_sure(facts, verdict)))
     return clean_verdict(facts)
 
 
@@ -45,3 +49,136 @@ def _less_sure(facts: RunFacts, verdict: Verdict) -> Verdict:
     if not lost or verdict.certainty != Certainty.ESTABLISHED:
         return verdict
     return replace(verdict, certainty=Certainty.SUPPORTED, evidence=[*verdict.evidence, *lost])
+
+
+# What the run has done to the GPU of a rank: its error counters since the preflight, and the driver's XIDs.
+
+_MAX_LINES = 6
+
+
+def gpu_of(facts: RunFacts, rank: RankFacts) -> GpuSincePreflight | None:
+    """A rank's GPU since the preflight; None if it has none, or it is unknown which."""
+    node, uuid = facts.nodes.get(rank.agent), uuid_of(rank)
+    return since_preflight(node.gpu_events, uuid) if uuid and node is not None else None
+
+
+def uuid_of(rank: RankFacts) -> str:
+    """UUID of a rank's GPU; "" if it has none, or it is unknown which."""
+    known = rank.inventory.facts if rank.inventory is not None else None
+    return gpu_of_rank(known.uuid, known.local_rank, known.environment) if known is not None else ""
+
+
+def _with_gpu(facts: RunFacts, verdict: Verdict) -> Verdict:
+    """The verdict with evidence about the GPU of the rank that it names."""
+    if verdict.rank is None or verdict.attempt is None:
+        return verdict
+    rank = facts.ranks.get((verdict.attempt, verdict.rank))
+    gpu = gpu_of(facts, rank) if rank is not None else None
+    if gpu is None:
+        return verdict
+    steps = [xid.next for xid in gpu.xids if xid.next and xid.grade != "ok"]
+    return replace(
+        verdict, evidence=[*verdict.evidence, *gpu_lines(gpu)], next=list(dict.fromkeys([*steps, *verdict.next]))
+    )
+
+
+def gpu_lines(gpu: GpuSincePreflight) -> list[str]:
+    """What the run has done to it, a line each."""
+    lines = [_xid_text(xid) for xid in gpu.xids[:_MAX_LINES]]
+    if len(gpu.xids) > _MAX_LINES:
+        lines.append(f"and {len(gpu.xids) - _MAX_LINES} more XIDs")
+    lines += [f"its GPU since the preflight, {change.grade}: {change.sentence}" for change in gpu.changes[:_MAX_LINES]]
+    if not gpu.known:
+        return [*lines, f"its GPU {gpu.device} since the preflight: unknown, {gpu.unknown.get('', 'no reading')}"]
+    if not lines:
+        lines.append(f"its GPU {gpu.device}: no error counter has grown since the preflight, and no XID was reported")
+    if gpu.unknown:
+        lines.append(f"not read from it: {', '.join(sorted(gpu.unknown))}")
+    return lines
+
+
+def _xid_text(xid: GpuXid) -> str:
+    meaning = f" ({xid.meaning})" if xid.meaning else ""
+    return f"the driver reported XID {xid.number}{meaning} for its GPU {xid.device}"
+
+
+# What to do about a node that the verdict blames: the scheduler's command that drains it, and a next job without it.
+#
+# There is advice only where a scheduler runs the job and has named its nodes. Where all nodes of a job would be blamed,
+# none is: then it is not the node.
+
+_OWN_TO_THE_NODE = ("rank", "gpu", "node")
+"""Subjects of preflight findings that blame a node. A link has two ends, and it is unknown which is bad."""
+
+
+def _with_drain(facts: RunFacts, verdict: Verdict) -> Verdict:
+    """The verdict with its advice, if it blames a node."""
+    hellos = facts.hellos
+    jobs = [hello.job for hello in hellos if hello.job is not None and hello.job.node]
+    blamed = _blamed(facts, verdict, hellos) if jobs else {}
+    known = {name for job in jobs for name in (*job.nodes, job.node)}
+    if not blamed or (len(known) > 1 and known <= blamed.keys()):
+        return verdict
+    why = ", ".join(dict.fromkeys(blamed.values()))
+    return replace(verdict, bad_nodes=sorted(blamed), next=[*verdict.next, *advice(sorted(blamed), why, jobs[0])])
+
+
+def advice(nodes: list[str], why: str, job: SchedulerJob) -> list[str]:
+    """Advice for those who may drain a node, and for those who may not. A command stands on its own line, to be copied.
+
+    scontrol update nodename=gpu-7 state=drain reason='gpuwatch: preflight compute, job 17'
+    """
+    reason = f"gpuwatch: {why}, job {job.job}"
+    them = "it" if len(nodes) == 1 else "them"
+    lines = (
+        (f"Drain {them}, or ask whoever may:", job.drain),
+        (f"Leave {them} out of the next run (gpuwatch submit --exclude-bad RUN does):", job.exclude),
+    )
+    return [f"{title}\n{fill_command(command, nodes, reason)}" for title, command in lines if command]
+
+
+def _blamed(facts: RunFacts, verdict: Verdict, hellos: list[AgentHello]) -> dict[str, str]:
+    if verdict.kind.blames == NodeBlame.PREFLIGHT:
+        return _by_preflight(facts, verdict, hellos)
+    blamed: dict[str, str] = {}
+    if verdict.kind.blames == NodeBlame.SILENT and verdict.signal is None:
+        blamed = dict.fromkeys([*_names(node for node in facts.nodes.values() if node.lost), *facts.down_nodes], "lost")
+    rank = None
+    if verdict.attempt is not None and verdict.rank is not None:
+        rank = facts.ranks.get((verdict.attempt, verdict.rank))
+    if rank is not None and rank.agent in facts.nodes:
+        gpu = gpu_of(facts, rank)
+        if gpu is not None and gpu.grade == "fail":
+            blamed.update(dict.fromkeys(_names([facts.nodes[rank.agent]]), f"errors of GPU {gpu.device}"))
+    return blamed
+
+
+def _by_preflight(facts: RunFacts, verdict: Verdict, hellos: list[AgentHello]) -> dict[str, str]:
+    """The nodes blamed in the verdict's stage. A difference between nodes is the job owner's to settle."""
+    if verdict.stage is None or verdict.stage == "consistency" or verdict.certainty == Certainty.UNKNOWN:
+        return {}
+    ranks = facts.of_attempt(facts.last_attempt)
+    bad = [finding for finding in findings_of(ranks) if finding.grade == "fail" and finding.stage == verdict.stage]
+    names: list[str] = []
+    for finding in bad:
+        if finding.subject not in _OWN_TO_THE_NODE:
+            continue
+        agents = {rank.agent for rank in ranks if rank.rank in finding.ranks}
+        names += _names(facts.nodes[agent] for agent in sorted(agents) if agent in facts.nodes)
+        names += [_name(hello) for hello in hellos if hello.host in finding.hosts]
+    if not bad and verdict.rank is not None:
+        rank = facts.ranks.get((facts.last_attempt, verdict.rank))
+        names += _names([facts.nodes[rank.agent]]) if rank is not None and rank.agent in facts.nodes else []
+    if not names and verdict.stage == "arrive":
+        arrived = {_name(hello) for hello in hellos}
+        expected = next((hello.job.nodes for hello in hellos if hello.job is not None), [])
+        names = [name for name in expected if name not in arrived]
+    return dict.fromkeys(filter(None, names), f"preflight {verdict.stage}")
+
+
+def _names(nodes: Iterable[NodeFacts]) -> list[str]:
+    return [name for node in nodes if node.hello is not None and (name := _name(node.hello))]
+
+
+def _name(hello: AgentHello) -> str:
+    return hello.job.node if hello.job is not None else ""

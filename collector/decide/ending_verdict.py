@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...core.events import RunPosition, WorkerExit
-from ...core.identity import is_rank, pid_of_number, rank_name
+from ...core.identity import is_rank, rank_name
 from ...core.recorder.group_table import members_of
 from ...core.stalls import is_users
 from ...core.verdicts import Certainty, VerdictKind
@@ -13,19 +11,21 @@ from ..facts.facts import RankFacts, RunFacts
 from ..report.model import CascadedRank, Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .ending_order import ExitOrder, endings_of, left_before
+from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
 from .words import (
     cascade_of,
-    device_of,
     doing,
     first_line,
     left_silently,
     node_name,
     own_error,
     pid_of,
-    progress,
+    progress_of,
     signal_name,
     was_killed,
+    when_of,
+    whose,
 )
 
 _FATAL_TEXT = {
@@ -129,13 +129,7 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
             f"to {'it' if one else 'them'}."
         ),
         certainty=Certainty.SUPPORTED,
-        rank=first.rank if one else None,
-        host=host or None,
-        device=device_of(first) if one else None,
-        attempt=facts.last_attempt,
-        step=first.exit.where.step if one else None,
-        batch=first.exit.where.batch if one and first.exit.where.batch >= 0 else None,
-        concurrent=[],
+        **(whose(facts, first) | when_of(first.exit.where) | {"root": None} if one else {"attempt": first.attempt}),
         evidence=[
             *(
                 f"rank {rank.rank} ended by itself after {rank.exit.where.seq} collectives; its recorder says: "
@@ -149,10 +143,7 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
                 if (error := own_error(rank)) is not None
             ),
         ],
-        next=[
-            "Every rank must issue the same collectives: look for a loop that is shorter on it, an early return, "
-            "or os._exit."
-        ],
+        next=[f"{SAME_COLLECTIVES}: look for a loop that is shorter on it, an early return, or os._exit."],
         cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in left}),
     )
 
@@ -211,19 +202,10 @@ def _certainty(endings: ExitOrder) -> Certainty:
     return Certainty.SUPPORTED if endings.same or endings.later or endings.behind else Certainty.ESTABLISHED
 
 
-def _beside(endings: ExitOrder) -> str:
-    """` (and rank 2 at the same point)`; "" if there is none."""
-    return f" (and {ranks_text([rank.rank for rank in endings.same])} at the same point)" if endings.same else ""
-
-
 def _who(first: RankFacts, endings: ExitOrder, host: str) -> str:
     """`Rank 1 (and rank 2 at the same point) on node7`."""
-    return f"{one_on(first.rank)}{_beside(endings)} on {host}"
-
-
-def _whose(first: RankFacts) -> dict[str, Any]:
-    """The verdict's rank; or its process, which is none."""
-    return {"rank": first.rank} if is_rank(first.rank) else {"pid": pid_of_number(first.rank)}
+    same = [rank.rank for rank in endings.same]
+    return f"{one_on(first.rank)}{f' (and {ranks_text(same)} at the same point)' if same else ''} on {host}"
 
 
 def _later_lines(endings: ExitOrder) -> list[str]:
@@ -269,16 +251,11 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         kind=VerdictKind.LOST,
         statement=f"{_who(first, endings, host)} was killed by {name} {place}{at}{short}.",
         certainty=_certainty(endings),
-        **_whose(first),
-        host=host or None,
-        device=device_of(first),
+        **whose(facts, first),
+        **when_of(exit_.where),
         module=exit_.module,
         cls=exit_.cls,
-        root=exit_.where.root or None,
         phase="forward" if exit_.phase == "forward" else None,
-        attempt=first.attempt,
-        step=exit_.where.step,
-        batch=exit_.where.batch if exit_.where.batch >= 0 else None,
         signal=name,
         evidence=[
             f"{facts.starter} saw {rank_name(first.rank)} (pid {pid_of(first)}) end with signal {-exit_.code}; "
@@ -287,7 +264,6 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
             *_later_lines(endings),
         ],
         next=[*hints, *([_FRAMES.format(rank=first.rank)] if is_rank(first.rank) else [])],
-        concurrent=[],
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
 
@@ -317,7 +293,7 @@ def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankF
         certainty=Certainty.UNKNOWN,
         attempt=first.attempt,
         signal="SIGABRT",
-        evidence=[progress(rank) for rank in facts.of_attempt(first.attempt)],
+        evidence=progress_of(facts, first.attempt),
         next=["Look at the job's output for what the library of the collectives has printed before it ended."],
         cascade=cascade_of(facts, first.attempt, set()),
     )
@@ -348,14 +324,9 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         kind=VerdictKind.CRASH,
         statement=statement,
         certainty=_certainty(endings),
-        **_whose(first),
-        host=host or None,
-        device=device_of(first),
+        **whose(facts, first),
+        **when_of(where),
         module=error.module if error is not None else None,
-        root=where.root or None,
-        attempt=first.attempt,
-        step=where.step,
-        batch=where.batch if where.batch >= 0 else None,
         evidence=evidence + _later_lines(endings),
         next=[
             "Look for os._exit or sys.exit in what runs there."
@@ -410,10 +381,7 @@ def _down_verdict(facts: RunFacts) -> Verdict | None:
         rank=ranks[0] if len(ranks) == 1 else None,
         host=names,
         attempt=facts.last_attempt,
-        evidence=[
-            f"{told_by} says that {names} is down",
-            *(progress(rank) for rank in facts.of_attempt(facts.last_attempt)),
-        ],
+        evidence=[f"{told_by} says that {names} is down", *progress_of(facts, facts.last_attempt)],
         next=[f"Look whether {names} is up{f' and its {daemon} runs' if daemon else ''}."],
     )
 
@@ -434,7 +402,7 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
         certainty=Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
         signal=name,
-        evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)],
+        evidence=progress_of(facts, facts.last_attempt),
     )
 
 
@@ -450,7 +418,7 @@ def unexplained_verdict(facts: RunFacts) -> Verdict | None:
             statement=f"{starter} failed by itself: {first_line(error).rstrip('. ')}.",
             certainty=Certainty.SUPPORTED,
             attempt=facts.last_attempt,
-            evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)] or ["no rank had begun"],
+            evidence=progress_of(facts, facts.last_attempt) or ["no rank had begun"],
             next=[_PORT_TAKEN] if "EADDRINUSE" in error or "address already in use" in error.lower() else [],
         )
     return Verdict(
@@ -458,5 +426,5 @@ def unexplained_verdict(facts: RunFacts) -> Verdict | None:
         statement=f"{starter} failed, and no rank said why: see its own output.",
         certainty=Certainty.UNKNOWN,
         attempt=facts.last_attempt,
-        evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)],
+        evidence=progress_of(facts, facts.last_attempt),
     )

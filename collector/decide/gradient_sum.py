@@ -1,19 +1,37 @@
-"""Whether a sum over the ranks can have made a gradient non-finite: what the numbers of all ranks say. Pure.
+"""The verdict over a gradient that was finite when a rank's backward made it, and not when the optimizer got it.
+
+The numbers of all ranks say whether a sum over the ranks can have made it:
 
 own gradients of 4e4 and 4e4 in float16      the sum of 8e4 is beyond 65504: it is inf
 own gradients of 0.06 and 0 in float32       no sum of them is inf: other code has made it
 nan                                          is no sum of finite numbers
 inf on one rank, finite on another           a sum is the same on all ranks
+
+If a sum made it, no rank is at fault. If none did, code that no frame shows made it: clipping, normalisation, a
+communication hook. If the optimizers of the other ranks got the same gradient finite, that code ran on this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ...core.frames import Row, format_number
+from ...core.events import PassedTensor
+from ...core.frames import FramePhase, Row, RowContent
 from ...core.values import DTYPE_MAX, NonFinite
+from ...core.verdicts import Certainty
+from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, rows_in
+from ..facts.facts import RunFacts
+from ..facts.kept_pages import KeptPage
+from ..report.model import Verdict
+from ..report.sentence_parts import ranks_text
+from .clean_verdict import doubts_about
+from .overflow_evidence import missing_ranks
+from .overflow_words import next_steps, overflow_at
+from .passed_values import PassedOperations, way_text
+from .replicas import page_of, peers
+from .words import cascade_of, found_text, place_of, whose
 
 Answer = Literal["sum", "narrower", "no"]
 """sum         the sum is beyond the largest number of the gradient's dtype
@@ -40,6 +58,11 @@ class GradientSum:
         return sum(row.abs_max or 0.0 for row in self.own.values())
 
     @property
+    def fine(self) -> list[int]:
+        """The ranks whose optimizers got a finite one."""
+        return sorted(rank for rank, row in self.got.items() if row.finite)
+
+    @property
     def is_alike(self) -> bool:
         """Whether nothing contradicts that all ranks got the same."""
         return len({(row.nan, _has_inf(row)) for row in self.got.values()}) <= 1
@@ -62,13 +85,13 @@ class GradientSum:
 
     def line(self) -> str:
         """What each rank's own gradient was, against the limit."""
-        shown = [f"{_size(row)} on rank {rank}" for rank, row in sorted(self.own.items())[:_MOST_SHOWN]]
+        shown = [f"{number_text(row.abs_max)} on rank {rank}" for rank, row in sorted(self.own.items())[:_MOST_SHOWN]]
         more = len(self.own) - len(shown)
         dtype = next(iter(self.got.values())).dtype
-        limit = f"; {dtype} ends at {format_number(DTYPE_MAX[dtype]).strip()}" if dtype in DTYPE_MAX else ""
+        limit = f"; {dtype} ends at {number_text(DTYPE_MAX[dtype])}" if dtype in DTYPE_MAX else ""
         return (
             f"abs max of the own gradients: {', '.join(shown)}{f', and {more} more ranks' if more else ''}; "
-            f"their sum is at most {format_number(self.bound).strip()}{limit}"
+            f"their sum is at most {number_text(self.bound)}{limit}"
         )
 
     def all_zero(self) -> bool:
@@ -80,5 +103,171 @@ def _has_inf(row: Row) -> bool:
     return bool(row.flags & (NonFinite.POSINF | NonFinite.NEGINF | NonFinite.INF))
 
 
-def _size(row: Row) -> str:
-    return format_number(row.abs_max).strip()
+def of_reduced(
+    facts: RunFacts, tier: list[LocalDiagnosis], order: DiagnosisOrder, passages: PassedOperations
+) -> Verdict:
+    """The verdict over gradients that were non-finite when the optimizers got them, from the pages of all ranks."""
+    first = tier[0]
+    ranks = facts.of_attempt(first.attempt)
+    pages = {first.rank: page_of(facts, first), **peers(facts, first)}
+    own = {rank.rank: _own(pages.get(rank.rank), first) for rank in ranks}
+    finite = {number for number, rows in own.items() if rows and all(row.finite for row in rows)}
+    largest = {number: max(rows, key=lambda row: row.abs_max or 0.0) for number, rows in own.items() if rows}
+    reduced = {rank.rank: _rows(pages.get(rank.rank), FramePhase.COLLECTIVE) for rank in ranks}
+    key = (first.module, first.role)
+    found = GradientSum(largest, {number: rows[key] for number, rows in reduced.items() if key in rows})
+    unseen = [rank.rank for rank in ranks if rank.rank not in finite]
+    unseen_text = [f"{ranks_text(unseen)}: no finite gradient of its own was seen"] if unseen else []
+    missing = missing_ranks(facts, first.attempt)
+    bad = [other for other in tier if (other.module, other.role) == key]
+    if len(ranks) == 1 and not missing and first.rank in finite:
+        return _own_step(facts, first, [f"rank {first.rank} is alone: nothing was reduced"])
+    if len(bad) == 1 and found.fine and first.rank in finite and _agree(reduced[first.rank], reduced[found.fine[0]]):
+        line = f"{ranks_text(found.fine)}: the same gradient, reduced as well, was finite before the step"
+        return _own_step(facts, first, [line])
+    failed = [line for rank in ranks for line in doubts_about(rank)]
+    settled = not unseen and not missing and len(ranks) > 1
+    evidence = [f"rank {other.rank}: {found_text(other)}, batch {other.batch}" for other in tier[:8]]
+    if settled:
+        evidence.append(
+            f"{ranks_text([rank.rank for rank in ranks])}: the gradient was finite when the backward had made it"
+        )
+        evidence += _sum_lines(found, first)
+    put = passages.put_into_sum(first) if settled and found.answer != "sum" else None
+    statement = _statement(first, tier, found if settled else None, put)
+    if first.cause:
+        statement += f" ({first.cause})"
+    proven = found.is_proven and not failed
+    whose_code: dict[str, Any] = {}
+    if put is not None:
+        rank = facts.one(first.attempt, put.where.rank)
+        whose_code = whose(facts, rank)
+        evidence.append(f"rank {rank.rank} put {put.value} into {way_text(put)}, every other rank finite numbers")
+    return overflow_at(
+        first,
+        **whose_code,
+        statement=statement,
+        certainty=Certainty.UNKNOWN if not settled else Certainty.ESTABLISHED if proven else Certainty.SUPPORTED,
+        phase=FramePhase.COLLECTIVE,
+        evidence=[*evidence, *unseen_text, *missing, *first.notes, *failed],
+        next=_next(first, found, unseen if not settled else []),
+        cascade=cascade_of(facts, first.attempt, {other.rank for other in order.diagnoses}),
+    )
+
+
+def _statement(
+    first: LocalDiagnosis, tier: list[LocalDiagnosis], found: GradientSum | None, put: PassedTensor | None
+) -> str:
+    """`found`: what all ranks' gradients say; None if not all of them are known. `put`: what one put into the sum."""
+    what = f"{first.value} in the {first.role} of {place_of(first)}"
+    if found is None:
+        return (
+            f"{ranks_text([other.rank for other in tier]).capitalize()} met {what} before the step of batch "
+            f"{first.batch}, after gradients are reduced: it may have come from any rank."
+        )
+    if found.answer == "sum":
+        return (
+            f"{what} came out of the reduction over the ranks in batch {first.batch}: every rank's own gradient was "
+            f"finite, their sum was not ({first.dtype})."
+        )
+    if put is not None:
+        return (
+            f"{what} was made by rank {put.where.rank} between its backward and {way_text(put)} in batch "
+            f"{first.batch}: every rank's own gradient was finite, and {_NO_SUM[found.answer]}; code that no frame "
+            "shows made it (a communication hook, the script's clipping or normalisation)."
+        )
+    bad = sorted({first.rank, *(rank for rank, row in found.got.items() if not row.finite)})
+    return (
+        f"{what} was made between the backward and the step of batch {first.batch} on {ranks_text(bad)}: every rank's "
+        f"own gradient was finite, and {_NO_SUM[found.answer]}; code that no frame shows made it (the script's "
+        "clipping or normalisation, a communication hook), and which rank's is not known."
+    )
+
+
+_NO_SUM = {"narrower": "their sum is too, unless it is reduced in float16", "no": "no sum of them gives that value"}
+
+
+def _sum_lines(found: GradientSum, first: LocalDiagnosis) -> list[str]:
+    if not found.own or not found.got:
+        return []
+    lines = [found.line()]
+    if first.value == "nan" and found.answer == "no":
+        lines.append("nan is no sum of finite numbers")
+    if found.fine:
+        lines.append(f"{ranks_text(found.fine)}: what the optimizer got was finite, and a sum is the same on all ranks")
+    return lines
+
+
+def _next(first: LocalDiagnosis, found: GradientSum, unseen: list[int]) -> list[str]:
+    if unseen:
+        return [
+            f"Look at what {ranks_text(unseen)} computed in that step: no gradient of "
+            f"{'its' if len(unseen) == 1 else 'their'} own was seen there.",
+            *next_steps(first)[-1:],
+        ]
+    if found.answer == "sum":
+        return next_steps(first)
+    of_zero = "every own gradient was 0, so a division by a norm of them is one by 0" if found.all_zero() else ""
+    return [
+        "Look at what the script does with gradients between backward() and step(), and at a communication hook: "
+        f"{of_zero or 'a norm of 0, a count of 0 tokens, a scale of inf'}.",
+        *(["Let the communication hook divide before it sums, or reduce in bfloat16."] * (found.answer == "narrower")),
+        *next_steps(first)[-1:],
+    ]
+
+
+def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Verdict:
+    rank = facts.one(first.attempt, first.rank)
+    host, failed = facts.host(rank), doubts_about(rank)
+    cause = f" ({first.cause})" if first.cause else ""
+    return overflow_at(
+        first,
+        **whose(facts, facts.one(first.attempt, first.rank)),
+        statement=(
+            f"Rank {first.rank}{f' on {host}' if host else ''} made {first.value} out of a finite gradient before its "
+            f"step: {first.role} of {place_of(first)}, batch {first.batch}{cause}; what runs between the backward "
+            "and the step did it (clipping, unscaling, the script's own code)."
+        ),
+        certainty=Certainty.ESTABLISHED if first.from_page and not failed else Certainty.SUPPORTED,
+        phase=FramePhase.OPTIMIZER,
+        evidence=[
+            f"rank {first.rank}: the gradient was finite when the backward had made it",
+            *evidence,
+            *first.notes,
+            *failed,
+        ],
+        next=[
+            "Look at what the script does with gradients between backward() and step(): a norm of 0, a scale of inf."
+        ],
+        cascade=cascade_of(facts, first.attempt, {first.rank}),
+    )
+
+
+def _own(page: KeptPage | None, first: LocalDiagnosis) -> list[Row]:
+    """A rank's gradients of that parameter, as its own backward made them."""
+    if page is None:
+        return []
+    frames = sorted(page.frames, key=lambda frame: frame.index)
+    frame = next((each for each in frames if each.phase == FramePhase.COLLECTIVE and each.module == first.module), None)
+    if frame is not None:
+        return rows_in(frames, FramePhase.BACKWARD, frame, first.role, before=True)
+    # the rank was stopped before its step
+    row = _rows(page, FramePhase.BACKWARD).get((first.module, first.role))
+    return [row] if row is not None else []
+
+
+def _rows(page: KeptPage | None, phase: FramePhase) -> dict[tuple[str, str], Row]:
+    """(module, role) -> the last gradient in that phase."""
+    return {
+        (frame.module, row.role): row
+        for frame in sorted(page.frames if page is not None else (), key=lambda frame: frame.index)
+        if frame.phase == phase
+        for row in frame.gradients
+        if row.kind == RowContent.MEASURED
+    }
+
+
+def _agree(mine: dict[tuple[str, str], Row], theirs: dict[tuple[str, str], Row]) -> bool:
+    """Whether two ranks got the same gradients otherwise, so that each holds what all ranks hold."""
+    both = [key for key in mine.keys() & theirs.keys() if mine[key].finite and theirs[key].finite]
+    return bool(both) and all(mine[key].abs_max == theirs[key].abs_max for key in both)

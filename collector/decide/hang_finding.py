@@ -1,16 +1,31 @@
-"""Who the others wait for, from where all ranks stood. Pure, and the same live and in the report."""
+"""Who the others wait for, from where all ranks stood. Pure, and the same live and in the report.
+
+What the ranks show of their process groups is asked first (hang_groups.py), and then what their stacks look like.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ...core.events import RankLook, WorkerExit
+from ...core.settings import OnHang
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
-from .hang_groups import RankGroups, find_by_groups, one_too_many
-from .hang_model import BACKWARD, DEVICE, HangFinding, RankPosition, computes, outlook_of, standing_of
+from .hang_groups import COMPARE_LINES, IN_ORDER, absent, capital, find_by_groups, who_waits
+from .hang_model import (
+    BACKWARD,
+    DEVICE,
+    QUIET,
+    HangFinding,
+    HangPrognosis,
+    RankPosition,
+    computes,
+    position_of,
+    standing_at,
+)
 
 
 def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_size: int) -> HangFinding | None:
@@ -19,261 +34,278 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
 
     `ended` are the ranks of that attempt that have ended, with how they did. `world_size` is how many ranks there are.
     """
-    if not looks:
+    looks = sorted(looks, key=lambda look: look.where.rank)
+    positions = {look.where.rank: position_of(look) for look in looks}
+    if all(position.kind == "stopped" for position in positions.values()):
         return None
-    ordered = sorted(looks, key=lambda look: look.where.rank)
-    standings = [standing_of(look) for look in ordered]
-    found = _find(ordered, standings, ended, world_size)
+    left = sorted(rank for rank, exit_ in ended.items() if exit_.code == 0)
+    scene = _StackScene(looks, positions, left, world_size, world_size - len(positions) - len(ended))
+    found = None
+    if all(look.phase in ("finished", "raised") for look in looks):
+        found = scene.does_not_end()
+    elif len(left) == len(ended):
+        exits = {rank: RankPosition("left", groups=exit_.groups) for rank, exit_ in ended.items()}
+        found = find_by_groups({**positions, **exits}, world_size, scene.waited)
+    found = found or scene.find()
     if found is None:
         return None
-    unseen = world_size - len(standings) - len(ended)
-    return replace(found, outlook=outlook_of(found, standings, ordered, unseen))
+    outlook = _outlook_of(found, positions, looks, scene.unseen)
+    return replace(found, evidence=[*scene.lines(), *found.evidence], outlook=outlook)
 
 
-def _find(
-    looks: Sequence[RankLook], standings: list[RankPosition], ended: Mapping[int, WorkerExit], world_size: int
-) -> HangFinding | None:
-    if all(standing.kind == "stopped" for standing in standings):
-        return None
-    still_s = min(look.still_s for look in looks)
-    waiting = [standing for standing in standings if standing.waiting]
-    away = _away(standings, looks)
-    unseen = world_size - len(standings) - len(ended)
-    evidence = [_line(group) for group in _alike(standings)]
-    if unseen > 0:
-        evidence.append(f"{unseen} of the ranks did not tell where they stand")
-    if all(look.phase in ("finished", "raised") for look in looks):
-        return _does_not_end(looks, standings, evidence)
-    left = sorted(rank for rank, exit_ in ended.items() if exit_.code == 0)
-    if len(left) == len(ended):
-        shown = {standing.rank: _shown(standing, look) for standing, look in zip(standings, looks, strict=True)}
-        shown |= {rank: RankGroups(exit_.groups, "left") for rank, exit_ in ended.items()}
-        found = find_by_groups(shown, world_size, f"have waited{_for_text(still_s)}")
-        if found is not None:
-            return replace(found, evidence=[*evidence, *found.evidence])
-    if waiting and left and not away:
-        return _left_early(left, waiting, still_s, unseen, evidence)
-    if waiting and away:
-        return did_not_come(away, waiting, f"have waited{_for_text(still_s)}", unseen, evidence)
-    if away and any(computes(look) for look in looks):
-        return None
-    if len(looks) == 1 and len(left) == world_size - 1 > 0 and away:
-        return _last_one(away[0], still_s, evidence)
-    if away:
-        return _nobody_waits(away, still_s, world_size, evidence)
-    return _all_wait(waiting, still_s, unseen, evidence)
+def missed_reduction(positions: Mapping[int, RankPosition], waiting: list[int], waited: str) -> HangFinding:
+    """Some have ended while they waited in a backward's reduction, which no table describes, and all others were away.
 
-
-def _away(standings: list[RankPosition], looks: Sequence[RankLook]) -> list[RankPosition]:
-    """Those that do not wait. A rank that has raised lost another one: it is among them only if all of them have."""
-    away = {standing.rank: standing for standing in standings if not standing.waiting}
-    raised = {look.where.rank for look in looks if look.phase == "raised"}
-    return [standing for rank, standing in away.items() if rank not in raised] or list(away.values())
-
-
-def did_not_come(
-    away: list[RankPosition],
-    waiting: list[RankPosition],
-    waited: str,
-    unseen: int,
-    evidence: list[str],
-    *,
-    stacks: bool = True,
-) -> HangFinding:
-    """Some wait for others, and some are elsewhere.
-
-    `waited`: `have waited for 300 s`, `waited until they timed out`. `stacks`: the report has them.
+    The report has no stacks of it.
     """
-    if any(standing.kind == "unknown" for standing in away) or unseen > 0:
-        certainty = Certainty.SUPPORTED
-    else:
-        sure = all(standing.kind == "waits" for standing in waiting)
-        certainty = Certainty.ESTABLISHED if sure else Certainty.SUPPORTED
-    who = _ranks(away).capitalize()
-    where = f" It is {_what(away[0])}." if len(away) == 1 else ""
-    statement = f"{who} did not come to {_operations(waiting)}, in which {_waited(waiting, waited)}.{where}"
-    return HangFinding(
-        statement,
-        certainty if len(away) == 1 else Certainty.SUPPORTED,
-        away[0].rank if len(away) == 1 else None,
-        [standing.rank for standing in away] if len(away) > 1 else [],
-        evidence,
-        [
-            f"Look at the line where {_ranks(away)} {'stands' if len(away) == 1 else 'stand'}; all stacks are below."
-            if stacks
-            else f"Look at what {_ranks(away)} did then. A stall that is told while it lasts shows the lines: "
-            "--hang-timeout below the group's timeout."
-        ],
+    away = [rank for rank, position in positions.items() if position.kind == "away"]
+    found = absent(away, BACKWARD, waiting, waited, sure=False, what=positions[away[0]].what)
+    next_ = (
+        f"Look at what {ranks_text(away)} did then. A stall that is told while it lasts shows the lines: "
+        "--hang-timeout below the group's timeout."
     )
+    evidence = [f"{ranks_text([rank])} was {positions[rank].what}" for rank in away]
+    return replace(found, next=[next_], evidence=evidence)
 
 
-def _left_early(
-    left: list[int], waiting: list[RankPosition], still_s: float, unseen: int, evidence: list[str]
-) -> HangFinding:
-    one = len(left) == 1
-    statement = (
-        f"{ranks_text(left).capitalize()} left early: {'its' if one else 'their'} script ended with exit code 0, while "
-        f"{_wait_text(waiting, still_s)} in {_operations(waiting)}.{one_too_many([each.rank for each in waiting])}"
-    )
-    sure = one and unseen <= 0 and len(waiting) > 1 and all(standing.kind == "waits" for standing in waiting)
-    return HangFinding(
-        statement,
-        Certainty.ESTABLISHED if sure else Certainty.SUPPORTED,
-        left[0] if one else None,
-        [] if one else left,
-        evidence,
-        ["Every rank must issue the same collectives: look for a loop that is shorter on it, or an early return."],
-    )
+@dataclass(frozen=True)
+class _StackScene:
+    looks: Sequence[RankLook]
+    positions: Mapping[int, RankPosition]
+    left: list[int]
+    """The ranks that have ended with exit code 0."""
+    world_size: int
+    unseen: int
+    """Number of ranks of which nothing is known."""
 
+    @property
+    def _still_s(self) -> float:
+        return min(look.still_s for look in self.looks)
 
-def _does_not_end(looks: Sequence[RankLook], standings: list[RankPosition], evidence: list[str]) -> HangFinding:
-    """Their scripts have ended or raised: they are held by an exit function, a thread or a destructor."""
-    one = len(looks) == 1
-    raised = all(look.phase == "raised" for look in looks)
-    who = f"{_ranks(standings).capitalize()} {'has' if one else 'have'} not ended"
-    why = f"since {'its' if one else 'their'} script {'raised' if raised else 'ended'}"
-    line = f" It is at {standings[0].line}." if one and standings[0].line else ""
-    return HangFinding(
-        f"{who} for {min(look.still_s for look in looks):.0f} s {why}.{line}",
-        Certainty.ESTABLISHED,
-        standings[0].rank if one else None,
-        [] if one else [standing.rank for standing in standings],
-        evidence,
-        ["Look for a thread that is not a daemon, a child process, or a function of atexit."],
-        "does not end",
-        may_end=raised,
-    )
+    @property
+    def waited(self) -> str:
+        """Without a time where they have just moved: into a group's timeout, while they were asked."""
+        return "have waited" + (f" for {self._still_s:.0f} s" if self._still_s >= 1 else "")
 
+    @property
+    def _away(self) -> list[int]:
+        """Those that do not wait. A rank that has raised lost another one: it is in it only if all of them have."""
+        away = [rank for rank, position in self.positions.items() if not position.waiting]
+        raised = {look.where.rank for look in self.looks if look.phase == "raised"}
+        return [rank for rank in away if rank not in raised] or away
 
-def _last_one(standing: RankPosition, still_s: float, evidence: list[str]) -> HangFinding:
-    return HangFinding(
-        f"Rank {standing.rank} has not moved for {still_s:.0f} s, and all other ranks have ended. It is "
-        f"{_what(standing)}.",
-        Certainty.SUPPORTED if standing.kind == "unknown" else Certainty.ESTABLISHED,
-        standing.rank,
-        [],
-        evidence,
-        [f"Look at the line where rank {standing.rank} stands."],
-        "last one",
-    )
+    def find(self) -> HangFinding | None:
+        waiting, away = [rank for rank, position in self.positions.items() if position.waiting], self._away
+        certain = self.unseen <= 0 and all(self.positions[rank].kind == "waits" for rank in waiting)
+        if waiting and self.left and not away:
+            where, sure = self._operations(waiting), certain and len(waiting) > 1
+            return absent(self.left, where, waiting, self.waited, sure=sure, left=True)
+        if waiting and away:
+            sure = certain and all(self.positions[rank].kind != "unknown" for rank in away)
+            what = self.positions[away[0]].what
+            return absent(away, self._operations(waiting), waiting, self.waited, sure=sure, what=what)
+        if away and any(computes(look) for look in self.looks):
+            return None
+        if len(self.looks) == 1 and len(self.left) == self.world_size - 1 > 0 and away:
+            return self._last_one(away[0])
+        return self._nobody_waits(away) if away else self._all_wait(waiting)
 
-
-def _nobody_waits(away: list[RankPosition], still_s: float, world_size: int, evidence: list[str]) -> HangFinding:
-    if world_size == 1:
-        statement = f"Rank 0 has not moved for {still_s:.0f} s. It is {_what(away[0])}."
-        next_ = ["Look at the line where it stands."]
-        return HangFinding(statement, Certainty.ESTABLISHED, 0, [], evidence, next_, may_end=False)
-    statement = (
-        f"No rank has moved for {still_s:.0f} s, and none waits in a collective: which one it is about is unknown."
-    )
-    next_ = ["Look at the lines where they stand."]
-    return HangFinding(statement, Certainty.UNKNOWN, None, [], evidence, next_, may_end=False)
-
-
-def _all_wait(waiting: list[RankPosition], still_s: float, unseen: int, evidence: list[str]) -> HangFinding:
-    operations = Counter(standing.operation for standing in waiting)
-    most, number = operations.most_common(1)[0]
-    odd = [standing for standing in waiting if standing.operation != most]
-    if unseen > 0:
-        statement = (
-            f"{_wait_text(waiting, still_s).capitalize()} in {_operations(waiting)}, and {unseen} of the ranks did not "
-            "tell where they stand: one of those did not come, or the link to its node is lost."
-        )
-        return HangFinding(statement, Certainty.UNKNOWN, None, [], evidence, ["Look at the nodes that did not tell."])
-    if DEVICE in operations:
-        statement = (
-            f"All ranks wait, and {_ranks([s for s in waiting if s.operation == DEVICE])} in {DEVICE}: in which "
-            "collective a GPU stands cannot be seen from here."
-        )
-        return HangFinding(statement, Certainty.UNKNOWN, None, [], evidence, ["Compare the lines where they stand."])
-    if odd and 2 * number > len(waiting) and "wait" not in operations and BACKWARD not in operations:
-        statement = (
-            f"{_ranks(odd).capitalize()} {'waits' if len(odd) == 1 else 'wait'} in {_operations(odd)}, where "
-            f"{number} other ranks wait in {most}: the ranks do not issue the same collectives."
-        )
-        one = odd[0].rank if len(odd) == 1 else None
+    def does_not_end(self) -> HangFinding:
+        """Their scripts have ended or raised: they are held by an exit function, a thread or a destructor."""
+        ranks, lines = list(self.positions), [position.line for position in self.positions.values()]
+        raised = all(look.phase == "raised" for look in self.looks)
+        why = f"since {'its' if len(ranks) == 1 else 'their'} script {'raised' if raised else 'ended'}"
+        line = f" It is at {lines[0]}." if len(ranks) == 1 and lines[0] else ""
         return HangFinding(
-            statement,
-            Certainty.SUPPORTED,
-            one,
-            [] if one is not None else [standing.rank for standing in odd],
-            evidence,
-            ["Every rank must issue the same collectives in the same order: compare the lines below."],
+            f"{capital(ranks, 'has', 'have')} not ended for {self._still_s:.0f} s {why}.{line}",
+            Certainty.ESTABLISHED,
+            ranks,
+            ["Look for a thread that is not a daemon, a child process, or a function of atexit."],
+            cause="does not end",
+            may_end=raised,
         )
-    if odd:
+
+    def _last_one(self, rank: int) -> HangFinding:
+        position = self.positions[rank]
+        return HangFinding(
+            f"Rank {rank} has not moved for {self._still_s:.0f} s, and all other ranks have ended. It is "
+            f"{position.what}.",
+            Certainty.SUPPORTED if position.kind == "unknown" else Certainty.ESTABLISHED,
+            [rank],
+            [f"Look at the line where rank {rank} stands."],
+            cause="last one",
+        )
+
+    def _nobody_waits(self, away: list[int]) -> HangFinding:
+        if self.world_size == 1:
+            statement = f"Rank 0 has not moved for {self._still_s:.0f} s. It is {self.positions[away[0]].what}."
+            next_ = ["Look at the line where it stands."]
+            return HangFinding(statement, Certainty.ESTABLISHED, [0], next_, may_end=False)
         statement = (
-            f"All ranks wait, and not in the same operation ({_operations(waiting)}): the ranks do not issue the same "
-            "collectives, or wait in different ways for one. Which rank is the odd one is unknown."
+            f"No rank has moved for {self._still_s:.0f} s, and none waits in a collective: which one it is about is "
+            "unknown."
         )
-        return HangFinding(statement, Certainty.UNKNOWN, None, [], evidence, ["Compare the lines where they stand."])
-    statement = (
-        f"All {len(waiting)} ranks have come to {most}, and none has moved for {still_s:.0f} s: no rank is missing, so "
-        "their sizes or dtypes differ, or the network or a device does not bring it to an end."
-    )
-    return HangFinding(
-        statement,
-        Certainty.UNKNOWN,
-        None,
-        [],
-        evidence,
-        ["Compare the lines where they stand; if they are the same, test the links: gpuwatch check."],
-    )
+        return HangFinding(statement, Certainty.UNKNOWN, [], ["Look at the lines where they stand."], may_end=False)
+
+    def _all_wait(self, waiting: list[int]) -> HangFinding:
+        operations = Counter(self.positions[rank].operation for rank in waiting)
+        most, number = operations.most_common(1)[0]
+        odd = [rank for rank in waiting if self.positions[rank].operation != most]
+        inside = self._operations(waiting)
+        next_ = COMPARE_LINES
+        if self.unseen > 0:
+            who = who_waits(waiting, self.waited).capitalize()
+            statement = (
+                f"{who} in {inside}, and {self.unseen} of the ranks did not tell where they stand: one of those did "
+                "not come, or the link to its node is lost."
+            )
+            next_ = "Look at the nodes that did not tell."
+        elif DEVICE in operations:
+            there = ranks_text([rank for rank in waiting if self.positions[rank].operation == DEVICE])
+            statement = (
+                f"All ranks wait, and {there} in {DEVICE}: in which collective a GPU stands cannot be seen from here."
+            )
+        elif odd and 2 * number > len(waiting) and "wait" not in operations and BACKWARD not in operations:
+            statement = (
+                f"{capital(odd, 'waits', 'wait')} in {self._operations(odd)}, where {number} other ranks wait in "
+                f"{most}: the ranks do not issue the same collectives."
+            )
+            return HangFinding(statement, Certainty.SUPPORTED, odd, [IN_ORDER])
+        elif odd:
+            statement = (
+                f"All ranks wait, and not in the same operation ({inside}): the ranks do not issue the same "
+                "collectives, or wait in different ways for one. Which rank is the odd one is unknown."
+            )
+        else:
+            statement = (
+                f"All {len(waiting)} ranks have come to {most}, and none has moved for {self._still_s:.0f} s: no rank "
+                "is missing, so their sizes or dtypes differ, or the network or a device does not bring it to an end."
+            )
+            next_ = "Compare the lines where they stand; if they are the same, test the links: gpuwatch check."
+        return HangFinding(statement, Certainty.UNKNOWN, [], [next_])
+
+    def _operations(self, ranks: list[int]) -> str:
+        return " and ".join(sorted({self.positions[rank].operation for rank in ranks}))
+
+    def lines(self) -> list[str]:
+        """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`, a line for all that are alike."""
+        alike: dict[tuple[str, str, str], list[int]] = {}
+        for rank, position in self.positions.items():
+            alike.setdefault((position.kind, position.operation, position.line), []).append(rank)
+        lines = [_line(ranks, self.positions[ranks[0]]) for ranks in alike.values()]
+        return [*lines, *([f"{self.unseen} of the ranks did not tell where they stand"] if self.unseen > 0 else [])]
 
 
-def _shown(standing: RankPosition, look: RankLook) -> RankGroups:
-    if standing.waiting:
-        return RankGroups(look.groups, standing.kind, f"in {standing.operation}")
-    return RankGroups(look.groups, "away" if standing.kind == "own" else standing.kind, _what(standing))
-
-
-def _alike(standings: list[RankPosition]) -> list[list[RankPosition]]:
-    groups: dict[tuple[str, str, str], list[RankPosition]] = {}
-    for standing in standings:
-        groups.setdefault((standing.kind, standing.operation, standing.line), []).append(standing)
-    return list(groups.values())
-
-
-def _line(group: list[RankPosition]) -> str:
-    """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`"""
-    first = group[0]
-    who = ranks_text([standing.rank for standing in group])
-    one = len(group) == 1
+def _line(ranks: list[int], first: RankPosition) -> str:
+    one = len(ranks) == 1
+    what = f"{'is' if one else 'are'} {'stopped' if first.kind == 'stopped' else first.doing}"
     if first.waiting:
-        verb = "waits" if one else "wait"
-        if first.kind == "may wait":
-            verb = "seems to wait" if one else "seem to wait"
-        what = f"{verb} in {first.operation}"
-    elif first.kind == "stopped":
-        what = "is stopped" if one else "are stopped"
+        verb = ("waits", "wait") if first.kind == "waits" else ("seems to wait", "seem to wait")
+        what = f"{verb[not one]} in {first.operation}"
     elif first.kind == "unknown":
-        what = f"{'is' if one else 'are'} {first.doing}; no stack could be had"
-    else:
-        what = f"{'is' if one else 'are'} {first.doing}"
-    return f"{who} {what}" + (f": {first.line}" if first.line else "")
+        what += "; no stack could be had"
+    return f"{ranks_text(ranks)} {what}" + (f": {first.line}" if first.line else "")
 
 
-def _what(standing: RankPosition) -> str:
-    if standing.kind == "stopped":
-        return f"stopped (by SIGSTOP, Ctrl-Z or a debugger), {standing.doing}"
-    return standing.doing + (f", at {standing.line}" if standing.line else "")
+# Whether a job that stands still can go on by itself. Pure.
+#
+# A rank that stands in code of its own may work there: it downloads, asks a licence server, waits for a file system or
+# for somebody who types, or its child processes compute. From outside that looks like a rank that never comes. So a job
+# is stuck for certain only if no rank stands in code of its own.
+
+_NEVER_COMES = frozenset({"did not come", "left early", "mismatch"})
+"""What the ranks wait for never comes, if all of them wait. In a circle of groups it may: from another thread, such as
+a checkpoint writer's."""
 
 
-def _ranks(standings: list[RankPosition]) -> str:
-    return ranks_text([standing.rank for standing in standings])
+def _outlook_of(
+    found: HangFinding, positions: Mapping[int, RankPosition], looks: Sequence[RankLook], unseen: int
+) -> HangPrognosis:
+    """`positions` has the rank of each look; of `unseen` ranks nothing is known."""
+    bound = {look.where.rank: _bound(positions[look.where.rank], look) for look in looks}
+    free = [rank for rank, how in bound.items() if how == "free"]
+    if free or unseen > 0:
+        return HangPrognosis("may go on", free)
+    stopped = any(position.kind == "stopped" for position in positions.values())
+    if all(how == "shown" for how in bound.values()) and (stopped or found.cause in _NEVER_COMES):
+        return HangPrognosis("cannot go on")
+    return HangPrognosis("all wait")
 
 
-def _operations(standings: list[RankPosition]) -> str:
-    return " and ".join(sorted({standing.operation for standing in standings}))
+def _bound(position: RankPosition, look: RankLook) -> Literal["shown", "seems", "free"]:
+    """Whether a rank waits for others: shown by its own table, as its stack looks, or not."""
+    if position.kind == "stopped":
+        return "shown" if look.state == "T" else "free"  # t: a debugger looks at it
+    if look.phase == "raised":
+        return "seems"  # it does not come back; what it does while it leaves, such as an upload, may take a while
+    if look.busy >= QUIET:
+        return "free"
+    placed = standing_at(look.groups) is not None
+    if position.kind == "waits" and placed:
+        return "shown"
+    if position.kind == "unknown" and placed:
+        return "seems"
+    # a `wait` that its table does not show is of something else, or of its device
+    if (position.kind == "waits" and position.operation != "wait") or position.operation == BACKWARD:
+        return "seems"
+    return "free"
 
 
-def _wait_text(waiting: list[RankPosition], still_s: float) -> str:
-    return _waited(waiting, f"have waited{_for_text(still_s)}")
+# Whether the ranks of a job that stands still are ended for it now, and what the user is told of that. Pure.
+
+PATIENCE_TIMES = 4.0
+"""So many times the limit, where a job may come to its end by itself, though nothing says so."""
+_NEARLY = 0.9
+"""Ranks that stand still together have not begun to at the same moment."""
 
 
-def _waited(waiting: list[RankPosition], waited: str) -> str:
-    return f"{_ranks(waiting)} {waited.replace('have', 'has', 1) if len(waiting) == 1 else waited}"
+@dataclass(frozen=True)
+class HangAction:
+    """What follows from a finding."""
+
+    now: bool
+    """The ranks are ended."""
+    text: str
+    """`ending the ranks`, or why they are not, and what to do to have them ended."""
 
 
-def _for_text(still_s: float) -> str:
-    """` for 300 s`; "" where they have just moved: into a group's timeout, while they were asked."""
-    return f" for {still_s:.0f} s" if still_s >= 1 else ""
+def ending_of(found: HangFinding, looks: Sequence[RankLook], on_hang: OnHang, limit_s: float) -> HangAction:
+    """`limit_s` is the limit that the first rank has passed."""
+    if on_hang == "report":
+        return HangAction(False, "the job is left as it is; to have it ended: --on-hang abort")
+    return _abort(found, looks, limit_s) if on_hang == "abort" else _auto(found, looks, limit_s)
+
+
+def _auto(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:
+    outlook = found.outlook
+    if outlook.kind == "may go on":
+        who = ranks_text(outlook.free) if outlook.free else "a rank that was not seen"
+        return HangAction(
+            False,
+            f"the job is left as it is, as {who} may still go on; the timeouts of its process groups hold; to have it "
+            "ended all the same: --on-hang abort",
+        )
+    if outlook.kind == "all wait" and not _have_rested(looks, PATIENCE_TIMES * limit_s):
+        return HangAction(False, f"if no rank moves, the job is ended after {PATIENCE_TIMES * limit_s:.0f} s")
+    return _END
+
+
+def _abort(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:
+    """All is ended where the others wait for a rank; a rank that computes may come to its end."""
+    if not found.may_end:
+        return HangAction(False, "the job is left as it is, as no rank is seen to wait for another")
+    patience_s = PATIENCE_TIMES * limit_s
+    working = [look for look in looks if look.where.rank in found.ranks and computes(look)]
+    early = [look for look in working if not _have_rested([look], patience_s)]
+    if not early:
+        return _END
+    verb = "computes" if len(early) == 1 else "compute"
+    who = ranks_text(sorted(look.where.rank for look in early))
+    return HangAction(False, f"the job is left as it is, as {who} {verb}; after {patience_s:.0f} s it is ended")
+
+
+def _have_rested(looks: Sequence[RankLook], seconds: float) -> bool:
+    return all(look.still_s >= _NEARLY * seconds for look in looks)
+
+
+_END = HangAction(True, "ending the ranks")

@@ -33,18 +33,26 @@ class HangFinding:
 
     statement: str
     certainty: Certainty
-    rank: int | None = None
-    """The rank that the others wait for; None where several can be, or none."""
-    others: list[int] = field(default_factory=list)
-    """Further ranks that did not come."""
-    evidence: list[str] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    """Those that the others wait for; [] where they are unknown, or there are none."""
     next: list[str] = field(default_factory=list)
+    evidence: list[str] = field(default_factory=list)
     cause: str = ""
     """`did not come`, `left early`, `mismatch`, `order`, `all came`, `does not end`, `last one`; "" where none of them
     is known."""
     may_end: bool = True
     """Whether the job may be ended for it at all: some rank waits for others, and none goes on."""
     outlook: HangPrognosis = field(default_factory=lambda: HangPrognosis("may go on"))
+
+    @property
+    def rank(self) -> int | None:
+        """The only rank that the others wait for; None where several can be, or none."""
+        return self.ranks[0] if len(self.ranks) == 1 else None
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks that the others wait for, where there are several."""
+        return self.ranks if len(self.ranks) > 1 else []
 
 
 # What one rank was doing when it was asked: waiting for others, and in what, or something of its own. Pure.
@@ -73,26 +81,41 @@ _COMPUTES = 0.1
 """Share of a core, on a machine where several processes share one."""
 
 
+Kind = Literal["waits", "may wait", "stopped", "away", "left", "unknown"]
+
+
 @dataclass(frozen=True)
 class RankPosition:
-    """Where a rank stood."""
+    """Where a rank stood, by its stack, and what it shows of its process groups."""
 
-    rank: int
-    kind: Literal["waits", "may wait", "stopped", "own", "unknown"]
+    kind: Kind
     """`waits`: in a collective or its wait. `may wait`: for its device, or in a backward that uses no processor, which
-    is what waiting for the gradients of others looks like. `stopped`: by a signal or a debugger. `own`: anything
-    else."""
-    operation: str
-    """`all_reduce`, `wait`, `BACKWARD`, `DEVICE`; "" if it does not wait."""
-    line: str
-    """`train.py:41 in main: dist.all_reduce(loss)`, the innermost line that is the user's own; "" is unknown."""
-    doing: str
+    is what waiting for the gradients of others looks like. `stopped`: by a signal or a debugger. `away`: anything else,
+    of its main thread; another thread may wait for others. `left`: it has ended with exit code 0. `unknown`: no stack
+    could be had."""
+    doing: str = ""
     """Phase and module, as its recorder says: `in the forward of batch 4, in `net` (Net)`."""
+    operation: str = ""
+    """`all_reduce`, `wait`, `BACKWARD`, `DEVICE`; "" if it does not wait."""
+    line: str = ""
+    """`train.py:41 in main: dist.all_reduce(loss)`, the innermost line that is the user's own; "" is unknown."""
+    groups: Sequence[GroupState] = ()
+    failed: bool = False
+    """It has ended, and where it has raised is where it waited."""
 
     @property
     def waiting(self) -> bool:
         """Whether it waits for others, as far as can be seen."""
         return self.kind in ("waits", "may wait")
+
+    @property
+    def what(self) -> str:
+        """What it does, in words; "" if that is unknown."""
+        if self.operation:
+            return f"in {self.operation}"
+        if self.kind == "stopped":
+            return f"stopped (by SIGSTOP, Ctrl-Z or a debugger), {self.doing}"
+        return self.doing + (f", at {self.line}" if self.line else "")
 
 
 def computes(look: RankLook) -> bool:
@@ -100,20 +123,19 @@ def computes(look: RankLook) -> bool:
     return look.busy >= _COMPUTES or look.state == "R"
 
 
-def standing_of(look: RankLook) -> RankPosition:
+def position_of(look: RankLook) -> RankPosition:
     """Classify one look.
 
-    >>> standing_of(RankLook(Where(1, batch=4), 1, 60.0, "script", state="T")).kind
+    >>> position_of(RankLook(RunPosition(1, batch=4), 1, 60.0, "script", state="T")).kind
     'stopped'
     """
-    line = _line(look.stack)
     does = ("leaving, " if look.phase in ("finished", "raised") else "") + doing(look)
-    if look.state in ("T", "t"):
-        return RankPosition(look.where.rank, "stopped", "", line, does)
-    operation, sure = _operation(look)
+    operation, sure = ("", False) if look.state in ("T", "t") else _operation(look)
     if operation:
-        return RankPosition(look.where.rank, "waits" if sure else "may wait", operation, line, does)
-    return RankPosition(look.where.rank, "own" if look.stack else "unknown", "", line, does)
+        kind: Kind = "waits" if sure else "may wait"
+    else:
+        kind = "stopped" if look.state in ("T", "t") else "away" if look.stack else "unknown"
+    return RankPosition(kind, does, operation, _line(look.stack), look.groups)
 
 
 def _operation(look: RankLook) -> tuple[str, bool]:
@@ -154,7 +176,7 @@ def _line(stack: list[StackLine]) -> str:
 _SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce"})
 """All members must give as many elements. Others take uneven sizes on some backends."""
 
-Kind = tuple[str, str, int, int]
+IssuedKind = tuple[str, str, int, int]
 """operation, dtype, elements and root, as far as they must be the same on all members"""
 
 
@@ -197,7 +219,7 @@ class OperationMismatch:
     group: str
     members: tuple[int, ...]
     number: int
-    kinds: dict[Kind, list[int]] = field(default_factory=dict)
+    kinds: dict[IssuedKind, list[int]] = field(default_factory=dict)
 
     @property
     def odd(self) -> list[int]:
@@ -216,7 +238,7 @@ def group_text(name: str, members: Sequence[int], world_size: int) -> str:
     return f" of group {name} (all ranks)" if name != "0" else ""
 
 
-def kind_text(kind: Kind) -> str:
+def kind_text(kind: IssuedKind) -> str:
     """`all_reduce of 8 elements of float32`, `broadcast from the group's rank 0 of 3 elements of float32`"""
     operation, dtype, elements, root = kind
     text = operation
@@ -241,29 +263,29 @@ def meetings_of(
     tables: Mapping[int, Sequence[GroupState]], places: Mapping[int, tuple[GroupState, int]], world_size: int
 ) -> list[PendingOperation]:
     """The operations in which the ranks of `places` stand. `tables` has what each rank shows that is known."""
-    found: dict[tuple[str, tuple[int, ...], int], PendingOperation] = {}
+    found: dict[tuple[object, ...], PendingOperation] = {}
     for rank, (state, number) in sorted(places.items()):
         members = tuple(members_of(state.members, world_size))
-        operation = next((issued for issued in state.recent if issued.number == number), None)
+        # each send and each receive is a meeting of its own
+        key = (state.name, members, number, rank if number < 0 else None)
+        if key in found:
+            found[key].waiting.append(rank)
+            continue
+        meeting = found[key] = PendingOperation(state.name, members, number, _issued(state, number), [rank], [], [])
         if number < 0:
-            members_key = (*members, rank)  # each send and each receive is a meeting of its own
-            found[state.name, members_key, number] = _of_two(rank, state, members, number, operation, places)
+            _add_peer(meeting, rank, state, places)
             continue
-        known = found.get((state.name, members, number))
-        if known is not None:
-            known.waiting.append(rank)
-            continue
-        missing, untold = [], []
         for member in members:
             begun = begun_in(tables[member], state) if member in tables else None
             if begun is None:
-                untold.append(member)
+                meeting.untold.append(member)
             elif begun < number:
-                missing.append(member)
-        found[state.name, members, number] = PendingOperation(
-            state.name, members, number, operation, [rank], missing, untold
-        )
+                meeting.missing.append(member)
     return list(found.values())
+
+
+def _issued(state: GroupState, number: int) -> IssuedOperation | None:
+    return next((issued for issued in state.recent if issued.number == number), None)
 
 
 def mismatch_of(
@@ -277,7 +299,7 @@ def mismatch_of(
     for name, text in seen:
         members = tuple(members_of(text, world_size))
         states = {rank: _state(tables.get(rank, ()), name, text) for rank in members}
-        of_number: dict[int, dict[Kind, list[int]]] = {}
+        of_number: dict[int, dict[IssuedKind, list[int]]] = {}
         for rank, state in states.items():
             for issued in state.recent if state is not None else ():
                 if issued.number > 0 and issued.operation:
@@ -295,34 +317,25 @@ def mismatch_of(
     return None
 
 
-def _of_two(
-    rank: int,
-    state: GroupState,
-    members: tuple[int, ...],
-    number: int,
-    operation: IssuedOperation | None,
-    places: Mapping[int, tuple[GroupState, int]],
-) -> PendingOperation:
-    """A send or a receive: its peer is missing unless it stands in the other half of it."""
-    meeting = PendingOperation(state.name, members, number, operation, [rank], [], [])
-    peer = meeting.peer
-    if peer is None or operation is None:
+def _add_peer(
+    meeting: PendingOperation, rank: int, state: GroupState, places: Mapping[int, tuple[GroupState, int]]
+) -> None:
+    """The peer of a send or a receive is missing, unless it stands in the other half of it."""
+    peer, members = meeting.peer, meeting.members
+    if peer is None or meeting.operation is None:
         meeting.untold.extend(member for member in members if member != rank)
-        return meeting
-    place = places.get(peer)
-    other = (
-        next((issued for issued in place[0].recent if issued.number == place[1]), None) if place is not None else None
-    )
+        return
+    there, number = places.get(peer, (None, 0))
+    other = _issued(there, number) if there is not None else None
     matches = (
-        other is not None
-        and place is not None
-        and (place[0].name, place[0].members) == (state.name, state.members)
-        and {other.operation, operation.operation} == {"send", "recv"}
+        there is not None
+        and other is not None
+        and (there.name, there.members) == (state.name, state.members)
+        and {other.operation, meeting.operation.operation} == {"send", "recv"}
         and (other.peer < 0 or (other.peer < len(members) and members[other.peer] == rank))
     )
     if not matches:
         meeting.missing.append(peer)
-    return meeting
 
 
 def _state(groups: Sequence[GroupState], name: str, members: str) -> GroupState | None:
@@ -340,50 +353,6 @@ def begun_in(groups: Sequence[GroupState], like: GroupState) -> int | None:
     return state.begun
 
 
-def _kind(issued: IssuedOperation) -> Kind:
+def _kind(issued: IssuedOperation) -> IssuedKind:
     sized = issued.operation in _SAME_SIZE
     return issued.operation, issued.dtype, issued.elements if sized else -1, issued.peer
-
-
-# Whether a job that stands still can go on by itself. Pure.
-#
-# A rank that stands in code of its own may work there: it downloads, asks a licence server, waits for a file system or
-# for somebody who types, or its child processes compute. From outside that looks like a rank that never comes. So a job
-# is stuck for certain only if no rank stands in code of its own.
-
-_NEVER_COMES = frozenset({"did not come", "left early", "mismatch"})
-"""What the ranks wait for never comes, if all of them wait. In a circle of groups it may: from another thread, such as
-a checkpoint writer's."""
-
-
-def outlook_of(
-    found: HangFinding, standings: Sequence[RankPosition], looks: Sequence[RankLook], unseen: int
-) -> HangPrognosis:
-    """`standings` and `looks` are of the same ranks in the same order; of `unseen` ranks nothing is known."""
-    bound = [_bound(standing, look) for standing, look in zip(standings, looks, strict=True)]
-    free = [standing.rank for standing, how in zip(standings, bound, strict=True) if how == "free"]
-    if free or unseen > 0:
-        return HangPrognosis("may go on", free)
-    stopped = any(standing.kind == "stopped" for standing in standings)
-    if all(how == "shown" for how in bound) and (stopped or found.cause in _NEVER_COMES):
-        return HangPrognosis("cannot go on")
-    return HangPrognosis("all wait")
-
-
-def _bound(standing: RankPosition, look: RankLook) -> Literal["shown", "seems", "free"]:
-    """Whether a rank waits for others: shown by its own table, as its stack looks, or not."""
-    if standing.kind == "stopped":
-        return "shown" if look.state == "T" else "free"  # t: a debugger looks at it
-    if look.phase == "raised":
-        return "seems"  # it does not come back; what it does while it leaves, such as an upload, may take a while
-    if look.busy >= QUIET:
-        return "free"
-    placed = standing_at(look.groups) is not None
-    if standing.kind == "waits" and placed:
-        return "shown"
-    if standing.kind == "unknown" and placed:
-        return "seems"
-    # a `wait` that its table does not show is of something else, or of its device
-    if (standing.kind == "waits" and standing.operation != "wait") or standing.operation == BACKWARD:
-        return "seems"
-    return "free"

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 from ...core.events import RankLook, WorkerExit
-from ...core.settings import OnHang
 from ...core.text import ranks_text
 from ...core.verdicts import VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import ConcurrentOrigin, Verdict
-from .hang_finding import did_not_come, find_hang
-from .hang_groups import RankGroups, find_by_groups
-from .hang_model import BACKWARD, HangFinding, RankPosition, computes, standing_at
+from .hang_finding import find_hang, missed_reduction
+from .hang_groups import find_by_groups
+from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, standing_at
 from .words import (
     cascade_of,
-    device_of,
     doing,
     first_line,
     hid_a_peer_failure,
     own_error,
     was_aborted,
     was_aborted_at_exit,
+    whose,
 )
 
 _T = TypeVar("_T")
@@ -47,10 +46,9 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     found = find_hang(list(looks.values()), early, len(ranks))
     if found is None:
         return None
-    absent = {found.rank, *found.others}
-    if found.cause == "does not end" and any(_has_ended(rank) for rank in ranks if rank.rank in absent):
+    if found.cause == "does not end" and any(_has_ended(rank) for rank in ranks if rank.rank in found.ranks):
         return None
-    if any(_says_why(rank, waited=rank.rank not in absent) for rank in ranks if rank.rank not in early):
+    if any(_says_why(rank, waited=rank.rank not in found.ranks) for rank in ranks if rank.rank not in early):
         return None
     return verdict_of(facts, found, ranks, looks)
 
@@ -107,8 +105,7 @@ def verdict_of(
 ) -> Verdict:
     """What was found, as a verdict. Its place is what the ranks share that did not come, or else all of them."""
     named = next((rank for rank in ranks if rank.rank == found.rank), None)
-    absent = {found.rank, *found.others} - {None}
-    meant = [rank for rank in ranks if rank.rank in absent] if absent else ranks
+    meant = [rank for rank in ranks if rank.rank in found.ranks] if found.ranks else ranks
     stood = [at for rank in meant if (at := looks.get(rank.rank) or rank.exit) is not None]
     module, cls = _common((at.module, at.cls) for at in stood) or (None, None)
     batch = _common(at.where.batch for at in stood)
@@ -116,9 +113,7 @@ def verdict_of(
         kind=kind,
         statement=found.statement,
         certainty=found.certainty,
-        rank=found.rank,
-        host=(facts.host(named) or None) if named is not None else None,
-        device=device_of(named) if named is not None else None,
+        **(whose(facts, named) if named is not None else {"rank": found.rank}),
         module=module,
         cls=cls,
         root=_common(at.where.root for at in stood) or None,
@@ -129,7 +124,7 @@ def verdict_of(
         evidence=found.evidence,
         next=found.next,
         concurrent=[_concurrent(facts, rank, looks.get(rank.rank)) for rank in ranks if rank.rank in found.others],
-        cascade=cascade_of(facts, ranks[0].attempt, {rank for rank in (found.rank, *found.others) if rank is not None}),
+        cascade=cascade_of(facts, ranks[0].attempt, set(found.ranks)),
     )
 
 
@@ -164,55 +159,43 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
     ):
         return None
     ranks = facts.of_attempt(facts.last_attempt)
-    shown = {}
     reducing = _in_reduction(ranks)
-    for rank in ranks:
-        one = _shown(rank, rank.rank in reducing)
-        if one is None:
-            return None
-        shown[rank.rank] = one
-    messages = [error.message for rank in ranks if (error := own_error(rank)) is not None]
-    timed_out = any(words in message for message in messages for words in _TIMED_OUT)
+    positions = {rank.rank: _position(rank, rank.rank in reducing) for rank in ranks}
+    shown = {rank: position for rank, position in positions.items() if position is not None}
+    if len(shown) < len(ranks):
+        return None
+    raised = [(rank, error) for rank in ranks if (error := own_error(rank)) is not None]
+    timed_out = any(words in error.message for _, error in raised for words in _TIMED_OUT)
     hidden = [rank for rank in ranks if hid_a_peer_failure(rank)]
-    if not messages and not hidden and not any(was_aborted(rank) for rank in ranks):
+    aborted = [rank for rank in ranks if was_aborted(rank)]
+    if not raised and not hidden and not aborted:
         return None
     waited = "waited until the group's timeout" if timed_out else "waited"
-    world_size = max((len(ranks), *(_world_size(rank) for rank in ranks)))
+    world_size = max((len(ranks), *(rank.state.world_size for rank in ranks if rank.state is not None)))
     found = find_by_groups(shown, world_size, waited)
     if found is None and timed_out and len(shown) == world_size:
         found = _missed_the_reduction(sorted(reducing), shown, waited)
     if found is None or (found.cause not in ("mismatch", "left early") and not timed_out):
         return None
-    found.evidence.extend(
-        f"rank {rank.rank} raised {error.error}: {first_line(error.message)}"
-        for rank in ranks
-        if (error := own_error(rank)) is not None
-    )
-    found.evidence.extend(
-        f"rank {rank.rank} left with an exit code after a collective had raised in it" for rank in hidden
-    )
-    found.evidence.extend(f"rank {rank.rank} was aborted by SIGABRT" for rank in ranks if was_aborted(rank))
+    lines = [
+        *(f"rank {rank.rank} raised {error.error}: {first_line(error.message)}" for rank, error in raised),
+        *(f"rank {rank.rank} left with an exit code after a collective had raised in it" for rank in hidden),
+        *(f"rank {rank.rank} was aborted by SIGABRT" for rank in aborted),
+    ]
+    found = replace(found, evidence=[*found.evidence, *lines])
     return verdict_of(facts, found, ranks, {}, VerdictKind.HANG if timed_out else VerdictKind.CRASH)
 
 
-def _missed_the_reduction(waiting: list[int], shown: dict[int, RankGroups], waited: str) -> HangFinding | None:
+def _missed_the_reduction(waiting: list[int], shown: dict[int, RankPosition], waited: str) -> HangFinding | None:
     """Some waited in a backward's reduction, which no table describes, and others were elsewhere and behind."""
     away = [rank for rank, one in shown.items() if one.kind == "away"]
     if not waiting or not away or len(waiting) + len(away) < len(shown) or not _are_behind(away, waiting, shown):
         return None
-    standings = {
-        rank: RankPosition(
-            rank, "may wait" if rank in waiting else "own", BACKWARD if rank in waiting else "", "", one.what
-        )
-        for rank, one in shown.items()
-    }
-    evidence = [f"{ranks_text([rank])} was {shown[rank].what}" for rank in away] + _counts(shown)
-    return did_not_come(
-        [standings[rank] for rank in away], [standings[rank] for rank in waiting], waited, 0, evidence, stacks=False
-    )
+    found = missed_reduction(shown, waiting, waited)
+    return replace(found, evidence=[*found.evidence, *_counts(shown)])
 
 
-def _are_behind(away: list[int], waiting: list[int], shown: dict[int, RankGroups]) -> bool:
+def _are_behind(away: list[int], waiting: list[int], shown: dict[int, RankPosition]) -> bool:
     """Whether each of these has begun fewer collectives of a group than one that waits, as far as their tables show."""
     begun = {rank: {(g.name, g.members): g.begun for g in one.groups} for rank, one in shown.items()}
     most: dict[tuple[str, str], int] = {}
@@ -222,7 +205,7 @@ def _are_behind(away: list[int], waiting: list[int], shown: dict[int, RankGroups
     return all(any(number < most.get(group, 0) for group, number in begun[rank].items()) for rank in away)
 
 
-def _counts(shown: dict[int, RankGroups]) -> list[str]:
+def _counts(shown: dict[int, RankPosition]) -> list[str]:
     """`collectives begun in group 0: 9 by ranks 0, 2; 8 by rank 1`"""
     found: dict[str, dict[int, list[int]]] = {}
     for rank, one in sorted(shown.items()):
@@ -244,95 +227,25 @@ def _in_reduction(ranks: list[RankFacts]) -> set[int]:
         for rank in ranks
         if (error := own_error(rank)) is not None and error.peer_failure and _IN_BACKWARD in error.traceback
     }
-    ended = {rank.rank for rank in ranks if own_error(rank) is None and _was_in_backward(rank)}
+    exits = [rank.exit for rank in ranks if rank.exit is not None and own_error(rank) is None]
+    ended = {exit_.where.rank for exit_ in exits if (exit_.by, exit_.phase) == ("torchrun", "backward")}
     return raised | ended if raised else set()
 
 
-def _was_in_backward(rank: RankFacts) -> bool:
-    return rank.exit is not None and (rank.exit.by, rank.exit.phase) == ("torchrun", "backward")
-
-
-def _shown(rank: RankFacts, reduces: bool) -> RankGroups | None:
+def _position(rank: RankFacts, reduces: bool) -> RankPosition | None:
     """None for a rank that ended for a reason of its own, or whose end is not known."""
     exit_, error = rank.exit, own_error(rank)
     if exit_ is None or exit_.code is None:
         return None
     if error is not None and not error.peer_failure:
         return None
-    if error is not None or hid_a_peer_failure(rank):
-        placed = standing_at(exit_.groups, failed=True) is not None
-        what = f"in {BACKWARD}" if reduces else doing(exit_)
-        return RankGroups(exit_.groups, "waits" if placed else "may wait", what, failed=True)
-    if exit_.by == "itself" and (exit_.code == 0 or was_aborted_at_exit(rank)):
-        return RankGroups(exit_.groups, "left")
-    placed = standing_at(exit_.groups) is not None
-    if exit_.by == "itself" and not (exit_.code == -signal.SIGABRT and placed):
-        return None
-    if not placed and reduces:
-        return RankGroups(exit_.groups, "may wait", f"in {BACKWARD}")
-    return RankGroups(exit_.groups, "waits" if placed else "away", doing(exit_))
-
-
-def _world_size(rank: RankFacts) -> int:
-    return rank.state.world_size if rank.state is not None else 0
-
-
-# Whether the ranks of a job that stands still are ended for it now, and what the user is told of that. Pure.
-
-PATIENCE_TIMES = 4.0
-"""So many times the limit, where a job may come to its end by itself, though nothing says so."""
-_NEARLY = 0.9
-"""Ranks that stand still together have not begun to at the same moment."""
-
-
-@dataclass(frozen=True)
-class HangAction:
-    """What follows from a finding."""
-
-    now: bool
-    """The ranks are ended."""
-    text: str
-    """`ending the ranks`, or why they are not, and what to do to have them ended."""
-
-
-def ending_of(found: HangFinding, looks: Sequence[RankLook], on_hang: OnHang, limit_s: float) -> HangAction:
-    """`limit_s` is the limit that the first rank has passed."""
-    if on_hang == "report":
-        return HangAction(False, "the job is left as it is; to have it ended: --on-hang abort")
-    return _abort(found, looks, limit_s) if on_hang == "abort" else _auto(found, looks, limit_s)
-
-
-def _auto(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:
-    outlook = found.outlook
-    if outlook.kind == "may go on":
-        who = ranks_text(outlook.free) if outlook.free else "a rank that was not seen"
-        return HangAction(
-            False,
-            f"the job is left as it is, as {who} may still go on; the timeouts of its process groups hold; to have it "
-            "ended all the same: --on-hang abort",
-        )
-    if outlook.kind == "all wait" and not _have_rested(looks, PATIENCE_TIMES * limit_s):
-        return HangAction(False, f"if no rank moves, the job is ended after {PATIENCE_TIMES * limit_s:.0f} s")
-    return _END
-
-
-def _abort(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:
-    """All is ended where the others wait for a rank; a rank that computes may come to its end."""
-    if not found.may_end:
-        return HangAction(False, "the job is left as it is, as no rank is seen to wait for another")
-    absent = {found.rank, *found.others}
-    patience_s = PATIENCE_TIMES * limit_s
-    working = [look for look in looks if look.where.rank in absent and computes(look)]
-    early = [look for look in working if not _have_rested([look], patience_s)]
-    if not early:
-        return _END
-    verb = "computes" if len(early) == 1 else "compute"
-    who = ranks_text(sorted(look.where.rank for look in early))
-    return HangAction(False, f"the job is left as it is, as {who} {verb}; after {patience_s:.0f} s it is ended")
-
-
-def _have_rested(looks: Sequence[RankLook], seconds: float) -> bool:
-    return all(look.still_s >= _NEARLY * seconds for look in looks)
-
-
-_END = HangAction(True, "ending the ranks")
+    failed = error is not None or hid_a_peer_failure(rank)
+    placed = standing_at(exit_.groups, failed=failed) is not None
+    if not failed and exit_.by == "itself":
+        if exit_.code == 0 or was_aborted_at_exit(rank):
+            return RankPosition("left", groups=exit_.groups)
+        if exit_.code != -signal.SIGABRT or not placed:
+            return None
+    operation = BACKWARD if reduces and (failed or not placed) else ""
+    kind: Kind = "waits" if placed else "may wait" if failed or operation else "away"
+    return RankPosition(kind, doing(exit_), operation, groups=exit_.groups, failed=failed)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 
-from ...core.frames import FramePhase, format_number, module_text
+from ...core.frames import FramePhase, module_text
 from ...core.identity import rank_name
 from ...core.judge import first_alarm, first_expected_gradient
 from ...core.roles import RoleKind, parse_role
 from ...core.verdicts import Certainty
-from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, reason
+from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, reason
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..report.sentence_parts import ranks_text
 from .clean_verdict import doubts_about, was_not_watched
-from .overflow_advice import wild_line
-from .overflow_words import is_alike
+from .overflow_words import is_alike, wild_line
 from .replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
 from .words import found_text, place_of
 
@@ -25,7 +24,6 @@ _MAX_LINES = 8
 def evidence_of(
     facts: RunFacts,
     first: LocalDiagnosis,
-    diagnoses: list[LocalDiagnosis],
     order: DiagnosisOrder,
     concurrent: list[LocalDiagnosis],
     odd: OddWeight | None,
@@ -48,17 +46,17 @@ def evidence_of(
     doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
     doubts += _of_unwatched(facts, first)
-    doubts += _unsettled(facts, first, diagnoses)
+    doubts += _unsettled(facts, first, order.diagnoses)
     if first.source == "outside" and first.phase == FramePhase.BACKWARD:
         doubts += _of_stages(facts, first)
-    later = [other for other in diagnoses if order.before(first, other)]
+    later = [other for other in order.diagnoses if order.before(first, other)]
     for diagnosis in later[:_MAX_LINES]:
         when = f"batch {diagnosis.batch}, {place_of(diagnosis)}{reason(first, diagnosis)}"
         lines.append(f"{rank_name(diagnosis.rank)} first saw one later: {when}")
     if later and first.seq < 0:
         doubts.append("the ranks had no process group, so their batches alone put them in order")
     known = {first.rank, *(other.rank for other in concurrent), *(other.rank for other in later)}
-    others = [other for other in diagnoses if other.rank not in known]
+    others = [other for other in order.diagnoses if other.rank not in known]
     lines += _of_silent_groups(order) if others or concurrent else []
     for diagnosis in others[:_MAX_LINES]:
         lines.append(
@@ -196,10 +194,10 @@ def _made(first: LocalDiagnosis) -> bool:
 def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     if odd is None:
         return []
-    mine = "not finite" if not odd.row.finite else f"abs max {format_number(odd.row.abs_max).strip()}"
+    mine = "not finite" if not odd.row.finite else f"abs max {number_text(odd.row.abs_max)}"
     return [
         f"this rank's copy of the weight differs from that of {ranks_text(odd.ranks)}: {odd.row.role} of "
-        f"{place_of(first)} is {mine}, theirs has abs max {format_number(odd.others.abs_max).strip()}",
+        f"{place_of(first)} is {mine}, theirs has abs max {number_text(odd.others.abs_max)}",
         f"{odd.compared} other weight{'s' if odd.compared != 1 else ''} of that step agree"
         f"{'s' if odd.compared == 1 else ''} between the ranks",
         f"the copies agreed in batch {odd.agreed_in}, so one of them has changed on its own since"
@@ -214,7 +212,7 @@ def _of_step(odd: OddWeight) -> list[str]:
         return ["it is another one than its last step has left, on this rank alone"]
     if odd.gradient is None:
         return []
-    size = format_number(odd.gradient).strip() if math.isfinite(odd.gradient) else "not finite"
+    size = number_text(odd.gradient) if math.isfinite(odd.gradient) else "not finite"
     made = "no step makes that number of it" if odd.untrained else "a step on this rank alone can have made it"
     return [f"its gradient in the batch before: abs max {size}; {made}"]
 
@@ -228,7 +226,7 @@ def large_weight(page: KeptPage, until: int) -> tuple[str, str] | None:
     size, frame, row = max(known, key=lambda entry: entry[0])
     if size < WILD:
         return None
-    return f"{row.role} of {module_text(frame.module, frame.cls)}", format_number(size).strip()
+    return f"{row.role} of {module_text(frame.module, frame.cls)}", number_text(size)
 
 
 def number_of_ranks(facts: RunFacts, attempt: int) -> int:
@@ -267,7 +265,7 @@ def _of_stages(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
 def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
     """Lines about nodes and ranks that were never heard."""
     reasons: list[str] = []
-    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    hellos = facts.hellos
     expected_nodes = max((hello.min_nodes for hello in hellos), default=1)
     missing = facts.announced_ranks - len(facts.of_attempt(attempt))
     if len(hellos) < expected_nodes:

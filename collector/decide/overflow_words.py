@@ -1,25 +1,29 @@
-"""What a verdict about an overflow says: its place and its sentence."""
+"""What a verdict about an overflow says: its place, its sentence, and what to do next.
+
+Advice follows from the evidence: what that shows to be bad is looked at first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...core.frames import FramePhase, module_text
-from ...core.identity import is_rank, pid_of_number
+from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.verdicts import VerdictKind
-from ..facts.diagnosis import LocalDiagnosis
+from ..facts.diagnosis import LocalDiagnosis, number_text, quoted
 from ..facts.facts import RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
-from .passed_values import ValueArrival, way_text
-from .replicas import OddWeight
-from .words import between_text, device_of, found_text, place_of, seen_in
+from .replicas import OddWeight, WildWeight, page_of, wild_weight
+from .words import between_text, place_of, seen_in
 
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
 _NOT_BY_RULE = "that step's rule cannot have made it"
-_UNREAD = "whether its weights were finite, nobody has looked"
+NOBODY_LOOKED = "whether its weights were finite, nobody has looked"
 
 
 def sentence(
@@ -59,66 +63,71 @@ def _is_same_point(first: LocalDiagnosis, other: LocalDiagnosis) -> bool:
 
 
 def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, plural: bool = False) -> str:
-    batch = _batch(first)
-    module = place_of(first)
-    lead = f"{who} {verb}: "
+    batch, module = batch_text(first), place_of(first)
+    lead, had = f"{who} {verb}: ", f"{who} had {first.value} in the {first.role} of {module}"
     if first.source == "weight":
-        return _of_weight(first, who, odd)
+        return _of_weight(first, who, odd, had)
     if first.source == "changed":
         return (
-            f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}; it was changed "
-            f"outside of forward, backward and step: {first.history or _NOT_BY_RULE}"
+            f"{had} after the step of {batch}; it was changed outside of forward, backward and step: "
+            f"{first.history or _NOT_BY_RULE}"
         )
     if first.source == "carried":
         return f"{who} handed {first.value} to {module} ({first.role}) in {batch}; where it was made was not seen"
     if first.source == "left":
-        return (
-            f"{who} had {first.value} in the {first.role} of {module} before the backward of {batch} began: an earlier "
-            "backward, or the script, has left it in .grad"
-        )
+        return f"{had} before the backward of {batch} began: an earlier backward, or the script, has left it in .grad"
     if first.source == "unread":
-        return f"{who} had {first.value} in the {first.role} of {module} in {batch}, out of finite inputs; {_UNREAD}"
+        return f"{had} in {batch}, out of finite inputs; {NOBODY_LOOKED}"
     if first.phase == FramePhase.INPUT:
         fed = f"{'were' if plural else 'was'} fed {first.value}"
         return f"{who} {fed}: {first.role} of {module} in {batch} was bad before the model saw it"
     if first.phase == FramePhase.BACKWARD:
         return lead + _of_gradient(first, batch)
-    if first.phase == FramePhase.OPTIMIZER and parse_role(first.role).kind is RoleKind.STATE:
-        return _of_state(first, who, lead)
     if first.phase == FramePhase.OPTIMIZER:
-        if not first.sure:
-            return (
-                f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}, from finite "
-                "gradients: the step made it, or something else has changed the weight after the forward"
-            )
-        return f"{lead}the step after {batch} made {first.value} in the {first.role} of {module}, from finite gradients"
+        return _of_step(first, who, lead, had)
     again = ", when it was run again for the backward" if first.seen_in == FramePhase.RECOMPUTE else ""
-    made = first.value
     if first.turned is not None and not first.mask:
         lead = f"{who} met nan that came from an expected -inf: "
     if first.own_code:
-        named = [f"of `{name}`" if name else "of the root module" for name in first.own_code[:_MOST_NAMED]]
-        if len(first.own_code) > _MOST_NAMED:
-            named.append(f"of one of {len(first.own_code) - _MOST_NAMED} more modules")
-        own = " or ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-        seen = module_text(first.at[0], first.at[1])
-        return f"{lead}{made} in {first.at[2]} of {seen}, made by the own code {own}, forward, {batch}{again}"
+        own = _one_of([f"of {name}" for name in _named(first.own_code, "modules")])
+        seen = f"{first.at[2]} of {module_text(*first.at[:2])}"
+        return f"{lead}{first.value} in {seen}, made by the own code {own}, forward, {batch}{again}"
     if first.between is not None:
-        return f"{lead}{made} in {module}'s own forward, {between_text(first.between)}, {batch}{again}"
-    return f"{lead}{made} in the {first.role} of {module}, forward, {batch}{again}"
+        stretch = between_text(first.between)
+        return f"{lead}{first.value} in {module}'s own forward, {stretch}, {batch}{again}"
+    return f"{lead}{first.value} in the {first.role} of {module}, forward, {batch}{again}"
 
 
-def _of_state(first: LocalDiagnosis, who: str, lead: str) -> str:
-    role = parse_role(first.role)
-    kept, batch = f"{role.key} that the optimizer keeps in {first.dtype} of {role.name} of", _batch(first)
+def _named(modules: Sequence[str], what: str) -> list[str]:
+    """The names of the first modules, and how many more there are."""
+    named, more = [quoted(module) for module in modules[:_MOST_NAMED]], len(modules) - _MOST_NAMED
+    return [*named, f"one of {more} more {what}"] if more > 0 else named
+
+
+def _one_of(names: list[str]) -> str:
+    """`a, b or c`"""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _of_step(first: LocalDiagnosis, who: str, lead: str, had: str) -> str:
+    role, batch = parse_role(first.role), batch_text(first)
+    if role.kind is RoleKind.STATE:
+        kept = f"{role.key} that the optimizer keeps in {first.dtype} of {role.name} of {place_of(first)}"
+        if first.sure:
+            return f"{lead}the step after {batch} made {first.value} in the {kept}, from finite gradients"
+        since = f"; {first.history}" if first.history else ""
+        return f"{who} had {first.value} in the {kept} after the step of {batch}{since}"
     if first.sure:
-        return f"{lead}the step after {batch} made {first.value} in the {kept} {place_of(first)}, from finite gradients"
-    since = f"; {first.history}" if first.history else ""
-    return f"{who} had {first.value} in the {kept} {place_of(first)} after the step of {batch}{since}"
+        made = f"{first.value} in the {first.role} of {place_of(first)}"
+        return f"{lead}the step after {batch} made {made}, from finite gradients"
+    return (
+        f"{had} after the step of {batch}, from finite gradients: the step made it, or something else has changed the "
+        "weight after the forward"
+    )
 
 
-def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
-    module, batch = place_of(first), _batch(first)
+def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None, had: str) -> str:
+    batch = batch_text(first)
     if odd is not None:
         made = "" if not odd.row.finite else f", which made {first.value}"
         since = f", and agreed with them in batch {odd.agreed_in}" if odd.agreed_in is not None else ""
@@ -130,108 +139,46 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
             flip = "a bit flip, " if odd.untrained else ""
             since += f": {flip}another seed or checkpoint, or a broadcast that did not happen can explain that"
         return (
-            f"{who} has another {first.role} of {module} than {ranks_text(odd.ranks)} in {batch}{made}; "
+            f"{who} has another {first.role} of {place_of(first)} than {ranks_text(odd.ranks)} in {batch}{made}; "
             f"this rank's copy differs from the others'{since}"
         )
     if first.seen_in == FramePhase.OPTIMIZER:
-        return (
-            f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}; "
-            "the gradient that went into that step was not looked at"
-        )
-    since = f"; {first.history}" if first.history else ""
-    return f"{who} had {first.value} in the {first.role} of {module} at the start of its forward in {batch}{since}"
+        return f"{had} after the step of {batch}; the gradient that went into that step was not looked at"
+    return f"{had} at the start of its forward in {batch}{f'; {first.history}' if first.history else ''}"
 
 
 def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
-    module = place_of(first)
-    gradient = f"{first.value} in the gradient of what {module_text(first.at[0], first.at[1])} returned"
+    seen = module_text(*first.at[:2])
+    gradient = f"{first.value} in the gradient of what {seen} returned"
     if first.at[2] and parse_role(first.at[2]).kind is not RoleKind.GRAD_OUTPUT:
-        gradient = f"{first.value} in the {first.at[2]} of {module_text(first.at[0], first.at[1])}"
+        gradient = f"{first.value} in the {first.at[2]} of {seen}"
     if first.source == "outside":
         return f"{gradient}, handed in from outside of the model (the script's own loss), backward, {batch}"
     if first.between is not None:
-        return f"{gradient}, made in {module}'s backward{_by(first)}, {batch}"
+        return f"{gradient}, made in {place_of(first)}'s backward{_by(first)}, {batch}"
     own = " or ".join(map(_own_code_of, first.own_code))
     also = f", or made by {own}, which may have used the same tensor" if own else ""
-    return f"{first.value} in the {first.role} of {module}, backward, {batch}{also}"
+    return f"{first.value} in the {first.role} of {place_of(first)}, backward, {batch}{also}"
 
 
 def _by(first: LocalDiagnosis) -> str:
     """`, by `norm`, `act` or its own code`: what in the named module can have made a gradient; "" if unknown."""
-    named = [f"`{name}`" if name else "the root module" for name in first.suspects[:_MOST_NAMED]]
-    if len(first.suspects) > _MOST_NAMED:
-        named.append(f"one of {len(first.suspects) - _MOST_NAMED} more calls")
+    named = _named(first.suspects, "calls")
     if first.module in first.own_code:
         named.append("its own code")
     if first.value != "nan" and len(first.suspects) > 1:
         named.append("the sum of their gradients")
     outside = " or ".join(_own_code_of(name) for name in first.own_code if name != first.module)
     else_ = f", or outside of it by {outside}" if outside else ""
-    if not named:
-        return else_
-    return (f", by {', '.join(named[:-1])} or {named[-1]}" if len(named) > 1 else f", by {named[0]}") + else_
+    return (f", by {_one_of(named)}" if named else "") + else_
 
 
 def _own_code_of(name: str) -> str:
     return f"the own code of `{name}`" if name else "the root module's own code"
 
 
-def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
-    """The statement where several ranks met it and the first is unknown."""
-    first = tier[0]
-    who = ranks_text([f.rank for f in tier]).capitalize()
-    cause = f" ({first.cause})" if first.cause and first.source != "skipped" else ""
-    batch = f"batch {first.batch}"
-    if first.source == "skipped":
-        return f"{who} met {first.value} in {batch}, which was skipped ({first.cause}): where it came from is unknown."
-    if first.source == "received":
-        place = place_of(first)
-        if first.between is not None and first.seen_in != FramePhase.BACKWARD:
-            where = f"in {place}'s own forward, {between_text(first.between)}"
-        elif first.seen_in == FramePhase.BACKWARD:
-            where = f"in the backward of {place}"
-        else:
-            where = f"in the {first.role} of {place}"
-        return (
-            f"{who} met {first.value} in {batch} {where}; collectives ran there, so it may have come from any rank"
-            f"{cause}."
-        )
-    if first.source == "unread":
-        return f"{who} met a non-finite value in {batch} at the same point ({found_text(first)}); {_UNREAD}{cause}."
-    what = "a non-finite weight" if first.source == "weight" else "a non-finite value"
-    if first.source == "weight" and first.seen_in == FramePhase.OPTIMIZER:
-        return (
-            f"{who} met {what} after the step of {batch} ({found_text(first)}); the gradients that went "
-            f"into that step were not looked at, so the first rank is unknown{cause}."
-        )
-    return (
-        f"{who} met {what} in {batch} at the same point ({found_text(first)}); "
-        f"it was made before, where nobody looked, so the first rank is unknown{cause}."
-    )
-
-
-def fed_sentence(met: LocalDiagnosis, fed: ValueArrival, host: str) -> str:
-    """The statement where a rank has put a value into an operation that none of its modules is known to have made."""
-    put = fed.put
-    assert put is not None
-    who = one_on(put.where.rank, host)
-    batch = f"batch {met.batch}" if met.batch >= 0 else "its first batch"
-    return (
-        f"{who} put {put.value} into {way_text(put)}; rank {met.rank} was handed it in {batch} ({found_text(met)}). "
-        f"No module of rank {put.where.rank} was seen to make it: code that no frame shows did, or was handed it."
-    )
-
-
-def skipped_sentence(first: LocalDiagnosis, host: str) -> str:
-    """The statement where the rank is known and the module is not."""
-    who = one_on(first.rank, host)
-    return (
-        f"{who} returned {first.value} from {first.root or 'its model'} in {_batch(first)}, which was {first.cause}: "
-        "the module is unknown; watch every batch with --every 1 to have it named."
-    )
-
-
-def _batch(first: LocalDiagnosis) -> str:
+def batch_text(first: LocalDiagnosis) -> str:
+    """`batch 7 (step 5)`; without the step where that is the same number."""
     return f"batch {first.batch}" + (f" (step {first.step})" if first.step != first.batch else "")
 
 
@@ -241,9 +188,190 @@ def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
     return Verdict(kind=VerdictKind.OVERFLOW, **(place | rest))
 
 
-def whose(facts: RunFacts, first: LocalDiagnosis) -> dict[str, Any]:
-    """rank, host and device of a diagnosis, for a verdict that names them."""
-    rank = facts.one(first.attempt, first.rank)
-    if not is_rank(first.rank):
-        return {"pid": pid_of_number(first.rank), "host": facts.host(rank) or None}
-    return {"rank": first.rank, "host": facts.host(rank) or None, "device": device_of(rank)}
+# What to do next.
+
+_WHOLE_BATCHES = (
+    "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
+)
+_NO_STEP = "No optimizer step has run yet: "
+_FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
+_SHOWN = (FramePhase.FORWARD, FramePhase.BACKWARD)
+
+
+@dataclass(frozen=True)
+class AdviceClues:
+    """What is known beside a diagnosis that decides what to look at."""
+
+    odd: OddWeight | None = None
+    """A copy of a weight that is blamed."""
+    wild: WildWeight | None = None
+    large: str = ""
+    """The largest weight of a model that has not been trained yet, if it is very large."""
+    gradients: bool = False
+    """Gradients were looked at in that batch."""
+    weights: bool = False
+
+
+def clues_of(
+    facts: RunFacts,
+    first: LocalDiagnosis,
+    odd: OddWeight | None = None,
+    blamed: OddWeight | None = None,
+    large: str = "",
+) -> AdviceClues:
+    """The clues of a diagnosis. `odd` is a copy of a weight that differs, and `blamed` the same if it explains it."""
+    page = page_of(facts, first)
+    frames = page.frames if page is not None else []
+    from_outside = first.source == "outside" and first.phase == FramePhase.BACKWARD
+    may_be_wild = odd is None and first.seen_in in _SHOWN and (first.is_origin or from_outside)
+    return AdviceClues(
+        odd=blamed,
+        wild=wild_weight(facts, first) if may_be_wild else None,
+        large=large,
+        gradients=any(frame.gradients for frame in frames),
+        weights=any(frame.weights for frame in frames),
+    )
+
+
+def wild_line(wild: WildWeight) -> str:
+    """What the evidence says of a wild weight."""
+    return f"first wild number: {_wild_text(wild)}, abs max {number_text(wild.row.abs_max)}, against {wild.against}"
+
+
+def _wild_text(wild: WildWeight) -> str:
+    return f"{wild.row.role} of {module_text(wild.frame.module, wild.frame.cls)}"
+
+
+def next_steps(first: LocalDiagnosis, clues: AdviceClues | None = None) -> list[str]:
+    """Short advice on what to look at."""
+    clues = clues or AdviceClues()
+    steps = _of_clues(first, clues) or _by_source(first, clues)
+    if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != FramePhase.OPTIMIZER:
+        steps = [_FLOAT16, *steps]
+    return steps if first.source == "skipped" else [*steps, _WHOLE_BATCHES]
+
+
+def _of_clues(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
+    if clues.odd is not None:
+        return _steps_for_odd(clues.odd)
+    if clues.wild is not None:
+        return [
+            f"Look first at what has made the {_wild_text(clues.wild)} so large, "
+            f"{number_text(clues.wild.row.abs_max)} against {clues.wild.against}: the script, or a step with a "
+            "large gradient. The overflow follows from it."
+        ]
+    if first.bad_buffers and first.is_origin:
+        return [f"Look at what fills {first.bad_buffers[0]}: torch.empty, a checkpoint, a running average of nan."]
+    if first.source == "changed" or first.changed_since or (first.changed and first.is_origin):
+        when = "between backward() and step()" if first.source == "changed" else "between two steps"
+        own = "an update of its own or a compiled step, " if first.changed_since and first.step == 0 else ""
+        return [
+            f"Look at what the script does with weights {when}: {own}an average, a clamp, a copy, a load. If nothing "
+            "does, check the memory of that GPU or host (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg)."
+        ]
+    return []
+
+
+def _steps_for_odd(odd: OddWeight) -> list[str]:
+    memory = (
+        "the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
+        "and leave it out of the next run if it happens again."
+    )
+    if odd.agreed_in is not None and odd.untrained:
+        return [f"If no code of the script changes that weight on this rank alone, run {memory}"]
+    if odd.agreed_in is not None:
+        return [
+            "Look at what trains or changes that weight on this rank alone: a gradient that is not reduced, a "
+            "learning rate, a copy."
+        ]
+    return [
+        "Look whether every rank starts from the same seed and checkpoint; --trace-batches 0,N shows since when "
+        "they differ.",
+        *([f"If they started alike, run {memory}"] if odd.untrained else []),
+    ]
+
+
+_OF_SOURCE = {
+    "skipped": "Run it again with --every 1 (or --trace-batches with that batch) to have the module named.",
+    "received": "Look at what the ranks that send to this one, or share a collective with it, computed just before: it "
+    "was made on one of them.",
+    "reduced": "Divide gradients before they are summed, or reduce them in float32 or bfloat16.",
+    "left": "Call zero_grad() before that backward. What made the gradient ran before: have that watched, too (a cell "
+    "of a notebook, a step that was left out).",
+}
+
+
+def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
+    if first.source in _OF_SOURCE:
+        return [_OF_SOURCE[first.source]]
+    if first.turned is not None:
+        return [
+            "A row of the mask that is -inf everywhere makes softmax nan: keep one position open, or use torch.where."
+        ]
+    if first.source == "unread":
+        if clues.weights:
+            return ["Look at that module's weights when it is called: in that batch they were not read."]
+        return ["Watch the weights, too: --watch forward,grads,weights."]
+    if first.source == "carried":
+        if first.from_page:
+            return ["Watch what runs before that module, too: leave --modules out, or let it match more."]
+        return ["Look at what is handed to that module: what ran before it in that batch was not received."]
+    if first.phase == FramePhase.INPUT:
+        if first.passed:
+            return [
+                "Look at what this rank receives, and at what it calls before that model. If that is finite, look at "
+                "its data loader."
+            ]
+        return ["Look at the data loader of this rank, or at the code that makes what the model is handed."]
+    if first.phase == FramePhase.BACKWARD:
+        return [_step_for_backward(first)]
+    if first.phase == FramePhase.OPTIMIZER and parse_role(first.role).kind is RoleKind.STATE:
+        return [
+            "Keep the optimizer's state in float32, or scale the gradients down: a square of a gradient overflows, and "
+            "a weight whose exp_avg_sq is inf is never changed again."
+        ]
+    if first.phase == FramePhase.OPTIMIZER:
+        state = any(note.startswith("the optimizer's ") for note in first.notes)
+        also = ", and at the optimizer's state, of which the evidence has the extremes" if state else ""
+        return [f"Look at the learning rate and eps of this parameter's group{also}."]
+    if first.source == "weight":
+        return [_step_for_weight(first, clues)]
+    if first.step == 0 and first.phase == FramePhase.FORWARD:
+        what = f"the {clues.large}" if clues.large else "the weights, and at the scale of the inputs"
+        return [_NO_STEP + f"look at the initialisation of {what}."]
+    if not first.from_page:
+        return []
+    return ["Look at abs max in the frames before it: growth over many batches means a learning rate that is too high."]
+
+
+def _step_for_weight(first: LocalDiagnosis, clues: AdviceClues) -> str:
+    if first.computed:
+        return "Look at the code that computes that weight, and at what it is computed of."
+    if first.seen_in == FramePhase.OPTIMIZER:
+        if clues.gradients:
+            return "Look at what else changes that weight: no gradient of it was seen in that batch, others were."
+        return "Watch the gradients, too: --watch forward,grads,weights."
+    if first.step == 0:
+        return _NO_STEP + "look at how that weight is initialised (torch.empty?), or at the checkpoint."
+    return (
+        "What changed it was not seen: look at the gradients and the learning rate of the steps before, and at what "
+        "the script does with that weight: a copy, an average, a load."
+    )
+
+
+def _step_for_backward(first: LocalDiagnosis) -> str:
+    if first.cause:
+        return "No scale helps against a gradient that is never finite: look at that module's backward, not the scaler."
+    if first.source == "outside" and first.passed:
+        return (
+            "Look at where that gradient comes from: what the script does with the model's output, another model, "
+            "another rank."
+        )
+    if first.source == "outside":
+        return "Look at the loss: its derivative at that output is not finite (log, sqrt or a division at 0)."
+    if first.value == "nan":
+        return (
+            "Look for a derivative that is not finite at 0 (sqrt, norm, log, division), and clamp its input: "
+            "torch.where around it keeps the forward finite, not the backward."
+        )
+    return "Scale the loss down (GradScaler), or compute this part in bfloat16 or float32."

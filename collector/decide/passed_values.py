@@ -1,8 +1,8 @@
 """From which rank a value came that one was handed: what the ranks say of what they passed to each other. Pure.
 
 A rank tells of each tensor that went into a collective or a message, or came out of it, and was not finite
-(core.records.Passed). A row of a frame is matched with what came out last before it: the same step, dtype, number of
-elements and kind of value. From there the edge is followed to who put it in, and on from rank to rank.
+(PassedTensor). A row of a frame is matched with what came out last before it: the same step, dtype, number of elements
+and kind of value. From there the edge is followed to who put it in, and on from rank to rank.
 """
 
 from __future__ import annotations

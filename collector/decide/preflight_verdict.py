@@ -1,14 +1,26 @@
-"""The verdict of a run that its preflight stopped, and of a check: which ranks are to blame, and which are victims."""
+"""What the preflight of all ranks has found: a table with a row per node and a column per stage, and the verdict of a
+run that it stopped, or of a check."""
 
 from __future__ import annotations
 
-from ...core.preflight import PreflightFinding
+from collections.abc import Iterable
+
+from ...core.preflight import STAGES, PreflightFinding
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
-from ..report.model import CascadedRank, Verdict
-from .preflight_table import findings_of, seconds_of, stage_order
-from .words import local_rank_of, node_name, unfinished_stage
+from ..report.model import (
+    GRADES,
+    BandwidthSize,
+    CascadedRank,
+    NodeRow,
+    PreflightReport,
+    RankInventory,
+    StageCell,
+    StageColumn,
+    Verdict,
+)
+from .words import counted, local_rank_of, node_name, unfinished_stage
 
 _MAX_LINES = 12
 _CERTAINTY = dict.fromkeys(("rank", "gpu", "node"), Certainty.ESTABLISHED) | {"link": Certainty.SUPPORTED}
@@ -26,7 +38,7 @@ def preflight_verdict(facts: RunFacts) -> Verdict | None:
         return _of_findings(facts, ranks, failures)
     if any(rank.preflight is not None and rank.preflight.outcome in ("failed", "victim") for rank in ranks):
         return _of_outcomes(facts, ranks)
-    return _of_silence(facts, silent_of(facts, ranks))
+    return _of_silence(facts, _silent(facts, ranks))
 
 
 def check_verdict(facts: RunFacts) -> Verdict | None:
@@ -34,7 +46,7 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
     if not facts.check_only:
         return None
     ranks = facts.of_attempt(facts.last_attempt)
-    silent = silent_of(facts, ranks)
+    silent = _silent(facts, ranks)
     if silent:
         return _of_silence(facts, silent)
     if any(node.bye is None or node.bye.outcome != "ok" for node in facts.nodes.values()):
@@ -42,16 +54,13 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
     findings = findings_of(ranks)
     warned = sum(finding.grade == "warn" for finding in findings)
     unknown = sum(finding.grade == "unknown" for finding in findings)
-    noted = [
-        *([f"{warned} warning{'s' if warned != 1 else ''}"] if warned else []),
-        *([f"{unknown} unknown"] if unknown else []),
-    ]
+    noted = [*([counted(warned, "warning")] if warned else []), *([f"{unknown} unknown"] if unknown else [])]
     nodes = len({rank.agent for rank in ranks})
     seconds = max((seconds_of(rank) for rank in ranks), default=0.0)
     return Verdict(
         kind=VerdictKind.CLEAN,
         statement=(
-            f"Preflight passed: {_count(len(ranks), 'rank')} on {_count(nodes, 'node')} in {seconds:.1f} s"
+            f"Preflight passed: {counted(len(ranks), 'rank')} on {counted(nodes, 'node')} in {seconds:.1f} s"
             f"{', with ' + ' and '.join(noted) if noted else ''}."
         ),
         certainty=Certainty.ESTABLISHED,
@@ -63,38 +72,39 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
 
 def _of_silence(facts: RunFacts, silent: str) -> Verdict:
     missing = _nodes_missing(facts)
+    names = sorted(node_name(node) for node in facts.nodes.values())
+    more = len(names) - _MAX_LINES
     return Verdict(
         kind=VerdictKind.PREFLIGHT,
         statement=f"Preflight: {silent or 'it was stopped, and nobody said why'}.",
         certainty=Certainty.ESTABLISHED if missing else Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         stage="arrive" if missing else None,
-        evidence=[f"heard: {_names(sorted(node_name(node) for node in facts.nodes.values()))}"],
+        evidence=[f"heard: {', '.join(names[:_MAX_LINES])}{f' and {more} more' if more > 0 else ''}"],
         next=["Look whether it was started on every node with the same options, and what it printed there."],
     )
 
 
-def silent_of(facts: RunFacts, ranks: list[RankFacts]) -> str:
+def _silent(facts: RunFacts, ranks: list[RankFacts]) -> str:
     """Nodes and ranks without a result, in words; "" if there are none."""
     missing = _nodes_missing(facts)
     if missing:
-        expected = max(node.hello.min_nodes for node in facts.nodes.values() if node.hello is not None)
+        expected = max(hello.min_nodes for hello in facts.hellos)
         return f"{missing} of {expected} nodes did not arrive"
     without = [rank.rank for rank in ranks if rank.preflight is None or rank.preflight.outcome == "skipped"]
-    expected = sum(node.hello.nproc for node in facts.nodes.values() if node.hello is not None)
+    expected = sum(hello.nproc for hello in facts.hellos)
     if without:
         why = next(
             (rank.preflight.detail for rank in ranks if rank.preflight is not None and rank.preflight.detail), ""
         )
         return f"{ranks_text(without)} gave no result{f' ({why})' if why else ''}"
     if len(ranks) < expected:
-        return f"{_count(expected - len(ranks), 'rank')} of {expected} never started"
+        return f"{counted(expected - len(ranks), 'rank')} of {expected} never started"
     return ""
 
 
 def _nodes_missing(facts: RunFacts) -> int:
-    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
-    return max(0, max((hello.min_nodes for hello in hellos), default=0) - len(hellos))
+    return max(0, max((hello.min_nodes for hello in facts.hellos), default=0) - len(facts.hellos))
 
 
 def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[PreflightFinding]) -> Verdict:
@@ -108,7 +118,7 @@ def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Preflig
     alone = first.ranks[0] if first.subject in ("rank", "gpu") and len(first.ranks) == 1 else None
     known = facts.ranks.get((facts.last_attempt, alone)) if alone is not None else None
     named = first.subject in ("rank", "gpu", "node")
-    more = f" And {_count(len(same), 'other finding')} in the same stage." if same else ""
+    more = f" And {counted(len(same), 'other finding')} in the same stage." if same else ""
     return Verdict(
         kind=VerdictKind.PREFLIGHT,
         statement=f"Preflight, stage {first.stage}: {first.sentence.rstrip('. ')}.{more}",
@@ -159,8 +169,10 @@ def _victim_text(facts: RunFacts, number: int, first: PreflightFinding) -> str:
 
 def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
     """The ranks reached no common conclusion: only each rank's own result is known."""
-    guilty = [rank for rank in ranks if rank.preflight is not None and rank.preflight.outcome == "failed"]
-    victims = [rank for rank in ranks if rank.preflight is not None and rank.preflight.outcome == "victim"]
+    guilty, victims = (
+        [rank for rank in ranks if rank.preflight is not None and rank.preflight.outcome == outcome]
+        for outcome in ("failed", "victim")
+    )
     cascade = [CascadedRank(rank.rank, _outcome_text(rank)) for rank in victims]
     evidence = [f"rank {rank.rank} on {facts.host(rank)}: {_outcome_text(rank)}" for rank in [*guilty, *victims]]
     if not guilty:
@@ -205,9 +217,169 @@ def _line(finding: PreflightFinding) -> str:
     return f"{finding.stage}, {finding.grade}: {finding.sentence}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+# The table, which is part of report.json.
 
 
-def _names(names: list[str]) -> str:
-    return ", ".join(names[:_MAX_LINES]) + (f" and {len(names) - _MAX_LINES} more" if len(names) > _MAX_LINES else "")
+def preflight_report(facts: RunFacts, attempt: int) -> PreflightReport:
+    """What the preflight of one attempt has found."""
+    ranks = facts.of_attempt(attempt)
+    findings = findings_of(ranks)
+    nodes = _nodes(facts, ranks, findings)
+    return PreflightReport(
+        outcome=_outcome(ranks),
+        seconds=round(max((seconds_of(rank) for rank in ranks), default=0.0), 3),
+        stages=_columns(nodes),
+        nodes=nodes,
+        findings=findings,
+        bandwidth=_bandwidth(facts, ranks),
+        inventory=[
+            RankInventory(rank.rank, rank.inventory.facts)
+            for rank in ranks
+            if rank.inventory is not None and rank.inventory.facts is not None
+        ],
+    )
+
+
+def findings_of(ranks: Iterable[RankFacts]) -> list[PreflightFinding]:
+    """Every finding once, though each rank reports it: the worst first, then in the order of the stages."""
+    found: list[PreflightFinding] = []
+    for rank in ranks:
+        if rank.preflight is not None:
+            found += [f for f in rank.preflight.findings if f.grade != "ok" and f not in found]
+    return sorted(found, key=lambda f: (-GRADES.index(f.grade), stage_order(f.stage), f.ranks, f.sentence))
+
+
+def seconds_of(rank: RankFacts) -> float:
+    """All stages of a rank together."""
+    return sum((stage.seconds for stage in rank.stages), 0.0)
+
+
+def stage_order(stage: str) -> int:
+    """A stage's place in the order. An unknown stage comes last."""
+    return STAGES.index(stage) if stage in STAGES else len(STAGES)
+
+
+def worst(grades: Iterable[str]) -> str:
+    """The worst of some grades; "" of none."""
+    return max((grade for grade in grades if grade), key=GRADES.index, default="")
+
+
+def _outcome(ranks: list[RankFacts]) -> str:
+    outcomes = {rank.preflight.outcome if rank.preflight is not None else "off" for rank in ranks}
+    for found in ("failed", "victim", "skipped", "off", "ok"):
+        if found in outcomes:
+            return found
+    return "off"
+
+
+def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[PreflightFinding]) -> list[NodeRow]:
+    blamed = _blamed(findings, {rank.rank for rank in ranks})
+    victims = {(finding.stage, rank) for finding in findings for rank in finding.victims} - set(blamed)
+    rows = []
+    for node in facts.nodes.values():
+        mine = [rank for rank in ranks if rank.agent == node.agent]
+        if not mine and node.hello is None:
+            continue
+        stages = {
+            stage: cell for stage in _reached(mine, blamed) if (cell := _cell(stage, mine, blamed, victims)) is not None
+        }
+        rows.append(
+            NodeRow(
+                host=node.hello.host if node.hello is not None else "",
+                ranks=[rank.rank for rank in mine],
+                grade=worst(cell.grade for cell in stages.values()),
+                stages=stages,
+            )
+        )
+    return sorted(rows, key=lambda row: (row.ranks or [1 << 30], row.host))
+
+
+def _blamed(findings: list[PreflightFinding], everyone: set[int]) -> dict[tuple[str, int], PreflightFinding]:
+    """(stage, rank) -> the finding that blames it. A finding about the whole job blames all ranks."""
+    found: dict[tuple[str, int], PreflightFinding] = {}
+    for finding in findings:
+        for rank in finding.ranks or everyone:
+            found.setdefault((finding.stage, rank), finding)
+    return found
+
+
+def _reached(ranks: list[RankFacts], blamed: dict[tuple[str, int], PreflightFinding]) -> list[str]:
+    stages = {event.stage for rank in ranks for event in rank.begun}
+    stages |= {event.stage for rank in ranks for event in rank.stages}
+    stages |= {stage for stage, number in blamed if any(rank.rank == number for rank in ranks)}
+    return sorted(stages, key=stage_order)
+
+
+def _cell(
+    stage: str, ranks: list[RankFacts], blamed: dict[tuple[str, int], PreflightFinding], victims: set[tuple[str, int]]
+) -> StageCell | None:
+    """The worst of a node's ranks, and the time of the slowest."""
+    graded = []
+    for member in ranks:
+        key = (stage, member.rank)
+        found = _grade(stage, member, blamed.get(key), key in victims)
+        if found is not None:
+            graded.append((found[0], member.rank, found[1]))
+    if not graded:
+        return None
+    grade = worst(found for found, _, _ in graded)
+    times = {rank.rank: event.seconds for rank in ranks for event in rank.stages if event.stage == stage}
+    slowest = max(times, key=lambda rank: (times[rank], -rank), default=None)
+    rank, detail = next((rank, detail) for found, rank, detail in graded if found == grade)
+    if grade == "ok" and slowest is not None:
+        rank, detail = next((rank, detail) for _, rank, detail in graded if rank == slowest)
+    return StageCell(
+        grade=grade, ranks=len(times), seconds=times[slowest] if slowest is not None else 0.0, rank=rank, detail=detail
+    )
+
+
+def _grade(stage: str, rank: RankFacts, finding: PreflightFinding | None, is_victim: bool) -> tuple[str, str] | None:
+    """(grade, why) of one rank in a stage; None if it did not reach it. `finding` blames it, if one does."""
+    ended = next((event for event in rank.stages if event.stage == stage), None)
+    begun = any(event.stage == stage for event in rank.begun)
+    if ended is None and not begun and finding is None:
+        return None
+    grade: str = ended.grade if ended is not None else "ok"
+    detail = ended.detail if ended is not None else ""
+    result = rank.preflight
+    if ended is None and begun:
+        grade, detail = "unknown", "not ended"
+        if result is not None and result.stage == stage:
+            grade, detail = {"failed": "fail", "victim": "victim"}.get(result.outcome, "unknown"), result.detail
+    is_victim = is_victim or (result is not None and result.outcome == "victim" and finding is None)
+    if is_victim and grade in ("fail", "unknown"):
+        grade = "victim"
+    if finding is not None and GRADES.index(finding.grade) > GRADES.index(grade):
+        grade, detail = finding.grade, finding.sentence
+    return grade, detail
+
+
+def _columns(nodes: list[NodeRow]) -> list[StageColumn]:
+    columns = []
+    for stage in sorted({stage for node in nodes for stage in node.stages}, key=stage_order):
+        cells = [(node, node.stages[stage]) for node in nodes if stage in node.stages]
+        slowest, cell = max(cells, key=lambda pair: pair[1].seconds)
+        columns.append(
+            StageColumn(
+                stage=stage,
+                grade=worst(found.grade for _, found in cells),
+                ranks=sum(found.ranks for _, found in cells),
+                seconds=cell.seconds,
+                rank=cell.rank,
+                host=slowest.host,
+            )
+        )
+    return columns
+
+
+def _bandwidth(facts: RunFacts, ranks: list[RankFacts]) -> list[BandwidthSize]:
+    found: dict[int, list[tuple[RankFacts, float, float, float]]] = {}
+    for rank in ranks:
+        for row in rank.bandwidth.rows if rank.bandwidth is not None else []:
+            found.setdefault(row.size_bytes, []).append((rank, row.time_us, row.algbw_gbs, row.busbw_gbs))
+    sizes = []
+    for size, rows in sorted(found.items()):
+        rank, time_us, algbw, busbw = min(rows, key=lambda row: (row[3], row[0].rank))
+        best = max(row[3] for row in rows)
+        sizes.append(BandwidthSize(size, len(rows), time_us, algbw, busbw, rank.rank, facts.host(rank), best))
+    return sizes

@@ -1,8 +1,8 @@
 """Replicas: whether ranks run the same model, and whether one rank's copy of a weight differs from the others'.
 
-Only pages of the same point (same_point.py) are compared. A weight that differs now is told apart by its history: it
-agreed in an earlier batch (something changed it on one rank), it differed there too (ranks have weights of their own:
-experts, adapters, other seeds), or no earlier batch was received.
+Only pages of the same point are compared. A weight that differs now is told apart by its history: it agreed in an
+earlier batch (something changed it on one rank), it differed there too (ranks have weights of their own: experts,
+adapters, other seeds), or no earlier batch was received.
 
     0.259 against 0.250, and 0.259 after its last step      the step: an expert that was trained on one rank alone
     1.7e38 against 0.5, and 0.5 after its last step         no step: memory, or code of the script's own
@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ...core.frames import Frame, FramePhase, Row, RowContent, format_number
+from ...core.frames import Frame, FramePhase, Row, RowContent
 from ...core.identity import is_rank
 from ..facts.calls import FrameCalls, begun
-from ..facts.diagnosis import LocalDiagnosis
+from ..facts.diagnosis import LocalDiagnosis, number_text
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
 
@@ -46,9 +46,9 @@ def page_at_same_point(rank: RankFacts, page: KeptPage, other: RankFacts) -> Kep
     return alike[0] if apart and len(alike) == 1 else None
 
 
-def peers_of(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, KeptPage]:
-    """The pages of the other ranks that are the same point as this page of `rank`. Looked for once."""
-    key = (rank.attempt, rank.rank, page.number)
+def peers_of(facts: RunFacts, page: KeptPage) -> dict[int, KeptPage]:
+    """The pages of the other ranks that are the same point as this page. Looked for once."""
+    key, rank = (page.attempt, page.rank, page.number), facts.one(page.attempt, page.rank)
     if key not in facts.peers:
         found = {
             other.rank: page_at_same_point(rank, page, other)
@@ -160,7 +160,14 @@ def page_of(facts: RunFacts, diagnosis: LocalDiagnosis) -> KeptPage | None:
 def peers(facts: RunFacts, diagnosis: LocalDiagnosis) -> dict[int, KeptPage]:
     """The pages of the other ranks that are the same point as the diagnosis's page."""
     page = page_of(facts, diagnosis)
-    return peers_of(facts, facts.one(diagnosis.attempt, diagnosis.rank), page) if page is not None else {}
+    return peers_of(facts, page) if page is not None else {}
+
+
+def _earlier(facts: RunFacts, page: KeptPage) -> list[KeptPage]:
+    """The pages of its root from before, latest first."""
+    pages = facts.one(page.attempt, page.rank).pages.values()
+    earlier = [found for found in pages if found.root == page.root and found.number < page.number]
+    return sorted(earlier, key=lambda found: -found.number)
 
 
 def run_the_same_model(left: KeptPage | None, right: KeptPage | None) -> bool:
@@ -199,7 +206,7 @@ def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
     if len(odd) != 1 or not agreeing or differing > tolerated:
         return None
     (key, row, copy), *_ = odd
-    history = _history(facts, facts.one(diagnosis.attempt, diagnosis.rank), page, key)
+    history = _history(facts, page, key)
     if history is not None and not history[1]:
         return None
     return _with_step(facts, page, key, OddWeight(row, copy, sorted(others), agreeing, history and history[0]))
@@ -210,7 +217,7 @@ def _with_step(facts: RunFacts, page: KeptPage, key: tuple[str, str], odd: OddWe
     stepped, gradient = _last_step(facts, page, key)
     if stepped is None or _same(stepped, odd.row):
         return replace(odd, gradient=gradient)
-    other = peers_of(facts, facts.one(page.attempt, page.rank), page)[odd.ranks[0]]
+    other = peers_of(facts, page)[odd.ranks[0]]
     theirs, _ = _last_step(facts, other, key)
     # what the script does with weights after every step, an average or a clamp, it does on all ranks
     return replace(odd, gradient=gradient, changed=theirs is None or _same(theirs, odd.others))
@@ -221,9 +228,7 @@ def _last_step(facts: RunFacts, page: KeptPage, key: tuple[str, str]) -> tuple[R
 
     If no step was made in between, the weight as that batch had it.
     """
-    pages = facts.one(page.attempt, page.rank).pages.values()
-    earlier = [found for found in pages if found.root == page.root and found.number < page.number]
-    before = max(earlier, key=lambda found: found.number, default=None)
+    before = next(iter(_earlier(facts, page)), None)
     if before is None or before.step + 1 < page.step:
         return None, None
     module, role = key
@@ -253,9 +258,7 @@ def wild_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> WildWeight | None
     page = page_of(facts, diagnosis)
     if page is None:
         return None
-    rank = facts.one(diagnosis.attempt, diagnosis.rank)
-    earlier = [found for found in rank.pages.values() if found.root == page.root and found.number < page.number]
-    past = max(earlier, key=lambda found: found.number, default=None)
+    past = next(iter(_earlier(facts, page)), None)
     known = [(f"in batch {past.batch}", past.weights())] if past is not None else []
     others = sorted(peers(facts, diagnosis).items())[:_MAX_PEERS]
     known += [(f"on rank {number}", other.weights()) for number, other in others]
@@ -266,7 +269,7 @@ def wild_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> WildWeight | None
             for where, weights in known:
                 copy = weights.get((frame.module, row.role))
                 if copy is not None and _is_wild(row, copy):
-                    return WildWeight(frame, row, f"{format_number(copy.abs_max).strip()} {where}")
+                    return WildWeight(frame, row, f"{number_text(copy.abs_max)} {where}")
     return None
 
 
@@ -277,12 +280,11 @@ def _is_wild(row: Row, copy: Row) -> bool:
     return row.abs_max > WILD * max(copy.abs_max, 1.0)
 
 
-def _history(facts: RunFacts, rank: RankFacts, page: KeptPage, key: tuple[str, str]) -> tuple[int, bool] | None:
+def _history(facts: RunFacts, page: KeptPage, key: tuple[str, str]) -> tuple[int, bool] | None:
     """(batch, whether all copies of a weight agreed) of the last earlier batch that can be compared; None if none."""
-    earlier = [found for found in rank.pages.values() if found.root == page.root and found.number < page.number]
-    for before in sorted(earlier, key=lambda found: -found.number):
+    for before in _earlier(facts, page):
         mine = before.weights().get(key)
-        copies = [other.weights().get(key) for other in peers_of(facts, rank, before).values()]
+        copies = [other.weights().get(key) for other in peers_of(facts, before).values()]
         known = [copy for copy in copies if copy is not None]
         if mine is not None and known:
             return before.batch, all(_same(copy, mine) for copy in known)

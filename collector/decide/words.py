@@ -1,19 +1,18 @@
-"""The phrases of verdicts: which rank, where, and what it was doing."""
+"""The phrases of verdicts: which rank, where, and what it was doing; and what is worth telling beside them."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
-from ...core.events import RankLook, ScriptError, WorkerExit
-from ...core.frames import module_text
-from ...core.identity import rank_name
+from ...core.events import IgnoredAlarm, RangeWarning, RankLook, RunPosition, ScriptError, WorkerExit
+from ...core.frames import FramePhase, module_text
+from ...core.identity import is_rank, pid_of_number, rank_name
+from ..facts.diagnosis import LocalDiagnosis, number_text
+from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import CascadedRank, SeenIn
-
-if TYPE_CHECKING:
-    from ..facts.diagnosis import LocalDiagnosis
-    from ..facts.facts import NodeFacts, RankFacts, RunFacts
+from ..report.sentence_parts import coarse_share_text
 
 _COMPILED = (
     "To have a module inside of the compiled code named, let torch.compile take the whole model in one graph "
@@ -22,6 +21,11 @@ _COMPILED = (
 _NOT_WITH_THIS_TORCH = (
     "To have a module inside of the compiled code named, use a torch from 2.8 to 2.15, or run without torch.compile."
 )
+
+
+def counted(number: int, word: str) -> str:
+    """`1 row`, `2 rows`"""
+    return f"{number} {word}{'s' if number != 1 else ''}"
 
 
 def unseen_texts(ranks: Iterable[RankFacts]) -> list[str]:
@@ -122,7 +126,7 @@ def hid_a_peer_failure(rank: RankFacts) -> bool:
     return left_badly and any(group.phase == "failed" for group in exit_.groups)
 
 
-def progress(rank: RankFacts) -> str:
+def _progress(rank: RankFacts) -> str:
     """How far a rank got."""
     stage = unfinished_stage(rank)
     if stage and "preflight" in (
@@ -179,9 +183,26 @@ def signal_name(number: int) -> str:
 
 def device_of(rank: RankFacts) -> str | None:
     """The device that a rank ran on, if it said so."""
-    if rank.inventory is not None:
-        return rank.inventory.device
-    return None
+    return rank.inventory.device if rank.inventory is not None else None
+
+
+def whose(facts: RunFacts, rank: RankFacts) -> dict[str, Any]:
+    """rank, host and device for a verdict that names a rank, or pid and host of a process that is none."""
+    host = facts.host(rank) or None
+    if not is_rank(rank.rank):
+        return {"pid": pid_of_number(rank.rank), "host": host}
+    return {"rank": rank.rank, "host": host, "device": device_of(rank)}
+
+
+def when_of(where: RunPosition) -> dict[str, Any]:
+    """root, attempt, step and batch for a verdict about a place in the run."""
+    batch = where.batch if where.batch >= 0 else None
+    return {"root": where.root or None, "attempt": where.attempt, "step": where.step, "batch": batch}
+
+
+def progress_of(facts: RunFacts, attempt: int) -> list[str]:
+    """How far each rank of an attempt got."""
+    return [_progress(rank) for rank in facts.of_attempt(attempt)]
 
 
 def pid_of(rank: RankFacts) -> str:
@@ -215,3 +236,93 @@ def between_text(between: tuple[str | None, str | None]) -> str:
     after, before = between
     ending = f"before `{before}` was called" if before else "before its own return"
     return f"after `{after}` returned and {ending}" if after else ending
+
+
+# What is worth telling beside the verdict: values near trouble, skipped steps, waived rows, the cost of watching.
+
+
+def worst_first(warnings: list[tuple[int, RangeWarning]]) -> list[tuple[int, RangeWarning]]:
+    """(rank, warning), the one with the least room first, and near overflow before underflow."""
+
+    def badness(entry: tuple[int, RangeWarning]) -> tuple[Any, ...]:
+        number, warned = entry
+        near = warned.kind == "near overflow"
+        lost = max(warned.subnormals or 0.0, warned.zeros or 0.0)
+        left = warned.headroom if warned.headroom is not None else 1e9
+        return (not near, left if near else -lost, number, warned.where.page, warned.module, warned.role)
+
+    return sorted(warnings, key=badness)
+
+
+def warning_text(warned: RangeWarning) -> str:
+    """`near overflow: output of up (Linear) in batch 3: abs max 6.20e+04, 0.1 powers of two below float16's limit`."""
+    phase = "" if warned.phase == FramePhase.FORWARD else f", {warned.phase}"
+    place = f"{warned.role} of {warned.module or 'the root'} ({warned.cls}{phase}) in batch {warned.where.batch}"
+    return f"{warned.kind}: {place}: {_amount_text(warned)}"
+
+
+def _amount_text(warned: RangeWarning) -> str:
+    """How close it was."""
+    if warned.kind == "near overflow" and warned.headroom is not None:
+        return (
+            f"abs max {number_text(warned.abs_max)}, {warned.headroom:.1f} powers of two below {warned.dtype}'s limit"
+        )
+    shares = []
+    if warned.subnormals:
+        shares.append(f"{coarse_share_text(warned.subnormals)} subnormal")
+    if warned.zeros:
+        shares.append(f"{coarse_share_text(warned.zeros)} zeros")
+    return f"{', '.join(shares) or 'lost precision'} in {warned.dtype}"
+
+
+def _fields(event: Any, *places: str) -> dict[str, Any]:
+    """All of an event as report.json calls it, with these of its place in the run."""
+    names = [name for name in event.__struct_fields__ if name != "where"]
+    found = {"class" if name == "cls" else name: getattr(event, name) for name in names}
+    return found | {name: getattr(event.where, name) for name in places}
+
+
+def warnings_of(rank: RankFacts) -> list[dict[str, Any]]:
+    """For report.json, worst first."""
+    return [
+        _fields(warned, "batch", "step") for _, warned in worst_first([(rank.rank, warned) for warned in rank.warned])
+    ]
+
+
+def scaler_of(rank: RankFacts) -> dict[str, Any] | None:
+    """For report.json: what a GradScaler skipped, and where the first bad gradient was."""
+    if not rank.skipped_steps:
+        return None
+    skips, names = rank.scaler_skips, ("module", "class", "role", "value", "batch")
+    first = _fields(skips[0], "batch") if skips else {}
+    return {
+        "skips": rank.skipped_steps,
+        "last_scale": skips[-1].scale if skips else None,
+        "in_a_row": max((skip.in_a_row for skip in skips), default=None),
+    } | {name: first.get(name) for name in names}
+
+
+def waived_of(rank: RankFacts) -> list[dict[str, Any]]:
+    """For report.json: the first waived row of each rule and place."""
+    found: dict[tuple[str, str, str], IgnoredAlarm] = {}
+    for ignored in rank.ignored:
+        found.setdefault((ignored.pattern, ignored.module, ignored.role), ignored)
+    return [_fields(ignored, "batch") for ignored in found.values()]
+
+
+def absorbed_of(rank: RankFacts) -> list[dict[str, Any]]:
+    """For report.json: the first bad value of each module and role that led nowhere."""
+    return [_fields(absorbed, "batch") for absorbed in rank.absorbed]
+
+
+def cost_of(rank: RankFacts) -> dict[str, Any] | None:
+    """For report.json: medians of the time from one batch to the next."""
+    cost = rank.cost
+    if cost is None:
+        return None
+    return _fields(cost) | {"ratio": cost.watched_ns / cost.plain_ns if cost.plain_ns > 0 else None}
+
+
+def passed_of(rank: RankFacts) -> list[dict[str, Any]]:
+    """For report.json: what was not finite and passed between this rank and others, the earliest first."""
+    return [_fields(one, "step", "batch") for one in rank.passed]

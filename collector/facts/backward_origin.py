@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
-from ...core.events import Anomaly, GraphNode, split_label
-from ...core.frames import Frame, FramePhase, Page, Row, RowContent
+from ...core.events import GraphNode
+from ...core.frames import Frame, FramePhase, Row, RowContent
 from ...core.roles import RoleKind
 from ...core.values import DTYPE_MAX
 from .calls import FrameCalls, TensorUsers, users_inside, users_of
-from .diagnosis import LocalDiagnosis, Source, diagnosis_of_row, left_before
+from .diagnosis import AlarmPage, LocalDiagnosis, quoted
 
 # Which calls' operations can have made a bad gradient, from autograd's graph and the gradients above it.
 #
@@ -149,26 +150,24 @@ _FAR = 2.0**8
 """Gradients that are so many times smaller than the dtype's largest number do not overflow when they are added."""
 
 
-def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
+def explain_gradient(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis:
     """The diagnosis of a gradient that was non-finite as soon as the backward had made it."""
-    left = left_before(page, frame, row, anomaly)
+    left = alarm.left_before(frame, row)
     if left is not None:
         return left
-    backward = _BackwardTrail(page, frames, frame, row, anomaly)
-    if row.role_kind is RoleKind.GRAD_OUTPUT:
-        return backward.of_output()
-    return backward.of_parameter()
+    backward = _BackwardTrail(alarm, frame, row)
+    return backward.of_output() if row.role_kind is RoleKind.GRAD_OUTPUT else backward.of_parameter()
 
 
 class _BackwardTrail:
-    def __init__(self, page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> None:
-        self._page = page
+    def __init__(self, alarm: AlarmPage, frame: Frame, row: Row) -> None:
+        self._alarm = alarm
         self._frame = frame
         self._row = row
-        self._anomaly = anomaly
-        self._calls = FrameCalls(other for other in frames if other.phase == FramePhase.FORWARD)
-        self._before = [other for other in frames if other.phase == FramePhase.BACKWARD and other.index < frame.index]
-        self._root_class = split_label(page.root)[0]
+        self._calls = FrameCalls(other for other in alarm.frames if other.phase == FramePhase.FORWARD)
+        self._before = [f for f in alarm.frames if f.phase == FramePhase.BACKWARD and f.index < frame.index]
+        self._name = frame.module or frame.cls
+        """How the module of the gradient is called in a stretch of code."""
 
     # -- the two kinds of gradients -----------------------------------------------------------------------------
 
@@ -188,33 +187,36 @@ class _BackwardTrail:
             users.own_code.append(module)
             users.unwatched = users.unwatched or not mine
             return self._somewhere(users, sure=False)
-        if not self._calls_of(module) and mine[0].cls != "MultiheadAttention":  # it uses its `out_proj` itself
-            return self._of_uncalled(mine[0])
+        first = mine[0]
+        if not self._calls_of(module) and first.cls != "MultiheadAttention":  # it uses its `out_proj` itself
+            note = (
+                f"no frame shows a call of {quoted(module)}: {quoted(first.module)} used its parameter itself, or ran "
+                "compiled code that was not looked into, and then a module in there can have made it"
+            )
+            return self._made_inside(first, note, below=True)
         if self._may_be_reduced(mine):
-            return self._diagnosis(module, self._frame.cls, self._row.role, source="received")
+            return self._diagnosis(module, self._frame.cls, received=True)
         sharing = sorted(self._sharing())
         if sharing:
-            named = ", ".join(map(_named, sharing))
+            named = ", ".join(map(quoted, sharing))
             note = f"{named} used the same parameter: its gradient is the sum over all of them"
-            return self._diagnosis(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
-        if any(_is_inside(other.module, mine[0].module) for other in self._calls.frames):
+            return self._diagnosis(module, self._frame.cls, sure=False, notes=(note,))
+        if any(_is_inside(other.module, first.module) for other in self._calls.frames):
             # made by its own code, or by a call that used what its own code had made
-            after = self._last_finite(mine[0].module, below=True)
-            inside = users_inside(self._calls, mine[0], -1)
+            inside = users_inside(self._calls, first, -1)
             suspects = tuple(dict.fromkeys(call.module for call in inside.takers))
             return self._diagnosis(
-                mine[0].module,
-                mine[0].cls,
-                self._row.role,
-                between=(after, module or self._frame.cls),
+                first.module,
+                first.cls,
+                between=(self._last_finite(first.module, below=True), self._name),
                 sure=not suspects,
                 suspects=suspects,
-                own_code=(mine[0].module,),
+                own_code=(first.module,),
             )
         if self._is_too_large_for(mine):
             note = "what it was handed is too small for that: the loss, or other code, may have used the parameter, too"
-            return self._diagnosis(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
-        return self._diagnosis(module, self._frame.cls, self._row.role)
+            return self._diagnosis(module, self._frame.cls, sure=False, notes=(note,))
+        return self._diagnosis(module, self._frame.cls)
 
     def _is_too_large_for(self, mine: list[Frame]) -> bool:
         """Whether a Linear or an Embedding cannot have made this gradient of its parameter itself.
@@ -231,34 +233,20 @@ class _BackwardTrail:
         ]
         return all(bound is not None and bound < limit / _FAR for bound in bounds)
 
-    def _of_uncalled(self, around: Frame) -> LocalDiagnosis:
-        """A gradient of a parameter whose module has no frame: the one around it used it, or code that was compiled."""
-        after = self._last_finite(around.module, below=True)
-        between = (after, self._frame.module or self._frame.cls)
-        note = (
-            f"no frame shows a call of {_named(self._frame.module)}: {_named(around.module)} used its parameter "
-            "itself, or ran compiled code that was not looked into, and then a module in there can have made it"
-        )
-        return self._diagnosis(
-            around.module,
-            around.cls,
-            self._row.role,
-            source="received" if self._may_be_reduced([around]) else "made",
-            between=between,
-            sure=False,
-            own_code=(around.module,),
-            notes=(note,),
-        )
-
     def _of_unseen(self, call: Frame, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
         """What was handed a finite gradient, and inside of which none was seen: a graph, whose runs overwrite them."""
-        note = f"no gradient was seen inside of {_named(call.module)}: whatever is in there can have made it"
+        note = f"no gradient was seen inside of {quoted(call.module)}: whatever is in there can have made it"
+        return self._made_inside(call, note, own_code)
+
+    def _made_inside(
+        self, call: Frame, note: str, own_code: tuple[str, ...] = (), *, below: bool = False
+    ) -> LocalDiagnosis:
+        """Made inside of a call that shows no more. The last finite gradient there may be its own, unless `below`."""
         return self._diagnosis(
             call.module,
             call.cls,
-            self._row.role,
-            source="received" if self._may_be_reduced([call]) else "made",
-            between=(self._last_finite(call.module), self._frame.module or self._frame.cls),
+            received=self._may_be_reduced([call]),
+            between=(self._last_finite(call.module, below=below), self._name),
             sure=False,
             own_code=(*own_code, call.module),
             notes=(note,),
@@ -272,7 +260,7 @@ class _BackwardTrail:
         made = self._calls_of(self._frame.module)
         users = users_of(self._calls, made, [self._row.parsed_role.name])
         if len(made) != 1:  # it is unknown which of its calls this gradient belongs to
-            users.own_code.append(_parent_name(self._frame.module))
+            users.own_code.append(self._frame.module.rpartition(".")[0])
             return self._somewhere(users, sure=bool(made))
         return self._of_users(users)
 
@@ -280,16 +268,14 @@ class _BackwardTrail:
 
     def _of_graph(self) -> LocalDiagnosis | None:
         """The diagnosis where the graph's operations and the gradients above leave a known choice; else None."""
-        again = self._anomaly.again
-        mine = (self._anomaly.frame, self._anomaly.module, self._anomaly.role)
-        if again is None or mine != (self._frame.index, self._frame.module, self._row.role):
+        if not self._alarm.is_about(self._frame, self._row):
             return None
         is_nan = self._row.nan and not (self._row.posinf or self._row.neginf)
-        found = makers_of(again.graph, self._all_finite, self._returned_finite if is_nan else None)
+        found = makers_of(self._alarm.again.graph, self._all_finite, self._returned_finite if is_nan else None)
         if found is None or not self._is_no_sum():
             return None
         calls: dict[GradientMaker, Frame] = {}
-        excluded = [f"{node.op} of {_named(node.module)}" for node in found.passed]
+        excluded = [f"{node.op} of {quoted(node.module)}" for node in found.passed]
         for maker in found.makers:
             of = self._calls_of(maker.module)
             if maker.call < 0 or len(of) != 1 or (maker.opaque and self._calls.children(of[0])):
@@ -297,7 +283,7 @@ class _BackwardTrail:
             if not self._cannot_overflow(maker, of[0]):
                 calls[maker] = of[0]
             else:
-                excluded.append(f"{_named(maker.module)}, whose numbers are too small")
+                excluded.append(f"{quoted(maker.module)}, whose numbers are too small")
         if not calls or any(call.collectives for call in calls.values()) or self._may_be_received([*calls.values()]):
             return None
         if len(calls) > 1:
@@ -305,16 +291,15 @@ class _BackwardTrail:
                 calls=[call for call in calls.values() if not self._calls.children(call)],
                 own_code=[call.module for call in calls.values() if self._calls.children(call)],
             )
-            return replace(self._somewhere(users, sure=False), excluded=tuple(excluded))
+            return self._somewhere(users, sure=False, excluded=tuple(excluded))
         (call,) = calls.values()
         role = self._role_in(call)
         if self._calls.children(call) or not role:
             after = self._last_finite(call.module, below=True)
-            between = (after, self._frame.module or self._frame.cls)
-            diagnosis = self._diagnosis(call.module, call.cls, self._row.role, between=between, own_code=(call.module,))
+            fields: dict[str, Any] = {"between": (after, self._name), "own_code": (call.module,)}
         else:
-            diagnosis = self._diagnosis(call.module, call.cls, f"grad {role}")
-        return replace(diagnosis, excluded=tuple(excluded))
+            fields = {"role": f"grad {role}"}
+        return self._diagnosis(call.module, call.cls, excluded=tuple(excluded), **fields)
 
     def _all_finite(self, module: str, outputs: int) -> bool:
         """Whether the gradients of all that a module returned were seen and finite: at least so many of them."""
@@ -360,18 +345,26 @@ class _BackwardTrail:
             own_code = (*own_code, *users.own_code)
         if user is None:
             if users.returned and not users.calls and not users.own_code:
-                return self._outside()
+                # the script's own loss made the gradient, or the next stage of a pipeline
+                return self._alarm.diagnosis(
+                    self._frame,
+                    self._row,
+                    "outside",
+                    FramePhase.BACKWARD,
+                    module="",
+                    cls=self._alarm.root_class,
+                    between=("", self._name),
+                )
             return self._somewhere(users, own_code, sure=bool(users.calls or users.own_code))
         if not self._calls.children(user):
             if not self._seen_finite([user]):
                 return self._somewhere(users, own_code, sure=False)
             role = next(row.role for row in user.inputs if row.value == users.value)
-            received = user.collectives > 0 or self._may_be_received([user])
             return self._diagnosis(
                 user.module,
                 user.cls,
-                f"grad {role}",
-                source="received" if received else "made",
+                role=f"grad {role}",
+                received=user.collectives > 0 or self._may_be_received([user]),
                 sure=not own_code,
                 own_code=own_code,
             )
@@ -480,69 +473,37 @@ class _BackwardTrail:
 
     # -- diagnoses -----------------------------------------------------------------------------------------------
 
-    def _somewhere(self, users: TensorUsers, own_code: tuple[str, ...] = (), *, sure: bool = True) -> LocalDiagnosis:
+    def _somewhere(
+        self, users: TensorUsers, own_code: tuple[str, ...] = (), *, sure: bool = True, **fields: Any
+    ) -> LocalDiagnosis:
         """Several users, or their sum, can have made it. Name the smallest module that holds all of them."""
         suspects = tuple(dict.fromkeys(call.module for call in [*users.calls, *users.takers]))
         scope = users.scope
         last = [(frame.index, call.module) for call in users.calls for frame, row in self._gradients_of(call)]
         after = max(last)[1] if last else self._last_finite(scope)
         calls = self._calls_of(scope)
-        cls = calls[-1].cls if calls else self._root_class if scope == "" else "?"
-        received = self._may_be_received(users.calls)
         return self._diagnosis(
             scope,
-            cls,
-            self._row.role,
-            source="received" if received else "made",
-            between=(after, self._frame.module or self._frame.cls),
+            calls[-1].cls if calls else self._alarm.root_class if scope == "" else "?",
+            received=self._may_be_received(users.calls),
+            between=(after, self._name),
             sure=sure and not suspects and not own_code,
             suspects=suspects,
             own_code=tuple(dict.fromkeys((*own_code, *users.own_code))),
+            **fields,
         )
 
-    def _outside(self) -> LocalDiagnosis:
-        """The model returned the tensor: the script's own loss made the gradient, or the next stage of a pipeline."""
-        return self._diagnosis(
-            "", self._root_class, self._row.role, source="outside", between=("", self._frame.module or self._frame.cls)
-        )
-
-    def _diagnosis(
-        self,
-        module: str,
-        cls: str,
-        role: str,
-        *,
-        source: Source = "made",
-        between: tuple[str, str | None] | None = None,
-        sure: bool = True,
-        notes: tuple[str, ...] = (),
-        suspects: tuple[str, ...] = (),
-        own_code: tuple[str, ...] = (),
-    ) -> LocalDiagnosis:
-        found = diagnosis_of_row(
-            self._page,
+    def _diagnosis(self, module: str, cls: str, *, received: bool = False, **fields: Any) -> LocalDiagnosis:
+        return self._alarm.diagnosis(
             self._frame,
             self._row,
-            self._anomaly,
+            "received" if received else "made",
+            FramePhase.BACKWARD,
             module=module,
             cls=cls,
-            phase=FramePhase.COLLECTIVE if source == "received" else FramePhase.BACKWARD,
-            source=source,
-            role=role,
-            between=between,
-            sure=sure,
-            notes=notes,
+            **fields,
         )
-        return replace(found, suspects=suspects, own_code=own_code)
 
 
 def _is_inside(module: str, scope: str) -> bool:
     return module != scope and (scope == "" or module.startswith(f"{scope}."))
-
-
-def _named(module: str) -> str:
-    return f"`{module}`" if module else "the root module"
-
-
-def _parent_name(module: str) -> str:
-    return module.rpartition(".")[0]

@@ -150,9 +150,7 @@ class TensorUsers:
     @property
     def only_call(self) -> Frame | None:
         """The only call that can have used it; None if anything else can have."""
-        if len(self.calls) != 1 or self.own_code or self.returned or self.unwatched:
-            return None
-        return self.calls[0]
+        return None if self.own_code else self._call
 
     @property
     def likely_call(self) -> Frame | None:
@@ -160,9 +158,11 @@ class TensorUsers:
 
         `x + self.act(self.norm(x))`: `norm` was handed x, and own code has what `act` returned. It may use x, too.
         """
-        if len(self.calls) != 1 or not self.explained or self.returned or self.unwatched:
-            return None
-        return self.calls[0]
+        return self._call if self.explained else None
+
+    @property
+    def _call(self) -> Frame | None:
+        return self.calls[0] if len(self.calls) == 1 and not self.returned and not self.unwatched else None
 
     @property
     def scope(self) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 
 from ...core.events import Anomaly, IssuedMoment, LookedAgain, RunPosition, split_label
-from ...core.frames import Frame, FramePhase, Page, Row, module_text
+from ...core.frames import Frame, FramePhase, Page, Row, RowContent, format_number, module_text
 from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
@@ -60,7 +60,7 @@ class LocalDiagnosis:
     clock: dict[str, int] = field(default_factory=dict)
     sent: dict[str, dict[int, int]] = field(default_factory=dict)
     received: dict[str, dict[int, int]] = field(default_factory=dict)
-    """What the rank had issued then: see core.records.Where."""
+    """What the rank had issued then: see core.events.RunPosition."""
     at: tuple[str, str, str] = ("", "", "")
     """(module, class, role) of the row that shows the value. `module` is where it was made."""
     turned: tuple[str, str] | None = None
@@ -70,7 +70,7 @@ class LocalDiagnosis:
     changed_since: bool = False
     """A bad weight was finite when it was last read, and no step can have changed it since."""
     history: str = ""
-    """What is known of a bad weight from before: a clause (weight_timeline.py)."""
+    """What is known of a bad weight from before: a clause (step_origin.py)."""
     computed: bool = False
     """The script has computed the bad weight from other tensors."""
     bad_buffers: tuple[str, ...] = ()
@@ -107,72 +107,114 @@ class LocalDiagnosis:
         return self.source == "made"
 
 
-def diagnosis_of_row(
-    page: Page,
-    frame: Frame,
-    row: Row,
-    anomaly: Anomaly,
-    *,
-    module: str,
-    cls: str,
-    phase: FramePhase,
-    source: Source,
-    role: str = "",
-    between: tuple[str, str | None] | None = None,
-    sure: bool = True,
-    notes: tuple[str, ...] = (),
-    turned: tuple[str, str] | None = None,
-) -> LocalDiagnosis:
-    """A diagnosis about one row of a page."""
-    again = anomaly.again
-    # a frame carries the number at its call's end; the value was seen before that
-    seq = min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1)
-    then = _issued_then(anomaly, seq)
-    return LocalDiagnosis(
-        rank=page.rank,
-        attempt=page.attempt,
-        step=page.step,
-        batch=page.batch,
-        root=page.root,
-        module=module,
-        cls=cls,
-        phase=phase,
-        source=source,
-        role=role or row.role,
-        value=name_of(NonFinite(row.flags)),
-        dtype=row.dtype,
-        shape=tuple(row.shape) if row.shape is not None else None,
-        seq=seq,
-        frame=frame.index,
-        between=between,
-        sure=sure and not (source == "made" and again is not None and _may_be_elsewhere(again, module, phase)),
-        clock=then.clock,
-        sent=then.sent,
-        received=then.received,
-        at=(frame.module, frame.cls, row.role),
-        turned=turned,
-        seen_in=frame.phase,
-        cause=anomaly.cause,
-        notes=(*notes, *_of_scale(anomaly, phase), *_of_threads(again), *around(anomaly)),
-        bad_buffers=tuple(_buffers(anomaly)),
-        changed=again is not None and bool(again.changed),
-    )
+@dataclass(frozen=True)
+class AlarmPage:
+    """The page in which a rank has raised its alarm."""
+
+    page: Page
+    anomaly: Anomaly
+    frames: list[Frame]
+    """Those of the page, by index."""
+    earlier: Sequence[Page] = ()
+    """Pages of the same root from before, latest first. They tell what is new in this one."""
+
+    @property
+    def again(self) -> LookedAgain:
+        """What the second look at the alarm's module has found; nothing, if there was none."""
+        return self.anomaly.again or LookedAgain()
+
+    @property
+    def root_class(self) -> str:
+        """Class of the model whose batch it is."""
+        return split_label(self.page.root)[0]
+
+    def is_about(self, frame: Frame, row: Row) -> bool:
+        """Whether the alarm was raised for this very row."""
+        return (self.anomaly.frame, self.anomaly.module, self.anomaly.role) == (frame.index, frame.module, row.role)
+
+    def left_before(self, frame: Frame, row: Row) -> LocalDiagnosis | None:
+        """The diagnosis of the alarm's gradient, if it was not finite before its backward began; else None."""
+        is_left = self.again.left and self.is_about(frame, row)
+        return self.diagnosis(frame, row, "left", FramePhase.BACKWARD) if is_left else None
+
+    def diagnosis(
+        self,
+        frame: Frame,
+        row: Row,
+        source: Source,
+        phase: FramePhase,
+        *,
+        module: str | None = None,
+        cls: str = "",
+        role: str = "",
+        sure: bool = True,
+        notes: Iterable[str] = (),
+        **fields: Any,
+    ) -> LocalDiagnosis:
+        """The diagnosis from one row of the page. Its place is that row's unless `module` and `cls` are given.
+
+        `fields` are further ones of the diagnosis.
+        """
+        page, anomaly, again = self.page, self.anomaly, self.again
+        if module is None:
+            module, cls = frame.module, frame.cls
+        if source == "received":
+            phase = FramePhase.COLLECTIVE
+        # a frame carries the number at its call's end; the value was seen before that
+        seq = min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1)
+        # what the rank had issued at that number; if nobody knows that, when the alarm was raised
+        then = next((moment for moment in anomaly.moments if moment.seq == seq), anomaly.where)
+        return LocalDiagnosis(
+            **_place_of(page, then),
+            module=module,
+            cls=cls,
+            phase=phase,
+            source=source,
+            role=role or row.role,
+            value=name_of(NonFinite(row.flags)),
+            dtype=row.dtype,
+            shape=tuple(row.shape) if row.shape is not None else None,
+            seq=seq,
+            frame=frame.index,
+            sure=sure and not (source == "made" and _may_be_elsewhere(again, module, phase)),
+            at=(frame.module, frame.cls, row.role),
+            seen_in=frame.phase,
+            cause=anomaly.cause,
+            notes=(*notes, *_of_scale(again, phase), *_of_threads(again), *_around(anomaly, again)),
+            bad_buffers=tuple(_buffers(anomaly, again)),
+            changed=bool(again.changed),
+            **fields,
+        )
 
 
-def _issued_then(anomaly: Anomaly, seq: int) -> IssuedMoment | RunPosition:
-    """What the rank had issued at its number `seq`; if nobody knows that, when the alarm was raised."""
-    return next((moment for moment in anomaly.moments if moment.seq == seq), anomaly.where)
+def _place_of(page: Page | RunPosition, then: RunPosition | IssuedMoment) -> dict[str, Any]:
+    """Where a diagnosis is in the run, and what the rank had issued then."""
+    place = {name: getattr(page, name) for name in ("rank", "attempt", "step", "batch", "root")}
+    return place | {name: getattr(then, name) for name in ("clock", "sent", "received")}
 
 
-def left_before(page: Page, frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis | None:
-    """The diagnosis of an alarm's gradient that was not finite before its backward began; None for another one."""
-    again = anomaly.again
-    mine = (anomaly.frame, anomaly.module, anomaly.role)
-    if again is None or not again.left or mine != (frame.index, frame.module, row.role):
-        return None
-    return diagnosis_of_row(
-        page, frame, row, anomaly, module=frame.module, cls=frame.cls, phase=FramePhase.BACKWARD, source="left"
-    )
+def quoted(module: str) -> str:
+    """The module's name in a sentence."""
+    return f"`{module}`" if module else "the root module"
+
+
+def number_text(number: float | None) -> str:
+    """`6.20e+04`; `-` if it is unknown."""
+    return format_number(number).strip()
+
+
+def rows_in(frames: Iterable[Frame], phase: FramePhase, like: Frame, role: str, *, before: bool = False) -> list[Row]:
+    """The measured rows of a role in the frames of a phase that are of the same module as the frame `like`.
+
+    `before`: those before that frame alone.
+    """
+    return [
+        row
+        for frame in frames
+        if frame.phase == phase and frame.module == like.module and (frame.index < like.index or not before)
+        for row in frame.rows
+        if row.role == role and row.kind == RowContent.MEASURED
+    ]
 
 
 def _may_be_elsewhere(again: LookedAgain, module: str, phase: FramePhase) -> bool:
@@ -182,26 +224,21 @@ def _may_be_elsewhere(again: LookedAgain, module: str, phase: FramePhase) -> boo
     return bool(again.changed) or again.threads or held
 
 
-def _of_threads(again: LookedAgain | None) -> tuple[str, ...]:
-    if again is None or not again.threads:
-        return ()
-    return ("modules were called in another thread within that forward, and have no frames: one can have made it",)
+def _of_threads(again: LookedAgain) -> list[str]:
+    text = "modules were called in another thread within that forward, and have no frames: one can have made it"
+    return [text] if again.threads else []
 
 
-def _of_scale(anomaly: Anomaly, phase: FramePhase) -> tuple[str, ...]:
+def _of_scale(again: LookedAgain, phase: FramePhase) -> list[str]:
     """The scale that gradients had from a GradScaler: it may be the only reason why they were inf."""
-    scale = anomaly.again.loss_scale if anomaly.again is not None else None
-    if scale is None or phase not in (FramePhase.BACKWARD, FramePhase.COLLECTIVE, FramePhase.OPTIMIZER):
-        return ()
-    return (f"a GradScaler had scaled the loss; its scale was {scale:g} when the alarm was raised",)
+    if again.loss_scale is None or phase not in (FramePhase.BACKWARD, FramePhase.COLLECTIVE, FramePhase.OPTIMIZER):
+        return []
+    return [f"a GradScaler had scaled the loss; its scale was {again.loss_scale:g} when the alarm was raised"]
 
 
-def around(anomaly: Anomaly) -> tuple[str, ...]:
+def _around(anomaly: Anomaly, again: LookedAgain) -> list[str]:
     """What a second look at the module of an alarm has found beside its weights."""
-    again = anomaly.again
-    if again is None:
-        return ()
-    found = [f"{name} is {value}" for name, value in _buffers(anomaly).items()]
+    found = [f"{name} is {value}" for name, value in _buffers(anomaly, again).items()]
     found += [
         f"attribute {each.name} of {module_text(each.module, each.cls)} holds {each.value}" for each in again.held
     ]
@@ -211,23 +248,18 @@ def around(anomaly: Anomaly) -> tuple[str, ...]:
     if again.optimizer is not None and "lr" in again.optimizer.settings:
         name = again.optimizer.cls.rpartition(".")[2]
         found.append(f"the last step before was of {name}, learning rate {again.optimizer.settings['lr']:g}")
-    return tuple(found)
+    return found
 
 
-def _buffers(anomaly: Anomaly) -> dict[str, str]:
+def _buffers(anomaly: Anomaly, again: LookedAgain) -> dict[str, str]:
     place = module_text(anomaly.module, anomaly.cls)
-    buffers = anomaly.again.buffers if anomaly.again is not None else {}
-    return {f"buffer {name} of {place}": value for name, value in buffers.items()}
+    return {f"buffer {name} of {place}": value for name, value in again.buffers.items()}
 
 
 def from_event(anomaly: Anomaly) -> LocalDiagnosis:
     """The diagnosis without the page: what the worker's event says of the first frame with a non-finite value."""
     found = LocalDiagnosis(
-        rank=anomaly.where.rank,
-        attempt=anomaly.where.attempt,
-        step=anomaly.where.step,
-        batch=anomaly.where.batch,
-        root=anomaly.where.root,
+        **_place_of(anomaly.where, anomaly.where),
         module=anomaly.module,
         cls=anomaly.cls,
         phase=FramePhase.FORWARD if anomaly.phase == FramePhase.RECOMPUTE else anomaly.phase,
@@ -239,9 +271,6 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         seq=anomaly.where.seq,
         frame=anomaly.frame,
         from_page=False,
-        clock=anomaly.where.clock,
-        sent=anomaly.where.sent,
-        received=anomaly.where.received,
         at=(anomaly.module, anomaly.cls, anomaly.role),
         seen_in=anomaly.phase,
         cause=anomaly.cause,
@@ -291,11 +320,6 @@ def is_scalers(anomaly: Anomaly) -> bool:
 _UNKNOWN_PEER = -1
 
 
-def before(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
-    """Whether `left` was certainly earlier than `right`, by what these two ranks have passed to each other."""
-    return DiagnosisOrder([left, right]).before(left, right)
-
-
 def earliest(diagnoses: list[LocalDiagnosis]) -> list[LocalDiagnosis]:
     """The diagnoses that none came before. If they form a ring, all of them."""
     return DiagnosisOrder(diagnoses).earliest()
@@ -305,7 +329,7 @@ class DiagnosisOrder:
     """The strict partial order of some diagnoses, one of each rank. It is transitive: over a third rank as well."""
 
     def __init__(self, diagnoses: list[LocalDiagnosis]) -> None:
-        self._diagnoses = diagnoses
+        self.diagnoses = diagnoses
         self._place = {_key(one): place for place, one in enumerate(diagnoses)}
         leads = _message_edges(diagnoses, self._place)
         cuts = _cuts(diagnoses)
@@ -319,13 +343,13 @@ class DiagnosisOrder:
 
     def earliest(self) -> list[LocalDiagnosis]:
         """The diagnoses that none came before."""
-        places = range(len(self._diagnoses))
-        return [self._diagnoses[n] for n in places if not any(self._is_before(other, n) for other in places)]
+        places = range(len(self.diagnoses))
+        return [self.diagnoses[n] for n in places if not any(self._is_before(other, n) for other in places)]
 
     def silent_groups(self) -> list[str]:
         """Names of the process groups that count nothing, and so put no ranks in order. Several ranks are in each."""
         ranks: defaultdict[str, int] = defaultdict(int)
-        for one in self._diagnoses:
+        for one in self.diagnoses:
             for group, count in one.clock.items():
                 ranks[group] += count < 0
         return sorted(group for group, number in ranks.items() if number > 1)

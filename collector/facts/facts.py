@@ -5,41 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...core.events import (
-    AbsorbedValue,
-    Anomaly,
-    BandwidthRows,
-    BatchInputs,
-    CompiledUnseen,
-    GpuCounters,
-    GpuHealth,
-    GpuXid,
-    IgnoredAlarm,
-    LeftGroup,
-    LimitForecast,
-    LooseParameters,
-    NodeSignal,
-    NotLookedInto,
-    OwnFault,
-    PassedTensor,
-    PreflightBegan,
-    PreflightResult,
-    PreflightStage,
-    RangeWarning,
-    RankInventoryEvent,
-    RankLook,
-    ScalerSkip,
-    ScriptError,
-    ScriptExit,
-    StepTimes,
-    WatchCost,
-    WorkerExit,
-)
+from ...core import events
 from ...core.identity import is_rank
-from ...core.wire.messages import AgentHello, NodeBye, RankState, TelemetryMessage
+from ...core.wire.messages import AgentHello, NodeBye, RankState, TelemetryMessage, node_of
 from .diagnosis import LocalDiagnosis
-from .kept_history import KeptHistory
-from .kept_pages import KeptPage
+from .kept_pages import KeptHistory, KeptPage
 
 # The pages of one rank, found by their number, their optimizer step or their batch, however many there are.
 
@@ -89,39 +59,39 @@ class RankFacts:
     rank: int
     attempt: int
     agent: str = ""
-    anomalies: list[Anomaly] = field(default_factory=list)
-    errors: list[ScriptError] = field(default_factory=list)
-    faults: list[OwnFault] = field(default_factory=list)
-    begun: list[PreflightBegan] = field(default_factory=list)
-    stages: list[PreflightStage] = field(default_factory=list)
-    bandwidth: BandwidthRows | None = None
-    preflight: PreflightResult | None = None
-    inventory: RankInventoryEvent | None = None
-    script_exit: ScriptExit | None = None
-    left_group: LeftGroup | None = None
+    anomalies: list[events.Anomaly] = field(default_factory=list)
+    errors: list[events.ScriptError] = field(default_factory=list)
+    faults: list[events.OwnFault] = field(default_factory=list)
+    begun: list[events.PreflightBegan] = field(default_factory=list)
+    stages: list[events.PreflightStage] = field(default_factory=list)
+    bandwidth: events.BandwidthRows | None = None
+    preflight: events.PreflightResult | None = None
+    inventory: events.RankInventoryEvent | None = None
+    script_exit: events.ScriptExit | None = None
+    left_group: events.LeftGroup | None = None
     """The last time that it did."""
-    exit: WorkerExit | None = None
+    exit: events.WorkerExit | None = None
     pages: RankPages = field(default_factory=RankPages)
     """By number; the fullest copy of each."""
     histories: dict[int, KeptHistory] = field(default_factory=dict, compare=False, repr=False)
     """By root."""
     state: RankState | None = None
     pages_dropped: int = 0
-    warned: list[RangeWarning] = field(default_factory=list)
-    scaler_skips: list[ScalerSkip] = field(default_factory=list)
-    ignored: list[IgnoredAlarm] = field(default_factory=list)
-    absorbed: list[AbsorbedValue] = field(default_factory=list)
-    passed: list[PassedTensor] = field(default_factory=list)
+    warned: list[events.RangeWarning] = field(default_factory=list)
+    scaler_skips: list[events.ScalerSkip] = field(default_factory=list)
+    ignored: list[events.IgnoredAlarm] = field(default_factory=list)
+    absorbed: list[events.AbsorbedValue] = field(default_factory=list)
+    passed: list[events.PassedTensor] = field(default_factory=list)
     """What was not finite and went into collectives and messages, or came out of them; the earliest first."""
-    not_looked_into: list[NotLookedInto] = field(default_factory=list)
-    compiled_unseen: list[CompiledUnseen] = field(default_factory=list)
-    loose_parameters: list[LooseParameters] = field(default_factory=list)
-    batch_inputs: list[BatchInputs] = field(default_factory=list)
-    costs: list[WatchCost] = field(default_factory=list)
-    looks: list[RankLook] = field(default_factory=list)
+    not_looked_into: list[events.NotLookedInto] = field(default_factory=list)
+    compiled_unseen: list[events.CompiledUnseen] = field(default_factory=list)
+    loose_parameters: list[events.LooseParameters] = field(default_factory=list)
+    batch_inputs: list[events.BatchInputs] = field(default_factory=list)
+    costs: list[events.WatchCost] = field(default_factory=list)
+    looks: list[events.RankLook] = field(default_factory=list)
     """Where it stood each time when all ranks were asked."""
-    step_times: StepTimes | None = None
-    forecasts: list[LimitForecast] = field(default_factory=list)
+    step_times: events.StepTimes | None = None
+    forecasts: list[events.LimitForecast] = field(default_factory=list)
     """While it ran: modules that were about to pass their limit."""
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none."""
@@ -152,7 +122,7 @@ class RankFacts:
         return self.state.batches_skipped if self.state is not None else 0
 
     @property
-    def cost(self) -> WatchCost | None:
+    def cost(self) -> events.WatchCost | None:
         """The measurement that saw the most."""
         return max(self.costs, key=lambda cost: (cost.watched_batches, cost.plain_batches), default=None)
 
@@ -164,12 +134,12 @@ class NodeFacts:
     agent: str
     hello: AgentHello | None = None
     bye: NodeBye | None = None
-    signal: NodeSignal | None = None
+    signal: events.NodeSignal | None = None
     lost: bool = False
     """It went silent before its Bye."""
     clock: tuple[int, int] | None = None
     """(by how much the collector's clock is ahead, round trip of the exchange that told), in nanoseconds."""
-    gpu_events: list[GpuXid | GpuCounters | GpuHealth] = field(default_factory=list)
+    gpu_events: list[events.GpuXid | events.GpuCounters | events.GpuHealth] = field(default_factory=list)
     hot: bytes = b""
     """Modules of its ranks that were closest to their limit, as its last beat has them."""
     gpus: bytes = b""
@@ -222,20 +192,25 @@ class RunFacts:
         )
 
     @property
+    def hellos(self) -> list[AgentHello]:
+        """What the nodes that were heard have said first."""
+        return [node.hello for node in self.nodes.values() if node.hello is not None]
+
+    @property
     def check_only(self) -> bool:
         """There was no script: `gpuwatch check`."""
-        return any(node.hello.check_only for node in self.nodes.values() if node.hello is not None)
+        return any(hello.check_only for hello in self.hellos)
 
     @property
     def announced_ranks(self) -> int:
         """How many ranks the job has: as its nodes say, or its ranks where the nodes do not know it beforehand."""
-        said = sum(node.hello.nproc for node in self.nodes.values() if node.hello is not None)
+        said = sum(hello.nproc for hello in self.hellos)
         return said or max((rank.state.world_size for rank in self.ranks.values() if rank.state is not None), default=0)
 
     @property
     def starter(self) -> str:
         """Who has started the ranks, for a sentence: `torchrun`."""
-        return next((node.hello.starter for node in self.nodes.values() if node.hello is not None), "torchrun")
+        return next((hello.starter for hello in self.hellos), "torchrun")
 
     def of_attempt(self, attempt: int) -> list[RankFacts]:
         """Its ranks in order."""
@@ -245,3 +220,39 @@ class RunFacts:
         """The host of a rank; "" if unknown."""
         node = self.nodes.get(facts.agent)
         return node.hello.host if node is not None and node.hello is not None else ""
+
+
+class HeardNumbers:
+    """Which of the numbered messages were never heard. An agent counts them from 1, without a gap.
+
+    They come in any order, with duplicates.
+    """
+
+    def __init__(self) -> None:
+        self._whole: dict[str, int] = {}
+        """By agent: everything up to this number was heard."""
+        self._beyond: dict[str, set[int]] = {}
+        """Numbers behind a gap."""
+
+    def add(self, agent: str, n: int) -> None:
+        """A message of an agent was heard; 0 is not numbered."""
+        whole = self._whole.get(agent, 0)
+        if n != whole + 1:
+            if n > whole:
+                self._beyond.setdefault(agent, set()).add(n)
+            return
+        beyond = self._beyond.get(agent)
+        whole = n
+        while beyond and whole + 1 in beyond:
+            whole += 1
+            beyond.discard(whole)
+        self._whole[agent] = whole
+
+    def lost(self) -> dict[str, int]:
+        """node -> messages that were sent before others that were heard, and are not there."""
+        found: dict[str, int] = {}
+        for agent, beyond in self._beyond.items():
+            if beyond:
+                gap = max(beyond) - self._whole.get(agent, 0) - len(beyond)
+                found[node_of(agent)] = found.get(node_of(agent), 0) + gap
+        return found

@@ -11,23 +11,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from ...core.events import (
-    Anomaly,
-    BandwidthRows,
-    GpuCounters,
-    GpuHealth,
-    GpuXid,
-    LeftGroup,
-    NodeSignal,
-    PreflightResult,
-    RankInventoryEvent,
-    RootDef,
-    RunPosition,
-    ScriptExit,
-    StepTimes,
-    WorkerExit,
-    split_label,
-)
+from ...core import events
+from ...core.events import split_label
 from ...core.identity import is_rank
 from ...core.judge import anomaly_of, first_alarm
 from ...core.text import is_shown, shown, shown_lines, shown_name
@@ -44,11 +29,9 @@ from ...core.wire.messages import (
     TelemetryMessage,
     node_of,
 )
-from .facts import NodeFacts, RankFacts, RunFacts
+from .facts import HeardNumbers, NodeFacts, RankFacts, RunFacts
 from .forward_origin import diagnose
-from .heard import HeardNumbers
-from .kept_history import KeptHistory
-from .kept_pages import KeptPage, PageCache, RankNames
+from .kept_pages import KeptHistory, KeptPage, PageCache, RankNames
 
 # A message with all its text made safe to show (core/text.py), before anything is made of it. Pure.
 #
@@ -77,9 +60,8 @@ def _safe(value: Any, field: str, owner: str) -> Any:
     if isinstance(value, msgspec.Struct):
         name = type(value).__name__
         changed = {}
-        for (
-            key
-        ) in value.__struct_fields__:  # of eight thousand ranks twice a second: so what holds no text is passed by
+        # of eight thousand ranks twice a second: so what holds no text is passed by
+        for key in value.__struct_fields__:
             old = getattr(value, key)
             if type(old) not in _PLAIN and (safe := _safe(old, key, name)) is not old:
                 changed[key] = safe
@@ -104,8 +86,8 @@ def _text(text: str, field: str, owner: str) -> str:
 
 def _root(label: str) -> str:
     cls, ordinal = split_label(label)
-    known = RootDef(0, cls, ordinal).label == label
-    return RootDef(0, shown_name(cls), ordinal).label if known else shown_name(label)
+    known = events.RootDef(0, cls, ordinal).label == label
+    return events.RootDef(0, shown_name(cls), ordinal).label if known else shown_name(label)
 
 
 _EARLIER_PAGES = 3
@@ -136,9 +118,9 @@ class FactFold:
         self._load_history = load_history
         self._facts = RunFacts()
         self._heard = HeardNumbers()
-        self._shelf = PageCache()
+        self._cache = PageCache()
         self._names: dict[tuple[int, int], RankNames] = {}
-        self._diagnosed: dict[tuple[int, int], tuple[Anomaly, list[tuple[int, int]]]] = {}
+        self._diagnosed: dict[tuple[int, int], tuple[events.Anomaly, list[tuple[int, int]]]] = {}
         """What a rank's diagnosis was made of."""
         self.is_behind = False
         """Whether some ranks have yet to be diagnosed from their pages."""
@@ -176,10 +158,10 @@ class FactFold:
         elif isinstance(body, NodeBeat):
             _take_beat(self._facts, node, body)
         elif isinstance(body, EventMessage):
-            if isinstance(body.event, Anomaly):
+            if isinstance(body.event, events.Anomaly):
                 self._forget_inferred((body.event.where.attempt, body.event.where.rank))
                 self._met_in.add(body.event.where.step)
-            elif isinstance(body.event, PreflightResult):
+            elif isinstance(body.event, events.PreflightResult):
                 self._told.discard((body.event.where.attempt, body.event.where.rank))
             _take_event(self._facts, agent, node, body)
 
@@ -226,13 +208,13 @@ class FactFold:
     def _names_of(self, attempt: int, rank: int) -> RankNames:
         names = self._names.get((attempt, rank))
         if names is None:
-            names = self._names[attempt, rank] = RankNames(self._shelf.names)
+            names = self._names[attempt, rank] = RankNames(self._cache.names)
         return names
 
     def _take_page(self, name: str, n: int, message: PageMessage) -> None:
         names = self._names_of(message.attempt, message.rank)
         try:
-            page = KeptPage(message, _loader(self._load, name, n, message), names, self._shelf)
+            page = KeptPage(message, _loader(self._load, name, n, message), names, self._cache)
             if page.step in self._met_in:  # the verdict compares it with the page of the rank that has met something
                 page.prepare()
         except Exception:  # bytes from the network: whatever is wrong with them, the report must be written
@@ -246,7 +228,7 @@ class FactFold:
     def _take_history(self, name: str, n: int, message: RankHistoryMessage) -> None:
         rank = _rank(self._facts, node_of(name), message.attempt, message.rank)
         load, names = _loader(self._load_history, name, n, message), self._names_of(message.attempt, message.rank)
-        rank.histories[message.root] = KeptHistory(load, names, self._shelf, message.root)
+        rank.histories[message.root] = KeptHistory(load, names, self._cache, message.root)
 
     def _take_preflights_of_peers(self) -> None:
         """A rank that was stopped before it could write has told the others."""
@@ -259,8 +241,8 @@ class FactFold:
             for peer in teller.peers:
                 rank = ranks.get((teller.where.attempt, peer.rank))
                 if rank is not None and rank.preflight is None:
-                    where = RunPosition(peer.rank, teller.where.attempt)
-                    rank.preflight = PreflightResult(where, peer.outcome, peer.stage, peer.detail, teller.stops)
+                    where = events.RunPosition(peer.rank, teller.where.attempt)
+                    rank.preflight = events.PreflightResult(where, peer.outcome, peer.stage, peer.detail, teller.stops)
                     self._told.add((rank.attempt, rank.rank))
 
     def _infer_anomalies(self) -> None:
@@ -373,7 +355,7 @@ def _sort(rank: RankFacts) -> None:
     rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
 
 
-def _place(where: RunPosition) -> tuple[int, int, int]:
+def _place(where: events.RunPosition) -> tuple[int, int, int]:
     return where.page, where.batch, where.seq
 
 
@@ -394,46 +376,45 @@ def _rank(facts: RunFacts, agent: str, attempt: int, rank: int) -> RankFacts:
     return found
 
 
-_LISTS = {get_args(hint)[0]: name for name, hint in get_type_hints(RankFacts).items() if get_origin(hint) is list}
-"""Class of an event -> the list of a rank that holds all of them. One that has no list is looked at by itself."""
+_HINTS = get_type_hints(RankFacts)
+_LISTS = {get_args(hint)[0]: name for name, hint in _HINTS.items() if get_origin(hint) is list}
+"""Class of an event -> the list of a rank that holds all of them."""
+_ONES = {get_args(hint)[0]: name for name, hint in _HINTS.items() if type(None) in get_args(hint)}
+"""Class of an event -> the field of a rank that holds one of them."""
 
 
 def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMessage) -> None:
     event = message.event
-    if isinstance(event, NodeSignal):
+    if isinstance(event, events.NodeSignal):
         node.signal = event
         return
-    if isinstance(event, GpuXid | GpuCounters | GpuHealth):
+    if isinstance(event, events.GpuXid | events.GpuCounters | events.GpuHealth):
         if event not in node.gpu_events:
             node.gpu_events.append(event)
         return
     rank = _rank(facts, agent, event.where.attempt, event.where.rank)
-    listed = _LISTS.get(type(event))
-    if listed is not None:
-        events = getattr(rank, listed)
-        if event not in events:
-            events.append(event)
-    elif isinstance(event, PreflightResult):
-        rank.preflight = event
-    elif isinstance(event, RankInventoryEvent):
-        if rank.inventory is None or event.facts is not None:  # what runs without facts is told once more, with them
-            rank.inventory = event
-    elif isinstance(event, BandwidthRows):
-        rank.bandwidth = event
-    elif isinstance(event, ScriptExit):
-        rank.script_exit = event
-    elif isinstance(event, LeftGroup):
-        if rank.left_group is None or event.where.step >= rank.left_group.where.step:
-            rank.left_group = event
-    elif isinstance(event, WorkerExit):
-        rank.exit = event
-    elif isinstance(event, StepTimes) and (rank.step_times is None or _amount(event) > _amount(rank.step_times)):
-        rank.step_times = event
+    if type(event) in _LISTS:
+        listed = getattr(rank, _LISTS[type(event)])
+        if event not in listed:
+            listed.append(event)
+    elif type(event) in _ONES:
+        name = _ONES[type(event)]
+        if _replaces(event, getattr(rank, name)):
+            setattr(rank, name, event)
 
 
-def _amount(times: StepTimes) -> tuple[int, bytes]:
-    """Of what two agents have seen of a rank the larger part, whichever came first."""
-    return times.timed, times.steps
+def _replaces(event: Any, known: Any) -> bool:
+    """Whether an event takes the place of the one that is known. Most are told once."""
+    if known is None:
+        return True
+    if isinstance(event, events.RankInventoryEvent):
+        return event.facts is not None  # what runs without facts is told once more, with them
+    if isinstance(event, events.LeftGroup):
+        return bool(event.where.step >= known.where.step)
+    if isinstance(event, events.StepTimes):
+        # of what two agents have seen of a rank the larger part, whichever came first
+        return (event.timed, event.steps) > (known.timed, known.steps)
+    return True
 
 
 def _take_beat(facts: RunFacts, node: NodeFacts, beat: NodeBeat) -> None:
@@ -446,9 +427,8 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: NodeBeat) -> None:
     for state in beat.ranks:
         rank = _rank(facts, node.agent, state.attempt, state.rank)
         if rank.state is None or _moved(state) >= _moved(rank.state):
-            before = (
-                rank.state.traces_thinned if rank.state is not None else 0
-            )  # an agent before this one has seen more
+            # an agent before this one has seen more
+            before = rank.state.traces_thinned if rank.state is not None else 0
             rank.state = state if state.traces_thinned >= before else replace(state, traces_thinned=before)
     for number, dropped in beat.pages_dropped.items():
         node.pages_dropped[number] = max(node.pages_dropped.get(number, 0), dropped)

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from ...core.events import Anomaly, split_label
+from ...core.events import Anomaly
 from ...core.frames import Frame, FramePhase, Page, Row, RowContent, RowMark, module_text
 from ...core.judge import first_expected_gradient
-from ...core.roles import RoleKind, role_of_parameter
+from ...core.roles import role_of_parameter
 from ...core.values import NonFinite, name_of
 from .backward_origin import explain_gradient
 from .calls import FrameCalls, begun, common, returns
-from .diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
-from .step_origin import explain_reduced, explain_state, explain_step
-from .weight_timeline import UNSEEN, history_of
+from .diagnosis import AlarmPage, LocalDiagnosis, Source, from_event, is_scalers, is_skipped, rows_in
+from .step_origin import UNSEEN, WeightHistory, explain_reduced, explain_step, history_of
 
 _FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGINF, "inf": NonFinite.INF}
 
@@ -32,46 +31,44 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
 
     `earlier` are pages of the same root from before, latest first. They tell what is new in this one.
     """
-    frames = sorted(page.frames, key=lambda frame: frame.index)
-    first = next((frame for frame in frames if frame.index == anomaly.frame), None)
+    alarm = AlarmPage(page, anomaly, sorted(page.frames, key=lambda frame: frame.index), earlier)
+    first = next((frame for frame in alarm.frames if frame.index == anomaly.frame), None)
     if first is None or page.lost_frames or is_skipped(anomaly):
         return from_event(anomaly)
     if is_scalers(anomaly):
-        expected = first_expected_gradient(frames)
-        return _of_gradient(page, frames, *expected, anomaly) if expected is not None else from_event(anomaly)
+        expected = first_expected_gradient(alarm.frames)
+        return _of_gradient(alarm, *expected) if expected is not None else from_event(anomaly)
     if first.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
-        found = _ForwardTrail(page, FrameCalls.around(frames, first), anomaly, earlier).explain(first)
-        return _by_another_way(found, page, first, anomaly)
+        return _by_another_way(_ForwardTrail(alarm, first).explain(first), alarm, first)
     row = next((row for row in first.rows if row.role == anomaly.role and not row.finite), None)
     if row is None:  # its own rows were lost
         return from_event(anomaly)
-    if first.phase == FramePhase.OPTIMIZER:
-        explain = explain_state if row.role_kind is RoleKind.STATE else explain_step
-        gradient = explain(page, frames, first, row, anomaly, earlier)
-        return gradient if isinstance(gradient, LocalDiagnosis) else _of_gradient(page, frames, *gradient, anomaly)
-    return _of_gradient(page, frames, first, row, anomaly)
+    if first.phase != FramePhase.OPTIMIZER:
+        return _of_gradient(alarm, first, row)
+    found = explain_step(alarm, first, row)
+    return found if isinstance(found, LocalDiagnosis) else _of_gradient(alarm, *found)
 
 
-def _of_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
+def _of_gradient(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis:
     if frame.phase != FramePhase.COLLECTIVE:
-        return explain_gradient(page, frames, frame, row, anomaly)
-    found = explain_reduced(page, frames, frame, row, anomaly)
+        return explain_gradient(alarm, frame, row)
+    found = explain_reduced(alarm, frame, row)
     if isinstance(found, LocalDiagnosis):
         return found
-    first = explain_gradient(page, frames, *found, anomaly)
+    first = explain_gradient(alarm, *found)
     note = (
         "a GradScaler was to catch it, and the optimizer was called without it: scaler.step(optimizer) skips that step"
     )
     return replace(first, notes=(*first.notes, note))
 
 
-def _by_another_way(found: LocalDiagnosis, page: Page, first: Frame, anomaly: Anomaly) -> LocalDiagnosis:
+def _by_another_way(found: LocalDiagnosis, alarm: AlarmPage, first: Frame) -> LocalDiagnosis:
     """What autograd's graph says against the place that the frames name as the maker of a value in a forward.
 
     A value that goes from one module to another by an attribute, a list or a closure is in no frame, so that the module
     which takes it out looks like its maker. Of several, the one in whose attribute it was found is named.
     """
-    again = anomaly.again
+    again = alarm.anomaly.again
     if again is None or found.source != "made" or found.frame != first.index:
         return found
     values = {row.role: row.value for row in first.rows}
@@ -81,7 +78,7 @@ def _by_another_way(found: LocalDiagnosis, page: Page, first: Frame, anomaly: An
     holders = makers.keys() & {each.module for each in again.held}
     own_code = tuple(holders) if len(holders) == 1 else tuple(makers)
     scope = common(list(own_code))
-    classes = {frame.module: frame.cls for frame in page.frames} | {name: each.cls for name, each in makers.items()}
+    classes = {frame.module: frame.cls for frame in alarm.frames} | {name: each.cls for name, each in makers.items()}
     notes = [
         f"autograd's graph has {each.op} of {module_text(each.module, each.cls)} behind it, and no frame in between"
         for each in makers.values()
@@ -102,11 +99,11 @@ def _by_another_way(found: LocalDiagnosis, page: Page, first: Frame, anomaly: An
 class _ForwardTrail:
     """Follows a bad value back through the calls of one forward."""
 
-    def __init__(self, page: Page, calls: FrameCalls, anomaly: Anomaly, earlier: Sequence[Page]) -> None:
-        self._page = page
-        self._earlier = earlier
-        self._calls = calls
-        self._anomaly = anomaly
+    def __init__(self, alarm: AlarmPage, first: Frame) -> None:
+        self._alarm = alarm
+        self._anomaly = alarm.anomaly
+        self._again = alarm.again
+        self._calls = FrameCalls.around(alarm.frames, first)
         self._turned: tuple[str, str] | None = None
         self._seen: set[tuple[int, int]] = set()
 
@@ -125,13 +122,13 @@ class _ForwardTrail:
             return replace(found, notes=(note,), changed_since=bool(frame.weights), history=since)
         output = output or _worst(frame.outputs)
         bad_input = _bad_input(frame, output)
-        if bad_input is not None and output is not None and bad_input.only_neginf and output.nan:
-            before = neginf_before(self._earlier, frame, bad_input.role)
-            if before is None or before.seen:
-                return self._out_of_mask(frame, output, bad_input, before)
         if bad_input is not None:
-            if bad_input.only_neginf and output is not None and not output.only_neginf:
-                self._turned = self._turned or (frame.module, frame.cls)
+            if bad_input.only_neginf and output is not None and output.nan:
+                before = neginf_before(self._alarm.earlier, frame, bad_input.role)
+                if before is None or before.seen:
+                    return self._out_of_mask(frame, output, bad_input, before)
+            if output is not None:
+                self._turns(bad_input, output, frame.module, frame.cls)
             return self._trace_input(frame, bad_input)
         if output is None:  # the frame's own rows were lost
             return from_event(self._anomaly)
@@ -142,35 +139,24 @@ class _ForwardTrail:
         """The call made nan of an -inf that is nothing new, or that is known to be the whole of a row."""
         given = self._trace_input(frame, mask)  # before the nan has a place of its own
         self._turned = (frame.module, frame.cls)
-        place = module_text(*given.at[:2])
-        notes = [
-            f"the -inf in {mask.role} came from {given.at[2]} of {place}" if given.at != self._at(frame, mask) else ""
-        ]
+        closed, notes = self._is_closed(frame, mask), []
+        if given.at != (frame.module, frame.cls, mask.role):
+            notes.append(f"the -inf in {mask.role} came from {given.at[2]} of {module_text(*given.at[:2])}")
         if before is not None:
             notes.append(f"{mask.role} held -inf in batch {before.batch} as well, and no nan came of it")
         else:
             notes.append(f"no earlier batch was received, so it is not known whether {mask.role} always holds -inf")
-        found = self._diagnosis(
-            frame,
-            output,
-            frame.module,
-            frame.cls,
-            source="made",
-            sure=before is not None or self._is_closed(frame, mask),
-            notes=tuple(filter(None, notes)),
-        )
-        closed = f"a row of {mask.role} is -inf throughout" if self._is_closed(frame, mask) else ""
-        return replace(found, mask=closed or f"{mask.role} held -inf")
+        text = f"a row of {mask.role} is -inf throughout" if closed else f"{mask.role} held -inf"
+        return self._diagnosis(frame, output, "made", sure=before is not None or closed, notes=notes, mask=text)
 
     def _is_closed(self, frame: Frame, mask: Row) -> bool:
         """Whether a row of the mask is known to be -inf throughout."""
-        again = self._anomaly.again
-        told = again is not None and frame.module == self._anomaly.module and mask.role in again.closed
+        told = frame.module == self._anomaly.module and mask.role in self._again.closed
         return told or bool(mask.mark & RowMark.CLOSED)
 
     def _beside_neginf(self, frame: Frame, output: Row, given: Row) -> LocalDiagnosis:
         """The call was handed -inf and returned +inf. A mask makes no +inf; a Linear does, of a logarithm of 0."""
-        before = neginf_before(self._earlier, frame, given.role)
+        before = neginf_before(self._alarm.earlier, frame, given.role)
         if before is not None and before.seen:
             return self._made_in(frame, output)
         if frame.weights and len(frame.inputs) == 1 and not self._calls.children(frame):
@@ -179,56 +165,44 @@ class _ForwardTrail:
         note = f"{given.role} of {module_text(frame.module, frame.cls)} held -inf: the value may have been made of that"
         return replace(found, sure=False, mask=found.mask or f"{given.role} held -inf", notes=(*found.notes, note))
 
-    @staticmethod
-    def _at(frame: Frame, row: Row) -> tuple[str, str, str]:
-        return frame.module, frame.cls, row.role
-
     def _of_weight(self, frame: Frame, bad: Row) -> LocalDiagnosis:
         """A weight is bad. Where FSDP gathers it from all ranks, this rank's own shard may be finite."""
-        again = self._anomaly.again
-        mine = self._anomaly.module == frame.module and again is not None
-        shard = again.shards.get(bad.parsed_role.name, "") if mine and again is not None else ""
+        mine, name = self._anomaly.module == frame.module, bad.parsed_role.name
+        shard = self._again.shards.get(name, "") if mine else ""
         if shard == "finite":
             note = f"this rank's own shard of {bad.role} was finite: the whole weight is gathered from all ranks"
-            return self._diagnosis(frame, bad, frame.module, frame.cls, source="received", notes=(note,))
-        notes = (f"this rank's own shard of {bad.role} was {shard}",) if shard else ()
-        computed = mine and again is not None and bad.parsed_role.name in again.computed
+            return self._diagnosis(frame, bad, "received", notes=(note,))
+        notes = [f"this rank's own shard of {bad.role} was {shard}"] if shard else []
+        computed, sure = mine and name in self._again.computed, True
+        history = WeightHistory()
         if computed:
-            notes = (*notes, f"the script has computed {bad.role} from other tensors: look at what it was computed of")
-        found = self._diagnosis(
+            notes.append(f"the script has computed {bad.role} from other tensors: look at what it was computed of")
+        elif bad.shape is not None:  # without a shape: no row of a page
+            history = history_of(self._alarm.page, frame, bad, self._alarm.earlier)
+            sure = bool(shard) or not history.text
+        return self._diagnosis(
             frame,
             bad,
-            frame.module,
-            frame.cls,
-            phase=FramePhase.WEIGHT,
-            source="weight",
-            sure=not computed,
-            notes=notes,
-        )
-        if computed or bad.shape is None:  # without a shape: no row of a page
-            return replace(found, computed=computed)
-        history = history_of(self._page, frame, bad, self._earlier)
-        return replace(
-            found,
-            sure=found.sure and (bool(shard) or not history.text),
-            changed_since=history.stepped is False,
+            "weight",
+            FramePhase.WEIGHT,
+            sure=sure and not computed,
+            notes=[*([history.note] if history.note else []), *notes],
+            computed=computed,
+            changed_since=history.changed,
             history=history.text,
-            notes=tuple(filter(None, (history.note, *found.notes))),
         )
 
     def _changed_weight(self, frame: Frame) -> Row | None:
         """A weight that was finite when it was last read, and not in the second look that the alarm led to."""
-        again = self._anomaly.again
-        if again is None or frame.index != self._anomaly.frame or not again.same_step:
+        if frame.index != self._anomaly.frame or not self._again.same_step:
             return None
+        bad = {name: found for name, found in self._again.weights.items() if found != "finite"}
         for row in frame.weights:
-            found = again.weights.get(row.parsed_role.name, "finite")
-            if found != "finite" and row.finite:
-                return msgspec.structs.replace(row, flags=int(_FLAGS[found]), abs_max=None)
-        bad = {name: found for name, found in again.weights.items() if found != "finite"}
+            if row.finite and row.parsed_role.name in bad:
+                return msgspec.structs.replace(row, flags=int(_FLAGS[bad[row.parsed_role.name]]), abs_max=None)
         if not frame.weights and bad and frame.module == self._anomaly.module:  # weights are not watched
             name, found = next(iter(bad.items()))
-            return self._weight_row(role_of_parameter(name), found, self._anomaly.dtype)
+            return _weight_row(role_of_parameter(name), found, self._anomaly.dtype)
         return None
 
     def _bad_weight_inside(self, frame: Frame) -> LocalDiagnosis | None:
@@ -236,31 +210,22 @@ class _ForwardTrail:
 
         It was finite when it was last read, and not when the alarm was raised.
         """
-        again = self._anomaly.again
-        bad = again.bad_weight if again is not None and frame.index == self._anomaly.frame else None
+        bad = self._again.bad_weight if frame.index == self._anomaly.frame else None
         if bad is None or not bad.module.startswith(f"{frame.module}." if frame.module else "") or not bad.module:
             return None
-        row = self._weight_row(bad.role, bad.value, bad.dtype)
         note = f"{bad.role} of {module_text(bad.module, bad.cls)} was finite when it was read after the last step"
         found = self._diagnosis(
-            frame, row, bad.module, bad.cls, phase=FramePhase.WEIGHT, source="weight", sure=False, notes=(note,)
+            frame,
+            _weight_row(bad.role, bad.value, bad.dtype),
+            "weight",
+            FramePhase.WEIGHT,
+            module=bad.module,
+            cls=bad.cls,
+            sure=False,
+            notes=(note,),
+            changed_since=True,
         )
-        return replace(found, at=(bad.module, bad.cls, bad.role), changed_since=True)
-
-    def _weight_row(self, role: str, value: str, dtype: str) -> Row:
-        """Of a weight that no row of the page is about."""
-        flags = _FLAGS.get(value, NonFinite.NAN)
-        return Row(
-            role=role,
-            abs_min=None,
-            abs_max=None,
-            nan=bool(flags & NonFinite.NAN),
-            posinf=bool(flags & NonFinite.POSINF),
-            neginf=bool(flags & NonFinite.NEGINF),
-            dtype=dtype,
-            shape=None,
-            flags=int(flags),
-        )
+        return replace(found, at=(bad.module, bad.cls, bad.role))
 
     def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
         children = self._calls.children(frame)
@@ -268,29 +233,25 @@ class _ForwardTrail:
         if earlier is not None:
             self._turns(earlier[1], output, frame.module, frame.cls)
             return self.explain(*earlier)
-        between: tuple[str, str | None] | None = (children[-1].module, None) if children else None
         inside = self._bad_weight_inside(frame) if not children else None
         if inside is not None:
             return inside
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
         unread = () if received else self._unread_weights(frame)
         unseen = _unseen_object(frame) or self._without_graph(frame)
-        found = self._diagnosis(
+        return self._diagnosis(
             frame,
             output,
-            frame.module,
-            frame.cls,
-            source="received" if received else "unread" if unread else "made",
-            between=between,
+            "received" if received else "unread" if unread else "made",
+            between=(children[-1].module, None) if children else None,
             sure=not unseen,
             notes=(*unread, *unseen, *self._removed(frame, output)),
+            weights_read=self._looked_again(frame),
         )
-        return replace(found, weights_read=self._looked_again(frame))
 
     def _without_graph(self, frame: Frame) -> tuple[str, ...]:
         """A call without gradients, of code of the script's own: it may have taken a value from a list or an object."""
-        again = self._anomaly.again
-        if again is None or not again.without_graph or frame.module != self._anomaly.module:
+        if not self._again.without_graph or frame.module != self._anomaly.module:
             return ()
         return (
             f"{module_text(frame.module, frame.cls)} ran without gradients: no graph of autograd's tells whether it "
@@ -299,24 +260,21 @@ class _ForwardTrail:
 
     def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
         """What is known of a call's weights if nobody has looked at them when it ran; empty if somebody has."""
-        again = self._anomaly.again
         calls = self._calls
-        if again is None and not calls.children(frame) and not any(other.weights for other in calls.frames):
+        if self._anomaly.again is None and not calls.children(frame) and not any(f.weights for f in calls.frames):
             return ("no weight was read in this batch, and no later look at one is known",)
-        if again is None or frame.weights or frame.module != self._anomaly.module or again.same_step:
+        if frame.weights or frame.module != self._anomaly.module or self._again.same_step:
             return ()
-        late = ", ".join(f"{name} was {found}" for name, found in again.weights.items())
+        late = ", ".join(f"{name} was {found}" for name, found in self._again.weights.items())
         return (f"weights are not watched (--watch): after a later step, {late}",) if late else ()
 
     def _looked_again(self, frame: Frame) -> bool:
         """Whether the weights of a call were read again when the alarm was raised, and were finite."""
         names = {row.parsed_role.name for row in frame.weights}
-        again = self._anomaly.again
-        if not names and again is not None and frame.module == self._anomaly.module:
-            return all(found == "finite" for found in again.weights.values())
-        if not names or again is None:
-            return not names
-        return frame.module == self._anomaly.module and all(again.weights.get(name) == "finite" for name in names)
+        weights = self._again.weights
+        if not names:
+            return frame.module != self._anomaly.module or all(found == "finite" for found in weights.values())
+        return frame.module == self._anomaly.module and all(weights.get(name) == "finite" for name in names)
 
     def _removed(self, frame: Frame, output: Row) -> tuple[str, ...]:
         """Where the value was taken away again, if a call around this one has returned something finite."""
@@ -339,10 +297,10 @@ class _ForwardTrail:
         holder = calls.outermost_with_input(frame, bad)
         if holder.parent is None and holder.phase == FramePhase.FORWARD:
             row = next((row for row in holder.inputs if row.value == bad.value), bad)
-            return self._diagnosis(holder, row, holder.module, holder.cls, phase=FramePhase.INPUT, source="outside")
+            return self._diagnosis(holder, row, "outside", FramePhase.INPUT)
         parent, before = calls.parent(holder), calls.previous_sibling(holder)
         if parent is None and before is None:  # the module around it is not watched, or was not recomputed
-            return self._diagnosis(holder, bad, holder.module, holder.cls, source="carried")
+            return self._diagnosis(holder, bad, "carried")
         if parent is not None and not again:
             given = _worst([row for row in parent.inputs if row.only_neginf == bad.only_neginf])
             if given is not None:
@@ -381,12 +339,12 @@ class _ForwardTrail:
         return self._diagnosis(
             holder,
             bad,
-            holder.parent or "",
-            self._class_of(holder, parent),
-            source="received" if 0 <= since < now else "made",
+            "received" if 0 <= since < now else "made",
+            module=holder.parent or "",
+            cls=self._class_of(holder, parent),
             between=(before.module if before is not None else "", holder.module or holder.cls),
             sure=sure,
-            notes=tuple(notes),
+            notes=notes,
         )
 
     def _followable(self, earlier: Iterable[Frame], bad: Row) -> tuple[Frame, Row] | None:
@@ -407,48 +365,41 @@ class _ForwardTrail:
         return None
 
     def _is_new(self, frame: Frame, row: Row) -> bool:
-        before = neginf_before(self._earlier, frame, row.role)
+        before = neginf_before(self._alarm.earlier, frame, row.role)
         return before is None or not before.seen
 
     def _class_of(self, holder: Frame, parent: Frame | None) -> str:
         if parent is not None:
             return parent.cls
-        return "?" if holder.parent else split_label(self._page.root)[0]
+        return "?" if holder.parent else self._alarm.root_class
 
     def _turns(self, found: Row, into: Row, module: str, cls: str) -> None:
         if found.only_neginf and not into.only_neginf:
             self._turned = self._turned or (module, cls)
 
     def _diagnosis(
-        self,
-        frame: Frame,
-        row: Row,
-        module: str,
-        cls: str,
-        *,
-        phase: FramePhase = FramePhase.FORWARD,
-        source: str,
-        between: tuple[str, str | None] | None = None,
-        sure: bool = True,
-        notes: tuple[str, ...] = (),
+        self, frame: Frame, row: Row, source: Source, phase: FramePhase = FramePhase.FORWARD, **fields: Any
     ) -> LocalDiagnosis:
-        found = diagnosis_of_row(
-            self._page,
-            frame,
-            row,
-            self._anomaly,
-            module=module,
-            cls=cls,
-            phase=FramePhase.COLLECTIVE if source == "received" else phase,
-            source=source,  # type: ignore[arg-type]  # the callers above pass one of the literals
-            between=between,
-            sure=sure,
-            notes=notes,
-            turned=self._turned,
-        )
+        found = self._alarm.diagnosis(frame, row, source, phase, turned=self._turned, **fields)
         if row.mark & RowMark.IGNORED:
             found = replace(found, notes=(*found.notes, "a rule of --ignore waives this row"))
         return found
+
+
+def _weight_row(role: str, value: str, dtype: str) -> Row:
+    """Of a weight that no row of the page is about."""
+    flags = _FLAGS.get(value, NonFinite.NAN)
+    return Row(
+        role=role,
+        abs_min=None,
+        abs_max=None,
+        nan=bool(flags & NonFinite.NAN),
+        posinf=bool(flags & NonFinite.POSINF),
+        neginf=bool(flags & NonFinite.NEGINF),
+        dtype=dtype,
+        shape=None,
+        flags=int(flags),
+    )
 
 
 def _unseen_object(frame: Frame) -> tuple[str, ...]:
@@ -490,13 +441,7 @@ def neginf_before(earlier: Sequence[Page], frame: Frame, role: str) -> EarlierRo
     """
     absent: EarlierRow | None = None
     for page in earlier:
-        rows = [
-            row
-            for other in page.frames
-            if (other.module, other.phase) == (frame.module, frame.phase)
-            for row in other.rows
-            if row.role == role and row.kind == RowContent.MEASURED
-        ]
+        rows = rows_in(page.frames, frame.phase, frame, role)
         if any(row.only_neginf for row in rows):
             return EarlierRow(page.batch, True)
         if rows and absent is None:

@@ -9,13 +9,19 @@ import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy
 
 from ...core.events import Definition
 from ...core.frames import Frame, FramePhase, Page, Phase, Row, RowContent
 from ...core.recorder.page_tables import PageTables, whole
 from ...core.recorder.pages import NameTable, decode_frame
-from ...core.wire.messages import PageMessage
+from ...core.values import DTYPE_NAMES
+from ...core.wire.columns import NO_NUMBER, unpack
+from ...core.wire.messages import PageMessage, RankHistoryMessage
 
 # The definitions of all ranks, each kept once: ranks of one role define the same modules in the same order.
 #
@@ -38,7 +44,8 @@ class SharedNames:
         self._next: dict[tuple[int, int], int] = {}
         self._came_from: list[tuple[int, int]] = [(START, -1)]
         self._depths = [0]
-        self._ready: OrderedDict[int, NameTable] = OrderedDict()
+        self.at = lru_cache(_KEPT)(self._names_at)
+        """place -> the names of a rank there. Not to be changed."""
 
     def after(self, place: int, entries: Iterable[Definition]) -> int:
         """The place of a rank that was at `place` and has defined these."""
@@ -60,28 +67,15 @@ class SharedNames:
         """How much was defined up to there."""
         return self._depths[place]
 
-    def at(self, place: int) -> NameTable:
-        """The names of a rank at this place. Not to be changed."""
-        names = self._ready.get(place)
-        if names is not None:
-            self._ready.move_to_end(place)
-            return names
+    def _names_at(self, place: int) -> NameTable:
         entries: list[Definition] = []
-        back = place
-        while back != START:
-            back, number = self._came_from[back]
+        while place != START:
+            place, number = self._came_from[place]
             entries.append(self._entries[number])
         names = NameTable()
         names.add(reversed(entries))
-        self._ready[place] = names
-        if len(self._ready) > _KEPT:
-            self._ready.popitem(last=False)
         return names
 
-
-_KEPT_TABLES = 8
-_KEPT_FRAMES = 8
-_KEPT_IN_COMMON = 256
 
 Load = Callable[[], PageMessage | None]
 Weights = dict[tuple[str, str], Row]
@@ -113,44 +107,35 @@ class RankNames:
         return self._shared.at(self.place)
 
 
+_MOST_KEPT = {"tables": 8, "frames": 8, "in common": 256}
+
+
 class PageCache:
     """What was looked at last, and what many pages have in common."""
 
     def __init__(self) -> None:
         self.names = SharedNames()
         self.keys = itertools.count()
-        self._tables: OrderedDict[Hashable, PageTables] = OrderedDict()
-        self._frames: OrderedDict[Hashable, list[Frame]] = OrderedDict()
-        self._in_common: OrderedDict[Hashable, Any] = OrderedDict()
+        self._kept: dict[str, OrderedDict[Hashable, Any]] = {kind: OrderedDict() for kind in _MOST_KEPT}
 
-    def tables(self, key: Hashable, make: Callable[[], PageTables]) -> PageTables:
-        """The tables of a page."""
-        return _kept(self._tables, _KEPT_TABLES, key, make)
-
-    def frames(self, key: Hashable, make: Callable[[], list[Frame]]) -> list[Frame]:
-        """The frames of a page."""
-        return _kept(self._frames, _KEPT_FRAMES, key, make)
-
-    def in_common(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is the same for all pages with this key."""
-        found: T = _kept(self._in_common, _KEPT_IN_COMMON, key, make)
+    def get(self, kind: Literal["tables", "frames", "in common"], key: Hashable, make: Callable[[], T]) -> T:
+        """The tables or frames of the page with this key, or what all pages with it have in common."""
+        kept = self._kept[kind]
+        if key in kept:
+            kept.move_to_end(key)
+            known: T = kept[key]
+            return known
+        found = kept[key] = make()
+        if len(kept) > _MOST_KEPT[kind]:
+            kept.popitem(last=False)
         return found
-
-
-def _kept(kept: OrderedDict[Hashable, T], most: int, key: Hashable, make: Callable[[], T]) -> T:
-    if key in kept:
-        kept.move_to_end(key)
-        return kept[key]
-    found = kept[key] = make()
-    if len(kept) > most:
-        kept.popitem(last=False)
-    return found
 
 
 class KeptPage:
     """One page of one rank."""
 
     __slots__ = (
+        "_cache",
         "_common",
         "_first",
         "_key",
@@ -159,7 +144,6 @@ class KeptPage:
         "_named",
         "_names",
         "_root",
-        "_shelf",
         "_suspicious",
         "attempt",
         "batch",
@@ -172,7 +156,7 @@ class KeptPage:
         "step",
     )
 
-    def __init__(self, message: PageMessage, load: Load, names: RankNames, shelf: PageCache) -> None:
+    def __init__(self, message: PageMessage, load: Load, names: RankNames, cache: PageCache) -> None:
         """`load` gives the message again. Raises an error for bytes that no recorder holds."""
         tables = PageTables(message)
         self.rank = message.rank
@@ -191,9 +175,9 @@ class KeptPage:
         self._last_phase = tables.last_phase
         self._load = load
         self._names = names
-        self._shelf = shelf
-        self._key = next(shelf.keys)
-        shelf.tables(self._key, lambda: tables)
+        self._cache = cache
+        self._key = next(cache.keys)
+        cache.get("tables", self._key, lambda: tables)
         self._common: tuple[int, tuple[bytes, bytes, bytes]] | None = None
         self.cleared_at = -1
         """`place_of_names` when it was found to hold no alarm."""
@@ -218,7 +202,7 @@ class KeptPage:
     @property
     def frames(self) -> list[Frame]:
         """All frames, in their order in the page."""
-        return self._shelf.frames((self._key, self._names.place), lambda: self._tables.decode(self._names.names))
+        return self._cache.get("frames", (self._key, self._names.place), lambda: self._tables.decode(self._names.names))
 
     @property
     def may_hold_alarm(self) -> bool:
@@ -273,15 +257,15 @@ class KeptPage:
         def make() -> frozenset[tuple[str, str]]:
             return frozenset((f.module, f.cls) for f in self.frames if f.phase == FramePhase.FORWARD and f.module)
 
-        return self._shelf.in_common(("modules", self._names.place, self._in_common[0]), make)
+        return self._cache.get("in common", ("modules", self._names.place, self._in_common[0]), make)
 
     def calls_in_common(self, make: Callable[[], T]) -> T:
         """What follows from how its calls nest and issue collectives alone; made once for all pages alike."""
-        return self._shelf.in_common(("calls", self._names.place, self._in_common[1]), make)
+        return self._cache.get("in common", ("calls", self._names.place, self._in_common[1]), make)
 
     def weights(self) -> Weights:
         """As the first call of each module saw them."""
-        return self._shelf.in_common(("weights", self._names.place, self._in_common[2]), self._make_weights)
+        return self._cache.get("in common", ("weights", self._names.place, self._in_common[2]), self._make_weights)
 
     @property
     def _in_common(self) -> tuple[bytes, bytes, bytes]:
@@ -324,7 +308,7 @@ class KeptPage:
 
     @property
     def _tables(self) -> PageTables:
-        return self._shelf.tables(self._key, self._make_tables)
+        return self._cache.get("tables", self._key, self._make_tables)
 
     def _make_tables(self) -> PageTables:
         message = self._load()
@@ -333,3 +317,82 @@ class KeptPage:
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
+
+
+# How large the outputs of a rank's modules were: where it is stored, and the numbers once somebody looks.
+
+
+class ModuleOutputs(NamedTuple):
+    """What a module returned."""
+
+    module: str
+    cls: str
+    dtype: str
+
+
+class _HistoryColumns(NamedTuple):
+    """How the columns of a message become modules: column `sources[i]` belongs to module `targets[i]`."""
+
+    modules: list[ModuleOutputs]
+    sources: list[int]
+    targets: list[int]
+
+
+@dataclass(frozen=True)
+class OpenHistory:
+    """The numbers: float32 of shape (batches, modules); NO_NUMBER where there is none. A module stands there once."""
+
+    batches: list[int]
+    steps: list[int]
+    modules: list[ModuleOutputs]
+    numbers: Any
+
+
+@dataclass(frozen=True)
+class KeptHistory:
+    """Of one root of one rank. `load` gives the message again."""
+
+    load: Callable[[], RankHistoryMessage | None]
+    names: RankNames
+    cache: PageCache
+    root_id: int
+
+    @property
+    def root(self) -> str:
+        """The root's label."""
+        return self.names.names.root_label(self.root_id)
+
+    def open(self) -> OpenHistory | None:
+        """None if it is lost or damaged."""
+        message = self.load()
+        if message is None:
+            return None
+        try:
+            numbers = unpack(message)
+        except ValueError:
+            return None
+        key = ("columns", self.names.place, tuple(message.slots), message.dtypes)
+        columns = self.cache.get("in common", key, lambda: self._columns(message))
+        found = numpy.full((len(numbers), len(columns.modules)), NO_NUMBER, numpy.float32)
+        if len(columns.modules) == len(columns.sources):
+            found[:, columns.targets] = numbers[:, columns.sources]
+        else:
+            for source, target in zip(columns.sources, columns.targets, strict=True):  # the larger one; nan above all
+                found[:, target] = numpy.maximum(found[:, target], numbers[:, source])
+        return OpenHistory(message.batches, message.steps, columns.modules, found)
+
+    def _columns(self, message: RankHistoryMessage) -> _HistoryColumns:
+        names = self.names.names
+        place: dict[str, int] = {}
+        found = _HistoryColumns([], [], [])
+        for column, (slot_id, dtype) in enumerate(zip(message.slots, message.dtypes, strict=True)):
+            slot = names.slots.get(slot_id)
+            module = names.modules.get(slot.module) if slot is not None else None
+            if module is not None:
+                if module.name not in place:
+                    place[module.name] = len(found.modules)
+                    known = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else "unknown"
+                    found.modules.append(ModuleOutputs(module.name, module.cls, known))
+                found.sources.append(column)
+                found.targets.append(place[module.name])
+        return found

@@ -1,19 +1,19 @@
-"""What happened between the backward and the end of an optimizer step, from one rank's page."""
+"""What has changed a weight, or a gradient, between a backward and the next forward, from one rank's pages. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
-from ...core.events import Anomaly, OptimizerStep
-from ...core.frames import Frame, FramePhase, Page, Row, RowContent, RowMark, format_number
+from ...core.events import OptimizerStep
+from ...core.frames import Frame, FramePhase, Page, Row, RowContent, RowMark
 from ...core.judge import first_expected_gradient
 from ...core.roles import RoleKind, is_param_group, role_of_parameter
 from ...core.values import DTYPE_MAX
-from .diagnosis import LocalDiagnosis, Source, diagnosis_of_row, left_before
-from .weight_timeline import readings
+from .diagnosis import AlarmPage, LocalDiagnosis, Source, number_text, rows_in
 
 # Whether an optimizer's rule can have made a weight non-finite, from what is known of the step. Pure.
 #
@@ -85,7 +85,7 @@ def square_overflows(step: OptimizerStep | None, key: str, gradient: float, dtyp
 
 
 def _sgd(settings: Mapping[str, float], known: KnownStep) -> float | None:
-    gradient = known.gradient + abs(settings.get("weight_decay", 0.0)) * known.weight
+    gradient = _decayed(settings, known)
     momentum = abs(settings.get("momentum", 0.0))
     if not momentum:
         return abs(settings["lr"]) * gradient
@@ -104,7 +104,7 @@ def _adam(settings: Mapping[str, float], known: KnownStep) -> float | None:
 
 def _adagrad(settings: Mapping[str, float], known: KnownStep) -> float | None:
     eps = _eps(settings, known)
-    gradient = known.gradient + abs(settings.get("weight_decay", 0.0)) * known.weight
+    gradient = _decayed(settings, known)
     return abs(settings["lr"]) * gradient / eps if eps is not None else None
 
 
@@ -112,7 +112,7 @@ def _rmsprop(settings: Mapping[str, float], known: KnownStep) -> float | None:
     eps = _eps(settings, known)
     if eps is None or settings.get("centered"):  # the variance minus the mean's square may be negative: nan
         return None
-    gradient = known.gradient + abs(settings.get("weight_decay", 0.0)) * known.weight
+    gradient = _decayed(settings, known)
     buffer = known.state.get("momentum_buffer", 0.0) if settings.get("momentum") else 0.0
     if settings.get("momentum") and "momentum_buffer" not in known.state:
         return None
@@ -126,6 +126,11 @@ def _adafactor(settings: Mapping[str, float], known: KnownStep) -> float | None:
     if d is None or not d > 0 or known.gradient * elements > math.sqrt(largest):
         return None
     return abs(settings["lr"]) * max(1e-3, settings.get("eps[1]", 1e-3), known.weight) * math.sqrt(elements) * d
+
+
+def _decayed(settings: Mapping[str, float], known: KnownStep) -> float:
+    """The gradient with the decay of the weight in it."""
+    return known.gradient + abs(settings.get("weight_decay", 0.0)) * known.weight
 
 
 def _eps(settings: Mapping[str, float], known: KnownStep) -> float | None:
@@ -144,151 +149,104 @@ _RULES = {
 }
 
 
-def explain_reduced(
-    page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly
-) -> LocalDiagnosis | tuple[Frame, Row]:
+def explain_reduced(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis | tuple[Frame, Row]:
     """A gradient that was non-finite when the optimizer got it; or the one of this rank's own that it came from.
 
     Only all ranks together tell where it came from, unless a GradScaler was to catch this rank's own gradient.
     """
-    left = left_before(page, frame, row, anomaly)
+    left = alarm.left_before(frame, row)
     if left is not None:  # no backward has added to it
         return left
-    local = local_gradients(frames, frame, row.role)
-    sure = bool(local)
-    notes: tuple[str, ...] = ()
+    local = rows_in(alarm.frames, FramePhase.BACKWARD, frame, row.role, before=True)
     bad = [before for before in local if not before.finite]
     if any(before.mark & RowMark.SCALED for before in bad):
-        first = first_expected_gradient(other for other in frames if other.index < frame.index)
+        first = first_expected_gradient(other for other in alarm.frames if other.index < frame.index)
         if first is not None:
             return first
-    if bad:  # a non-finite one that raised no alarm
-        sure, notes = False, ("this rank's own gradient was non-finite before: a rule waives it",)
-    return diagnosis_of_row(
-        page,
-        frame,
-        row,
-        anomaly,
-        module=frame.module,
-        cls=frame.cls,
-        phase=FramePhase.COLLECTIVE,
-        source="reduced",
-        sure=sure,
-        notes=notes,
-    )
+    # a non-finite one that raised no alarm
+    notes = ["this rank's own gradient was non-finite before: a rule waives it"] if bad else []
+    return alarm.diagnosis(frame, row, "reduced", FramePhase.COLLECTIVE, sure=bool(local) and not bad, notes=notes)
 
 
-def explain_step(
-    page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly, earlier: Sequence[Page] = ()
-) -> LocalDiagnosis | tuple[Frame, Row]:
-    """A weight that is non-finite after the step; or the gradient that was non-finite before it.
-
-    `earlier` are pages of the same root from before, latest first.
-    """
-    gradients = _gradients(frames, frame, f"grad {row.role}")
-    bad = next(((f, r) for f in frames if f.index < frame.index for r in f.gradients if not r.finite), None)
+def explain_step(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis | tuple[Frame, Row]:
+    """A weight, or a state of an optimizer kept in 16 bits, that is non-finite after the step; or the gradient that was
+    non-finite before it."""
+    name = row.parsed_role.name
+    is_state = row.role_kind is RoleKind.STATE
+    role = f"grad {role_of_parameter(name) if is_state else row.role}"
+    gradients = rows_in(alarm.frames, FramePhase.COLLECTIVE, frame, role, before=True)
+    gradients = gradients or rows_in(alarm.frames, FramePhase.BACKWARD, frame, role, before=True)
+    bad = next(((f, r) for f in alarm.frames if f.index < frame.index for r in f.gradients if not r.finite), None)
     if bad is not None and any(not gradient.finite for gradient in gradients):
         return bad
-    last = next(readings(page, frame, row, earlier), None)
+    explain = _explain_state if is_state else _explain_weight
+    return explain(alarm, frame, row, gradients)
+
+
+def _explain_weight(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Row]) -> LocalDiagnosis:
+    last = next(_readings(alarm.page, frame, row, alarm.earlier), None)
     before = last.row if last is not None else None
     was_bad = before is not None and not before.finite
-    notes = tuple(_state(frames, frame, row.parsed_role.name))
+    states = _state_rows(alarm.frames, frame, row.parsed_role.name)
+    notes = [
+        f"the optimizer's {state.parsed_role.key} of {row.parsed_role.name}: abs min "
+        f"{number_text(state.abs_min)}, abs max {number_text(state.abs_max)}"
+        for state in states
+        if state.kind == RowContent.MEASURED
+    ]
+    step = alarm.anomaly.optimizer
     source: Source = "weight"
     sure, history = not is_param_group(frame.module), ""  # its gradient has no frames, nor what was computed with it
-    if not was_bad and _had_no_gradient(frames, frame, row):
-        source, sure = "changed", before is not None and is_torchs(anomaly.optimizer)
+    if not was_bad and _was_left_out(alarm.frames, frame, row):
+        source, sure = "changed", before is not None and is_torchs(step)
         history = "it had no gradient, and a step changes no weight without one"
     elif not was_bad and gradients:
-        source, sure, more = _by_rule(frames, frame, row, before, gradients, anomaly.optimizer)
-        notes = (*notes, *more)
-    found = diagnosis_of_row(
-        page,
-        frame,
-        row,
-        anomaly,
-        module=frame.module,
-        cls=frame.cls,
-        phase=FramePhase.OPTIMIZER if source == "made" else FramePhase.WEIGHT,
-        source=source,
-        sure=sure,
-        notes=notes,
-    )
-    return replace(found, history=history)
+        known = _known(row, before, gradients, states) if before is not None else None
+        can = can_make_non_finite(step, known) if known is not None else None
+        source, sure = ("changed", True) if can is False else ("made", can is True)
+        if step is not None and "lr" in step.settings:
+            notes.append(f"the step: {step.cls.rpartition('.')[2]}, learning rate {step.settings['lr']:g}")
+        if can is False and before is not None:
+            rule = "that step's rule gives no such number"
+            notes.append(f"from a weight of at most {number_text(before.abs_max)} and these gradients, {rule}")
+        elif can is None:
+            notes.append(_OPEN)
+    phase = FramePhase.OPTIMIZER if source == "made" else FramePhase.WEIGHT
+    return alarm.diagnosis(frame, row, source, phase, sure=sure, notes=notes, history=history)
 
 
-def explain_state(
-    page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly, earlier: Sequence[Page] = ()
-) -> LocalDiagnosis | tuple[Frame, Row]:
-    """A non-finite state of an optimizer that is kept in 16 bits; or the gradient that was non-finite before the step.
-
-    States are read after few steps. The last one has made it if its own gradient explains it.
-    """
-    name = row.parsed_role.name
-    gradients = _gradients(frames, frame, f"grad {role_of_parameter(name)}")
-    bad = next(((f, r) for f in frames if f.index < frame.index for r in f.gradients if not r.finite), None)
-    if bad is not None and any(not gradient.finite for gradient in gradients):
-        return bad
+def _explain_state(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Row]) -> LocalDiagnosis:
+    """States are read after few steps. The last one has made it if its own gradient explains it."""
     sure, notes = False, []
-    last = _last_state(frame, row, earlier)
+    last = _last_state(alarm, frame, row)
+    key = row.parsed_role.key
     if gradients:
         largest = max(map(_number, gradients))
-        notes.append(f"the gradient of {name} in that step: abs max {format_number(largest).strip()}")
-        only = page.step == 0 or (last is not None and page.step - last[0].step == 1)
-        sure = only and square_overflows(anomaly.optimizer, row.parsed_role.key, largest, row.dtype)
+        notes.append(f"the gradient of {row.parsed_role.name} in that step: abs max {number_text(largest)}")
+        only = alarm.page.step == 0 or (last is not None and alarm.page.step - last[0].step == 1)
+        sure = only and square_overflows(alarm.anomaly.optimizer, key, largest, row.dtype)
+    rarely = "states are read after few steps (--state-every)"
+    history = f"any step up to there can have made it: {rarely}"
     if last is not None:
-        when = f"after the step of batch {last[0].batch}: abs max {format_number(last[1].abs_max).strip()}"
-        notes.append(f"{row.parsed_role.key} was finite when it was last read, {when}")
-    found = diagnosis_of_row(
-        page,
-        frame,
-        row,
-        anomaly,
-        module=frame.module,
-        cls=frame.cls,
-        phase=FramePhase.OPTIMIZER,
-        source="made",
-        sure=sure,
-        notes=tuple(notes),
+        batch = last[0].batch
+        when = f"after the step of batch {batch}: abs max {number_text(last[1].abs_max)}"
+        notes.append(f"{key} was finite when it was last read, {when}")
+        history = f"any step since that of batch {batch} can have made it: it was finite then, and {rarely}"
+    return alarm.diagnosis(
+        frame, row, "made", FramePhase.OPTIMIZER, sure=sure, notes=notes, history="" if sure else history
     )
-    return replace(found, history="" if sure else _state_history(last))
 
 
-def _last_state(frame: Frame, row: Row, earlier: Sequence[Page]) -> tuple[Page, Row] | None:
-    for page in earlier:
-        for other in page.frames:
-            for found in other.states if (other.module, other.phase) == (frame.module, FramePhase.OPTIMIZER) else ():
-                if found.role == row.role and found.kind == RowContent.MEASURED:
-                    return (page, found) if found.finite else None
+def _last_state(alarm: AlarmPage, frame: Frame, row: Row) -> tuple[Page, Row] | None:
+    """The last reading of a state in an earlier page; None if there is none, or if it was bad as well."""
+    for page in alarm.earlier:
+        for found in rows_in(page.frames, FramePhase.OPTIMIZER, frame, row.role):
+            return (page, found) if found.finite else None
     return None
 
 
-def _state_history(last: tuple[Page, Row] | None) -> str:
-    rarely = "states are read after few steps (--state-every)"
-    if last is None:
-        return f"any step up to there can have made it: {rarely}"
-    return f"any step since that of batch {last[0].batch} can have made it: it was finite then, and {rarely}"
-
-
-def _by_rule(
-    frames: list[Frame],
-    frame: Frame,
-    row: Row,
-    before: Row | None,
-    gradients: list[Row],
-    step: OptimizerStep | None,
-) -> tuple[Source, bool, tuple[str, ...]]:
-    """(source, whether that is sure, lines) for a weight that was finite before a step, and so was its gradient."""
-    can = can_make_non_finite(step, _known(frames, frame, row, before, gradients)) if before is not None else None
-    used = f"{_name_of(step)}, learning rate {step.settings['lr']:g}" if step and "lr" in step.settings else ""
-    notes = (f"the step: {used}",) if used else ()
-    if can is False and before is not None:
-        largest = format_number(before.abs_max).strip()
-        line = f"from a weight of at most {largest} and these gradients, that step's rule gives no such number"
-        return "changed", True, (*notes, line)
-    return "made", can is True, notes if can else (*notes, _OPEN)
-
-
-def _had_no_gradient(frames: list[Frame], frame: Frame, row: Row) -> bool:
+def _was_left_out(frames: list[Frame], frame: Frame, row: Row) -> bool:
+    """The step has found no gradient of this weight."""
     return any(
         found.role == f"state grad {row.role}" and found.kind == RowContent.NONE
         for other in frames
@@ -303,16 +261,11 @@ _OPEN = (
 )
 
 
-def _name_of(step: OptimizerStep) -> str:
-    return step.cls.rpartition(".")[2]
-
-
-def _known(frames: list[Frame], frame: Frame, row: Row, before: Row, gradients: list[Row]) -> KnownStep:
-    state = {other.parsed_role.key: _number(other) for other in _state_rows(frames, frame, row.parsed_role.name)}
+def _known(row: Row, before: Row, gradients: list[Row], states: list[Row]) -> KnownStep:
     return KnownStep(
         weight=_number(before),
         gradient=max(map(_number, gradients)),
-        state=state,
+        state={state.parsed_role.key: _number(state) for state in states},
         elements=math.prod(row.shape) if row.shape is not None else 1 << 40,
         dtype=row.dtype,
     )
@@ -322,41 +275,115 @@ def _number(row: Row) -> float:
     return row.abs_max if row.finite and row.abs_max is not None else math.inf
 
 
-def local_gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
-    """The parameter's gradients, as this rank's own backward made them."""
+def _state_rows(frames: list[Frame], frame: Frame, name: str) -> list[Row]:
+    """A parameter's state: in the frame of the weight, or on a device in one that was written when its numbers came."""
     return [
         row
         for other in frames
-        if other.phase == FramePhase.BACKWARD and other.module == frame.module and other.index < frame.index
+        if other.phase == FramePhase.OPTIMIZER and other.module == frame.module and other.index >= frame.index
         for row in other.rows
-        if row.role == role and row.kind == RowContent.MEASURED
+        if row.role_kind is RoleKind.STATE and row.parsed_role.name == name
     ]
 
 
-def _gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
-    got = [
-        row
-        for other in frames
-        if other.phase == FramePhase.COLLECTIVE and other.module == frame.module and other.index < frame.index
-        for row in other.rows
-        if row.role == role and row.kind == RowContent.MEASURED
-    ]
-    return got or local_gradients(frames, frame, role)
+# When a weight was last read and finite, and whether an optimizer step can have changed it since.
+#
+# A weight is read in each forward, and after each step of an optimizer that holds it. A weight that was finite after
+# the last step and is bad in the next forward was changed by something else: the script, a load, or memory. A weight
+# that no row shows after a step that has run since leaves open which of them it was.
+
+UNSEEN = "no optimizer step was seen in between: the script, a load or memory changed it"
 
 
-def _state(frames: list[Frame], frame: Frame, name: str) -> list[str]:
-    """`exp_avg_sq of weight: abs min 0.00e+00, abs max 0.00e+00`, for each tensor of a parameter's state."""
-    found = []
-    for row in _state_rows(frames, frame, name):
-        if row.kind == RowContent.MEASURED:
-            smallest, largest = format_number(row.abs_min).strip(), format_number(row.abs_max).strip()
-            found.append(f"the optimizer's {row.parsed_role.key} of {name}: abs min {smallest}, abs max {largest}")
-    return found
+class WeightReading(NamedTuple):
+    """One reading of a weight."""
+
+    page: Page
+    frame: Frame
+    row: Row
+
+    @property
+    def after_step(self) -> bool:
+        """It was read after a step of an optimizer that holds it; else in a forward."""
+        return self.frame.phase == FramePhase.OPTIMIZER
 
 
-def _state_rows(frames: list[Frame], frame: Frame, name: str) -> list[Row]:
-    """A parameter's state: in the frame of the weight, or on a device in one that was written when its numbers came."""
-    steps = (other for other in frames if other.phase == FramePhase.OPTIMIZER and other.index >= frame.index)
-    of_module = [other for other in steps if other.module == frame.module]
-    rows = [row for other in of_module for row in other.rows]
-    return [row for row in rows if row.role_kind is RoleKind.STATE and row.parsed_role.name == name]
+class WeightHistory(NamedTuple):
+    """What is known of a bad weight from before."""
+
+    changed: bool = False
+    """Something else than a step has changed it since it was finite."""
+    text: str = ""
+    """A clause for the sentence of a verdict; "" if nothing is known."""
+    note: str = ""
+    """A line of evidence; "" if there is no finite reading."""
+
+
+def _readings(page: Page, frame: Frame, row: Row, earlier: Sequence[Page]) -> Iterator[WeightReading]:
+    """The readings of a weight from before `frame` of `page`, the latest first. `earlier` are pages, latest first.
+
+    One of another shape is left out: a shard is not the whole weight.
+    """
+    for each in (page, *earlier):
+        for other in sorted(each.frames, key=lambda found: -found.index):
+            if other.module != frame.module or (each is page and other.index >= frame.index):
+                continue
+            if other.phase not in (FramePhase.FORWARD, FramePhase.OPTIMIZER):
+                continue
+            for found in other.weights:
+                if found.role == row.role and found.kind == RowContent.MEASURED and found.shape == row.shape:
+                    yield WeightReading(each, other, found)
+
+
+def history_of(page: Page, frame: Frame, row: Row, earlier: Sequence[Page]) -> WeightHistory:
+    """What is known of a weight that is bad in a forward of `page`. `earlier` are pages of its root, latest first."""
+    last = next(_readings(page, frame, row, earlier), None)
+    if last is None or not last.row.finite:
+        return WeightHistory()
+    since = [each for each in earlier if each.number > last.page.number]
+    steps = page.step - last.page.step - (1 if last.after_step else 0)
+    batch = last.page.batch
+    text = ""
+    if last.page is page:
+        text = "earlier in that batch, and no optimizer step was seen in between"
+    elif steps <= 0:
+        when = f"after step {page.step}" if last.after_step else f"in batch {batch}"
+        text = f"{when}, and no optimizer step was seen in between"
+    elif _is_whole([page, *since, last.page]):
+        if last.after_step:
+            text = f"after the step of batch {batch}, and no later step on it was seen"
+        elif _others_stepped([*since, last.page]) and _had_no_gradient([*since, last.page], frame, row):
+            text = f"in batch {batch}, had no gradient since, and no step on it was seen"
+    when = "after the step of" if last.after_step else "in the forward of"
+    note = f"{row.role} was finite when it was last read, {when} batch {batch}: abs max {number_text(last.row.abs_max)}"
+    if text:
+        collective = ", a collective" if frame.seq > last.frame.seq >= 0 else ""
+        return WeightHistory(True, f"it was finite {text}: the script, a load{collective} or memory changed it", note)
+    ran = f"{steps} optimizer step{'s' if steps != 1 else ''} ran in between"
+    text = (
+        f"it was finite in batch {batch}; {ran}, and it was not read after that: whether a step or something else "
+        "changed it is unknown"
+    )
+    return WeightHistory(False, text, note)
+
+
+def _is_whole(pages: list[Page]) -> bool:
+    batches = [each.batch for each in pages]
+    gaps = any(later - before != 1 for later, before in pairwise(batches))
+    return not gaps and not any(each.lost_frames for each in pages)
+
+
+def _others_stepped(pages: list[Page]) -> bool:
+    """Whether other weights were read after a step: this one would have been, too, had an optimizer held it."""
+    return any(frame.phase == FramePhase.OPTIMIZER and frame.weights for page in pages for frame in page.frames)
+
+
+def _had_no_gradient(pages: list[Page], frame: Frame, row: Row) -> bool:
+    seen = {
+        (other.module, found.parsed_role.name)
+        for each in pages
+        for other in each.frames
+        for found in other.gradients
+        if found.role_kind is RoleKind.GRAD_WEIGHT and found.kind == RowContent.MEASURED
+    }
+    return bool(seen) and (frame.module, row.parsed_role.name) not in seen

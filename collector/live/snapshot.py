@@ -10,7 +10,7 @@ from ...core.identity import rank_name
 from ...core.wire.messages import GpuNow, HotModule, closest_modules, unpack_list
 from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, ViewEvent, ViewStraggler
 from ..assemble.timeline import forecasts_of, is_sound, passing_text
-from ..decide.node_advice import uuid_of
+from ..decide.decide import uuid_of
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.fold import shown_body
 

@@ -11,7 +11,7 @@ from ...core.events import PreflightBegan, PreflightResult, PreflightStage
 from ...core.preflight import PreflightFinding
 from ...core.wire.messages import AgentBody, AgentHello, EventMessage
 from ...core.wire.pipe import PreflightOver, StageLine
-from ..decide.preflight_table import stage_order, worst
+from ..decide.preflight_verdict import stage_order, worst
 from ..facts.fold import shown_body
 from ..report.model import GRADES
 from ..report.sentence_parts import counted

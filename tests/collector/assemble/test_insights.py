@@ -10,7 +10,7 @@ from gpuwatch.collector.assemble import insights as find
 from gpuwatch.collector.assemble import insights as over_batches
 from gpuwatch.collector.assemble.insights import find_insights
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.facts.kept_history import ModuleOutputs, OpenHistory
+from gpuwatch.collector.facts.kept_pages import ModuleOutputs, OpenHistory
 from gpuwatch.collector.report import model as insight
 from gpuwatch.core.events import RangeWarning, ScalerSkip
 from gpuwatch.core.wire.messages import EventMessage

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from gpuwatch.collector.decide.hang_groups import RankGroups, find_by_groups
+from gpuwatch.collector.decide.hang_groups import find_by_groups
+from gpuwatch.collector.decide.hang_model import RankPosition
 from gpuwatch.core.events import GroupState, IssuedOperation
 
 WAITED = "have waited for 300 s"
@@ -24,11 +25,11 @@ def group(begun, at=None, *issued, name="0", members="0-2", ended=None, phase=No
 
 
 def waits(*groups):
-    return RankGroups(list(groups), "waits")
+    return RankPosition("waits", groups=list(groups))
 
 
 def away(*groups, kind="away", what="outside of a forward, after batch 4"):
-    return RankGroups(list(groups), kind, what)
+    return RankPosition(kind, what, groups=list(groups))
 
 
 def find(*ranks, world=None):
@@ -56,7 +57,7 @@ def test_the_one_that_never_began_it_did_not_come():
 def test_of_a_rank_that_was_never_heard_nothing_is_said(world):
     received = GroupState("0", "0-1", 2, 0, 0, "failed", -12, 4.2, [IssuedOperation(-12, "recv", "float32", 16, 0)])
     found = find_by_groups(
-        {1: RankGroups([received], "waits", "after its script had raised", failed=True)}, world, WAITED
+        {1: RankPosition("waits", "after its script had raised", groups=[received], failed=True)}, world, WAITED
     )
 
     assert found is None or (found.rank, found.cause) == (None, "")
@@ -73,7 +74,7 @@ def test_a_rank_that_began_it_and_went_on_is_not_missing():
 
 @pytest.mark.parametrize("kind", ["may wait", "waits"])
 def test_a_rank_that_waits_in_what_its_table_does_not_show_keeps_it_from_being_sure(kind):
-    backward = RankGroups([group(8)], kind, "in the backward's reduction of gradients")
+    backward = RankPosition(kind, "in the backward's reduction of gradients", groups=[group(8)])
     found = find(waits(all_reduce(9)), away(group(8)), waits(all_reduce(9)), backward, world=4)
 
     assert (found.rank, found.certainty) == (1, "supported")
@@ -212,14 +213,14 @@ def test_a_rank_that_was_stopped_in_the_middle():
 
 
 def test_a_rank_that_has_left():
-    found = find(waits(all_reduce(9)), RankGroups([group(8)], "left"), waits(all_reduce(9)))
+    found = find(waits(all_reduce(9)), RankPosition("left", groups=[group(8)]), waits(all_reduce(9)))
 
     assert (found.rank, found.certainty, found.cause) == (1, "established", "left early")
 
 
 def test_of_two_ranks_the_one_that_waits_may_have_issued_one_too_many():
     left, waiting = group(8, members="0-1"), group(9, 9, "all_reduce", members="0-1")
-    found = find(RankGroups([left], "left"), waits(waiting))
+    found = find(RankPosition("left", groups=[left]), waits(waiting))
 
     assert (found.rank, found.certainty) == (0, "supported")
     assert found.statement.endswith("Or rank 1 has issued one collective too many.")

@@ -6,8 +6,7 @@ import shlex
 
 import msgspec
 import pytest
-from gpuwatch.collector.decide.decide import decide
-from gpuwatch.collector.decide.node_advice import advice
+from gpuwatch.collector.decide.decide import advice, decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import GpuCounters, GpuXid, NodeSignal, RankInventoryEvent
 from gpuwatch.core.gpu.xids import XIDS

@@ -1,8 +1,8 @@
 """Whether a job that stands still is ended for it."""
 
 import pytest
+from gpuwatch.collector.decide.hang_finding import ending_of
 from gpuwatch.collector.decide.hang_model import HangFinding, HangPrognosis
-from gpuwatch.collector.decide.hang_verdict import ending_of
 from gpuwatch.core.events import RankLook, RunPosition
 
 LIMIT_S = 100.0
@@ -10,7 +10,7 @@ STUCK, WAIT, FREE = HangPrognosis("cannot go on"), HangPrognosis("all wait"), Ha
 
 
 def ending(on_hang, outlook, still_s, *, busy=0.0, may_end=True, state="S"):
-    found = HangFinding("Rank 1 did not come.", "established", 1, may_end=may_end, outlook=outlook)
+    found = HangFinding("Rank 1 did not come.", "established", [1], may_end=may_end, outlook=outlook)
     looks = [
         RankLook(RunPosition(rank), 1, still_s, "script", busy=busy if rank else 0.0, state=state if rank else "S")
         for rank in range(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from gpuwatch.collector.facts.diagnosis import DiagnosisOrder, LocalDiagnosis, before, earliest, from_event, reason
+from gpuwatch.collector.facts.diagnosis import DiagnosisOrder, LocalDiagnosis, earliest, from_event, reason
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +24,10 @@ DIAGNOSIS = partial(
     shape=None,
     frame=0,
 )
+
+
+def before(left, right):
+    return DiagnosisOrder([left, right]).before(left, right)
 
 
 def at(make, rank=0, **place):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.decide.decide import decide
-from gpuwatch.collector.decide.notices import passed_of
+from gpuwatch.collector.decide.words import passed_of
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import PassedTensor
 from gpuwatch.core.wire.messages import EventMessage

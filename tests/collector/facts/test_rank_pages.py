@@ -41,5 +41,5 @@ def test_the_same_point_is_not_looked_for_in_every_page(make, monkeypatch):
     looked = []
     alike = same_point._is_alike
     monkeypatch.setattr(same_point, "_is_alike", lambda *args: looked.append(args) or alike(*args))
-    assert list(same_point.peers_of(facts, facts.ranks[0, 0], facts.ranks[0, 0].pages[250])) == [1]
+    assert list(same_point.peers_of(facts, facts.ranks[0, 0].pages[250])) == [1]
     assert len(looked) == 1

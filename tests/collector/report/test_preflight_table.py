@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 from gpuwatch.collector.assemble.build import build_report
-from gpuwatch.collector.decide.preflight_table import preflight_report
+from gpuwatch.collector.decide.preflight_verdict import preflight_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import RunReport, to_json
 from gpuwatch.collector.report.text_report import render_text
