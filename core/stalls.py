@@ -27,7 +27,7 @@ _NOT_THE_USERS = (
     "<string>",
 )
 
-_AROUND_COLLECTIVES = "/worker/hooks/collectives.py"
+_AROUND_COLLECTIVES = "/worker/hooks/process_groups.py"
 """gpuwatch's own function around torch's method, which is no call of the script's."""
 
 

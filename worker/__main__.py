@@ -20,7 +20,7 @@ from ..core.recorder.layout import RankPhase, file_name
 from ..core.recorder.own_files import standard_streams_taken
 from ..core.settings import VARIABLE, WorkerSettings
 from ..core.tell import tell
-from .imports import after_import
+from .patches import after_import
 from .preflight.preflight_run import preflight_or_exit
 from .script import ScriptTarget, run
 from .session import WorkerSession, open_session, watch_the_ends

@@ -18,7 +18,7 @@ import torch
 from ..core.frames import HEADER, NAME_INDENT, Row, RowContent, format_row
 from ..core.values import NonFinite, decode
 from .detect_overflow import look, never_compiled, print_non_finite, without_modes
-from .record.leaves import leaves_of
+from .record.names import leaves_of
 from .stats.tensor_stats import TensorStats
 
 _NOT_IN_THE_MODEL = "(not in the model)"

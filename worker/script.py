@@ -19,7 +19,13 @@ from typing import Any, NoReturn
 from ..core.errors import RANK_OVERFLOW, JobEnded, OverflowDetected
 from ..core.own_imports import give_way_to_script
 from ..core.tell import end_process, flush_streams, tell
-from .recursion import first_frame
+
+try:
+    from .native.core import first_frame
+except ImportError:  # gpuwatch was installed without a C compiler: nothing of the recursion limit is given back
+
+    def first_frame() -> None:
+        """The frames below the caller are ours: it is to be the first one (worker/native/recursion.c)."""
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
 from ..core.torch_names import NEWEST, missing
 from ..core.torch_notes import release_of
-from .own_ends import Undo, hear_of_ends
+from .rank_process import Undo, hear_of_ends, wait_for_training, watch_children
 from .record.collectives import issued, moment
 from .stack_file import answer_with_stacks
-from .training_children import wait_for_training, watch_children
 
 if TYPE_CHECKING:
     from .hooks.module_hooks import ModuleHooks

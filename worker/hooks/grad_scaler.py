@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,7 @@ from ...core.recorder.layout import HeadField
 from ..patches import PatchLedger
 from ..record.judging import AlarmRecorder
 from ..record.progress import RunProgress
-from ..stats.device import ToHost, to_host
-from ..stats.without_modes import without_modes
+from ..stats.device import ToHost, to_host, without_modes
 from .backward import BackwardHooks
 from .optimizer import OptimizerHooks
 
@@ -34,23 +34,18 @@ class _UnknownStep(NamedTuple):
     """Optimizer steps before it."""
 
 
+@dataclass(eq=False, repr=False)
 class GradScalerHooks:
     """Watches every GradScaler by wrapping the methods `scale`, `step` and `update` of its class."""
 
-    def __init__(
-        self,
-        progress: RunProgress,
-        judging: AlarmRecorder,
-        gradients: BackwardHooks,
-        steps: OptimizerHooks,
-        on_fault: Callable[[str, Exception], None],
-    ) -> None:
-        self._progress = progress
-        self._judging = judging
-        self._gradients = gradients
-        self._steps = steps
-        self._on_fault = on_fault
-        self._limit = progress.settings.scaler_skips
+    _progress: RunProgress
+    _judging: AlarmRecorder
+    _gradients: BackwardHooks
+    _steps: OptimizerHooks
+    _on_fault: Callable[[str, Exception], None]
+
+    def __post_init__(self) -> None:
+        self._limit = self._progress.settings.scaler_skips
         self._in_a_row: dict[int, int] = {}
         """id of an optimizer -> its skipped steps since the last one that was not skipped."""
         self._skips = 0

@@ -22,7 +22,7 @@ from ...core.recorder.layout import HeadField, RankPhase, SegmentField
 from ...core.values import DTYPE_CODES, INF_BITS, ValueEncoding
 from ..record.collectives import issued
 from ..record.group_slots import GroupCall
-from ..record.leaves import KWARGS, leaves_of
+from ..record.names import KWARGS, leaves_of
 from ..record.progress import RunProgress
 from ..record.rows import COUNT_EVERY, RowWriter
 from ..stats.device import late_device

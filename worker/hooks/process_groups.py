@@ -23,8 +23,7 @@ from ...core.recorder.group_table import OPERATIONS
 from ..patches import PatchLedger
 from ..record.collectives import count_with
 from ..record.group_slots import NO_MESSAGE, GroupCall, GroupTable, OperationPlace, described
-from ..record.late_passed import LatePassed, PassedWhen
-from ..record.passed import NOT_FINITE, PassedValues, look_at, refs_to, tensors_in
+from ..record.passed import NOT_FINITE, LatePassed, PassedValues, PassedWhen, look_at, refs_to, tensors_in
 from ..stats.device import is_on_device, late_device
 from .native_writer import difference
 
@@ -127,7 +126,7 @@ class CollectivePatches:
         passed: PassedValues | None = None,
         late: LatePassed | None = None,
     ) -> None:
-        """`passed` is told what is not finite; None: nobody looks at what passes. `late` looks on a device."""
+        """`passed` gets what is not finite; None: nobody looks at what passes. `late` looks on a device."""
         self._groups = groups
         self._passed = passed
         self._late = late if passed is not None else None
@@ -346,12 +345,5 @@ def _named(call: Callable[..., Any], name: str, before: Any) -> FunctionType:
 
 def _tell(passed: PassedValues, place: OperationPlace, came_out: bool, tensors: Any) -> None:
     passed.note(
-        place.slot.number,
-        place.number,
-        place.operation,
-        place.root,
-        place.message,
-        came_out,
-        *place.given,
-        tensors,
+        place.slot.number, place.number, place.operation, place.root, place.message, came_out, *place.given, tensors
     )

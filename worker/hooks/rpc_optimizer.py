@@ -6,21 +6,37 @@ same. From torch 2.14 on that optimizer is a class of Python, whose `step` is re
 `DistributedOptimizer.step` counts the step where none of the parameters is its own.
 """
 
-from __future__ import annotations
+# no `from __future__ import annotations`: TorchScript reads the annotations of ScriptedStep
 
 import functools
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..imports import after_import
-from ..patches import PatchLedger
-from .scripted_step import ScriptedStep
+from ..patches import PatchLedger, after_import
 
 _MODULE = "torch.distributed.optim.optimizer"
+
+
+class ScriptedStep(nn.Module):
+    """One operation, the optimizer's own step, one operation. TorchScript compiles it, and reads its comments too."""
+
+    def __init__(self, optimizer: Any, place: torch.Tensor) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.place = place
+
+    @torch.jit.export
+    def step(self, autograd_ctx_id: int) -> None:
+        """As torch's `_ScriptLocalOptimizer` has it."""
+        torch.ops.gpuwatch.rpc_step(self.place, autograd_ctx_id, True)
+        self.optimizer.step(autograd_ctx_id)
+        torch.ops.gpuwatch.rpc_step(self.place, autograd_ctx_id, False)
 
 
 class ScriptedOptimizer:
@@ -74,17 +90,14 @@ def _define() -> Any:
     return library
 
 
+@dataclass(eq=False, repr=False)
 class RpcOptimizers:
     """Sees the steps of DistributedOptimizer in this process."""
 
-    def __init__(
-        self,
-        before: Callable[[ScriptedOptimizer], None],
-        after: Callable[[ScriptedOptimizer], None],
-        count: Callable[[], None],
-        on_fault: Callable[[str, Exception], None],
-    ) -> None:
-        self._before, self._after, self._count, self._on_fault = before, after, count, on_fault
+    _before: Callable[[ScriptedOptimizer], None]
+    _after: Callable[[ScriptedOptimizer], None]
+    _count: Callable[[], None]
+    _on_fault: Callable[[str, Exception], None]
 
     def attach(self, patches: PatchLedger) -> None:
         """Begin, or wait until the script imports the optimizer's module."""

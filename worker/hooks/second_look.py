@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -29,19 +30,19 @@ from ..record.graph_sources import explaining_row, shown_in, sources_later, sour
 from ..record.graph_users import BadOutput, graph_users
 from ..record.held_alarms import NonFiniteRow
 from ..record.judging import AlarmRecorder
-from ..record.late_passed import LatePassed
 from ..record.names import class_of
+from ..record.passed import LatePassed
 from ..record.progress import RunProgress
 from ..record.roots import RankRoots
 from ..record.rows import RowWriter
+from ..stats.device import without_modes
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
-from ..stats.without_modes import without_modes
 from .backward import BackwardHooks
-from .compiled import CompiledPolicy
+from .global_hooks import RunningCalls
 from .grad_scaler import GradScalerHooks
 from .module_calls import ModuleCalls
 from .optimizer_steps import OptimizerSteps
-from .running_calls import RunningCalls
+from .skipping import CompiledPolicy
 
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _AFTER = ModuleCalls.after.__code__
@@ -54,34 +55,21 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, tuple, dict, deque)
 
 
+@dataclass(eq=False, repr=False)
 class SecondLook:
     """Of one rank, at the module of its first alarm."""
 
-    def __init__(
-        self,
-        running: RunningCalls,
-        policy: CompiledPolicy,
-        progress: RunProgress,
-        roots: RankRoots,
-        rows: RowWriter,
-        judging: AlarmRecorder,
-        gradients: BackwardHooks,
-        steps: OptimizerSteps,
-        scalers: GradScalerHooks,
-        late_passed: LatePassed,
-        masks: LateMasks,
-    ) -> None:
-        self._running = running
-        self._policy = policy
-        self._progress = progress
-        self._roots = roots
-        self._rows = rows
-        self._judging = judging
-        self._gradients = gradients
-        self._steps = steps
-        self._scalers = scalers
-        self._late_passed = late_passed
-        self._masks = masks
+    _running: RunningCalls
+    _policy: CompiledPolicy
+    _progress: RunProgress
+    _roots: RankRoots
+    _rows: RowWriter
+    _judging: AlarmRecorder
+    _gradients: BackwardHooks
+    _steps: OptimizerSteps
+    _scalers: GradScalerHooks
+    _late_passed: LatePassed
+    _masks: LateMasks
 
     def look(self, bad: NonFiniteRow) -> LookedAgain | None:
         """At the module of an alarm; None if it is no module, or is gone and nothing is left."""

@@ -15,11 +15,10 @@ from ...core.frames import RowMark
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.values import NonFinite
-from ..stats.device import is_on_device
+from ..stats.device import is_on_device, without_modes
+from ..stats.notable import slots_of_masks
 from ..stats.tensor_stats import FLOATS
-from ..stats.without_modes import without_modes
-from .judging import slots_of_masks
-from .leaves import inputs_of
+from .names import inputs_of
 from .roots import ModuleInfo
 from .rows import RecordedRow, RowWriter
 

@@ -26,7 +26,7 @@ from ...core.events import OwnCodeModule
 from ...core.frames import Frame, Row, RowContent
 from ...core.roles import RoleKind
 from .autograd_graph import AutogradGraph, GraphCalls, NodesOfCall, next_node
-from .leaves import inputs_of, outputs_of
+from .names import inputs_of, outputs_of
 from .roots import ModuleInfo
 
 _MOST_NODES = 200_000

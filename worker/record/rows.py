@@ -16,7 +16,7 @@ from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
 from ...core.roles import RoleKind, parse_role
 from ...core.values import PENDING
-from ..stats.device import device_for, has_reader, is_on_device, late_device
+from ..stats.device import device_for, has_reader, is_on_device, late_device, without_modes
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.notable import NotableFilter
 from ..stats.passed_readings import PassedReadings
@@ -31,10 +31,8 @@ from ..stats.tensor_stats import (
     stats_in_memory,
     version_of,
 )
-from ..stats.without_modes import without_modes
 from .collectives import issued
-from .leaves import inputs_of
-from .names import ModuleSelection
+from .names import ModuleSelection, inputs_of
 from .progress import RecorderLock
 from .roots import ModuleInfo
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from .device_interface import StatsDevice, StreamKey
+from .device import StatsDevice, StreamKey, without_modes
 from .torch_reader import GroupedReadings, TensorSource, WaitingTensors, fresh_rows, source_of
-from .without_modes import without_modes
 
 _CAPACITY = 256
 """Rows of a stream between two copies: as many as one launch may read (kernel.py)."""
