@@ -307,7 +307,7 @@ class AbsorbedValue(msgspec.Struct, frozen=True, tag="absorbed"):
 
 
 class BatchInputs(msgspec.Struct, frozen=True, tag="batch_inputs"):
-    """What the model was handed in the batch of a rank's first alarm: role -> digest (batch_digest.py)."""
+    """What the model was handed in the batch of a rank's first alarm: role -> digest (worker/record/names.py)."""
 
     where: RunPosition
     digests: dict[str, str]

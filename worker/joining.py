@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.events import LeftGroup, OwnFault
+from ..core.events import LeftGroup
 from ..core.own_imports import own_command
 from ..core.recorder.layout import HeadField, RankPhase, file_name
 from ..core.recorder.run_folder import (
@@ -241,7 +241,7 @@ class _JoiningProcess:
         """It has joined another group after its first. Its name in the report is that of the first."""
         if rank != session.rank:
             text = f"rank {session.rank} has joined a second group, of {world_size} ranks, as rank {rank}"
-            session.recorder.append(OwnFault(session.where(), "run", text))
+            session.record_fault("run", text)
         else:
             fields = session.recorder.fields
             session.recorder.identify(rank, fields[HeadField.LOCAL_RANK], world_size, fields[HeadField.ATTEMPT])
@@ -320,7 +320,7 @@ class _JoiningProcess:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if self._session is not None and self._session.is_ours:
-                self._session.recorder.append(OwnFault(self._session.where(), "run", text))
+                self._session.record_fault("run", text)
             else:
                 tell(f"gpuwatch: process {os.getpid()} goes on unwatched: {text}")
                 tell_unwatched(self._folder, os.getpid(), text)

@@ -20,7 +20,7 @@ from ..core.settings import WorkerSettings
 from ..core.torch_names import NEWEST, missing
 from ..core.torch_notes import release_of
 from .rank_process import Undo, hear_of_ends, wait_for_training, watch_children
-from .record.collectives import issued, moment
+from .record.collectives import issued, position
 from .stack_file import answer_with_stacks
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def open_session(settings: WorkerSettings, path: Path, rank: int, local_rank: in
 
 
 def watch_the_ends(variables: Callable[[Mapping[Any, Any]], dict[str, str]] = lambda _: {}) -> None:
-    """Have the session of this process hear of os.exec and os._exit. `variables`: see own_ends.py."""
+    """Have the session of this process hear of os.exec and os._exit. `variables`: see `hear_of_ends`."""
 
     def before_exec() -> Undo:
         return _current.goes_on_as_another_program() if _current is not None else lambda: None
@@ -97,16 +97,11 @@ class WorkerSession:
         """The place in the run, for an event."""
         if self.hooks is not None:
             return self.hooks.where()
-        now = moment(issued())
-        return RunPosition(
-            self.rank,
-            self.settings.attempt,
-            seq=now.seq,
-            time_ns=time.time_ns(),
-            clock=now.clock,
-            sent=now.sent,
-            received=now.received,
-        )
+        return position(issued(), self.rank, self.settings.attempt)
+
+    def record_fault(self, part: str, message: str) -> None:
+        """Record an error of gpuwatch itself."""
+        self.recorder.append(OwnFault(self.where(), part, message))
 
     def settle(self) -> bool:
         """The script has ended: wait a moment for the last numbers of the device. Never raises.
@@ -121,7 +116,7 @@ class WorkerSession:
             while not (settled := hooks.settle()) and time.monotonic() < deadline:
                 time.sleep(0.005)
         except Exception as error:
-            self.recorder.append(OwnFault(self.where(), "settle", f"{type(error).__name__}: {error}"))
+            self.record_fault("settle", f"{type(error).__name__}: {error}")
             return False
         return settled
 
@@ -189,7 +184,7 @@ class WorkerSession:
         try:
             answer_with_stacks(self.recorder.path.parent, self.rank, self.settings.attempt)
         except Exception as error:
-            self.recorder.append(OwnFault(self.where(), "stacks", f"{type(error).__name__}: {error}"))
+            self.record_fault("stacks", f"{type(error).__name__}: {error}")
 
     def attach_hooks(self) -> None:
         """Attach the hooks, after torch was imported. Never raises: a run without hooks is better than no run."""
@@ -211,7 +206,7 @@ class WorkerSession:
             self.recorder.fields[HeadField.HOOKS] = HooksState.ATTACHED
         except Exception as error:
             self.recorder.fields[HeadField.HOOKS] = HooksState.FAILED
-            self.recorder.append(OwnFault(self.where(), "attach", f"{type(error).__name__}: {error}"))
+            self.record_fault("attach", f"{type(error).__name__}: {error}")
 
     def _tell_what_torch_lacks(self) -> None:
         """A name that is gone, though this release should have it, turns one view off: see core/torch_names.py."""
@@ -220,8 +215,7 @@ class WorkerSession:
         for one in missing(release_of(version) or NEWEST):
             gone.setdefault(one.lost, []).append(one.path)
         for lost, paths in gone.items():
-            text = f"torch {version} has no {', '.join(paths)}: {lost}"
-            self.recorder.append(OwnFault(self.where(), "names of torch", text))
+            self.record_fault("names of torch", f"torch {version} has no {', '.join(paths)}: {lost}")
 
     def _wait_for_training(self) -> None:
         """In a fork of this rank: its training is not watched, and that is told in the rank's recorder."""

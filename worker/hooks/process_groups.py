@@ -145,8 +145,9 @@ class CollectivePatches:
         for method in METHODS:
             self._replace(module.ProcessGroup, method)
         self._replace(module.Work, WAIT)
-        self._patches.replace(module.ProcessGroup, "_start_coalescing", self._around_start)
-        self._patches.replace(module.ProcessGroup, "_end_coalescing", self._around_end)
+        bundle_begun, bundle_ended = self._groups.bundle_begun, self._groups.bundle_ended
+        self._note_after(module.ProcessGroup, "_start_coalescing", lambda group, _: bundle_begun(group))
+        self._note_after(module.ProcessGroup, "_end_coalescing", bundle_ended)
 
     def detach(self, failed: bool = False) -> None:
         """Put back what was there, and take away what the table shows: it grows old. `failed`: the rank goes on."""
@@ -206,33 +207,22 @@ class CollectivePatches:
             method.returned_at_root,
         )
 
-    # -- messages in bundles ------------------------------------------------------------------------------------
+    def _note_after(self, owner: Any, name: str, note: Callable[[Any, Any], None]) -> None:
+        """Have `note` called with the group and the result after each call: a bundle of messages begins or ends."""
+        on_fault = self._fault
 
-    def _around_start(self, before: Any) -> Callable[..., Any]:
-        groups, on_fault = self._groups, self._fault
+        def around(before: Any) -> FunctionType:
+            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                result = before(self, *args, **kwargs)
+                try:
+                    note(self, result)
+                except Exception as error:
+                    on_fault(error)
+                return result
 
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = before(self, *args, **kwargs)
-            try:
-                groups.bundle_begun(self)
-            except Exception as error:
-                on_fault(error)
-            return result
+            return _named(call, name, before)
 
-        return _named(call, "_start_coalescing", before)
-
-    def _around_end(self, before: Any) -> Callable[..., Any]:
-        groups, on_fault = self._groups, self._fault
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            work = before(self, *args, **kwargs)
-            try:
-                groups.bundle_ended(self, work)
-            except Exception as error:
-                on_fault(error)
-            return work
-
-        return _named(call, "_end_coalescing", before)
+        self._patches.replace(owner, name, around)
 
     # -- what worker/native/group_methods.c does likewise -------------------------------------------------------
 

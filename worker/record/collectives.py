@@ -8,13 +8,14 @@ of its numbers: the collectives on each group, and the messages to and from each
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ...core.events import IssuedMoment
+from ...core.events import IssuedMoment, RunPosition
 
 if TYPE_CHECKING:
     from .group_slots import GroupTable
@@ -91,6 +92,16 @@ def moment(seq: int) -> IssuedMoment:
     """What had been issued when `issued` returned `seq`; without counts if that is not known any more."""
     found = next((one for one in reversed(_history.moments) if one.seq == seq), None)
     return found if found is not None else IssuedMoment(seq)
+
+
+def position(
+    seq: int, rank: int, attempt: int, step: int = 0, batch: int = -1, root: str = "", page: int = -1
+) -> RunPosition:
+    """A place in the run, with what had been issued when `issued` returned `seq`. Its time is now."""
+    then = moment(seq)
+    return RunPosition(
+        rank, attempt, step, batch, root, page, seq, time.time_ns(), then.clock, then.sent, then.received
+    )
 
 
 def moments(most: int, until: int) -> list[IssuedMoment]:

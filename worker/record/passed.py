@@ -1,7 +1,7 @@
 """What passes between ranks and is not finite: what goes into collectives, sends and receives, and what comes out.
 
 Tensors are looked at when the operation begins and when somebody has waited for it: those in host memory by worker/
-native/group_look.c, or `look_at`; others by worker/record/late_passed.py. A finite tensor leaves nothing behind.
+native/group_look.c, or `look_at`; others by LatePassed. A finite tensor leaves nothing behind.
 What is told never raises an alarm.
 """
 

@@ -72,7 +72,7 @@ class ModuleInfo:
         self.entered = 0
         """For a wrapper: the number of frames in the page when it was last entered."""
         self.first_node = 0
-        """Number of the first autograd node that could be made in its last call (graph_calls.py)."""
+        """Number of the first autograd node that could be made in its last call (autograd_graph.py)."""
         self.guessed = False
         """It was treated as a temporary module, like its siblings, without a search of the tree."""
         self.is_graph = _BACKENDS in name
