@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from ..core.frames import HEADER, NAME_INDENT, Row, RowContent, format_row
-from ..core.values import NonFinite, decode
+from ..core.values import NonFinite, Value
 from .detect_overflow import look, never_compiled, print_non_finite
 from .record.names import leaves_of
 from .stats.device import without_modes
 from .stats.tensor_stats import TensorStats
 
 _NOT_IN_THE_MODEL = "(not in the model)"
-_NAN, _POSINF, _NEGINF = int(NonFinite.NAN), int(NonFinite.POSINF), int(NonFinite.NEGINF)
+_NEGINF = int(NonFinite.NEGINF)
 
 
 class DebugUnderflowOverflow:
@@ -239,18 +239,18 @@ def _text(numbers: TensorStats) -> str:
     >>> _text(TensorStats(1, 3, 0, 0))
     '1.00e+00 3.00e+00 '
     """
-    low, high, meta, kind = numbers
-    encoding = (meta >> 8) & 0xFF
+    value = Value(*numbers[:3])
+    flags = value.flags
     return format_row(
         Row(
             role="",
-            abs_min=decode(low, encoding),
-            abs_max=decode(high, encoding),
-            nan=bool(meta & _NAN),
-            posinf=bool(meta & _POSINF),
-            neginf=bool(meta & _NEGINF),
+            abs_min=value.abs_min,
+            abs_max=value.abs_max,
+            nan=NonFinite.NAN in flags,
+            posinf=NonFinite.POSINF in flags,
+            neginf=NonFinite.NEGINF in flags,
             dtype="",
             shape=None,
-            kind=_KINDS[kind],
+            kind=_KINDS[numbers.kind],
         )
     )

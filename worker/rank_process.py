@@ -149,10 +149,15 @@ def watch_children(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> 
 
     def forked() -> None:
         with suppress(Exception):
-            wait_for_training(lambda: recorder.fields.__setitem__(HeadField.UNSEEN_CHILD, os.getpid()), is_watched)
+            note_when_training(recorder, is_watched)
 
     os.register_at_fork(after_in_child=forked)
     after_import("multiprocessing.process", lambda: _hand_on(recorder))
+
+
+def note_when_training(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> None:
+    """In a fork of a rank: if it trains, and is not watched itself, its parent's recorder says so."""
+    wait_for_training(lambda: recorder.fields.__setitem__(HeadField.UNSEEN_CHILD, os.getpid()), is_watched)
 
 
 def _hand_on(recorder: RecorderWriter) -> None:

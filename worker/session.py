@@ -19,7 +19,7 @@ from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
 from ..core.torch_names import NEWEST, missing
 from ..core.torch_notes import release_of
-from .rank_process import Undo, hear_of_ends, wait_for_training, watch_children
+from .rank_process import Undo, hear_of_ends, note_when_training, watch_children
 from .record.collectives import issued, position
 from .stack_file import answer_with_stacks
 
@@ -189,7 +189,7 @@ class WorkerSession:
     def attach_hooks(self) -> None:
         """Attach the hooks, after torch was imported. Never raises: a run without hooks is better than no run."""
         if not self.is_ours:  # the script has forked, and only then imported torch
-            self._wait_for_training()
+            note_when_training(self.recorder, lambda: current_hooks() is not None)
             return
         with own_imports():
             self._attach_hooks()
@@ -216,11 +216,3 @@ class WorkerSession:
             gone.setdefault(one.lost, []).append(one.path)
         for lost, paths in gone.items():
             self.record_fault("names of torch", f"torch {version} has no {', '.join(paths)}: {lost}")
-
-    def _wait_for_training(self) -> None:
-        """In a fork of this rank: its training is not watched, and that is told in the rank's recorder."""
-
-        def note() -> None:
-            self.recorder.fields[HeadField.UNSEEN_CHILD] = os.getpid()
-
-        wait_for_training(note, lambda: current_hooks() is not None)

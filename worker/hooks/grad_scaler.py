@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ...core.recorder.layout import HeadField
@@ -130,7 +129,9 @@ class GradScalerHooks:
             self.collect()
             found_inf, self._steps.found_inf = self._steps.found_inf, None
             if found_inf is not None:
-                self._copy_to_host(found_inf, scaler, optimizer, step)
+                copy = to_host(found_inf, scaler._get_scale_async())  # does not wait
+                if copy is not None:
+                    self._unknown.append(_UnknownStep(copy, optimizer, step))
                 self.collect()
             elif self._progress.step == step:
                 self._judging.finish()  # the scaler has waited for the device itself
@@ -140,12 +141,6 @@ class GradScalerHooks:
         except Exception as error:
             self._on_fault("GradScaler", error)
         self._judging.raise_pending()
-
-    def _copy_to_host(self, found_inf: torch.Tensor, scaler: Any, optimizer: Any, step: int) -> None:
-        """Begin to copy a fused optimizer's `found_inf` and the scale to the host. Does not wait."""
-        copy = to_host(found_inf, scaler._get_scale_async())
-        if copy is not None:
-            self._unknown.append(_UnknownStep(copy, optimizer, step))
 
     def collect(self) -> bool:
         """Handle the steps whose `found_inf` has arrived. True when none is outstanding.

@@ -137,7 +137,7 @@ class ModuleHooks:
         )
         self._scalers = scalers = GradScalerHooks(progress, judging, gradients, steps, fault)
         second_look = SecondLook(
-            running, policy, progress, roots, rows, judging, gradients, steps.steps, scalers, late_passed, masks
+            running, policy, progress, roots, rows, gradients, steps.steps, scalers, late_passed, masks
         )
         self._call_frames = call_frames = CallFrames(running, progress, rows, frames, gradients, graphs, policy)
         self._calls = ModuleCalls(

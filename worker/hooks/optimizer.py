@@ -170,8 +170,10 @@ class OptimizerHooks:
         for index, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 owner = self._roots.owner_of(parameter)
-                if parameter.grad is None or (owner is not None and self._has_place(owner[0])):
+                if parameter.grad is None:
                     continue
+                if owner is not None and owner[0].watched and owner[0].root.page is not None:
+                    continue  # frames of its module are written
                 numbers = measure(parameter.grad)
                 if not numbers.meta & 0xFF:
                     continue
@@ -184,11 +186,6 @@ class OptimizerHooks:
                 row = self._rows.gradient(info, role, parameter.grad, mark, numbers)
                 written.append((page, self._frames.put(page, info, Phase.COLLECTIVE, [row])))
         return written
-
-    @staticmethod
-    def _has_place(info: ModuleInfo) -> bool:
-        """Whether frames of this module are written: it is watched, and its root has a page."""
-        return info.watched and info.root.page is not None
 
     # -- after --------------------------------------------------------------------------------------------------
 
@@ -211,23 +208,19 @@ class OptimizerHooks:
         if self._weights and not progress.skipped:
             try:
                 self.steps.add(optimizer)
-                with self._progress.lock:
+                with progress.lock:
                     without_modes(self._record_weights, optimizer)
             except Exception as error:
                 self._on_fault("after the optimizer step", error)
         with self._progress.lock:
-            self._tell_of_step(optimizer)
+            try:
+                progress.groups.notice()  # what DDP has issued in the backward
+                if self._judging.held is not None:
+                    self._judging.held.stepped(optimizer)
+            except Exception as error:
+                self._on_fault("after the optimizer step", error)
             self._recorder.pause_page()
         progress.enter(RankPhase.SCRIPT)
-
-    def _tell_of_step(self, optimizer: Any) -> None:
-        """Tell those that wait for a step."""
-        try:
-            self._progress.groups.notice()  # what DDP has issued in the backward
-            if self._judging.held is not None:
-                self._judging.held.stepped(optimizer)
-        except Exception as error:
-            self._on_fault("after the optimizer step", error)
 
     def _record_weights(self, optimizer: Any) -> None:
         self._rows.forget()  # an optimizer may change parameters without raising their version

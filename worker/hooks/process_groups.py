@@ -56,11 +56,6 @@ class ReplacedMethod:
     returned_at_root: bool = False
     """No other rank gives anything, or is given anything."""
 
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether each torch that we know has it."""
-        return self.name not in _NOT_EVERYWHERE
-
 
 def _collective(name: str, operation: str, tensor: int = 0, is_rooted: bool = False, given: int = 1) -> ReplacedMethod:
     return ReplacedMethod(
@@ -185,7 +180,7 @@ class CollectivePatches:
             return None
 
     def _replace(self, owner: Any, method: ReplacedMethod) -> None:
-        if method.is_everywhere or method.name in vars(owner):
+        if method.name not in _NOT_EVERYWHERE or method.name in vars(owner):
             self._patches.replace(owner, method.name, lambda before: self._instead_of(before, method))
 
     def _instead_of(self, before: Any, method: ReplacedMethod) -> Any:

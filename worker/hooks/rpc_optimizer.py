@@ -11,7 +11,8 @@ same. From torch 2.14 on that optimizer is a class of Python, whose `step` is re
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,11 +118,9 @@ class RpcOptimizers:
         @functools.wraps(step)
         def step_seen(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             result = step(optimizer, *args, **kwargs)
-            try:
+            with self._faults():
                 if not any(each.is_owner() for each in optimizer.remote_optimizers):
                     self._count()
-            except Exception as error:
-                self._on_fault("an optimizer of RPC", error)
             return result
 
         return step_seen
@@ -141,16 +140,12 @@ class RpcOptimizers:
 
         @functools.wraps(step)
         def step_seen(optimizer: Any, context: int, *args: Any, **kwargs: Any) -> Any:
-            try:
+            with self._faults():
                 gradients = torch.distributed.autograd.get_gradients(context)  # type: ignore[attr-defined]  # of C++
                 self._tell(seen_as(optimizer), gradients, True)
-            except Exception as error:
-                self._on_fault("an optimizer of RPC", error)
             result = step(optimizer, context, *args, **kwargs)
-            try:
+            with self._faults():
                 self._tell(seen_as(optimizer), {}, False)
-            except Exception as error:
-                self._on_fault("an optimizer of RPC", error)
             return result
 
         return step_seen
@@ -178,12 +173,17 @@ class RpcOptimizers:
         return new_seen
 
     def _tell(self, optimizer: ScriptedOptimizer, gradients: dict[torch.Tensor, torch.Tensor], begins: bool) -> None:
-        try:
+        with self._faults():
             if begins:
                 optimizer.gradients = {id(parameter): gradient for parameter, gradient in gradients.items()}
                 self._before(optimizer)
             else:
                 self._after(optimizer)
                 optimizer.gradients = {}
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             self._on_fault("an optimizer of RPC", error)

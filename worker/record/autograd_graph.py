@@ -29,6 +29,15 @@ next_node: Callable[[], int] = name_in_torch("torch.autograd._get_sequence_nr", 
 """The number that the next node of this thread gets."""
 
 
+MOST_NODES = 200_000
+"""Nodes of a graph that are looked at."""
+
+
+def shapes_of(node: Any) -> list[tuple[int, ...]]:
+    """The shapes of all that a node returned, as far as torch tells."""
+    return [tuple(returned.shape) for returned in getattr(node, "_input_metadata", ())]
+
+
 class NodesOfCall(NamedTuple):
     """A module call and the numbers of its nodes: from `first` up to, and without, `end`."""
 
@@ -95,12 +104,12 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
     """
     frames = [sys._getframe(), *sys._current_frames().values()]
     try:
-        engine = next(filter(None, (_outwards(frame, _runs_the_engine) for frame in frames)), None)
+        engine = next(filter(None, (outwards(frame, _runs_the_engine) for frame in frames)), None)
         if engine is None:
             return None
         outputs = engine.f_locals.get("t_outputs", ())
         roots = tuple(each.grad_fn for each in outputs if getattr(each, "grad_fn", None) is not None)
-        around = _outwards(engine, _runs_a_backward)
+        around = outwards(engine, _runs_a_backward)
         within = around.f_locals["ctx"] if around is not None else None
         # of (gradients, retain_graph, create_graph, inputs, ...); a backward to some inputs goes through a part of it
         kept = any(bool(each) for each in engine.f_locals.get("args", (None, True))[1:4])
@@ -118,7 +127,8 @@ def _runs_a_backward(frame: FrameType) -> bool:
     return frame.f_code.co_name == "backward" and isinstance(frame.f_locals.get("ctx"), BackwardCFunction)
 
 
-def _outwards(start: FrameType, found: Callable[[FrameType], bool]) -> FrameType | None:
+def outwards(start: FrameType, found: Callable[[FrameType], bool]) -> FrameType | None:
+    """The innermost frame from `start` outwards that is `found`."""
     frame: FrameType | None = start
     while frame is not None and not found(frame):
         frame = frame.f_back
@@ -139,7 +149,6 @@ def _outwards(start: FrameType, found: Callable[[FrameType], bool]) -> FrameType
 
 _AGAIN = 64
 _MOST_KNOWN = 256
-_MOST_NODES = 200_000
 _TORCHS_OWN = re.compile(r"(\w+Backward\d*|AccumulateGrad|torch::autograd::(AccumulateGrad|CopySlices|CopyBackwards))")
 """Nodes of torch's own. Those of a custom operator in C++ may keep tensors that nobody can see."""
 _PLAIN = (type(None), bool, int, float, complex, str, type, torch.dtype, torch.device, torch.layout, weakref.ref)
@@ -183,7 +192,7 @@ def holds_nothing(roots: tuple[Any, ...]) -> bool:
             if used is not None and used not in known:
                 known.add(used)
                 left.append(used)
-        if len(known) > _MOST_NODES:
+        if len(known) > MOST_NODES:
             return False
     return True
 

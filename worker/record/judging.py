@@ -171,20 +171,6 @@ class AlarmRecorder:
         frame = self._own.frame(page, index)
         return PageSoFar().judge(frame) if frame is not None else FrameJudgement()
 
-    def frames_of(self, page: OpenPage) -> list[Frame]:
-        """The frames of a page that the ring still holds."""
-        return self._own.frames(page)
-
-    def weights_up_to(self, page: OpenPage, index: int) -> dict[tuple[str, str], tuple[float, float, int]]:
-        """(module, role) -> (abs min, abs max, flags) of the finite weights in the frames of a page up to `index`."""
-        frames = [frame for each in range(index + 1) if (frame := self._own.frame(page, each)) is not None]
-        return {
-            (frame.module, row.role): (row.abs_min, row.abs_max, row.flags)
-            for frame in frames
-            for row in frame.weights
-            if row.finite and row.abs_min is not None and row.abs_max is not None
-        }
-
     def _judged(self, page: OpenPage) -> _PageJudged:
         judged = page.judged
         if judged is None:

@@ -118,7 +118,8 @@ class RowWriter:
         self.weights: dict[int, _Weight] = {}
         self.shapes: dict[tuple[int, ...], int] = {}
         self._slots = 0
-        self._arguments = numpy.zeros(1024, bool)
+        self.argument_slots: Any = numpy.zeros(1024, bool)
+        """By slot, at least as long as there are slots: whether it is about an argument of a call."""
         self._many = _FEW
         self.ignored: dict[int, str] = {}
         """slot -> the rule that covers it."""
@@ -164,9 +165,9 @@ class RowWriter:
         if slot is None:
             slot = info.slots[role] = self._slots
             self._slots += 1
-            if slot >= len(self._arguments):
-                self._arguments = numpy.concatenate((self._arguments, numpy.zeros_like(self._arguments)))
-            self._arguments[slot] = parse_role(role).kind in (RoleKind.INPUT, RoleKind.BEFORE)
+            if slot >= len(self.argument_slots):
+                self.argument_slots = numpy.concatenate((self.argument_slots, numpy.zeros_like(self.argument_slots)))
+            self.argument_slots[slot] = parse_role(role).kind in (RoleKind.INPUT, RoleKind.BEFORE)
             self._recorder.append(SlotDef(slot, info.id, role), name=True)
             rule = self._selection.ignored_by(info.name, role)
             if rule is not None:
@@ -190,11 +191,6 @@ class RowWriter:
             shape = self.shapes[dims] = len(self.shapes)
             self._recorder.append(ShapeDef(shape, numbers), name=True)
         return shape
-
-    @property
-    def argument_slots(self) -> Any:
-        """An array of bool by slot, at least as long as there are slots: whether it is about an argument of a call."""
-        return self._arguments
 
     def rule_for(self, module: str, role: str) -> str:
         """The --ignore rule that covers a row; "" if there is none."""
