@@ -20,7 +20,6 @@ _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.
 _NOT_THE_USERS = (
     "/torch/",
     "/gpuwatch/worker/",
-    "/worker/script.py:",
     "/worker/__main__.py:",
     "/lib/python3",
     "<frozen ",
