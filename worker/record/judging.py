@@ -50,21 +50,19 @@ _MAX_SCALED = 4096
 _MAX_MOMENTS = 128
 
 
+@dataclass(slots=True, eq=False)
 class _PageJudged:
     """How far a page has been judged."""
 
-    __slots__ = ("alarmed", "forward_ended", "next", "so_far", "suspicious")
-
-    def __init__(self, at_once: bool) -> None:
-        self.so_far = PageSoFar(at_once=at_once)
-        self.forward_ended = False
-        """No call of its forward returns any more."""
-        self.alarmed = False
-        """The page has its anomaly. Later alarms of the same batch are consequences of it."""
-        self.next = 0
-        """Index of the first frame that has not been judged."""
-        self.suspicious = False
-        """Something notable was found in the page. A later frame may show the same value again."""
+    so_far: PageSoFar
+    forward_ended: bool = False
+    """No call of its forward returns any more."""
+    alarmed: bool = False
+    """The page has its anomaly. Later alarms of the same batch are consequences of it."""
+    next: int = 0
+    """Index of the first frame that has not been judged."""
+    suspicious: bool = False
+    """Something notable was found in the page. A later frame may show the same value again."""
 
 
 @dataclass(eq=False, repr=False)
@@ -174,7 +172,7 @@ class AlarmRecorder:
     def _judged(self, page: OpenPage) -> _PageJudged:
         judged = page.judged
         if judged is None:
-            judged = page.judged = _PageJudged(self._sync)
+            judged = page.judged = _PageJudged(PageSoFar(at_once=self._sync))
         assert isinstance(judged, _PageJudged)
         return judged
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -54,27 +54,25 @@ class RowCopy:
     event: Any = None
 
 
+@dataclass(slots=True, eq=False)
 class StreamBuffer:
     """One stream's rows of the current segment, and its outstanding copies."""
 
-    __slots__ = ("device", "flying", "key", "limits", "positions", "remembered", "rows", "stream", "waiting", "weights")
-
-    def __init__(self, key: StreamKey, device: torch.device, stream: Any) -> None:
-        self.key = key
-        self.device = device
-        self.stream = stream
-        self.rows: torch.Tensor | None = None
-        """(VALUES_PER_SEGMENT, COLUMNS); None until they are made, and after an error that did not reset them."""
-        self.positions: list[int] = []
-        """Positions in the segment whose copy was not started yet."""
-        self.waiting: list[WaitingTensors] = []
-        """Tensors among them that the next launch reads."""
-        self.weights: list[WaitingTensors] = []
-        """Weights among them that were read before. One launch deals with all of them before the rows are packed."""
-        self.remembered: list[tuple[int, Sequence[DeviceRow]]] = []
-        """The weights among them: the position of the first of some, and their rows."""
-        self.limits: dict[int, int] = {}
-        self.flying: deque[RowCopy] = deque()
+    key: StreamKey
+    device: torch.device
+    stream: Any
+    rows: torch.Tensor | None = None
+    """(VALUES_PER_SEGMENT, COLUMNS); None until they are made, and after an error that did not reset them."""
+    positions: list[int] = field(default_factory=list)
+    """Positions in the segment whose copy was not started yet."""
+    waiting: list[WaitingTensors] = field(default_factory=list)
+    """Tensors among them that the next launch reads."""
+    weights: list[WaitingTensors] = field(default_factory=list)
+    """Weights among them that were read before. One launch deals with all of them before the rows are packed."""
+    remembered: list[tuple[int, Sequence[DeviceRow]]] = field(default_factory=list)
+    """The weights among them: the position of the first of some, and their rows."""
+    limits: dict[int, int] = field(default_factory=dict)
+    flying: deque[RowCopy] = field(default_factory=deque)
 
     def drop(self) -> int:
         """Drop the values whose copy was not started. Returns their number."""
