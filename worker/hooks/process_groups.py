@@ -21,8 +21,8 @@ import torch
 
 from ...core.recorder.group_table import OPERATIONS
 from ..patches import PatchLedger
-from ..record.collectives import count_with
-from ..record.group_slots import NO_MESSAGE, GroupCall, GroupTable, OperationPlace, described
+from ..record.collectives import NO_MESSAGE, count_with
+from ..record.group_slots import GroupCall, GroupTable, OperationPlace, described
 from ..record.passed import NOT_FINITE, LatePassed, PassedValues, PassedWhen, look_at, refs_to, tensors_in
 from ..stats.device import is_on_device, late_device
 from .native_writer import difference
@@ -167,8 +167,8 @@ class CollectivePatches:
                 counter=group.__dict__["_get_sequence_number_for_group"],
                 describe=described,
                 find_slot=self._groups.slot_of,
-                message_begun=self._groups.message_begun,
-                message_received=self._groups.message_received,
+                message_begun=self._groups.messages.begun,
+                message_received=self._groups.messages.waited_for,
                 passed=self._passed.note if self._passed is not None else None,
                 late=self._late.look if self._late is not None else None,
                 on_fault=self._fault,

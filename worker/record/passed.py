@@ -25,7 +25,8 @@ from ..stats.device import is_on_device
 from ..stats.passed_readings import PassedReading, PassedReadings
 from ..stats.tensor_stats import CODES, FLOATS, FloatFormat, TensorStats, in_memory, measure
 from .closed_rows import ClosedMask, LateMasks
-from .group_slots import NO_MESSAGE, GroupSlot, GroupTable, message_of
+from .collectives import NO_MESSAGE, message_of
+from .group_slots import GroupSlot, GroupTable
 from .progress import RecorderLock, RunProgress
 from .rows import RowWriter
 
@@ -236,7 +237,7 @@ class LatePassed:
         self._failed = False
         self._held: list[PassedReading] = []
         """They wait for the numbers of what their operation was given."""
-        self._groups.on_bundle = self._bundle_ended
+        self._groups.messages.on_bundle = self._bundle_ended
 
     def look(
         self, slot: int, number: int, operation: int, root: int, message: int, when: int, given: Given, tensors: Any
@@ -260,13 +261,13 @@ class LatePassed:
         self, slot: int, number: int, operation: int, root: int, message: int, when: int, given: Given, tensors: Any
     ) -> Given:
         if operation in _MESSAGES and message == NO_MESSAGE:
-            message = self._groups.last_in_bundle(slot)
+            message = self._groups.messages.last_in_bundle(slot)
             if message == NO_MESSAGE:
                 return None
         found = list(tensors_in(tensors))
         if when == PassedWhen.ISSUED:
             outputs = slot, number, operation, root, message, given, [weakref.ref(tensor) for tensor in found]
-            if self._groups.keep_in_bundle(slot, outputs):
+            if self._groups.messages.keep_in_bundle(slot, outputs):
                 return None
         passing = self._passed.passing(slot, number, operation, root, message)
         if passing is None:
