@@ -11,12 +11,11 @@ from ...core.recorder.writer import OpenPage
 from ...core.roles import role_of_parameter
 from ...core.values import NonFinite
 from ..compile.attach import CompiledRegions
-from ..record.closed_rows import closed_marked
 from ..record.judging import FrameWriter
 from ..record.names import inputs_of, outputs_of
 from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo
-from ..record.rows import RecordedRow, RowWriter
+from ..record.rows import RecordedRow, RowWriter, closed_marked
 from ..stats.device import is_on_device, without_modes
 from .backward import BackwardHooks
 from .global_hooks import RunningCalls

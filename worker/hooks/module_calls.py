@@ -24,8 +24,8 @@ from ...core.torch_names import name_in_torch
 from ..compile import traced_hooks as traced
 from ..compile.attach import CompiledRegions
 from ..record.autograd_graph import GraphCalls, next_node
-from ..record.closed_rows import LateMasks
 from ..record.collectives import issued
+from ..record.device_rows import LateMasks
 from ..record.judging import AlarmRecorder
 from ..record.names import batch_digest, class_of, inputs_of
 from ..record.progress import RunProgress

@@ -20,7 +20,7 @@ from ...core.settings import WorkerSettings
 from ..compile.apart import apart_from_dynamo
 from ..compile.attach import CompiledRegions
 from ..patches import PatchLedger
-from ..record.closed_rows import LateMasks
+from ..record.device_rows import LateMasks
 from ..record.held_alarms import TrainedModules
 from ..record.judging import AlarmRecorder, FrameWriter
 from ..record.names import ModuleSelection

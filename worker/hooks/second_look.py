@@ -26,7 +26,7 @@ from ...core.recorder.own_pages import OwnPages
 from ...core.roles import RoleKind, parse_role
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, Value, name_of
-from ..record.closed_rows import LateMasks
+from ..record.device_rows import LateMasks
 from ..record.graph_sources import explaining_row, shown_in, sources_later, sources_now
 from ..record.graph_users import BadOutput, graph_users
 from ..record.held_alarms import NonFiniteRow

@@ -34,8 +34,8 @@ from ...core.roles import RoleKind, parse_role
 from ...core.text import shown_name
 from ...core.values import NonFinite, name_of
 from ..stats.notable import frames_to_judge
-from .closed_rows import LateMasks
 from .collectives import issued, moments
+from .device_rows import LateMasks
 from .held_alarms import HeldAlarm, NonFiniteRow, TrainedModules
 from .passed import LatePassed
 from .progress import RunProgress

@@ -24,8 +24,8 @@ from ...core.values import DTYPE_NAMES, NonFinite, decode, name_of
 from ..stats.device import is_on_device
 from ..stats.passed_readings import PassedReading, PassedReadings
 from ..stats.tensor_stats import CODES, FLOATS, FloatFormat, TensorStats, in_memory, measure
-from .closed_rows import ClosedMask, LateMasks
 from .collectives import NO_MESSAGE, message_of
+from .device_rows import ClosedMask, LateMasks
 from .group_slots import GroupSlot, GroupTable
 from .progress import RecorderLock, RunProgress
 from .rows import RowWriter
