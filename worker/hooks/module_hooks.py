@@ -82,14 +82,6 @@ class FaultRecorder:
             self._recorder.append(fault)
 
 
-_CALLED: tuple[Callable[..., Any], ...] = (
-    ModuleCalls.before,
-    ModuleCalls.after,
-    OptimizerHooks.before,
-    OptimizerHooks.after,
-)
-
-
 class ModuleHooks:
     """`attach()` registers the hooks, `detach()` removes every one of them."""
 
@@ -111,7 +103,7 @@ class ModuleHooks:
             recorder, selection, (lambda *parameter: gradients.watch_parameter(*parameter)) if with_grads else None
         )
         self.rows = rows = RowWriter(recorder, selection, notable, fault, progress.lock)
-        self._masks = masks = LateMasks(rows)
+        masks = LateMasks(rows)
         passed = PassedValues(progress, progress.groups)
         self._late_passed = late_passed = LatePassed(passed, rows, progress.groups, progress.lock, fault, masks)
         self._trained = TrainedModules(roots)
@@ -129,7 +121,7 @@ class ModuleHooks:
         self.frames = frames = FrameWriter(progress, judging)
         self._gradients = gradients = BackwardHooks(progress, rows, frames, judging, fault)
         self._skipping = skipping = BatchSkipping(progress, roots, rows, frames, judging, fault, only)
-        self._policy = policy = CompiledPolicy(running, skipping, roots, progress)
+        policy = CompiledPolicy(running, skipping, roots, progress)
         self._graphs = graphs = CompiledRegions(policy, progress, roots, rows, frames, gradients, fault)
         self._global = global_hooks = GlobalHooks(running, progress)
         self._steps = steps = OptimizerHooks(
@@ -140,6 +132,7 @@ class ModuleHooks:
             running, policy, progress, roots, rows, gradients, steps.steps, scalers, late_passed, masks
         )
         self._call_frames = call_frames = CallFrames(running, progress, rows, frames, gradients, graphs, policy)
+        reads = call_frames, roots, rows, masks, judging, gradients
         self._calls = ModuleCalls(
             running,
             skipping,
@@ -175,7 +168,8 @@ class ModuleHooks:
             self._patches.at_undo(self._gradients.detach)
             self._scalers.attach(self._patches)
         if "forward" in self._watch:
-            called = *map(apart_from_dynamo, _CALLED), *_CALLED, *called_by_native_hooks(self.progress, self.rows)
+            named = ModuleCalls.before, ModuleCalls.after, OptimizerHooks.before, OptimizerHooks.after
+            called = *map(apart_from_dynamo, named), *named, *called_by_native_hooks(self.progress, self.rows)
             self._graphs.attach((*called, *self._gradients.hooks))
             self._patches.at_undo(self._graphs.detach)
         self._collectives.attach()
