@@ -132,7 +132,6 @@ class ModuleHooks:
             running, policy, progress, roots, rows, gradients, steps.steps, scalers, late_passed, masks
         )
         self._call_frames = call_frames = CallFrames(running, progress, rows, frames, gradients, graphs, policy)
-        reads = call_frames, roots, rows, masks, judging, gradients
         self._calls = ModuleCalls(
             running,
             skipping,
