@@ -1,4 +1,4 @@
-"""Hears of a call of `init_process_group` before it does anything, and what it says of the ranks."""
+"""What tells which rank this process is: its environment, and its call of `init_process_group`, after a preflight."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class _JoiningProcess:
     # -- what makes it a rank -----------------------------------------------------------------------------------
 
     def _watch_groups(self) -> None:
-        """Hear of each default process group, however it was made."""
+        """Notice each default process group, however it was made."""
         module = sys.modules[GROUPS]
         before: Callable[..., Any] = module._update_default_pg
 
@@ -314,7 +314,7 @@ class _JoiningProcess:
         return {**self._removed, "PYTHONPATH": os.pathsep.join(paths)}
 
     def _safely(self, step: Callable[[], None]) -> None:
-        """An error of ours is told and goes no further."""
+        """Run a step. An error of ours is recorded and goes no further."""
         try:
             step()
         except Exception as error:

@@ -52,9 +52,9 @@ class GroupEntry:
     rank: int
     world_size: int
     meets: str
-    """Where the script's own ranks meet: the same for all of one group, as far as can be told from the call."""
+    """Where the script's own ranks meet: the same for all of one group, as far as the call says."""
     host: str = ""
-    """Of rank 0; "" if the call does not say it."""
+    """Rank 0's; "" if the call does not say it."""
     device: int | None = None
     """The index of the GPU that the call names."""
 

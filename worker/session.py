@@ -54,7 +54,7 @@ def open_session(settings: WorkerSettings, path: Path, rank: int, local_rank: in
 
 
 def watch_the_ends(variables: Callable[[Mapping[Any, Any]], dict[str, str]] = lambda _: {}) -> None:
-    """Have the session of this process hear of os.exec and os._exit. `variables`: see `hear_of_ends`."""
+    """Have the session of this process notice os.exec and os._exit. `variables`: see `hear_of_ends`."""
 
     def before_exec() -> Undo:
         return _current.goes_on_as_another_program() if _current is not None else lambda: None
@@ -144,7 +144,7 @@ class WorkerSession:
         self.enter(RankPhase.RAISED)
 
     def finished(self, code: int) -> None:
-        """The script has come to its end, or has called sys.exit."""
+        """The script has ended, or has called sys.exit."""
         if not self.is_ours:
             return
         self.settle()
@@ -164,7 +164,7 @@ class WorkerSession:
         return lambda: self.enter(phase)
 
     def leaves(self) -> None:
-        """The script calls os._exit: nothing else of its end will be heard. Never raises."""
+        """The script calls os._exit: nothing else of its end will be noticed. Never raises."""
         try:
             fields = self.recorder.fields
             if self.is_ours and fields[HeadField.PHASE] == RankPhase.SCRIPT and self._settle_in_time():

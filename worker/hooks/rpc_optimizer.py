@@ -60,9 +60,9 @@ class ScriptedOptimizer:
 
 
 _optimizers: list[ScriptedOptimizer] = []
-"""By place: what the operation is told."""
+"""The operation gets the place of one in this list."""
 _told: list[Callable[[ScriptedOptimizer, dict[torch.Tensor, torch.Tensor], bool], None]] = []
-"""Whom the operation calls: the hooks of this process."""
+"""The hooks of this process, which the operation calls."""
 
 
 def _step(place: torch.Tensor, context: int, begins: bool) -> None:

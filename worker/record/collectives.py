@@ -51,7 +51,7 @@ def issued() -> int:
     """Sum of what was issued on all process groups that count; -1 if there is none. Takes about 0.2 us a group.
 
     Each group counts its own (`ProcessGroup._get_sequence_number_for_group`), including the bucket reductions of DDP.
-    A receive counts once more when it has come to its end.
+    A receive counts once more when it has ended.
     """
     module = _modules.get("torch.distributed.distributed_c10d")
     if module is None:
@@ -159,7 +159,7 @@ PeerCounts = dict[str, dict[int, int]]
 ANYONE = -1
 NO_MESSAGE = -1
 MOST_PENDING = 1024
-"""Operations that nobody waits for are forgotten beyond so many."""
+"""Operations that nobody waits for: beyond this many the oldest are forgotten."""
 _SEND = OPERATIONS.index("send")
 
 
@@ -180,7 +180,7 @@ class GroupMessages:
         self._begun: dict[tuple[int, int, int, bool], int] = {}
         """(slot, rank of the group, tag, whether it is sent) -> how many were begun"""
         self._received: dict[tuple[int, int], int] = {}
-        """(slot, rank of the group) -> receives that have come to their end"""
+        """(slot, rank of the group) -> receives that have ended"""
         self._bundle: dict[int, list[int]] = {}
         """Slot -> the messages of the bundle that it has begun."""
         self._bundles: dict[int, list[int]] = {}
@@ -194,7 +194,7 @@ class GroupMessages:
         """In all groups that this process has been in."""
 
     def by_peer(self, slots: Mapping[int, GroupSlot]) -> tuple[PeerCounts, PeerCounts]:
-        """(sends begun, receives that have come to their end) of the groups in these slots."""
+        """(sends begun, receives that have ended) of the groups in these slots."""
         found: tuple[PeerCounts, PeerCounts] = {}, {}
         for counts, named in zip((self._sent, self._received), found, strict=True):
             for (number, member), count in counts.items():

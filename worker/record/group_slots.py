@@ -130,7 +130,7 @@ class GroupTable:
         return next((slot for slot in self._slots.values() if slot is not None and slot.number == number), None)
 
     def messages_by_peer(self) -> tuple[PeerCounts, PeerCounts]:
-        """(sends begun, receives that have come to their end)."""
+        """(sends begun, receives that have ended)."""
         slots = {slot.number: slot for slot in self._slots.values() if slot is not None}
         return self.messages.by_peer(slots)
 
@@ -243,7 +243,7 @@ class GroupTable:
             pending[id(work)] = weakref.ref(work), place
 
     def ended(self, place: OperationPlace) -> None:
-        """The wait has come to its end on this rank, as far as the host can see."""
+        """The wait has ended on this rank, as far as the host can see."""
         at = place.slot.field
         fields = self._fields
         self._header[_WAITED] += _now() - fields[at + _SINCE]

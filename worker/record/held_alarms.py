@@ -147,9 +147,9 @@ class HeldAlarm:
         self._apart: NonFiniteRow | None = None
         """The first of this step."""
         self._untrained: set[tuple[int, str, str]] = set()
-        """(root, module, role) of weights that were told,"""
+        """(root, module, role) of weights that were noticed"""
         self._told: set[tuple[int, str, str]] = set()
-        """and of what models returned."""
+        """(root, module, role) of bad values that models returned and that were noticed"""
 
     # -- weights --------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 Tensors are looked at when the operation begins and when somebody has waited for it: those in host memory by worker/
 native/group_look.c, or `look_at`; others by LatePassed. A finite tensor leaves nothing behind.
-What is told never raises an alarm.
+What is recorded here never raises an alarm.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class PassedValues:
         elements: int,
         where: RunPosition | None = None,
     ) -> None:
-        """Record it, unless so many of its kind were. `where` it was: now, if that is not given."""
+        """Record it, unless enough of its kind were recorded. `where`: its place in the run; None: now."""
         group, operation, number, peer, tag = passing
         key = (operation, group.number, peer, came_out, dtype, elements)
         if self._told[key] >= _MOST_ALIKE or self._all >= _MOST:
@@ -185,7 +185,7 @@ def _measured(tensor: torch.Tensor) -> TensorStats:
     return numbers if numbers.kind == RowKind.MEASURED else TensorStats(0, 0, 0, numbers.kind)
 
 
-# What passes between ranks in the memory of a device: read there in its place, and told of when the numbers come.
+# What passes between ranks in the memory of a device: read there in its place, and recorded when the numbers arrive.
 #
 # A collective or a message that is issued from a stream is read in that stream before it, and again when somebody has
 # waited for it. A backend that has synchronised the stream itself, as NCCL does, returns no work: what came out is then
@@ -222,7 +222,7 @@ class _LateValues(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class LatePassed:
-    """Reads what passes in the memory of a device, and tells PassedValues of what is not finite."""
+    """Reads what passes in the memory of a device, and hands what is not finite to PassedValues."""
 
     _passed: PassedValues
     _rows: RowWriter
@@ -306,13 +306,13 @@ class LatePassed:
     # -- numbers that have come ---------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Tell of what is not finite among the numbers that have come. Never waits."""
+        """Record what is not finite among the numbers that have arrived. Never waits."""
         buffer = self._rows.device_buffer
         if buffer is not None:
             self._collect(buffer.passed)
 
     def settle(self) -> bool:
-        """Whether all numbers have come, and were told of. Never waits."""
+        """Whether all numbers have arrived and were recorded. Never waits."""
         buffer = self._rows.device_buffer
         if buffer is None:
             return True
