@@ -307,7 +307,7 @@ class AbsorbedValue(RankEvent, frozen=True, tag="absorbed"):
 
 
 class BatchInputs(RankEvent, frozen=True, tag="batch_inputs"):
-    """What the model was handed in the batch of a rank's first alarm: role -> digest (batch_digest.py)."""
+    """What the model was handed in the batch of a rank's first alarm: role -> digest (worker/record/names.py)."""
 
     digests: dict[str, str]
 

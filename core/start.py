@@ -61,6 +61,6 @@ def _run_unwatched(words: "list[str]") -> None:
 
 try:
     _main()
-except KeyboardInterrupt:  # of the script's own it is told with its traceback: worker/script.py
+except KeyboardInterrupt:  # of the script's own it is told with its traceback: worker/__main__.py
     sys.excepthook = lambda *_: None
     raise

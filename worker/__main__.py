@@ -8,22 +8,37 @@ gpuwatch.worker --check                         (the preflight alone)
 
 from __future__ import annotations
 
+import atexit
+import io
 import os
+import runpy
+import signal
 import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import NoReturn
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, NoReturn
 
-from ..core.errors import ExitCode
+from ..core.errors import RANK_OVERFLOW, ExitCode, JobEnded, OverflowDetected
 from ..core.identity import RankIdentity
 from ..core.own_files import standard_streams_taken
-from ..core.own_imports import path_as_given
+from ..core.own_imports import give_way_to_script, path_as_given
 from ..core.recorder.layout import RankPhase, file_name
 from ..core.settings import VARIABLE, WorkerSettings
-from ..core.tell import tell
-from .imports import after_import
+from ..core.tell import end_process, flush_streams, tell
+from .patches import after_import
 from .preflight.preflight_run import preflight_or_exit
-from .script import ScriptTarget, run
 from .session import WorkerSession, open_session, watch_the_ends
+
+try:
+    from .native.core import first_frame
+except ImportError:  # gpuwatch was installed without a C compiler: nothing of the recursion limit is given back
+
+    def first_frame() -> None:
+        """The frames below the caller are ours: it is to be the first one (worker/native/recursion.c)."""
 
 
 def main() -> NoReturn:
@@ -35,7 +50,8 @@ def main() -> NoReturn:
         raise SystemExit(ExitCode.USAGE)
     session = _open_session(settings)
     if session is not None:
-        _preflight(session, _script_file(arguments))
+        # the script file should be the same on all ranks; "": the arguments name none
+        _preflight(session, "" if arguments[0].startswith("-") else arguments[0])
     path_as_given()
     if arguments[0] == "--check":
         _end_check(session)
@@ -64,11 +80,6 @@ def _open_session(settings: WorkerSettings) -> WorkerSession | None:
     return session
 
 
-def _script_file(arguments: list[str]) -> str:
-    """The script file, which should be the same on all ranks; "" if the arguments name no file."""
-    return "" if arguments[0].startswith("-") else arguments[0]
-
-
 def _end_check(session: WorkerSession | None) -> NoReturn:
     """End a check that this rank has passed."""
     if session is None:
@@ -83,3 +94,135 @@ def _preflight(session: WorkerSession, script: str) -> None:
         return
     with standard_streams_taken():
         preflight_or_exit(session, RankIdentity.from_environment(), script)
+
+
+# The user's script runs as `__main__`, as Python itself would run it.
+
+
+@dataclass(frozen=True)
+class ScriptTarget:
+    """What to run: `script args...` or `-m module args...`."""
+
+    name: str
+    arguments: list[str]
+    is_module: bool
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> ScriptTarget:
+        """Parse the command line that the launcher has built."""
+        if arguments[0] == "-m":
+            return cls(arguments[1], arguments[2:], True)
+        return cls(arguments[0], arguments[1:], False)
+
+
+def run(target: ScriptTarget, raised: Callable[[BaseException], None], finished: Callable[[int], None]) -> NoReturn:
+    """Run the script, call `raised` or `finished`, and end the process as Python would."""
+    try:
+        _execute(target)
+    except SystemExit as stop:
+        _tell(finished, _exit_code(stop))
+        if isinstance(stop, JobEnded):
+            end_process(0)
+        raise
+    except BaseException as error:
+        error.__traceback__ = _own_frames_removed(error.__traceback__)
+        _tell(raised, error)
+        _die_of(error)
+    _tell(finished, 0)
+    sys.exit(0)
+
+
+def _tell(observer: Callable[[Any], None], what: object) -> None:
+    """Call an observer. An error in it does not change how the script ends."""
+    try:
+        observer(what)
+    except Exception:
+        pass
+
+
+def _execute(target: ScriptTarget) -> None:
+    if target.is_module:
+        # `python -m` calls the same function, which runs the code in the module `__main__`
+        if not _is_safe_path():
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109  # as Python does
+        give_way_to_script()
+        _fresh_main()
+        sys.argv = [target.name, *target.arguments]
+        (lambda: first_frame())()  # as the function below
+        runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]  # private, used by pdb and cProfile too
+        return
+    sys.argv = [target.name, *target.arguments]
+    path = os.path.join(os.getcwd(), target.name)  # noqa: PTH118, PTH109  # as Python does, which leaves a ".." in it
+    if Path(path).is_dir() or zipfile.is_zipfile(path):
+        sys.path.insert(0, path)
+        give_way_to_script()
+        _fresh_main()
+        (lambda: first_frame())()  # as the function below
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # what `python folder` calls
+        return
+    if not _is_safe_path():
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120  # what Python itself puts there
+    give_way_to_script()
+    code = _compile(path)
+    main = _fresh_main()
+    exec("first_frame()", {"first_frame": first_frame})  # as the script below
+    main.__file__ = path
+    main.__dict__["__cached__"] = None
+    main.__loader__ = SourceFileLoader("__main__", path)
+    exec(code, main.__dict__)
+
+
+def _is_safe_path() -> bool:
+    """python -P, from 3.11"""
+    return bool(getattr(sys.flags, "safe_path", False))
+
+
+def _fresh_main() -> ModuleType:
+    """A new `__main__` as Python makes it before it runs a script."""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    return main
+
+
+def _compile(path: str) -> CodeType:
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        tell(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
+        raise SystemExit(2) from None
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def _own_frames_removed(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback without gpuwatch's frames: from the script's first frame on."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    return int(stop.code) if isinstance(stop.code, int) else 1
+
+
+def _die_of(error: BaseException) -> NoReturn:
+    """Print the exception with the current excepthook, and exit with the code that Python would give."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    if isinstance(error, KeyboardInterrupt):
+        # like Python, end by the signal itself, so that the parent sees an interrupted child
+        atexit._run_exitfuncs()
+        flush_streams()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    if isinstance(error, OverflowDetected):
+        # its process groups still exist: a normal exit would run their destructors last, and those of gloo sometimes
+        # abort the process (torch 2.13), so that the rank would be reported as lost
+        end_process(RANK_OVERFLOW)
+    sys.exit(1)

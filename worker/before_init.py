@@ -1,4 +1,4 @@
-"""Hears of a call of `init_process_group` before it does anything, and what it says of the ranks."""
+"""What tells which rank this process is: its environment, and its call of `init_process_group`, after a preflight."""
 
 from __future__ import annotations
 
@@ -8,31 +8,20 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from ..core.events import PreflightResult
+from ..core.recorder.layout import RankPhase
+from ..core.tell import tell
+from .meeting_place import GroupEntry, LeftOut, MeetingPlace
 from .patches import PatchLedger
+from .preflight.preflight_run import preflight_or_exit
+from .session import WorkerSession
 
 GROUPS = "torch.distributed.distributed_c10d"
 _NAME = "init_process_group"
-
-
-class LeftOut(Exception):
-    """There can be no preflight; the message says why, as the end of a sentence."""
-
-
-@dataclass(frozen=True)
-class GroupEntry:
-    """A rank that is about to join its default process group."""
-
-    rank: int
-    world_size: int
-    meets: str
-    """Where the script's own ranks meet: the same for all of one group, as far as can be told from the call."""
-    host: str = ""
-    """Of rank 0; "" if the call does not say it."""
-    device: int | None = None
-    """The index of the GPU that the call names."""
 
 
 def call_before_init(call: Callable[[Mapping[str, Any]], None]) -> None:
@@ -92,3 +81,79 @@ def _number(*said: int | str | None) -> int | None:
         if text.isascii() and text.isdigit():
             return int(text)
     return None
+
+
+def preflight_before_init(session: WorkerSession, entry: GroupEntry, local_rank: int | None) -> None:
+    """Test this rank with all others. Ends the process where the training should not start; else returns.
+
+    It leaves nothing behind: no group, no store, no variable. What fails of our own is raised.
+    """
+    settings = session.settings
+    session.enter(RankPhase.PREFLIGHT)
+    try:
+        place = MeetingPlace(
+            entry, local_rank, Path(settings.recorder_dir), settings.meets_at, settings.preflight_timeout_s
+        )
+        with place as identity:
+            preflight_or_exit(session, identity, _script())
+    except LeftOut as reason:
+        leave_out(session, str(reason))
+    finally:
+        session.enter(RankPhase.SCRIPT)
+
+
+def leave_out(session: WorkerSession, reason: str) -> None:
+    """Say so, in the report and on stderr; "": another rank says it there."""
+    session.recorder.append(PreflightResult(session.where(), "skipped", detail=reason))
+    if reason:
+        tell(f"gpuwatch: the preflight is left out: {reason}")
+
+
+def _script() -> str:
+    """The file that Python runs, which should be the same on all ranks."""
+    path = Path(sys.argv[0] if sys.argv else "").absolute()
+    return str(path) if path.is_file() else ""
+
+
+@dataclass(frozen=True)
+class RankClaim:
+    """What the environment says of this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    is_sure: bool
+    """Whoever set it has started this very process as a rank."""
+
+    @classmethod
+    def from_environment(cls) -> RankClaim | None:
+        """None if it speaks of no rank."""
+        rank, size = number_in("RANK"), number_in("WORLD_SIZE")
+        if rank is None or size is None or rank >= size:
+            return None
+        local_rank = number_in("LOCAL_RANK")
+        return cls(rank, local_rank or 0, size, local_rank is not None and not _is_child_of_a_rank())
+
+
+def number_in(name: str) -> int | None:
+    """The number in a variable of the environment; None if there is none."""
+    text = os.environ.get(name, "").strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _is_child_of_a_rank() -> bool:
+    """Whether the parent is a Python that was given the same rank: its child may be a helper of that rank."""
+    try:
+        parent = Path("/proc", str(os.getppid()))
+        is_python = (parent / "exe").readlink().name.startswith("python")
+        return is_python and f"RANK={os.environ['RANK']}".encode() in (parent / "environ").read_bytes().split(b"\0")
+    except OSError:  # not on Linux, or another user's
+        return False
+
+
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+
+
+def told_local_rank() -> int | None:
+    """What the launcher says."""
+    return next((number for number in map(number_in, _LOCAL_RANKS) if number is not None), None)

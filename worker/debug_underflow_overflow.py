@@ -10,19 +10,19 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Container
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from ..core.frames import HEADER, NAME_INDENT, Row, RowContent, format_row
-from ..core.values import NonFinite, decode
-from .detect_overflow import look, never_compiled, print_non_finite, without_modes
-from .record.leaves import leaves_of
+from ..core.values import NonFinite, Value
+from .detect_overflow import look, never_compiled, print_non_finite
+from .record.names import leaves_of
+from .stats.device import without_modes
 from .stats.tensor_stats import TensorStats
 
 _NOT_IN_THE_MODEL = "(not in the model)"
-_NAN, _POSINF, _NEGINF = int(NonFinite.NAN), int(NonFinite.POSINF), int(NonFinite.NEGINF)
+_NEGINF = int(NonFinite.NEGINF)
 
 
 class DebugUnderflowOverflow:
@@ -80,9 +80,7 @@ class DebugUnderflowOverflow:
     def __enter__(self) -> DebugUnderflowOverflow:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,8 +116,7 @@ class DebugUnderflowOverflow:
         ends_batch = module is self.model
         if ends_batch:  # before the root's frame is made, as in transformers: that frame belongs to the next batch
             self.batch_number += 1
-        with without_modes():
-            frame = "\n".join([*self._heading, *self._lines(module, args, kwargs, output)])
+        frame = "\n".join([*self._heading, *without_modes(self._lines, module, args, kwargs, output)])
         self._heading = []
         if ends_batch:
             self._heading = _heading_of_batch(self.batch_number)
@@ -242,18 +239,18 @@ def _text(numbers: TensorStats) -> str:
     >>> _text(TensorStats(1, 3, 0, 0))
     '1.00e+00 3.00e+00 '
     """
-    low, high, meta, kind = numbers
-    encoding = (meta >> 8) & 0xFF
+    value = Value(*numbers[:3])
+    flags = value.flags
     return format_row(
         Row(
             role="",
-            abs_min=decode(low, encoding),
-            abs_max=decode(high, encoding),
-            nan=bool(meta & _NAN),
-            posinf=bool(meta & _POSINF),
-            neginf=bool(meta & _NEGINF),
+            abs_min=value.abs_min,
+            abs_max=value.abs_max,
+            nan=NonFinite.NAN in flags,
+            posinf=NonFinite.POSINF in flags,
+            neginf=NonFinite.NEGINF in flags,
             dtype="",
             shape=None,
-            kind=_KINDS[kind],
+            kind=_KINDS[numbers.kind],
         )
     )

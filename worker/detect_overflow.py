@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.frames import RowKind
-from ..core.torch_names import name_in_torch
 from ..core.values import NonFinite, ValueEncoding
 from .session import current_hooks
+from .stats.device import without_modes
 from .stats.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain
 
-# Reads one tensor now, on any device. Waits for the device, so the hooks do not use it.
-
-_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -28,24 +23,11 @@ def never_compiled(function: _Function) -> _Function:
     return cast("_Function", torch.compiler.disable(function))  # type: ignore[no-untyped-call]  # torch has no annotation
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """A context without gradients, in which no mode of the script (a tracer, a default device) is active."""
-    grad = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
-    try:
-        with torch._C.DisableTorchFunction():
-            if _modes():
-                with _disable_current_modes():
-                    yield
-            else:
-                yield
-    finally:
-        torch._C._set_grad_enabled(grad)
-
-
 def look(tensor: torch.Tensor) -> TensorStats:
-    """TensorStats of any tensor on any device. Never raises. Call it within `without_modes()`."""
+    """TensorStats of any tensor on any device: it waits for that, so the hooks do not use it. Never raises.
+
+    Call it through `without_modes`.
+    """
     if tensor.device.type in ("cpu", "meta"):
         return measure(tensor)
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -106,8 +88,7 @@ def detect_overflow(tensor: torch.Tensor, ctx: str) -> bool:
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"detect_overflow: expected a tensor, found {type(tensor).__name__}")
-    with without_modes():
-        numbers = look(tensor)
+    numbers = without_modes(look, tensor)
     detected = print_non_finite(numbers.meta & 0xFF, ctx)
     hooks = current_hooks()
     if hooks is not None:

@@ -14,14 +14,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.events import LeftGroup, OwnFault, PreflightResult
+from ..core.events import LeftGroup
 from ..core.own_imports import own_command
 from ..core.recorder.layout import HeadField, RankPhase, file_name
 from ..core.recorder.run_folder import (
@@ -34,10 +33,19 @@ from ..core.recorder.run_folder import (
 )
 from ..core.settings import WorkerSettings
 from ..core.tell import tell
-from .before_init import GROUPS, GroupEntry, LeftOut, call_before_init, entry_of
-from .imports import after_import
-from .meeting_place import MeetingPlace
-from .preflight.preflight_run import preflight_or_exit
+from .before_init import (
+    GROUPS,
+    RankClaim,
+    call_before_init,
+    entry_of,
+    leave_out,
+    number_in,
+    preflight_before_init,
+    told_local_rank,
+)
+from .meeting_place import LeftOut
+from .patches import after_import
+from .rank_process import tell_the_end
 from .session import WorkerSession, open_session, watch_the_ends
 
 # A Python of another host than that of its `gpuwatch run`: it joins through the file that GPUWATCH_JOIN names.
@@ -68,104 +76,7 @@ def join(path: str) -> str | None:
     return None
 
 
-# How a process ends that gpuwatch did not start: heard at its exit, with what Python itself keeps of it.
-#
-# Of the script's process Python keeps the exception that nobody caught (sys.last_value), and not the code of a
-# SystemExit: the launcher's side sees that from outside. A child of multiprocessing runs its finalizers while the
-# exception is on its way.
-
-
-def tell_the_end(session: WorkerSession) -> None:
-    """Record how this process ends, when it does."""
-    util = sys.modules.get("multiprocessing.util")
-    process = sys.modules.get("multiprocessing.process")
-    if util is not None and process is not None and process.parent_process() is not None:
-        util.Finalize(None, _child_ends, args=(session,), exitpriority=-100)
-    else:
-        atexit.register(_script_ends, session)
-
-
-def _script_ends(session: WorkerSession) -> None:
-    if not session.is_ours:
-        return
-    error = getattr(sys, "last_value", None)
-    if isinstance(error, BaseException) and not isinstance(error, SystemExit):
-        session.raised(error)
-    else:
-        session.settle()
-        session.enter(RankPhase.FINISHED)
-
-
-def _child_ends(session: WorkerSession) -> None:
-    error = sys.exc_info()[1]
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if code and isinstance(error.__context__, Exception):  # torch.multiprocessing.spawn has written it down
-            session.raised(error.__context__)
-        else:
-            session.finished(code)
-    elif error is not None:
-        session.raised(error)
-    else:
-        session.finished(0)
-
-
-# The preflight of a rank that gpuwatch did not start: before its first process group, once all ranks are known.
-
-
-def preflight_before_init(session: WorkerSession, entry: GroupEntry, local_rank: int | None) -> None:
-    """Test this rank with all others. Ends the process where the training should not start; else returns.
-
-    It leaves nothing behind: no group, no store, no variable. What fails of our own is raised.
-    """
-    settings = session.settings
-    session.enter(RankPhase.PREFLIGHT)
-    try:
-        place = MeetingPlace(
-            entry, local_rank, Path(settings.recorder_dir), settings.meets_at, settings.preflight_timeout_s
-        )
-        with place as identity:
-            preflight_or_exit(session, identity, _script())
-    except LeftOut as reason:
-        leave_out(session, str(reason))
-    finally:
-        session.enter(RankPhase.SCRIPT)
-
-
-def leave_out(session: WorkerSession, reason: str) -> None:
-    """Say so, in the report and on stderr; "": another rank says it there."""
-    session.recorder.append(PreflightResult(session.where(), "skipped", detail=reason))
-    if reason:
-        tell(f"gpuwatch: the preflight is left out: {reason}")
-
-
-def _script() -> str:
-    """The file that Python runs, which should be the same on all ranks."""
-    path = Path(sys.argv[0] if sys.argv else "").absolute()
-    return str(path) if path.is_file() else ""
-
-
 _MOST_ATTEMPTS = 1000
-
-
-@dataclass(frozen=True)
-class RankClaim:
-    """What the environment says of this process."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    is_sure: bool
-    """Whoever set it has started this very process as a rank."""
-
-    @classmethod
-    def from_environment(cls) -> RankClaim | None:
-        """None if it speaks of no rank."""
-        rank, size = _number("RANK"), _number("WORLD_SIZE")
-        if rank is None or size is None or rank >= size:
-            return None
-        local_rank = _number("LOCAL_RANK")
-        return cls(rank, local_rank or 0, size, local_rank is not None and not _is_child_of_a_rank())
 
 
 def begin(folder: str, path_folder: str) -> None:
@@ -219,7 +130,7 @@ class _JoiningProcess:
     # -- what makes it a rank -----------------------------------------------------------------------------------
 
     def _watch_groups(self) -> None:
-        """Hear of each default process group, however it was made."""
+        """Notice each default process group, however it was made."""
         module = sys.modules[GROUPS]
         before: Callable[..., Any] = module._update_default_pg
 
@@ -250,7 +161,7 @@ class _JoiningProcess:
         self._tested = os.getpid()
         self._become(entry.rank, None, entry.world_size)
         if self._session is not None and self._session.is_ours:
-            preflight_before_init(self._session, entry, _told_local_rank())
+            preflight_before_init(self._session, entry, told_local_rank())
 
     def _wait_for_a_model(self) -> None:
         """Until the first parameter of a module is made, or a module is called that was loaded whole."""
@@ -304,7 +215,7 @@ class _JoiningProcess:
         """It is a rank."""
         self._forget_the_wait()
         if local_rank is None:
-            told = _told_local_rank()
+            told = told_local_rank()
             local_rank = rank if told is None else told  # without a word, all ranks are taken for this host's
         if self._session is None or not self._session.is_ours:  # a fork of a process that is watched is another one
             self._is_sure = False
@@ -330,7 +241,7 @@ class _JoiningProcess:
         """It has joined another group after its first. Its name in the report is that of the first."""
         if rank != session.rank:
             text = f"rank {session.rank} has joined a second group, of {world_size} ranks, as rank {rank}"
-            session.recorder.append(OwnFault(session.where(), "run", text))
+            session.record_fault("run", text)
         else:
             fields = session.recorder.fields
             session.recorder.identify(rank, fields[HeadField.LOCAL_RANK], world_size, fields[HeadField.ATTEMPT])
@@ -362,7 +273,7 @@ class _JoiningProcess:
 
     def _attempts(self) -> list[WorkerSettings]:
         """The settings of the attempts that this may be, the first one that is free is it."""
-        first = _number("TORCHELASTIC_RESTART_COUNT") or 0
+        first = number_in("TORCHELASTIC_RESTART_COUNT") or 0
         return [replace(self._settings, attempt=number) for number in range(first, first + _MOST_ATTEMPTS)]
 
     def _open(self, settings: WorkerSettings, path: Path, rank: int, local_rank: int, world_size: int) -> None:
@@ -403,13 +314,13 @@ class _JoiningProcess:
         return {**self._removed, "PYTHONPATH": os.pathsep.join(paths)}
 
     def _safely(self, step: Callable[[], None]) -> None:
-        """An error of ours is told and goes no further."""
+        """Run a step. An error of ours is recorded and goes no further."""
         try:
             step()
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if self._session is not None and self._session.is_ours:
-                self._session.recorder.append(OwnFault(self._session.where(), "run", text))
+                self._session.record_fault("run", text)
             else:
                 tell(f"gpuwatch: process {os.getpid()} goes on unwatched: {text}")
                 tell_unwatched(self._folder, os.getpid(), text)
@@ -419,26 +330,3 @@ def _loads_data() -> bool:
     """Whether this is a DataLoader's worker: transforms are modules, too."""
     worker = sys.modules.get("torch.utils.data._utils.worker")
     return getattr(worker, "_worker_info", None) is not None
-
-
-def _number(name: str) -> int | None:
-    text = os.environ.get(name, "").strip()
-    return int(text) if text.isascii() and text.isdigit() else None
-
-
-def _is_child_of_a_rank() -> bool:
-    """Whether the parent is a Python that was given the same rank: its child may be a helper of that rank."""
-    try:
-        parent = Path("/proc", str(os.getppid()))
-        is_python = (parent / "exe").readlink().name.startswith("python")
-        return is_python and f"RANK={os.environ['RANK']}".encode() in (parent / "environ").read_bytes().split(b"\0")
-    except OSError:  # not on Linux, or another user's
-        return False
-
-
-_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
-
-
-def _told_local_rank() -> int | None:
-    """What the launcher says."""
-    return next((number for number in map(_number, _LOCAL_RANKS) if number is not None), None)

@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from ..core.identity import RankIdentity
 from ..core.preflight import SealBroken, WordSeal
 from ..core.recorder.run_folder import read_meeting_key
 from ..core.text import ranks_text
-from .before_init import GroupEntry, LeftOut
 
 _TICK_S = 0.05
 _TICK_OF_RANK_S = 0.0005
@@ -39,6 +39,24 @@ _MARGIN_S = 10.0
 """More than rank 0 waits: it decides, and the others hear it."""
 _LEAVE_S = 10.0
 _ANSWER_S = 20.0
+
+
+class LeftOut(Exception):
+    """There can be no preflight; the message says why, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class GroupEntry:
+    """A rank that is about to join its default process group."""
+
+    rank: int
+    world_size: int
+    meets: str
+    """Where the script's own ranks meet: the same for all of one group, as far as the call says."""
+    host: str = ""
+    """Rank 0's; "" if the call does not say it."""
+    device: int | None = None
+    """The index of the GPU that the call names."""
 
 
 class RankMeetingPlace(msgspec.Struct, frozen=True):

@@ -18,10 +18,9 @@ from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
 from ..core.torch_names import NEWEST, missing, release_of
-from .own_ends import Undo, hear_of_ends
-from .record.collectives import issued, moment
+from .rank_process import Undo, hear_of_ends, note_when_training, watch_children
+from .record.collectives import issued, position
 from .stack_file import answer_with_stacks
-from .training_children import wait_for_training, watch_children
 
 if TYPE_CHECKING:
     from .hooks.module_hooks import ModuleHooks
@@ -54,7 +53,7 @@ def open_session(settings: WorkerSettings, path: Path, rank: int, local_rank: in
 
 
 def watch_the_ends(variables: Callable[[Mapping[Any, Any]], dict[str, str]] = lambda _: {}) -> None:
-    """Have the session of this process hear of os.exec and os._exit. `variables`: see own_ends.py."""
+    """Have the session of this process notice os.exec and os._exit. `variables`: see `hear_of_ends`."""
 
     def before_exec() -> Undo:
         return _current.goes_on_as_another_program() if _current is not None else lambda: None
@@ -97,16 +96,11 @@ class WorkerSession:
         """The place in the run, for an event."""
         if self.hooks is not None:
             return self.hooks.where()
-        now = moment(issued())
-        return RunPosition(
-            self.rank,
-            self.settings.attempt,
-            seq=now.seq,
-            time_ns=time.time_ns(),
-            clock=now.clock,
-            sent=now.sent,
-            received=now.received,
-        )
+        return position(issued(), self.rank, self.settings.attempt)
+
+    def record_fault(self, part: str, message: str) -> None:
+        """Record an error of gpuwatch itself."""
+        self.recorder.append(OwnFault(self.where(), part, message))
 
     def settle(self) -> bool:
         """The script has ended: wait a moment for the last numbers of the device. Never raises.
@@ -121,7 +115,7 @@ class WorkerSession:
             while not (settled := hooks.settle()) and time.monotonic() < deadline:
                 time.sleep(0.005)
         except Exception as error:
-            self.recorder.append(OwnFault(self.where(), "settle", f"{type(error).__name__}: {error}"))
+            self.record_fault("settle", f"{type(error).__name__}: {error}")
             return False
         return settled
 
@@ -149,7 +143,7 @@ class WorkerSession:
         self.enter(RankPhase.RAISED)
 
     def finished(self, code: int) -> None:
-        """The script has come to its end, or has called sys.exit."""
+        """The script has ended, or has called sys.exit."""
         if not self.is_ours:
             return
         self.settle()
@@ -169,7 +163,7 @@ class WorkerSession:
         return lambda: self.enter(phase)
 
     def leaves(self) -> None:
-        """The script calls os._exit: nothing else of its end will be heard. Never raises."""
+        """The script calls os._exit: nothing else of its end will be noticed. Never raises."""
         try:
             fields = self.recorder.fields
             if self.is_ours and fields[HeadField.PHASE] == RankPhase.SCRIPT and self._settle_in_time():
@@ -189,12 +183,12 @@ class WorkerSession:
         try:
             answer_with_stacks(self.recorder.path.parent, self.rank, self.settings.attempt)
         except Exception as error:
-            self.recorder.append(OwnFault(self.where(), "stacks", f"{type(error).__name__}: {error}"))
+            self.record_fault("stacks", f"{type(error).__name__}: {error}")
 
     def attach_hooks(self) -> None:
         """Attach the hooks, after torch was imported. Never raises: a run without hooks is better than no run."""
         if not self.is_ours:  # the script has forked, and only then imported torch
-            self._wait_for_training()
+            note_when_training(self.recorder, lambda: current_hooks() is not None)
             return
         with own_imports():
             self._attach_hooks()
@@ -211,7 +205,7 @@ class WorkerSession:
             self.recorder.fields[HeadField.HOOKS] = HooksState.ATTACHED
         except Exception as error:
             self.recorder.fields[HeadField.HOOKS] = HooksState.FAILED
-            self.recorder.append(OwnFault(self.where(), "attach", f"{type(error).__name__}: {error}"))
+            self.record_fault("attach", f"{type(error).__name__}: {error}")
 
     def _tell_what_torch_lacks(self) -> None:
         """A name that is gone, though this release should have it, turns one view off: see core/torch_names.py."""
@@ -220,13 +214,4 @@ class WorkerSession:
         for one in missing(release_of(version) or NEWEST):
             gone.setdefault(one.lost, []).append(one.path)
         for lost, paths in gone.items():
-            text = f"torch {version} has no {', '.join(paths)}: {lost}"
-            self.recorder.append(OwnFault(self.where(), "names of torch", text))
-
-    def _wait_for_training(self) -> None:
-        """In a fork of this rank: its training is not watched, and that is told in the rank's recorder."""
-
-        def note() -> None:
-            self.recorder.fields[HeadField.UNSEEN_CHILD] = os.getpid()
-
-        wait_for_training(note, lambda: current_hooks() is not None)
+            self.record_fault("names of torch", f"torch {version} has no {', '.join(paths)}: {lost}")

@@ -386,6 +386,17 @@ class RecorderWriter:
         self._next_segment(page)
         return self._seg
 
+    def pass_over(self, is_busy: Callable[[int], bool]) -> None:
+        """Leave out the next segments that are busy: somebody else still writes into them. May leave out all.
+
+        `is_busy` is asked with the offset of a segment's values in the file.
+        """
+        for _ in range(self._segments):
+            at = self._segments_at + (self._segment + 1) % self._segments * layout.SEGMENT_BYTES
+            if not is_busy(at + layout.VALUES_AT):
+                return
+            self._segment += 1
+
     def _segment_done(self, page: OpenPage) -> None:
         seg = self._seg
         page.frames = seg[_FRAME_BASE] + seg[_FRAMES]

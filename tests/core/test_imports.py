@@ -107,17 +107,17 @@ def test_imports_between_rooms_run_one_way(room):
 FLOORS = {
     "worker": [
         "path",
-        "joining.py script.py __main__.py __init__.py watch.py detect_overflow.py debug_underflow_overflow.py "
+        "joining.py __main__.py __init__.py watch.py detect_overflow.py debug_underflow_overflow.py "
         "before_init.py meeting_place.py",
         "preflight",
         "preflight/blame",
         "preflight/meeting.py preflight/stage_messages.py preflight/steps.py",
-        "session.py training_children.py",
+        "session.py rank_process.py",
         "hooks",
         "compile",
         "record",
         "stats",
-        "native imports.py own_ends.py patches.py recursion.py stack_file.py",
+        "native patches.py stack_file.py",
     ],
     "launcher": [
         ".",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from gpuwatch.core.events import StackLine
-from gpuwatch.core.stalls import parse_fatal, parse_stack, takes_long
+from gpuwatch.core.stalls import is_around_collectives, parse_fatal, parse_stack, takes_long
+
+from .test_imports import ROOT
 
 ASKED = """Current thread 0x00007f01 (most recent call first):
   File "/home/me/train.py", line 12 in load
@@ -61,3 +63,8 @@ def test_a_compiled_model_that_runs_does_not_compile():
     assert not takes_long(runs)
     assert takes_long([*runs, StackLine("/site/torch/_dynamo/convert_frame.py", 1, "__call__")])
     assert takes_long([StackLine("/site/torch/serialization.py", 900, "save")])
+
+
+def test_our_own_functions_around_collectives_are_known_by_the_file_that_they_are_in():
+    files = [path for path in (ROOT / "worker").rglob("*.py") if "def _around(self" in path.read_text()]
+    assert [is_around_collectives(str(file)) for file in files if "METHODS" in file.read_text()] == [True]

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gpuwatch.worker.before_init import GroupEntry, LeftOut, entry_of
-from gpuwatch.worker.meeting_place import RankMeetingPlace, identity_of
+from gpuwatch.worker.before_init import entry_of
+from gpuwatch.worker.meeting_place import GroupEntry, LeftOut, RankMeetingPlace, identity_of
 
 ENVIRON = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 

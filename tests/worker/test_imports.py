@@ -18,7 +18,7 @@ def run(tmp_path):
 
     def run(code: str) -> list[str]:
         prelude = (
-            "import sys; from gpuwatch.worker.imports import after_import\n"
+            "import sys; from gpuwatch.worker.patches import after_import\n"
             "def then(): print('then', sys.modules['late'].value)\n"
         )
         done = subprocess.run(

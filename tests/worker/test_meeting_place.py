@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 from gpuwatch.core.host import loopback
 from gpuwatch.core.recorder.run_folder import write_meeting_key
-from gpuwatch.worker.before_init import GroupEntry, LeftOut
-from gpuwatch.worker.meeting_place import MeetingPlace
+from gpuwatch.worker.meeting_place import GroupEntry, LeftOut, MeetingPlace
 
 from ..ports import ports_of_this_test
 

@@ -113,7 +113,8 @@ def test_what_somebody_else_has_put_around_ours_stays() -> None:
 
 def test_what_is_replaced_for_the_whole_process_is_in_the_ledger() -> None:
     code = (
-        "from gpuwatch.worker.own_ends import hear_of_ends; from gpuwatch.worker.patches import replaced; import os\n"
+        "from gpuwatch.worker.rank_process import hear_of_ends\n"
+        "from gpuwatch.worker.patches import replaced; import os\n"
         "hear_of_ends(lambda: (lambda: None), lambda: None, lambda variables: {})\n"
         "print(sorted({name for _, name in replaced()}))"
     )

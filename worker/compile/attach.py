@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...core.frames import Phase
 from ...core.recorder.layout import NOTHING
-from ..imports import after_import
-from ..record.alarm_frames import FrameWriter
+from ..patches import after_import
+from ..record.judging import FrameWriter
 from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RankRoots, RootInfo
 from ..record.rows import RecordedRow, RowWriter

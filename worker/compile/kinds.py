@@ -60,7 +60,7 @@ class RegionScope(Enum):
 
 
 class RegionPolicy(Protocol):
-    """What the hooks decide about compiled regions: hooks/compiled.py."""
+    """What the hooks decide about compiled regions: hooks/skipping.py."""
 
     def resolve(self, module: torch.nn.Module, region: Region | None) -> ModuleInfo:
         """The info of a module that is being traced."""

@@ -11,11 +11,11 @@ from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.values import decode
-from ..record.alarm_frames import FrameWriter
+from ..record.judging import FrameWriter
 from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RankRoots, RootInfo
 from ..record.rows import RecordedRow, RowWriter
-from ..stats.without_modes import without_modes
+from ..stats.device import without_modes
 from .attach import GradientHooks
 from .graph_op import SEEN
 from .kinds import RegionFrame, RegionPolicy, RegionRow

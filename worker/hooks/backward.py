@@ -22,17 +22,15 @@ from ...core.recorder.writer import OpenPage
 from ...core.tell import tell
 from ...core.torch_names import NOT_SEEN_OF_BACKWARD
 from ..compile import traced_hooks
-from ..imports import after_import
-from ..record.alarm_frames import FrameWriter
-from ..record.autograd_graph import AutogradGraph, GraphCalls, GraphHold, running_graph
-from ..record.judging import AlarmRecorder
-from ..record.leaves import OUTPUTS, outputs_of
-from ..record.left_gradients import LeftGradients
+from ..patches import after_import
+from ..record.autograd_graph import AutogradGraph, GraphCalls, GraphHold, LeftGradients, running_graph
+from ..record.judging import AlarmRecorder, FrameWriter
+from ..record.names import OUTPUTS, outputs_of
 from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RowWriter
+from ..stats.device import without_modes
 from ..stats.tensor_stats import version_of
-from ..stats.without_modes import without_modes
 from .native_writer import native_writer_of, trace_hooks_as
 
 _is_compiling = torch.compiler.is_compiling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,43 +11,34 @@ from ...core.recorder.writer import OpenPage
 from ...core.roles import role_of_parameter
 from ...core.values import NonFinite
 from ..compile.attach import CompiledRegions
-from ..record.alarm_frames import FrameWriter
-from ..record.closed_rows import closed_marked
-from ..record.leaves import inputs_of, outputs_of
+from ..record.judging import FrameWriter
+from ..record.names import inputs_of, outputs_of
 from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo
-from ..record.rows import RecordedRow, RowWriter
-from ..stats.device import is_on_device
-from ..stats.without_modes import without_modes
+from ..record.rows import RecordedRow, RowWriter, closed_marked
+from ..stats.device import is_on_device, without_modes
 from .backward import BackwardHooks
-from .compiled import CompiledPolicy
-from .running_calls import RunningCalls
+from .global_hooks import RunningCalls
+from .skipping import CompiledPolicy
 
 _NAN = int(NonFinite.NAN)
 
 
+@dataclass(eq=False, repr=False)
 class CallFrames:
     """Reads what a call was handed and has returned, with its module's weights."""
 
-    def __init__(
-        self,
-        running: RunningCalls,
-        progress: RunProgress,
-        rows: RowWriter,
-        frames: FrameWriter,
-        gradients: BackwardHooks,
-        graphs: CompiledRegions,
-        policy: CompiledPolicy,
-    ) -> None:
-        self._running = running
-        self._graphs = graphs
-        self._policy = policy
-        self._progress = progress
-        self._recorder = progress.recorder
-        self._rows = rows
-        self._frames = frames
-        self._gradients = gradients
-        watch = progress.settings.watch
+    _running: RunningCalls
+    _progress: RunProgress
+    _rows: RowWriter
+    _frames: FrameWriter
+    _gradients: BackwardHooks
+    _graphs: CompiledRegions
+    _policy: CompiledPolicy
+
+    def __post_init__(self) -> None:
+        self._recorder = self._progress.recorder
+        watch = self._progress.settings.watch
         self._forward, self._grads, self._weights = "forward" in watch, "grads" in watch, "weights" in watch
 
     def take(

@@ -1,29 +1,117 @@
-"""Our hooks in torch's global tables: for every module call and every optimizer step of the process.
+"""Our hooks in torch's global tables, and the module calls that run: for every call and every optimizer step.
 
 A script or a library may clear these tables. What runs until they are put back has no frame, so it must be noticed.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
+import threading
 from collections.abc import Callable
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
+import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from ...core.recorder.layout import HeadField
+from ...core.events import RunPosition
+from ...core.frames import Phase
+from ...core.recorder.layout import NOTHING, HeadField
+from ..patches import PatchLedger
+from ..record.autograd_graph import GraphCalls
 from ..record.progress import RunProgress
-from .running_calls import RunningCalls
+from ..record.roots import ModuleInfo
+
+_this_thread = threading.get_ident
+_LEFT_OUT = int(HeadField.CALLS_LEFT_OUT)
+CALL = torch.nn.Module._call_impl.__code__
+"""The code object of every module call. A stack frame with this code is a module call."""
+
+
+class RunningCalls:
+    """The module calls of a rank that have begun and not returned. They are of one thread: that of the root's call."""
+
+    def __init__(self, progress: RunProgress) -> None:
+        self._progress = progress
+        self.stack: list[ModuleInfo] = []
+        """The outermost call first. The list stays the same."""
+        self.depths: list[int] = []
+        """Of each call on the stack, how many calls are around it that are no wrapper's. It may be longer."""
+        self.thread = 0
+        self.outer_exception: BaseException | None = None
+        """What was being handled when the root was called."""
+        self.phase = Phase.FORWARD
+        self.nodes: GraphCalls | None = None
+        """The autograd nodes of the calls of the root; None if no gradients are recorded."""
+        self.page_with_threads = -1
+        """Number of the last page in whose forward modules were called in another thread."""
+        self._sharded: dict[int, bool] = {}
+        """id of a root -> see `is_sharded`."""
+
+    def begin(self, phase: Phase, nodes: GraphCalls | None) -> None:
+        """A root is called."""
+        self.phase, self.nodes = phase, nodes
+        self.thread = _this_thread()
+        self.outer_exception = sys.exc_info()[1]
+
+    def where(self) -> RunPosition:
+        """The place in the run, for an event."""
+        return self._progress.where(root=self.stack[0].root.label if self.stack else None)
+
+    def innermost(self) -> torch.nn.Module | None:
+        """The module whose call began last."""
+        return self.stack[-1].ref() if self.stack else None
+
+    def parent(self) -> int:
+        """The id of the module whose code made the last call: the nearest one around it that is not a wrapper."""
+        stack = self.stack
+        for position in range(len(stack) - 2, -1, -1):
+            if not stack[position].is_wrapper:
+                return stack[position].id
+        return NOTHING
+
+    def is_sharded(self) -> bool:
+        """Whether FSDP gathers weights between the calls of the root. Those collectives write into no argument."""
+        root = self.stack[0]
+        known = self._sharded.get(root.root.id)
+        if known is None:
+            module = root.ref()
+            parts = module.modules() if module is not None else ()
+            classes = {cls.__name__ for part in parts for cls in type(part).__mro__}
+            known = self._sharded[root.root.id] = bool(classes & {"FSDPModule", "FullyShardedDataParallel"})
+        return known
+
+    def drop_dead(self) -> None:
+        """An interrupt, or somebody who has cleared torch's hooks, may have ended a forward without our hooks.
+
+        Slow, and rarely needed.
+        """
+        if not self.stack:
+            return
+        innermost = self.stack[-1].ref()
+        frame: FrameType | None = sys._current_frames().get(self.thread)
+        while frame is not None:
+            if frame.f_code is CALL and frame.f_locals.get("self") is innermost:
+                return
+            frame = frame.f_back
+        self.stack.clear()
+
+    def leave_out_thread(self) -> None:
+        """A call in a second thread within one forward: it has no order relative to the first thread's calls."""
+        page, fields = self._progress.recorder.page, self._progress.fields
+        self.page_with_threads = page.number if page is not None else -1
+        if not fields[_LEFT_OUT]:
+            fields[HeadField.LEFT_OUT_PAGE] = self.page_with_threads
+        fields[_LEFT_OUT] += 1
+
 
 HANDS_OVER_KWARGS = "with_kwargs" in inspect.signature(torch_module.register_module_forward_hook).parameters
 """Whether torch passes keyword arguments to a global forward hook. torch 2.5 does not: its frames lack them."""
 
-_FLAGS = (
-    *(["_global_forward_hooks_with_kwargs"] if HANDS_OVER_KWARGS else []),
-    "_global_forward_hooks_always_called",
-)
+_FLAGS = (*(["_global_forward_hooks_with_kwargs"] if HANDS_OVER_KWARGS else []), "_global_forward_hooks_always_called")
 """Tables that hold True for a forward hook that was registered so."""
 
 
@@ -90,3 +178,44 @@ class GlobalHooks:
             table.pop(key, None)
             getattr(place, name).pop(key, None)
         self.handles, self._entries, self._tables = [], [], []
+
+
+_EXPORTS = ("export", "export_for_training", "export_for_inference", "draft_export")
+"""Functions of torch.export that trace a module. The first is in every torch, the others are not."""
+
+
+class ExportPatches:
+    """`torch.export` traces a model without our hooks. What it calls is no training.
+
+    With `strict=True` it refuses a model while any global hook is attached (torch 2.13).
+    """
+
+    def __init__(self, hooks: GlobalHooks) -> None:
+        self._hooks = hooks
+
+    def attach(self, patches: PatchLedger) -> None:
+        """Of this process's torch."""
+        for name in _EXPORTS:
+            if name in vars(torch.export) or name == _EXPORTS[0]:
+                patches.replace(torch.export, name, self._without_hooks)
+
+    def _without_hooks(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def export(*args: Any, **kwargs: Any) -> Any:
+            ours = {handle.id for handle in self._hooks.handles}
+            tables = [table for handle in self._hooks.handles if (table := handle.hooks_dict_ref()) is not None]
+            before = [dict(table) for table in tables]
+            for table in tables:
+                for each in ours & table.keys():
+                    del table[each]
+            try:
+                return call(*args, **kwargs)
+            finally:
+                ours &= {handle.id for handle in self._hooks.handles}  # they may have been detached since
+                for table, earlier in zip(tables, before, strict=True):
+                    since = dict(table)
+                    table.clear()  # ours come back at the places that they had among others' hooks
+                    table.update({each: hook for each, hook in earlier.items() if each in ours or each in since})
+                    table.update(since)
+
+        return export

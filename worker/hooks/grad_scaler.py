@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ...core.recorder.layout import HeadField
 from ..patches import PatchLedger
 from ..record.judging import AlarmRecorder
 from ..record.progress import RunProgress
-from ..stats.device import ToHost, to_host
-from ..stats.without_modes import without_modes
+from ..stats.device import ToHost, to_host, without_modes
 from .backward import BackwardHooks
 from .optimizer import OptimizerHooks
 
@@ -34,23 +33,18 @@ class _UnknownStep(NamedTuple):
     """Optimizer steps before it."""
 
 
+@dataclass(eq=False, repr=False)
 class GradScalerHooks:
     """Watches every GradScaler by wrapping the methods `scale`, `step` and `update` of its class."""
 
-    def __init__(
-        self,
-        progress: RunProgress,
-        judging: AlarmRecorder,
-        gradients: BackwardHooks,
-        steps: OptimizerHooks,
-        on_fault: Callable[[str, Exception], None],
-    ) -> None:
-        self._progress = progress
-        self._judging = judging
-        self._gradients = gradients
-        self._steps = steps
-        self._on_fault = on_fault
-        self._limit = progress.settings.scaler_skips
+    _progress: RunProgress
+    _judging: AlarmRecorder
+    _gradients: BackwardHooks
+    _steps: OptimizerHooks
+    _on_fault: Callable[[str, Exception], None]
+
+    def __post_init__(self) -> None:
+        self._limit = self._progress.settings.scaler_skips
         self._in_a_row: dict[int, int] = {}
         """id of an optimizer -> its skipped steps since the last one that was not skipped."""
         self._skips = 0
@@ -135,7 +129,9 @@ class GradScalerHooks:
             self.collect()
             found_inf, self._steps.found_inf = self._steps.found_inf, None
             if found_inf is not None:
-                self._copy_to_host(found_inf, scaler, optimizer, step)
+                copy = to_host(found_inf, scaler._get_scale_async())  # does not wait
+                if copy is not None:
+                    self._unknown.append(_UnknownStep(copy, optimizer, step))
                 self.collect()
             elif self._progress.step == step:
                 self._judging.finish()  # the scaler has waited for the device itself
@@ -145,12 +141,6 @@ class GradScalerHooks:
         except Exception as error:
             self._on_fault("GradScaler", error)
         self._judging.raise_pending()
-
-    def _copy_to_host(self, found_inf: torch.Tensor, scaler: Any, optimizer: Any, step: int) -> None:
-        """Begin to copy a fused optimizer's `found_inf` and the scale to the host. Does not wait."""
-        copy = to_host(found_inf, scaler._get_scale_async())
-        if copy is not None:
-            self._unknown.append(_UnknownStep(copy, optimizer, step))
 
     def collect(self) -> bool:
         """Handle the steps whose `found_inf` has arrived. True when none is outstanding.

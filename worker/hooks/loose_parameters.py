@@ -8,6 +8,7 @@ class of optimizer.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from ...core.events import LooseParameters
 from ...core.frames import Phase
 from ...core.roles import param_group
-from ..record.alarm_frames import FrameWriter
+from ..record.judging import FrameWriter
 from ..record.progress import RunProgress
 from ..record.roots import RankRoots
 from ..record.rows import RowWriter
@@ -50,6 +51,7 @@ class _ReachedHook:
             handle.remove()
 
 
+@dataclass(eq=False, repr=False)
 class LooseReader:
     """Reads them after a step of theirs.
 
@@ -57,11 +59,12 @@ class LooseReader:
     told: nothing is computed with it, and autograd makes no gradient of it.
     """
 
-    def __init__(self, progress: RunProgress, rows: RowWriter, roots: RankRoots, frames: FrameWriter) -> None:
-        self._progress = progress
-        self._rows = rows
-        self._roots = roots
-        self._frames = frames
+    _progress: RunProgress
+    _rows: RowWriter
+    _roots: RankRoots
+    _frames: FrameWriter
+
+    def __post_init__(self) -> None:
         self._told: set[tuple[str, bool]] = set()
         self._reached: dict[int, _ReachedHook] = {}
         """By id of a parameter."""

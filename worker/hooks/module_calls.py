@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,24 +24,24 @@ from ...core.torch_names import name_in_torch
 from ..compile import traced_hooks as traced
 from ..compile.attach import CompiledRegions
 from ..record.autograd_graph import GraphCalls, next_node
-from ..record.closed_rows import LateMasks
 from ..record.collectives import issued
+from ..record.device_rows import LateMasks
 from ..record.judging import AlarmRecorder
-from ..record.leaves import inputs_of
-from ..record.names import class_of
+from ..record.names import batch_digest, class_of, inputs_of
 from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RankRoots, RootInfo
 from ..record.rows import RowWriter
-from ..recursion import call_begins, call_ends, work_begins, work_ends
 from ..stack_file import look_at_stack_file
-from ..stats.without_modes import without_modes
+from ..stats.device import without_modes
 from .backward import BackwardHooks
-from .batch_digest import batch_digest
 from .call_frames import CallFrames
-from .compiled import CompiledPolicy
-from .global_hooks import GlobalHooks
-from .running_calls import RunningCalls
-from .skipping import BatchSkipping
+from .global_hooks import GlobalHooks, RunningCalls
+from .skipping import BatchSkipping, CompiledPolicy
+
+try:
+    from ..native.core import call_begins, call_ends, work_begins, work_ends
+except ImportError:  # gpuwatch was installed without a C compiler: nothing of the recursion limit is given back
+    call_begins = call_ends = work_begins = work_ends = lambda: None
 
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = name_in_torch("torch._C._is_tracing", lambda: False)
@@ -49,43 +50,31 @@ _this_thread = threading.get_ident
 _MODULE = int(HeadField.MODULE)
 
 
+@dataclass(eq=False, repr=False)
 class ModuleCalls:
     """Of one rank. torch calls `before` and `after`."""
 
-    def __init__(
-        self,
-        running: RunningCalls,
-        skipping: BatchSkipping,
-        policy: CompiledPolicy,
-        graphs: CompiledRegions,
-        frames: CallFrames,
-        roots: RankRoots,
-        rows: RowWriter,
-        masks: LateMasks,
-        judging: AlarmRecorder,
-        gradients: BackwardHooks,
-        progress: RunProgress,
-        global_hooks: GlobalHooks,
-        fault: Callable[[str, Exception], None],
-    ) -> None:
-        self._running = running
-        self._stack, self._depths = running.stack, running.depths
-        self._skipping = skipping
-        self._graphs = graphs
-        self._around_graphs = policy.around
-        self._frames = frames
-        self._roots = roots
-        self._rows = rows
-        self._masks = masks
-        self._judging = judging
-        self._gradients = gradients
-        self._progress = progress
-        self._recorder = progress.recorder
-        self._fields = progress.fields
-        self._lock = progress.lock
-        self._global = global_hooks
-        self._fault = fault
-        settings = progress.settings
+    _running: RunningCalls
+    _skipping: BatchSkipping
+    _policy: CompiledPolicy
+    _graphs: CompiledRegions
+    _frames: CallFrames
+    _roots: RankRoots
+    _rows: RowWriter
+    _masks: LateMasks
+    _judging: AlarmRecorder
+    _gradients: BackwardHooks
+    _progress: RunProgress
+    _global: GlobalHooks
+    _fault: Callable[[str, Exception], None]
+
+    def __post_init__(self) -> None:
+        self._stack, self._depths = self._running.stack, self._running.depths
+        self._around_graphs = self._policy.around
+        self._recorder = self._progress.recorder
+        self._fields = self._progress.fields
+        self._lock = self._progress.lock
+        settings = self._progress.settings
         self._sync = settings.sync
         self._grads = "grads" in settings.watch
         self._last_batch = settings.abort_after_batch

@@ -6,51 +6,80 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...core.events import RunPosition
+from ...core.events import OwnFault, RunPosition
 from ...core.frames import Phase
 from ...core.judge import WarningLimits
-from ...core.recorder.layout import NOTHING, HeadField, seal
+from ...core.recorder.layout import NOTHING, HeadField, HooksState, seal
 from ...core.recorder.writer import RecorderWriter
 from ...core.settings import WorkerSettings
 from ..compile.apart import apart_from_dynamo
 from ..compile.attach import CompiledRegions
-from ..record.alarm_frames import FrameWriter
-from ..record.closed_rows import LateMasks
-from ..record.judging import AlarmRecorder
-from ..record.late_passed import LatePassed
+from ..patches import PatchLedger
+from ..record.device_rows import LateMasks
+from ..record.held_alarms import TrainedModules
+from ..record.judging import AlarmRecorder, FrameWriter
 from ..record.names import ModuleSelection
-from ..record.passed import PassedValues
+from ..record.passed import LatePassed, PassedValues
 from ..record.progress import RunProgress
 from ..record.roots import RankRoots
 from ..record.rows import RowWriter
-from ..record.trained import TrainedModules
+from ..stats.device import without_modes
 from ..stats.notable import NotableFilter
-from ..stats.without_modes import without_modes
 from .backward import BackwardHooks
 from .call_frames import CallFrames
-from .compiled import CompiledPolicy
-from .global_hooks import GlobalHooks
+from .global_hooks import CALL, ExportPatches, GlobalHooks, RunningCalls
 from .grad_scaler import GradScalerHooks
 from .module_calls import ModuleCalls
 from .native_writer import called_by_native_hooks
 from .optimizer import OptimizerHooks
-from .own_faults import FaultRecorder
 from .process_groups import CollectivePatches
-from .running_calls import CALL, RunningCalls
 from .second_look import SecondLook
-from .skipping import BatchSkipping
-from .torch_export import ExportPatches
+from .skipping import BatchSkipping, CompiledPolicy
 
-_CALLED: tuple[Callable[..., Any], ...] = (
-    ModuleCalls.before,
-    ModuleCalls.after,
-    OptimizerHooks.before,
-    OptimizerHooks.after,
-)
+_MAX_FAULTS = 20
+
+
+@dataclass(eq=False, repr=False)
+class FaultRecorder:
+    """Records errors of gpuwatch itself within a hook: the training goes on.
+
+    `_MAX_FAULTS` of them remove the hooks, so the hooks' ledger is made here.
+    """
+
+    _recorder: RecorderWriter
+    _where: Callable[[], RunPosition]
+
+    def __post_init__(self) -> None:
+        self._count = 0
+        self.patches = PatchLedger(self.record)
+
+    def record(self, part: str, error: Exception) -> None:
+        """An error has come up in this part."""
+        self._count += 1
+        try:
+            if self._count <= _MAX_FAULTS:
+                self._append(part, error)
+            else:
+                self._recorder.count_fault(part)
+            if self._count == _MAX_FAULTS:
+                self._recorder.fields[HeadField.HOOKS] = HooksState.DETACHED
+        except Exception:  # the recorder is closed
+            pass
+        if self._count == _MAX_FAULTS:
+            self.patches.undo()
+
+    def _append(self, part: str, error: Exception) -> None:
+        try:
+            fault = OwnFault(self._where(), part, f"{type(error).__name__}: {error}")
+        except Exception:
+            self._recorder.count_fault(part)
+        else:
+            self._recorder.append(fault)
 
 
 class ModuleHooks:
@@ -68,25 +97,39 @@ class ModuleHooks:
         self._running = running = RunningCalls(progress)
         self._faults = FaultRecorder(recorder, running.where)
         fault, self._patches = self._faults.record, self._faults.patches
-        self._roots = roots = RankRoots(recorder, selection)
+        # What is given as a function is made further down. It is called once the hooks are attached.
+        with_grads = "grads" in settings.watch
+        self._roots = roots = RankRoots(
+            recorder, selection, (lambda *parameter: gradients.watch_parameter(*parameter)) if with_grads else None
+        )
         self.rows = rows = RowWriter(recorder, selection, notable, fault, progress.lock)
-        self._masks = masks = LateMasks(rows)
+        masks = LateMasks(rows)
         passed = PassedValues(progress, progress.groups)
         self._late_passed = late_passed = LatePassed(passed, rows, progress.groups, progress.lock, fault, masks)
         self._trained = TrainedModules(roots)
-        self.judging = judging = AlarmRecorder(progress, rows, late_passed, masks)
+        self.judging = judging = AlarmRecorder(
+            progress,
+            rows,
+            late_passed,
+            masks,
+            self._trained,
+            has_run=lambda page: gradients.has_run(page),
+            optimizer_of=lambda bad: steps.steps.optimizer_of(bad),
+            on_bad_weight=lambda *weight: steps.steps.weight_is_bad(*weight),
+            look_again=lambda bad: second_look.look(bad),
+        )
         self.frames = frames = FrameWriter(progress, judging)
         self._gradients = gradients = BackwardHooks(progress, rows, frames, judging, fault)
         self._skipping = skipping = BatchSkipping(progress, roots, rows, frames, judging, fault, only)
-        self._policy = policy = CompiledPolicy(running, skipping, roots, progress)
+        policy = CompiledPolicy(running, skipping, roots, progress)
         self._graphs = graphs = CompiledRegions(policy, progress, roots, rows, frames, gradients, fault)
         self._global = global_hooks = GlobalHooks(running, progress)
         self._steps = steps = OptimizerHooks(
-            progress, rows, roots, frames, judging, gradients, graphs, global_hooks, fault, is_part=only is not None
+            progress, rows, roots, frames, judging, gradients, graphs, global_hooks, fault, only is not None
         )
         self._scalers = scalers = GradScalerHooks(progress, judging, gradients, steps, fault)
-        self._second_look = SecondLook(
-            running, policy, progress, roots, rows, judging, gradients, steps.steps, scalers, late_passed, masks
+        second_look = SecondLook(
+            running, policy, progress, roots, rows, gradients, steps.steps, scalers, late_passed, masks
         )
         self._call_frames = call_frames = CallFrames(running, progress, rows, frames, gradients, graphs, policy)
         self._calls = ModuleCalls(
@@ -110,10 +153,6 @@ class ModuleHooks:
             progress.groups, fault, passed=passed if looks else None, late=late_passed
         )
         self._exports = ExportPatches(global_hooks)
-        judging.look_again = self._second_look.look
-        judging.hold_with(self._trained, gradients.has_run)
-        if "grads" in settings.watch:
-            roots.on_parameter = gradients.watch_parameter
 
     # -- attach and detach --------------------------------------------------------------------------------------
 
@@ -128,7 +167,9 @@ class ModuleHooks:
             self._patches.at_undo(self._gradients.detach)
             self._scalers.attach(self._patches)
         if "forward" in self._watch:
-            called = *map(apart_from_dynamo, _CALLED), *_CALLED, *called_by_native_hooks(self.progress, self.rows)
+            named: list[Callable[..., Any]] = [ModuleCalls.before, ModuleCalls.after]
+            named += OptimizerHooks.before, OptimizerHooks.after
+            called = *map(apart_from_dynamo, named), *named, *called_by_native_hooks(self.progress, self.rows)
             self._graphs.attach((*called, *self._gradients.hooks))
             self._patches.at_undo(self._graphs.detach)
         self._collectives.attach()

@@ -22,7 +22,7 @@ from ...core.recorder.layout import HeadField, RankPhase, SegmentField
 from ...core.values import DTYPE_CODES, INF_BITS, ValueEncoding
 from ..record.collectives import issued
 from ..record.group_slots import GroupCall
-from ..record.leaves import KWARGS, leaves_of
+from ..record.names import KWARGS, leaves_of
 from ..record.progress import RunProgress
 from ..record.rows import COUNT_EVERY, RowWriter
 from ..stats.device import late_device
@@ -42,6 +42,14 @@ _NOT_IN_DLPACK = {"unknown", "qint8", "quint8", "qint32"}
 """dtypes that DLPack cannot express."""
 
 
+_IN_LAYOUT = (
+    *("SEGMENT_BYTES", "FRAMES_PER_SEGMENT", "ROWS_PER_SEGMENT", "VALUES_PER_SEGMENT", "ROWS_AT", "VALUES_AT"),
+    *("NOTHING", "GROUPS_AT", "GROUPS", "GROUP_BYTES"),
+)
+_OF_SEGMENT = ("PAGE", "BATCH", "FRAMES", "ROWS", "VALUES", "FRAME_BASE", "VALUE_BASE")
+_OF_FRAME = ("DEPTH", "PHASE", "COLLECTIVES", "SEQ", "ROWS")
+
+
 def _offset(record: struct.Struct, position: int) -> int:
     """Offset in bytes of a struct's field, by the field's position in the format."""
     return struct.calcsize(record.format[: 1 + position])  # the first character is the byte order
@@ -49,53 +57,24 @@ def _offset(record: struct.Struct, position: int) -> int:
 
 def python_layout() -> dict[str, int]:
     """The layout constants that native code shares with Python, by their names in worker/native/include/layout.h."""
-    numbers = {
-        "SEGMENT_BYTES": layout.SEGMENT_BYTES,
+    numbers: dict[str, int] = {name: getattr(layout, name) for name in _IN_LAYOUT}
+    numbers |= {name: getattr(group_table, name) for name in ("RECENT", "RECENT_AT", "OPERATION_BYTES")}
+    numbers |= {f"S_{name}": SegmentField[name] for name in _OF_SEGMENT}
+    numbers |= {f"F_{name}": HeadField[name] for name in ("PHASE", "MODULE", "WAITED_NS")}
+    numbers |= {f"KIND_{kind.name}": kind for kind in RowKind if kind not in (RowKind.LOST, RowKind.PENDING)}
+    numbers |= {f"FRAME_{name}": _offset(layout.FRAME, at) for at, name in enumerate(_OF_FRAME, 2)}
+    numbers |= {f"ROW_{name}": _offset(layout.ROW, at) for at, name in enumerate(("DTYPE", "KIND", "MARK"), 3)}
+    numbers |= {
         "SEGMENT_HEADER": layout.FRAMES_AT,
         "FRAME_BYTES": layout.FRAME.size,
         "ROW_BYTES": layout.ROW.size,
         "VALUE_BYTES": layout.VALUE.size,
-        "FRAMES_PER_SEGMENT": layout.FRAMES_PER_SEGMENT,
-        "ROWS_PER_SEGMENT": layout.ROWS_PER_SEGMENT,
-        "VALUES_PER_SEGMENT": layout.VALUES_PER_SEGMENT,
-        "ROWS_AT": layout.ROWS_AT,
-        "VALUES_AT": layout.VALUES_AT,
-        "S_PAGE": SegmentField.PAGE,
-        "S_BATCH": SegmentField.BATCH,
-        "S_FRAMES": SegmentField.FRAMES,
-        "S_ROWS": SegmentField.ROWS,
-        "S_VALUES": SegmentField.VALUES,
-        "S_FRAME_BASE": SegmentField.FRAME_BASE,
-        "S_VALUE_BASE": SegmentField.VALUE_BASE,
-        "F_PHASE": HeadField.PHASE,
-        "F_MODULE": HeadField.MODULE,
-        "F_WAITED_NS": HeadField.WAITED_NS,
         "RANK_BACKWARD": RankPhase.BACKWARD,
-        "FRAME_DEPTH": _offset(layout.FRAME, 2),
-        "FRAME_PHASE": _offset(layout.FRAME, 3),
-        "FRAME_COLLECTIVES": _offset(layout.FRAME, 4),
-        "FRAME_SEQ": _offset(layout.FRAME, 5),
-        "FRAME_ROWS": _offset(layout.FRAME, 6),
-        "ROW_DTYPE": _offset(layout.ROW, 3),
-        "ROW_KIND": _offset(layout.ROW, 4),
-        "ROW_MARK": _offset(layout.ROW, 5),
         "PHASE_BACKWARD": Phase.BACKWARD,
         "PHASE_OPTIMIZER": Phase.OPTIMIZER,
-        "KIND_MEASURED": RowKind.MEASURED,
-        "KIND_NONE": RowKind.NONE,
-        "KIND_NOT_A_TENSOR": RowKind.NOT_A_TENSOR,
-        "KIND_NOT_MEASURABLE": RowKind.NOT_MEASURABLE,
-        "KIND_EMPTY": RowKind.EMPTY,
         "MARK_SCALED": RowMark.SCALED,
         "ENCODING_INTEGER": ValueEncoding.INTEGER,
         "COUNT_EVERY": COUNT_EVERY,
-        "NOTHING": layout.NOTHING,
-        "GROUPS_AT": layout.GROUPS_AT,
-        "GROUPS": layout.GROUPS,
-        "GROUP_BYTES": layout.GROUP_BYTES,
-        "RECENT": group_table.RECENT,
-        "RECENT_AT": group_table.RECENT_AT,
-        "OPERATION_BYTES": group_table.OPERATION_BYTES,
     }
     numbers |= {f"GROUP_{phase.name}": phase for phase in GroupPhase if phase != GroupPhase.NONE}
     numbers |= {f"G_{field.name}": field for field in GroupField if field not in (GroupField.USED, GroupField.SIZE)}

@@ -2,128 +2,64 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ...core.events import OptimizerStep
-from ...core.frames import Frame, Phase, RowMark
-from ...core.recorder.layout import NOTHING, HeadField, RankPhase
+from ...core.frames import Phase, RowMark
+from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
-from ...core.roles import param_group, parse_role
+from ...core.roles import param_group
 from ..compile.attach import CompiledRegions
 from ..patches import PatchLedger
-from ..record.alarm_frames import FrameWriter
 from ..record.collectives import ranks
-from ..record.held_alarms import NonFiniteRow
-from ..record.judging import AlarmRecorder
+from ..record.judging import AlarmRecorder, FrameWriter
 from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RankRoots, RootInfo
 from ..record.rows import RecordedRow, RowWriter
-from ..stats.device import is_on_device
+from ..stats.device import is_on_device, without_modes
 from ..stats.tensor_stats import measure
-from ..stats.without_modes import without_modes
 from .backward import BackwardHooks
 from .global_hooks import GlobalHooks
 from .loose_parameters import Loose, LooseReader
-from .optimizer_steps import OptimizerSteps
+from .optimizer_steps import ModuleParameters, OptimizerSteps, by_module, has_gradient
 from .rpc_optimizer import RpcOptimizers, ScriptedOptimizer
 
-# The optimizer's states that are kept in 16 bits or less: which steps read them, and which tensors they are.
-#
-# A square of a gradient overflows in float16 long before the gradient does. Adam's update is then 0 for good, its
-# weights stay finite, and the training stops without a sign. A state in float32 is not read.
 
-
-class LowPrecisionState:
-    """Counts the steps of each optimizer. Its first one is read, and from there one in `every`; 0 reads none."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._until: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Optimizer -> its steps until one is read."""
-
-    def is_due(self, optimizer: Any) -> bool:
-        """Count a step that has ended. True if the states are to be read after it."""
-        if not self._every:
-            return False
-        until = self._until.get(optimizer, 0)
-        self._until[optimizer] = (until or self._every) - 1
-        return until == 0
-
-
-def low_precision_states(optimizer: Any, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(what the optimizer calls it, tensor) of each state of a parameter in 16 bits or less."""
-    held = optimizer.state.get(parameter)
-    for key, value in list(held.items()) if isinstance(held, dict) else ():
-        if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize <= 2:
-            yield str(key), value
-
-
-_Parameters = dict[ModuleInfo, list[tuple[str, torch.Tensor]]]
-
-
-class _LastStep(NamedTuple):
-    """The last step of an optimizer."""
-
-    optimizer: Callable[[], Any]
-    """Weak reference to it."""
-    written: dict[tuple[int, int], ModuleInfo]
-    """(page, frame) -> module."""
-    without_gradient: frozenset[int]
-    """ids of parameters that had none."""
-
-
+@dataclass(eq=False, repr=False)
 class OptimizerHooks:
     """Records gradients before every optimizer step and weights after it."""
 
-    def __init__(
-        self,
-        progress: RunProgress,
-        rows: RowWriter,
-        roots: RankRoots,
-        frames: FrameWriter,
-        judging: AlarmRecorder,
-        gradients: BackwardHooks,
-        graphs: CompiledRegions,
-        global_hooks: GlobalHooks,
-        on_fault: Callable[[str, Exception], None],
-        is_part: bool = False,
-    ) -> None:
-        """`is_part`: one model is watched, and optimizers without any of its parameters are not guarded."""
-        settings = progress.settings
-        self._progress = progress
-        self._recorder = progress.recorder
-        self._rows = rows
-        self._roots = roots
-        self._frames = frames
-        self._judging = judging
-        self._gradients = gradients
-        self._graphs = graphs
-        self._global = global_hooks
-        self._is_part = is_part
-        self._on_fault = on_fault
+    _progress: RunProgress
+    _rows: RowWriter
+    _roots: RankRoots
+    _frames: FrameWriter
+    _judging: AlarmRecorder
+    _gradients: BackwardHooks
+    _graphs: CompiledRegions
+    _global: GlobalHooks
+    _on_fault: Callable[[str, Exception], None]
+    _is_part: bool
+    """One model is watched: optimizers without any of its parameters are not guarded."""
+
+    def __post_init__(self) -> None:
+        settings = self._progress.settings
+        self._recorder = self._progress.recorder
         self._guard = settings.guard_optimizer
         self._continues = settings.on_overflow == "continue"
         self._grads = "grads" in settings.watch
         self._weights = "weights" in settings.watch
-        self.steps = OptimizerSteps()
-        self._states = LowPrecisionState(settings.state_every)
-        judging.optimizer_of = self._optimizer_of
+        self.steps = OptimizerSteps(self._progress, self._rows, self._roots, self._frames)
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
-
         self._loose: Loose = []
         """Of the optimizer that steps: parameters that no module has that was called. Kept for the step alone."""
-        self._loose_reader = LooseReader(progress, rows, roots, frames)
-        self._grouped: _Parameters | None = None
+        self._loose_reader = LooseReader(self._progress, self._rows, self._roots, self._frames)
+        self._grouped: ModuleParameters | None = None
         """The parameters of the optimizer that steps, as they were before the step."""
-        self._last_step: dict[int, _LastStep] = {}
-        """By id of the optimizer. Only for frames whose numbers arrive later."""
-        judging.on_bad_weight = self._record_state
-        self._of_rpc = RpcOptimizers(self._before_scripted, self._step_ended, self._count, on_fault)
+        self._of_rpc = RpcOptimizers(self._before_scripted, self._step_ended, self._count, self._on_fault)
 
     def attach(self, patches: PatchLedger) -> None:
         """See the steps of RPC as well, which torch's hooks do not see."""
@@ -149,7 +85,7 @@ class OptimizerHooks:
             self._on_fault("before the optimizer step", error)
         self._progress.times.optimizer_begins()
         self._progress.enter(RankPhase.OPTIMIZER)
-        self._last_step.pop(id(optimizer), None)
+        self.steps.begins(optimizer)
         self._grouped, self._loose = None, []
         self.found_inf = getattr(optimizer, "found_inf", None)
         self._check_gradients(optimizer)
@@ -159,7 +95,7 @@ class OptimizerHooks:
         """An optimizer of RPC's steps in a thread of RPC. Nothing is raised there: the next hook of a module raises."""
         self._progress.times.optimizer_begins()
         self._progress.enter(RankPhase.OPTIMIZER)
-        self._last_step.pop(id(optimizer), None)
+        self.steps.begins(optimizer)
         self._grouped = None
         if self._grads and not self._progress.skipped:
             with self._progress.lock:
@@ -202,7 +138,7 @@ class OptimizerHooks:
         mark = RowMark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
         written: list[tuple[OpenPage, int]] = []
         self._loose = []
-        self._grouped = self._by_module(optimizer, self._loose)
+        self._grouped = by_module(self._roots, optimizer, self._loose)
         with self._rows.together():
             for page, info, parameters in self._with_pages(self._grouped):
                 self._rows.count_in(page.batch)
@@ -234,8 +170,10 @@ class OptimizerHooks:
         for index, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 owner = self._roots.owner_of(parameter)
-                if parameter.grad is None or (owner is not None and self._has_place(owner[0])):
+                if parameter.grad is None:
                     continue
+                if owner is not None and owner[0].watched and owner[0].root.page is not None:
+                    continue  # frames of its module are written
                 numbers = measure(parameter.grad)
                 if not numbers.meta & 0xFF:
                     continue
@@ -248,11 +186,6 @@ class OptimizerHooks:
                 row = self._rows.gradient(info, role, parameter.grad, mark, numbers)
                 written.append((page, self._frames.put(page, info, Phase.COLLECTIVE, [row])))
         return written
-
-    @staticmethod
-    def _has_place(info: ModuleInfo) -> bool:
-        """Whether frames of this module are written: it is watched, and its root has a page."""
-        return info.watched and info.root.page is not None
 
     # -- after --------------------------------------------------------------------------------------------------
 
@@ -274,34 +207,29 @@ class OptimizerHooks:
         self._count()
         if self._weights and not progress.skipped:
             try:
-                self.steps.add(progress.step, optimizer)
-                with self._progress.lock:
+                self.steps.add(optimizer)
+                with progress.lock:
                     without_modes(self._record_weights, optimizer)
             except Exception as error:
                 self._on_fault("after the optimizer step", error)
         with self._progress.lock:
-            self._tell_of_step(optimizer)
+            try:
+                progress.groups.notice()  # what DDP has issued in the backward
+                if self._judging.held is not None:
+                    self._judging.held.stepped(optimizer)
+            except Exception as error:
+                self._on_fault("after the optimizer step", error)
             self._recorder.pause_page()
         progress.enter(RankPhase.SCRIPT)
 
-    def _tell_of_step(self, optimizer: Any) -> None:
-        """Tell those that wait for a step."""
-        try:
-            self._progress.groups.notice()  # what DDP has issued in the backward
-            if self._judging.held is not None:
-                self._judging.held.stepped(optimizer)
-        except Exception as error:
-            self._on_fault("after the optimizer step", error)
-
     def _record_weights(self, optimizer: Any) -> None:
         self._rows.forget()  # an optimizer may change parameters without raising their version
-        self._last_step = {key: last for key, last in self._last_step.items() if last.optimizer() is not None}
         written: dict[tuple[int, int], ModuleInfo] = {}
         grouped, self._grouped = self._grouped, None
         loose, self._loose = self._loose, []
         if not grouped:
             loose = []
-            grouped = self._by_module(optimizer, loose)
+            grouped = by_module(self._roots, optimizer, loose)
         with self._rows.together():
             for page, info, parameters in self._with_pages(grouped):
                 if self._rows.device_buffer is not None:
@@ -315,111 +243,21 @@ class OptimizerHooks:
                     row = self._rows.weight(info, name, parameter, self._progress.step)
                     rows.append(row)
                     if row.flags:
-                        rows += self._step_rows(info, name, optimizer, parameter, _has_gradient(optimizer, parameter))
+                        rows += self.steps.beside(info, name, optimizer, parameter, has_gradient(optimizer, parameter))
                 self._frames.put(page, info, Phase.OPTIMIZER, rows)
         if loose and not self._is_part:
             self._loose_reader.after_step(optimizer, loose)
-        if written:
-            self._last_step[id(optimizer)] = _LastStep(
-                weakref.ref(optimizer), written, _without_gradient(optimizer, grouped)
-            )
-        if not self._rows.is_capturing and self._states.is_due(optimizer):
-            self._record_states(optimizer, grouped)
+        self.steps.wrote(optimizer, grouped, written)
+        if not self._rows.is_capturing and self.steps.states.is_due(optimizer):
+            with self._rows.together():
+                for page, info, parameters in self._with_pages(grouped):
+                    self.steps.put_low_precision(optimizer, page, info, parameters)
         self._rows.flush()
-
-    def _record_states(self, optimizer: Any, grouped: _Parameters) -> None:
-        """Write the states that the optimizer keeps in 16 bits, a frame for each module."""
-        with self._rows.together():
-            for page, info, parameters in self._with_pages(grouped):
-                rows = [
-                    self._rows.gradient(info, f"state {key} {name}", state)
-                    for name, parameter in parameters
-                    for key, state in low_precision_states(optimizer, parameter)
-                ]
-                if rows:
-                    self._frames.put(page, info, Phase.OPTIMIZER, rows)
-
-    def _optimizer_of(self, bad: NonFiniteRow) -> OptimizerStep | None:
-        name = bad.row.parsed_role.name
-        for reference, info, role in list(self._roots.parameters.values()):
-            if info.name == bad.frame.module and info.root.id == bad.page.root and parse_role(role).name == name:
-                parameter = reference()
-                found = self.steps.find(bad.page.step, parameter) if parameter is not None else None
-                if found is not None:
-                    return found
-        return None
-
-    def _step_rows(
-        self, info: ModuleInfo, name: str, optimizer: Any, parameter: torch.Tensor, has_gradient: bool
-    ) -> Iterator[RecordedRow]:
-        """What a step on a weight that is bad now had beside it: the optimizer's state; that it had no gradient."""
-        if not has_gradient:
-            yield self._rows.leaf(info, f"state grad {name}", None)  # none of the backward's: `grad` is for these
-        for key, value in dict(optimizer.state.get(parameter, {})).items():
-            if isinstance(value, torch.Tensor):
-                yield self._rows.gradient(info, f"state {key} {name}", value, numbers=measure(value))
-
-    def _record_state(self, page: OpenPage, frame: Frame, role: str) -> None:
-        """The numbers of a weight have arrived, and its step made it non-finite: record the optimizer's state.
-
-        The state is still that of this step if the optimizer has not begun another one. This waits for the device.
-        """
-        buffer = self._rows.device_buffer
-        if buffer is None or buffer.is_capturing:
-            return
-        for last in self._last_step.values():
-            optimizer, info = last.optimizer(), last.written.get((page.number, frame.index))
-            if optimizer is not None and info is not None:
-                without_modes(self._put_state, page, frame, optimizer, info, role, last.without_gradient)
-
-    def _put_state(
-        self, page: OpenPage, frame: Frame, optimizer: Any, info: ModuleInfo, role: str, without: frozenset[int]
-    ) -> None:
-        current = self._recorder.page
-        self._recorder.resume_page(page)
-        parameters = [parameter for name, parameter in self._by_module(optimizer).get(info, ()) if name == role]
-        packed = [
-            row.packed
-            for parameter in parameters
-            for row in self._step_rows(info, role, optimizer, parameter, id(parameter) not in without)
-        ]
-        if packed:
-            self._recorder.frame(info.id, NOTHING, 0, Phase.OPTIMIZER, frame.seq, packed)
-        if current is None:
-            self._recorder.pause_page()
-        else:
-            self._recorder.resume_page(current)
 
     # -- both ---------------------------------------------------------------------------------------------------
 
-    def _by_module(self, optimizer: Any, loose: Loose | None = None) -> _Parameters:
-        """The optimizer's parameters by the watched module that holds them. What no module holds goes to `loose`."""
-        found: _Parameters = {}
-        searched = False
-        owners = self._roots.parameters
-        parameter: torch.Tensor
-        for number, group in enumerate(optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                owner = owners.get(id(parameter))
-                if owner is None or owner[0]() is not parameter:
-                    if not searched:
-                        self._roots.find_parameters()
-                        searched = True
-                    owner = owners.get(id(parameter))
-                    if owner is None or owner[0]() is not parameter:
-                        if loose is not None:
-                            loose.append((number, position, parameter))
-                        continue
-                info = owner[1]
-                if info.watched:
-                    held = found.get(info)
-                    if held is None:
-                        held = found[info] = []
-                    held.append((owner[2], parameter))
-        return found
-
     def _with_pages(
-        self, grouped: _Parameters
+        self, grouped: ModuleParameters
     ) -> Iterator[tuple[OpenPage, ModuleInfo, list[tuple[str, torch.Tensor]]]]:
         """(page, module, its parameters): each module whose root has a page, which is continued."""
         root: RootInfo | None = None
@@ -442,7 +280,7 @@ class OptimizerHooks:
 
         Only gradients in host memory are read. Those on a device were recorded before the step.
         """
-        for info, parameters in self._by_module(optimizer).items():
+        for info, parameters in by_module(self._roots, optimizer).items():
             page = self._resume(info)
             for name, parameter in parameters:
                 gradient = parameter.grad
@@ -453,18 +291,3 @@ class OptimizerHooks:
                     row = self._rows.gradient(info, f"grad {name}", gradient, RowMark.SCALED, numbers)
                     self._frames.put(page, info, Phase.COLLECTIVE, [row])
                     return
-
-
-def _without_gradient(optimizer: Any, grouped: _Parameters) -> frozenset[int]:
-    """ids of the parameters that have none. Called after every step on a device: one pass, and no call in it."""
-    lists = grouped.values()
-    if isinstance(optimizer, ScriptedOptimizer):
-        given = optimizer.gradients
-        return frozenset([id(each) for parameters in lists for _, each in parameters if id(each) not in given])
-    return frozenset([id(each) for parameters in lists for _, each in parameters if each.grad is None])
-
-
-def _has_gradient(optimizer: Any, parameter: torch.Tensor) -> bool:
-    if isinstance(optimizer, ScriptedOptimizer):
-        return id(parameter) in optimizer.gradients
-    return parameter.grad is not None

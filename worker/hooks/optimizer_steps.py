@@ -1,36 +1,81 @@
-"""Whose optimizer step wrote a weight, and with which settings: evidence for a weight that is bad after it."""
+"""The last optimizer steps of a rank, their settings and states: evidence for a weight that is bad after a step.
+
+An optimizer may keep states in 16 bits or less. A square of a gradient overflows in float16 long before the gradient
+does. Adam's update is then 0 for good, its weights stay finite, and the training stops without a sign. A state in
+float32 is not read.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ...core.events import OptimizerStep
+from ...core.frames import Frame, Phase
+from ...core.recorder.layout import NOTHING
+from ...core.recorder.writer import OpenPage
+from ...core.roles import parse_role
+from ..record.held_alarms import NonFiniteRow
+from ..record.judging import FrameWriter
+from ..record.progress import RunProgress
+from ..record.roots import ModuleInfo, RankRoots
+from ..record.rows import RecordedRow, RowWriter
+from ..stats.device import without_modes
+from ..stats.tensor_stats import measure
+from .loose_parameters import Loose
+from .rpc_optimizer import ScriptedOptimizer
 
 _KEPT = 16
 """Steps. The numbers of a step on a device arrive a batch later, in which several optimizers may step."""
 
+ModuleParameters = dict[ModuleInfo, list[tuple[str, torch.Tensor]]]
 
-class _StepFrames(NamedTuple):
+
+class _StepSettings(NamedTuple):
     number: int
     """Steps finished after it."""
     optimizer: weakref.ref[Any]
     groups: list[dict[str, float]]
 
 
+class _LastStep(NamedTuple):
+    optimizer: weakref.ref[Any]
+    written: dict[tuple[int, int], ModuleInfo]
+    """(page, frame) -> module."""
+    without_gradient: frozenset[int]
+    """ids of parameters that had none."""
+
+
+@dataclass(eq=False, repr=False)
 class OptimizerSteps:
     """The last steps of a rank."""
 
-    def __init__(self) -> None:
-        self._steps: deque[_StepFrames] = deque(maxlen=_KEPT)
+    _progress: RunProgress
+    _rows: RowWriter
+    _roots: RankRoots
+    _frames: FrameWriter
 
-    def add(self, number: int, optimizer: Any) -> None:
-        """Remember a step. `number`: steps finished, with this one. Waits for no device."""
+    def __post_init__(self) -> None:
+        self._steps: deque[_StepSettings] = deque(maxlen=_KEPT)
+        self._last: dict[int, _LastStep] = {}
+        """By id of the optimizer. Only for frames whose numbers arrive later."""
+        self.states = LowPrecisionState(self._progress.settings.state_every)
+
+    def begins(self, optimizer: Any) -> None:
+        """Its states are those of the step before no more."""
+        self._last.pop(id(optimizer), None)
+
+    # -- settings -----------------------------------------------------------------------------------------------
+
+    def add(self, optimizer: Any) -> None:
+        """Remember the settings of the step that has just ended. Waits for no device."""
         groups = [_numbers(group) for group in optimizer.param_groups]
-        self._steps.append(_StepFrames(number, weakref.ref(optimizer), groups))
+        self._steps.append(_StepSettings(self._progress.step, weakref.ref(optimizer), groups))
 
     def last(self) -> OptimizerStep | None:
         """The last step, with the settings of its first parameter group; None before the first."""
@@ -42,8 +87,18 @@ class OptimizerSteps:
             return None
         return OptimizerStep(_name_of(optimizer), groups[0] if groups else {})
 
-    def find(self, since: int, parameter: torch.Tensor) -> OptimizerStep | None:
-        """The first step on a parameter after step `since`; None if it is not known."""
+    def optimizer_of(self, bad: NonFiniteRow) -> OptimizerStep | None:
+        """The first step on the weight of a row after its batch; None if it is not known."""
+        name = bad.row.parsed_role.name
+        for reference, info, role in list(self._roots.parameters.values()):
+            if info.name == bad.frame.module and info.root.id == bad.page.root and parse_role(role).name == name:
+                parameter = reference()
+                found = self._find(bad.page.step, parameter) if parameter is not None else None
+                if found is not None:
+                    return found
+        return None
+
+    def _find(self, since: int, parameter: torch.Tensor) -> OptimizerStep | None:
         for number, reference, groups in self._steps:
             optimizer = reference()
             if number <= since or optimizer is None:
@@ -52,6 +107,138 @@ class OptimizerSteps:
                 if any(held is parameter for held in group["params"]):
                     return OptimizerStep(_name_of(optimizer), settings)
         return None
+
+    # -- states -------------------------------------------------------------------------------------------------
+
+    def put_low_precision(
+        self, optimizer: Any, page: OpenPage, info: ModuleInfo, parameters: list[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Write a frame of the states that the optimizer keeps in 16 bits for the parameters of a module."""
+        rows = [
+            self._rows.gradient(info, f"state {key} {name}", state)
+            for name, parameter in parameters
+            for key, state in low_precision_states(optimizer, parameter)
+        ]
+        if rows:
+            self._frames.put(page, info, Phase.OPTIMIZER, rows)
+
+    def wrote(self, optimizer: Any, grouped: ModuleParameters, written: dict[tuple[int, int], ModuleInfo]) -> None:
+        """A step has ended, and the weights in these frames ((page, frame) -> module) arrive later from a device."""
+        self._last = {key: last for key, last in self._last.items() if last.optimizer() is not None}
+        if written:
+            self._last[id(optimizer)] = _LastStep(
+                weakref.ref(optimizer), written, _without_gradient(optimizer, grouped)
+            )
+
+    def beside(
+        self, info: ModuleInfo, name: str, optimizer: Any, parameter: torch.Tensor, has_gradient: bool
+    ) -> Iterator[RecordedRow]:
+        """What a step on a weight that is bad now had beside it: the optimizer's state; that it had no gradient."""
+        if not has_gradient:
+            yield self._rows.leaf(info, f"state grad {name}", None)  # none of the backward's: `grad` is for these
+        for key, value in dict(optimizer.state.get(parameter, {})).items():
+            if isinstance(value, torch.Tensor):
+                yield self._rows.gradient(info, f"state {key} {name}", value, numbers=measure(value))
+
+    def weight_is_bad(self, page: OpenPage, frame: Frame, role: str) -> None:
+        """The numbers of a weight have arrived, and its step made it non-finite: record the optimizer's state.
+
+        The state is still that of this step if the optimizer has not begun another one. This waits for the device.
+        """
+        buffer = self._rows.device_buffer
+        if buffer is None or buffer.is_capturing:
+            return
+        for last in self._last.values():
+            optimizer, info = last.optimizer(), last.written.get((page.number, frame.index))
+            if optimizer is not None and info is not None:
+                without_modes(self._put_state, page, frame, optimizer, info, role, last.without_gradient)
+
+    def _put_state(
+        self, page: OpenPage, frame: Frame, optimizer: Any, info: ModuleInfo, role: str, without: frozenset[int]
+    ) -> None:
+        recorder = self._progress.recorder
+        current = recorder.page
+        recorder.resume_page(page)
+        parameters = [each for name, each in by_module(self._roots, optimizer).get(info, ()) if name == role]
+        packed = [
+            row.packed
+            for parameter in parameters
+            for row in self.beside(info, role, optimizer, parameter, id(parameter) not in without)
+        ]
+        if packed:
+            recorder.frame(info.id, NOTHING, 0, Phase.OPTIMIZER, frame.seq, packed)
+        if current is None:
+            recorder.pause_page()
+        else:
+            recorder.resume_page(current)
+
+
+def by_module(roots: RankRoots, optimizer: Any, loose: Loose | None = None) -> ModuleParameters:
+    """The optimizer's parameters by the watched module that holds them. What no module holds goes to `loose`."""
+    found: ModuleParameters = {}
+    searched = False
+    owners = roots.parameters
+    parameter: torch.Tensor
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            owner = owners.get(id(parameter))
+            if owner is None or owner[0]() is not parameter:
+                if not searched:
+                    roots.find_parameters()
+                    searched = True
+                owner = owners.get(id(parameter))
+                if owner is None or owner[0]() is not parameter:
+                    if loose is not None:
+                        loose.append((number, position, parameter))
+                    continue
+            info = owner[1]
+            if info.watched:
+                held = found.get(info)
+                if held is None:
+                    held = found[info] = []
+                held.append((owner[2], parameter))
+    return found
+
+
+class LowPrecisionState:
+    """Counts the steps of each optimizer. Its first one is read, and from there one in `every`; 0 reads none."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._until: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Optimizer -> its steps until one is read."""
+
+    def is_due(self, optimizer: Any) -> bool:
+        """Count a step that has ended. True if the states are to be read after it."""
+        if not self._every:
+            return False
+        until = self._until.get(optimizer, 0)
+        self._until[optimizer] = (until or self._every) - 1
+        return until == 0
+
+
+def low_precision_states(optimizer: Any, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(what the optimizer calls it, tensor) of each state of a parameter in 16 bits or less."""
+    held = optimizer.state.get(parameter)
+    for key, value in list(held.items()) if isinstance(held, dict) else ():
+        if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize <= 2:
+            yield str(key), value
+
+
+def has_gradient(optimizer: Any, parameter: torch.Tensor) -> bool:
+    """Whether this step has a gradient of a parameter."""
+    if isinstance(optimizer, ScriptedOptimizer):
+        return id(parameter) in optimizer.gradients
+    return parameter.grad is not None
+
+
+def _without_gradient(optimizer: Any, grouped: ModuleParameters) -> frozenset[int]:
+    """ids of the parameters that have none. Called after every step on a device: one pass, and no call in it."""
+    lists = grouped.values()
+    if isinstance(optimizer, ScriptedOptimizer):
+        given = optimizer.gradients
+        return frozenset([id(each) for parameters in lists for _, each in parameters if id(each) not in given])
+    return frozenset([id(each) for parameters in lists for _, each in parameters if each.grad is None])
 
 
 def _name_of(optimizer: Any) -> str:

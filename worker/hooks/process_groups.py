@@ -21,10 +21,9 @@ import torch
 
 from ...core.recorder.group_table import OPERATIONS
 from ..patches import PatchLedger
-from ..record.collectives import count_with
-from ..record.group_slots import NO_MESSAGE, GroupCall, GroupTable, OperationPlace, described
-from ..record.late_passed import LatePassed, PassedWhen
-from ..record.passed import NOT_FINITE, PassedValues, look_at, refs_to, tensors_in
+from ..record.collectives import NO_MESSAGE, count_with
+from ..record.group_slots import GroupCall, GroupTable, OperationPlace, described
+from ..record.passed import NOT_FINITE, LatePassed, PassedValues, PassedWhen, look_at, refs_to, tensors_in
 from ..stats.device import is_on_device, late_device
 from .native_writer import difference
 
@@ -56,11 +55,6 @@ class ReplacedMethod:
     given_at_root: bool = False
     returned_at_root: bool = False
     """No other rank gives anything, or is given anything."""
-
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether each torch that we know has it."""
-        return self.name not in _NOT_EVERYWHERE
 
 
 def _collective(name: str, operation: str, tensor: int = 0, is_rooted: bool = False, given: int = 1) -> ReplacedMethod:
@@ -127,7 +121,7 @@ class CollectivePatches:
         passed: PassedValues | None = None,
         late: LatePassed | None = None,
     ) -> None:
-        """`passed` is told what is not finite; None: nobody looks at what passes. `late` looks on a device."""
+        """`passed` gets what is not finite; None: nobody looks at what passes. `late` looks on a device."""
         self._groups = groups
         self._passed = passed
         self._late = late if passed is not None else None
@@ -146,8 +140,9 @@ class CollectivePatches:
         for method in METHODS:
             self._replace(module.ProcessGroup, method)
         self._replace(module.Work, WAIT)
-        self._patches.replace(module.ProcessGroup, "_start_coalescing", self._around_start)
-        self._patches.replace(module.ProcessGroup, "_end_coalescing", self._around_end)
+        bundle_begun, bundle_ended = self._groups.bundle_begun, self._groups.bundle_ended
+        self._note_after(module.ProcessGroup, "_start_coalescing", lambda group, _: bundle_begun(group))
+        self._note_after(module.ProcessGroup, "_end_coalescing", bundle_ended)
 
     def detach(self, failed: bool = False) -> None:
         """Put back what was there, and take away what the table shows: it grows old. `failed`: the rank goes on."""
@@ -172,8 +167,8 @@ class CollectivePatches:
                 counter=group.__dict__["_get_sequence_number_for_group"],
                 describe=described,
                 find_slot=self._groups.slot_of,
-                message_begun=self._groups.message_begun,
-                message_received=self._groups.message_received,
+                message_begun=self._groups.messages.begun,
+                message_received=self._groups.messages.waited_for,
                 passed=self._passed.note if self._passed is not None else None,
                 late=self._late.look if self._late is not None else None,
                 on_fault=self._fault,
@@ -185,7 +180,7 @@ class CollectivePatches:
             return None
 
     def _replace(self, owner: Any, method: ReplacedMethod) -> None:
-        if method.is_everywhere or method.name in vars(owner):
+        if method.name not in _NOT_EVERYWHERE or method.name in vars(owner):
             self._patches.replace(owner, method.name, lambda before: self._instead_of(before, method))
 
     def _instead_of(self, before: Any, method: ReplacedMethod) -> Any:
@@ -207,33 +202,22 @@ class CollectivePatches:
             method.returned_at_root,
         )
 
-    # -- messages in bundles ------------------------------------------------------------------------------------
+    def _note_after(self, owner: Any, name: str, note: Callable[[Any, Any], None]) -> None:
+        """Have `note` called with the group and the result after each call: a bundle of messages begins or ends."""
+        on_fault = self._fault
 
-    def _around_start(self, before: Any) -> Callable[..., Any]:
-        groups, on_fault = self._groups, self._fault
+        def around(before: Any) -> FunctionType:
+            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                result = before(self, *args, **kwargs)
+                try:
+                    note(self, result)
+                except Exception as error:
+                    on_fault(error)
+                return result
 
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = before(self, *args, **kwargs)
-            try:
-                groups.bundle_begun(self)
-            except Exception as error:
-                on_fault(error)
-            return result
+            return _named(call, name, before)
 
-        return _named(call, "_start_coalescing", before)
-
-    def _around_end(self, before: Any) -> Callable[..., Any]:
-        groups, on_fault = self._groups, self._fault
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            work = before(self, *args, **kwargs)
-            try:
-                groups.bundle_ended(self, work)
-            except Exception as error:
-                on_fault(error)
-            return work
-
-        return _named(call, "_end_coalescing", before)
+        self._patches.replace(owner, name, around)
 
     # -- what worker/native/group_methods.c does likewise -------------------------------------------------------
 
@@ -346,12 +330,5 @@ def _named(call: Callable[..., Any], name: str, before: Any) -> FunctionType:
 
 def _tell(passed: PassedValues, place: OperationPlace, came_out: bool, tensors: Any) -> None:
     passed.note(
-        place.slot.number,
-        place.number,
-        place.operation,
-        place.root,
-        place.message,
-        came_out,
-        *place.given,
-        tensors,
+        place.slot.number, place.number, place.operation, place.root, place.message, came_out, *place.given, tensors
     )

@@ -6,21 +6,38 @@ same. From torch 2.14 on that optimizer is a class of Python, whose `step` is re
 `DistributedOptimizer.step` counts the step where none of the parameters is its own.
 """
 
-from __future__ import annotations
+# no `from __future__ import annotations`: TorchScript reads the annotations of ScriptedStep
 
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..imports import after_import
-from ..patches import PatchLedger
-from .scripted_step import ScriptedStep
+from ..patches import PatchLedger, after_import
 
 _MODULE = "torch.distributed.optim.optimizer"
+
+
+class ScriptedStep(nn.Module):
+    """One operation, the optimizer's own step, one operation. TorchScript compiles it, and reads its comments too."""
+
+    def __init__(self, optimizer: Any, place: torch.Tensor) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.place = place
+
+    @torch.jit.export
+    def step(self, autograd_ctx_id: int) -> None:
+        """As torch's `_ScriptLocalOptimizer` has it."""
+        torch.ops.gpuwatch.rpc_step(self.place, autograd_ctx_id, True)
+        self.optimizer.step(autograd_ctx_id)
+        torch.ops.gpuwatch.rpc_step(self.place, autograd_ctx_id, False)
 
 
 class ScriptedOptimizer:
@@ -43,9 +60,9 @@ class ScriptedOptimizer:
 
 
 _optimizers: list[ScriptedOptimizer] = []
-"""By place: what the operation is told."""
+"""The operation gets the place of one in this list."""
 _told: list[Callable[[ScriptedOptimizer, dict[torch.Tensor, torch.Tensor], bool], None]] = []
-"""Whom the operation calls: the hooks of this process."""
+"""The hooks of this process, which the operation calls."""
 
 
 def _step(place: torch.Tensor, context: int, begins: bool) -> None:
@@ -74,17 +91,14 @@ def _define() -> Any:
     return library
 
 
+@dataclass(eq=False, repr=False)
 class RpcOptimizers:
     """Sees the steps of DistributedOptimizer in this process."""
 
-    def __init__(
-        self,
-        before: Callable[[ScriptedOptimizer], None],
-        after: Callable[[ScriptedOptimizer], None],
-        count: Callable[[], None],
-        on_fault: Callable[[str, Exception], None],
-    ) -> None:
-        self._before, self._after, self._count, self._on_fault = before, after, count, on_fault
+    _before: Callable[[ScriptedOptimizer], None]
+    _after: Callable[[ScriptedOptimizer], None]
+    _count: Callable[[], None]
+    _on_fault: Callable[[str, Exception], None]
 
     def attach(self, patches: PatchLedger) -> None:
         """Begin, or wait until the script imports the optimizer's module."""
@@ -104,11 +118,9 @@ class RpcOptimizers:
         @functools.wraps(step)
         def step_seen(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             result = step(optimizer, *args, **kwargs)
-            try:
+            with self._faults():
                 if not any(each.is_owner() for each in optimizer.remote_optimizers):
                     self._count()
-            except Exception as error:
-                self._on_fault("an optimizer of RPC", error)
             return result
 
         return step_seen
@@ -128,16 +140,12 @@ class RpcOptimizers:
 
         @functools.wraps(step)
         def step_seen(optimizer: Any, context: int, *args: Any, **kwargs: Any) -> Any:
-            try:
+            with self._faults():
                 gradients = torch.distributed.autograd.get_gradients(context)  # type: ignore[attr-defined]  # of C++
                 self._tell(seen_as(optimizer), gradients, True)
-            except Exception as error:
-                self._on_fault("an optimizer of RPC", error)
             result = step(optimizer, context, *args, **kwargs)
-            try:
+            with self._faults():
                 self._tell(seen_as(optimizer), {}, False)
-            except Exception as error:
-                self._on_fault("an optimizer of RPC", error)
             return result
 
         return step_seen
@@ -165,12 +173,17 @@ class RpcOptimizers:
         return new_seen
 
     def _tell(self, optimizer: ScriptedOptimizer, gradients: dict[torch.Tensor, torch.Tensor], begins: bool) -> None:
-        try:
+        with self._faults():
             if begins:
                 optimizer.gradients = {id(parameter): gradient for parameter, gradient in gradients.items()}
                 self._before(optimizer)
             else:
                 self._after(optimizer)
                 optimizer.gradients = {}
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             self._on_fault("an optimizer of RPC", error)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -21,27 +22,27 @@ from torch import nn
 
 from ...core.events import BadWeight, GraphNode, HeldValue, LookedAgain, OwnCodeModule
 from ...core.frames import RowKind, format_number, module_text
+from ...core.recorder.pages import OwnPages
 from ...core.roles import RoleKind, parse_role
 from ...core.torch_names import name_in_torch
-from ...core.values import NonFinite, decode, name_of
-from ..record.closed_rows import LateMasks
+from ...core.values import NonFinite, Value, name_of
+from ..record.device_rows import LateMasks
 from ..record.graph_sources import explaining_row, shown_in, sources_later, sources_now
 from ..record.graph_users import BadOutput, graph_users
 from ..record.held_alarms import NonFiniteRow
-from ..record.judging import AlarmRecorder
-from ..record.late_passed import LatePassed
 from ..record.names import class_of
+from ..record.passed import LatePassed
 from ..record.progress import RunProgress
 from ..record.roots import RankRoots
 from ..record.rows import RowWriter
+from ..stats.device import without_modes
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
-from ..stats.without_modes import without_modes
 from .backward import BackwardHooks
-from .compiled import CompiledPolicy
+from .global_hooks import RunningCalls
 from .grad_scaler import GradScalerHooks
 from .module_calls import ModuleCalls
 from .optimizer_steps import OptimizerSteps
-from .running_calls import RunningCalls
+from .skipping import CompiledPolicy
 
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _AFTER = ModuleCalls.after.__code__
@@ -54,34 +55,23 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, tuple, dict, deque)
 
 
+@dataclass(eq=False, repr=False)
 class SecondLook:
     """Of one rank, at the module of its first alarm."""
 
-    def __init__(
-        self,
-        running: RunningCalls,
-        policy: CompiledPolicy,
-        progress: RunProgress,
-        roots: RankRoots,
-        rows: RowWriter,
-        judging: AlarmRecorder,
-        gradients: BackwardHooks,
-        steps: OptimizerSteps,
-        scalers: GradScalerHooks,
-        late_passed: LatePassed,
-        masks: LateMasks,
-    ) -> None:
-        self._running = running
-        self._policy = policy
-        self._progress = progress
-        self._roots = roots
-        self._rows = rows
-        self._judging = judging
-        self._gradients = gradients
-        self._steps = steps
-        self._scalers = scalers
-        self._late_passed = late_passed
-        self._masks = masks
+    _running: RunningCalls
+    _policy: CompiledPolicy
+    _progress: RunProgress
+    _roots: RankRoots
+    _rows: RowWriter
+    _gradients: BackwardHooks
+    _steps: OptimizerSteps
+    _scalers: GradScalerHooks
+    _late_passed: LatePassed
+    _masks: LateMasks
+
+    def __post_init__(self) -> None:
+        self._own = OwnPages(self._progress.recorder)
 
     def look(self, bad: NonFiniteRow) -> LookedAgain | None:
         """At the module of an alarm; None if it is no module, or is gone and nothing is left."""
@@ -135,7 +125,7 @@ class SecondLook:
             or self._running.page_with_threads == page.number
         ):
             return "", []
-        shown = shown_in(self._judging.frames_of(page))
+        shown = shown_in(self._own.frames(page))
         if self._running.nodes is not None and self._running.nodes.page == page.number:
             return row.role, sources_now(
                 row, frame.module, module, _AFTER, self._running.nodes, self._running.stack, shown
@@ -168,7 +158,7 @@ class SecondLook:
         that is not finite. Waits for a device."""
         found: list[str] = []
         worst: BadWeight | None = None
-        shown = self._judging.weights_up_to(bad.page, bad.frame.index) if self._rows.device_buffer is not None else {}
+        shown = self._weights_up_to(bad) if self._rows.device_buffer is not None else {}
         for reference, info, role in list(self._roots.parameters.values()):
             parameter = reference()
             known = self._rows.weights.get(id(parameter))
@@ -189,12 +179,23 @@ class SecondLook:
                     worst = BadWeight(info.name, info.cls, role, name_of(NonFinite(now[2])), dtype)
         return found, worst
 
+    def _weights_up_to(self, bad: NonFiniteRow) -> dict[tuple[str, str], tuple[float, float, int]]:
+        """(module, role) -> (abs min, abs max, flags) of the finite weights in the page's frames up to this one."""
+        frames = [self._own.frame(bad.page, index) for index in range(bad.frame.index + 1)]
+        return {
+            (frame.module, row.role): (row.abs_min, row.abs_max, row.flags)
+            for frame in frames
+            if frame is not None
+            for row in frame.weights
+            if row.finite and row.abs_min is not None and row.abs_max is not None
+        }
+
 
 def _extremes(numbers: TensorStats) -> tuple[float | None, float | None, int]:
     """(abs min, abs max, flags) of a tensor; None for nan, so that two of them can be compared."""
-    encoding = numbers.meta >> 8 & 0xFF
-    low, high = (decode(bits, encoding) for bits in (numbers.low, numbers.high))
-    return None if math.isnan(low) else low, None if math.isnan(high) else high, numbers.meta & 0xFF
+    value = Value(*numbers[:3])
+    low, high = (None if math.isnan(number) else number for number in (value.abs_min, value.abs_max))
+    return low, high, value.meta & 0xFF
 
 
 def _largest(extremes: tuple[float | None, float | None, int]) -> str:

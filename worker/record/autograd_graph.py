@@ -21,10 +21,21 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
 from ...core.torch_names import name_in_torch
+from ..stats.device import without_modes
+from ..stats.tensor_stats import version_of
 from .roots import ModuleInfo
 
 next_node: Callable[[], int] = name_in_torch("torch.autograd._get_sequence_nr", lambda: 0)
 """The number that the next node of this thread gets."""
+
+
+MOST_NODES = 200_000
+"""Nodes of a graph that are looked at."""
+
+
+def shapes_of(node: Any) -> list[tuple[int, ...]]:
+    """The shapes of all that a node returned, as far as torch tells."""
+    return [tuple(returned.shape) for returned in getattr(node, "_input_metadata", ())]
 
 
 class NodesOfCall(NamedTuple):
@@ -93,12 +104,12 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
     """
     frames = [sys._getframe(), *sys._current_frames().values()]
     try:
-        engine = next(filter(None, (_outwards(frame, _runs_the_engine) for frame in frames)), None)
+        engine = next(filter(None, (outwards(frame, _runs_the_engine) for frame in frames)), None)
         if engine is None:
             return None
         outputs = engine.f_locals.get("t_outputs", ())
         roots = tuple(each.grad_fn for each in outputs if getattr(each, "grad_fn", None) is not None)
-        around = _outwards(engine, _runs_a_backward)
+        around = outwards(engine, _runs_a_backward)
         within = around.f_locals["ctx"] if around is not None else None
         # of (gradients, retain_graph, create_graph, inputs, ...); a backward to some inputs goes through a part of it
         kept = any(bool(each) for each in engine.f_locals.get("args", (None, True))[1:4])
@@ -116,7 +127,8 @@ def _runs_a_backward(frame: FrameType) -> bool:
     return frame.f_code.co_name == "backward" and isinstance(frame.f_locals.get("ctx"), BackwardCFunction)
 
 
-def _outwards(start: FrameType, found: Callable[[FrameType], bool]) -> FrameType | None:
+def outwards(start: FrameType, found: Callable[[FrameType], bool]) -> FrameType | None:
+    """The innermost frame from `start` outwards that is `found`."""
     frame: FrameType | None = start
     while frame is not None and not found(frame):
         frame = frame.f_back
@@ -137,7 +149,6 @@ def _outwards(start: FrameType, found: Callable[[FrameType], bool]) -> FrameType
 
 _AGAIN = 64
 _MOST_KNOWN = 256
-_MOST_NODES = 200_000
 _TORCHS_OWN = re.compile(r"(\w+Backward\d*|AccumulateGrad|torch::autograd::(AccumulateGrad|CopySlices|CopyBackwards))")
 """Nodes of torch's own. Those of a custom operator in C++ may keep tensors that nobody can see."""
 _PLAIN = (type(None), bool, int, float, complex, str, type, torch.dtype, torch.device, torch.layout, weakref.ref)
@@ -181,7 +192,7 @@ def holds_nothing(roots: tuple[Any, ...]) -> bool:
             if used is not None and used not in known:
                 known.add(used)
                 left.append(used)
-        if len(known) > _MOST_NODES:
+        if len(known) > MOST_NODES:
             return False
     return True
 
@@ -190,3 +201,69 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN) or type(value).__module__.startswith("torch.distributed.")
+
+
+class _LeftGradient(NamedTuple):
+    parameter: Callable[[], torch.Tensor | None]
+    gradient: Callable[[], torch.Tensor | None]
+    version: int
+    extremes: tuple[torch.Tensor, torch.Tensor]
+    """The smallest and the largest of it, on its device: nan if one element is."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of it was. Waits for the device."""
+        return all(bool(each.isfinite()) for each in self.extremes)
+
+
+class LeftGradients:
+    """What was in `.grad` before the first backward that was watched, for parameters that had a gradient then.
+
+    An earlier backward has left it, or the script, or a notebook's cell that is run again. A backward adds to what is
+    in `.grad`: a nan that was there is in the sum, and looks as if that backward had made it. Whether one was there is
+    computed once for each parameter, on its own device and without waiting for it, when its module is called for the
+    first time. It counts if the backward has found that very tensor, unchanged.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[_LeftGradient] = []
+        self._found: dict[int, tuple[_LeftGradient, int]] = {}
+        """id of a parameter -> (its entry, number of the page whose backward has found that gradient)."""
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """A parameter is seen for the first time. Must not be called while a CUDA graph is captured."""
+        gradient = parameter.grad
+        if gradient is None or type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+            return  # of a shard of a DTensor, an operation may be a collective
+        extremes = without_modes(_extremes, gradient)
+        if extremes is not None:
+            self._left.append(
+                _LeftGradient(weakref.ref(parameter), weakref.ref(gradient), version_of(gradient), extremes)
+            )
+
+    def backward_begins(self, page: int) -> None:
+        """A backward of the page of this number begins: each gradient that is still there is added to."""
+        left, self._left = self._left, []
+        for each in left:
+            parameter, gradient = each.parameter(), each.gradient()
+            if parameter is None or gradient is None:
+                continue
+            if parameter.grad is gradient and version_of(gradient) == each.version:
+                self._found[id(parameter)] = each, page
+
+    def was_bad(self, parameter: torch.Tensor, page: int) -> bool:
+        """Whether the backward of this page has found a gradient that was not finite. Waits for the device."""
+        found = self._found.get(id(parameter))
+        return found is not None and found[0].parameter() is parameter and found[1] == page and not found[0].finite
+
+
+def _extremes(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Without a temporary of the gradient's size; None for a tensor that torch has no such operation for."""
+    try:
+        smallest, largest = torch.aminmax(gradient)
+    except (RuntimeError, TypeError):  # it is empty, of 8 bits, or complex (from torch 2.15 on a TypeError)
+        return None
+    return smallest, largest

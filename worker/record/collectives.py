@@ -8,16 +8,18 @@ of its numbers: the collectives on each group, and the messages to and from each
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ...core.events import IssuedMoment
+from ...core.events import IssuedMoment, RunPosition
+from ...core.recorder.group_table import OPERATIONS
 
 if TYPE_CHECKING:
-    from .group_slots import GroupTable
+    from .group_slots import GroupSlot, GroupTable
 
 _modules = sys.modules
 _MOST_MOMENTS = 2048
@@ -49,7 +51,7 @@ def issued() -> int:
     """Sum of what was issued on all process groups that count; -1 if there is none. Takes about 0.2 us a group.
 
     Each group counts its own (`ProcessGroup._get_sequence_number_for_group`), including the bucket reductions of DDP.
-    A receive counts once more when it has come to its end.
+    A receive counts once more when it has ended.
     """
     module = _modules.get("torch.distributed.distributed_c10d")
     if module is None:
@@ -61,7 +63,7 @@ def issued() -> int:
             return -1
         number = len(groups)
         table = history.table()
-        total = table.received if table is not None else 0
+        total = table.messages.received if table is not None else 0
         if history.silent:
             groups = _counting(groups)
             if not groups:
@@ -93,6 +95,16 @@ def moment(seq: int) -> IssuedMoment:
     return found if found is not None else IssuedMoment(seq)
 
 
+def position(
+    seq: int, rank: int, attempt: int, step: int = 0, batch: int = -1, root: str = "", page: int = -1
+) -> RunPosition:
+    """A place in the run, with what had been issued when `issued` returned `seq`. Its time is now."""
+    then = moment(seq)
+    return RunPosition(
+        rank, attempt, step, batch, root, page, seq, time.time_ns(), then.clock, then.sent, then.received
+    )
+
+
 def moments(most: int, until: int) -> list[IssuedMoment]:
     """The last moments before `issued` returned `until`, the latest last."""
     earlier = (one for one in reversed(_history.moments) if one.seq < until)
@@ -109,7 +121,7 @@ def ranks() -> int:
 
 def _moment(seq: int) -> IssuedMoment:
     table = _history.table()
-    sent, received = table.messages() if table is not None else ({}, {})
+    sent, received = table.messages_by_peer() if table is not None else ({}, {})
     return IssuedMoment(seq, clock(), sent, received)
 
 
@@ -140,3 +152,122 @@ def _leave_out_silent() -> bool:
     except Exception:  # another thread makes a group
         return False
     return found
+
+
+PeerCounts = dict[str, dict[int, int]]
+"""Name of a group -> rank of the peer in the job (ANYONE: it is not known) -> how many messages."""
+ANYONE = -1
+NO_MESSAGE = -1
+MOST_PENDING = 1024
+"""Operations that nobody waits for: beyond this many the oldest are forgotten."""
+_SEND = OPERATIONS.index("send")
+
+
+def message_of(message: int) -> tuple[int, int, int]:
+    """(number, rank of the peer in the group or ANYONE, tag) of what `GroupMessages.begun` has returned."""
+    return message >> 41, (message >> 1 & 0xF_FFFF) - 1, message >> 21 & 0xF_FFFF
+
+
+class GroupMessages:
+    """The sends and receives of this rank. `slot` is a group's number in the table of groups.
+
+    worker/native/group_writer.c calls `begun` and `waited_for` as well.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int], int] = {}
+        """(slot, rank of the group) -> sends begun"""
+        self._begun: dict[tuple[int, int, int, bool], int] = {}
+        """(slot, rank of the group, tag, whether it is sent) -> how many were begun"""
+        self._received: dict[tuple[int, int], int] = {}
+        """(slot, rank of the group) -> receives that have ended"""
+        self._bundle: dict[int, list[int]] = {}
+        """Slot -> the messages of the bundle that it has begun."""
+        self._bundles: dict[int, list[int]] = {}
+        """Those that somebody may wait for, by what `bundle_ended` has returned."""
+        self._last_bundle = NO_MESSAGE
+        self._outputs: dict[int, list[tuple[Any, ...]]] = {}
+        """Slot, or what `bundle_ended` has returned -> what comes out once somebody has waited for that bundle."""
+        self.on_bundle: Callable[[tuple[Any, ...]], None] | None = None
+        """Called with each of those."""
+        self.received = 0
+        """In all groups that this process has been in."""
+
+    def by_peer(self, slots: Mapping[int, GroupSlot]) -> tuple[PeerCounts, PeerCounts]:
+        """(sends begun, receives that have ended) of the groups in these slots."""
+        found: tuple[PeerCounts, PeerCounts] = {}, {}
+        for counts, named in zip((self._sent, self._received), found, strict=True):
+            for (number, member), count in counts.items():
+                slot = slots.get(number)
+                if slot is not None:
+                    named.setdefault(slot.name, {})[slot.member(member)] = count
+        return found
+
+    def forget(self, slot: int) -> None:
+        """Another group has this slot now."""
+        self._sent, self._received = (
+            {key: count for key, count in counts.items() if key[0] != slot} for counts in (self._sent, self._received)
+        )
+        self._begun = {key: count for key, count in self._begun.items() if key[0] != slot}
+
+    def begun(self, slot: int, operation: int, peer: int, tag: int) -> int:
+        """Count a message. Returns an integer for `message_of` and `waited_for`."""
+        is_sent, tag = operation == _SEND, tag & 0xF_FFFF
+        bundle = self._bundle.get(slot)
+        key = slot, peer, tag, is_sent
+        number = self._begun[key] = self._begun.get(key, 0) + 1
+        if is_sent:
+            self._sent[slot, peer] = self._sent.get((slot, peer), 0) + 1
+        message = (number & 0x3F_FFFF) << 41 | tag << 21 | (peer + 1 & 0xF_FFFF) << 1 | is_sent
+        if bundle is None:
+            return message
+        bundle.append(message)  # nobody waits for it alone
+        return NO_MESSAGE
+
+    def waited_for(self, slot: int, message: int) -> None:
+        """Somebody has waited for a message, or for a bundle of them; count what was received."""
+        if message < NO_MESSAGE:
+            for one in self._bundles.pop(message, ()):
+                self.waited_for(slot, one)
+            for outputs in self._outputs.pop(message, ()):
+                if self.on_bundle is not None:
+                    self.on_bundle(outputs)
+            return
+        if message & 1:
+            return
+        self.received += 1
+        _, source, _ = message_of(message)
+        if source != ANYONE:
+            self._received[slot, source] = self._received.get((slot, source), 0) + 1
+
+    def bundle_begun(self, slot: int) -> None:
+        """The messages that begin now have one work for all."""
+        self._bundle[slot] = []
+        self._outputs.pop(slot, None)
+
+    def last_in_bundle(self, slot: int) -> int:
+        """The message of the bundle that was begun last; NO_MESSAGE if there is none."""
+        messages = self._bundle.get(slot)
+        return messages[-1] if messages else NO_MESSAGE
+
+    def keep_in_bundle(self, slot: int, outputs: tuple[Any, ...]) -> bool:
+        """Have `on_bundle` called with this once somebody has waited for the bundle. False if there is none."""
+        if slot not in self._bundle:
+            return False
+        self._outputs.setdefault(slot, []).append(outputs)
+        return True
+
+    def bundle_ended(self, slot: int, has_work: bool) -> int:
+        """Returns an integer for `waited_for`; NO_MESSAGE if nothing is to be waited for."""
+        messages, outputs = self._bundle.pop(slot, None), self._outputs.pop(slot, None)
+        if not (messages or outputs) or not has_work:
+            return NO_MESSAGE
+        self._last_bundle -= 1
+        self._bundles[self._last_bundle] = messages or []
+        if outputs:
+            self._outputs[self._last_bundle] = outputs
+        if len(self._bundles) > MOST_PENDING:
+            oldest = next(iter(self._bundles))
+            del self._bundles[oldest]
+            self._outputs.pop(oldest, None)
+        return self._last_bundle

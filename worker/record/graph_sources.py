@@ -25,11 +25,10 @@ from torch import nn
 from ...core.events import OwnCodeModule
 from ...core.frames import Frame, Row, RowContent
 from ...core.roles import RoleKind
-from .autograd_graph import AutogradGraph, GraphCalls, NodesOfCall, next_node
-from .leaves import inputs_of, outputs_of
+from .autograd_graph import MOST_NODES, AutogradGraph, GraphCalls, NodesOfCall, next_node, outwards, shapes_of
+from .names import inputs_of, outputs_of
 from .roots import ModuleInfo
 
-_MOST_NODES = 200_000
 _MOST_TOLD = 8
 _CALL = nn.Module._call_impl.__code__
 _KINDS = (RoleKind.INPUT, RoleKind.OUTPUT)
@@ -79,7 +78,7 @@ def sources_now(
     returned. That is the call of `module`, or one around it, which showed that the value leads somewhere. `calls` are
     those that have returned, `running` those that have not, the outermost first. Empty if the graph does not tell.
     """
-    frame = _outwards(sys._getframe(), hook)
+    frame = outwards(sys._getframe(), lambda frame: frame.f_code is hook)
     if frame is None:
         return []
     arguments, returned = inputs_of(frame.f_locals["args"], frame.f_locals["kwargs"]), frame.f_locals["output"]
@@ -150,7 +149,7 @@ class _GraphSources:
     def node_of(self, row: Row, module: str) -> Any:
         """The only node that may have made a row's tensor; None if there are several, or none."""
         nodes = (self._entered if row.role_kind is RoleKind.INPUT else self._left).get(module, set())
-        found = [node for node in nodes if row.shape is not None and tuple(row.shape) in _shapes(node)]
+        found = [node for node in nodes if row.shape is not None and tuple(row.shape) in shapes_of(node)]
         return found[0] if len(found) == 1 else None
 
     def of(self, start: Any) -> list[OwnCodeModule]:
@@ -168,7 +167,7 @@ def _edges(starts: Iterable[Any], stops: AbstractSet[Any]) -> Iterator[tuple[Any
     """(user, node that it has used) from some nodes backwards, up to leaves and `stops`, without these."""
     left = list(starts)
     seen = set(left)
-    while left and len(seen) < _MOST_NODES:
+    while left and len(seen) < MOST_NODES:
         user = left.pop()
         for used, _ in user.next_functions:
             if used is None or used in stops or getattr(used, "variable", None) is not None:
@@ -183,10 +182,6 @@ def _is_in(node: Any, call: NodesOfCall) -> bool:
     return bool(call.first <= node._sequence_nr() < call.end)
 
 
-def _shapes(node: Any) -> list[tuple[int, ...]]:
-    return [tuple(returned.shape) for returned in getattr(node, "_input_metadata", ())]
-
-
 def _arguments(running: Sequence[ModuleInfo]) -> set[Any]:
     """The nodes that made what the running calls were handed: it will be in their frames."""
     modules = {id(info.ref()) for info in running}
@@ -198,9 +193,3 @@ def _arguments(running: Sequence[ModuleInfo]) -> set[Any]:
             found |= {leaf.grad_fn for _, leaf in leaves if isinstance(leaf, torch.Tensor)}
         frame = frame.f_back
     return found
-
-
-def _outwards(frame: FrameType | None, code: CodeType) -> FrameType | None:
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame

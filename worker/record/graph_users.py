@@ -20,9 +20,8 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from ...core.events import GraphNode
-from .autograd_graph import AutogradGraph, GraphCalls, NodesOfCall
+from .autograd_graph import MOST_NODES, AutogradGraph, GraphCalls, NodesOfCall, shapes_of
 
-_MOST_NODES = 200_000
 _MOST_TOLD = 200
 _PASSES = re.compile(
     "(Alias|Cat|Clone|Detach|Diagonal|Flatten|MaskedFill|Movedim|Neg|Permute|Relu|ReshapeAlias|Roll|Select|Slice|Split|"
@@ -80,7 +79,7 @@ class _GraphUsers:
         left = [root for root in graph.roots if root not in self._users]
         self._users |= {root: [] for root in left}
         self._calls |= dict.fromkeys(left, graph.calls)
-        while left and len(self._users) < _MOST_NODES:
+        while left and len(self._users) < MOST_NODES:
             node = left.pop()
             for used, output in node.next_functions:
                 if used is None:
@@ -123,7 +122,7 @@ class _GraphUsers:
         if output.is_only_one:
             found = [node for node in found if self._is_output(node)]
         if output.shape is not None or not output.is_only_one:
-            found = [node for node in found if output.shape in _shapes(node)]
+            found = [node for node in found if output.shape in shapes_of(node)]
         return found[0] if len(found) == 1 else None
 
     def _call(self, node: Any) -> NodesOfCall | None:
@@ -206,12 +205,7 @@ def _keeps_shape(node: Any) -> bool:
     return all(shape is not None and shape == _shape(node, 0) for shape in shapes)
 
 
-def _shapes(node: Any) -> list[tuple[int, ...]]:
-    """The shapes of all that a node returned, as far as torch tells."""
-    return [tuple(returned.shape) for returned in getattr(node, "_input_metadata", ())]
-
-
 def _shape(node: Any, output: int) -> tuple[int, ...] | None:
     """The shape of what a node returned; None if torch does not tell."""
-    shapes = _shapes(node)
+    shapes = shapes_of(node)
     return shapes[output] if output < len(shapes) else None

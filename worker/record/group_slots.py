@@ -9,7 +9,6 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -20,6 +19,7 @@ from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, HeadField
 from ...core.recorder.writer import RecorderWriter
 from ..stats.tensor_stats import CODES
+from .collectives import ANYONE, MOST_PENDING, NO_MESSAGE, GroupMessages, PeerCounts
 
 _modules = sys.modules
 _now = time.monotonic_ns
@@ -29,9 +29,6 @@ _ISSUING, _WAITING, _FAILED = int(GroupPhase.ISSUING), int(GroupPhase.WAITING), 
 _MOVE_AT, _P2P, _RING_MASK = 8 * GroupField.BEGUN, int(GroupField.P2P), table.RECENT - 1
 _BEGUN, _STATE, _ENDED = int(GroupField.BEGUN), int(GroupField.STATE), int(GroupField.ENDED)
 _COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), int(HeadField.WAITED_NS)
-_SEND = table.OPERATIONS.index("send")
-_MOST_PENDING = 1024
-"""Operations that nobody waits for are forgotten beyond so many."""
 
 
 class GroupCall(IntEnum):
@@ -67,12 +64,6 @@ class GroupSlot:
         return self.ranks[number] if 0 <= number < len(self.ranks) else ANYONE
 
 
-Messages = dict[str, dict[int, int]]
-"""Name of a group -> rank of the peer in the job (ANYONE: it is not known) -> how many."""
-ANYONE = -1
-NO_MESSAGE = -1
-
-
 @dataclass
 class OperationPlace:
     """An operation that has begun."""
@@ -80,7 +71,7 @@ class OperationPlace:
     slot: GroupSlot
     number: int
     message: int = NO_MESSAGE
-    """What `message_begun` has returned."""
+    """What `GroupMessages.begun` has returned."""
     operation: int = 0
     root: int = -1
     given: tuple[int, int] = (-1, 0)
@@ -89,11 +80,6 @@ class OperationPlace:
     """What LatePassed.look has returned of what goes in."""
     outputs: list[weakref.ref[Any]] = field(default_factory=list)
     """The tensors that it writes into, as far as they are looked at."""
-
-
-def message_of(message: int) -> tuple[int, int, int]:
-    """(number, rank of the peer in the group or ANYONE, tag) of what `message_begun` has returned."""
-    return message >> 41, (message >> 1 & 0xF_FFFF) - 1, message >> 21 & 0xF_FFFF
 
 
 def described(tensor: Any) -> tuple[int, int]:
@@ -118,23 +104,7 @@ class GroupTable:
         """The GroupWriter; None if the methods below write the operations."""
         self._pending: dict[int, tuple[Any, OperationPlace]] = {}
         """id of a work -> (weak reference, place)"""
-        self._sent: dict[tuple[int, int], int] = {}
-        """(slot, rank of the group) -> sends begun"""
-        self._messages: dict[tuple[int, int, int, bool], int] = {}
-        """(slot, rank of the group, tag, whether it is sent) -> how many were begun"""
-        self._received: dict[tuple[int, int], int] = {}
-        """(slot, rank of the group) -> receives that have come to their end"""
-        self._bundle: dict[int, list[int]] = {}
-        """Slot -> the messages of the bundle that it has begun."""
-        self._bundles: dict[int, list[int]] = {}
-        """Those that somebody may wait for, by what `message_received` is told of them."""
-        self._last_bundle = NO_MESSAGE
-        self._outputs: dict[int, list[tuple[Any, ...]]] = {}
-        """Slot, or what `message_received` is told -> what comes out once somebody has waited for that bundle."""
-        self.on_bundle: Callable[[tuple[Any, ...]], None] | None = None
-        """Called with each of those."""
-        self.received = 0
-        """In all groups that this process has been in."""
+        self.messages = GroupMessages()
         self._beside: dict[str, int] = {}
         """Name of a group -> what its own counter has counted and is no collective, when the table was taken away."""
         self._failed = False
@@ -155,24 +125,14 @@ class GroupTable:
         fields, field = self._fields, slot.field
         return int(fields[field + _BEGUN]) + max(0, counted - int(fields[field + _COUNTED]))
 
-    def messages(self) -> tuple[Messages, Messages]:
-        """(sends begun, receives that have come to their end)."""
-        return self._by_peer(self._sent), self._by_peer(self._received)
-
     def slot_at(self, number: int) -> GroupSlot | None:
         """The slot of that number, if a group holds it."""
         return next((slot for slot in self._slots.values() if slot is not None and slot.number == number), None)
 
-    def _by_peer(self, counts: dict[tuple[int, int], int]) -> Messages:
-        if not counts:
-            return {}
+    def messages_by_peer(self) -> tuple[PeerCounts, PeerCounts]:
+        """(sends begun, receives that have ended)."""
         slots = {slot.number: slot for slot in self._slots.values() if slot is not None}
-        found: Messages = {}
-        for (number, member), count in counts.items():
-            slot = slots.get(number)
-            if slot is not None:
-                found.setdefault(slot.name, {})[slot.member(member)] = count
-        return found
+        return self.messages.by_peer(slots)
 
     def clear(self, failed: bool = False) -> None:
         """Show nothing any more. In a process that was forked, nothing: the table is its parent's.
@@ -216,9 +176,7 @@ class GroupTable:
         self._slots[key] = None
         if number is not None:
             slot = GroupSlot(group, number)
-            for counts in (self._sent, self._received, self._messages):
-                for old in [old for old in counts if old[0] == number]:
-                    del counts[old]  # type: ignore[arg-type]  # of whichever of them it is
+            self.messages.forget(number)
             try:
                 self._write_slot(slot, group)
             except RuntimeError:  # a backend without the counter
@@ -263,7 +221,7 @@ class GroupTable:
         dtype, fields[at + 2] = described(tensor)
         fields[at + 1] = _what_of(operation, dtype, peer)
         _pack_move(self._view, slot.at + _MOVE_AT, fields[slot.field + _BEGUN], _ISSUING, -number, _now())
-        return OperationPlace(slot, -number, self.message_begun(slot.number, operation, peer, tag), operation)
+        return OperationPlace(slot, -number, self.messages.begun(slot.number, operation, peer, tag), operation)
 
     def waits_for(self, work: Any) -> OperationPlace | None:
         """The rank begins to wait for a work. None if it is not known which one that is."""
@@ -280,12 +238,12 @@ class GroupTable:
         self._fields[place.slot.field + _STATE] = 0
         if work is not None:
             pending = self._pending
-            if len(pending) > _MOST_PENDING:
+            if len(pending) > MOST_PENDING:
                 self._pending = pending = {}
             pending[id(work)] = weakref.ref(work), place
 
     def ended(self, place: OperationPlace) -> None:
-        """The wait has come to its end on this rank, as far as the host can see."""
+        """The wait has ended on this rank, as far as the host can see."""
         at = place.slot.field
         fields = self._fields
         self._header[_WAITED] += _now() - fields[at + _SINCE]
@@ -293,7 +251,7 @@ class GroupTable:
         if place.number > fields[at + _ENDED]:
             fields[at + _ENDED] = place.number
         if place.message != NO_MESSAGE:
-            self.message_received(place.slot.number, place.message)
+            self.messages.waited_for(place.slot.number, place.message)
 
     def failed(self, place: OperationPlace) -> None:
         """The call or the wait has raised."""
@@ -303,77 +261,25 @@ class GroupTable:
         """The group's own counter may have counted what is no collective, or a collective by its messages."""
         self._fields[place.slot.field + _COUNTED] = group._get_sequence_number_for_group()
 
-    # -- messages: what worker/native/group_writer.c calls as well ----------------------------------------------
-
-    def message_begun(self, slot: int, operation: int, peer: int, tag: int) -> int:
-        """Count it. Returns an integer for `message_of` and `message_received`."""
-        is_sent, tag = operation == _SEND, tag & 0xF_FFFF
-        bundle = self._bundle.get(slot)
-        key = slot, peer, tag, is_sent
-        number = self._messages[key] = self._messages.get(key, 0) + 1
-        if is_sent:
-            self._sent[slot, peer] = self._sent.get((slot, peer), 0) + 1
-        message = (number & 0x3F_FFFF) << 41 | tag << 21 | (peer + 1 & 0xF_FFFF) << 1 | is_sent
-        if bundle is None:
-            return message
-        bundle.append(message)  # nobody waits for it alone
-        return NO_MESSAGE
-
-    def message_received(self, slot: int, message: int) -> None:
-        """Somebody has waited for a message, or for a bundle of them; count what was received."""
-        if message < NO_MESSAGE:
-            for one in self._bundles.pop(message, ()):
-                self.message_received(slot, one)
-            for outputs in self._outputs.pop(message, ()):
-                if self.on_bundle is not None:
-                    self.on_bundle(outputs)
-            return
-        if message & 1:
-            return
-        self.received += 1
-        _, source, _ = message_of(message)
-        if source != ANYONE:
-            self._received[slot, source] = self._received.get((slot, source), 0) + 1
+    # -- messages in bundles ------------------------------------------------------------------------------------
 
     def bundle_begun(self, group: Any) -> None:
         """The messages that begin now on this group have one work for all, as `batch_isend_irecv` has it on NCCL."""
         slot = self.slot_of(group)
         if slot is not None:
-            self._bundle[slot.number] = []
-            self._outputs.pop(slot.number, None)
-
-    def last_in_bundle(self, slot: int) -> int:
-        """The message of the bundle that was begun last; NO_MESSAGE if there is none."""
-        messages = self._bundle.get(slot)
-        return messages[-1] if messages else NO_MESSAGE
-
-    def keep_in_bundle(self, slot: int, outputs: tuple[Any, ...]) -> bool:
-        """Have `on_bundle` called with this once somebody has waited for the bundle. False if there is none."""
-        if slot not in self._bundle:
-            return False
-        self._outputs.setdefault(slot, []).append(outputs)
-        return True
+            self.messages.bundle_begun(slot.number)
 
     def bundle_ended(self, group: Any, work: Any) -> None:
         """`work` is what is waited for."""
         slot = self.slot_of(group)
-        messages = self._bundle.pop(slot.number, None) if slot is not None else None
-        outputs = self._outputs.pop(slot.number, None) if slot is not None else None
-        if slot is None or not (messages or outputs) or work is None:
+        bundle = self.messages.bundle_ended(slot.number, work is not None) if slot is not None else NO_MESSAGE
+        if slot is None or bundle == NO_MESSAGE:
             return
-        self._last_bundle -= 1
-        self._bundles[self._last_bundle] = messages or []
-        if outputs:
-            self._outputs[self._last_bundle] = outputs
-        if len(self._bundles) > _MOST_PENDING:
-            oldest = next(iter(self._bundles))
-            del self._bundles[oldest]
-            self._outputs.pop(oldest, None)
         number = -int(self._fields[slot.field + _P2P])
         if self.native is not None:
-            self.native.remember(slot.number, work, number, self._last_bundle)
+            self.native.remember(slot.number, work, number, bundle)
         else:
-            self.issued(OperationPlace(slot, number, self._last_bundle), work)
+            self.issued(OperationPlace(slot, number, bundle), work)
 
     # -- slots --------------------------------------------------------------------------------------------------
 

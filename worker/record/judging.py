@@ -8,10 +8,9 @@ does not change which row is the first alarm.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Set
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-
-import numpy
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
+from typing import ParamSpec, TypeVar
 
 from ...core.errors import ExitCode, OverflowDetected
 from ...core.events import (
@@ -26,139 +25,22 @@ from ...core.events import (
     RunPosition,
     ScalerSkip,
 )
-from ...core.frames import Frame, FramePhase, Row, RowMark, module_text
-from ...core.judge import (
-    FORWARDS,
-    NAMED_BY_SCRIPT,
-    FrameJudgement,
-    PageSoFar,
-    WarningLimits,
-    ZeroGradients,
-    anomaly_at,
-)
-from ...core.recorder import layout
-from ...core.recorder.layout import HeadField, SegmentField, seal
-from ...core.recorder.page_tables import FRAMES, ROWS, VALUES
+from ...core.frames import Frame, FramePhase, Phase, Row, RowMark, module_text
+from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, FrameJudgement, PageSoFar, WarningLimits, ZeroGradients, anomaly_at
+from ...core.recorder.layout import NOTHING, HeadField, seal
 from ...core.recorder.pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role
 from ...core.text import shown_name
-from ...core.values import PENDING, NonFinite, name_of
-from .collectives import moments
-from .held_alarms import HeldAlarm, NonFiniteRow
+from ...core.values import NonFinite, name_of
+from ..stats.notable import frames_to_judge
+from .collectives import issued, moments
+from .device_rows import LateMasks
+from .held_alarms import HeldAlarm, NonFiniteRow, TrainedModules
+from .passed import LatePassed
 from .progress import RunProgress
-from .rows import COUNT_EVERY, RowWriter
-from .trained import TrainedModules
-
-if TYPE_CHECKING:
-    from .closed_rows import LateMasks
-    from .late_passed import LatePassed
-
-# Which frames of a page the judge should see: found in its tables at once, so that only those are decoded.
-#
-# A page of a transformer has thousands of rows, and a mask of -inf in nearly every batch.
-
-Mask = Callable[[Any, Any, Any], Any]
-"""(dtype codes, high, meta), arrays of one length -> an array of bool."""
-
-
-def frames_to_judge(
-    own: OwnPages,
-    page: OpenPage,
-    start: int,
-    notable: Mask,
-    arguments: Any,
-    undecided: Set[int] = frozenset(),
-    *,
-    everything: bool,
-) -> tuple[list[int], int]:
-    """(indices of the frames from `start` on with a notable row, index of the first frame that was not looked at).
-
-    That is the first frame with a number that is on its way, unless `everything` that comes is there. `arguments` is an
-    array of bool by slot: a row of one of these is never notable by itself.
-
-    The call around one with a bad value is found as well, finite or not: it decides what becomes of that. `undecided`
-    are the indices of earlier frames with such a value.
-    """
-    segments = list(own.segments(page))
-    values = _values(own, segments)
-    found: list[int] = []
-    end = start
-    waiting: list[tuple[int, int]] = []
-    for head, at in segments:
-        base, count = head[SegmentField.FRAME_BASE], head[SegmentField.FRAMES]
-        skip = max(0, start - base)
-        frames = own.table(at + layout.FRAMES_AT, FRAMES, count)
-        if skip >= count:
-            _around(frames, numpy.isin(frames["index"], list(undecided)), waiting)
-            continue
-        rows = own.table(at + layout.ROWS_AT, ROWS, head[SegmentField.ROWS])
-        stats = values[numpy.minimum(rows["value"].astype(numpy.int64), len(values) - 1)]
-        pending = stats["meta"] == PENDING
-        interesting = notable(rows["dtype"], stats["high"], stats["meta"]) & ~pending
-        interesting &= ~arguments[numpy.minimum(rows["slot"], len(arguments) - 1)]
-        # Sums from the left: a frame has such a row if the sum grows over its rows.
-        sums = numpy.concatenate(([0], numpy.cumsum(interesting))), numpy.concatenate(([0], numpy.cumsum(pending)))
-        first, last = frames["first"].astype(numpy.int64), (frames["first"] + frames["count"]).astype(numpy.int64)
-        has = sums[0][last] > sums[0][first]
-        flagged = interesting & ((stats["meta"] & 0xFF) != 0)
-        flagged = numpy.concatenate(([0], numpy.cumsum(flagged)))
-        bad = (flagged[last] > flagged[first]) & (numpy.arange(count) >= skip)
-        if undecided:
-            bad |= numpy.isin(frames["index"], list(undecided))
-        has |= _around(frames, bad, waiting)
-        has = has[skip:]
-        if not everything:
-            waits = numpy.flatnonzero((sums[1][last] > sums[1][first])[skip:])
-            if len(waits):
-                has = has[: waits[0]]
-                return found + [base + skip + int(place) for place in numpy.flatnonzero(has)], base + skip + int(
-                    waits[0]
-                )
-        found += [base + skip + int(place) for place in numpy.flatnonzero(has)]
-        end = base + count
-    return found, max(start, end)
-
-
-def slots_of_masks(own: OwnPages, page: OpenPage, arguments: Any) -> set[int]:
-    """The slots of arguments in a page that hold -inf, and nothing else that is not finite. `arguments`: as above."""
-    segments = list(own.segments(page))
-    values = _values(own, segments)
-    found: set[int] = set()
-    for head, at in segments:
-        rows = own.table(at + layout.ROWS_AT, ROWS, head[SegmentField.ROWS])
-        meta = values[numpy.minimum(rows["value"].astype(numpy.int64), len(values) - 1)]["meta"]
-        is_mask = (meta != PENDING) & ((meta & 0xFF) == int(NonFinite.NEGINF))
-        slots = rows["slot"][is_mask & arguments[numpy.minimum(rows["slot"], len(arguments) - 1)]]
-        found.update(int(slot) for slot in slots)
-    return found
-
-
-def _around(frames: Any, bad: Any, waiting: list[tuple[int, int]]) -> Any:
-    """An array of bool: the calls around those in `bad`. `waiting` are (parent, depth) of calls of earlier segments."""
-    found = numpy.zeros(len(frames), bool)
-    parents, depths = frames["parent"], frames["depth"]
-    open_ = [(parent, depth, 0) for parent, depth in waiting]
-    open_ += [(int(parents[place]), int(depths[place]), int(place) + 1) for place in numpy.flatnonzero(bad)]
-    waiting.clear()
-    for parent, depth, since in open_:
-        around = numpy.flatnonzero((frames["module"][since:] == parent) | (depths[since:] < depth))
-        if len(around):
-            found[since + around[0]] = True
-        else:
-            waiting.append((parent, depth))
-    return found
-
-
-def _values(own: OwnPages, segments: list[tuple[list[int], int]]) -> Any:
-    """All values of a page by their index, and one behind them that says nothing: for rows without a value."""
-    most = max((head[SegmentField.VALUE_BASE] + head[SegmentField.VALUES] for head, _ in segments), default=0)
-    values = numpy.zeros(most + 1, VALUES)
-    for head, at in segments:
-        base, count = head[SegmentField.VALUE_BASE], head[SegmentField.VALUES]
-        values[base : base + count] = own.table(at + layout.VALUES_AT, VALUES, count)
-    return values
-
+from .roots import ModuleInfo
+from .rows import COUNT_EVERY, RecordedRow, RowWriter
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -168,70 +50,70 @@ _MAX_SCALED = 4096
 _MAX_MOMENTS = 128
 
 
+@dataclass(slots=True, eq=False)
 class _PageJudged:
     """How far a page has been judged."""
 
-    __slots__ = ("alarmed", "forward_ended", "next", "so_far", "suspicious")
-
-    def __init__(self, at_once: bool) -> None:
-        self.so_far = PageSoFar(at_once=at_once)
-        self.forward_ended = False
-        """No call of its forward returns any more."""
-        self.alarmed = False
-        """The page has its anomaly. Later alarms of the same batch are consequences of it."""
-        self.next = 0
-        """Index of the first frame that has not been judged."""
-        self.suspicious = False
-        """Something notable was found in the page. A later frame may show the same value again."""
+    so_far: PageSoFar
+    forward_ended: bool = False
+    """No call of its forward returns any more."""
+    alarmed: bool = False
+    """The page has its anomaly. Later alarms of the same batch are consequences of it."""
+    next: int = 0
+    """Index of the first frame that has not been judged."""
+    suspicious: bool = False
+    """Something notable was found in the page. A later frame may show the same value again."""
 
 
+@dataclass(eq=False, repr=False)
 class AlarmRecorder:
     """All judgements of a rank, and whether the job is to end."""
 
-    def __init__(self, progress: RunProgress, rows: RowWriter, passed: LatePassed, masks: LateMasks) -> None:
-        settings = progress.settings
-        self._progress = progress
-        self._recorder = progress.recorder
-        self._fields = progress.fields
-        self._rows = rows
-        self._passed = passed
-        self._masks = masks
-        self._own = OwnPages(progress.recorder)
+    _progress: RunProgress
+    _rows: RowWriter
+    _passed: LatePassed
+    _masks: LateMasks
+    _trained: TrainedModules
+    has_run: InitVar[Callable[[int], bool]]
+    """Whether a backward has reached what the root of the page of this number has returned."""
+    optimizer_of: Callable[[NonFiniteRow], OptimizerStep | None]
+    """Tells whose step has written a weight."""
+    on_bad_weight: Callable[[OpenPage, Frame, str], None]
+    """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
+    look_again: Callable[[NonFiniteRow], LookedAgain | None]
+    """Looks at the module of the first alarm once more."""
+
+    def __post_init__(self, has_run: Callable[[int], bool]) -> None:
+        settings = self._progress.settings
+        self._recorder = self._progress.recorder
+        self._fields = self._progress.fields
+        self._own = OwnPages(self._recorder)
         self._sync = settings.sync
         self._limits = WarningLimits(settings.near_overflow, settings.underflow_share)
         self.aborts = settings.on_overflow == "abort"
         """An overflow ends the job."""
-        self.optimizer_of: Callable[[NonFiniteRow], OptimizerStep | None] | None = None
-        """Tells whose step has written a weight."""
-        self.look_again: Callable[[NonFiniteRow], LookedAgain | None] | None = None
-        """Looks at the module of the first alarm once more."""
         self.pending: Anomaly | None = None
         """Why the job is to end at the next place where it may."""
         self._anomalies = 0
         self.first_alarmed = -1
         """Number of the page with the first alarm; -1 before it."""
-        self._warned: set[tuple[str, str, str, str]] = set()
+        self._warned: set[tuple[str, ...]] = set()
         self._zeros = ZeroGradients(math.lcm(COUNT_EVERY, max(1, settings.every)))
-        self._hidden: set[tuple[str, str, str]] = set()
-        self._absorbed: set[tuple[str, str, str]] = set()
+        self._hidden: set[tuple[str, ...]] = set()
+        self._absorbed: set[tuple[str, ...]] = set()
         self._scaled: list[NonFiniteRow] = []
-        self._late = rows.late_pages
+        self._late = self._rows.late_pages
         self._to_judge: set[int] = set()
         """Numbers of those pages in which something notable was found."""
         self._recorded_note = ""
         """The last note of the device buffer that was recorded."""
         self._graph_fault_recorded = False
-        self.on_bad_weight: Callable[[OpenPage, Frame, str], None] | None = None
-        """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
         self.held: HeldAlarm | None = None
         """What is no alarm yet; None with --sync."""
-
-    def hold_with(self, trained: TrainedModules, has_run: Callable[[int], bool]) -> None:
-        """Bad values that lead nowhere are held back from an alarm, as far as `trained` and `has_run` know."""
         if not self._sync:
-            gradients = "grads" in self._progress.settings.watch
             step = lambda: self._progress.step  # noqa: E731
-            self.held = HeldAlarm(trained, self.alarm, self._led_nowhere, has_run, step, with_gradients=gradients)
+            with_gradients = "grads" in settings.watch
+            self.held = HeldAlarm(self._trained, self.alarm, self._led_nowhere, has_run, step, with_gradients)
 
     # -- frames -------------------------------------------------------------------------------------------------
 
@@ -287,24 +169,10 @@ class AlarmRecorder:
         frame = self._own.frame(page, index)
         return PageSoFar().judge(frame) if frame is not None else FrameJudgement()
 
-    def frames_of(self, page: OpenPage) -> list[Frame]:
-        """The frames of a page that the ring still holds."""
-        return self._own.frames(page)
-
-    def weights_up_to(self, page: OpenPage, index: int) -> dict[tuple[str, str], tuple[float, float, int]]:
-        """(module, role) -> (abs min, abs max, flags) of the finite weights in the frames of a page up to `index`."""
-        frames = [frame for each in range(index + 1) if (frame := self._own.frame(page, each)) is not None]
-        return {
-            (frame.module, row.role): (row.abs_min, row.abs_max, row.flags)
-            for frame in frames
-            for row in frame.weights
-            if row.finite and row.abs_min is not None and row.abs_max is not None
-        }
-
     def _judged(self, page: OpenPage) -> _PageJudged:
         judged = page.judged
         if judged is None:
-            judged = page.judged = _PageJudged(self._sync)
+            judged = page.judged = _PageJudged(PageSoFar(at_once=self._sync))
         assert isinstance(judged, _PageJudged)
         return judged
 
@@ -457,11 +325,11 @@ class AlarmRecorder:
             self.pending = anomaly
 
     def _asked(
-        self, what: str, where: RunPosition, ask: Callable[_P, _T] | None, *args: _P.args, **named: _P.kwargs
+        self, what: str, where: RunPosition, ask: Callable[_P, _T], *args: _P.args, **named: _P.kwargs
     ) -> _T | None:
         """What a part of the worker says about an alarm at `where`. If it fails, the alarm is recorded without it."""
         try:
-            return ask(*args, **named) if ask is not None else None
+            return ask(*args, **named)
         except Exception as error:
             message = f"the alarm is recorded without it: {type(error).__name__}: {error}"
             self._recorder.append(OwnFault(where, what, message))
@@ -471,10 +339,7 @@ class AlarmRecorder:
         """Count a row that an --ignore rule covers, and record an event for the first of its module and role."""
         self._fields[HeadField.IGNORED] += 1
         page, frame, row = bad
-        root = self._recorder.names.root_label(page.root)
-        key = (root, frame.module, row.role)
-        if key not in self._hidden:
-            self._hidden.add(key)
+        if self._is_first(self._hidden, bad):
             rule = self._rows.rule_for(frame.module, row.role)
             where = self._progress.where_of(page, frame)
             self._recorder.append(IgnoredAlarm(where, rule, frame.module, row.role, name_of(NonFinite(row.flags))))
@@ -486,12 +351,17 @@ class AlarmRecorder:
         """
         self._fields[HeadField.ABSORBED] += 1
         page, frame, row = bad
-        key = (self._recorder.names.root_label(page.root), frame.module, row.role)
-        if key in self._absorbed or len(self._absorbed) >= _MAX_WARNED:
-            return
-        self._absorbed.add(key)
-        where, value = self._progress.where_of(page, frame), name_of(NonFinite(row.flags))
-        self._recorder.append(AbsorbedValue(where, frame.module, frame.cls, row.role, value, row.dtype, by, why))
+        if len(self._absorbed) < _MAX_WARNED and self._is_first(self._absorbed, bad):
+            where, value = self._progress.where_of(page, frame), name_of(NonFinite(row.flags))
+            self._recorder.append(AbsorbedValue(where, frame.module, frame.cls, row.role, value, row.dtype, by, why))
+
+    def _is_first(self, known: set[tuple[str, ...]], row: NonFiniteRow, kind: str = "") -> bool:
+        """Whether a row is the first of its module, role and kind. The next one is not."""
+        key = (kind, self._recorder.names.root_label(row.page.root), row.frame.module, row.row.role)
+        if key in known:
+            return False
+        known.add(key)
+        return True
 
     def take_scaled(self, step: int) -> NonFiniteRow | None:
         """The first bad gradient that a GradScaler was to catch up to optimizer step `step`. Forgets all of them."""
@@ -524,26 +394,53 @@ class AlarmRecorder:
 
     def _warn(self, kind: str, page: OpenPage, frame: Frame, row: Row) -> None:
         self._fields[HeadField.WARNED] += 1
-        key = (kind, self._recorder.names.root_label(page.root), frame.module, row.role)
-        if key in self._warned or len(self._warned) >= _MAX_WARNED:
-            return
-        self._warned.add(key)
-        where = self._progress.where_of(page, frame)
-        self._recorder.append(
-            RangeWarning(
-                where,
-                kind,
-                frame.module,
-                frame.cls,
-                frame.phase,
-                row.role,
-                row.dtype,
-                row.abs_max,
-                row.headroom,
-                row.zeros,
-                row.subnormals,
+        if len(self._warned) < _MAX_WARNED and self._is_first(self._warned, NonFiniteRow(page, frame, row), kind):
+            self._recorder.append(
+                RangeWarning(
+                    self._progress.where_of(page, frame),
+                    kind,
+                    frame.module,
+                    frame.cls,
+                    frame.phase,
+                    row.role,
+                    row.dtype,
+                    row.abs_max,
+                    row.headroom,
+                    row.zeros,
+                    row.subnormals,
+                )
             )
-        )
+
+
+class FrameWriter:
+    """Writes the frames that the native writer does not write, and has notable ones judged."""
+
+    def __init__(self, progress: RunProgress, judging: AlarmRecorder) -> None:
+        self._recorder = progress.recorder
+        self._judging = judging
+
+    def put(
+        self,
+        page: OpenPage,
+        info: ModuleInfo,
+        phase: Phase,
+        rows: Sequence[RecordedRow],
+        *,
+        parent: int = NOTHING,
+        depth: int = 0,
+        entered: int = -1,
+    ) -> int:
+        """Write a frame into the open page `page`. Returns the frame's index in the page.
+
+        `entered` is the number of collectives issued before the call began, -1 if it is not known.
+        """
+        seq = issued()
+        collectives = max(0, seq - entered) if entered >= 0 else 0
+        packed = [row.packed for row in rows]
+        index = self._recorder.frame(info.id, parent, depth, phase, seq, packed, collectives)
+        if any(row.notable for row in rows) or self._judging.suspects(page):
+            self._judging.judge(page, index)
+        return index
 
 
 _LAUNCHED = (

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import translate
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree
+
+from ..stats.device import is_on_device
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,3 +102,127 @@ class ModuleSelection:
             if of_module.match(module) and (of_role is None or of_role.match(role)):
                 return text
         return None
+
+
+# Flattens nested arguments and outputs. Every leaf has a role, such as `input[0]`, `kwargs.mask`, `output.logits`.
+
+
+_MAX_DEPTH = 16
+_MAX_LEAVES = 256
+_TENSOR = torch.Tensor
+
+INPUTS = tuple(f"input[{position}]" for position in range(_MAX_LEAVES))
+OUTPUTS = tuple(f"output[{position}]" for position in range(_MAX_LEAVES))
+KWARGS: dict[str, str] = {}
+"""Name of a keyword argument -> its role. A cache, because a new string would be hashed again in every call."""
+
+
+def inputs_of(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    """(role, leaf) for every leaf of a call's arguments."""
+    found: list[tuple[str, Any]] = []
+    for role, value in zip(INPUTS, args if isinstance(args, tuple) else (args,), strict=False):
+        if value is None or isinstance(value, _TENSOR):
+            found.append((role, value))
+        else:
+            leaves_of(value, role, found, 1)
+    for key in kwargs or ():
+        role = KWARGS.get(key) or role_of_keyword(key)
+        value = kwargs[key]
+        if value is None or isinstance(value, _TENSOR):
+            found.append((role, value))
+        else:
+            leaves_of(value, role, found, 1)
+    del found[_MAX_LEAVES:]
+    return found
+
+
+def outputs_of(output: Any) -> list[tuple[str, Any]]:
+    """(role, leaf) for every leaf of what a call returned."""
+    if output is None or isinstance(output, _TENSOR):
+        return [("output", output)]
+    found: list[tuple[str, Any]] = []
+    if type(output) is tuple:
+        for role, value in zip(OUTPUTS, output, strict=False):
+            if value is None or isinstance(value, _TENSOR):
+                found.append((role, value))
+            else:
+                leaves_of(value, role, found, 1)
+        del found[_MAX_LEAVES:]
+    else:
+        leaves_of(output, "output", found)
+    return found
+
+
+def role_of_keyword(key: Any) -> str:
+    """The role of a keyword argument, cached in `KWARGS`."""
+    role = _of_key("kwargs", key)
+    if isinstance(key, str) and len(KWARGS) < 4096:
+        KWARGS[key] = role
+    return role
+
+
+def _of_key(role: str, key: Any) -> str:
+    return f"{role}.{key}" if isinstance(key, str) and key.isidentifier() else f"{role}[{key!r}]"
+
+
+def leaves_of(value: Any, role: str, found: list[tuple[str, Any]], depth: int = 0) -> None:
+    """Append (role, leaf) for every leaf of `value` to `found`.
+
+    Tuples, lists, named tuples (by field), mappings, dataclasses and the nodes of torch's pytree are flattened.
+    Everything else is a leaf: a tensor, None, or another object.
+    """
+    if len(found) >= _MAX_LEAVES:
+        return
+    if isinstance(value, torch.Tensor) or value is None:
+        found.append((role, value))
+        return
+    if depth > _MAX_DEPTH:
+        found.append((role, ...))
+        return
+    if isinstance(value, (tuple, list)):
+        fields = getattr(value, "_fields", None)
+        for position, item in enumerate(islice(value, _MAX_LEAVES)):
+            leaves_of(item, f"{role}.{fields[position]}" if fields else f"{role}[{position}]", found, depth + 1)
+    elif isinstance(value, Mapping):
+        for key in islice(value, _MAX_LEAVES):
+            leaves_of(value[key], _of_key(role, key), found, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            leaves_of(getattr(value, field.name, None), f"{role}.{field.name}", found, depth + 1)
+    elif type(value) in _pytree.SUPPORTED_NODES:
+        for position, item in enumerate(_pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0][:_MAX_LEAVES]):
+            leaves_of(item, f"{role}[{position}]", found, depth + 1)
+    else:
+        found.append((role, value))
+
+
+# The digest of a batch's tensors, so that the sample behind an overflow can be found in the data again.
+
+
+_BYTES = 8
+_MOST_BYTES = 1 << 28
+"""Of a larger tensor there is no digest: it would take a second."""
+_MOST_DIGESTED = 16
+
+
+def batch_digest(arguments: list[tuple[str, Any]]) -> dict[str, str]:
+    """Role -> digest, of the arguments that are tensors in host memory.
+
+    It is `hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy(), digest_size=8).hexdigest()`.
+    """
+    found: dict[str, str] = {}
+    for role, leaf in arguments:
+        if len(found) < _MOST_DIGESTED and isinstance(leaf, torch.Tensor) and _is_plain(leaf):
+            data: Any = leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            found[role] = hashlib.blake2b(data, digest_size=_BYTES).hexdigest()
+    return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and not is_on_device(tensor)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and 0 < tensor.numel() * tensor.element_size() <= _MOST_BYTES
+    )

@@ -15,7 +15,7 @@ from ...core.frames import Frame
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.settings import WorkerSettings
-from .collectives import issued, moment
+from .collectives import issued, position
 from .group_slots import GroupTable
 from .roots import RootInfo
 
@@ -149,37 +149,14 @@ class RunProgress:
         """The place in the run, for an event: now, or that of `page` of the root labelled `root`."""
         label = root if root is not None else self.root.label if self.root is not None else ""
         current = page or (self.root.page if self.root is not None else None)
-        now = moment(issued())
-        return RunPosition(
-            rank=self.rank,
-            attempt=self.settings.attempt,
-            step=current.step if page is not None and current is not None else self.step,
-            batch=current.batch if current is not None else self.batch,
-            root=label,
-            page=current.number if current is not None else -1,
-            seq=now.seq,
-            time_ns=time.time_ns(),
-            clock=now.clock,
-            sent=now.sent,
-            received=now.received,
-        )
+        step = page.step if page is not None else self.step
+        batch, number = (current.batch, current.number) if current is not None else (self.batch, -1)
+        return position(issued(), self.rank, self.settings.attempt, step, batch, label, number)
 
     def where_of(self, page: OpenPage, frame: Frame) -> RunPosition:
         """The place in the run of a frame, which may be some batches old."""
-        then = moment(frame.seq)
-        return RunPosition(
-            rank=self.rank,
-            attempt=self.settings.attempt,
-            step=page.step,
-            batch=page.batch,
-            root=self.recorder.names.root_label(page.root),
-            page=page.number,
-            seq=frame.seq,
-            time_ns=time.time_ns(),
-            clock=then.clock,
-            sent=then.sent,
-            received=then.received,
-        )
+        root = self.recorder.names.root_label(page.root)
+        return position(frame.seq, self.rank, self.settings.attempt, page.step, page.batch, root, page.number)
 
     def begin_page(self, root: RootInfo) -> OpenPage:
         """End the root's last page and begin its next one."""

@@ -72,7 +72,7 @@ class ModuleInfo:
         self.entered = 0
         """For a wrapper: the number of frames in the page when it was last entered."""
         self.first_node = 0
-        """Number of the first autograd node that could be made in its last call (graph_calls.py)."""
+        """Number of the first autograd node that could be made in its last call (autograd_graph.py)."""
         self.guessed = False
         """It was treated as a temporary module, like its siblings, without a search of the tree."""
         self.is_graph = _BACKENDS in name
@@ -117,7 +117,13 @@ class RootInfo:
 class RankRoots:
     """All roots of a rank, in the order of their first call."""
 
-    def __init__(self, recorder: RecorderWriter, selection: ModuleSelection) -> None:
+    def __init__(
+        self,
+        recorder: RecorderWriter,
+        selection: ModuleSelection,
+        on_parameter: Callable[[torch.Tensor, ModuleInfo, str], None] | None,
+    ) -> None:
+        """`on_parameter` is called for every parameter of a module when the module becomes known."""
         self._recorder = recorder
         self._selection = selection
         self._roots: list[tuple[Callable[[], nn.Module | None], RootInfo]] = []
@@ -128,8 +134,7 @@ class RankRoots:
         self._many = _FEW
         self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], ModuleInfo, str]] = {}
         """id of a parameter -> the first known module that holds it, and its role there."""
-        self.on_parameter: Callable[[torch.Tensor, ModuleInfo, str], None] | None = None
-        """Called for every parameter of a module when the module becomes known."""
+        self._on_parameter = on_parameter
 
     def enter(self, module: nn.Module) -> tuple[ModuleInfo, bool]:
         """The info of a module that is called while no other is running, and whether the call begins a batch.
@@ -219,8 +224,8 @@ class RankRoots:
         known = self.parameters.get(id(parameter))
         if known is None or known[0]() is not parameter or (info.watched and not known[1].watched):
             self.parameters[id(parameter)] = (weakref.ref(parameter), info, role)
-            if self.on_parameter is not None:
-                self.on_parameter(parameter, info, role)
+            if self._on_parameter is not None:
+                self._on_parameter(parameter, info, role)
 
     def find_parameters(self) -> None:
         """Search the modules of all roots again: parameters may have been added since."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy
@@ -13,13 +13,12 @@ import torch
 from ...core.events import ShapeDef, SlotDef
 from ...core.frames import RowKind, RowMark
 from ...core.recorder.layout import NOTHING
-from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
+from ...core.recorder.writer import RecorderWriter, RowTuple
 from ...core.roles import RoleKind, parse_role
-from ...core.values import PENDING
-from ..stats.device import device_for, has_reader, is_on_device, late_device
-from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
+from ...core.values import PENDING, NonFinite
+from ..stats.device import is_on_device, late_device
+from ..stats.device_buffer import DeviceRow
 from ..stats.notable import NotableFilter
-from ..stats.passed_readings import PassedReadings
 from ..stats.tensor_stats import (
     CODES,
     FloatFormat,
@@ -31,10 +30,9 @@ from ..stats.tensor_stats import (
     stats_in_memory,
     version_of,
 )
-from ..stats.without_modes import without_modes
 from .collectives import issued
-from .leaves import inputs_of
-from .names import ModuleSelection
+from .device_rows import DeviceRows
+from .names import ModuleSelection, inputs_of
 from .progress import RecorderLock
 from .roots import ModuleInfo
 
@@ -48,6 +46,7 @@ _TENSOR = torch.Tensor
 _ref = weakref.ref
 _MEASURED = int(RowKind.MEASURED)
 _IGNORED = int(RowMark.IGNORED)
+_NEGINF, _CLOSED = int(NonFinite.NEGINF), int(RowMark.CLOSED)
 
 
 class RecordedRow(NamedTuple):
@@ -98,7 +97,7 @@ _Weight = tuple[Callable[[], Any], int, int, TensorStats | DeviceRow]
 """Weak reference to the parameter, its version, the step, and its numbers or the row on the device that holds them."""
 
 
-class RowWriter:
+class RowWriter(DeviceRows):
     """Reads tensors and writes their numbers into the current page."""
 
     def __init__(
@@ -109,34 +108,22 @@ class RowWriter:
         on_fault: Callable[[str, Exception], None],
         lock: RecorderLock,
     ) -> None:
-        self._lock = lock
-        self._recorder = recorder
-        self.notable = notable
+        super().__init__(recorder, notable, on_fault, lock)
         self._selection = selection
-        self._on_fault = on_fault
         self.seen: dict[int, _Seen] = {}
         self.by_memory: dict[tuple[int, int, int], _Seen] = {}
         """(address, elements, dtype code) -> how it was last seen. Live tensors with one key share their elements."""
         self.weights: dict[int, _Weight] = {}
         self.shapes: dict[tuple[int, ...], int] = {}
         self._slots = 0
-        self._arguments = numpy.zeros(1024, bool)
+        self.argument_slots: Any = numpy.zeros(1024, bool)
+        """By slot, at least as long as there are slots: whether it is about an argument of a call."""
         self._many = _FEW
         self.ignored: dict[int, str] = {}
         """slot -> the rule that covers it."""
         self.changed: dict[int, _Seen] = {}
         """id of a tensor -> how it was last seen, for arguments of this call that were changed in place."""
-        self.count = False
-        """Count zeros and subnormals in this batch."""
-        self.device_buffer: DeviceStatsBuffer | None = None
-        self.late_pages: dict[int, OpenPage] = {}
-        """Page number -> page, for pages with numbers that have not arrived. AlarmRecorder takes them out."""
-        self.captured_unseen = False
-        """The user captured a graph before anything on a device was read."""
-        self._device_failed = False
         self._late = late_device()
-        self._seq = -1
-        """Collectives issued before a tensor on a device was last read."""
         self._seq_of_call = -1
         """Collectives issued before the last call ended whose arguments were checked."""
         self._first_after = 0
@@ -166,9 +153,9 @@ class RowWriter:
         if slot is None:
             slot = info.slots[role] = self._slots
             self._slots += 1
-            if slot >= len(self._arguments):
-                self._arguments = numpy.concatenate((self._arguments, numpy.zeros_like(self._arguments)))
-            self._arguments[slot] = parse_role(role).kind in (RoleKind.INPUT, RoleKind.BEFORE)
+            if slot >= len(self.argument_slots):
+                self.argument_slots = numpy.concatenate((self.argument_slots, numpy.zeros_like(self.argument_slots)))
+            self.argument_slots[slot] = parse_role(role).kind in (RoleKind.INPUT, RoleKind.BEFORE)
             self._recorder.append(SlotDef(slot, info.id, role), name=True)
             rule = self._selection.ignored_by(info.name, role)
             if rule is not None:
@@ -192,11 +179,6 @@ class RowWriter:
             shape = self.shapes[dims] = len(self.shapes)
             self._recorder.append(ShapeDef(shape, numbers), name=True)
         return shape
-
-    @property
-    def argument_slots(self) -> Any:
-        """An array of bool by slot, at least as long as there are slots: whether it is about an argument of a call."""
-        return self._arguments
 
     def rule_for(self, module: str, role: str) -> str:
         """The --ignore rule that covers a row; "" if there is none."""
@@ -427,96 +409,15 @@ class RowWriter:
         packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark)
         return _new(RecordedRow, (packed, 0, True, 0, meta, False))
 
-    def device_frame(
-        self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any], count: bool
-    ) -> tuple[list[int | None], list[DeviceRow | None]]:
-        """For the native writer: see `DeviceStatsBuffer.frame`."""
-        with self._lock:
-            self.count = count
-            return without_modes(self._device_frame, tensors, elements, earlier)
 
-    def device_read(self, *frame: Any) -> tuple[int, list[DeviceRow]] | None:
-        """For the native writer: see `DeviceStatsBuffer.read_frame`."""
-        with self._lock:
-            page, buffer = self._recorder.page, self.device_buffer
-            if buffer is None or page is None:
-                return None
-            self._send_before_a_collective(buffer)
-            found = buffer.read_frame(*frame)
-            if found is not None:
-                self.late_pages[page.number] = page
-            return found
+def closed_marked(row: RecordedRow, leaf: Any) -> RecordedRow:
+    """The row of an argument, with `RowMark.CLOSED` if it is a mask in host memory that is -inf throughout in one row.
 
-    def _device_frame(
-        self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any]
-    ) -> tuple[list[int | None], list[DeviceRow | None]]:
-        page, buffer = self._recorder.page, None
-        for tensor in tensors:
-            buffer = self._buffer_for(tensor.device)
-            if buffer is not None:
-                break
-        if buffer is None or page is None:
-            return [None] * len(tensors), [None] * len(earlier)
-        found = buffer.frame(tensors, elements, earlier, self.count)
-        if any(index is not None for index in found[0]):
-            self.late_pages[page.number] = page
-        return found
-
-    def passed_on(self, device: torch.device) -> PassedReadings | None:
-        """What reads tensors on a device that pass between ranks; None if they cannot be read."""
-        buffer = self._buffer_on(device)
-        return buffer.passed if buffer is not None else None
-
-    def _buffer_for(self, device: torch.device) -> DeviceStatsBuffer | None:
-        """The buffer for tensors on a device; None if they cannot be read. What was read before may be sent now."""
-        buffer = self._buffer_on(device)
-        if buffer is not None:
-            self._send_before_a_collective(buffer)
-        return buffer
-
-    def _buffer_on(self, device: torch.device) -> DeviceStatsBuffer | None:
-        if self.device_buffer is None:
-            if self._device_failed or not has_reader(device):
-                return None
-            try:
-                if device_for(device).is_capturing():  # the driver must not be asked to register memory now
-                    self.captured_unseen = True
-                    return None
-                self.device_buffer = DeviceStatsBuffer(self._recorder, device, notable=self.notable)
-            except Exception as error:
-                self._device_failed = True
-                self._on_fault("device", error)
-                return None
-        return self.device_buffer
-
-    def _send_before_a_collective(self, buffer: DeviceStatsBuffer) -> None:
-        """If a collective was issued since, it may hang: send now what was read before it."""
-        seq = issued()
-        if seq != self._seq:
-            self._seq = seq
-            buffer.flush()
-
-    def close(self) -> None:
-        """Release the recorder's memory. Waits for outstanding numbers of a device."""
-        buffer, self.device_buffer = self.device_buffer, None
-        if buffer is not None:
-            buffer.close()
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether the user captures a graph on the current stream."""
-        return self.device_buffer is not None and self.device_buffer.is_capturing
-
-    def together(self) -> AbstractContextManager[None]:
-        """See `DeviceStatsBuffer.together`."""
-        return self.device_buffer.together() if self.device_buffer is not None else nullcontext()
-
-    def read_waiting(self) -> None:
-        """The memory of weights may be freed now: deal with those on a device that wait for a launch."""
-        if self.device_buffer is not None:
-            without_modes(self.device_buffer.read_waiting)
-
-    def flush(self) -> None:
-        """Send the numbers that were read on a device to the recorder now."""
-        if self.device_buffer is not None:
-            self.device_buffer.flush()
+    Softmax makes nan of such a row. Called only for a call that has returned nan. Other rows are returned as they are.
+    """
+    if row.flags != _NEGINF or not isinstance(leaf, torch.Tensor) or is_on_device(leaf) or leaf.dim() == 0:
+        return row
+    if leaf.layout != torch.strided or leaf.is_nested or not bool((leaf.detach() == -math.inf).all(-1).any()):
+        return row
+    slot, value, shape, dtype, kind, mark = row.packed
+    return row._replace(packed=(slot, value, shape, dtype, kind, mark | _CLOSED))

@@ -1,18 +1,199 @@
-"""Which kind of device holds a tensor of this process: CUDA, or the late device on the CPU that tests switch on."""
+"""The devices that hold tensors of this process: CUDA, or the late device on the CPU that tests switch on."""
+# ruff: noqa: D102  # `StatsDevice` says what the methods of a device do
 
 from __future__ import annotations
 
 import functools
 import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import psutil
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from .cuda_device import CudaDevice
-from .device_interface import StatsDevice
-from .without_modes import without_modes
+from ...core.torch_names import name_in_torch
+
+_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def without_modes(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call with gradients off and with every mode of the script disabled (a tracer, a counter, a default device).
+
+    gpuwatch's own tensor operations run so: the script's modes and autograd do not see them.
+    """
+    with torch._C.DisableTorchFunction():  # first: else a mode would see that gradients are turned off
+        grad = torch.is_grad_enabled()
+        if grad:
+            torch._C._set_grad_enabled(False)
+        try:
+            if _modes():
+                with _disable_current_modes():
+                    return call(*args, **kwargs)
+            return call(*args, **kwargs)
+        finally:
+            if grad:
+                torch._C._set_grad_enabled(True)
+
+
+StreamKey = tuple[int, int]
+"""(index of the device, number of the stream on it)"""
+
+
+class StatsDevice(Protocol):
+    """What DeviceStatsBuffer needs of one kind of device. Only `wait` and `synchronize` wait for the device.
+
+    CudaDevice is the real one. LateDevice is a fake on CPU memory for tests.
+    """
+
+    type: str
+    """The `type` of the torch.device of its tensors."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on a device of this kind."""
+
+    def stream_key(self, device: torch.device) -> StreamKey:
+        """The current stream of a device."""
+
+    def stream(self, device: torch.device) -> Any:
+        """The current stream of a device as an object that keeps the stream alive."""
+
+    def is_capturing(self) -> bool:
+        """Whether the user captures a graph on the current stream. Nothing may be launched or queried then."""
+
+    def use(self, key: StreamKey, stream: Any) -> AbstractContextManager[Any]:
+        """Make the stream and its device current, to launch, allocate or record on it."""
+
+    def rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The tensor to use in place of these new rows on the device."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Start a copy to the host on the current stream. The caller keeps both alive until an event after it."""
+
+    def record(self, stream: Any) -> Any:
+        """An event that is done when everything started on the stream so far is done."""
+
+    def query(self, event: Any) -> bool:
+        """Whether an event is done. Raises RuntimeError if the device has failed. Not to be called during a capture."""
+
+    def wait(self, event: Any, timeout_s: float | None) -> bool:
+        """Wait until an event is done; False after `timeout_s` seconds (None: no limit)."""
+
+    def synchronize(self, stream: Any) -> None:
+        """Wait for everything that was started on a stream."""
+
+    def register(self, address: int, size: int, device: torch.device) -> str:
+        """Allow copies directly into a range of host memory. Returns the reason if this is refused, else ""."""
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        """Undo `register`."""
+
+    def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that can be copied into without waiting, whether `register` succeeded or not."""
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: valid in the contexts of all devices
+_LONGEST_SLEEP_S = 1e-3
+_NOTHING = nullcontext()
+
+
+class CudaDevice:
+    """CUDA as a `StatsDevice`."""
+
+    type = "cuda"
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def stream_key(self, device: torch.device) -> StreamKey:
+        return device.index, torch._C._cuda_getCurrentRawStream(device.index)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def use(self, key: StreamKey, stream: Any) -> AbstractContextManager[Any]:
+        index, raw = key
+        here = torch.cuda.current_device() == index
+        current = torch._C._cuda_getCurrentRawStream(index) == raw
+        if here and current:
+            return _NOTHING
+        stack = ExitStack()
+        # The device is made current first. torch.cuda.stream() alone would call cudaSetDevice(0) when it exits. That
+        # creates a context on device 0, even in a process that uses only another device.
+        if not here:
+            stack.enter_context(torch.cuda.device(index))
+        if not current:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
+
+    def rows(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def record(self, stream: Any) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation there
+        event.record(stream)
+        return event
+
+    def query(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def wait(self, event: Any, timeout_s: float | None) -> bool:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        sleep_s = 1e-5
+        while not event.query():
+            if until is not None and time.monotonic() >= until:
+                return False
+            time.sleep(sleep_s)  # other threads and ranks can use this core
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+        return True
+
+    def synchronize(self, stream: Any) -> None:
+        stream.synchronize()
+
+    def register(self, address: int, size: int, device: torch.device) -> str:
+        with torch.cuda.device(device):  # else the call creates a context on device 0
+            result = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))  # type: ignore[no-untyped-call]  # likewise
+            if result == 0:
+                return ""
+            _clear_last_error(device)
+        return f"cudaHostRegister returned {result}"
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            if int(torch.cuda.cudart().cudaHostUnregister(address)):  # type: ignore[no-untyped-call]  # likewise
+                _clear_last_error(device)
+
+    def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        # torch caches pinned memory: only the first calls reach the driver. The script may have another default device.
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """Clear the error that a failed call of ours left in the CUDA runtime. The user's next launch would raise it.
+
+    torch 2.13 does not expose cudaGetLastError. But after each kernel launch it takes and raises the last error.
+    So a launch of our own clears it.
+    """
+    clear = getattr(torch.cuda.cudart(), "cudaGetLastError", None)  # type: ignore[no-untyped-call]  # likewise
+    if clear is not None:
+        clear()
+        return
+    try:
+        torch.ones(1, device=device).add_(1)
+    except RuntimeError:
+        pass
+
 
 LATE_DEVICE = "GPUWATCH_LATE_DEVICE"
 """For tests: every CPU tensor is treated as a tensor of a LateDevice with this seed."""
@@ -52,9 +233,6 @@ def _new_late_device(seed: int | None) -> StatsDevice:
     from .late_device import LateDevice  # only tests pay for its import
 
     return LateDevice(seed)
-
-
-# Copies a few numbers of a device to the host without waiting: for a caller that needs a value of the device.
 
 
 class ToHost:
@@ -112,11 +290,11 @@ def _to_host(scalars: tuple[torch.Tensor, ...]) -> ToHost | None:
     return ToHost(driver.rows(numbers), driver)
 
 
-# The type of the file system that a file is on. A GPU driver can register tmpfs memory, but not every disk file.
-
-
 def file_system_of(path: Path) -> str:
-    """The type as `mount -t` names it; "an unknown file system" if it cannot be found."""
+    """The type as `mount -t` names it; "an unknown file system" if it cannot be found.
+
+    A GPU driver can register tmpfs memory, but not every disk file.
+    """
     try:
         path = path.resolve()
         mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]

@@ -1,10 +1,9 @@
 """TensorStats of tensors on a device: computed there, kept there, and copied into the recorder without waiting.
 
-Each tensor is read into a row on its device (device_reader.py), on the stream that is current when its hook runs.
+Each tensor is read into a row on its device (torch_reader.py), on the stream that is current when its hook runs.
 Tensors that nothing can change meanwhile are read together, in one launch: see `together` and `frame`. A flush, and
-the end of a segment, pack the rows into the recorder's format and start one asynchronous copy per run of rows. The
-mapped file is registered with the driver, so the numbers arrive in it without Python, even while the rank is blocked in
-a collective. `collect()` handles the numbers that have arrived, and never waits.
+the end of a segment, pack the rows into the recorder's format and start one asynchronous copy per run of rows into its
+file (stream_buffer.py). `collect()` handles the numbers that have arrived, and never waits.
 
 Every stream of every device has its own rows, and packs and copies them itself. No stream of the user waits for another
 because of gpuwatch.
@@ -14,15 +13,12 @@ Like the recorder, it must be called by one thread at a time.
 
 from __future__ import annotations
 
-import ctypes
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 
 from ...core.judge import WarningLimits
@@ -30,12 +26,11 @@ from ...core.recorder import layout
 from ...core.recorder.layout import HeadField, SegmentField
 from ...core.recorder.writer import RecorderWriter
 from ...core.values import PENDING
-from .device import device_for
-from .device_interface import StatsDevice, StreamKey
+from .device import StatsDevice, StreamKey, device_for, without_modes
 from .notable import NotableFilter
 from .passed_readings import PassedReadings
 from .stream_buffer import DeviceRow as DeviceRow
-from .stream_buffer import RowBlock, RowCopy, StreamBuffer, remember, runs
+from .stream_buffer import FileCopies, StreamBuffer, first_line, remember
 from .tensor_stats import version_of
 from .torch_reader import (
     KnownWeight,
@@ -49,7 +44,6 @@ from .torch_reader import (
     source_of,
 )
 from .triton_reader import TritonReader
-from .without_modes import without_modes
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
 
@@ -79,12 +73,7 @@ class DeviceStatsBuffer:
         self._driver = driver or device_for(device)
         self._recorder = recorder
         self._fields = recorder.fields
-        self._memory = recorder.memory
         self._reader = reader or self._best_reader()
-        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
-            self._file = without_modes(torch.frombuffer, self._memory, dtype=torch.int64)
-        self._numbers: Any = numpy.frombuffer(self._memory, dtype=numpy.int64)
-        """The same memory for reading: the script's modes do not see NumPy."""
         self._buffers: dict[StreamKey, StreamBuffer] = {}
         self._last: tuple[StreamBuffer, int] | None = None
         self._together = False
@@ -94,16 +83,9 @@ class DeviceStatsBuffer:
         self._queued_page = -1
         self._unsent: tuple[int, int] | None = None
         """A segment that ended while the user captured a graph: (offset of its values, page)."""
-        self._of_segment: Counter[int] = Counter()
-        """Offset of a segment's values -> outstanding copies into the segment."""
-        self._of_page: Counter[int] = Counter()
-        """Page -> outstanding copies of its values."""
-        self._notable_pages: set[int] = set()
-        """Pages that the next `collect()` returns."""
-        self._anchor: Any = ctypes.c_char.from_buffer(self._memory)  # prevents the memory from being unmapped
         self.passed = PassedReadings(self._driver, self._do)
         """What passes between ranks. It is sent together with the rows."""
-        self._register()
+        self._copies = FileCopies(recorder, self._driver, device, self._notable, self._add_note)
         recorder.on_segment_end = self._segment_ended
 
     def _best_reader(self) -> TensorReader:
@@ -115,27 +97,12 @@ class DeviceStatsBuffer:
                 return reader
             self._add_note(_no_kernel("Triton runs in its interpreter"))
         except Exception as error:  # an incompatible Triton may raise anything
-            self._add_note(_no_kernel(_first_line(error)))
+            self._add_note(_no_kernel(first_line(error)))
         return TorchReader()
 
     def _add_note(self, what: str) -> None:
         if what not in self.note:
             self.note = f"{self.note}; {what}" if self.note else what
-
-    def _register(self) -> None:
-        try:
-            refusal = self._driver.register(ctypes.addressof(self._anchor), len(self._memory), self.device)
-        except Exception as error:  # a torch version without the call
-            refusal = _first_line(error)
-        self._registered = not refusal
-        if refusal:
-            from .device import file_system_of  # psutil is imported where it is needed alone
-
-            self._add_note(
-                f"the driver does not take the recorder's memory ({refusal}; {self._recorder.path} is on "
-                f"{file_system_of(self._recorder.path)}): its numbers come through pinned memory, and a rank that "
-                "hangs or dies loses those that it has not yet fetched from there"
-            )
 
     def close(self) -> None:
         """Release the recorder's memory, so that it can be unmapped. Waits for the outstanding copies."""
@@ -146,19 +113,12 @@ class DeviceStatsBuffer:
                 try:
                     self._driver.synchronize(buffer.stream)
                 except Exception as error:
-                    self._stream_failed(buffer, error)
-        without_modes(self._take_arrived)
+                    self._copies.stream_failed(buffer, error)
+        without_modes(self._copies.take_arrived, self._buffers.values())
         self._buffers.clear()
-        self._of_segment.clear()
-        self._of_page.clear()
         self._queued = 0
         self._last = self._unsent = None
-        if self._registered:
-            self._registered = False
-            self._driver.unregister(ctypes.addressof(self._anchor), self.device)
-        self._file = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._numbers = None
-        self._anchor = None
+        self._copies.close()
 
     # -- the tensors of a frame ---------------------------------------------------------------------------------
 
@@ -273,7 +233,8 @@ class DeviceStatsBuffer:
     def _begins_segment(self) -> bool:
         """Whether the rest of this frame may be in the segment before, whose rows are reset."""
         at = self._recorder.cursor[0] // 8
-        return bool(self._numbers[at + SegmentField.FRAMES] == 0 and self._numbers[at + SegmentField.VALUE_BASE] > 0)
+        numbers = self._copies.numbers
+        return bool(numbers[at + SegmentField.FRAMES] == 0 and numbers[at + SegmentField.VALUE_BASE] > 0)
 
     def _buffer(self, device: torch.device) -> StreamBuffer:
         """The StreamBuffer of the current stream, with rows to read into."""
@@ -354,7 +315,7 @@ class DeviceStatsBuffer:
             reader = TorchReader()
             done = getattr(reader, method)(*arguments)
             self._reader = reader
-            self._add_note(_no_kernel(_first_line(error)))
+            self._add_note(_no_kernel(first_line(error)))
             return done
 
     # -- copies to the host -------------------------------------------------------------------------------------
@@ -384,8 +345,8 @@ class DeviceStatsBuffer:
         for buffer in self._buffers.values():
             if buffer.flying:
                 left = None if until is None else max(0.0, until - time.monotonic())
-                without_modes(self._wait, buffer, left)
-        without_modes(self._take_arrived)
+                without_modes(self._copies.wait, buffer, left)
+        without_modes(self._copies.take_arrived, self._buffers.values())
 
     def _segment_ended(self, values_at: int, page: int) -> None:
         if self._queued:
@@ -393,24 +354,26 @@ class DeviceStatsBuffer:
                 # Nothing may be launched during a capture. Nothing is measured either, so the rows can stay in place.
                 if self._unsent is None:
                     self._unsent = (values_at, page)
-                    self._of_segment[values_at] += 1
+                    self._copies.of_segment[values_at] += 1
             else:
                 without_modes(self._send, *(self._unsent or (values_at, page)), is_end=True)
-        self._avoid_busy_segments()
+        if self._copies.of_segment:
+            self._recorder.pass_over(self._is_busy)
 
     def _send(self, values_at: int, page: int, *, is_end: bool) -> None:
         """Start the copies of all rows read so far, into the segment whose values begin at `values_at`."""
         self.passed.flush()
         if self._unsent is not None:
             self._unsent = None
-            self._segment_copy_done(values_at)
+            self._copies.segment_done(values_at)
         # An issued copy cannot be cancelled, so a segment is not reused before its copies have arrived. Half of the
         # segments are kept free of outstanding copies. If the device works, the host is never this far ahead of it.
         lost = False
         half = self._fields[HeadField.SEGMENTS] // 2
-        if values_at not in self._of_segment and len(self._of_segment) >= half:
-            self._take_arrived()
-            lost = len(self._of_segment) >= half
+        busy = self._copies.of_segment
+        if values_at not in busy and len(busy) >= half:
+            self._copies.take_arrived(self._buffers.values())
+            lost = len(busy) >= half
             if lost and not is_end:
                 return  # there may be room when the segment ends
         self._queued = 0
@@ -420,7 +383,7 @@ class DeviceStatsBuffer:
                 with self._driver.use(buffer.key, buffer.stream):
                     try:
                         if not self._driver.is_capturing():
-                            self._send_stream(buffer, RowCopy(page, values_at), lost)
+                            self._send_stream(buffer, page, values_at, lost)
                         elif is_end:  # a graph is captured on this stream, while another one is current
                             self._fields[HeadField.ROWS_LOST] += buffer.drop()
                         else:
@@ -430,61 +393,34 @@ class DeviceStatsBuffer:
         if first_error is not None:
             raise first_error
 
-    def _send_stream(self, buffer: StreamBuffer, copy: RowCopy, lost: bool) -> None:
+    def _send_stream(self, buffer: StreamBuffer, page: int, values_at: int, lost: bool) -> None:
         """Start the copies of one stream, which must be current."""
         positions, buffer.positions = buffer.positions, []
         remembered, buffer.remembered = buffer.remembered, []
-        copy.limits, buffer.limits = buffer.limits, {}
-        started = False
+        limits, buffer.limits = buffer.limits, {}
+        outstanding = len(buffer.flying)
         try:
-            block = self._pack(buffer, positions)
-            remember(remembered, PackedRows(block.source, block.source.data_ptr()), positions[0])
+            packed = self._pack(buffer, positions[0], positions[-1] + 1)
+            remember(remembered, PackedRows(packed, packed.data_ptr()), positions[0])
             if not lost:
-                copy.block, started = block, True
-                self._start(block, copy.values_at)
-                copy.event = self._driver.record(buffer.stream)
+                self._copies.start(buffer, page, values_at, packed, positions, limits)
         finally:
-            if started:  # an error does not stop copies that were started
-                buffer.flying.append(copy)
-                self._of_segment[copy.values_at] += 1
-                self._of_page[copy.page] += 1
-            else:
+            if len(buffer.flying) == outstanding:
                 self._fields[HeadField.ROWS_LOST] += len(positions)
 
-    def _pack(self, buffer: StreamBuffer, positions: list[int]) -> RowBlock:
+    def _pack(self, buffer: StreamBuffer, first: int, end: int) -> torch.Tensor:
         rows, buffer.rows = buffer.rows, None  # after an error they are not reset, and must not be read into
         assert rows is not None
-        first, end = positions[0], positions[-1] + 1
         self._read_waiting(buffer, rows)
-        packed = self._do("pack", rows[first:end], end - first)
+        packed: torch.Tensor = self._do("pack", rows[first:end], end - first)
         buffer.rows = rows  # they were reset by `pack`
-        return RowBlock(packed, positions, self._staging(packed))
+        return packed
 
-    def _staging(self, source: torch.Tensor) -> torch.Tensor | None:
-        return None if self._registered else self._driver.staging(*source.shape, dtype=source.dtype)
-
-    def _start(self, block: RowBlock, values_at: int) -> None:
-        if block.staging is not None:
-            self._driver.copy(block.source, block.staging)
-            return
-        begin = block.positions[0]
-        for first, end in runs(block.positions):
-            target = self._file.as_strided((end - first, 3), (3, 1), values_at // 8 + first * 3)
-            self._driver.copy(block.source[first - begin : end - begin], target)
-
-    def _avoid_busy_segments(self) -> None:
-        """Have the recorder pass over the segments with outstanding copies."""
-        if not self._of_segment:
-            return
-        number = self._fields[HeadField.SEGMENTS]
-        first = layout.HEADER_BYTES + self._fields[HeadField.LOG_BYTES] + layout.VALUES_AT
-        for step in range(number):
-            values_at = first + (self._recorder._segment + 1) % number * layout.SEGMENT_BYTES
-            if step == 0 and values_at in self._of_segment:
-                without_modes(self._take_arrived)
-            if values_at not in self._of_segment:
-                break
-            self._recorder._segment += 1
+    def _is_busy(self, values_at: int) -> bool:
+        """Whether the device may still write into a segment, whose values begin here."""
+        if values_at in self._copies.of_segment:
+            without_modes(self._copies.take_arrived, self._buffers.values())
+        return values_at in self._copies.of_segment
 
     # -- numbers that have arrived ------------------------------------------------------------------------------
 
@@ -493,14 +429,14 @@ class DeviceStatsBuffer:
 
         A page with outstanding numbers may be returned again by a later call.
         """
-        without_modes(self._take_arrived)
-        found = sorted(self._notable_pages)
-        self._notable_pages.clear()
+        without_modes(self._copies.take_arrived, self._buffers.values())
+        found = sorted(self._copies.notable_pages)
+        self._copies.notable_pages.clear()
         return found
 
     def pending(self, page: int) -> bool:
         """Whether a value of the page is outstanding."""
-        return self._of_page[page] > 0 or (self._queued > 0 and self._queued_page == page)
+        return self._copies.of_page[page] > 0 or (self._queued > 0 and self._queued_page == page)
 
     @property
     def is_capturing(self) -> bool:
@@ -510,96 +446,7 @@ class DeviceStatsBuffer:
     @property
     def flying(self) -> int:
         """The number of outstanding copies."""
-        return self._of_page.total()
-
-    def _take_arrived(self) -> None:
-        if not self._of_page or self._driver.is_capturing():  # querying an event would break the user's capture
-            return
-        arrived: list[RowCopy] = []
-        for buffer in self._buffers.values():
-            if not buffer.flying:
-                continue
-            with self._driver.use(buffer.key, buffer.stream):
-                try:
-                    while (
-                        buffer.flying and not self._driver.is_capturing() and self._driver.query(self._event_of(buffer))
-                    ):
-                        arrived.append(buffer.flying.popleft())
-                except Exception as error:
-                    self._stream_failed(buffer, error)
-        for copy in arrived:
-            self._copy_arrived(copy)
-        if arrived:
-            self._filter(arrived)
-
-    def _wait(self, buffer: StreamBuffer, timeout_s: float | None) -> None:
-        """Wait for the last copy of a stream."""
-        with self._driver.use(buffer.key, buffer.stream):
-            if self._driver.is_capturing():
-                return
-            try:
-                self._driver.wait(self._event_of(buffer, -1), timeout_s)
-            except Exception as error:
-                self._stream_failed(buffer, error)
-
-    def _event_of(self, buffer: StreamBuffer, which: int = 0) -> Any:
-        copy = buffer.flying[which]
-        if copy.event is None:  # an error occurred before it was recorded
-            copy.event = self._driver.record(buffer.stream)
-        return copy.event
-
-    def _stream_failed(self, buffer: StreamBuffer, error: Exception) -> None:
-        """The device has failed: no copy of this stream will arrive. The user's next call will raise the same error.
-
-        Its segments stay in `_of_segment`, since the device may still write into them.
-        """
-        self._add_note(f"the device does not bring its numbers any more: {_first_line(error)}")
-        for copy in buffer.flying:
-            self._fields[HeadField.ROWS_LOST] += len(copy.block.positions)
-            self._page_copy_done(copy.page)
-        buffer.flying.clear()
-
-    def _copy_arrived(self, copy: RowCopy) -> None:
-        self._segment_copy_done(copy.values_at)
-        self._page_copy_done(copy.page)
-        block = copy.block
-        if block.staging is not None:
-            at = copy.values_at // 8
-            staged = block.staging.numpy()
-            target = self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)
-            target[block.positions] = staged[[position - block.positions[0] for position in block.positions]]
-
-    def _segment_copy_done(self, values_at: int) -> None:
-        self._of_segment[values_at] -= 1
-        if self._of_segment[values_at] <= 0:
-            del self._of_segment[values_at]
-
-    def _page_copy_done(self, page: int) -> None:
-        self._of_page[page] -= 1
-        if self._of_page[page] <= 0:
-            del self._of_page[page]
-
-    def _filter(self, copies: list[RowCopy]) -> None:
-        """Find the notable pages and rows. All copies are checked at once, and one by one only if that finds any."""
-        parts = [self._values_of(copy, copy.block.positions) for copy in copies]
-        limited = any(copy.limits for copy in copies)
-        notable = limited or self._notable.any(parts[0] if len(parts) == 1 else numpy.concatenate(parts))
-        for copy, values in zip(copies, parts, strict=True):
-            here = notable and (self._notable.any(values) or self._is_over_limit(copy, copy.limits))
-            if here:
-                self._notable_pages.add(copy.page)
-
-    def _is_over_limit(self, copy: RowCopy, limits: dict[int, int]) -> bool:
-        values = self._values_of(copy, list(limits))
-        return any(high >= limit for high, limit in zip(values[:, 1], limits.values(), strict=True))
-
-    def _values_of(self, copy: RowCopy, positions: list[int]) -> Any:
-        """The numbers of these values in the file, as an array (n, 3)."""
-        at = copy.values_at // 8
-        values = self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)
-        if positions and positions[-1] - positions[0] == len(positions) - 1:  # side by side, as nearly always: no copy
-            return values[positions[0] : positions[-1] + 1]
-        return values[positions]
+        return self._copies.of_page.total()
 
 
 def _is_packed(row: Any, buffer: StreamBuffer) -> bool:
@@ -615,12 +462,6 @@ def _source_of(tensor: torch.Tensor, elements: int) -> TensorSource | None:
         return source_of(tensor)
     except Exception:  # an unknown tensor class
         return None
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error. A compiler's error may have hundreds."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 def _no_kernel(why: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from typing import Any
 
 import numpy
@@ -42,8 +43,8 @@ def _array(address: int, count: int, size: int) -> Any:
     )
 
 
-_scratches: list[Any] = []
-"""Free scratch arrays of CHUNK elements. There may be several, since autograd may call from several threads."""
+_scratches = threading.local()
+"""Scratch arrays of CHUNK elements by their types: autograd may call from several threads."""
 
 
 def slow_extremes(address: int, count: int, size: int) -> tuple[int, int]:
@@ -55,7 +56,10 @@ def slow_extremes(address: int, count: int, size: int) -> tuple[int, int]:
             return mask, 0
         clear = array & mask
         return int(clear.min()), int(clear.max())
-    scratch = _scratch(array.dtype)
+    scratches: dict[str, Any] = vars(_scratches)
+    scratch = scratches.get(array.dtype.str)
+    if scratch is None:
+        scratch = scratches[array.dtype.str] = numpy.empty(CHUNK, array.dtype)
     low, high = mask, 0
     step = -(-count // -(-count // CHUNK))  # equal parts: a small last part would cost as much as a whole one
     for start in range(0, count, step):
@@ -63,7 +67,6 @@ def slow_extremes(address: int, count: int, size: int) -> tuple[int, int]:
         clear = numpy.bitwise_and(part, mask, out=scratch[: part.size])
         low = min(low, int(clear.min()))
         high = max(high, int(clear.max()))
-    _scratches.append(scratch)
     return low, high
 
 
@@ -77,18 +80,6 @@ def slow_below(address: int, count: int, size: int, limit: int) -> tuple[int, in
         zeros += clear.size - int(numpy.count_nonzero(clear))
         small += int(numpy.count_nonzero(clear < limit))
     return zeros, small
-
-
-def _scratch(dtype: Any) -> Any:
-    for position, scratch in enumerate(_scratches):
-        if scratch.dtype == dtype:
-            try:
-                found = _scratches.pop(position)
-            except IndexError:  # another thread has taken it
-                break
-            if found.dtype == dtype:
-                return found
-    return numpy.empty(CHUNK, dtype)
 
 
 def _use_threads() -> None:

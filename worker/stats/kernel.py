@@ -31,10 +31,9 @@ E4M3FNUZ = tl.constexpr(8)
 E5M2FNUZ = tl.constexpr(9)
 E8M0FNU = tl.constexpr(10)
 
-# LAYOUT: one run of elements; runs of equal length; runs with too many elements for 32 bits.
+# LAYOUT: one run of elements; runs of equal length; else runs with too many elements for 32 bits.
 DENSE = tl.constexpr(0)
 RUNS = tl.constexpr(1)
-MANY_RUNS = tl.constexpr(2)
 
 COLUMNS = tl.constexpr(6)
 ROWS = tl.constexpr(256)  # the power of two from VALUES_PER_SEGMENT on: rows of one buffer

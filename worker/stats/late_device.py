@@ -5,6 +5,7 @@ out a random number of calls after its start, in order within a stream, out of o
 source when it is carried out: a source that was freed by then gives POISON. The host cannot read rows on the device:
 `.item()`, `.tolist()` and `bool()` raise, since on a real device they would wait for it.
 """
+# ruff: noqa: D102  # `StatsDevice` says what the methods of a device do
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
-from .device_interface import StreamKey
+from .device import StreamKey
 
 POISON = 0x6B6B_6B6B_6B6B_6B6B
 """The content of freed device memory."""
@@ -95,7 +96,7 @@ class _LateCopy:
 
 
 class LateDevice:
-    """See `Device`. With `seed` None nothing is late: a copy is carried out when it is started.
+    """A `StatsDevice`. With `seed` None nothing is late: a copy is carried out when it is started.
 
     A test sets `current`, the current stream, and `capturing`, whether a graph is being captured.
     """
@@ -136,37 +137,32 @@ class LateDevice:
         """Drop all copies and events that are not carried out yet."""
         self._queues.clear()
 
-    # -- Device -------------------------------------------------------------------------------------------------
+    # -- StatsDevice --------------------------------------------------------------------------------------------
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """See `Device`."""
         return tensor.is_cpu
 
     def stream_key(self, device: torch.device) -> StreamKey:
-        """See `Device`. Each call advances the time by one. It is called once for each tensor."""
+        """Each call advances the time by one. It is called once for each tensor."""
         self._tick()
         return 0, self.current
 
     def stream(self, device: torch.device) -> int:
-        """See `Device`."""
         return self.current
 
     def is_capturing(self) -> bool:
-        """See `Device`."""
         return self.capturing or self.current in self.captured
 
     @contextmanager
     def use(self, key: StreamKey, stream: Any) -> Iterator[None]:
-        """See `Device`."""
         with self.on(stream):
             yield
 
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """See `Device`."""
         return _on_device(rows)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See `Device`. Raises RuntimeError if the target is neither registered nor pinned: a real copy would wait."""
+        """Raises RuntimeError if the target is neither registered nor pinned: a real copy would wait."""
         self._not_in_a_capture()
         if not isinstance(source, DeviceMemory):
             raise TypeError("expected a tensor of the device as the source")
@@ -179,20 +175,19 @@ class LateDevice:
         self._put(_LateCopy(source, target))
 
     def record(self, stream: Any) -> LateEvent:
-        """See `Device`."""
         self._not_in_a_capture()
         event = LateEvent()
         self._put(event, stream)
         return event
 
     def query(self, event: Any) -> bool:
-        """See `Device`. Each call advances the time by one."""
+        """Each call advances the time by one."""
         self._not_in_a_capture()
         self._tick()
         return bool(event.done)
 
     def wait(self, event: Any, timeout_s: float | None) -> bool:
-        """See `Device`. An event of a held stream is not done however long the timeout is."""
+        """An event of a held stream is not done however long the timeout is."""
         self._not_in_a_capture()
         for stream, queue in self._queues.items():
             if stream not in self.held and any(what is event for _, what in queue):
@@ -201,25 +196,21 @@ class LateDevice:
         return bool(event.done)
 
     def synchronize(self, stream: Any) -> None:
-        """See `Device`."""
         self._not_in_a_capture()
         queue = self._queues.get(stream)
         while queue:
             self._carry_out(queue)
 
     def register(self, address: int, size: int, device: torch.device) -> str:
-        """See `Device`."""
         self._not_in_a_capture()
         if not self._refuses:
             self._direct = address, address + size
         return self._refuses
 
     def unregister(self, address: int, device: torch.device) -> None:
-        """See `Device`."""
         self._direct = None
 
     def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Device`."""
         memory = torch.empty(shape, dtype=dtype, device="cpu")
         _poison(memory)
         begin = memory.data_ptr()

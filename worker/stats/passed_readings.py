@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .device_interface import StatsDevice, StreamKey
+from .device import StatsDevice, StreamKey, without_modes
 from .torch_reader import GroupedReadings, TensorSource, WaitingTensors, fresh_rows, source_of
-from .without_modes import without_modes
 
 _CAPACITY = 256
 """Rows of a stream between two copies: as many as one launch may read (kernel.py)."""
@@ -25,19 +25,17 @@ _MOST_FLYING = 64
 _NOT_FINITE = 0xFF
 
 
+@dataclass(slots=True, eq=False)
 class PassedReading:
     """The numbers of tensors that were read together. `about` is the caller's."""
 
-    __slots__ = ("about", "is_lost", "missing", "parts")
-
-    def __init__(self, about: Any) -> None:
-        self.about = about
-        self.parts: list[Any] = []
-        """Arrays (n, 3) of low, high, meta, in the order of the tensors."""
-        self.missing = 0
-        """How many tensors' numbers are outstanding."""
-        self.is_lost = False
-        """They will not come."""
+    about: Any
+    parts: list[Any] = field(default_factory=list)
+    """Arrays (n, 3) of low, high, meta, in the order of the tensors."""
+    missing: int = 0
+    """How many tensors' numbers are outstanding."""
+    is_lost: bool = False
+    """They will not come."""
 
     @property
     def numbers(self) -> list[tuple[int, int, int]] | None:
@@ -47,25 +45,28 @@ class PassedReading:
         return [(int(low), int(high), int(meta)) for part in self.parts for low, high, meta in part]
 
 
+ReadRows = list[tuple[PassedReading, int, int]]
+"""(reading, its first row, its end)"""
+
+
+@dataclass(eq=False)
 class _StreamRows:
     """One stream's rows, and its outstanding copies."""
 
-    def __init__(self, device: torch.device, stream: Any) -> None:
-        self.device = device
-        self.stream = stream
-        self.rows: torch.Tensor | None = None
-        self.used = 0
-        self.read: list[tuple[PassedReading, int, int]] = []
-        """(reading, first row, end): their copy was not started yet."""
-        self.flying: deque[tuple[Any, torch.Tensor, torch.Tensor, list[tuple[PassedReading, int, int]]]] = deque()
-        """(event, packed rows, the same in host memory, what was read into them)"""
+    stream: Any
+    rows: torch.Tensor | None = None
+    used: int = 0
+    read: ReadRows = field(default_factory=list)
+    """Their copy was not started yet."""
+    flying: deque[tuple[Any, torch.Tensor, torch.Tensor, ReadRows]] = field(default_factory=deque)
+    """(event, packed rows, the same in host memory, what was read into them)"""
 
 
 class PassedReadings:
     """All streams' readings that belong to no frame."""
 
     def __init__(self, driver: StatsDevice, do: Callable[..., Any]) -> None:
-        """`do(method, ...)` has a Reader (device_reader.py) do something."""
+        """`do(method, ...)` has a Reader (torch_reader.py) do something."""
         self._driver = driver
         self._do = do
         self._streams: dict[StreamKey, _StreamRows] = {}
@@ -101,7 +102,7 @@ class PassedReadings:
         key = self._driver.stream_key(device)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = _StreamRows(device, self._driver.stream(device))
+            stream = self._streams[key] = _StreamRows(self._driver.stream(device))
         with self._driver.use(key, stream.stream):
             if stream.used + len(sources) > _CAPACITY:
                 self._send(stream)
@@ -168,7 +169,7 @@ class PassedReadings:
         return found
 
     @staticmethod
-    def _arrived(numbers: Any, read: list[tuple[PassedReading, int, int]]) -> list[PassedReading]:
+    def _arrived(numbers: Any, read: ReadRows) -> list[PassedReading]:
         for reading, first, end in read:
             reading.parts.append(numbers[first:end])
             reading.missing -= end - first
@@ -176,7 +177,7 @@ class PassedReadings:
             return []
         return [reading for reading, _, _ in read if not reading.missing and _is_bad(reading)]
 
-    def _lose(self, read: list[tuple[PassedReading, int, int]]) -> None:
+    def _lose(self, read: ReadRows) -> None:
         self.unseen = True
         for reading, _, _ in read:
             reading.is_lost = True

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, NonFinite, ValueEncoding
+from .device import without_modes
 from .tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, is_wrapped, to_plain, version_of
-from .without_modes import without_modes
 
 try:
     from ..native.core import readings as _native_readings

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from .device import without_modes
 from .tensor_stats import LOW_PRECISION
 from .torch_reader import DTYPES, ENTRY, KINDS, GroupedReadings, KernelDtype, TensorSource
-from .without_modes import without_modes
 
 try:
     from ..native.core import tables as _native_tables

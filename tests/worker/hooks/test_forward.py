@@ -17,7 +17,7 @@ from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import IgnoredAlarm
 from gpuwatch.core.recorder.layout import HeadField, RankPhase
 from gpuwatch.worker.compile.views import compiled_views
-from gpuwatch.worker.hooks.running_calls import RunningCalls
+from gpuwatch.worker.hooks.global_hooks import RunningCalls
 from needs import needs
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

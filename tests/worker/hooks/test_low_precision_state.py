@@ -5,7 +5,7 @@ from __future__ import annotations
 import gpuwatch
 import pytest
 import torch
-from gpuwatch.worker.hooks.optimizer import LowPrecisionState
+from gpuwatch.worker.hooks.optimizer_steps import LowPrecisionState
 from torch import nn
 
 

@@ -41,7 +41,7 @@ def test_numbers_leave_when_a_collective_was_issued_and_when_the_forward_ends(wa
     watched = watch(on_overflow="continue", watch=("forward",))
     layers = [nn.Linear(4, 4) for _ in range(3)]
     seq = [0]
-    monkeypatch.setattr("gpuwatch.worker.record.rows.issued", lambda: seq[0])
+    monkeypatch.setattr("gpuwatch.worker.record.device_rows.issued", lambda: seq[0])
 
     def at_the_second(module, args):
         here.append(late.copies)

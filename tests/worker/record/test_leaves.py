@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpuwatch.worker.record.leaves import leaves_of
+from gpuwatch.worker.record.names import leaves_of
 
 X, Y = torch.zeros(1), torch.ones(1)
 Pair = namedtuple("Pair", "left right")

@@ -13,8 +13,7 @@ from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import NonFinite, Value
-from gpuwatch.worker.stats.cuda_device import CudaDevice
-from gpuwatch.worker.stats.device import file_system_of
+from gpuwatch.worker.stats.device import CudaDevice, file_system_of
 from gpuwatch.worker.stats.late_device import LateDevice
 
 from .one_by_one import OneByOne

@@ -5,7 +5,7 @@
 
 #include "group_writer.h"
 
-/* As PassedWhen in worker/record/late_passed.py. */
+/* As PassedWhen in worker/record/passed.py. */
 enum { GOES_IN = 0, CAME_OUT = 1, IS_ISSUED = 2 };
 
 /* Add what is in a tensor, or in lists of tensors, to `look`: floats in one piece of host memory. 1 if there are tensors that

@@ -16,7 +16,7 @@
    message_received(slot, message). passed(slot, number, operation, root, message, came out?, high, dtype, tensors): some of
    the tensors are not finite; high and dtype tell what went in. None: nothing is looked at. late(slot, number, operation,
    root, message, when, given, tensors): looks at tensors that cannot be looked at here, and returns what is `given` to it
-   when they have come out: see worker/record/late_passed.py. on_fault(exception). */
+   when they have come out: see worker/record/passed.py. on_fault(exception). */
 #define EACH_GROUP_PART(DO) \
     DO(memory) DO(tensor) DO(parameter) DO(group) DO(counter) DO(describe) DO(find_slot) \
     DO(message_begun) DO(message_received) DO(passed) DO(late) DO(on_fault)

@@ -1,0 +1,208 @@
+"""What happens to a rank's process: it makes children that train, goes on as another program (os.exec), and ends."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import posix
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.recorder.layout import MAGIC, HeadField, RankPhase
+from ..core.recorder.writer import RecorderWriter
+from .patches import PatchLedger, after_import
+
+if TYPE_CHECKING:
+    from .session import WorkerSession
+
+# The two ends of a program that Python does not announce: os.exec puts another one into its process, os._exit ends it.
+#
+# Both are seen by standing in for the functions of `os`. An audit hook would see os.exec as well, but it is called for
+# every event of the process, id() among them (32 ns without one, 196 ns with one that does nothing), and stays.
+
+Undo = Callable[[], None]
+_replaced = False
+
+
+def hear_of_ends(
+    before_exec: Callable[[], Undo],
+    before_exit: Callable[[], None],
+    variables: Callable[[Mapping[Any, Any]], dict[str, str]],
+) -> None:
+    """Call `before_exec` and `before_exit` before such an end, in this process and its forks. They may not raise.
+
+    `before_exec` returns what undoes it: os.exec fails where there is no such file. `variables` says what else belongs
+    into the environment that the other program is to have. Only the first call in a process counts.
+    """
+    global _replaced
+    if _replaced:
+        return
+    _replaced = True
+    real_execv, real_execve, real_exit = os.execv, os.execve, os._exit
+
+    @functools.wraps(real_execv)
+    def execv(path: Any, argv: Any, /) -> Any:
+        undo, more = before_exec(), variables(os.environ)
+        before = {name: os.environ.get(name) for name in more}
+        os.environ.update(more)
+        try:
+            return real_execv(path, argv)
+        finally:  # there is no such file
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+            undo()
+
+    @functools.wraps(real_execve)
+    def execve(path: Any, argv: Any, env: Mapping[Any, Any]) -> Any:
+        undo, more = before_exec(), variables(env)
+        try:
+            return real_execve(path, argv, {**env, **more} if more else env)
+        finally:
+            undo()
+
+    @functools.wraps(real_exit)
+    def _exit(status: int) -> Any:
+        before_exit()
+        real_exit(status)
+
+    patches = PatchLedger()
+    for place in (os, posix):
+        patches.replace(place, "execv", lambda _: execv)
+        patches.replace(place, "execve", lambda _: execve)
+        patches.replace(place, "_exit", lambda _: _exit)
+    if real_execve in os.supports_fd:
+        os.supports_fd.add(execve)
+
+
+# How a process ends that gpuwatch did not start: heard at its exit, with what Python itself keeps of it.
+#
+# Of the script's process Python keeps the exception that nobody caught (sys.last_value), and not the code of a
+# SystemExit: the launcher's side sees that from outside. A child of multiprocessing runs its finalizers while the
+# exception is on its way.
+
+
+def tell_the_end(session: WorkerSession) -> None:
+    """Record how this process ends, when it does."""
+    util = sys.modules.get("multiprocessing.util")
+    process = sys.modules.get("multiprocessing.process")
+    if util is not None and process is not None and process.parent_process() is not None:
+        util.Finalize(None, _child_ends, args=(session,), exitpriority=-100)
+    else:
+        atexit.register(_script_ends, session)
+
+
+def _script_ends(session: WorkerSession) -> None:
+    if not session.is_ours:
+        return
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException) and not isinstance(error, SystemExit):
+        session.raised(error)
+    else:
+        session.settle()
+        session.enter(RankPhase.FINISHED)
+
+
+def _child_ends(session: WorkerSession) -> None:
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code and isinstance(error.__context__, Exception):  # torch.multiprocessing.spawn has written it down
+            session.raised(error.__context__)
+        else:
+            session.finished(code)
+    elif error is not None:
+        session.raised(error)
+    else:
+        session.finished(0)
+
+
+# Child processes of a rank that train, and that nobody watches: such a child says so in its parent's recorder.
+#
+# A fork has the recorder mapped. A child that multiprocessing spawns gets its path: a process hands its configuration
+# on. Both wait for the first step of an optimizer. A DataLoader's worker, a compile worker or a pool makes none.
+
+_KEY = "gpuwatch"
+_BEGIN = "try:\n from gpuwatch.worker.rank_process import begin\n begin({path!r}, {pid})\nexcept Exception: pass"
+"""What a spawned child runs: that Python may have no gpuwatch."""
+
+
+class _ChildHandle:
+    """Pickled in the parent, with the child's process: unpickling it runs `begin`."""
+
+    def __init__(self, recorder: RecorderWriter) -> None:
+        self._recorder = recorder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (_BEGIN.format(path=str(self._recorder.path), pid=os.getpid()),)
+
+
+def watch_children(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> None:
+    """Have children of this process write into its recorder when they train, unless they are watched themselves."""
+
+    def forked() -> None:
+        with suppress(Exception):
+            note_when_training(recorder, is_watched)
+
+    os.register_at_fork(after_in_child=forked)
+    after_import("multiprocessing.process", lambda: _hand_on(recorder))
+
+
+def note_when_training(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> None:
+    """In a fork of a rank: if it trains, and is not watched itself, its parent's recorder says so."""
+    wait_for_training(lambda: recorder.fields.__setitem__(HeadField.UNSEEN_CHILD, os.getpid()), is_watched)
+
+
+def _hand_on(recorder: RecorderWriter) -> None:
+    config = getattr(sys.modules["multiprocessing.process"].current_process(), "_config", None)
+    if isinstance(config, dict):
+        config[_KEY] = _ChildHandle(recorder)
+
+
+def begin(path: str, parent: int) -> None:
+    """In a child that was spawned by the process of this recorder."""
+    if os.getpid() == parent:  # somebody has only made a copy of a process
+        return
+    from .session import current_hooks
+
+    after_import("torch", lambda: wait_for_training(lambda: _note(Path(path)), lambda: current_hooks() is not None))
+
+
+def wait_for_training(note: Callable[[], None], is_watched: Callable[[], bool]) -> None:
+    """Call `note` at the first step of an optimizer in this process, unless it is watched by then."""
+    if "torch" not in sys.modules:
+        after_import("torch", lambda: wait_for_training(note, is_watched))
+        return
+    import torch
+    from torch.optim import optimizer as torch_optimizer
+
+    is_over = False
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        """It stays: torch goes through its hooks while it calls this one."""
+        nonlocal is_over
+        if is_over or torch.compiler.is_compiling():
+            return
+        is_over = True
+        with suppress(Exception):
+            if not is_watched():
+                note()
+
+    torch_optimizer.register_optimizer_step_post_hook(stepped)
+
+
+def _note(path: Path) -> None:
+    """The file is looked for only now: a script that closes all descriptors would close one that was kept."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if os.pread(fd, 8, 8 * HeadField.MAGIC) == struct.pack("<q", MAGIC):
+            os.pwrite(fd, struct.pack("<q", os.getpid()), 8 * HeadField.UNSEEN_CHILD)
+    finally:
+        os.close(fd)

@@ -1,0 +1,209 @@
+"""What a rank reads on a device for its rows, and whether a mask is -inf throughout in one of its rows.
+
+Softmax makes nan of such a row. On a device the mask is gone when that is known: each call looks at those of its
+arguments that have held -inf in an earlier batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ...core.recorder.pages import OwnPages
+from ...core.recorder.writer import OpenPage, RecorderWriter
+from ..stats.device import device_for, has_reader, is_on_device, without_modes
+from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
+from ..stats.notable import NotableFilter, slots_of_masks
+from ..stats.passed_readings import PassedReadings
+from ..stats.tensor_stats import FLOATS
+from .collectives import issued
+from .names import inputs_of
+from .progress import RecorderLock
+from .roots import ModuleInfo
+
+if TYPE_CHECKING:
+    from .rows import RowWriter
+
+_MOST_PAGES = 64
+"""Pages with -inf that are looked through for masks: a model's masks are all in its first batches."""
+_MOST_CLOSED = 256
+
+
+class DeviceRows:
+    """The part of a RowWriter that reads tensors on a device. Their numbers arrive later."""
+
+    def __init__(
+        self,
+        recorder: RecorderWriter,
+        notable: NotableFilter,
+        on_fault: Callable[[str, Exception], None],
+        lock: RecorderLock,
+    ) -> None:
+        self._recorder = recorder
+        self.notable = notable
+        self._on_fault = on_fault
+        self._lock = lock
+        self.count = False
+        """Count zeros and subnormals in this batch."""
+        self.device_buffer: DeviceStatsBuffer | None = None
+        self.late_pages: dict[int, OpenPage] = {}
+        """Page number -> page, for pages with numbers that have not arrived. AlarmRecorder takes them out."""
+        self.captured_unseen = False
+        """The user captured a graph before anything on a device was read."""
+        self._device_failed = False
+        self._seq = -1
+        """Collectives issued before a tensor on a device was last read."""
+
+    def device_frame(
+        self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any], count: bool
+    ) -> tuple[list[int | None], list[DeviceRow | None]]:
+        """For the native writer: see `DeviceStatsBuffer.frame`."""
+        with self._lock:
+            self.count = count
+            return without_modes(self._device_frame, tensors, elements, earlier)
+
+    def device_read(self, *frame: Any) -> tuple[int, list[DeviceRow]] | None:
+        """For the native writer: see `DeviceStatsBuffer.read_frame`."""
+        with self._lock:
+            page, buffer = self._recorder.page, self.device_buffer
+            if buffer is None or page is None:
+                return None
+            self._send_before_a_collective(buffer)
+            found = buffer.read_frame(*frame)
+            if found is not None:
+                self.late_pages[page.number] = page
+            return found
+
+    def _device_frame(
+        self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any]
+    ) -> tuple[list[int | None], list[DeviceRow | None]]:
+        page, buffer = self._recorder.page, None
+        for tensor in tensors:
+            buffer = self._buffer_for(tensor.device)
+            if buffer is not None:
+                break
+        if buffer is None or page is None:
+            return [None] * len(tensors), [None] * len(earlier)
+        found = buffer.frame(tensors, elements, earlier, self.count)
+        if any(index is not None for index in found[0]):
+            self.late_pages[page.number] = page
+        return found
+
+    def passed_on(self, device: torch.device) -> PassedReadings | None:
+        """What reads tensors on a device that pass between ranks; None if they cannot be read."""
+        buffer = self._buffer_on(device)
+        return buffer.passed if buffer is not None else None
+
+    def _buffer_for(self, device: torch.device) -> DeviceStatsBuffer | None:
+        """The buffer for tensors on a device; None if they cannot be read. What was read before may be sent now."""
+        buffer = self._buffer_on(device)
+        if buffer is not None:
+            self._send_before_a_collective(buffer)
+        return buffer
+
+    def _buffer_on(self, device: torch.device) -> DeviceStatsBuffer | None:
+        if self.device_buffer is None:
+            if self._device_failed or not has_reader(device):
+                return None
+            try:
+                if device_for(device).is_capturing():  # the driver must not be asked to register memory now
+                    self.captured_unseen = True
+                    return None
+                self.device_buffer = DeviceStatsBuffer(self._recorder, device, notable=self.notable)
+            except Exception as error:
+                self._device_failed = True
+                self._on_fault("device", error)
+                return None
+        return self.device_buffer
+
+    def _send_before_a_collective(self, buffer: DeviceStatsBuffer) -> None:
+        """If a collective was issued since, it may hang: send now what was read before it."""
+        seq = issued()
+        if seq != self._seq:
+            self._seq = seq
+            buffer.flush()
+
+    def close(self) -> None:
+        """Release the recorder's memory. Waits for outstanding numbers of a device."""
+        buffer, self.device_buffer = self.device_buffer, None
+        if buffer is not None:
+            buffer.close()
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the user captures a graph on the current stream."""
+        return self.device_buffer is not None and self.device_buffer.is_capturing
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `DeviceStatsBuffer.together`."""
+        return self.device_buffer.together() if self.device_buffer is not None else nullcontext()
+
+    def read_waiting(self) -> None:
+        """The memory of weights may be freed now: deal with those on a device that wait for a launch."""
+        if self.device_buffer is not None:
+            without_modes(self.device_buffer.read_waiting)
+
+    def flush(self) -> None:
+        """Send the numbers that were read on a device to the recorder now."""
+        if self.device_buffer is not None:
+            self.device_buffer.flush()
+
+
+class ClosedMask(NamedTuple):
+    """A mask that may be -inf throughout in a row."""
+
+    page: int
+    module: str
+    role: str
+
+
+class LateMasks:
+    """The masks on a device."""
+
+    def __init__(self, rows: RowWriter) -> None:
+        self._rows = rows
+        self._pages_left = _MOST_PAGES
+        self._closed: dict[ClosedMask, None] = {}
+        self.slots: set[int] = set()
+        """Of arguments that have held -inf and nothing else that is not finite."""
+
+    def learn(self, own: OwnPages, page: OpenPage) -> None:
+        """Numbers of a page have come, and some are not finite: its masks are looked at from now on."""
+        if self._pages_left:
+            self._pages_left -= 1
+            self.slots |= slots_of_masks(own, page, self._rows.argument_slots)
+
+    def look(self, info: ModuleInfo, page: OpenPage, args: Any, kwargs: Any) -> None:
+        """Start to read whether a mask that a call was handed has such a row. Waits for nothing."""
+        roles = {role for role, slot in info.slots.items() if slot in self.slots}
+        for role, leaf in inputs_of(args, kwargs) if roles else ():
+            if role in roles and type(leaf) is torch.Tensor and is_on_device(leaf) and _has_rows(leaf):
+                without_modes(self._read, leaf, ClosedMask(page.number, info.name, role))
+
+    def _read(self, mask: torch.Tensor, about: ClosedMask) -> None:
+        readings = self._rows.passed_on(mask.device)
+        if readings is None or self._rows.is_capturing:
+            return
+        try:
+            readings.read([mask.detach().amax(-1).amin()], about)
+        except Exception:
+            self.slots, self._pages_left = set(), 0  # one error is enough: no mask is looked at from now on
+            raise
+
+    def note(self, closed: ClosedMask) -> None:
+        """One of its rows is -inf throughout."""
+        if len(self._closed) >= _MOST_CLOSED:
+            del self._closed[next(iter(self._closed))]
+        self._closed[closed] = None
+
+    def closed_in(self, page: int, module: str) -> list[str]:
+        """The roles of such masks that the calls of a module in a page were handed."""
+        return [each.role for each in self._closed if (each.page, each.module) == (page, module)]
+
+
+def _has_rows(mask: torch.Tensor) -> bool:
+    is_plain = mask.layout is torch.strided and not mask.is_nested
+    return is_plain and mask.dtype in FLOATS and mask.itemsize > 1 and mask.dim() > 0 and mask.numel() > 0
