@@ -1,4 +1,4 @@
-"""`gpuwatch report`: print a report that was written, or make it again from the store."""
+"""`gpuwatch report` and `gpuwatch runs`: show a run that is over, or list the runs of a folder."""
 
 from __future__ import annotations
 
@@ -11,14 +11,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..collector.run_list import RunPaths
 from ..core.errors import GpuwatchError, UsageError
+from ..core.text import shown
 from ..core.wire.spool import SUFFIX
-from .completion import RUNS_DIR, complete_runs
 
 if TYPE_CHECKING:
     from ..collector.report.model import RunReport
+
+_MOST_RUNS = 50
+RUNS_DIR = click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
+
+
+def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of runs in the runs' folder, the newest first."""
+    folder = Path(ctx.params.get("runs_dir") or "gpuwatch-runs")
+    try:
+        runs = sorted((path.parent.name for path in folder.glob("*/run.sqlite")), reverse=True)
+    except OSError:
+        return []
+    return [CompletionItem(run) for run in runs if run.startswith(incomplete)][:_MOST_RUNS]
 
 
 @click.command(name="report")
@@ -44,7 +58,7 @@ if TYPE_CHECKING:
 @click.option(
     "--merge", is_flag=True, help="Make one report of several spool files and runs of one job, given as RUN RUN..."
 )
-def command(
+def report(
     runs: tuple[str, ...],
     runs_dir: str,
     rank: int | None,
@@ -192,3 +206,40 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
         f"expected a run's folder, its name, or a {SUFFIX} file, found none at {wanted} "
         f"({there}; elsewhere: --runs-dir DIR)"
     )
+
+
+@click.command(name="runs")
+@RUNS_DIR
+@click.option("-n", "--last", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest last.")
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What to print."
+)
+def runs(runs_dir: str, last: int, form: str) -> int:
+    """List the runs of a folder with what they came to.
+
+    A run without a report is still going on, or its report could not be made: gpuwatch report --again RUN.
+    """
+    import msgspec
+
+    from ..collector.run_list import list_runs
+
+    runs = list_runs(Path(runs_dir))
+    if form == "json":
+        click.echo(msgspec.json.format(msgspec.json.encode(runs[-last:]), indent=1).decode())
+        return 0
+    if not runs:
+        click.echo(f"no run is in {runs_dir} (elsewhere: --runs-dir DIR)")
+        return 0
+    width = max(80, shutil.get_terminal_size((110, 24)).columns)
+    names = max(len(run.id) for run in runs[-last:])
+    for run in runs[-last:]:
+        if run.verdict is None or run.run is None:
+            line = f"{run.id:<{names}}  no report"
+        else:
+            ranks = f"{run.run.world_size} rank{'s' if run.run.world_size != 1 else ''}"
+            line = f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}  {run.verdict.statement}"
+        line = shown(line)
+        click.echo(line if len(line) <= width else f"{line[: width - 3]}...")
+    if len(runs) > last:
+        click.echo(f"{len(runs) - last} older runs: --last N")
+    return 0

@@ -57,12 +57,12 @@ Options:
     add_help_option=False,
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(arguments: tuple[str, ...]) -> int:
+def submit(arguments: tuple[str, ...]) -> int:
     """Submit a training script to SLURM."""
-    return submit(list(arguments), "launch")
+    return submit_job(list(arguments), "launch")
 
 
-def submit(arguments: list[str], verb: Verb) -> int:
+def submit_job(arguments: list[str], verb: Verb) -> int:
     """Render, show or submit, and follow. Returns the exit code."""
     from ..launcher.options import get_check_parser, get_parser
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..core.errors import GpuwatchError, UsageError
-from .completion import RUNS_DIR, complete_runs
-from .report import find_run
+from .report import RUNS_DIR, complete_runs, find_run
 
 if TYPE_CHECKING:
     from ..collector.live.top_link import ViewSubscriber
@@ -26,7 +25,7 @@ limit."""
 @click.argument("run", required=False, shell_complete=complete_runs)
 @RUNS_DIR
 @click.option("--once", is_flag=True, help="Print one picture as text and end. It needs no textual.")
-def command(run: str | None, runs_dir: str, once: bool) -> int:
+def top(run: str | None, runs_dir: str, once: bool) -> int:
     """Look at a job while it runs: its ranks, who waits for whom, what comes close to its limit, and what happened.
 
     Without RUN: the latest one. It only looks: the job is not told of it, and does not wait for it. q ends it.
