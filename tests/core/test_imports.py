@@ -111,7 +111,7 @@ FLOORS = {
         "before_init.py meeting_place.py",
         "preflight",
         "preflight/blame",
-        "preflight/meeting.py preflight/stage_messages.py preflight/steps.py",
+        "preflight/meeting.py preflight/steps.py",
         "session.py training_children.py",
         "hooks",
         "compile",

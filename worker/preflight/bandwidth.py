@@ -18,7 +18,7 @@ from ...core.preflight import BandwidthRow
 from .blame.link_speeds import size_text
 from .compute import DeviceTimer
 from .group_collectives import GroupCollectives, join
-from .stage_messages import LinkSpeed, RankMeasurements
+from .steps import LinkSpeed, RankMeasurements
 
 CPU_LARGEST = 16 << 20
 CUDA_LARGEST = 256 << 20

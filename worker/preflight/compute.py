@@ -17,7 +17,7 @@ import torch
 
 from .inventory import device_uuid
 from .rank_child import ProbeFailure
-from .stage_messages import ComputeResult
+from .steps import ComputeResult
 
 # Measures durations by the GPU's own clock.
 

@@ -11,6 +11,15 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from ...core.events import (
+    BandwidthRows,
+    OwnFault,
+    PreflightBegan,
+    PreflightStage,
+    RankInventoryEvent,
+    RankOutcome,
+    RunPosition,
+)
 from ...core.host import host_name
 from ...core.identity import RankIdentity
 from ...core.preflight import Grade, PreflightFinding
@@ -19,23 +28,19 @@ from ...core.settings import WorkerSettings
 from .blame.conclude import PreflightLimits, StepReports, conclude_softly, foreign_finding
 from .meeting import LEADER, ForeignValue, MetReports, NoConclusion, StoreLost, StoreRendezvous, connect
 from .parts import RankTests
-from .stage_messages import (
-    BandwidthLine,
-    FaultLine,
-    InventoryLine,
+from .steps import (
+    DEPUTY_S,
     Line,
     PreflightEnd,
     RankAttendance,
-    RankOutcome,
     RankRoster,
     RankStepReport,
-    StageBegan,
-    StageEnded,
+    StageDeadlines,
     StageProgress,
     StepConclusion,
-    StepWait,
+    is_local,
+    stage_of,
 )
-from .steps import DEPUTY_S, StageDeadlines, is_local, stage_of
 
 STORE_S = 20.0
 """Timeout to connect to the store."""
@@ -70,6 +75,7 @@ class PreflightRun:
         fallen: RankFailure | None = None,
     ) -> None:
         self._me = identity
+        self._where = RunPosition(identity.rank, settings.attempt)
         self._settings = settings
         self._deadlines = deadlines
         self._say = say
@@ -128,11 +134,11 @@ class PreflightRun:
     def _inventory(self) -> RankStepReport:
         """The coordinator announced this stage before it imported torch."""
         limit_s = self._deadlines.work("inventory")
-        self._say(
-            StageProgress("inventory", "the look at its device", limit_s)
-        )  # a new deadline after the import of torch
+        # a new deadline after the import of torch
+        self._say(StageProgress("arrive", "the look at its device", limit_s))
         report = self._parts.inventory()
-        self._say(InventoryLine(self._parts.facts))
+        facts = self._parts.facts
+        self._say(RankInventoryEvent(self._where, facts.device, facts.versions, facts))
         self._end_stage("inventory", _worst(report.findings), report.detail)
         return report
 
@@ -154,7 +160,7 @@ class PreflightRun:
             takes_part = self._takes_part(step, before)
             report = self._do(step, before) if takes_part else RankStepReport("idle")
         if report.kind == "fault":
-            self._say(FaultLine(f"{stage}: {report.detail}"))
+            self._say(OwnFault(self._where, "preflight", f"{stage}: {report.detail}"))
         now = self._meet(step, report, before)
         if now.roster is not None:
             self._roster = now.roster
@@ -167,7 +173,7 @@ class PreflightRun:
     def _meet(self, step: str, report: RankStepReport, before: StepConclusion) -> StepConclusion:
         deadlines, stage = self._deadlines, stage_of(step)
         self._steps.append(step)
-        self._say(StepWait(step, deadlines.wait(stage)))
+        self._say(StageProgress(step, limit_s=deadlines.wait(stage), waits=True))
 
         def draw(found: MetReports) -> bytes:
             reports = {rank: msgspec.json.decode(data, type=RankStepReport) for rank, data in found.by_rank.items()}
@@ -187,7 +193,7 @@ class PreflightRun:
 
     def _leave(self, now: StepConclusion) -> None:
         if now.failed:
-            self._say(StepWait(_FAREWELL, 3 * FAREWELL_S))
+            self._say(StageProgress(_FAREWELL, limit_s=3 * FAREWELL_S, waits=True))
             self._steps.append(_FAREWELL)
             try:
                 self._meeting.meet(
@@ -249,10 +255,10 @@ class PreflightRun:
         else:
             test = self._parts.bandwidth if step == "bandwidth" else self._parts.group
             report = test(
-                step, self._members(step, before), self._roster.backend, lambda at: self._say(StageProgress(stage, at))
+                step, self._members(step, before), self._roster.backend, lambda at: self._say(StageProgress(step, at))
             )
         if report.measured is not None:
-            self._say(BandwidthLine(report.measured.rows))
+            self._say(BandwidthRows(self._where, report.measured.rows))
         self._end_stage(stage, _grade(report), report.detail or _text(report.findings))
         return report
 
@@ -266,10 +272,11 @@ class PreflightRun:
 
     def _begin(self, stage: str, step: str = "arrive") -> None:
         self._began = time.monotonic()
-        self._say(StageBegan(stage, self._deadlines.work(stage), step))
+        self._say(PreflightBegan(self._where, stage, self._deadlines.work(stage)))
+        self._say(StageProgress(step))
 
     def _end_stage(self, stage: str, grade: Grade, detail: str) -> None:
-        self._say(StageEnded(stage, grade, round(time.monotonic() - self._began, 4), detail))
+        self._say(PreflightStage(self._where, stage, round(time.monotonic() - self._began, 4), detail, grade))
 
     # -- without the others ---------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 from gpuwatch.core.preflight import BandwidthRow
 from gpuwatch.worker.preflight.bandwidth import neighbours, row_of, sizes_up_to
 from gpuwatch.worker.preflight.blame.link_speeds import slowest
-from gpuwatch.worker.preflight.stage_messages import LinkSpeed, RankMeasurements
+from gpuwatch.worker.preflight.steps import LinkSpeed, RankMeasurements
 from hypothesis import given
 from hypothesis import strategies as st
 

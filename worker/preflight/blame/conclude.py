@@ -10,11 +10,22 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from ....core.events import RankOutcome
 from ....core.preflight import PreflightFinding
 from ....core.text import ranks_text
 from ..meeting import LEADER
-from ..stage_messages import PairTried, RankAttendance, RankOutcome, RankRoster, RankStepReport, StepConclusion
-from ..steps import Mode, is_local, stage_of, stays_local, step_after
+from ..steps import (
+    Mode,
+    PairResult,
+    RankAttendance,
+    RankRoster,
+    RankStepReport,
+    StepConclusion,
+    is_local,
+    stage_of,
+    stays_local,
+    step_after,
+)
 from . import pairs as blaming
 from .consistency import compare
 from .group_blame import judge_group, rank_failed
@@ -380,15 +391,13 @@ def _search(
     return _try_pairs(now, roster, [], 1)
 
 
-def _try_pairs(now: StepConclusion, roster: RankRoster, tried: list[PairTried], number: int) -> StepConclusion:
+def _try_pairs(now: StepConclusion, roster: RankRoster, tried: list[PairResult], number: int) -> StepConclusion:
     """The next round of pairs, or the verdict when no pair is left to try."""
     nodes = roster.ranks_by_node
-    results = [blaming.PairResult(one.a, one.b, one.ok, one.detail) for one in tried]
-    pairs = blaming.next_pairs(results, list(nodes)) if number <= blaming.ROUNDS else []
+    pairs = blaming.next_pairs(tried, list(nodes)) if number <= blaming.ROUNDS else []
     if pairs:
         return replace(now, next=f"pairs {number}", pairs=pairs, tried=tried)
-    findings = blaming.blame(results, nodes, roster.hosts_by_node)
-    return _blame(now, findings)
+    return _blame(now, blaming.blame(tried, nodes, roster.hosts_by_node))
 
 
 def _of_pairs(heard: StepReports, before: StepConclusion, now: StepConclusion, roster: RankRoster) -> StepConclusion:
@@ -396,7 +405,7 @@ def _of_pairs(heard: StepReports, before: StepConclusion, now: StepConclusion, r
     for a, b in before.pairs:
         ranks = roster.ranks_of(a, b)
         judgement = judge_group("cross group", {rank: heard.reports[rank] for rank in ranks}, roster.hosts_by_rank)
-        tried.append(PairTried(a, b, not judgement.failed, judgement.detail))
+        tried.append(PairResult(a, b, not judgement.failed, judgement.detail))
         now = _blame(now, judgement.findings)
     if now.failed:
         return now
@@ -416,7 +425,7 @@ def _blame(now: StepConclusion, findings: Collection[PreflightFinding]) -> StepC
             outcomes.setdefault(rank, RankOutcome(rank, "victim", finding.stage, finding.sentence))
         if finding.subject in ("rank", "gpu", "node"):
             for rank in finding.ranks:
-                if rank not in outcomes or outcomes[rank].standing == "victim":
+                if rank not in outcomes or outcomes[rank].outcome == "victim":
                     outcomes[rank] = RankOutcome(rank, "failed", finding.stage, finding.sentence)
     return replace(now, findings=[*now.findings, *findings], outcomes=[outcomes[rank] for rank in sorted(outcomes)])
 
@@ -425,6 +434,6 @@ def _victims(now: StepConclusion, victims: Mapping[int, str], stage: str) -> Ste
     """Ranks that failed only because of others, with their reports."""
     outcomes = {outcome.rank: outcome for outcome in now.outcomes}
     for rank, detail in victims.items():
-        if rank not in outcomes or outcomes[rank].standing == "victim":
+        if rank not in outcomes or outcomes[rank].outcome == "victim":
             outcomes[rank] = RankOutcome(rank, "victim", stage, detail)
     return replace(now, outcomes=[outcomes[rank] for rank in sorted(outcomes)])

@@ -16,7 +16,7 @@ import msgspec
 
 from ....core.preflight import PreflightFinding
 from ....core.text import ranks_text
-from ..stage_messages import RankStepReport
+from ..steps import RankStepReport
 
 
 @dataclass(frozen=True)

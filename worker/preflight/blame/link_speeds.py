@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ....core.preflight import BandwidthRow, PreflightFinding
-from ..stage_messages import LinkSpeed, RankMeasurements
+from ..steps import LinkSpeed, RankMeasurements
 from .odd_ranks import hosts_among
 
 STAGE = "bandwidth"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ....core.preflight import Grade, InventoryFacts, PreflightFinding, Subject
 from ....core.text import ranks_text
-from ..stage_messages import ComputeResult
+from ..steps import ComputeResult
 
 # Ranks that differ in one value: which ranks have which value, the minority first, and the words for it.
 

@@ -13,10 +13,10 @@ ones. On the example of four nodes where 0 and 2 cannot talk:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from itertools import combinations
 
 from ....core.preflight import PreflightFinding, Subject
+from ..steps import PairResult
 
 Pair = tuple[int, int]
 
@@ -27,16 +27,6 @@ ROUNDS = 9
 
 PARTNERS = 8
 """A node is bad only if it failed with this many others, or with all others if there are fewer."""
-
-
-@dataclass(frozen=True)
-class PairResult:
-    """The result of the group test of two nodes. `detail` says what failed."""
-
-    a: int
-    b: int
-    ok: bool
-    detail: str = ""
 
 
 def next_pairs(results: Collection[PairResult], nodes: Collection[int]) -> list[Pair]:

@@ -8,8 +8,14 @@ import pytest
 from gpuwatch.core.preflight import InventoryFacts, PreflightFinding
 from gpuwatch.worker.preflight.blame import conclude as concluding
 from gpuwatch.worker.preflight.blame.conclude import PreflightLimits, StepReports, conclude, conclude_softly
-from gpuwatch.worker.preflight.stage_messages import ComputeResult, RankAttendance, RankStepReport, StepConclusion
-from gpuwatch.worker.preflight.steps import stage_of, steps_of
+from gpuwatch.worker.preflight.steps import (
+    ComputeResult,
+    RankAttendance,
+    RankStepReport,
+    StepConclusion,
+    stage_of,
+    steps_of,
+)
 
 OK = RankStepReport()
 TIMED_OUT = RankStepReport("raised", "timed out", own=False, said="all_reduce")
@@ -53,7 +59,7 @@ class Job:
 
     @property
     def standings(self) -> dict[int, str]:
-        return {outcome.rank: outcome.standing for outcome in self.end.outcomes}
+        return {outcome.rank: outcome.outcome for outcome in self.end.outcomes}
 
 
 @pytest.mark.parametrize("mode", ["quick", "full"])
