@@ -253,9 +253,9 @@ class PreflightRun:
             }
             report = alone[step]()
         else:
-            test = self._parts.bandwidth if step == "bandwidth" else self._parts.group
-            report = test(
-                step, self._members(step, before), self._roster.backend, lambda at: self._say(StageProgress(step, at))
+            members = self._members(step, before)
+            report = self._parts.in_group(
+                step, members, self._roster.backend, lambda at: self._say(StageProgress(step, at))
             )
         if report.measured is not None:
             self._say(BandwidthRows(self._where, report.measured.rows))

@@ -16,6 +16,7 @@ import threading
 import time
 from datetime import timedelta
 
+import msgspec
 import psutil
 import torch
 import torch.distributed as dist
@@ -196,7 +197,7 @@ def run_rank(request, rank, port, said):
         "peers": failure.peers if failure else None,
         "known": failure is not None,
         "next": failure.next if failure else "",
-        "value": json.loads(ending.value),
+        "value": msgspec.to_builtins(ending.value),
         "said": said,
         "seconds": ending.seconds,
     }
@@ -216,7 +217,7 @@ def quick(request, rank, port):
     reports = [
         parts.inventory(),
         parts.allocation([""] * len(request["ranks"])),
-        parts.group("node group", request["ranks"], "gloo", lambda step: None),
+        parts.in_group("node group", request["ranks"], "gloo", lambda step: None),
     ]
     parts.close()
     left = len(psutil.Process().children())
