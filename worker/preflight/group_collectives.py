@@ -278,7 +278,7 @@ def _barrier_error(group: GroupCollectives) -> str:
 
 
 def sum_error(collectives: GroupCollectives, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> str:
-    """How a sum over `ranks` (all, or those of `group`) is wrong on this rank, for either size; "" if both are right."""
+    """How a sum over `ranks` (all, or those of `group`) is wrong here, for either size; "" if both are right."""
     errors = []
     for count in SIZES:  # always both sizes: the other ranks take part in both
         total = values_of(collectives.rank, count).to(collectives.device)
