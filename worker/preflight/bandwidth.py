@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from ...core.preflight import BandwidthRow
-from .blame.link_speeds import size_text
-from .compute import DeviceTimer
+from .blame.odd_ranks import size_text
+from .device_tests import timed
 from .group_collectives import GroupCollectives, join
 from .steps import LinkSpeed, RankMeasurements
 
@@ -163,14 +163,10 @@ def _longest(group: GroupCollectives, seconds: float) -> float:
 
 
 def _timed(group: GroupCollectives, name: str, call: Callable[[], object], repeats: int) -> float:
-    """Seconds of one call, by the device's own clock if it has one.
+    """Seconds of one call. NCCL's calls return at once. gloo's calls block, with the group's timeout."""
 
-    NCCL's calls return at once. gloo's calls block, with the group's timeout.
-    """
-    timer = DeviceTimer() if group.device.type == "cuda" else None
-    began_s = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    if timer is not None:
-        return timer.seconds(group.deadline, lambda: group.too_late(name)) / repeats
-    return (time.perf_counter() - began_s) / repeats
+    def repeated() -> None:
+        for _ in range(repeats):
+            call()
+
+    return timed(group.device, repeated, group.deadline, lambda: group.too_late(name)) / repeats

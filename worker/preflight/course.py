@@ -26,6 +26,7 @@ from ...core.preflight import Grade, PreflightFinding
 from ...core.recorder.run_folder import read_meeting_key
 from ...core.settings import WorkerSettings
 from .blame.conclude import PreflightLimits, StepReports, conclude_softly, foreign_finding
+from .blame.group_blame import failure
 from .meeting import LEADER, ForeignValue, MetReports, NoConclusion, StoreLost, StoreRendezvous, connect
 from .parts import RankTests
 from .steps import (
@@ -295,29 +296,16 @@ class PreflightRun:
         me, stage = self._me, stage_of(step)
         host = self._parts.facts.host or host_name()
         where = f"{me.master_addr}:{me.master_port}"
-        return PreflightFinding(
-            stage=stage,
-            grade="fail",
-            subject="link",
-            ranks=[],
-            hosts=[host],
-            sentence=f"rank {me.rank} ({host}) lost the store at {where} in stage {stage}: {lost}",
-            next=f"Look at the network between {host} and {me.master_addr}, and whether the job still runs there.",
-            victims=[me.rank],
-        )
+        sentence = f"rank {me.rank} ({host}) lost the store at {where} in stage {stage}: {lost}"
+        next_ = f"Look at the network between {host} and {me.master_addr}, and whether the job still runs there."
+        return failure(stage, "link", [], [host], sentence, next_, victims=[me.rank])
 
     def _no_conclusion(self, step: str) -> PreflightFinding:
         stage = stage_of(step)
-        return PreflightFinding(
-            stage=stage,
-            grade="fail",
-            subject="rank",
-            ranks=[LEADER],
-            hosts=self._roster.hosts[:1] if self._roster else [],
-            sentence=f"rank {LEADER} gave no conclusion in stage {stage}",
-            next=f"Look at the host of rank {LEADER}: what ended or stopped its processes?",
-            victims=[self._me.rank],
-        )
+        hosts = self._roster.hosts[:1] if self._roster else []
+        sentence = f"rank {LEADER} gave no conclusion in stage {stage}"
+        next_ = f"Look at the host of rank {LEADER}: what ended or stopped its processes?"
+        return failure(stage, "rank", [LEADER], hosts, sentence, next_, victims=[self._me.rank])
 
 
 def _grade(report: RankStepReport) -> Grade:

@@ -21,10 +21,9 @@ from ...core.identity import RankIdentity, is_peer_failure
 from ...core.preflight import Grade, InventoryFacts, PreflightFinding
 from ...core.settings import WorkerSettings
 from ...core.text import parse_amount
-from .allocation import AllocationResult, allocate
 from .bandwidth import measure
 from .blame.known_errors import explain
-from .compute import compute
+from .device_tests import AllocationResult, allocate, compute
 from .group_collectives import check_group
 from .health import HealthResult, check_health, cuda_load
 from .inventory import gather, gather_device

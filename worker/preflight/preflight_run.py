@@ -178,14 +178,8 @@ def _tell_others(session: WorkerSession, identity: RankIdentity, fell: Coordinat
 def _unheard(identity: RankIdentity, stage: str, detail: str) -> PreflightEnd:
     """The conclusion of a rank that cannot inform the others: they only find that it is missing."""
     host = host_name()
-    finding = PreflightFinding(
-        stage=stage,
-        grade="fail",
-        subject="rank",
-        ranks=[identity.rank],
-        hosts=[host],
-        sentence=f"rank {identity.rank} ({host}) {detail}; it could not tell the others",
-    )
+    sentence = f"rank {identity.rank} ({host}) {detail}; it could not tell the others"
+    finding = PreflightFinding(stage, "fail", "rank", [identity.rank], [host], sentence)
     return PreflightEnd([finding], [RankOutcome(identity.rank, "failed", stage, detail)])
 
 

@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.preflight.allocation import allocate
 from gpuwatch.worker.preflight.bandwidth import measure
-from gpuwatch.worker.preflight.compute import compute
+from gpuwatch.worker.preflight.device_tests import allocate, compute
 from gpuwatch.worker.preflight.group_collectives import check_group
 from gpuwatch.worker.preflight.parts import RankTests
 from gpuwatch.worker.preflight.rank_child import RankChild

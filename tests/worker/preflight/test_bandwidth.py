@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gpuwatch.core.preflight import BandwidthRow
 from gpuwatch.worker.preflight.bandwidth import neighbours, row_of, sizes_up_to
-from gpuwatch.worker.preflight.blame.link_speeds import slowest
+from gpuwatch.worker.preflight.blame.odd_ranks import slowest
 from gpuwatch.worker.preflight.steps import LinkSpeed, RankMeasurements
 from hypothesis import given
 from hypothesis import strategies as st

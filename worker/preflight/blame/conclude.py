@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ....core.events import RankOutcome
-from ....core.preflight import PreflightFinding
+from ....core.preflight import PreflightFinding, Subject
 from ....core.text import ranks_text
 from ..meeting import LEADER
 from ..steps import (
@@ -28,9 +28,8 @@ from ..steps import (
 )
 from . import pairs as blaming
 from .consistency import compare
-from .group_blame import judge_group, rank_failed
-from .link_speeds import below, slow_links, slowest
-from .odd_ranks import odd_digests, slow_devices
+from .group_blame import failure, judge_group, rank_failed
+from .odd_ranks import below, odd_digests, slow_devices, slow_links, slowest
 
 # Who has arrived, and who is missing: "ranks 9-15 (node gpu-017) did not arrive within 60 s". Pure.
 
@@ -86,20 +85,14 @@ def missing_findings(
         host = hosts.get(node, "") if node is not None else ""
         place = f" (node {host})" if host else f" (node number {node})" if node is not None else ""
         whole = node is not None and not any(one.node == node for one in present.values())
+        sentence = f"{ranks_text(ranks)}{place} did not arrive within {timeout_s:.0f} s"
+        next_ = (
+            f"Look at {host or 'the node of these ranks'}: is it up, does torchrun run there, does it reach the "
+            "others? If the ranks only start late, give them longer with --preflight-timeout SECONDS."
+        )
+        subject: Subject = "node" if whole else "rank"
         findings.append(
-            PreflightFinding(
-                stage="arrive",
-                grade="fail",
-                subject="node" if whole else "rank",
-                ranks=ranks,
-                hosts=[host] if host else [],
-                sentence=f"{ranks_text(ranks)}{place} did not arrive within {timeout_s:.0f} s",
-                next=(
-                    f"Look at {host or 'the node of these ranks'}: is it up, does torchrun run there, does it reach "
-                    "the others? If the ranks only start late, give them longer with --preflight-timeout SECONDS."
-                ),
-                victims=sorted(present),
-            )
+            failure("arrive", subject, ranks, [host] if host else [], sentence, next_, victims=sorted(present))
         )
     return findings
 
@@ -212,20 +205,14 @@ def _silent(heard: StepReports, now: StepConclusion, roster: RankRoster | None) 
     if not heard.silent or roster is None:
         return now
     stage = stage_of(heard.step)
-    findings = [
-        PreflightFinding(
-            stage=stage,
-            grade="fail",
-            subject="node" if roster.ranks_of(node) == ranks and len(roster.ranks_by_node) > 1 else "rank",
-            ranks=ranks,
-            hosts=[roster.hosts[ranks[0]]],
-            sentence=f"{ranks_text(ranks)} ({roster.hosts[ranks[0]]}) gave no more word in stage {stage}",
-            next=f"Look at {roster.hosts[ranks[0]]}: is it up, and what ended the ranks there?",
-            victims=sorted(heard.reports),
-        )
-        for node in roster.ranks_by_node
-        if (ranks := [rank for rank in heard.silent if roster.nodes[rank] == node])
-    ]
+    findings, silent = [], set(heard.silent)
+    for node, of_node in roster.ranks_by_node.items():
+        ranks, host = [rank for rank in of_node if rank in silent], roster.hosts_by_node[node]
+        if ranks:
+            subject: Subject = "node" if ranks == of_node and len(roster.ranks_by_node) > 1 else "rank"
+            sentence = f"{ranks_text(ranks)} ({host}) gave no more word in stage {stage}"
+            next_ = f"Look at {host}: is it up, and what ended the ranks there?"
+            findings.append(failure(stage, subject, ranks, [host], sentence, next_, victims=sorted(heard.reports)))
     waited = f"waited for {ranks_text(heard.silent)}"
     return _victims(_blame(now, findings), dict.fromkeys(heard.reports, waited), stage)
 
@@ -263,16 +250,10 @@ def _faults(
 ) -> StepConclusion:
     """The preflight ends here: the test itself is broken, so the failures of other ranks mean nothing."""
     first = min(faults)
-    finding = PreflightFinding(
-        stage=stage_of(heard.step),
-        grade="unknown",
-        subject="job",
-        ranks=sorted(faults),
-        hosts=sorted({roster.hosts[rank] for rank in faults}) if roster else [],
-        sentence=f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {faults[first]}",
-        next=_REPORT_IT,
-    )
-    return _blame(now, [finding])
+    hosts = sorted({roster.hosts[rank] for rank in faults}) if roster else []
+    sentence = f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {faults[first]}"
+    stage = stage_of(heard.step)
+    return _blame(now, [PreflightFinding(stage, "unknown", "job", sorted(faults), hosts, sentence, _REPORT_IT)])
 
 
 def foreign_finding(step: str, sentence: str) -> PreflightFinding:
@@ -354,18 +335,9 @@ def _inside_nodes(stage: str, heard: StepReports, now: StepConclusion, roster: R
 
 def _of_node(stage: str, node: int, ranks: list[int], roster: RankRoster, detail: str) -> PreflightFinding:
     host = roster.hosts_by_node[node]
-    return PreflightFinding(
-        stage=stage,
-        grade="fail",
-        subject="node",
-        ranks=[],
-        hosts=[host],
-        sentence=(
-            f"{ranks_text(ranks)} inside node {host} do not work together, at whose fault is not known: {detail}"
-        ),
-        next=f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log.",
-        victims=ranks,
-    )
+    sentence = f"{ranks_text(ranks)} inside node {host} do not work together, at whose fault is not known: {detail}"
+    next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
+    return failure(stage, "node", [], [host], sentence, next_, victims=ranks)
 
 
 def _search(
@@ -374,17 +346,10 @@ def _search(
     """The group failed, and the ranks' reports blame nobody."""
     if heard.step == "bandwidth" or len(roster.ranks_by_node) == 1:
         where = f"inside node {roster.hosts[0]}" if len(roster.ranks_by_node) == 1 else "over all ranks"
-        finding = PreflightFinding(
-            stage=stage_of(heard.step),
-            grade="fail",
-            subject="job",
-            ranks=[],
-            hosts=[],
-            sentence=f"the process group {where} failed, at which rank is not known: {detail}",
-            next="Run `gpuwatch check --nccl-debug` and read the log.",
-            victims=sorted(heard.reports),
-        )
-        return _blame(now, [finding])
+        sentence = f"the process group {where} failed, at which rank is not known: {detail}"
+        next_ = "Run `gpuwatch check --nccl-debug` and read the log."
+        stage, victims = stage_of(heard.step), sorted(heard.reports)
+        return _blame(now, [failure(stage, "job", [], [], sentence, next_, victims=victims)])
     now = replace(now, broken=detail)
     if terms.mode == "quick":
         return replace(now, next="inside")

@@ -17,6 +17,7 @@ from itertools import combinations
 
 from ....core.preflight import PreflightFinding, Subject
 from ..steps import PairResult
+from .group_blame import failure
 
 Pair = tuple[int, int]
 
@@ -194,16 +195,10 @@ class _PairSentences:
         self, subject: Subject, nodes: list[int], sentence: str, next_: str, others_at_fault: Collection[int] = ()
     ) -> PreflightFinding:
         guilty = [*nodes, *others_at_fault]
-        return PreflightFinding(
-            stage=STAGE,
-            grade="fail",
-            subject=subject,
-            ranks=[rank for node in nodes for rank in self._ranks[node]],
-            hosts=[self._hosts[node] for node in nodes],
-            sentence=sentence,
-            next=next_,
-            victims=sorted(rank for node, ranks in self._ranks.items() if node not in guilty for rank in ranks),
-        )
+        ranks = [rank for node in nodes for rank in self._ranks[node]]
+        hosts = [self._hosts[node] for node in nodes]
+        victims = sorted(rank for node, members in self._ranks.items() if node not in guilty for rank in members)
+        return failure(STAGE, subject, ranks, hosts, sentence, next_, victims=victims)
 
     def _look_between(self, pair: Pair) -> str:
         return f"Look at the route, firewall and cables between {self._name(pair[0])} and {self._name(pair[1])}."

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-MODULE = "gpuwatch.worker.preflight.allocation"
+MODULE = "gpuwatch.worker.preflight.device_tests"
 
 
 class Gated(importlib.machinery.PathFinder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuwatch.core.preflight import BandwidthRow
-from gpuwatch.worker.preflight.blame.link_speeds import below, slow_links, slowest
+from gpuwatch.worker.preflight.blame.odd_ranks import below, slow_links, slowest
 from gpuwatch.worker.preflight.steps import LinkSpeed, RankMeasurements
 
 HOSTS = {0: "a", 1: "b", 2: "c", 3: "d"}
