@@ -6,10 +6,70 @@ A hung driver can keep this process from being killed. So its parent waits for i
 from __future__ import annotations
 
 import argparse
+import os
+import queue
 import sys
+import threading
+import time
+from typing import Any
 
-from .lines import NvmlAnswer, NvmlFinished, NvmlQuestion, NvmlTrouble
-from .nvml_child import say, start
+import msgspec
+
+from .nvml_child import (
+    AskCounters,
+    AskSamples,
+    CountersLine,
+    Line,
+    NvmlAnswer,
+    NvmlFinished,
+    NvmlQuestion,
+    NvmlStarted,
+    NvmlTrouble,
+    XidLine,
+    XidWatch,
+)
+
+_TODO = {
+    "old": "Update the NVIDIA driver, or install the nvidia-ml-py of its time.",
+    "absent": "It comes with the NVIDIA driver; in a container, start it with the `utility` driver capability.",
+    "permission": "Ask whoever looks after the node for access to /dev/nvidiactl.",
+    "driver": "Load the NVIDIA driver, or look at the kernel log for why it is not (dmesg).",
+    "mismatch": "Reboot the node, or reload the driver: its library is of another version than its kernel module.",
+}
+
+_lock = threading.Lock()
+
+
+def say(line: Line) -> None:
+    """Print one line for the parent process."""
+    with _lock:
+        sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def start() -> NvmlStarted | NvmlTrouble:
+    """Load and initialise NVML."""
+    try:
+        import pynvml
+
+        from .nvml import NotKnown, ask, text
+    except ImportError as error:
+        return NvmlTrouble(f"nvidia-ml-py cannot be imported: {error}", "Install it: pip install nvidia-ml-py.")
+    try:
+        ask("nvmlInit")
+    except NotKnown as error:
+        what, todo = {
+            pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: ("NVML is not on this host (libnvidia-ml.so.1)", _TODO["absent"]),
+            pynvml.NVML_ERROR_NO_PERMISSION: ("NVML may not be used here (permission denied)", _TODO["permission"]),
+            pynvml.NVML_ERROR_DRIVER_NOT_LOADED: ("the NVIDIA driver is not loaded", _TODO["driver"]),
+            pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+                "NVML is of another version than the driver",
+                _TODO["mismatch"],
+            ),
+            pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (f"NVML is too old: {error}", _TODO["old"]),
+        }.get(error.code or 0, (f"NVML cannot be initialised: {error}", ""))
+        return NvmlTrouble(what, todo)
+    return NvmlStarted(text("nvmlSystemGetDriverVersion"), text("nvmlSystemGetNVMLVersion"))
 
 
 def read(devices: list[str], loaded: bool) -> None:
@@ -44,6 +104,107 @@ def read(devices: list[str], loaded: bool) -> None:
     say(NvmlFinished())
 
 
+# The watching child. It registers for XIDs before the training, prints each, and reads counters when asked on stdin.
+#
+# NVML has no history of XIDs. It is only called in threads: one waits for events, one reads counters, one samples. The
+# main thread reads stdin, so that its end ends this process even when the driver hangs.
+
+_WAIT_MS = 1000
+_NO_INSTANCE = 0xFFFFFFFF
+_XID_EVENT = 8
+"""nvmlEventTypeXidCriticalError"""
+
+
+def watch() -> None:
+    """Until stdin is closed."""
+    questions: queue.SimpleQueue[AskCounters] = queue.SimpleQueue()
+    samples: queue.SimpleQueue[AskSamples] = queue.SimpleQueue()
+    threading.Thread(target=_begin, args=(questions, samples), daemon=True).start()
+    decoder: msgspec.json.Decoder[AskCounters | AskSamples] = msgspec.json.Decoder(AskCounters | AskSamples)
+    for line in sys.stdin.buffer:
+        question = decoder.decode(line)
+        if isinstance(question, AskSamples):
+            samples.put(question)
+        else:
+            questions.put(question)
+    os._exit(0)  # the threads may be in a driver that never returns
+
+
+def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue[AskSamples]) -> None:
+    begun = start()
+    if isinstance(begun, NvmlTrouble):
+        say(begun)
+        return
+    from .nvml import NotKnown, ask, handles, text, uuid_of
+
+    try:
+        found, unwatched = handles()
+        devices = {uuid_of(handle): handle for handle in found}
+        events = ask("nvmlEventSetCreate")
+    except NotKnown as error:
+        say(NvmlTrouble(f"NVML does not let events be watched: {error}"))
+        return
+    for uuid, handle in devices.items():
+        try:
+            ask("nvmlDeviceRegisterEvents", handle, _XID_EVENT, events)
+        except NotKnown as error:
+            unwatched[uuid] = str(error)
+    names = {uuid: text("nvmlDeviceGetName", handle) for uuid, handle in devices.items()}
+    say(XidWatch(begun.driver, names, unwatched))
+    if devices.keys() - unwatched.keys():
+        threading.Thread(target=_tell_xids, args=(events, devices), daemon=True).start()
+    threading.Thread(target=_tell_samples, args=(samples, devices), daemon=True).start()
+    while True:
+        _tell_counters(questions.get().moment, devices)
+
+
+def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
+    from .nvml import NotKnown, address_of, ask
+
+    by_address = {address_of(handle): uuid for uuid, handle in devices.items()}
+    while True:
+        try:
+            event = ask("nvmlEventSetWait", events, _WAIT_MS)
+        except NotKnown as error:
+            if error.is_timeout:
+                continue
+            if not error.gpu_is_lost:
+                say(NvmlTrouble(f"NVML does not wait for events any more: {error}"))
+                return
+            time.sleep(_WAIT_MS / 1000)  # one of them is lost; the others are still watched
+            continue
+        if event.eventType == _XID_EVENT:
+            mig = ""
+            if event.gpuInstanceId != _NO_INSTANCE:
+                mig = f"{event.gpuInstanceId}/{event.computeInstanceId}"
+            uuid = by_address.get(address_of(event.device), "")
+            say(XidLine(uuid, int(event.eventData), time.time_ns(), mig))
+
+
+def _tell_samples(samples: queue.SimpleQueue[AskSamples], devices: dict[str, Any]) -> None:
+    from .questions import GpuSampler
+
+    samplers = {uuid: GpuSampler(uuid, handle) for uuid, handle in devices.items()}
+    while True:
+        samples.get()
+        for left, sampler in zip(range(len(samplers))[::-1], samplers.values(), strict=True):
+            say(sampler.sample(time.monotonic(), last=not left))
+
+
+def _tell_counters(moment: str, devices: dict[str, Any]) -> None:
+    from .nvml import mig_devices
+    from .questions import read_counters
+
+    left = len(devices)
+    for uuid, handle in devices.items():
+        left -= 1
+        asked = read_counters(handle)
+        line = CountersLine(
+            uuid, moment, time.time_ns(), asked.values, asked.unknown, mig_devices(handle), last=not left
+        )
+        say(line)
+
+
 def main() -> int:
     """Entry."""
     parser = argparse.ArgumentParser()
@@ -54,8 +215,6 @@ def main() -> int:
     parser.add_argument("--watch", action="store_true", help="tell XIDs as they come, and counters when asked on stdin")
     options = parser.parse_args()
     if options.watch:
-        from .nvml_child import watch
-
         watch()
     else:
         read(options.device, options.loaded)

@@ -5,6 +5,7 @@ Questions are asked by name: where an older nvidia-ml-py lacks one, only that fa
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,8 @@ from typing import Any
 import psutil
 import pynvml
 
-from .counters import is_of_this_job
-from .lines import GpuProcess, NvmlAnswer, SampleLine
-from .nvml import NotKnown, ask, constant, field_value, mig_devices, text, uuid_of, whole_gpu
+from .nvml import NotKnown, ask, constant, field_value, text, uuid_of, whole_gpu
+from .nvml_child import GpuProcess, NvmlAnswer, SampleLine
 
 _LOADED_SAMPLES = 10
 _LOADED_STEP_S = 0.05
@@ -68,6 +68,11 @@ class GroupAnswers:
         except (AttributeError, IndexError, TypeError, ValueError) as error:  # an nvidia-ml-py of another shape
             self._unknown(names, f"{type(error).__name__}: {error}")
 
+    def read(self, name: str, call: Callable[..., Any], *arguments: Any) -> None:
+        """One fact that comes from a call of its own."""
+        with self.facts(name):
+            self.values[name] = call(*arguments)
+
     def _unknown(self, names: tuple[str, ...], why: str) -> None:
         self.unknown.update({name: why for name in names if name not in self.values})
 
@@ -77,54 +82,44 @@ Group = Callable[[Any, Any, GroupAnswers], None]
 
 
 def _recovery(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    with asked.facts("recovery_action"):
-        asked.values["recovery_action"] = field_value(whole, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")
+    asked.read("recovery_action", field_value, whole, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")
 
 
 def _ecc(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    with asked.facts("ecc_enabled"):
-        asked.values["ecc_enabled"] = ask("nvmlDeviceGetEccMode", whole)[0]
+    asked.read("ecc_enabled", lambda: ask("nvmlDeviceGetEccMode", whole)[0])
     for kind, error_type in (("corrected", 0), ("uncorrected", 1)):
         for life, counter_type in (("volatile", 0), ("aggregate", 1)):
-            name = f"ecc_{kind}_{life}"
-            with asked.facts(name):
-                asked.values[name] = ask("nvmlDeviceGetTotalEccErrors", whole, error_type, counter_type)
-    with asked.facts("sram_threshold_exceeded"):
-        version = constant("nvmlEccSramErrorStatus_v1")
-        status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
-        status.version = version
-        ask("nvmlDeviceGetSramEccErrorStatus", whole, pynvml.byref(status))
-        asked.values["sram_threshold_exceeded"] = int(bool(status.bThresholdExceeded))
+            asked.read(f"ecc_{kind}_{life}", ask, "nvmlDeviceGetTotalEccErrors", whole, error_type, counter_type)
+    asked.read("sram_threshold_exceeded", _sram_threshold_exceeded, whole)
+
+
+def _sram_threshold_exceeded(whole: Any) -> int:
+    version = constant("nvmlEccSramErrorStatus_v1")
+    status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
+    status.version = version
+    ask("nvmlDeviceGetSramEccErrorStatus", whole, pynvml.byref(status))
+    return int(bool(status.bThresholdExceeded))
 
 
 def _memory_repairs(device: Any, whole: Any, asked: GroupAnswers) -> None:
     names = ("remap_corrected", "remap_uncorrected", "remap_pending", "remap_failed")
     with asked.facts(*names):
         asked.values.update(zip(names, map(int, ask("nvmlDeviceGetRemappedRows", whole)), strict=True))
-    for name, cause in (("retired_pages_corrected", 0), ("retired_pages_uncorrected", 1)):
-        with asked.facts(name):
-            asked.values[name] = len(ask("nvmlDeviceGetRetiredPages", whole, cause))
-    with asked.facts("retired_pages_pending"):
-        asked.values["retired_pages_pending"] = ask("nvmlDeviceGetRetiredPagesPendingStatus", whole)
+    asked.read("retired_pages_corrected", lambda: len(ask("nvmlDeviceGetRetiredPages", whole, 0)))
+    asked.read("retired_pages_uncorrected", lambda: len(ask("nvmlDeviceGetRetiredPages", whole, 1)))
+    asked.read("retired_pages_pending", ask, "nvmlDeviceGetRetiredPagesPendingStatus", whole)
 
 
 def _temperature(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    with asked.facts("temperature"):
-        asked.values["temperature"] = ask("nvmlDeviceGetTemperature", whole, pynvml.NVML_TEMPERATURE_GPU)
-    with asked.facts("temperature_slowdown"):
-        asked.values["temperature_slowdown"] = ask(
-            "nvmlDeviceGetTemperatureThreshold", whole, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-        )
+    asked.read("temperature", ask, "nvmlDeviceGetTemperature", whole, pynvml.NVML_TEMPERATURE_GPU)
+    limit = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+    asked.read("temperature_slowdown", ask, "nvmlDeviceGetTemperatureThreshold", whole, limit)
 
 
 def _pcie(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    for name, function in (
-        ("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration"),
-        ("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth"),
-        ("pcie_replays", "nvmlDeviceGetPcieReplayCounter"),
-    ):
-        with asked.facts(name):
-            asked.values[name] = ask(function, whole)
+    asked.read("pcie_generation_max", ask, "nvmlDeviceGetMaxPcieLinkGeneration", whole)
+    asked.read("pcie_width_max", ask, "nvmlDeviceGetMaxPcieLinkWidth", whole)
+    asked.read("pcie_replays", ask, "nvmlDeviceGetPcieReplayCounter", whole)
 
 
 def _nvlink(device: Any, whole: Any, asked: GroupAnswers) -> None:
@@ -226,8 +221,29 @@ def _modes(device: Any, whole: Any, asked: GroupAnswers) -> None:
             mig_enabled_but_unused=int(bool(current) and whole_is_used),
             mig_change_pending=int(current != pending),
         )
-    with asked.facts("compute_mode"):
-        asked.values["compute_mode"] = ask("nvmlDeviceGetComputeMode", whole)
+    asked.read("compute_mode", ask, "nvmlDeviceGetComputeMode", whole)
+
+
+_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+"""torchrun sets them for every rank, and a rank's child processes inherit them."""
+
+
+def is_of_this_job(pid: int) -> bool:
+    """Whether a process has this process's torchrun variables, is its ancestor, or is its child.
+
+    Another user's process does not show its variables, and is not of this job. Raises psutil.NoSuchProcess.
+    """
+    process = psutil.Process(pid)
+    if pid == os.getpid():
+        return True
+    try:
+        theirs = process.environ()
+    except psutil.AccessDenied:
+        return False
+    mine = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    if mine:
+        return all(theirs.get(name) == value for name, value in mine.items())
+    return any(ancestor.pid == pid for ancestor in psutil.Process().parents())
 
 
 def _processes(device: Any, whole: Any, asked: GroupAnswers) -> None:
@@ -329,11 +345,6 @@ def read_counters(whole: Any) -> GroupAnswers:
     return asked
 
 
-def migs_of(whole: Any) -> list[str]:
-    """UUIDs of the MIG devices on a GPU."""
-    return mig_devices(whole)
-
-
 # How one GPU does at a moment: a few cheap questions to NVML, asked every few seconds. A child process asks them.
 #
 # Telemetry shows these figures and judges no GPU by them (grade.py does that). A question that this GPU, driver or
@@ -348,79 +359,35 @@ _MOST_S = 60.0
 Question = Callable[[Any], dict[str, float]]
 
 
-def _use(gpu: Any) -> dict[str, float]:
-    return {"gpu_use": ask("nvmlDeviceGetUtilizationRates", gpu).gpu / 100}
-
-
 def _memory(gpu: Any) -> dict[str, float]:
     memory = ask("nvmlDeviceGetMemoryInfo", gpu)
     return {"gpu_memory_used": memory.used, "gpu_memory_total": memory.total}
 
 
-def _clock(gpu: Any) -> dict[str, float]:
-    return {"sm_clock": ask("nvmlDeviceGetClockInfo", gpu, _SM_CLOCK)}
-
-
-def _highest_clock(gpu: Any) -> dict[str, float]:
-    return {"sm_clock_max": ask("nvmlDeviceGetMaxClockInfo", gpu, _SM_CLOCK)}
-
-
-def _power(gpu: Any) -> dict[str, float]:
-    return {"power": ask("nvmlDeviceGetPowerUsage", gpu) / 1000}
-
-
-def _temperature_sample(gpu: Any) -> dict[str, float]:
-    return {"temperature": ask("nvmlDeviceGetTemperature", gpu, 0)}
-
-
-def _corrected(gpu: Any) -> dict[str, float]:
-    return {"ecc_corrected": ask("nvmlDeviceGetTotalEccErrors", gpu, 0, 0)}
-
-
-def _uncorrected(gpu: Any) -> dict[str, float]:
-    return {"ecc_uncorrected": ask("nvmlDeviceGetTotalEccErrors", gpu, 1, 0)}
-
-
-def _replays(gpu: Any) -> dict[str, float]:
-    return {"pcie_replays": ask("nvmlDeviceGetPcieReplayCounter", gpu)}
-
-
-def _link(gpu: Any) -> dict[str, float]:
-    return {
+_QUESTIONS: tuple[Question, ...] = (
+    lambda gpu: {"gpu_use": ask("nvmlDeviceGetUtilizationRates", gpu).gpu / 100},
+    _memory,
+    lambda gpu: {"sm_clock": ask("nvmlDeviceGetClockInfo", gpu, _SM_CLOCK)},
+    lambda gpu: {"sm_clock_max": ask("nvmlDeviceGetMaxClockInfo", gpu, _SM_CLOCK)},
+    lambda gpu: {"power": ask("nvmlDeviceGetPowerUsage", gpu) / 1000},
+    lambda gpu: {"temperature": ask("nvmlDeviceGetTemperature", gpu, 0)},
+    lambda gpu: {"ecc_corrected": ask("nvmlDeviceGetTotalEccErrors", gpu, 0, 0)},
+    lambda gpu: {"ecc_uncorrected": ask("nvmlDeviceGetTotalEccErrors", gpu, 1, 0)},
+    lambda gpu: {"pcie_replays": ask("nvmlDeviceGetPcieReplayCounter", gpu)},
+    lambda gpu: {
         "pcie_generation": ask("nvmlDeviceGetCurrPcieLinkGeneration", gpu),
         "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth", gpu),
-    }
-
-
-def _pcie_sample(gpu: Any) -> dict[str, float]:
-    """nvmlDeviceGetPcieThroughput would wait for 20 ms; these count, on newer GPUs."""
-    return {
+    },
+    # nvmlDeviceGetPcieThroughput would wait for 20 ms; these count, on newer GPUs
+    lambda gpu: {
         "pcie_received": field_value(gpu, "NVML_FI_DEV_PCIE_COUNT_RX_BYTES"),
         "pcie_sent": field_value(gpu, "NVML_FI_DEV_PCIE_COUNT_TX_BYTES"),
-    }
-
-
-def _nvlink_sample(gpu: Any) -> dict[str, float]:
-    """In KiB, of all links together."""
-    return {
+    },
+    # in KiB, of all links together
+    lambda gpu: {
         "nvlink_received": 1024 * field_value(gpu, "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", _ALL_LINKS),
         "nvlink_sent": 1024 * field_value(gpu, "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", _ALL_LINKS),
-    }
-
-
-_QUESTIONS: tuple[Question, ...] = (
-    _use,
-    _memory,
-    _clock,
-    _highest_clock,
-    _power,
-    _temperature_sample,
-    _corrected,
-    _uncorrected,
-    _replays,
-    _link,
-    _pcie_sample,
-    _nvlink_sample,
+    },
 )
 
 

@@ -16,7 +16,8 @@ import time
 import msgspec
 
 from ...core.events import GpuCounters, GpuHealth, GpuXid
-from ...core.gpu.lines import (
+from ...core.gpu.counters import meaning_of
+from ...core.gpu.nvml_child import (
     AskCounters,
     AskSamples,
     CountersLine,
@@ -25,10 +26,9 @@ from ...core.gpu.lines import (
     SampleLine,
     XidLine,
     XidWatch,
+    command,
     parse,
 )
-from ...core.gpu.nvml_child import command
-from ...core.gpu.xids import meaning_of
 
 BEGIN_S = 30.0
 """How long NVML may take to start: on a big node without the persistence daemon it is many seconds."""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...core.gpu.limits import LOADED_FACTS, STAGE, grade_answer, load_thresholds
-from ...core.gpu.lines import GpuReading, NvmlAnswer
-from ...core.gpu.nvml_child import ask_nvml
+from ...core.gpu.health_grades import STAGE, grade_answer, load_thresholds
+from ...core.gpu.limits import LOADED_FACTS
+from ...core.gpu.nvml_child import GpuReading, NvmlAnswer, ask_nvml
 from ...core.preflight import PreflightFinding
 
 _LOAD_SIZE = 4096

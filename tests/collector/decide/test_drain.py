@@ -10,7 +10,7 @@ from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.decide.node_advice import advice
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import GpuCounters, GpuXid, NodeSignal, RankInventoryEvent
-from gpuwatch.core.gpu.xids import XIDS
+from gpuwatch.core.gpu.counters import XIDS
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.wire.messages import EventMessage, NodeBye, SchedulerJob
 from gpuwatch.launcher.schedulers.job import SchedulerFacts

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS, grade, grade_answer, judge
+from gpuwatch.core.gpu.health_grades import grade, grade_answer, judge
+from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS
 from gpuwatch.core.gpu.nvml_child import ask_nvml
 
 DEADLINE_S = 300.0
