@@ -15,17 +15,18 @@ from typing import Any
 
 import msgspec
 
+from ..events import GpuCounters, GpuXid
+from .counters import meaning_of
 from .nvml_child import (
     AskCounters,
     AskSamples,
-    CountersLine,
+    CountersRead,
     Line,
     NvmlAnswer,
     NvmlFinished,
     NvmlQuestion,
     NvmlStarted,
     NvmlTrouble,
-    XidLine,
     XidWatch,
 )
 
@@ -178,7 +179,9 @@ def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
             if event.gpuInstanceId != _NO_INSTANCE:
                 mig = f"{event.gpuInstanceId}/{event.computeInstanceId}"
             uuid = by_address.get(address_of(event.device), "")
-            say(XidLine(uuid, int(event.eventData), time.time_ns(), mig))
+            number = int(event.eventData)
+            means = meaning_of(number)
+            say(GpuXid(uuid, number, time.time_ns(), means.meaning, means.next, means.grade, mig))
 
 
 def _tell_samples(samples: queue.SimpleQueue[AskSamples], devices: dict[str, Any]) -> None:
@@ -195,14 +198,10 @@ def _tell_counters(moment: str, devices: dict[str, Any]) -> None:
     from .nvml import mig_devices
     from .questions import read_counters
 
-    left = len(devices)
     for uuid, handle in devices.items():
-        left -= 1
         asked = read_counters(handle)
-        line = CountersLine(
-            uuid, moment, time.time_ns(), asked.values, asked.unknown, mig_devices(handle), last=not left
-        )
-        say(line)
+        say(GpuCounters(uuid, moment, asked.values, asked.unknown, time.time_ns(), mig_devices(handle)))
+    say(CountersRead(moment))
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ..events import GpuCounters, GpuXid
 from ..own_imports import own_command
 
 NO_ANSWER_YET = "not asked"
@@ -79,25 +80,10 @@ class XidWatch(msgspec.Struct, frozen=True, tag="watching"):
     unwatched: dict[str, str] = {}
 
 
-class XidLine(msgspec.Struct, frozen=True, tag="xid"):
-    """An XID has come."""
+class CountersRead(msgspec.Struct, frozen=True, tag="counters_read"):
+    """The counters of all GPUs have been read that were asked for at `moment`."""
 
-    device: str
-    number: int
-    time_ns: int
-    mig: str = ""
-
-
-class CountersLine(msgspec.Struct, frozen=True, tag="counters"):
-    """The counters of one GPU, asked for at `moment`; `last` is the last GPU of that answer."""
-
-    device: str
     moment: str
-    time_ns: int
-    counters: dict[str, int] = {}
-    unknown: dict[str, str] = {}
-    mig: list[str] = []
-    last: bool = False
 
 
 class AskCounters(msgspec.Struct, frozen=True, tag="ask"):
@@ -128,8 +114,9 @@ Line = (
     | NvmlAnswer
     | NvmlFinished
     | XidWatch
-    | XidLine
-    | CountersLine
+    | GpuXid
+    | GpuCounters
+    | CountersRead
     | SampleLine
 )
 
