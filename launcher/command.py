@@ -17,7 +17,7 @@ from ..core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
 from ..core.verdicts import VerdictKind
 from ..core.wire.keys import SECRET_VARIABLE
 from .say import say
-from .schedulers.job import SchedulerFacts
+from .scheduler_job import SchedulerFacts
 from .tasks import HostTasks, TaskCommand
 
 _NOT_EXECUTABLE = 126

@@ -13,8 +13,8 @@ from gpuwatch.core.events import GpuCounters, GpuXid, NodeSignal, RankInventoryE
 from gpuwatch.core.gpu.counters import XIDS
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.wire.messages import EventMessage, NodeBye, SchedulerJob
-from gpuwatch.launcher.schedulers.job import SchedulerFacts
-from gpuwatch.launcher.schedulers.slurm_variables import SLURM
+from gpuwatch.launcher.scheduler_job import SchedulerFacts
+from gpuwatch.launcher.slurm_variables import SLURM
 
 NODES = ["gpu-1", "gpu-2", "gpu-3"]
 

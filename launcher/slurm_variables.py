@@ -12,9 +12,9 @@ import subprocess
 import time
 from collections.abc import Mapping
 
-from ...core.errors import UsageError
-from ..option_types import is_number
-from .job import BatchScheduler, EndReason, JobVariable, SchedulerFacts, nodes, read_facts, whole
+from ..core.errors import UsageError
+from .option_types import is_number
+from .scheduler_job import BatchScheduler, EndReason, JobVariable, SchedulerFacts, nodes, read_facts, whole
 
 # SLURM's short form of host names, written out: without `scontrol`, which a container rarely has.
 

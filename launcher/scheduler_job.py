@@ -1,6 +1,6 @@
 """What a launch may know of the job that it is part of, and what it must be told of a scheduler to find that out.
 
-A scheduler is one file, such as slurm.py. What is in its `BatchScheduler` is all that the rest of gpuwatch knows of it.
+A scheduler is one file, such as slurm_variables.py. The rest of gpuwatch knows only what is in its `BatchScheduler`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.errors import UsageError
-from ...core.wire.messages import SchedulerJob
-from ..option_types import is_number, parse_nnodes
+from ..core.errors import UsageError
+from ..core.wire.messages import SchedulerJob
+from .option_types import is_number, parse_nnodes
 
 
 @dataclass(frozen=True)
