@@ -11,7 +11,6 @@ known, and so are the answers before it.
 
 from __future__ import annotations
 
-import selectors
 import subprocess
 import time
 from collections.abc import Iterable
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..events import GpuCounters, GpuXid
+from ..host import lines_until
 from ..own_imports import own_command
 
 NO_ANSWER_YET = "not asked"
@@ -234,25 +234,16 @@ def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> 
 
 def _follow(child: subprocess.Popen[bytes], answer: ChildAnswer, end: float) -> bool:
     """Read its lines. Returns True when it has said all or closed its output, False at the deadline."""
-    pipe = child.stdout
-    assert pipe is not None
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        while not answer.finished:
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            if not selector.select(left):
-                continue
-            data = pipe.read1(1 << 16)  # type: ignore[attr-defined]  # a BufferedReader
-            if not data:
-                return True
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                parsed = parse(line)
-                if parsed is not None:
-                    answer.take(parsed)
+    assert child.stdout is not None
+    try:
+        for line in lines_until(child.stdout.fileno(), lambda: end):
+            parsed = parse(line)
+            if parsed is not None:
+                answer.take(parsed)
+            if answer.finished:
+                break
+    except TimeoutError:
+        return False
     return True
 
 

@@ -7,7 +7,6 @@ than that. A coordinator that died or hung is replaced by a second one, which in
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import subprocess
 import tempfile
@@ -18,7 +17,7 @@ from msgspec.structs import replace
 
 from ...core.errors import ExitCode
 from ...core.events import OwnFault, PreflightBegan, PreflightResult, RankOutcome
-from ...core.host import host_name
+from ...core.host import host_name, lines_until
 from ...core.identity import RankIdentity
 from ...core.own_imports import own_command
 from ...core.preflight import PreflightFinding
@@ -61,21 +60,14 @@ class CoordinatorRun:
         """The lines of the coordinator, until it ends or is killed at its deadline."""
         pipe = self._process.stdout
         assert pipe is not None
-        rest = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(pipe, selectors.EVENT_READ)
-            while selector.select(max(0.0, self._deadline - time.monotonic())):
-                data = os.read(pipe.fileno(), 1 << 16)
-                if not data:
-                    break
-                *lines, rest = (rest + data).split(b"\n")
-                for data in lines:
-                    line = parse(data)
-                    if line is not None:
-                        self._note(line)
-                        yield line
-            else:
-                self.hung_s = self._limit_s
+        try:
+            for data in lines_until(pipe.fileno(), lambda: self._deadline):
+                line = parse(data)
+                if line is not None:
+                    self._note(line)
+                    yield line
+        except TimeoutError:
+            self.hung_s = self._limit_s
         self._end()
 
     def _note(self, line: Line) -> None:
