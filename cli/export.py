@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from ..core.errors import UsageError
-from .report import RUNS_DIR, complete_runs, find_run
+from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, text_width
+
+if TYPE_CHECKING:
+    from ..collector.facts.facts import RunFacts
 
 _NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
 
@@ -49,10 +53,7 @@ def export(
 
     Without RUN: the latest one. What the columns mean is in docs/export.md.
     """
-    from ..collector.assemble.frame_export import TABLES, export_rows, write_csv, write_jsonl
-    from ..collector.finish import fold_store
-    from ..collector.run_list import RunPaths
-    from ..collector.store import RunStore
+    from ..collector.assemble import frame_export
 
     if form in _NEEDS:
         _expect_library(form)
@@ -60,41 +61,49 @@ def export(
             what = "folder" if form == "tensorboard" else "file"
             raise UsageError(f"--format {form}: expected a {what} to write to, found none; add: -o {what.upper()}")
     path = find_run(run, Path(runs_dir))
-    if path.is_file():
-        raise UsageError(f"expected a run with its store, found the spool file {path}")
-    store = RunStore(RunPaths(path).store)
-    try:
-        facts = fold_store(store).facts([])
-        if rank is not None and rank not in {each.rank for each in facts.ranks.values()}:
-            known = sorted({each.rank for each in facts.ranks.values()}) or [-1]
-            raise UsageError(f"--rank: expected one of the ranks of this run ({known[0]} to {known[-1]}), found {rank}")
-        rows = export_rows(facts, path.name, tables or TABLES, rank)
-        if form == "parquet":
-            from ..collector.assemble.frame_export import write_parquet
-
-            assert output is not None
-            write_parquet(rows, output)
-        elif form == "tensorboard":
-            from ..collector.assemble.frame_export import write_tensorboard
-
-            assert output is not None
-            if output.exists() and (not output.is_dir() or any(output.iterdir())):
-                raise UsageError(f"--output: expected a new or an empty folder, found {output} with something in it")
-            write_tensorboard(rows, output)
-        else:
-            write = write_jsonl if form == "jsonl" else write_csv
-            if output is None:
+    with _facts_of(path) as facts:
+        known = sorted({each.rank for each in facts.ranks.values()})
+        if rank is not None and rank not in known:
+            first, last = (known[0], known[-1]) if known else (-1, -1)
+            raise UsageError(f"--rank: expected one of the ranks of this run ({first} to {last}), found {rank}")
+        rows = frame_export.export_rows(facts, path.name, tables or frame_export.TABLES, rank)
+        write = {"jsonl": frame_export.write_jsonl, "csv": frame_export.write_csv}.get(form)
+        try:
+            if form == "parquet":
+                assert output is not None
+                frame_export.write_parquet(rows, output)
+            elif write is None:
+                assert output is not None
+                if output.exists() and (not output.is_dir() or any(output.iterdir())):
+                    raise UsageError(
+                        f"--output: expected a new or an empty folder, found {output} with something in it"
+                    )
+                frame_export.write_tensorboard(rows, output)
+            elif output is None:
                 write(rows, sys.stdout)
             else:
                 with output.open("w", encoding="utf-8", newline="") as out:
                     write(rows, out)
-    except OSError as error:
-        if output is None:
-            raise
-        raise UsageError(f"--output: expected a place that can be written, found {output}: {error.strerror}") from error
-    finally:
-        store.close()
+        except OSError as error:
+            if output is None:
+                raise
+            raise UsageError(
+                f"--output: expected a place that can be written, found {output}: {error.strerror}"
+            ) from error
     return 0
+
+
+@contextmanager
+def _facts_of(run: Path) -> Iterator[RunFacts]:
+    """All that the store of a run says. Raises UsageError if there is no store."""
+    from ..collector.finish import fold_store
+    from ..collector.run_list import RunPaths
+    from ..collector.store import RunStore
+
+    if run.is_file():
+        raise UsageError(f"expected a run with its store, found the spool file {run}")
+    with closing(RunStore(RunPaths(run).store)) as store:
+        yield fold_store(store).facts([])
 
 
 def _expect_library(form: str) -> None:
@@ -137,9 +146,7 @@ def _two(ctx: click.Context, param: click.Parameter, value: str | None) -> _Side
     help="The first difference between two abs max by more than this is told, too.",
 )
 @click.option("--all", "every_row", is_flag=True, help="Show every tensor that differs.")
-@click.option(
-    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What to print."
-)
+@TEXT_OR_JSON
 def diff(
     runs: tuple[str, ...],
     runs_dir: str,
@@ -157,13 +164,8 @@ def diff(
 
     Exit codes: 0 the same, 1 different, 2 wrong usage.
     """
-    import msgspec
-
     from ..collector.assemble.batch_diff import SideRequest, choose, difference
     from ..collector.assemble.diff_text import render_difference
-    from ..collector.finish import fold_store
-    from ..collector.run_list import RunPaths
-    from ..collector.store import RunStore
 
     alike = ranks.a == ranks.b and batches.a == batches.b
     if not 1 <= len(runs) <= 2 or (len(runs) == 1 and alike):
@@ -172,26 +174,17 @@ def diff(
             f"run{'s' if len(runs) != 1 else ''}{' and one rank and batch of it' if len(runs) == 1 else ''}"
         )
     folders = [find_run(run, Path(runs_dir)) for run in runs]
-    for folder in folders:
-        if folder.is_file():
-            raise UsageError(f"expected runs with their stores, found the spool file {folder}")
-    stores = [RunStore(RunPaths(folder).store) for folder in folders]
-    try:
-        facts = [fold_store(store).facts([]) for store in stores]
+    with ExitStack() as stores:
+        facts = [stores.enter_context(_facts_of(folder)) for folder in folders]
         a = SideRequest(folders[0].name, facts[0], ranks.a, batches.a)
         b = SideRequest(folders[-1].name, facts[-1], ranks.b, batches.b)
         chosen = choose(a, b)
-    finally:
-        for store in stores:
-            store.close()
     found = difference(*chosen.frames)
     if not found.compared and not found.rows:
         raise UsageError("--batch: expected a batch with a tensor that was measured on both sides, found none")
     if form == "json":
-        made = {"schema": 1, "a": chosen.sides[0], "b": chosen.sides[1], "difference": found}
-        click.echo(msgspec.json.format(msgspec.json.encode(made), indent=1).decode())
+        echo_json({"schema": 1, "a": chosen.sides[0], "b": chosen.sides[1], "difference": found})
     else:
-        width = max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
-        color = sys.stdout.isatty()
+        width, color = text_width(), sys.stdout.isatty()
         click.echo(render_difference(chosen.sides, found, factor=factor, width=width, color=color, every_row=every_row))
     return 1 if found.rows else 0

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _MOST_RUNS = 50
 RUNS_DIR = click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
+TEXT_OR_JSON = click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What to print."
+)
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -175,8 +178,7 @@ def _rendered(report: RunReport, form: str, rank: int | None, *, warnings: bool,
         return render_html(report)
     from ..collector.report.text_report import render_text
 
-    width = max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
-    return render_text(report, width=width, color=color, rank=rank, warnings=warnings)
+    return render_text(report, width=text_width(), color=color, rank=rank, warnings=warnings)
 
 
 def _open(page: Path, rank: int | None) -> None:
@@ -208,24 +210,32 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
     )
 
 
+def echo_json(value: object) -> None:
+    """Print it."""
+    import msgspec
+
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
+
+
+def text_width() -> int:
+    """The terminal's width, as far as a report can use it."""
+    return max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
+
+
 @click.command(name="runs")
 @RUNS_DIR
 @click.option("-n", "--last", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest last.")
-@click.option(
-    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What to print."
-)
+@TEXT_OR_JSON
 def runs(runs_dir: str, last: int, form: str) -> int:
     """List the runs of a folder with what they came to.
 
     A run without a report is still going on, or its report could not be made: gpuwatch report --again RUN.
     """
-    import msgspec
-
     from ..collector.run_list import list_runs
 
     runs = list_runs(Path(runs_dir))
     if form == "json":
-        click.echo(msgspec.json.format(msgspec.json.encode(runs[-last:]), indent=1).decode())
+        echo_json(runs[-last:])
         return 0
     if not runs:
         click.echo(f"no run is in {runs_dir} (elsewhere: --runs-dir DIR)")
