@@ -25,7 +25,7 @@ from ...core.identity import RankIdentity
 from ...core.preflight import Grade, PreflightFinding
 from ...core.recorder.run_folder import read_meeting_key
 from ...core.settings import WorkerSettings
-from .blame.conclude import PreflightLimits, StepReports, conclude_softly, foreign_finding
+from .blame.conclude import StepReports, conclude_softly, foreign_finding
 from .blame.group_blame import failure
 from .meeting import LEADER, ForeignValue, MetReports, NoConclusion, StoreLost, StoreRendezvous, connect
 from .parts import RankTests
@@ -83,14 +83,6 @@ class PreflightRun:
         self._fallen = fallen
         self._prefix = f"gpuwatch/{settings.round}"
         self._parts = RankTests(identity, settings, deadlines, self._prefix, script)
-        self._terms = PreflightLimits(
-            "quick" if settings.preflight == "quick" else "full",
-            identity.world_size,
-            deadlines.work("arrive"),
-            settings.slow_factor,
-            settings.min_busbw,
-            tuple(settings.node_hosts),
-        )
         self._roster: RankRoster | None = None
         self._steps: list[str] = []
         self._arrived = identity.world_size
@@ -180,7 +172,7 @@ class PreflightRun:
             reports = {rank: msgspec.json.decode(data, type=RankStepReport) for rank, data in found.by_rank.items()}
             reports |= {rank: RankStepReport("foreign", sentence) for rank, sentence in found.foreign.items()}
             heard = StepReports(step, reports, found.silent, found.leader_failed)
-            return msgspec.json.encode(conclude_softly(self._terms, heard, before, self._roster))
+            return msgspec.json.encode(conclude_softly(self._settings, heard, before, self._roster))
 
         data = self._meeting.meet(
             step,

@@ -25,6 +25,7 @@ from ...core.events import (
     RankOutcome,
 )
 from ...core.preflight import BandwidthRow, InventoryFacts, PreflightFinding
+from ...core.settings import WorkerSettings
 
 Mode = Literal["full", "quick"]
 
@@ -39,6 +40,11 @@ def stage_of(step: str) -> str:
     'cross group'
     """
     return "cross group" if step.startswith("pairs ") else _STAGE_OF.get(step, step)
+
+
+def mode_of(settings: WorkerSettings) -> Mode:
+    """The mode of a preflight that is not off."""
+    return "quick" if settings.preflight == "quick" else "full"
 
 
 def steps_of(mode: Mode, num_nodes: int) -> list[str]:

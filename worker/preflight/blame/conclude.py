@@ -12,16 +12,17 @@ from msgspec.structs import replace
 
 from ....core.events import RankOutcome
 from ....core.preflight import PreflightFinding, Subject
+from ....core.settings import WorkerSettings
 from ....core.text import ranks_text
 from ..meeting import LEADER
 from ..steps import (
-    Mode,
     PairResult,
     RankAttendance,
     RankRoster,
     RankStepReport,
     StepConclusion,
     is_local,
+    mode_of,
     stage_of,
     stays_local,
     step_after,
@@ -101,20 +102,6 @@ _REPORT_IT = "Please report it, with this line."
 
 
 @dataclass(frozen=True)
-class PreflightLimits:
-    """The settings of a preflight, which do not change."""
-
-    mode: Mode
-    world_size: int
-    timeout_s: float
-    """Time for the ranks to arrive."""
-    slow_factor: float = 1.5
-    min_busbw: float = 0.0
-    node_hosts: tuple[str, ...] = ()
-    """The hosts of all nodes in their order; () if they are unknown."""
-
-
-@dataclass(frozen=True)
 class StepReports:
     """The reports of one step, and the ranks without one."""
 
@@ -123,13 +110,18 @@ class StepReports:
     silent: list[int]
     leader_failed: bool = False
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the job."""
+        return len(self.reports) + len(self.silent)
+
 
 def conclude_softly(
-    terms: PreflightLimits, heard: StepReports, before: StepConclusion, roster: RankRoster | None
+    settings: WorkerSettings, heard: StepReports, before: StepConclusion, roster: RankRoster | None
 ) -> StepConclusion:
     """As `conclude`. An error of gpuwatch ends the preflight and not the job."""
     try:
-        return conclude(terms, heard, before, roster)
+        return conclude(settings, heard, before, roster)
     except Exception as error:
         sentence = f"no conclusion could be drawn, an error of gpuwatch: {type(error).__name__}: {error}"
         finding = PreflightFinding(stage_of(heard.step), "unknown", "job", [], [], sentence, _REPORT_IT)
@@ -138,14 +130,14 @@ def conclude_softly(
 
 
 def conclude(
-    terms: PreflightLimits, heard: StepReports, before: StepConclusion, roster: RankRoster | None
+    settings: WorkerSettings, heard: StepReports, before: StepConclusion, roster: RankRoster | None
 ) -> StepConclusion:
     """The conclusion of a step. `before`: that of the previous step. `roster`: None until all ranks have arrived."""
     now = StepConclusion(
         findings=before.findings, outcomes=before.outcomes, arrived=before.arrived, broken=before.broken
     )
     if heard.step == "arrive":
-        now = _attendance(terms, heard, now)
+        now = _attendance(settings, heard, now)
         roster = now.roster
     else:
         now = _silent(heard, now, roster)
@@ -163,37 +155,39 @@ def conclude(
         facts = {rank: report.facts for rank, report in heard.reports.items() if report.facts is not None}
         now = _blame(now, _softly(heard.step, lambda: compare(facts)))
     if heard.step == "compute":
-        now = _blame(now, _softly(heard.step, lambda: _of_compute(terms, heard, roster)))
+        now = _blame(now, _softly(heard.step, lambda: _of_compute(settings, heard, roster)))
     if heard.step == "bandwidth":
-        now = _blame(now, _softly(heard.step, lambda: _of_bandwidth(terms, heard, roster)))
+        now = _blame(now, _softly(heard.step, lambda: _of_bandwidth(settings, heard, roster)))
     if is_local(heard.step):
         now = _of_each_rank(heard, now, roster)
-        following = step_after(heard.step, terms.mode, len(roster.ranks_by_node))
+        following = step_after(heard.step, mode_of(settings), len(roster.ranks_by_node))
         if now.failed and not stays_local(heard.step, following):
             return now
         return replace(now, next=following)
     if heard.step == "arrive":
         return replace(now, next="consistency")
-    return _of_groups(terms, heard, before, now, roster)
+    return _of_groups(settings, heard, before, now, roster)
 
 
 # -- arrival ------------------------------------------------------------------------------------------------------
 
 
-def _attendance(terms: PreflightLimits, heard: StepReports, now: StepConclusion) -> StepConclusion:
+def _attendance(settings: WorkerSettings, heard: StepReports, now: StepConclusion) -> StepConclusion:
     present = {rank: report.attendance for rank, report in heard.reports.items() if report.attendance is not None}
     now = replace(now, arrived=len(heard.reports))
     if heard.leader_failed and not heard.silent:
         now = _no_conclusion(heard, now, present[LEADER].host if LEADER in present else "")
     if heard.silent:
-        found = missing_findings(heard.silent, present, terms.world_size, terms.node_hosts, terms.timeout_s)
+        found = missing_findings(
+            heard.silent, present, heard.world_size, settings.node_hosts, settings.preflight_timeout_s
+        )
         now = _blame(now, found)
         waited = f"waited for {ranks_text(heard.silent)}"
         return _victims(now, dict.fromkeys(present, waited), "arrive")
-    if len(present) == terms.world_size:
-        roster = roster_of(present, terms.world_size)
+    if len(present) == heard.world_size:
+        roster = roster_of(present, heard.world_size)
         nodes = len(roster.ranks_by_node)
-        note = f"{terms.world_size} rank{'s' * (terms.world_size > 1)} on {nodes} node{'s' * (nodes > 1)}"
+        note = f"{heard.world_size} rank{'s' * (heard.world_size > 1)} on {nodes} node{'s' * (nodes > 1)}"
         return replace(now, roster=roster, note=note)
     return now
 
@@ -271,17 +265,17 @@ def _softly(step: str, find: Callable[[], list[PreflightFinding]]) -> list[Prefl
         return [PreflightFinding(stage_of(step), "unknown", "job", [], [], sentence, _REPORT_IT)]
 
 
-def _of_compute(terms: PreflightLimits, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
+def _of_compute(settings: WorkerSettings, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
     results = {rank: report.computed for rank, report in heard.reports.items() if report.computed is not None}
     hosts = roster.hosts_by_rank
-    return [*odd_digests(results, hosts), *slow_devices(results, hosts, terms.slow_factor)]
+    return [*odd_digests(results, hosts), *slow_devices(results, hosts, settings.slow_factor)]
 
 
-def _of_bandwidth(terms: PreflightLimits, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
+def _of_bandwidth(settings: WorkerSettings, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
     measured = {rank: report.measured for rank, report in heard.reports.items() if report.measured is not None}
-    if len(measured) < terms.world_size or not slowest(measured):
+    if len(measured) < heard.world_size or not slowest(measured):
         return []
-    found = below(measured, roster.hosts_by_rank, terms.min_busbw)
+    found = below(measured, roster.hosts_by_rank, settings.min_busbw)
     return [*([found] if found else []), *slow_links(measured, roster.hosts_by_rank)]
 
 
@@ -300,7 +294,7 @@ def _of_each_rank(heard: StepReports, now: StepConclusion, roster: RankRoster) -
 
 
 def _of_groups(
-    terms: PreflightLimits, heard: StepReports, before: StepConclusion, now: StepConclusion, roster: RankRoster
+    settings: WorkerSettings, heard: StepReports, before: StepConclusion, now: StepConclusion, roster: RankRoster
 ) -> StepConclusion:
     stage = stage_of(heard.step)
     nodes = roster.ranks_by_node
@@ -314,12 +308,12 @@ def _of_groups(
             now = _blame(now, judgement.findings)
             now = _victims(now, judgement.victims, stage)
             if not judgement.findings:
-                return _search(terms, heard, now, roster, judgement.detail)
+                return _search(settings, heard, now, roster, judgement.detail)
     if now.failed:
         return now
     if heard.step == "inside":  # the group of each node works
         return _try_pairs(now, roster, [], 1)
-    return replace(now, next=step_after(heard.step, terms.mode, len(nodes)))
+    return replace(now, next=step_after(heard.step, mode_of(settings), len(nodes)))
 
 
 def _inside_nodes(stage: str, heard: StepReports, now: StepConclusion, roster: RankRoster) -> StepConclusion:
@@ -341,7 +335,7 @@ def _of_node(stage: str, node: int, ranks: list[int], roster: RankRoster, detail
 
 
 def _search(
-    terms: PreflightLimits, heard: StepReports, now: StepConclusion, roster: RankRoster, detail: str
+    settings: WorkerSettings, heard: StepReports, now: StepConclusion, roster: RankRoster, detail: str
 ) -> StepConclusion:
     """The group failed, and the ranks' reports blame nobody."""
     if heard.step == "bandwidth" or len(roster.ranks_by_node) == 1:
@@ -351,7 +345,7 @@ def _search(
         stage, victims = stage_of(heard.step), sorted(heard.reports)
         return _blame(now, [failure(stage, "job", [], [], sentence, next_, victims=victims)])
     now = replace(now, broken=detail)
-    if terms.mode == "quick":
+    if mode_of(settings) == "quick":
         return replace(now, next="inside")
     return _try_pairs(now, roster, [], 1)
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 from gpuwatch.core.preflight import InventoryFacts, PreflightFinding
+from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.preflight.blame import conclude as concluding
-from gpuwatch.worker.preflight.blame.conclude import PreflightLimits, StepReports, conclude, conclude_softly
+from gpuwatch.worker.preflight.blame.conclude import StepReports, conclude, conclude_softly
 from gpuwatch.worker.preflight.steps import (
     ComputeResult,
     RankAttendance,
@@ -22,12 +23,16 @@ TIMED_OUT = RankStepReport("raised", "timed out", own=False, said="all_reduce")
 Fault = Callable[[str, int, StepConclusion], RankStepReport | None]
 
 
+def settings(mode: str = "quick") -> WorkerSettings:
+    return WorkerSettings("", preflight=mode, preflight_timeout_s=60.0)
+
+
 class Job:
     """A job of `nodes` nodes with two ranks each, in which `fault` says what a rank reports that is not well."""
 
     def __init__(self, nodes: int, mode: str = "quick", fault: Fault = lambda step, rank, before: None) -> None:
         self.world = 2 * nodes
-        self.terms = PreflightLimits("full" if mode == "full" else "quick", self.world, 60.0)
+        self.terms = settings(mode)
         self.fault = fault
         self.steps: list[str] = []
         self.end = self.run()
@@ -119,9 +124,7 @@ def test_an_error_in_the_conclusion_fails_nobody(monkeypatch):
         raise TypeError("oops")
 
     monkeypatch.setattr(concluding, "missing_findings", broken)
-    now = conclude_softly(
-        PreflightLimits("quick", 2, 60.0), StepReports("arrive", {0: OK}, [1]), StepConclusion(next="arrive"), None
-    )
+    now = conclude_softly(settings(), StepReports("arrive", {0: OK}, [1]), StepConclusion(next="arrive"), None)
     assert (now.next, now.failed, now.arrived) == ("", False, 1)
     assert "TypeError: oops" in now.findings[0].sentence
 
@@ -129,7 +132,7 @@ def test_an_error_in_the_conclusion_fails_nobody(monkeypatch):
 def test_a_leader_that_draws_no_conclusion_is_named_only_if_it_waits_for_nobody():
     reports = {rank: Job(1).good("arrive", rank) for rank in range(2)}
     all_there = conclude(
-        PreflightLimits("quick", 2, 60.0),
+        settings(),
         StepReports("arrive", reports, [], leader_failed=True),
         StepConclusion(next="arrive"),
         None,
@@ -137,7 +140,7 @@ def test_a_leader_that_draws_no_conclusion_is_named_only_if_it_waits_for_nobody(
     assert all_there.next == ""
     assert all_there.findings[0].sentence == "rank 0 (node-0) gave no conclusion in stage arrive"
     waits = conclude(
-        PreflightLimits("quick", 3, 60.0),
+        settings(),
         StepReports("arrive", reports, [2], leader_failed=True),
         StepConclusion(next="arrive"),
         None,
