@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -48,7 +48,6 @@ class CheckLimits(msgspec.Struct, frozen=True):
 class HealthCheck:
     """A row of the table. If one of its facts is unknown, so is the check."""
 
-    name: str
     what: str
     """As it is said: `uncorrectable ECC errors since the driver was loaded`."""
     next: str
@@ -67,6 +66,7 @@ class HealthCheck:
     """A yes or no; no number is shown."""
     optional: bool = False
     """A healthy GPU may not tell: without root, in a container, or on a board that lacks it."""
+    name: str = ""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -93,47 +93,41 @@ _LINKS = (
 )
 _FABRIC = "Look at the fabric manager: systemctl status nvidia-fabricmanager, and nvidia-smi -q under Fabric."
 
-CHECKS: tuple[HealthCheck, ...] = (
-    HealthCheck(
-        "lost",
+_ROWS = {
+    "lost": HealthCheck(
         "the driver has lost the GPU, or demands a reset",
         _RESET,
         f"NVML_ERROR_GPU_IS_LOST and NVML_ERROR_RESET_REQUIRED, {NVML}",
         fail=1,
         flag=True,
     ),
-    HealthCheck(
-        "recovery_action",
+    "recovery_action": HealthCheck(
         "the driver asks for a recovery",
         _RESET,
         f"recovery action flag, {MEMORY_GUIDE}error-recovery-and-response-flags.html",
         fail=1,
     ),
-    HealthCheck(
-        "ecc_uncorrected_volatile",
+    "ecc_uncorrected_volatile": HealthCheck(
         "uncorrectable ECC errors since the driver was loaded",
         _RESET,
         f"volatile double-bit errors, {DCGM}",
         fail=1,
     ),
-    HealthCheck(
-        "ecc_uncorrected_aggregate",
+    "ecc_uncorrected_aggregate": HealthCheck(
         "uncorrectable ECC errors in the GPU's life",
         _WATCH,
         f"contained errors are repaired by row remapping: {MEMORY_GUIDE}row-remapping.html; to warn of them is {OURS}",
         warn=1,
     ),
-    *(
-        HealthCheck(
-            f"ecc_corrected_{life}",
+    **{
+        f"ecc_corrected_{life}": HealthCheck(
             f"corrected ECC errors {since}",
             _WATCH,
             f"no published limit: outside the scope of {MEMORY_GUIDE}overview.html; set one for your own fleet",
         )
         for life, since in (("volatile", "since the driver was loaded"), ("aggregate", "in the GPU's life"))
-    ),
-    HealthCheck(
-        "ecc_disabled",
+    },
+    "ecc_disabled": HealthCheck(
         "ECC is switched off",
         "Switch it on with nvidia-smi -e 1 and reset the GPU: without it a flipped bit is silent.",
         OURS,
@@ -142,8 +136,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         value=lambda facts: int(not facts["ecc_enabled"]),
         flag=True,
     ),
-    HealthCheck(
-        "sram_threshold_exceeded",
+    "sram_threshold_exceeded": HealthCheck(
         "too many uncorrectable errors in its caches (SRAM threshold exceeded)",
         _SERVICE,
         f"L2 memory RMA policy, {MEMORY_GUIDE}rma-policy-thresholds-for-row-remapping.html",
@@ -151,8 +144,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         flag=True,
         optional=True,
     ),
-    HealthCheck(
-        "remap_failed",
+    "remap_failed": HealthCheck(
         "a memory row could not be remapped",
         _SERVICE,
         f"row-remapping failure flag, {MEMORY_GUIDE}rma-policy-thresholds-for-row-remapping.html",
@@ -160,8 +152,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         moot_with="retired_pages_uncorrected",
         flag=True,
     ),
-    HealthCheck(
-        "remap_pending",
+    "remap_pending": HealthCheck(
         "a memory row waits for a reset to be remapped",
         "Reset the GPU at the next opportunity (nvidia-smi -r); until then it may be used.",
         f"row-remapping pending flag, {MEMORY_GUIDE}error-recovery-and-response-flags.html",
@@ -169,16 +160,14 @@ CHECKS: tuple[HealthCheck, ...] = (
         moot_with="retired_pages_uncorrected",
         flag=True,
     ),
-    HealthCheck(
-        "remap_uncorrected",
+    "remap_uncorrected": HealthCheck(
         "memory rows remapped after uncorrectable errors",
         _SERVICE,
         f"512 remappings for uncorrectable errors, {MEMORY_GUIDE}rma-policy-thresholds-for-row-remapping.html",
         fail=512,
         moot_with="retired_pages_uncorrected",
     ),
-    HealthCheck(
-        "retired_pages",
+    "retired_pages": HealthCheck(
         "retired memory pages",
         _SERVICE,
         f"60 in all, and 15 as the soft limit, {DCGM}; at most 64 can be retired, {RETIREMENT_GUIDE}",
@@ -188,8 +177,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         value=lambda facts: facts["retired_pages_corrected"] + facts["retired_pages_uncorrected"],
         moot_with="remap_failed",
     ),
-    HealthCheck(
-        "retired_pages_pending",
+    "retired_pages_pending": HealthCheck(
         "memory pages wait for a reboot to be retired",
         "Reload the driver or reboot the node.",
         f"{RETIREMENT_GUIDE}visibility.html",
@@ -197,8 +185,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         moot_with="remap_failed",
         flag=True,
     ),
-    HealthCheck(
-        "temperature_margin",
+    "temperature_margin": HealthCheck(
         "degrees below the temperature at which it slows down",
         _COOLING,
         f"NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, {NVML}; the margin is {OURS}",
@@ -207,24 +194,22 @@ CHECKS: tuple[HealthCheck, ...] = (
         value=lambda facts: facts["temperature_slowdown"] - facts["temperature"],
         low=True,
     ),
-    *(
-        HealthCheck(name, what, todo, f"nvmlClocksEventReasons, {NVML}", warn=1, flag=True)
+    **{
+        name: HealthCheck(what, todo, f"nvmlClocksEventReasons, {NVML}", warn=1, flag=True)
         for name, what, todo in (
             ("clocks_hw_slowdown", "the hardware holds its clocks at half or less", f"{_COOLING} {_POWER}"),
             ("clocks_hw_thermal", "the hardware holds its clocks at half or less because it is hot", _COOLING),
             ("clocks_hw_power_brake", "the power supply holds its clocks at half or less (power brake)", _POWER),
             ("clocks_sw_thermal", "the driver holds its clocks down because it is hot", _COOLING),
         )
-    ),
-    HealthCheck(
-        "clocks_sw_power_cap",
+    },
+    "clocks_sw_power_cap": HealthCheck(
         "its power limit holds its clocks down",
         _POWER,
         f"usual at full load: nvmlClocksEventReasons, {NVML}",
         flag=True,
     ),
-    HealthCheck(
-        "pcie_generations_lost",
+    "pcie_generations_lost": HealthCheck(
         "PCIe generations below what GPU and slot can do, under load",
         _SEAT,
         f"nvmlDeviceGetMaxPcieLinkGeneration is what device and system can do together, {NVML}",
@@ -232,8 +217,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         facts=("pcie_generation", "pcie_generation_max"),
         value=lambda facts: facts["pcie_generation_max"] - facts["pcie_generation"],
     ),
-    HealthCheck(
-        "pcie_lanes_lost",
+    "pcie_lanes_lost": HealthCheck(
         "PCIe lanes below what GPU and slot can do, under load",
         _SEAT,
         f"nvmlDeviceGetMaxPcieLinkWidth is what device and system can do together, {NVML}",
@@ -241,8 +225,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         facts=("pcie_width", "pcie_width_max"),
         value=lambda facts: facts["pcie_width_max"] - facts["pcie_width"],
     ),
-    HealthCheck(
-        "nvlinks_down",
+    "nvlinks_down": HealthCheck(
         "NVLinks down while others are up",
         _LINKS,
         f"{HEALTH_VALIDATION}nvlink allows none; a bridged PCIe GPU may have them by design",
@@ -251,8 +234,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         value=lambda facts: facts["nvlinks_inactive"] if facts["nvlinks_active"] else 0,
         optional=True,
     ),
-    HealthCheck(
-        "nvlinks_down_on_fabric",
+    "nvlinks_down_on_fabric": HealthCheck(
         "NVLinks to the NVSwitch fabric down",
         _LINKS,
         f"{HEALTH_VALIDATION}nvlink allows none",
@@ -261,9 +243,8 @@ CHECKS: tuple[HealthCheck, ...] = (
         value=lambda facts: facts["nvlinks_inactive"] if facts["fabric_state"] == 3 else 0,
         optional=True,
     ),
-    *(
-        HealthCheck(
-            f"nvlink_{kind}_errors",
+    **{
+        f"nvlink_{kind}_errors": HealthCheck(
             f"NVLink {kinds} since the driver was loaded",
             _LINKS,
             f"from the first one on, {DCGM}",
@@ -271,16 +252,14 @@ CHECKS: tuple[HealthCheck, ...] = (
             optional=True,
         )
         for kind, kinds in (("replay", "replays"), ("recovery", "recoveries"))
-    ),
-    HealthCheck(
-        "nvlink_crc_errors",
+    },
+    "nvlink_crc_errors": HealthCheck(
         "NVLink CRC errors since the driver was loaded",
         _LINKS,
         f"only their rate matters, {DCGM}",
         optional=True,
     ),
-    HealthCheck(
-        "fabric_not_ready",
+    "fabric_not_ready": HealthCheck(
         "it has not joined its NVSwitch fabric",
         _FABRIC,
         f"nvmlGpuFabricState_t: anything but COMPLETED, {NVML}; a GPU that works alone may be so by design: {OURS}",
@@ -290,8 +269,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         flag=True,
         optional=True,
     ),
-    HealthCheck(
-        "fabric_error",
+    "fabric_error": HealthCheck(
         "joining its NVSwitch fabric ended with an error of NVML",
         _FABRIC,
         f"nvmlGpuFabricInfo_v3_t.status, to be checked once the state is COMPLETED, {NVML}",
@@ -300,8 +278,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         value=lambda facts: facts["fabric_status"] if facts["fabric_state"] == 3 else 0,
         optional=True,
     ),
-    HealthCheck(
-        "fabric_degraded_bandwidth",
+    "fabric_degraded_bandwidth": HealthCheck(
         "the bandwidth of its NVSwitch fabric is degraded",
         _FABRIC,
         f"NVML_GPU_FABRIC_HEALTH_MASK_DEGRADED_BW, {NVML}",
@@ -310,8 +287,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         flag=True,
         optional=True,
     ),
-    HealthCheck(
-        "fabric_route_unhealthy",
+    "fabric_route_unhealthy": HealthCheck(
         "a route through its NVSwitch fabric is unhealthy",
         _FABRIC,
         f"NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_UNHEALTHY, {NVML}",
@@ -320,8 +296,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         flag=True,
         optional=True,
     ),
-    HealthCheck(
-        "fabric_recovering",
+    "fabric_recovering": HealthCheck(
         "its NVSwitch fabric is being recovered",
         _FABRIC,
         f"NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_RECOVERY and _ACCESS_TIMEOUT_RECOVERY, {NVML}",
@@ -331,8 +306,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         flag=True,
         optional=True,
     ),
-    HealthCheck(
-        "fabric_misconfigured",
+    "fabric_misconfigured": HealthCheck(
         "its NVSwitch fabric is configured wrongly",
         _FABRIC,
         f"NVML_GPU_FABRIC_HEALTH_MASK_INCORRECT_CONFIGURATION, {NVML}",
@@ -342,16 +316,14 @@ CHECKS: tuple[HealthCheck, ...] = (
         flag=True,
         optional=True,
     ),
-    HealthCheck(
-        "other_processes",
+    "other_processes": HealthCheck(
         "processes of others on the GPU",
         "End them, or ask the scheduler for exclusive GPUs.",
         OURS,
         warn=1,
         optional=True,
     ),
-    HealthCheck(
-        "compute_prohibited",
+    "compute_prohibited": HealthCheck(
         "its compute mode is PROHIBITED",
         "Set it with nvidia-smi -c DEFAULT.",
         f"nvmlComputeMode_t, {NVML}",
@@ -360,8 +332,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         value=lambda facts: int(facts["compute_mode"] == 2),
         flag=True,
     ),
-    HealthCheck(
-        "exclusive_and_taken",
+    "exclusive_and_taken": HealthCheck(
         "its compute mode is EXCLUSIVE_PROCESS, and others have it",
         "End the other process, or set nvidia-smi -c DEFAULT.",
         f"nvmlComputeMode_t, {NVML}",
@@ -371,8 +342,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         flag=True,
         optional=True,
     ),
-    HealthCheck(
-        "mig_enabled_but_unused",
+    "mig_enabled_but_unused": HealthCheck(
         "MIG is switched on, and the rank uses the whole GPU",
         "Give the rank a MIG device, or switch MIG off with nvidia-smi -mig 0.",
         OURS,
@@ -380,8 +350,7 @@ CHECKS: tuple[HealthCheck, ...] = (
         flag=True,
         optional=True,
     ),
-    HealthCheck(
-        "mig_change_pending",
+    "mig_change_pending": HealthCheck(
         "a change of its MIG mode waits for a reset",
         "Reset the GPU with nvidia-smi -r.",
         f"nvmlDeviceGetMigMode, {NVML}",
@@ -389,7 +358,8 @@ CHECKS: tuple[HealthCheck, ...] = (
         flag=True,
         optional=True,
     ),
-)
+}
+CHECKS = tuple(replace(check, name=name) for name, check in _ROWS.items())
 
 RATES: dict[str, tuple[CheckLimits, float, str]] = {
     "pcie_replays": (CheckLimits(warn=8), 60.0, f"8 per minute, {DCGM}"),
