@@ -31,7 +31,7 @@ COMMANDS = {
     "collect": "Run a collector by hand, for launches that are given --collector.",
 }
 _BESIDE = {"launch": "jobs", "run": "jobs", "check": "jobs", "env": "jobs", "collect": "jobs"}
-_BESIDE |= {"runs": "report", "diff": "export"}
+_BESIDE |= {"runs": "report", "top": "report", "diff": "export"}
 """Commands that are not in a file of their own name."""
 _GO_ON = {"launch", "run", "check", "submit", "collect"}
 """What these do is not what they print."""

@@ -9,9 +9,8 @@ from pathlib import Path
 import click
 from gpuwatch.cli.export import diff, export
 from gpuwatch.cli.jobs import collect, env
-from gpuwatch.cli.report import report, runs
+from gpuwatch.cli.report import report, runs, top
 from gpuwatch.cli.submit import HELP
-from gpuwatch.cli.top import top
 from gpuwatch.launcher.options import get_check_parser, get_parser, get_run_parser
 
 PAGE = Path(__file__).parent / "options.md"

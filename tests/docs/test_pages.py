@@ -12,9 +12,8 @@ import click
 import pytest
 from gpuwatch.cli.export import diff, export
 from gpuwatch.cli.jobs import collect
-from gpuwatch.cli.report import report, runs
+from gpuwatch.cli.report import report, runs, top
 from gpuwatch.cli.submit import arguments_of, options_of
-from gpuwatch.cli.top import top
 from gpuwatch.collector.assemble.frame_export import ExportRow
 from gpuwatch.collector.report.model import RankReport, RunInfo, RunReport, Verdict
 from gpuwatch.core.errors import ExitCode
