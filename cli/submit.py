@@ -17,14 +17,7 @@ from ..core.errors import UsageError
 from ..core.recorder.run_folder import runs_of_job
 from ..slurm.batch_script import RUNS_DIR, BatchScript, render
 from ..slurm.sbatch import JobTask, LocalSlurm
-from ..slurm.submission import (
-    JobFollower,
-    LaunchOptions,
-    SbatchCommand,
-    batch_script,
-    command_line_options,
-    take_apart,
-)
+from ..slurm.submission import JobFollower, LaunchOptions, SbatchCommand, batch_script, command_line_options, take_apart
 
 Verb = Literal["launch", "check"]
 _REPORT_WAIT_S = 30

@@ -11,16 +11,7 @@ from typing import Literal
 
 from ..core.errors import UsageError
 from .batch_script import RUNS_DIR, BatchScript, SbatchOption, directive
-from .sbatch import (
-    OF_THE_SUBMISSION,
-    REFUSED,
-    SHORT,
-    WITH_OR_WITHOUT,
-    WITH_VALUE,
-    WITHOUT_VALUE,
-    JobTask,
-    LocalSlurm,
-)
+from .sbatch import OF_THE_SUBMISSION, REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE, JobTask, LocalSlurm
 
 # Whose option is whose: gpuwatch submit takes those of sbatch, of gpuwatch launch, and a few of its own. Pure.
 

@@ -108,10 +108,7 @@ _ROWS = {
         fail=1,
     ),
     "ecc_uncorrected_volatile": HealthCheck(
-        "uncorrectable ECC errors since the driver was loaded",
-        _RESET,
-        f"volatile double-bit errors, {DCGM}",
-        fail=1,
+        "uncorrectable ECC errors since the driver was loaded", _RESET, f"volatile double-bit errors, {DCGM}", fail=1
     ),
     "ecc_uncorrected_aggregate": HealthCheck(
         "uncorrectable ECC errors in the GPU's life",
@@ -254,10 +251,7 @@ _ROWS = {
         for kind, kinds in (("replay", "replays"), ("recovery", "recoveries"))
     },
     "nvlink_crc_errors": HealthCheck(
-        "NVLink CRC errors since the driver was loaded",
-        _LINKS,
-        f"only their rate matters, {DCGM}",
-        optional=True,
+        "NVLink CRC errors since the driver was loaded", _LINKS, f"only their rate matters, {DCGM}", optional=True
     ),
     "fabric_not_ready": HealthCheck(
         "it has not joined its NVSwitch fabric",

@@ -16,14 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from ...core.events import (
-    BandwidthRows,
-    OwnFault,
-    PreflightBegan,
-    PreflightStage,
-    RankInventoryEvent,
-    RankOutcome,
-)
+from ...core.events import BandwidthRows, OwnFault, PreflightBegan, PreflightStage, RankInventoryEvent, RankOutcome
 from ...core.preflight import BandwidthRow, InventoryFacts, PreflightFinding
 from ...core.settings import WorkerSettings
 

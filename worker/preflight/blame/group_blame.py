@@ -36,14 +36,7 @@ class GroupBlame:
 
 
 def failure(
-    stage: str,
-    subject: Subject,
-    ranks: list[int],
-    hosts: list[str],
-    sentence: str,
-    next_: str,
-    *,
-    victims: list[int],
+    stage: str, subject: Subject, ranks: list[int], hosts: list[str], sentence: str, next_: str, *, victims: list[int]
 ) -> PreflightFinding:
     """A finding that stops the job."""
     return PreflightFinding(stage, "fail", subject, ranks, hosts, sentence, next_, victims=victims)

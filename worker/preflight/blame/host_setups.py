@@ -39,13 +39,7 @@ def machine_of(known: InventoryFacts) -> str:
 
 
 def finding(
-    grade: Grade,
-    subject: Subject,
-    ranks: list[int],
-    facts: Facts,
-    sentence: str,
-    next_step: str = "",
-    device: str = "",
+    grade: Grade, subject: Subject, ranks: list[int], facts: Facts, sentence: str, next_step: str = "", device: str = ""
 ) -> PreflightFinding:
     """A finding of this stage about these ranks, in this order, and their hosts."""
     next_ = f"{next_step}." if next_step else ""

@@ -216,10 +216,7 @@ _OF_OTHERS: _Meanings = {
     (
         r"socketProgress: Connection closed by remote peer (?P<peer>\S+)"
         r"|Connection closed by peer \[(?P<peer_2>[^\]]+)\]"
-    ): (
-        "the rank at {peer} went away",
-        "Look at what that rank said last: it has failed first.",
-    ),
+    ): ("the rank at {peer} went away", "Look at what that rank said last: it has failed first."),
     r"Got completion (?:from peer (?P<peer>\S+) )?with (?:error |status=)(?P<status>\d+)": (
         "an RDMA transfer{with_peer} failed (status {status}): its connection broke, most often after another error",
         "Look for the first failure in the logs of both hosts.",
@@ -260,10 +257,7 @@ _GENERAL: _Meanings = {
 }
 """Something failed, without a cause. These count only if no other one matches."""
 
-_TABLES = (
-    ((_OF_THE_WRITER, True), (_OF_OTHERS, False)),
-    ((_GENERAL, True),),
-)
+_TABLES = (((_OF_THE_WRITER, True), (_OF_OTHERS, False)), ((_GENERAL, True),))
 
 
 def explain(text: str) -> list[ErrorExplanation]:
