@@ -21,8 +21,8 @@ from .nvml_child import (
     AskCounters,
     AskSamples,
     CountersRead,
+    GpuReading,
     Line,
-    NvmlAnswer,
     NvmlFinished,
     NvmlQuestion,
     NvmlStarted,
@@ -70,7 +70,7 @@ def start() -> NvmlStarted | NvmlTrouble:
             pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (f"NVML is too old: {error}", _TODO["old"]),
         }.get(error.code or 0, (f"NVML cannot be initialised: {error}", ""))
         return NvmlTrouble(what, todo)
-    return NvmlStarted(text("nvmlSystemGetDriverVersion"), text("nvmlSystemGetNVMLVersion"))
+    return NvmlStarted(text("nvmlSystemGetDriverVersion"))
 
 
 def read(devices: list[str], loaded: bool) -> None:
@@ -80,8 +80,8 @@ def read(devices: list[str], loaded: bool) -> None:
     say(begun)
     if isinstance(begun, NvmlTrouble):
         return
-    from .nvml import NotKnown, handle_of, handles, uuid_of
-    from .questions import ask_group, introduce, questions
+    from .nvml import NotKnown, handle_of, handles, text, uuid_of
+    from .questions import ask_group, questions
 
     say(NvmlQuestion("its devices"))
     found = {}
@@ -94,10 +94,10 @@ def read(devices: list[str], loaded: bool) -> None:
         say(NvmlQuestion("its name", uuid))
         try:
             found[uuid] = handle_of(uuid)
-            say(introduce(uuid, found[uuid]))
+            say(GpuReading(uuid, name=text("nvmlDeviceGetName", found[uuid])))
         except NotKnown as error:
             lost = {"lost": 1} if error.gpu_is_lost else {}
-            say(NvmlAnswer(uuid, lost, {} if lost else {"lost": f"NVML has no such device: {error}"}))
+            say(GpuReading(uuid, lost, {} if lost else {"lost": f"NVML has no such device: {error}"}))
     for uuid, handle in found.items():
         for what, group in questions(loaded):
             say(NvmlQuestion(what, uuid))

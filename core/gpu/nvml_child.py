@@ -3,7 +3,7 @@
 The child prints lines, one JSON value each, and a line before each question. If the driver hangs, the question is
 known, and so are the answers before it.
 
-    {"type":"started","driver":"580.95.05","library":"13.580.95.05"}
+    {"type":"started","driver":"580.95.05"}
     {"type":"asking","device":"GPU-4d1c...","what":"ECC errors"}
     {"type":"told","device":"GPU-4d1c...","values":{"ecc_uncorrected_volatile":0},"unknown":{}}
     {"type":"finished"}
@@ -30,15 +30,12 @@ class GpuProcess(msgspec.Struct, frozen=True):
 
     pid: int
     name: str
-    memory: int | None = None
-    """Bytes of the GPU's memory that it holds."""
 
 
 class NvmlStarted(msgspec.Struct, frozen=True, tag="started"):
     """NVML could be loaded and initialised."""
 
     driver: str = ""
-    library: str = ""
 
 
 class NvmlTrouble(msgspec.Struct, frozen=True, tag="trouble"):
@@ -55,17 +52,36 @@ class NvmlQuestion(msgspec.Struct, frozen=True, tag="asking"):
     device: str = ""
 
 
-class NvmlAnswer(msgspec.Struct, frozen=True, tag="told"):
-    """One or several answers: numbers by name, and a reason for each that is unknown."""
+class GpuReading(msgspec.Struct, tag="told"):
+    """What NVML has told of a GPU, in one answer or in all together.
+
+    A fact is in `values`, in `unknown` with the reason, or was never asked for.
+    """
 
     device: str
     values: dict[str, int] = {}
     unknown: dict[str, str] = {}
     name: str = ""
-    pci_bus: str = ""
-    parent: str = ""
-    """UUID of the whole GPU, where `device` is a MIG device."""
     processes: list[GpuProcess] = []
+
+    def take(self, told: GpuReading) -> None:
+        """Add an answer."""
+        self.name = told.name or self.name
+        self.values.update(told.values)
+        self.unknown = {**self.unknown, **told.unknown}
+        for name in told.values:
+            self.unknown.pop(name, None)
+        self.processes += told.processes
+
+    def forget(self, names: Iterable[str], why: str) -> None:
+        """Remove facts that were read and mean nothing."""
+        for name in names:
+            self.values.pop(name, None)
+            self.unknown[name] = why
+
+    def why_unknown(self, fact: str) -> str:
+        """Why a fact is not in `values`."""
+        return self.unknown.get(fact, NO_ANSWER_YET)
 
 
 class NvmlFinished(msgspec.Struct, frozen=True, tag="finished"):
@@ -111,7 +127,7 @@ Line = (
     NvmlStarted
     | NvmlTrouble
     | NvmlQuestion
-    | NvmlAnswer
+    | GpuReading
     | NvmlFinished
     | XidWatch
     | GpuXid
@@ -129,40 +145,6 @@ def parse(line: bytes) -> Line | None:
         return _decoder.decode(line)
     except msgspec.DecodeError:
         return None
-
-
-@dataclass
-class GpuReading:
-    """One GPU as NVML described it. A fact is in `values`, in `unknown`, or was never asked for."""
-
-    device: str
-    name: str = ""
-    pci_bus: str = ""
-    parent: str = ""
-    values: dict[str, int] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
-    processes: list[GpuProcess] = field(default_factory=list)
-
-    def take(self, told: NvmlAnswer) -> None:
-        """Add an answer."""
-        self.name = told.name or self.name
-        self.pci_bus = told.pci_bus or self.pci_bus
-        self.parent = told.parent or self.parent
-        self.values.update(told.values)
-        self.unknown = {**self.unknown, **told.unknown}
-        for name in told.values:
-            self.unknown.pop(name, None)
-        self.processes += told.processes
-
-    def forget(self, names: Iterable[str], why: str) -> None:
-        """Remove facts that were read and mean nothing."""
-        for name in names:
-            self.values.pop(name, None)
-            self.unknown[name] = why
-
-    def why_unknown(self, fact: str) -> str:
-        """Why a fact is not in `values`."""
-        return self.unknown.get(fact, NO_ANSWER_YET)
 
 
 @dataclass
@@ -187,7 +169,7 @@ class ChildAnswer:
             self.trouble, self.next, self.finished = line.why, line.next, True
         elif isinstance(line, NvmlQuestion):
             self.asking = line
-        elif isinstance(line, NvmlAnswer):
+        elif isinstance(line, GpuReading):
             self.asking = None
             self.readings.setdefault(line.device, GpuReading(line.device)).take(line)
         elif isinstance(line, NvmlFinished):

@@ -9,14 +9,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import pynvml
 
-from .nvml import NotKnown, ask, constant, field_value, text, uuid_of, whole_gpu
-from .nvml_child import GpuProcess, NvmlAnswer, SampleLine
+from .nvml import NotKnown, ask, constant, field_value, uuid_of, whole_gpu
+from .nvml_child import GpuProcess, GpuReading, SampleLine
 
 _LOADED_SAMPLES = 10
 _LOADED_STEP_S = 0.05
@@ -48,49 +47,41 @@ _NVLINK5_ERRORS = {
 """From NVLink 5 on, the counters of the older links are not supported; these mean the same."""
 
 
-@dataclass
-class GroupAnswers:
-    """What one group has found out."""
-
-    values: dict[str, int] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
-    processes: list[GpuProcess] = field(default_factory=list)
-
-    @contextmanager
-    def facts(self, *names: str) -> Iterator[None]:
-        """Facts that come from one call. If it fails, they are all unknown."""
-        try:
-            yield
-        except NotKnown as error:
-            if error.gpu_is_lost:
-                self.values["lost"] = 1
-            self._unknown(names, str(error))
-        except (AttributeError, IndexError, TypeError, ValueError) as error:  # an nvidia-ml-py of another shape
-            self._unknown(names, f"{type(error).__name__}: {error}")
-
-    def read(self, name: str, call: Callable[..., Any], *arguments: Any) -> None:
-        """One fact that comes from a call of its own."""
-        with self.facts(name):
-            self.values[name] = call(*arguments)
-
-    def _unknown(self, names: tuple[str, ...], why: str) -> None:
-        self.unknown.update({name: why for name in names if name not in self.values})
+@contextmanager
+def facts(asked: GpuReading, *names: str) -> Iterator[None]:
+    """Facts that come from one call. If it fails, they are all unknown."""
+    try:
+        yield
+        return
+    except NotKnown as error:
+        if error.gpu_is_lost:
+            asked.values["lost"] = 1
+        why = str(error)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:  # an nvidia-ml-py of another shape
+        why = f"{type(error).__name__}: {error}"
+    asked.unknown.update({name: why for name in names if name not in asked.values})
 
 
-Group = Callable[[Any, Any, GroupAnswers], None]
+def read(asked: GpuReading, name: str, call: Callable[..., Any], *arguments: Any) -> None:
+    """One fact that comes from a call of its own."""
+    with facts(asked, name):
+        asked.values[name] = call(*arguments)
+
+
+Group = Callable[[Any, Any, GpuReading], None]
 """(the device, the whole GPU it is or is a part of, where to put the answers)"""
 
 
-def _recovery(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    asked.read("recovery_action", field_value, whole, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")
+def _recovery(device: Any, whole: Any, asked: GpuReading) -> None:
+    read(asked, "recovery_action", field_value, whole, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")
 
 
-def _ecc(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    asked.read("ecc_enabled", lambda: ask("nvmlDeviceGetEccMode", whole)[0])
+def _ecc(device: Any, whole: Any, asked: GpuReading) -> None:
+    read(asked, "ecc_enabled", lambda: ask("nvmlDeviceGetEccMode", whole)[0])
     for kind, error_type in (("corrected", 0), ("uncorrected", 1)):
         for life, counter_type in (("volatile", 0), ("aggregate", 1)):
-            asked.read(f"ecc_{kind}_{life}", ask, "nvmlDeviceGetTotalEccErrors", whole, error_type, counter_type)
-    asked.read("sram_threshold_exceeded", _sram_threshold_exceeded, whole)
+            read(asked, f"ecc_{kind}_{life}", ask, "nvmlDeviceGetTotalEccErrors", whole, error_type, counter_type)
+    read(asked, "sram_threshold_exceeded", _sram_threshold_exceeded, whole)
 
 
 def _sram_threshold_exceeded(whole: Any) -> int:
@@ -101,31 +92,31 @@ def _sram_threshold_exceeded(whole: Any) -> int:
     return int(bool(status.bThresholdExceeded))
 
 
-def _memory_repairs(device: Any, whole: Any, asked: GroupAnswers) -> None:
+def _memory_repairs(device: Any, whole: Any, asked: GpuReading) -> None:
     names = ("remap_corrected", "remap_uncorrected", "remap_pending", "remap_failed")
-    with asked.facts(*names):
+    with facts(asked, *names):
         asked.values.update(zip(names, map(int, ask("nvmlDeviceGetRemappedRows", whole)), strict=True))
-    asked.read("retired_pages_corrected", lambda: len(ask("nvmlDeviceGetRetiredPages", whole, 0)))
-    asked.read("retired_pages_uncorrected", lambda: len(ask("nvmlDeviceGetRetiredPages", whole, 1)))
-    asked.read("retired_pages_pending", ask, "nvmlDeviceGetRetiredPagesPendingStatus", whole)
+    read(asked, "retired_pages_corrected", lambda: len(ask("nvmlDeviceGetRetiredPages", whole, 0)))
+    read(asked, "retired_pages_uncorrected", lambda: len(ask("nvmlDeviceGetRetiredPages", whole, 1)))
+    read(asked, "retired_pages_pending", ask, "nvmlDeviceGetRetiredPagesPendingStatus", whole)
 
 
-def _temperature(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    asked.read("temperature", ask, "nvmlDeviceGetTemperature", whole, pynvml.NVML_TEMPERATURE_GPU)
+def _temperature(device: Any, whole: Any, asked: GpuReading) -> None:
+    read(asked, "temperature", ask, "nvmlDeviceGetTemperature", whole, pynvml.NVML_TEMPERATURE_GPU)
     limit = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-    asked.read("temperature_slowdown", ask, "nvmlDeviceGetTemperatureThreshold", whole, limit)
+    read(asked, "temperature_slowdown", ask, "nvmlDeviceGetTemperatureThreshold", whole, limit)
 
 
-def _pcie(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    asked.read("pcie_generation_max", ask, "nvmlDeviceGetMaxPcieLinkGeneration", whole)
-    asked.read("pcie_width_max", ask, "nvmlDeviceGetMaxPcieLinkWidth", whole)
-    asked.read("pcie_replays", ask, "nvmlDeviceGetPcieReplayCounter", whole)
+def _pcie(device: Any, whole: Any, asked: GpuReading) -> None:
+    read(asked, "pcie_generation_max", ask, "nvmlDeviceGetMaxPcieLinkGeneration", whole)
+    read(asked, "pcie_width_max", ask, "nvmlDeviceGetMaxPcieLinkWidth", whole)
+    read(asked, "pcie_replays", ask, "nvmlDeviceGetPcieReplayCounter", whole)
 
 
-def _nvlink(device: Any, whole: Any, asked: GroupAnswers) -> None:
+def _nvlink(device: Any, whole: Any, asked: GpuReading) -> None:
     active: list[int] = []
     inactive = 0
-    with asked.facts("nvlinks_active", "nvlinks_inactive"):
+    with facts(asked, "nvlinks_active", "nvlinks_inactive"):
         for link in range(_link_count(whole)):
             if ask("nvmlDeviceGetNvLinkState", whole, link):
                 active.append(link)
@@ -149,13 +140,13 @@ def _link_count(whole: Any) -> int:
         return constant("NVML_NVLINK_MAX_LINKS")
 
 
-def _nvlink_errors(whole: Any, active: list[int], asked: GroupAnswers) -> None:
+def _nvlink_errors(whole: Any, active: list[int], asked: GpuReading) -> None:
     for name, counters in (
         ("nvlink_crc_errors", ("NVML_NVLINK_ERROR_DL_CRC_FLIT", "NVML_NVLINK_ERROR_DL_CRC_DATA")),
         ("nvlink_replay_errors", ("NVML_NVLINK_ERROR_DL_REPLAY",)),
         ("nvlink_recovery_errors", ("NVML_NVLINK_ERROR_DL_RECOVERY",)),
     ):
-        with asked.facts(name):
+        with facts(asked, name):
             if not active:
                 raise NotKnown("no NVLink is up")
             try:
@@ -178,9 +169,9 @@ def _old_link_errors(whole: Any, link: int, counters: tuple[str, ...]) -> int:
     return sum(counts)
 
 
-def _fabric(device: Any, whole: Any, asked: GroupAnswers) -> None:
+def _fabric(device: Any, whole: Any, asked: GpuReading) -> None:
     names = ("fabric_state", "fabric_status", "fabric_configuration", *_FABRIC_MASKS)
-    with asked.facts(*names):
+    with facts(asked, *names):
         info = _fabric_info(whole)
         if not info.state:
             raise NotKnown("not part of an NVSwitch fabric")
@@ -212,8 +203,8 @@ def _fabric_info(whole: Any) -> Any:
     return info
 
 
-def _modes(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    with asked.facts("mig_enabled", "mig_change_pending"):
+def _modes(device: Any, whole: Any, asked: GpuReading) -> None:
+    with facts(asked, "mig_enabled", "mig_change_pending"):
         current, pending = ask("nvmlDeviceGetMigMode", whole)
         whole_is_used = uuid_of(device).startswith("GPU-")
         asked.values.update(
@@ -221,7 +212,7 @@ def _modes(device: Any, whole: Any, asked: GroupAnswers) -> None:
             mig_enabled_but_unused=int(bool(current) and whole_is_used),
             mig_change_pending=int(current != pending),
         )
-    asked.read("compute_mode", ask, "nvmlDeviceGetComputeMode", whole)
+    read(asked, "compute_mode", ask, "nvmlDeviceGetComputeMode", whole)
 
 
 _VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
@@ -246,15 +237,14 @@ def is_of_this_job(pid: int) -> bool:
     return any(ancestor.pid == pid for ancestor in psutil.Process().parents())
 
 
-def _processes(device: Any, whole: Any, asked: GroupAnswers) -> None:
+def _processes(device: Any, whole: Any, asked: GpuReading) -> None:
     """Other processes on the GPU. In a container NVML may give pids that mean nothing here; those are not counted."""
-    with asked.facts("other_processes"):
+    with facts(asked, "other_processes"):
         unseen = 0
         for process in ask("nvmlDeviceGetComputeRunningProcesses", device):
             try:
                 if not is_of_this_job(process.pid):
-                    name = psutil.Process(process.pid).name()
-                    asked.processes.append(GpuProcess(process.pid, name, process.usedGpuMemory))
+                    asked.processes.append(GpuProcess(process.pid, psutil.Process(process.pid).name()))
             except psutil.NoSuchProcess:
                 unseen += 1
         if unseen and not asked.processes:
@@ -262,7 +252,7 @@ def _processes(device: Any, whole: Any, asked: GroupAnswers) -> None:
         asked.values["other_processes"] = len(asked.processes)
 
 
-def _clocks_and_link(device: Any, whole: Any, asked: GroupAnswers) -> None:
+def _clocks_and_link(device: Any, whole: Any, asked: GpuReading) -> None:
     """Sample for half a second: what holds the clocks back most of the time, and the fastest PCIe link seen."""
     reasons: list[int] = []
     generations: list[int] = []
@@ -270,11 +260,11 @@ def _clocks_and_link(device: Any, whole: Any, asked: GroupAnswers) -> None:
     for number in range(_LOADED_SAMPLES):
         if number:
             time.sleep(_LOADED_STEP_S)
-        with asked.facts(*CLOCK_REASONS):
+        with facts(asked, *CLOCK_REASONS):
             reasons.append(clock_reasons(whole))
-        with asked.facts("pcie_generation"):
+        with facts(asked, "pcie_generation"):
             generations.append(ask("nvmlDeviceGetCurrPcieLinkGeneration", whole))
-        with asked.facts("pcie_width"):
+        with facts(asked, "pcie_width"):
             widths.append(ask("nvmlDeviceGetCurrPcieLinkWidth", whole))
     if reasons:
         for name, bit in CLOCK_REASONS.items():  # a change of the clocks is reported as a slowdown, for a moment
@@ -314,32 +304,16 @@ def questions(loaded: bool) -> tuple[tuple[str, Group], ...]:
     return (("clocks and PCIe under load", _clocks_and_link),) if loaded else _GROUPS
 
 
-def ask_group(uuid: str, device: Any, group: Group) -> NvmlAnswer:
+def ask_group(uuid: str, device: Any, group: Group) -> GpuReading:
     """The answers of one group."""
-    asked = GroupAnswers()
+    asked = GpuReading(uuid)
     group(device, whole_gpu(device), asked)
-    return NvmlAnswer(uuid, asked.values, asked.unknown, processes=asked.processes)
+    return asked
 
 
-def introduce(uuid: str, device: Any) -> NvmlAnswer:
-    """What it is."""
-    whole = whole_gpu(device)
-    pci_bus = ""
-    try:
-        bus = ask("nvmlDeviceGetPciInfo", whole).busId
-        pci_bus = bus.decode() if isinstance(bus, bytes) else str(bus)
-        parent = uuid_of(whole)
-    except NotKnown:
-        parent = ""
-    own = text("nvmlDeviceGetUUID", device)
-    return NvmlAnswer(
-        uuid, name=text("nvmlDeviceGetName", device), pci_bus=pci_bus, parent="" if parent == own else parent
-    )
-
-
-def read_counters(whole: Any) -> GroupAnswers:
+def read_counters(whole: Any) -> GpuReading:
     """Only the counters: cheap enough to be read in the middle of a training."""
-    asked = GroupAnswers()
+    asked = GpuReading("")
     for _, group in _COUNTERS:
         group(whole, whole, asked)
     return asked
