@@ -161,9 +161,7 @@ _OTHERS = "A consequence: look at the XIDs before it."
 _NOTHING = "Nothing has to be done."
 
 
-def _x(meaning: str, todo: str, grade: Grade) -> XidMeaning:
-    return XidMeaning(meaning, todo, grade)
-
+_x = XidMeaning
 
 XIDS: dict[int, XidMeaning] = {
     8: _x("GPU stopped processing", _RESTART, "warn"),

@@ -53,7 +53,6 @@ class TestEnding:
 
     kind: Literal["ok", "raised", "died", "hung"]
     detail: str = ""
-    seconds: float = 0.0
     failure: ProbeFailure | None = None
     """For `raised`: None for any other exception."""
     ours: bool = False
@@ -87,12 +86,11 @@ class RankChild:
 
     def run(self, request: object, deadline_s: float, on_line: Say = lambda step: None) -> TestEnding:
         """Run one test. Its steps are passed on as they begin."""
-        began = time.monotonic()
         process = self._process or self._start()
         written = os.fstat(process.output.fileno()).st_size
         try:
             _ask(process.requests, request)
-            ending = _follow(process.answers, began + deadline_s, on_line)
+            ending = _follow(process.answers, time.monotonic() + deadline_s, on_line)
         except BaseException:
             self._end(at_once=True)
             raise
@@ -109,7 +107,7 @@ class RankChild:
         if ending.kind == "hung":
             where = f" at {ending.said}" if ending.said else ""
             ending = replace(ending, detail=f"hung{where} for {deadline_s:.0f} s{ended}")
-        return replace(ending, seconds=round(time.monotonic() - began, 4))
+        return ending
 
     def close(self) -> None:
         """End the child, which frees its CUDA context and its memory. Does nothing if there is no child."""

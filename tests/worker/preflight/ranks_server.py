@@ -198,7 +198,6 @@ def run_rank(request, rank, port, said):
         "next": failure.next if failure else "",
         "value": msgspec.to_builtins(ending.value),
         "said": said,
-        "seconds": ending.seconds,
     }
 
 
