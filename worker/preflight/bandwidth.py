@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from ...core.preflight import BandwidthRow
 from .blame.odd_ranks import size_text
 from .device_tests import timed
-from .group_collectives import GroupCollectives, join
+from .group_collectives import GroupCollectives
 from .steps import LinkSpeed, RankMeasurements
 
 CPU_LARGEST = 16 << 20
@@ -37,47 +36,32 @@ LINK_BYTES = 1 << 20
 """For fewer bytes, the time depends more on the processes than on the link between them."""
 
 
-def measure(
-    store: Store,
-    device: torch.device,
-    backend: str,
-    ranks: Sequence[int],
-    rank: int,
-    timeout_s: float,
-    say: Callable[[str], None],
-    largest_bytes: int = 0,
-) -> RankMeasurements:
-    """Measure sizes up to `largest_bytes` (0: the device's default), while `timeout_s` allows. See also check_group.
+def measure(group: GroupCollectives, largest_bytes: int = 0) -> RankMeasurements:
+    """Measure sizes up to `largest_bytes` (0: the device's default), while the group's time allows.
 
     Polling does not affect the times: on CUDA the device's own clock measures them.
     """
-    began = time.monotonic()
-    if len(ranks) == 1:
-        return RankMeasurements([])
-    deadline = began + timeout_s
-    group = join(store, device, backend, ranks, rank, deadline, say)
-    largest = largest_bytes or (CUDA_LARGEST if device.type == "cuda" else CPU_LARGEST)
+    largest = largest_bytes or (CUDA_LARGEST if group.device.type == "cuda" else CPU_LARGEST)
     rows: list[BandwidthRow] = []
     longest_s: dict[int, float] = {}
     left_s = 0.0
     for size in sizes_up_to(largest):
-        say(f"all_reduce of {size_text(size)}")
-        row_began = time.monotonic()
+        group.say(f"all_reduce of {size_text(size)}")
+        began = time.monotonic()
         rows.append(all_reduce_row(group, size))
         # all ranks use the same, longest times, so that all stop at the same size
         longest_s[size] = _longest(group, rows[-1].time_us / 1e6)
-        next_s = _longest(group, time.monotonic() - row_began) * _STEP * 2
-        left_s = timeout_s - _longest(group, time.monotonic() - began)
-        if next_s > left_s - timeout_s * (1 - _SHARE_FOR_ROWS):
+        next_s = _longest(group, time.monotonic() - began) * _STEP * 2
+        left_s = -_longest(group, time.monotonic() - group.deadline)
+        if next_s > left_s - group.timeout_s * (1 - _SHARE_FOR_ROWS):
             break
     fitting = [size for size, seconds in longest_s.items() if seconds * _SWAPS < left_s]
+    size = fitting[-1] if fitting else rows[0].size_bytes
     links: list[LinkSpeed] = []
-    for pairs in neighbours(len(ranks)):
-        size = fitting[-1] if fitting else rows[0].size_bytes
-        if size < LINK_BYTES:
-            break
-        say("links")
-        links += _link_speeds(group, pairs, size)
+    if size >= LINK_BYTES:
+        for pairs in neighbours(len(group.ranks)):
+            group.say("links")
+            links += _link_speeds(group, pairs, size)
     return RankMeasurements(rows, links)
 
 

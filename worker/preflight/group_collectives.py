@@ -50,13 +50,16 @@ def join(
     backend: str,
     ranks: Sequence[int],
     rank: int,
-    deadline: float,
+    timeout_s: float,
     say: Callable[[str], None],
 ) -> GroupCollectives:
-    """Make the process group of this process. NCCL connects at once, since it is given the device.
+    """Make the process group of this process among `ranks` (global numbers; this one is `rank`), at least two.
 
-    Raises ProbeFailure, with the ranks that do not come, or with no ranks if the group is not up at the deadline.
+    `store` is a PrefixStore of this group alone. `say` is called with each step as it begins. NCCL connects at once,
+    since it is given the device. Raises ProbeFailure, with the ranks that do not come, or with no ranks if the group is
+    not up in time. All that is done in the group ends within `timeout_s` from here on.
     """
+    deadline = time.monotonic() + timeout_s
     say("init")
     on_cuda = device.type == "cuda"
     if on_cuda:
@@ -66,7 +69,7 @@ def join(
     ready.set(str(rank), "")
     # A rank whose device hangs does not come; without this, NCCL would only fail to connect.
     _wait_for(ready, ranks, deadline, "did not come to the process group")
-    timeout_s = left_s(deadline)
+    limit_s = left_s(deadline)
 
     def make() -> None:
         if on_cuda:
@@ -76,12 +79,12 @@ def join(
             store=PrefixStore("group", store),
             rank=list(ranks).index(rank),
             world_size=len(ranks),
-            timeout=timedelta(seconds=timeout_s * _WATCHDOG if on_cuda else timeout_s),
+            timeout=timedelta(seconds=limit_s * _WATCHDOG if on_cuda else limit_s),
             device_id=device if on_cuda else None,
         )
 
-    _in_time(make, timeout_s, f"{backend} had not connected {len(ranks)} ranks")
-    return GroupCollectives(store, device, list(ranks), rank, deadline, say)
+    _in_time(make, limit_s, f"{backend} had not connected {len(ranks)} ranks")
+    return GroupCollectives(store, device, backend, list(ranks), rank, timeout_s, deadline, say)
 
 
 def _set_up_nccl() -> None:
@@ -130,10 +133,13 @@ class GroupCollectives:
 
     store: Store
     device: torch.device
+    backend: str
     ranks: list[int]
     """Global numbers, `rank` among them."""
     rank: int
+    timeout_s: float
     deadline: float
+    """In monotonic time."""
     say: Callable[[str], None]
     limit_s: float = field(init=False)
 
@@ -191,40 +197,27 @@ group two ranks broadcast, and pairs of its nodes are tried."""
 _PERIOD = 122
 
 
-def check_group(
-    store: Store,
-    device: torch.device,
-    backend: str,
-    ranks: Sequence[int],
-    rank: int,
-    timeout_s: float,
-    say: Callable[[str], None],
-) -> str:
-    """Run every kind of collective among `ranks` (global numbers; this one is `rank`). Returns what was done, in words.
+def check_group(group: GroupCollectives) -> str:
+    """Run every kind of collective. Returns what was done, in words.
 
-    `store` is a PrefixStore of this test alone. `say` is called with each step as it begins.
     Raises ProbeFailure if a value is wrong; see there for `peers`. Errors that torch raises for a broken collective are
     not translated.
 
-    It ends within `timeout_s`. Run it in a separate process with a longer deadline, and end that with os._exit: a group
-    can hang while it is destroyed if one of its ranks has ended.
+    Run it in a separate process with a longer deadline, and end that with os._exit: a group can hang while it is
+    destroyed if one of its ranks has ended.
     """
-    deadline = time.monotonic() + timeout_s
-    if len(ranks) == 1:
-        return "one rank: nothing to test"
-    group = join(store, device, backend, ranks, rank, deadline, say)
     vote = _vote(group)
-    say("votes")
+    group.say("votes")
     votes = exchange(group, "votes", vote)
     verdict = judge(votes)
-    if verdict is not None and verdict.search and len(ranks) <= SMALL:
+    if verdict is not None and verdict.search and len(votes) <= SMALL:
         try:
             verdict = judge_sums_of_pairs(votes, _search(group))
         except (RuntimeError, ProbeFailure):
             pass  # the verdict without the pairs is worth more than their error
     if verdict is not None:
-        raise _failure(verdict, rank)
-    return f"all_reduce, all_gather, broadcast and barrier over {len(ranks)} ranks came out right ({backend})"
+        raise _failure(verdict, group.rank)
+    return f"all_reduce, all_gather, broadcast and barrier over {len(votes)} ranks came out right ({group.backend})"
 
 
 def exchange(group: GroupCollectives, name: str, mine: RankVote) -> dict[int, RankVote]:

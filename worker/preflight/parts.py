@@ -24,7 +24,7 @@ from ...core.text import parse_amount
 from .bandwidth import measure
 from .blame.known_errors import explain
 from .device_tests import AllocationResult, allocate, compute
-from .group_collectives import check_group
+from .group_collectives import check_group, join
 from .health import HealthResult, check_health, cuda_load
 from .inventory import gather, gather_device
 from .meeting import group_store
@@ -74,8 +74,8 @@ class GroupTest:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(self.log))
         store = group_store(self.identity, self.prefix, self.name, self.timeout_s)
-        place = (store, self.device, self.backend, self.ranks, self.identity.rank, self.timeout_s, say)
-        return check_group(*place) if self.bandwidth_bytes is None else measure(*place, self.bandwidth_bytes)
+        group = join(store, self.device, self.backend, self.ranks, self.identity.rank, self.timeout_s, say)
+        return check_group(group) if self.bandwidth_bytes is None else measure(group, self.bandwidth_bytes)
 
 
 @dataclass

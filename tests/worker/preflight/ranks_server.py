@@ -24,7 +24,7 @@ from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.preflight.bandwidth import measure
 from gpuwatch.worker.preflight.device_tests import allocate, compute
-from gpuwatch.worker.preflight.group_collectives import check_group
+from gpuwatch.worker.preflight.group_collectives import check_group, join
 from gpuwatch.worker.preflight.parts import RankTests
 from gpuwatch.worker.preflight.rank_child import RankChild
 from gpuwatch.worker.preflight.steps import StageDeadlines
@@ -184,7 +184,8 @@ def run_rank(request, rank, port, said):
         if way:
             spoil(way, store)
         test = {"group": check_group, "bandwidth": measure}[request["call"]]
-        return test(store, CPU, "gloo", request["ranks"], rank, request["timeout_s"], say, *request.get("more", []))
+        group = join(store, CPU, "gloo", request["ranks"], rank, request["timeout_s"], say)
+        return test(group, *request.get("more", []))
 
     child = RankChild(lambda _, say: call(say))
     ending = child.run(b"", request.get("deadline_s", 60.0), said.append)
