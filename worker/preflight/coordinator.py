@@ -24,7 +24,7 @@ from ...core.host import die_with_parent
 from ...core.identity import RankIdentity
 from ...core.own_imports import path_as_given
 from ...core.settings import WorkerSettings
-from .steps import Line, StageDeadlines
+from .steps import Line, RankStepReport, StageDeadlines
 
 
 def say(line: Line) -> None:
@@ -64,8 +64,10 @@ def _coordinate() -> int:
         where = RunPosition(identity.rank, settings.attempt)
         say(PreflightBegan(where, "inventory", deadlines.work("inventory")))
     path_as_given()
-    from .course import PreflightRun, RankFailure  # imports torch
+    from .course import PreflightRun  # imports torch
 
-    fallen = RankFailure(options.fallen, options.stage, options.detail) if options.fallen else None
-    PreflightRun(identity, settings, deadlines, say, began, options.script, fallen).run()
+    run = PreflightRun(identity, settings, deadlines, say, began, options.script)
+    if options.fallen:
+        run.tell_others(options.fallen, RankStepReport("fallen", options.detail, said=options.stage))
+    run.run()
     return 0

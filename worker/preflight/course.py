@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -51,17 +50,6 @@ _FAREWELL = "farewell"
 _ORDER: tuple[Grade, ...] = ("ok", "unknown", "warn", "fail")
 
 
-@dataclass(frozen=True)
-class RankFailure:
-    """This rank cannot go on. It only informs the other ranks."""
-
-    step: str
-    stage: str
-    detail: str
-    ours: bool = False
-    """The cause is an error of gpuwatch; else the rank's coordinator died or hung."""
-
-
 class PreflightRun:
     """`say` is called with each line for the worker. `began` is the coordinator's start on the monotonic clock."""
 
@@ -73,14 +61,15 @@ class PreflightRun:
         say: Callable[[Line], None],
         began: float,
         script: str = "",
-        fallen: RankFailure | None = None,
     ) -> None:
         self._me = identity
         self._where = RunPosition(identity.rank, settings.attempt)
         self._settings = settings
         self._deadlines = deadlines
         self._say = say
-        self._fallen = fallen
+        self._failure: RankStepReport | None = None
+        """This rank cannot go on. It only tells the others: its coordinator died or hung, or gpuwatch has an error."""
+        self._next = "arrive"
         self._prefix = f"gpuwatch/{settings.round}"
         self._parts = RankTests(identity, settings, deadlines, self._prefix, script)
         self._roster: RankRoster | None = None
@@ -88,11 +77,15 @@ class PreflightRun:
         self._arrived = identity.world_size
         self._began = began
 
+    def tell_others(self, step: str, report: RankStepReport) -> None:
+        """Have `run` do no more than to tell the other ranks, in this step."""
+        self._next, self._failure = step, report
+
     def run(self) -> None:
         """Run all steps. The last line has the conclusion, also after a failure."""
-        now = StepConclusion(next=self._fallen.step if self._fallen else "arrive")
+        now = StepConclusion(next=self._next)
         try:
-            inventory = RankStepReport() if self._fallen else self._inventory()
+            inventory = RankStepReport() if self._failure else self._inventory()
             self._meeting = self._connect()
             while now.next:
                 now = self._take_softly(now, inventory)
@@ -115,11 +108,10 @@ class PreflightRun:
         except (StoreLost, NoConclusion):
             raise
         except Exception as error:
-            if self._fallen is not None:
+            if self._failure is not None:
                 raise
             traceback.print_exc()
-            stage = stage_of(now.next)
-            self._fallen = RankFailure(now.next, stage, f"{type(error).__name__}: {error}", ours=True)
+            self._failure = RankStepReport("fault", f"{type(error).__name__}: {error}")
             return self._take(now.next, now, inventory)
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -136,7 +128,7 @@ class PreflightRun:
         return report
 
     def _connect(self) -> StoreRendezvous:
-        if self._fallen is None:
+        if self._failure is None:
             self._begin("arrive")
         store = connect(self._me, min(STORE_S, self._deadlines.timeout_s))
         key = read_meeting_key(Path(self._settings.recorder_dir))
@@ -144,9 +136,9 @@ class PreflightRun:
 
     def _take(self, step: str, before: StepConclusion, inventory: RankStepReport) -> StepConclusion:
         stage = stage_of(step)
-        if self._fallen is not None:
-            report = self._report_of_fallen(stage)
-            takes_part = False
+        if self._failure is not None:
+            here = RankAttendance(host_name(), 0, self._me.local_rank, self._me.local_world_size, "")
+            report, takes_part = replace(self._failure, attendance=here), False
         elif step == "arrive":
             report, takes_part = self._attend(inventory), True
         else:
@@ -255,14 +247,6 @@ class PreflightRun:
         self._end_stage(stage, _grade(report), report.detail or _text(report.findings))
         return report
 
-    def _report_of_fallen(self, stage: str) -> RankStepReport:
-        assert self._fallen is not None
-        me = self._me
-        here = RankAttendance(host_name(), 0, me.local_rank, me.local_world_size, "")
-        if self._fallen.ours:
-            return RankStepReport("fault", self._fallen.detail, attendance=here)
-        return RankStepReport("fallen", self._fallen.detail, said=self._fallen.stage or stage, attendance=here)
-
     def _begin(self, stage: str, step: str = "arrive") -> None:
         self._began = time.monotonic()
         self._say(PreflightBegan(self._where, stage, self._deadlines.work(stage)))
@@ -278,8 +262,8 @@ class PreflightRun:
         own = next((outcome for outcome in now.outcomes if outcome.rank == rank), None)
         if own is None:
             own = RankOutcome(rank, "failed" if rank in finding.ranks else "victim", finding.stage, finding.sentence)
-        if self._fallen is not None and not self._fallen.ours:
-            own = RankOutcome(rank, "failed", self._fallen.stage, self._fallen.detail)
+        if self._failure is not None and self._failure.kind == "fallen":
+            own = RankOutcome(rank, "failed", self._failure.said, self._failure.detail)
         others = [outcome for outcome in now.outcomes if outcome.rank != rank]
         return StepConclusion(findings=[*now.findings, finding], outcomes=[*others, own])
 
