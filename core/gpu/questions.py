@@ -35,16 +35,18 @@ _FABRIC_MASKS = {
     "fabric_route_recovery": (2, 0x3),
     "fabric_route_unhealthy": (4, 0x3),
     "fabric_access_timeout_recovery": (6, 0x3),
+    "fabric_configuration": (8, 0xF),  # 1 as it should be, else what is wrong
 }
-_FABRIC_CONFIGURATION = (8, 0xF)
-"""0 not supported, 1 as it should be, else what is wrong."""
 
-_NVLINK5_ERRORS = {
-    "nvlink_crc_errors": ("NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS",),
-    "nvlink_replay_errors": ("NVML_FI_DEV_NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS",),
-    "nvlink_recovery_errors": ("NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS",),
+_NVLINK_ERRORS = {
+    # fact: counters of a link up to NVLink 4, and the field that means the same from NVLink 5 on
+    "nvlink_crc_errors": (
+        ("NVML_NVLINK_ERROR_DL_CRC_FLIT", "NVML_NVLINK_ERROR_DL_CRC_DATA"),
+        "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS",
+    ),
+    "nvlink_replay_errors": (("NVML_NVLINK_ERROR_DL_REPLAY",), "NVML_FI_DEV_NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS"),
+    "nvlink_recovery_errors": (("NVML_NVLINK_ERROR_DL_RECOVERY",), "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS"),
 }
-"""From NVLink 5 on, the counters of the older links are not supported; these mean the same."""
 
 
 @contextmanager
@@ -141,18 +143,14 @@ def _link_count(whole: Any) -> int:
 
 
 def _nvlink_errors(whole: Any, active: list[int], asked: GpuReading) -> None:
-    for name, counters in (
-        ("nvlink_crc_errors", ("NVML_NVLINK_ERROR_DL_CRC_FLIT", "NVML_NVLINK_ERROR_DL_CRC_DATA")),
-        ("nvlink_replay_errors", ("NVML_NVLINK_ERROR_DL_REPLAY",)),
-        ("nvlink_recovery_errors", ("NVML_NVLINK_ERROR_DL_RECOVERY",)),
-    ):
+    for name, (counters, newer) in _NVLINK_ERRORS.items():
         with facts(asked, name):
             if not active:
                 raise NotKnown("no NVLink is up")
             try:
                 total = sum(_old_link_errors(whole, link, counters) for link in active)
             except NotKnown:
-                total = sum(field_value(whole, item, link) for item in _NVLINK5_ERRORS[name] for link in active)
+                total = sum(field_value(whole, newer, link) for link in active)
             asked.values[name] = total
 
 
@@ -170,14 +168,13 @@ def _old_link_errors(whole: Any, link: int, counters: tuple[str, ...]) -> int:
 
 
 def _fabric(device: Any, whole: Any, asked: GpuReading) -> None:
-    names = ("fabric_state", "fabric_status", "fabric_configuration", *_FABRIC_MASKS)
-    with facts(asked, *names):
+    with facts(asked, "fabric_state", "fabric_status", *_FABRIC_MASKS):
         info = _fabric_info(whole)
         if not info.state:
             raise NotKnown("not part of an NVSwitch fabric")
         asked.values.update(fabric_state=info.state, fabric_status=info.status)
         mask = getattr(info, "healthMask", 0)
-        for name, (shift, width) in (*_FABRIC_MASKS.items(), ("fabric_configuration", _FABRIC_CONFIGURATION)):
+        for name, (shift, width) in _FABRIC_MASKS.items():
             found = mask >> shift & width
             if found:
                 asked.values[name] = found
