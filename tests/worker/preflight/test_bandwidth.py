@@ -46,12 +46,6 @@ def test_it_stops_at_the_size_that_would_take_too_long(run_ranks):
     assert measured[0].links
 
 
-def test_one_rank_has_no_bandwidth(run_ranks):
-    (outcome,) = run_ranks("bandwidth", [3]).values()
-
-    assert outcome["value"] == {"rows": [], "links": []}
-
-
 @given(st.integers(1, 1 << 40), st.integers(1, 10**6), st.integers(2, 5000))
 def test_bus_bandwidth_is_that_of_nccl_tests(size, microseconds, count):
     row = row_of(size, microseconds / 1e6, count)
