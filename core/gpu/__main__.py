@@ -20,7 +20,7 @@ from .counters import meaning_of
 from .nvml_child import (
     AskCounters,
     AskSamples,
-    CountersRead,
+    CountersLine,
     GpuReading,
     Line,
     NvmlFinished,
@@ -198,10 +198,10 @@ def _tell_counters(moment: str, devices: dict[str, Any]) -> None:
     from .nvml import mig_devices
     from .questions import read_counters
 
-    for uuid, handle in devices.items():
+    for left, (uuid, handle) in zip(range(len(devices))[::-1], devices.items(), strict=True):
         asked = read_counters(handle)
-        say(GpuCounters(uuid, moment, asked.values, asked.unknown, time.time_ns(), mig_devices(handle)))
-    say(CountersRead(moment))
+        event = GpuCounters(uuid, moment, asked.values, asked.unknown, time.time_ns(), mig_devices(handle))
+        say(CountersLine(event, last=not left))
 
 
 def main() -> int:

@@ -96,10 +96,11 @@ class XidWatch(msgspec.Struct, frozen=True, tag="watching"):
     unwatched: dict[str, str] = {}
 
 
-class CountersRead(msgspec.Struct, frozen=True, tag="counters_read"):
-    """The counters of all GPUs have been read that were asked for at `moment`."""
+class CountersLine(msgspec.Struct, frozen=True, tag="counters"):
+    """The counters of one GPU; `last` is the last GPU of that answer."""
 
-    moment: str
+    event: GpuCounters
+    last: bool
 
 
 class AskCounters(msgspec.Struct, frozen=True, tag="ask"):
@@ -124,16 +125,7 @@ class SampleLine(msgspec.Struct, frozen=True, tag="sample"):
 
 
 Line = (
-    NvmlStarted
-    | NvmlTrouble
-    | NvmlQuestion
-    | GpuReading
-    | NvmlFinished
-    | XidWatch
-    | GpuXid
-    | GpuCounters
-    | CountersRead
-    | SampleLine
+    NvmlStarted | NvmlTrouble | NvmlQuestion | GpuReading | NvmlFinished | XidWatch | GpuXid | CountersLine | SampleLine
 )
 
 _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)

@@ -19,7 +19,7 @@ from ...core.events import GpuCounters, GpuHealth, GpuXid
 from ...core.gpu.nvml_child import (
     AskCounters,
     AskSamples,
-    CountersRead,
+    CountersLine,
     Line,
     NvmlTrouble,
     SampleLine,
@@ -179,12 +179,14 @@ class GpuWatch:
             self._ask("before", time.monotonic())
         elif isinstance(line, NvmlTrouble):
             self._give_up(line.why)
-        elif isinstance(line, GpuXid | GpuCounters):
+        elif isinstance(line, GpuXid):
             self._events.append(line)
         elif isinstance(line, SampleLine):
             self._samples.append(line)
-        elif isinstance(line, CountersRead):
-            self._asked = [asked for asked in self._asked if asked[0] != line.moment]
+        elif isinstance(line, CountersLine):
+            self._events.append(line.event)
+            if line.last:
+                self._asked = [asked for asked in self._asked if asked[0] != line.event.moment]
 
     def _how_it_ended(self) -> str:
         code = self._child.poll() if self._child is not None else None
