@@ -194,7 +194,7 @@ def timed(
     ended.record()
     if deadline is None:
         ended.synchronize()
-    while not ended.query():
+    while not ended.query():  # type: ignore[no-untyped-call]
         if deadline is not None and time.monotonic() > deadline:
             raise late()
         time.sleep(_POLL_S)
