@@ -188,6 +188,7 @@ def timed(
         began_s = time.perf_counter()
         call()
         return time.perf_counter() - began_s
+    # torch has no annotations there
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     began.record()
     call()

@@ -171,15 +171,15 @@ def gather_device(facts: InventoryFacts, local_rank: int) -> InventoryFacts:
         if local_rank >= visible:
             return facts
         properties = torch.cuda.get_device_properties(local_rank)
-        memory: tuple[int | None, int | None] = soft(lambda: _memory(local_rank), (None, None))
+        memory = soft(lambda: _memory(local_rank), None)
         return replace(
             facts,
             device=f"cuda:{local_rank}",
             device_name=properties.name,
             uuid=soft(lambda: device_uuid(local_rank), ""),
             pci_bus=soft(lambda: _pci_bus(properties), ""),
-            device_memory_free=memory[0],
-            device_memory_total=memory[1],
+            device_memory_free=memory[0] if memory else None,
+            device_memory_total=memory[1] if memory else None,
         )
 
 
