@@ -318,8 +318,8 @@ def read_counters(whole: Any) -> GpuReading:
 
 # How one GPU does at a moment: a few cheap questions to NVML, asked every few seconds. A child process asks them.
 #
-# Telemetry shows these figures and judges no GPU by them (health_grades.py does that). A question that this GPU, driver or
-# nvidia-ml-py has no answer to is asked once.
+# Telemetry shows these figures and judges no GPU by them (health_grades.py does that). A question that this GPU, driver
+# or nvidia-ml-py has no answer to is asked once.
 
 _SM_CLOCK = 1
 """NVML_CLOCK_SM"""
