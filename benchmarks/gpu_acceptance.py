@@ -35,8 +35,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
 from pathlib import Path
 
-from gpu_lines.lines import LINES, Line
-from gpu_lines.outcome import Row, first_line, passed
+from gpu_lines.lines import LINES, Line, Row, first_line, passed
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 _MARK = "gpu-acceptance-rows "

@@ -1,1 +1,1 @@
-"""One file per subcommand, each thin."""
+"""The subcommands, each thin."""

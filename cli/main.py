@@ -30,8 +30,9 @@ COMMANDS = {
     "export": "Write the numbers of a run as JSON lines, CSV, Parquet or for TensorBoard.",
     "collect": "Run a collector by hand, for launches that are given --collector.",
 }
-
-
+_BESIDE = {"launch": "jobs", "run": "jobs", "check": "jobs", "env": "jobs", "collect": "jobs"}
+_BESIDE |= {"runs": "report", "top": "report", "diff": "export"}
+"""Commands that are not in a file of their own name."""
 _GO_ON = {"launch", "run", "check", "submit", "collect"}
 """What these do is not what they print."""
 
@@ -46,7 +47,7 @@ class _LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         expect_answer(drops=cmd_name in _GO_ON)
-        command = import_module(f"..cli.{cmd_name}", __package__).command
+        command = getattr(import_module(f"..cli.{_BESIDE.get(cmd_name, cmd_name)}", __package__), cmd_name)
         assert isinstance(command, click.Command)
         return command
 

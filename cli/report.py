@@ -1,7 +1,8 @@
-"""`gpuwatch report`: print a report that was written, or make it again from the store."""
+"""`gpuwatch report`, `runs` and `top`: show a run that is over, the runs of a folder, or a run that goes on."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -11,14 +12,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
 from ..collector.run_files import RunPaths
 from ..core.errors import GpuwatchError, UsageError
+from ..core.text import shown
 from ..core.wire.spool import SUFFIX
-from .completion import RUNS_DIR, complete_runs
 
 if TYPE_CHECKING:
+    from ..collector.live.publisher import ViewSubscriber
     from ..collector.report.model import RunReport
+
+_MOST_RUNS = 50
+RUNS_DIR = click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
+TEXT_OR_JSON = click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What to print."
+)
+
+
+def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of runs in the runs' folder, the newest first."""
+    folder = Path(ctx.params.get("runs_dir") or "gpuwatch-runs")
+    try:
+        runs = sorted((path.parent.name for path in folder.glob("*/run.sqlite")), reverse=True)
+    except OSError:
+        return []
+    return [CompletionItem(run) for run in runs if run.startswith(incomplete)][:_MOST_RUNS]
 
 
 @click.command(name="report")
@@ -44,7 +63,7 @@ if TYPE_CHECKING:
 @click.option(
     "--merge", is_flag=True, help="Make one report of several spool files and runs of one job, given as RUN RUN..."
 )
-def command(
+def report(
     runs: tuple[str, ...],
     runs_dir: str,
     rank: int | None,
@@ -161,8 +180,7 @@ def _rendered(report: RunReport, form: str, rank: int | None, *, warnings: bool,
         return render_html(report)
     from ..collector.report.text_report import render_text
 
-    width = max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
-    return render_text(report, width=width, color=color, rank=rank, warnings=warnings)
+    return render_text(report, width=text_width(), color=color, rank=rank, warnings=warnings)
 
 
 def _open(page: Path, rank: int | None) -> None:
@@ -192,3 +210,114 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
         f"expected a run's folder, its name, or a {SUFFIX} file, found none at {wanted} "
         f"({there}; elsewhere: --runs-dir DIR)"
     )
+
+
+def echo_json(value: object) -> None:
+    """Print it."""
+    import msgspec
+
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
+
+
+def text_width() -> int:
+    """The terminal's width, as far as a report can use it."""
+    return max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
+
+
+@click.command(name="runs")
+@RUNS_DIR
+@click.option("-n", "--last", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest last.")
+@TEXT_OR_JSON
+def runs(runs_dir: str, last: int, form: str) -> int:
+    """List the runs of a folder with what they came to.
+
+    A run without a report is still going on, or its report could not be made: gpuwatch report --again RUN.
+    """
+    from ..collector.run_files import list_runs
+
+    runs = list_runs(Path(runs_dir))
+    if form == "json":
+        echo_json(runs[-last:])
+        return 0
+    if not runs:
+        click.echo(f"no run is in {runs_dir} (elsewhere: --runs-dir DIR)")
+        return 0
+    width = max(80, shutil.get_terminal_size((110, 24)).columns)
+    names = max(len(run.id) for run in runs[-last:])
+    for run in runs[-last:]:
+        if run.verdict is None or run.run is None:
+            line = f"{run.id:<{names}}  no report"
+        else:
+            ranks = f"{run.run.world_size} rank{'s' if run.run.world_size != 1 else ''}"
+            line = f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}  {run.verdict.statement}"
+        line = shown(line)
+        click.echo(line if len(line) <= width else f"{line[: width - 3]}...")
+    if len(runs) > last:
+        click.echo(f"{len(runs) - last} older runs: --last N")
+    return 0
+
+
+_PATIENCE_S = 15.0
+_MORE, _MORE_S = 3, 1.5
+"""Pictures after the first, and how long each is waited for: they tell how fast the job goes, and what is close to its
+limit."""
+
+
+@click.command(name="top")
+@click.argument("run", required=False, shell_complete=complete_runs)
+@RUNS_DIR
+@click.option("--once", is_flag=True, help="Print one picture as text and end. It needs no textual.")
+def top(run: str | None, runs_dir: str, once: bool) -> int:
+    """Look at a job while it runs: its ranks, who waits for whom, what comes close to its limit, and what happened.
+
+    Without RUN: the latest one. It only looks: the job is not told of it, and does not wait for it. q ends it.
+    """
+    from ..collector.live.publisher import ViewSubscriber
+
+    path = find_run(run, Path(runs_dir))
+    link = ViewSubscriber(path)
+    try:
+        if not link.is_shown:
+            raise UsageError(
+                f"expected a run that goes on, found no collector that shows {path.name}; what it came to: "
+                f"gpuwatch report {path.name}"
+            )
+        if once:
+            return _print_once(link, path.name)
+        return _watch(link, path.name)
+    finally:
+        link.close()
+
+
+def _print_once(link: ViewSubscriber, run: str) -> int:
+    from ..collector.live.top_model import TopModel, plain
+
+    view = link.newest(_PATIENCE_S)
+    if view is None:
+        raise GpuwatchError(f"the collector of {run} shows nothing for {_PATIENCE_S:.0f} s; is its host in reach?")
+    model = TopModel()
+    model.see(view)
+    for _ in range(_MORE):
+        view = link.newest(_MORE_S)
+        if view is not None:
+            model.see(view)
+            if view.hot:  # the agents tell of them when they have heard that somebody looks
+                break
+    size = shutil.get_terminal_size((110, 24))
+    click.echo(plain(model.screen(size.columns), 64))
+    return 0
+
+
+def _watch(link: ViewSubscriber, run: str) -> int:
+    from importlib.util import find_spec
+
+    if find_spec("textual") is None:
+        raise UsageError(
+            "expected textual, which draws the screen, found it not installed; install it with: pip install "
+            '"gpuwatch-cluster[top]", or print one picture: gpuwatch top --once'
+        )
+    from ..collector.live.top_app import TopApp
+
+    for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal
+        os.environ.pop(name, None)
+    return TopApp(lambda: link.newest(0), lambda: not link.is_shown, run).run() or 0

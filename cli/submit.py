@@ -17,14 +17,7 @@ from ..core.errors import UsageError
 from ..core.recorder.run_folder import runs_of_job
 from ..slurm.batch_script import RUNS_DIR, BatchScript, render
 from ..slurm.sbatch import JobTask, LocalSlurm
-from ..slurm.submission import (
-    JobFollower,
-    LaunchOptions,
-    SbatchCommand,
-    batch_script,
-    command_line_options,
-    take_apart,
-)
+from ..slurm.submission import JobFollower, LaunchOptions, SbatchCommand, batch_script, command_line_options, take_apart
 
 Verb = Literal["launch", "check"]
 _REPORT_WAIT_S = 30
@@ -57,12 +50,12 @@ Options:
     add_help_option=False,
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(arguments: tuple[str, ...]) -> int:
+def submit(arguments: tuple[str, ...]) -> int:
     """Submit a training script to SLURM."""
-    return submit(list(arguments), "launch")
+    return submit_job(list(arguments), "launch")
 
 
-def submit(arguments: list[str], verb: Verb) -> int:
+def submit_job(arguments: list[str], verb: Verb) -> int:
     """Render, show or submit, and follow. Returns the exit code."""
     from ..launcher.options import get_check_parser, get_parser
 

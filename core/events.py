@@ -415,8 +415,8 @@ class PreflightStage(RankEvent, frozen=True, tag="preflight_stage"):
     grade: Grade = "ok"
 
 
-class PeerOutcome(msgspec.Struct, frozen=True):
-    """What another rank told this one of its preflight."""
+class RankOutcome(msgspec.Struct, frozen=True):
+    """The result of the preflight for one rank, in the words of `PreflightResult`."""
 
     rank: int
     outcome: str
@@ -433,7 +433,7 @@ class PreflightResult(RankEvent, frozen=True, tag="preflight_result"):
     stops: bool = False
     backend: str = ""
     device: str = ""
-    peers: list[PeerOutcome] = []
+    peers: list[RankOutcome] = []
     """The other ranks that failed or waited. torchrun stops ranks when the first one ends, so some cannot write."""
     findings: list[PreflightFinding] = []
     """What the preflight found in all ranks. Each rank has the same list."""

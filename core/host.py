@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -90,7 +92,22 @@ class OwnClock:
         return self._now
 
 
-# Child processes that end with their parent, however it ends.
+# Child processes: what they print is heard until a deadline, and they end with their parent, however it ends.
+
+
+def lines_until(fd: int, deadline: Callable[[], float]) -> Iterator[bytes]:
+    """The lines of a pipe, until it is closed. Raises TimeoutError at the deadline, monotonic time that may move."""
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(fd, selectors.EVENT_READ)
+        while selector.select(max(0.0, deadline() - time.monotonic())):
+            data = os.read(fd, 1 << 16)
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            yield from lines
+    raise TimeoutError
+
 
 _PR_SET_PDEATHSIG = 1
 """prctl(2), Linux"""

@@ -7,14 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import click
-from gpuwatch.cli.collect import command as collect
-from gpuwatch.cli.diff import command as diff
-from gpuwatch.cli.env import command as env
-from gpuwatch.cli.export import command as export
-from gpuwatch.cli.report import command as report
-from gpuwatch.cli.runs import command as runs
+from gpuwatch.cli.export import diff, export
+from gpuwatch.cli.jobs import collect, env
+from gpuwatch.cli.report import report, runs, top
 from gpuwatch.cli.submit import HELP
-from gpuwatch.cli.top import command as top
 from gpuwatch.launcher.options import get_check_parser, get_parser, get_run_parser
 
 PAGE = Path(__file__).parent / "options.md"

@@ -18,7 +18,7 @@ from ..core.verdicts import VerdictKind
 from ..core.wire.keys import SECRET_VARIABLE
 from .agent.process_ends import GRACE_S
 from .say import say
-from .schedulers.job import SchedulerFacts
+from .scheduler_job import SchedulerFacts
 from .tasks import HostTasks, TaskCommand
 
 _NOT_EXECUTABLE = 126

@@ -28,6 +28,7 @@ from ..core.tell import flush_streams, tell
 from ..core.threads import OneThread
 from ..core.wire.keys import meeting_key
 from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine, WorkersEnded, WorkersStarted
+from .fill_in import fill_in_from_job
 from .life import JobLife, JobTerms, RankStarter
 from .live_lines import live_lines
 from .option_types import is_number
@@ -35,8 +36,7 @@ from .options import check_together, get_check_parser, get_parser, worker_settin
 from .plan import CollectorPlan, job_keys, limit_rendezvous, make_plan
 from .say import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
 from .say import say, say_signal, tell_left_behind, tell_of_torch
-from .schedulers.fill_in import fill_in_from_job
-from .schedulers.job import SchedulerFacts
+from .scheduler_job import SchedulerFacts
 from .signals import STUCK_S, TimeLimitNear, signal_exceptions, signals_raise, watch_torchrun
 
 

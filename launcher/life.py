@@ -36,7 +36,7 @@ from .head_collector import HeadCollector, answers
 from .helper_processes import NodeAgent
 from .plan import CollectorPlan
 from .say import SeenOverflows, say, where_it_is
-from .schedulers.job import SchedulerFacts
+from .scheduler_job import SchedulerFacts
 
 _CHILD_END_S = 20.0
 _LAST_LINE_S = 2.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from ..core.errors import UsageError
-from ..core.gpu.limits import load_thresholds
+from ..core.gpu.health_grades import load_thresholds
 from ..core.host import loopback
 from ..core.settings import Watched
 from ..core.text import parse_amount, parse_size

@@ -13,7 +13,7 @@ from ..core.host import host_name, loopback
 from ..core.wire.keys import SECRET_VARIABLE, JobKeys, derive_keys, others_may_read, random_secret, read_secret
 from .option_types import bracketed, is_number, parse_nnodes
 from .say import say
-from .schedulers.job import SchedulerFacts
+from .scheduler_job import SchedulerFacts
 
 C10D_DEFAULT_PORT = 29400
 STATIC_DEFAULT_PORT = 29500

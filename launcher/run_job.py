@@ -31,6 +31,7 @@ from .command import (
     shell_code,
     why_not_started,
 )
+from .fill_in import read_task
 from .join import close_run, open_plan, open_run
 from .life import JobLife, JobTerms, RankStarter
 from .option_types import bracketed
@@ -38,8 +39,7 @@ from .options import parse_run, worker_settings
 from .plan import CollectorPlan, job_keys, meeting_place, run_plan
 from .run_ranks import HostRanks
 from .say import say, say_signal, tell_of_torch
-from .schedulers.environment import read_task
-from .schedulers.job import SchedulerFacts
+from .scheduler_job import SchedulerFacts
 from .tasks import HostTasks, NoFolder, TaskCommand
 
 _MOST_UNWATCHED = 16

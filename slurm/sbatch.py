@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..core.errors import UsageError
 
-# What is asked of SLURM: to take a job, and how its tasks are. The commands themselves are in sbatch.py.
+# ruff: noqa: SIM905  # a page of quoted names reads worse
 
 OVER = frozenset(
-    {
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "LAUNCH_FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "REVOKED",
-        "SPECIAL_EXIT",
-        "TIMEOUT",
-    }
+    """
+    BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED SPECIAL_EXIT
+    TIMEOUT
+    """.split()
 )
 """States that a job does not leave. A requeued one is PENDING again, and so never in one of these meanwhile."""
 
@@ -48,16 +37,6 @@ class JobTask:
         return self.state in OVER
 
 
-class SubmitScheduler(Protocol):
-    """SLURM, as far as it is needed here."""
-
-    def submit(self, script: str, options: list[str]) -> str:
-        """Hand a script to sbatch. Returns the job's id; raises UsageError when sbatch does not take it."""
-
-    def tasks(self, job: str) -> list[JobTask] | None:
-        """How they are; [] if SLURM knows no such job any more, None if it does not answer now."""
-
-
 _SEPARATOR = "|"
 _FIELDS = ("JobArrayID", "State", "exit_code", "NodeList", "Reason")
 _ANSWER_S = 60.0
@@ -65,29 +44,27 @@ _UNKNOWN_JOB = "Invalid job id"
 
 
 class LocalSlurm:
-    """The SLURM of this machine. See scheduler.Scheduler."""
+    """The SLURM of this machine: it takes a job, and says how its tasks are."""
 
     def __init__(self) -> None:
         self._cluster: list[str] = []
 
     def submit(self, script: str, options: list[str]) -> str:
-        """By `sbatch --parsable`, which prints `17` or `17;cluster`."""
-        done = _run(["sbatch", "--parsable", *options], script)
-        if done.returncode:
-            raise UsageError(f"sbatch does not take the job: {_said(done.stderr)}")
-        job, _, cluster = done.stdout.strip().partition(";")
+        """Hand a script to `sbatch --parsable`, which prints `17` or `17;cluster`. Returns the job's id."""
+        job, _, cluster = _sbatch(script, ["--parsable", *options]).stdout.strip().partition(";")
         self._cluster = [f"--clusters={cluster}"] if cluster else []
         return job
 
     def test(self, script: str, options: list[str]) -> str:
         """What `sbatch --test-only` says."""
-        done = _run(["sbatch", *options], script)
-        if done.returncode:
-            raise UsageError(f"sbatch does not take the job: {_said(done.stderr)}")
+        done = _sbatch(script, options)
         return (done.stdout + done.stderr).strip()
 
     def tasks(self, job: str) -> list[JobTask] | None:
-        """By `squeue`, which forgets a job some minutes after its end (MinJobAge)."""
+        """How they are; [] if SLURM knows no such job any more, None if it does not answer now.
+
+        `squeue` forgets a job some minutes after its end (MinJobAge).
+        """
         form = ",".join(f"{field}:.{_SEPARATOR}" for field in _FIELDS)
         done = _run(
             ["squeue", *self._cluster, "--noheader", "--array", "--states=all", f"--jobs={job}", f"--Format={form}"]
@@ -117,6 +94,14 @@ def exit_code_of(text: str) -> int:
     return 128 + number if number else exit_code
 
 
+def _sbatch(script: str, options: list[str]) -> subprocess.CompletedProcess[str]:
+    """Raises UsageError when sbatch does not take the job."""
+    done = _run(["sbatch", *options], script)
+    if done.returncode:
+        raise UsageError(f"sbatch does not take the job: {_said(done.stderr)}")
+    return done
+
+
 def _run(command: list[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
@@ -138,8 +123,6 @@ def _said(stderr: str) -> str:
 #
 # Names are enough: what a value means is for sbatch to say. An option that is not here (of a plugin of the site, or of
 # a later release) passes, too, when it is written as --name=value.
-
-# ruff: noqa: SIM905  # a page of quoted names reads worse
 
 
 WITH_VALUE = frozenset(
@@ -166,52 +149,23 @@ WITH_OR_WITHOUT = frozenset("exclusive get-user-env nice no-kill oom-kill-step p
 """Only as --name=value, or --name alone."""
 
 SHORT = {
-    "A": "account",
-    "a": "array",
-    "B": "extra-node-info",
-    "b": "begin",
-    "C": "constraint",
-    "c": "cpus-per-task",
-    "D": "chdir",
-    "d": "dependency",
-    "e": "error",
-    "F": "nodefile",
-    "G": "gpus",
-    "H": "hold",
-    "i": "input",
-    "J": "job-name",
-    "k": "no-kill",
-    "L": "licenses",
-    "M": "clusters",
-    "N": "nodes",
-    "n": "ntasks",
-    "O": "overcommit",
-    "o": "output",
-    "p": "partition",
-    "Q": "quiet",
-    "q": "qos",
-    "S": "core-spec",
-    "s": "oversubscribe",
-    "t": "time",
-    "v": "verbose",
-    "w": "nodelist",
-    "x": "exclude",
+    word[0]: word[2:]
+    for word in """
+    A=account a=array B=extra-node-info b=begin C=constraint c=cpus-per-task D=chdir d=dependency e=error F=nodefile
+    G=gpus H=hold i=input J=job-name k=no-kill L=licenses M=clusters N=nodes n=ntasks O=overcommit o=output
+    p=partition Q=quiet q=qos S=core-spec s=oversubscribe t=time v=verbose w=nodelist x=exclude
+    """.split()
 }
 """Without -m, which is torchrun's here (the script is a module), and -W, which is --wait."""
 
 OF_THE_SUBMISSION = frozenset({"clusters", "cluster", "M", "parsable", "quiet", "test-only", "usage", "verbose"})
 """What they change is sbatch's own doing, so they stand on its command line and not in the script."""
 
-ONE_TASK = (
-    "gpuwatch starts the ranks of a node itself, as one task of SLURM; for the number of ranks: --nproc-per-node N"
-)
 REFUSED = {
-    "ntasks": ONE_TASK,
-    "ntasks-per-node": ONE_TASK,
-    "tasks-per-node": ONE_TASK,
-    "ntasks-per-core": ONE_TASK,
-    "ntasks-per-gpu": ONE_TASK,
-    "ntasks-per-socket": ONE_TASK,
+    **dict.fromkeys(
+        "ntasks ntasks-per-node tasks-per-node ntasks-per-core ntasks-per-gpu ntasks-per-socket".split(),
+        "gpuwatch starts the ranks of a node itself, as one task of SLURM; for the number of ranks: --nproc-per-node N",
+    ),
     "wrap": "the script is what stands after the options",
     "usage": "all options: gpuwatch submit --help",
 }

@@ -11,16 +11,7 @@ from typing import Literal
 
 from ..core.errors import UsageError
 from .batch_script import RUNS_DIR, BatchScript, SbatchOption, directive
-from .sbatch import (
-    OF_THE_SUBMISSION,
-    REFUSED,
-    SHORT,
-    WITH_OR_WITHOUT,
-    WITH_VALUE,
-    WITHOUT_VALUE,
-    JobTask,
-    SubmitScheduler,
-)
+from .sbatch import OF_THE_SUBMISSION, REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE, JobTask, LocalSlurm
 
 # Whose option is whose: gpuwatch submit takes those of sbatch, of gpuwatch launch, and a few of its own. Pure.
 
@@ -84,7 +75,11 @@ def _long(word: str, rest: list[str], options: LaunchOptions, found: SbatchComma
     if dashed in _OWN_FLAGS:
         _own_flag(dashed, value, found)
     elif dashed in _OWN_VALUES:
-        _own_value(dashed, _value(typed, value, rest), found)
+        text = _value(typed, value, rest)
+        if dashed == "program":
+            found.program = text
+        else:
+            found.exclude_bad.append(text)
     elif dashed == "nnodes":  # as torchrun has it
         found.sbatch.append(SbatchOption("nodes", _nodes(_value(typed, value, rest))))
     elif dashed == "runs-dir":
@@ -138,13 +133,6 @@ def _own_flag(name: str, value: str | None, found: SbatchCommand) -> None:
     if value is not None:
         raise UsageError(f"--{name}: expected no value, found {value!r}")
     setattr(found, {"print": "print_only"}.get(name, name), True)
-
-
-def _own_value(name: str, value: str, found: SbatchCommand) -> None:
-    if name == "exclude-bad":
-        found.exclude_bad.append(value)
-    else:
-        found.program = value
 
 
 def _value(typed: str, value: str | None, rest: list[str]) -> str:
@@ -219,7 +207,7 @@ def _job_name(submission: SbatchCommand, verb: str) -> str:
 class JobFollower:
     """Looks at a job until it is over, and tells what changes."""
 
-    scheduler: SubmitScheduler
+    slurm: LocalSlurm
     say: Callable[[str], None]
     sleep: Callable[[float], None]
 
@@ -228,7 +216,7 @@ class JobFollower:
         known: dict[str, JobTask] = {}
         pause_s, silent = _FIRST_LOOK_S, False
         while True:
-            tasks = self.scheduler.tasks(job)
+            tasks = self.slurm.tasks(job)
             if tasks is None:
                 if not silent:
                     self.say(f"job {job}: SLURM does not answer; asking again")

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from .model import DType, Task, synchronize
-from .outcome import Row, first_line, passed
-from .watching import ALL, FORWARD, PEER, PLAIN, peer, watched
+from .lines import Row, first_line, passed
+from .model import ALL, FORWARD, PEER, PLAIN, DType, Task, peer, synchronize, watched
 
 EAGER_MOST, COMPILED_MOST = 1.05, 1.02
 """Times the plain step, where the device has work enough to hide the host's. A small model is measured by the peer."""

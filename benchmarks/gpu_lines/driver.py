@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from .jobs import launch, torchrun
-from .model import BAD_MODULE, Task, overflow, synchronize
-from .outcome import Row, at_most, first_line, passed
-from .watching import ALL, FORWARD, PLAIN, watched
+from .lines import Row, at_most, first_line, passed
+from .model import ALL, BAD_MODULE, FORWARD, PLAIN, Task, overflow, synchronize, watched
 
 _STEPS = 10
 _SHARED_MEMORY = Path("/dev/shm")

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from .lines import Row, first_line, passed
 from .model import BAD_MODULE
-from .outcome import Row, first_line, passed
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "train.py"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .outcome import Row, first_line, passed
+from .lines import Row, first_line, passed
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NEEDED = {

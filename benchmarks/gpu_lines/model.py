@@ -1,11 +1,14 @@
-"""The model that the lines train: pre-norm transformer blocks, of which one can be made to overflow in fp16."""
+"""The model that the lines train, pre-norm transformer blocks of which one can be made to overflow in fp16; watched for
+a while by gpuwatch, by transformers' class, or by nobody.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -160,3 +163,29 @@ def deterministic() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # else it puts nan into gradients that nobody uses
     torch.backends.cudnn.benchmark = False
+
+
+PLAIN, FORWARD, ALL, PEER = "plain", "forward+weights", "forward+weights+grads", "DebugUnderflowOverflow"
+_WATCHED: dict[str, tuple[str, ...]] = {FORWARD: ("forward", "weights"), ALL: ("forward", "weights", "grads")}
+
+
+@contextmanager
+def watched(how: str, net: nn.Module | None = None, **options: Any) -> Iterator[Any]:
+    """gpuwatch.watch() with nothing that aborts, or None for PLAIN. `net` None: every model of this process."""
+    if how == PLAIN:
+        yield None
+        return
+    import gpuwatch
+
+    with gpuwatch.watch(net, watch=_WATCHED[how], on_overflow="continue", **options) as handle:
+        yield handle
+
+
+def peer(net: nn.Module) -> bool:
+    """Put transformers' class on a model, for good; False if it is not installed."""
+    try:
+        from transformers.debug_utils import DebugUnderflowOverflow
+    except ImportError:
+        return False
+    DebugUnderflowOverflow(net)
+    return True

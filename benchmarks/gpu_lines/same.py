@@ -9,9 +9,21 @@ from typing import Any
 import torch
 import torch._inductor.config
 
-from .model import BAD_MODULE, SIZES, DType, Net, Task, deterministic, digest_of, overflow, synchronize
-from .outcome import Row, first_line, passed
-from .watching import ALL, PLAIN, watched
+from .lines import Row, first_line, passed
+from .model import (
+    ALL,
+    BAD_MODULE,
+    PLAIN,
+    SIZES,
+    DType,
+    Net,
+    Task,
+    deterministic,
+    digest_of,
+    overflow,
+    synchronize,
+    watched,
+)
 
 _STEPS = 12
 _BAD_FROM = 8

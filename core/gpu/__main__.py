@@ -6,10 +6,71 @@ A hung driver can keep this process from being killed. So its parent waits for i
 from __future__ import annotations
 
 import argparse
+import os
+import queue
 import sys
+import threading
+import time
+from typing import Any
 
-from .lines import NvmlAnswer, NvmlFinished, NvmlQuestion, NvmlTrouble
-from .nvml_child import say, start
+import msgspec
+
+from ..events import GpuCounters, GpuXid
+from .counters import meaning_of
+from .nvml_child import (
+    AskCounters,
+    AskSamples,
+    CountersLine,
+    GpuReading,
+    Line,
+    NvmlFinished,
+    NvmlQuestion,
+    NvmlStarted,
+    NvmlTrouble,
+    XidWatch,
+)
+
+_TODO = {
+    "old": "Update the NVIDIA driver, or install the nvidia-ml-py of its time.",
+    "absent": "It comes with the NVIDIA driver; in a container, start it with the `utility` driver capability.",
+    "permission": "Ask whoever looks after the node for access to /dev/nvidiactl.",
+    "driver": "Load the NVIDIA driver, or look at the kernel log for why it is not (dmesg).",
+    "mismatch": "Reboot the node, or reload the driver: its library is of another version than its kernel module.",
+}
+
+_lock = threading.Lock()
+
+
+def say(line: Line) -> None:
+    """Print one line for the parent process."""
+    with _lock:
+        sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def start() -> NvmlStarted | NvmlTrouble:
+    """Load and initialise NVML."""
+    try:
+        import pynvml
+
+        from .nvml import NotKnown, ask, text
+    except ImportError as error:
+        return NvmlTrouble(f"nvidia-ml-py cannot be imported: {error}", "Install it: pip install nvidia-ml-py.")
+    try:
+        ask("nvmlInit")
+    except NotKnown as error:
+        what, todo = {
+            pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: ("NVML is not on this host (libnvidia-ml.so.1)", _TODO["absent"]),
+            pynvml.NVML_ERROR_NO_PERMISSION: ("NVML may not be used here (permission denied)", _TODO["permission"]),
+            pynvml.NVML_ERROR_DRIVER_NOT_LOADED: ("the NVIDIA driver is not loaded", _TODO["driver"]),
+            pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+                "NVML is of another version than the driver",
+                _TODO["mismatch"],
+            ),
+            pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (f"NVML is too old: {error}", _TODO["old"]),
+        }.get(error.code or 0, (f"NVML cannot be initialised: {error}", ""))
+        return NvmlTrouble(what, todo)
+    return NvmlStarted(text("nvmlSystemGetDriverVersion"))
 
 
 def read(devices: list[str], loaded: bool) -> None:
@@ -19,8 +80,8 @@ def read(devices: list[str], loaded: bool) -> None:
     say(begun)
     if isinstance(begun, NvmlTrouble):
         return
-    from .nvml import NotKnown, handle_of, handles, uuid_of
-    from .questions import ask_group, introduce, questions
+    from .nvml import NotKnown, handle_of, handles, text, uuid_of
+    from .questions import ask_group, questions
 
     say(NvmlQuestion("its devices"))
     found = {}
@@ -33,15 +94,114 @@ def read(devices: list[str], loaded: bool) -> None:
         say(NvmlQuestion("its name", uuid))
         try:
             found[uuid] = handle_of(uuid)
-            say(introduce(uuid, found[uuid]))
+            say(GpuReading(uuid, name=text("nvmlDeviceGetName", found[uuid])))
         except NotKnown as error:
             lost = {"lost": 1} if error.gpu_is_lost else {}
-            say(NvmlAnswer(uuid, lost, {} if lost else {"lost": f"NVML has no such device: {error}"}))
+            say(GpuReading(uuid, lost, {} if lost else {"lost": f"NVML has no such device: {error}"}))
     for uuid, handle in found.items():
         for what, group in questions(loaded):
             say(NvmlQuestion(what, uuid))
             say(ask_group(uuid, handle, group))
     say(NvmlFinished())
+
+
+# The watching child. It registers for XIDs before the training, prints each, and reads counters when asked on stdin.
+#
+# NVML has no history of XIDs. It is only called in threads: one waits for events, one reads counters, one samples. The
+# main thread reads stdin, so that its end ends this process even when the driver hangs.
+
+_WAIT_MS = 1000
+_NO_INSTANCE = 0xFFFFFFFF
+_XID_EVENT = 8
+"""nvmlEventTypeXidCriticalError"""
+
+
+def watch() -> None:
+    """Until stdin is closed."""
+    questions: queue.SimpleQueue[AskCounters] = queue.SimpleQueue()
+    samples: queue.SimpleQueue[AskSamples] = queue.SimpleQueue()
+    threading.Thread(target=_begin, args=(questions, samples), daemon=True).start()
+    decoder: msgspec.json.Decoder[AskCounters | AskSamples] = msgspec.json.Decoder(AskCounters | AskSamples)
+    for line in sys.stdin.buffer:
+        question = decoder.decode(line)
+        if isinstance(question, AskSamples):
+            samples.put(question)
+        else:
+            questions.put(question)
+    os._exit(0)  # the threads may be in a driver that never returns
+
+
+def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue[AskSamples]) -> None:
+    begun = start()
+    if isinstance(begun, NvmlTrouble):
+        say(begun)
+        return
+    from .nvml import NotKnown, ask, handles, text, uuid_of
+
+    try:
+        found, unwatched = handles()
+        devices = {uuid_of(handle): handle for handle in found}
+        events = ask("nvmlEventSetCreate")
+    except NotKnown as error:
+        say(NvmlTrouble(f"NVML does not let events be watched: {error}"))
+        return
+    for uuid, handle in devices.items():
+        try:
+            ask("nvmlDeviceRegisterEvents", handle, _XID_EVENT, events)
+        except NotKnown as error:
+            unwatched[uuid] = str(error)
+    names = {uuid: text("nvmlDeviceGetName", handle) for uuid, handle in devices.items()}
+    say(XidWatch(begun.driver, names, unwatched))
+    if devices.keys() - unwatched.keys():
+        threading.Thread(target=_tell_xids, args=(events, devices), daemon=True).start()
+    threading.Thread(target=_tell_samples, args=(samples, devices), daemon=True).start()
+    while True:
+        _tell_counters(questions.get().moment, devices)
+
+
+def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
+    from .nvml import NotKnown, address_of, ask
+
+    by_address = {address_of(handle): uuid for uuid, handle in devices.items()}
+    while True:
+        try:
+            event = ask("nvmlEventSetWait", events, _WAIT_MS)
+        except NotKnown as error:
+            if error.is_timeout:
+                continue
+            if not error.gpu_is_lost:
+                say(NvmlTrouble(f"NVML does not wait for events any more: {error}"))
+                return
+            time.sleep(_WAIT_MS / 1000)  # one of them is lost; the others are still watched
+            continue
+        if event.eventType == _XID_EVENT:
+            mig = ""
+            if event.gpuInstanceId != _NO_INSTANCE:
+                mig = f"{event.gpuInstanceId}/{event.computeInstanceId}"
+            uuid = by_address.get(address_of(event.device), "")
+            number = int(event.eventData)
+            means = meaning_of(number)
+            say(GpuXid(uuid, number, time.time_ns(), means.meaning, means.next, means.grade, mig))
+
+
+def _tell_samples(samples: queue.SimpleQueue[AskSamples], devices: dict[str, Any]) -> None:
+    from .questions import GpuSampler
+
+    samplers = {uuid: GpuSampler(uuid, handle) for uuid, handle in devices.items()}
+    while True:
+        samples.get()
+        for left, sampler in zip(range(len(samplers))[::-1], samplers.values(), strict=True):
+            say(sampler.sample(time.monotonic(), last=not left))
+
+
+def _tell_counters(moment: str, devices: dict[str, Any]) -> None:
+    from .nvml import mig_devices
+    from .questions import read_counters
+
+    for left, (uuid, handle) in zip(range(len(devices))[::-1], devices.items(), strict=True):
+        asked = read_counters(handle)
+        event = GpuCounters(uuid, moment, asked.values, asked.unknown, time.time_ns(), mig_devices(handle))
+        say(CountersLine(event, last=not left))
 
 
 def main() -> int:
@@ -54,8 +214,6 @@ def main() -> int:
     parser.add_argument("--watch", action="store_true", help="tell XIDs as they come, and counters when asked on stdin")
     options = parser.parse_args()
     if options.watch:
-        from .nvml_child import watch
-
         watch()
     else:
         read(options.device, options.loaded)

@@ -1,12 +1,11 @@
-"""What a run has done to the counters of a GPU: the difference between two readings of `GpuCounters`. Pure."""
+"""What a run has done to a GPU: how its counters have changed, and what the driver's XIDs mean. Pure."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import msgspec
-import psutil
 
 from ..events import GpuCounters, GpuHealth, GpuXid
 from ..preflight import Grade
@@ -137,25 +136,107 @@ def gpu_of_rank(uuid: str, local_rank: int, environment: Mapping[str, str]) -> s
     return ""
 
 
-# Which processes belong to this job: those that torchrun started on this host with the same rendezvous.
-
-_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-"""torchrun sets them for every rank, and a rank's child processes inherit them."""
+# From NVIDIA's catalogue for Ampere and newer GPUs, the columns Description and Resolution Bucket:
+# https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html
 
 
-def is_of_this_job(pid: int) -> bool:
-    """Whether a process has this process's torchrun variables, is its ancestor, or is its child.
+@dataclass(frozen=True)
+class XidMeaning:
+    """`grade` is what it says of the GPU: `ok` where the script is the likely cause."""
 
-    Another user's process does not show its variables, and is not of this job. Raises psutil.NoSuchProcess.
-    """
-    process = psutil.Process(pid)
-    if pid == os.getpid():
-        return True
-    try:
-        theirs = process.environ()
-    except psutil.AccessDenied:
-        return False
-    mine = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    if mine:
-        return all(theirs.get(name) == value for name, value in mine.items())
-    return any(ancestor.pid == pid for ancestor in psutil.Process().parents())
+    meaning: str
+    next: str
+    grade: Grade
+
+
+_SCRIPT = (
+    "Most likely the script: run it under compute-sanitizer; if other scripts meet it on this GPU, have it tested."
+)
+_RESTART = "Start the job again; if it comes back on this GPU, take the GPU out and report it."
+_RESET = "Take the GPU out of the job and reset it (nvidia-smi -r); if it comes back, report the GPU."
+_REBOOT = "Take the node out and restart it; look at its kernel log for PCIe errors; if it comes back, report the GPU."
+_REPORT = "The job may go on; report the GPU to whoever looks after the node."
+_NVLINK = "Look at nvidia-smi nvlink -e on this GPU and on its peers: the fault may be at the other end; reset both."
+_OTHERS = "A consequence: look at the XIDs before it."
+_NOTHING = "Nothing has to be done."
+
+
+_x = XidMeaning
+
+XIDS: dict[int, XidMeaning] = {
+    8: _x("GPU stopped processing", _RESTART, "warn"),
+    11: _x("invalid or corrupted push buffer stream", _SCRIPT, "ok"),
+    13: _x("graphics engine exception: mostly an access out of bounds in a kernel", _SCRIPT, "ok"),
+    25: _x("invalid or illegal push buffer stream", _SCRIPT, "ok"),
+    31: _x("GPU memory page fault: mostly an illegal address in a kernel", _SCRIPT, "ok"),
+    32: _x("invalid or corrupted push buffer stream: mostly the quality of the PCIe link", _RESTART, "warn"),
+    37: _x("driver firmware error", _SCRIPT, "ok"),
+    38: _x("driver firmware error", _REPORT, "warn"),
+    39: _x("copy engine exception", _RESTART, "warn"),
+    40: _x("copy engine exception", _RESTART, "warn"),
+    41: _x("copy engine exception", _RESTART, "warn"),
+    43: _x("GPU stopped processing after a fault of the program; the GPU itself is healthy", _SCRIPT, "ok"),
+    44: _x("graphics engine fault during a context switch", _REPORT, "warn"),
+    45: _x("preemptive cleanup: the program ended or was ended", _OTHERS, "ok"),
+    46: _x("GPU stopped processing", _RESET, "fail"),
+    48: _x("double-bit (uncorrectable) ECC error", _RESET, "fail"),
+    54: _x("auxiliary power is not connected to the GPU board", "Have the power cables of the GPU checked.", "fail"),
+    62: _x("internal micro-controller halt", _RESET, "fail"),
+    63: _x("a row of its memory was remapped, or a page retired, after ECC errors", _REPORT, "warn"),
+    64: _x("a row of its memory could not be remapped, or a page not retired", _RESET, "fail"),
+    66: _x("illegal access by the driver", _REPORT, "warn"),
+    67: _x("illegal access by the driver", _REPORT, "warn"),
+    68: _x("video decoder exception", _RESTART, "warn"),
+    69: _x("graphics engine class error", _SCRIPT, "ok"),
+    74: _x("NVLink error", _NVLINK, "fail"),
+    79: _x("GPU has fallen off the bus", _REBOOT, "fail"),
+    80: _x("corrupted data sent to the GPU", _SCRIPT, "warn"),
+    92: _x("high rate of single-bit (corrected) ECC errors", _REPORT, "warn"),
+    93: _x("wear limit of the InfoROM reached", _REPORT, "warn"),
+    94: _x("contained memory error: only the program that met it is affected", _RESET, "fail"),
+    95: _x("uncontained memory error: any program on the GPU may be affected", _RESET, "fail"),
+    106: _x("test message", _NOTHING, "ok"),
+    107: _x("test message", _NOTHING, "ok"),
+    109: _x("context switch timeout", _RESET, "fail"),
+    110: _x("security fault", "Restart the node cold; if it comes back, report the GPU.", "fail"),
+    119: _x("timeout of a call to the GPU's system processor (GSP)", _RESET, "fail"),
+    120: _x("error of the GPU's system processor (GSP)", _RESET, "fail"),
+    121: _x("corrected errors on the link to the Grace CPU (C2C)", _REPORT, "warn"),
+    136: _x("NVLink training failed", _RESET, "fail"),
+    137: _x("NVLink privilege error: mostly an illegal access to a peer's memory", _SCRIPT, "ok"),
+    140: _x("unrecovered ECC error", _RESET, "fail"),
+    141: _x("CUDA fast path error", _REPORT, "warn"),
+    143: _x("GPU initialization error", _RESET, "fail"),
+    144: _x("NVLink error (SAW)", _NVLINK, "fail"),
+    145: _x("NVLink error (RLW)", _NVLINK, "fail"),
+    146: _x("NVLink error (TLW)", _NVLINK, "fail"),
+    147: _x("NVLink error (TREX)", _NVLINK, "fail"),
+    148: _x("NVLink error (NVLPW_CTRL)", _NVLINK, "fail"),
+    149: _x("NVLink error (NETIR)", _NVLINK, "fail"),
+    150: _x("NVLink error (MSE)", _NVLINK, "fail"),
+    151: _x("key rotation error", "Restart the virtual machine; if it comes back, report the GPU.", "fail"),
+    154: _x(
+        "the recovery that the GPU asks for has changed", "Look at the GPU Recovery Action in nvidia-smi -q.", "fail"
+    ),
+    155: _x("an NVLink was taken down by software", _RESET, "fail"),
+    156: _x("a resource of the GPU was retired", _RESET, "warn"),
+    157: _x("a resource of the GPU could not be retired", _REPORT, "fail"),
+    158: _x("fatal timeout of the GPU", _RESET, "fail"),
+    160: _x("a memory channel was retired", _REPORT, "warn"),
+    161: _x("a memory channel could not be retired", _REPORT, "fail"),
+    167: _x("fatal timeout on PCIe", _REBOOT, "fail"),
+    169: _x("internal micro-controller halt", _RESET, "fail"),
+    171: _x("uncorrectable error in its DRAM", _RESET, "fail"),
+    172: _x("uncorrectable error in its SRAM", _RESET, "fail"),
+}
+
+_UNLISTED = XidMeaning(
+    "not in gpuwatch's table",
+    "Look it up in https://docs.nvidia.com/deploy/xid-errors/ and in the node's kernel log (NVRM: Xid).",
+    "unknown",
+)
+
+
+def meaning_of(number: int) -> XidMeaning:
+    """What an XID means. For one that is not in the table, where to look."""
+    return XIDS.get(number, _UNLISTED)

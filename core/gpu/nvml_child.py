@@ -1,31 +1,172 @@
-"""Asks NVML through a child process. There is an answer at the deadline, whatever the driver does."""
+"""Asks NVML through a child process (`__main__.py`). There is an answer at the deadline, whatever the driver does.
+
+The child prints lines, one JSON value each, and a line before each question. If the driver hangs, the question is
+known, and so are the answers before it.
+
+    {"type":"started","driver":"580.95.05"}
+    {"type":"asking","device":"GPU-4d1c...","what":"ECC errors"}
+    {"type":"told","device":"GPU-4d1c...","values":{"ecc_uncorrected_volatile":0},"unknown":{}}
+    {"type":"finished"}
+"""
 
 from __future__ import annotations
 
-import os
-import queue
-import selectors
 import subprocess
-import sys
-import threading
 import time
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
+from ..events import GpuCounters, GpuXid
+from ..host import lines_until
 from ..own_imports import own_command
-from .lines import (
-    AskCounters,
-    AskSamples,
-    ChildAnswer,
-    CountersLine,
-    Line,
-    NvmlStarted,
-    NvmlTrouble,
-    XidLine,
-    XidWatch,
-    parse,
+
+NO_ANSWER_YET = "not asked"
+
+
+class GpuProcess(msgspec.Struct, frozen=True):
+    """A process on the GPU that is not of this job."""
+
+    pid: int
+    name: str
+
+
+class NvmlStarted(msgspec.Struct, frozen=True, tag="started"):
+    """NVML could be loaded and initialised."""
+
+    driver: str = ""
+
+
+class NvmlTrouble(msgspec.Struct, frozen=True, tag="trouble"):
+    """NVML cannot be asked. The reason is one sentence without its full stop; `next` says what to do."""
+
+    why: str
+    next: str = ""
+
+
+class NvmlQuestion(msgspec.Struct, frozen=True, tag="asking"):
+    """The next question; `device` is "" for one that is about the driver."""
+
+    what: str
+    device: str = ""
+
+
+class GpuReading(msgspec.Struct, tag="told"):
+    """What NVML has told of a GPU, in one answer or in all together.
+
+    A fact is in `values`, in `unknown` with the reason, or was never asked for.
+    """
+
+    device: str
+    values: dict[str, int] = {}
+    unknown: dict[str, str] = {}
+    name: str = ""
+    processes: list[GpuProcess] = []
+
+    def take(self, told: GpuReading) -> None:
+        """Add an answer."""
+        self.name = told.name or self.name
+        self.values.update(told.values)
+        self.unknown = {**self.unknown, **told.unknown}
+        for name in told.values:
+            self.unknown.pop(name, None)
+        self.processes += told.processes
+
+    def forget(self, names: Iterable[str], why: str) -> None:
+        """Remove facts that were read and mean nothing."""
+        for name in names:
+            self.values.pop(name, None)
+            self.unknown[name] = why
+
+    def why_unknown(self, fact: str) -> str:
+        """Why a fact is not in `values`."""
+        return self.unknown.get(fact, NO_ANSWER_YET)
+
+
+class NvmlFinished(msgspec.Struct, frozen=True, tag="finished"):
+    """Everything has been asked."""
+
+
+class XidWatch(msgspec.Struct, frozen=True, tag="watching"):
+    """XIDs of these GPUs are reported from now on. `unwatched` says which GPUs are not watched, and why."""
+
+    driver: str = ""
+    devices: dict[str, str] = {}
+    unwatched: dict[str, str] = {}
+
+
+class CountersLine(msgspec.Struct, frozen=True, tag="counters"):
+    """The counters of one GPU; `last` is the last GPU of that answer."""
+
+    event: GpuCounters
+    last: bool
+
+
+class AskCounters(msgspec.Struct, frozen=True, tag="ask"):
+    """To a watching child: read the counters of all GPUs."""
+
+    moment: str
+
+
+class AskSamples(msgspec.Struct, frozen=True, tag="ask_samples"):
+    """To a watching child: read the figures of all GPUs, a `SampleLine` each."""
+
+
+class SampleLine(msgspec.Struct, frozen=True, tag="sample"):
+    """How one GPU does now; `last` is the last GPU of that answer."""
+
+    device: str
+    values: dict[str, float] = {}
+    """By a key of METRICS (core/metrics.py)."""
+    trouble: str = ""
+    """Why there is no figure at all."""
+    last: bool = False
+
+
+Line = (
+    NvmlStarted | NvmlTrouble | NvmlQuestion | GpuReading | NvmlFinished | XidWatch | GpuXid | CountersLine | SampleLine
 )
+
+_decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+
+
+def parse(line: bytes) -> Line | None:
+    """One line of a child; None for a line that a library printed."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.DecodeError:
+        return None
+
+
+@dataclass
+class ChildAnswer:
+    """What a child has told by its end."""
+
+    readings: dict[str, GpuReading] = field(default_factory=dict)
+    """By the UUID that was asked for; without one: of every GPU."""
+    driver: str = ""
+    trouble: str = ""
+    """Why nothing, or not everything, could be asked."""
+    next: str = ""
+    asking: NvmlQuestion | None = None
+    """The question without an answer."""
+    finished: bool = False
+
+    def take(self, line: Line) -> None:
+        """Add a line."""
+        if isinstance(line, NvmlStarted):
+            self.driver = line.driver
+        elif isinstance(line, NvmlTrouble):
+            self.trouble, self.next, self.finished = line.why, line.next, True
+        elif isinstance(line, NvmlQuestion):
+            self.asking = line
+        elif isinstance(line, GpuReading):
+            self.asking = None
+            self.readings.setdefault(line.device, GpuReading(line.device)).take(line)
+        elif isinstance(line, NvmlFinished):
+            self.asking, self.finished = None, True
+
 
 KILLED_S = 1.0
 """How long a killed child may take to end. A child that is stuck in the driver ends when the driver lets it."""
@@ -67,25 +208,16 @@ def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> 
 
 def _follow(child: subprocess.Popen[bytes], answer: ChildAnswer, end: float) -> bool:
     """Read its lines. Returns True when it has said all or closed its output, False at the deadline."""
-    pipe = child.stdout
-    assert pipe is not None
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        while not answer.finished:
-            left = end - time.monotonic()
-            if left <= 0:
-                return False
-            if not selector.select(left):
-                continue
-            data = pipe.read1(1 << 16)  # type: ignore[attr-defined]  # a BufferedReader
-            if not data:
-                return True
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                parsed = parse(line)
-                if parsed is not None:
-                    answer.take(parsed)
+    assert child.stdout is not None
+    try:
+        for line in lines_until(child.stdout.fileno(), lambda: end):
+            parsed = parse(line)
+            if parsed is not None:
+                answer.take(parsed)
+            if answer.finished:
+                break
+    except TimeoutError:
+        return False
     return True
 
 
@@ -101,146 +233,3 @@ def _end(child: subprocess.Popen[bytes], by_itself: bool) -> int | None:
         except subprocess.TimeoutExpired:
             by_itself = False
     return None
-
-
-# How a child begins: it loads and initialises NVML, or says why not. And how it prints its lines.
-
-_TODO = {
-    "old": "Update the NVIDIA driver, or install the nvidia-ml-py of its time.",
-    "absent": "It comes with the NVIDIA driver; in a container, start it with the `utility` driver capability.",
-    "permission": "Ask whoever looks after the node for access to /dev/nvidiactl.",
-    "driver": "Load the NVIDIA driver, or look at the kernel log for why it is not (dmesg).",
-    "mismatch": "Reboot the node, or reload the driver: its library is of another version than its kernel module.",
-}
-
-_lock = threading.Lock()
-
-
-def say(line: Line) -> None:
-    """Print one line for the parent process."""
-    with _lock:
-        sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
-        sys.stdout.buffer.flush()
-
-
-def start() -> NvmlStarted | NvmlTrouble:
-    """Load and initialise NVML."""
-    try:
-        import pynvml
-
-        from .nvml import NotKnown, ask, text
-    except ImportError as error:
-        return NvmlTrouble(f"nvidia-ml-py cannot be imported: {error}", "Install it: pip install nvidia-ml-py.")
-    try:
-        ask("nvmlInit")
-    except NotKnown as error:
-        what, todo = {
-            pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: ("NVML is not on this host (libnvidia-ml.so.1)", _TODO["absent"]),
-            pynvml.NVML_ERROR_NO_PERMISSION: ("NVML may not be used here (permission denied)", _TODO["permission"]),
-            pynvml.NVML_ERROR_DRIVER_NOT_LOADED: ("the NVIDIA driver is not loaded", _TODO["driver"]),
-            pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-                "NVML is of another version than the driver",
-                _TODO["mismatch"],
-            ),
-            pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (f"NVML is too old: {error}", _TODO["old"]),
-        }.get(error.code or 0, (f"NVML cannot be initialised: {error}", ""))
-        return NvmlTrouble(what, todo)
-    return NvmlStarted(text("nvmlSystemGetDriverVersion"), text("nvmlSystemGetNVMLVersion"))
-
-
-# The watching child. It registers for XIDs before the training, prints each, and reads counters when asked on stdin.
-#
-# NVML has no history of XIDs. It is only called in threads: one waits for events, one reads counters, one samples. The
-# main thread reads stdin, so that its end ends this process even when the driver hangs.
-
-_WAIT_MS = 1000
-_NO_INSTANCE = 0xFFFFFFFF
-_XID_EVENT = 8
-"""nvmlEventTypeXidCriticalError"""
-
-
-def watch() -> None:
-    """Until stdin is closed."""
-    questions: queue.SimpleQueue[AskCounters] = queue.SimpleQueue()
-    samples: queue.SimpleQueue[AskSamples] = queue.SimpleQueue()
-    threading.Thread(target=_begin, args=(questions, samples), daemon=True).start()
-    decoder: msgspec.json.Decoder[AskCounters | AskSamples] = msgspec.json.Decoder(AskCounters | AskSamples)
-    for line in sys.stdin.buffer:
-        question = decoder.decode(line)
-        if isinstance(question, AskSamples):
-            samples.put(question)
-        else:
-            questions.put(question)
-    os._exit(0)  # the threads may be in a driver that never returns
-
-
-def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue[AskSamples]) -> None:
-    begun = start()
-    if isinstance(begun, NvmlTrouble):
-        say(begun)
-        return
-    from .nvml import NotKnown, ask, handles, text, uuid_of
-
-    try:
-        found, unwatched = handles()
-        devices = {uuid_of(handle): handle for handle in found}
-        events = ask("nvmlEventSetCreate")
-    except NotKnown as error:
-        say(NvmlTrouble(f"NVML does not let events be watched: {error}"))
-        return
-    for uuid, handle in devices.items():
-        try:
-            ask("nvmlDeviceRegisterEvents", handle, _XID_EVENT, events)
-        except NotKnown as error:
-            unwatched[uuid] = str(error)
-    names = {uuid: text("nvmlDeviceGetName", handle) for uuid, handle in devices.items()}
-    say(XidWatch(begun.driver, names, unwatched))
-    if devices.keys() - unwatched.keys():
-        threading.Thread(target=_tell_xids, args=(events, devices), daemon=True).start()
-    threading.Thread(target=_tell_samples, args=(samples, devices), daemon=True).start()
-    while True:
-        _tell_counters(questions.get().moment, devices)
-
-
-def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
-    from .nvml import NotKnown, address_of, ask
-
-    by_address = {address_of(handle): uuid for uuid, handle in devices.items()}
-    while True:
-        try:
-            event = ask("nvmlEventSetWait", events, _WAIT_MS)
-        except NotKnown as error:
-            if error.is_timeout:
-                continue
-            if not error.gpu_is_lost:
-                say(NvmlTrouble(f"NVML does not wait for events any more: {error}"))
-                return
-            time.sleep(_WAIT_MS / 1000)  # one of them is lost; the others are still watched
-            continue
-        if event.eventType == _XID_EVENT:
-            mig = ""
-            if event.gpuInstanceId != _NO_INSTANCE:
-                mig = f"{event.gpuInstanceId}/{event.computeInstanceId}"
-            uuid = by_address.get(address_of(event.device), "")
-            say(XidLine(uuid, int(event.eventData), time.time_ns(), mig))
-
-
-def _tell_samples(samples: queue.SimpleQueue[AskSamples], devices: dict[str, Any]) -> None:
-    from .questions import GpuSampler
-
-    samplers = {uuid: GpuSampler(uuid, handle) for uuid, handle in devices.items()}
-    while True:
-        samples.get()
-        for left, sampler in zip(range(len(samplers))[::-1], samplers.values(), strict=True):
-            say(sampler.sample(time.monotonic(), last=not left))
-
-
-def _tell_counters(moment: str, devices: dict[str, Any]) -> None:
-    from .questions import migs_of, read_counters
-
-    left = len(devices)
-    for uuid, handle in devices.items():
-        left -= 1
-        asked = read_counters(handle)
-        line = CountersLine(uuid, moment, time.time_ns(), asked.values, asked.unknown, migs_of(handle), last=not left)
-        say(line)

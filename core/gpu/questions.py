@@ -5,18 +5,17 @@ Questions are asked by name: where an older nvidia-ml-py lacks one, only that fa
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import pynvml
 
-from .counters import is_of_this_job
-from .lines import GpuProcess, NvmlAnswer, SampleLine
-from .nvml import NotKnown, ask, constant, field_value, mig_devices, text, uuid_of, whole_gpu
+from .nvml import NotKnown, ask, constant, field_value, uuid_of, whole_gpu
+from .nvml_child import GpuProcess, GpuReading, SampleLine
 
 _LOADED_SAMPLES = 10
 _LOADED_STEP_S = 0.05
@@ -36,101 +35,90 @@ _FABRIC_MASKS = {
     "fabric_route_recovery": (2, 0x3),
     "fabric_route_unhealthy": (4, 0x3),
     "fabric_access_timeout_recovery": (6, 0x3),
+    "fabric_configuration": (8, 0xF),  # 1 as it should be, else what is wrong
 }
-_FABRIC_CONFIGURATION = (8, 0xF)
-"""0 not supported, 1 as it should be, else what is wrong."""
 
-_NVLINK5_ERRORS = {
-    "nvlink_crc_errors": ("NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS",),
-    "nvlink_replay_errors": ("NVML_FI_DEV_NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS",),
-    "nvlink_recovery_errors": ("NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS",),
+_NVLINK_ERRORS = {
+    # fact: counters of a link up to NVLink 4, and the field that means the same from NVLink 5 on
+    "nvlink_crc_errors": (
+        ("NVML_NVLINK_ERROR_DL_CRC_FLIT", "NVML_NVLINK_ERROR_DL_CRC_DATA"),
+        "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS",
+    ),
+    "nvlink_replay_errors": (("NVML_NVLINK_ERROR_DL_REPLAY",), "NVML_FI_DEV_NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS"),
+    "nvlink_recovery_errors": (("NVML_NVLINK_ERROR_DL_RECOVERY",), "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS"),
 }
-"""From NVLink 5 on, the counters of the older links are not supported; these mean the same."""
 
 
-@dataclass
-class GroupAnswers:
-    """What one group has found out."""
-
-    values: dict[str, int] = field(default_factory=dict)
-    unknown: dict[str, str] = field(default_factory=dict)
-    processes: list[GpuProcess] = field(default_factory=list)
-
-    @contextmanager
-    def facts(self, *names: str) -> Iterator[None]:
-        """Facts that come from one call. If it fails, they are all unknown."""
-        try:
-            yield
-        except NotKnown as error:
-            if error.gpu_is_lost:
-                self.values["lost"] = 1
-            self._unknown(names, str(error))
-        except (AttributeError, IndexError, TypeError, ValueError) as error:  # an nvidia-ml-py of another shape
-            self._unknown(names, f"{type(error).__name__}: {error}")
-
-    def _unknown(self, names: tuple[str, ...], why: str) -> None:
-        self.unknown.update({name: why for name in names if name not in self.values})
+@contextmanager
+def facts(asked: GpuReading, *names: str) -> Iterator[None]:
+    """Facts that come from one call. If it fails, they are all unknown."""
+    try:
+        yield
+        return
+    except NotKnown as error:
+        if error.gpu_is_lost:
+            asked.values["lost"] = 1
+        why = str(error)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:  # an nvidia-ml-py of another shape
+        why = f"{type(error).__name__}: {error}"
+    asked.unknown.update({name: why for name in names if name not in asked.values})
 
 
-Group = Callable[[Any, Any, GroupAnswers], None]
+def read(asked: GpuReading, name: str, call: Callable[..., Any], *arguments: Any) -> None:
+    """One fact that comes from a call of its own."""
+    with facts(asked, name):
+        asked.values[name] = call(*arguments)
+
+
+Group = Callable[[Any, Any, GpuReading], None]
 """(the device, the whole GPU it is or is a part of, where to put the answers)"""
 
 
-def _recovery(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    with asked.facts("recovery_action"):
-        asked.values["recovery_action"] = field_value(whole, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")
+def _recovery(device: Any, whole: Any, asked: GpuReading) -> None:
+    read(asked, "recovery_action", field_value, whole, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")
 
 
-def _ecc(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    with asked.facts("ecc_enabled"):
-        asked.values["ecc_enabled"] = ask("nvmlDeviceGetEccMode", whole)[0]
+def _ecc(device: Any, whole: Any, asked: GpuReading) -> None:
+    read(asked, "ecc_enabled", lambda: ask("nvmlDeviceGetEccMode", whole)[0])
     for kind, error_type in (("corrected", 0), ("uncorrected", 1)):
         for life, counter_type in (("volatile", 0), ("aggregate", 1)):
-            name = f"ecc_{kind}_{life}"
-            with asked.facts(name):
-                asked.values[name] = ask("nvmlDeviceGetTotalEccErrors", whole, error_type, counter_type)
-    with asked.facts("sram_threshold_exceeded"):
-        version = constant("nvmlEccSramErrorStatus_v1")
-        status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
-        status.version = version
-        ask("nvmlDeviceGetSramEccErrorStatus", whole, pynvml.byref(status))
-        asked.values["sram_threshold_exceeded"] = int(bool(status.bThresholdExceeded))
+            read(asked, f"ecc_{kind}_{life}", ask, "nvmlDeviceGetTotalEccErrors", whole, error_type, counter_type)
+    read(asked, "sram_threshold_exceeded", _sram_threshold_exceeded, whole)
 
 
-def _memory_repairs(device: Any, whole: Any, asked: GroupAnswers) -> None:
+def _sram_threshold_exceeded(whole: Any) -> int:
+    version = constant("nvmlEccSramErrorStatus_v1")
+    status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
+    status.version = version
+    ask("nvmlDeviceGetSramEccErrorStatus", whole, pynvml.byref(status))
+    return int(bool(status.bThresholdExceeded))
+
+
+def _memory_repairs(device: Any, whole: Any, asked: GpuReading) -> None:
     names = ("remap_corrected", "remap_uncorrected", "remap_pending", "remap_failed")
-    with asked.facts(*names):
+    with facts(asked, *names):
         asked.values.update(zip(names, map(int, ask("nvmlDeviceGetRemappedRows", whole)), strict=True))
-    for name, cause in (("retired_pages_corrected", 0), ("retired_pages_uncorrected", 1)):
-        with asked.facts(name):
-            asked.values[name] = len(ask("nvmlDeviceGetRetiredPages", whole, cause))
-    with asked.facts("retired_pages_pending"):
-        asked.values["retired_pages_pending"] = ask("nvmlDeviceGetRetiredPagesPendingStatus", whole)
+    read(asked, "retired_pages_corrected", lambda: len(ask("nvmlDeviceGetRetiredPages", whole, 0)))
+    read(asked, "retired_pages_uncorrected", lambda: len(ask("nvmlDeviceGetRetiredPages", whole, 1)))
+    read(asked, "retired_pages_pending", ask, "nvmlDeviceGetRetiredPagesPendingStatus", whole)
 
 
-def _temperature(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    with asked.facts("temperature"):
-        asked.values["temperature"] = ask("nvmlDeviceGetTemperature", whole, pynvml.NVML_TEMPERATURE_GPU)
-    with asked.facts("temperature_slowdown"):
-        asked.values["temperature_slowdown"] = ask(
-            "nvmlDeviceGetTemperatureThreshold", whole, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-        )
+def _temperature(device: Any, whole: Any, asked: GpuReading) -> None:
+    read(asked, "temperature", ask, "nvmlDeviceGetTemperature", whole, pynvml.NVML_TEMPERATURE_GPU)
+    limit = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+    read(asked, "temperature_slowdown", ask, "nvmlDeviceGetTemperatureThreshold", whole, limit)
 
 
-def _pcie(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    for name, function in (
-        ("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration"),
-        ("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth"),
-        ("pcie_replays", "nvmlDeviceGetPcieReplayCounter"),
-    ):
-        with asked.facts(name):
-            asked.values[name] = ask(function, whole)
+def _pcie(device: Any, whole: Any, asked: GpuReading) -> None:
+    read(asked, "pcie_generation_max", ask, "nvmlDeviceGetMaxPcieLinkGeneration", whole)
+    read(asked, "pcie_width_max", ask, "nvmlDeviceGetMaxPcieLinkWidth", whole)
+    read(asked, "pcie_replays", ask, "nvmlDeviceGetPcieReplayCounter", whole)
 
 
-def _nvlink(device: Any, whole: Any, asked: GroupAnswers) -> None:
+def _nvlink(device: Any, whole: Any, asked: GpuReading) -> None:
     active: list[int] = []
     inactive = 0
-    with asked.facts("nvlinks_active", "nvlinks_inactive"):
+    with facts(asked, "nvlinks_active", "nvlinks_inactive"):
         for link in range(_link_count(whole)):
             if ask("nvmlDeviceGetNvLinkState", whole, link):
                 active.append(link)
@@ -154,19 +142,15 @@ def _link_count(whole: Any) -> int:
         return constant("NVML_NVLINK_MAX_LINKS")
 
 
-def _nvlink_errors(whole: Any, active: list[int], asked: GroupAnswers) -> None:
-    for name, counters in (
-        ("nvlink_crc_errors", ("NVML_NVLINK_ERROR_DL_CRC_FLIT", "NVML_NVLINK_ERROR_DL_CRC_DATA")),
-        ("nvlink_replay_errors", ("NVML_NVLINK_ERROR_DL_REPLAY",)),
-        ("nvlink_recovery_errors", ("NVML_NVLINK_ERROR_DL_RECOVERY",)),
-    ):
-        with asked.facts(name):
+def _nvlink_errors(whole: Any, active: list[int], asked: GpuReading) -> None:
+    for name, (counters, newer) in _NVLINK_ERRORS.items():
+        with facts(asked, name):
             if not active:
                 raise NotKnown("no NVLink is up")
             try:
                 total = sum(_old_link_errors(whole, link, counters) for link in active)
             except NotKnown:
-                total = sum(field_value(whole, item, link) for item in _NVLINK5_ERRORS[name] for link in active)
+                total = sum(field_value(whole, newer, link) for link in active)
             asked.values[name] = total
 
 
@@ -183,15 +167,14 @@ def _old_link_errors(whole: Any, link: int, counters: tuple[str, ...]) -> int:
     return sum(counts)
 
 
-def _fabric(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    names = ("fabric_state", "fabric_status", "fabric_configuration", *_FABRIC_MASKS)
-    with asked.facts(*names):
+def _fabric(device: Any, whole: Any, asked: GpuReading) -> None:
+    with facts(asked, "fabric_state", "fabric_status", *_FABRIC_MASKS):
         info = _fabric_info(whole)
         if not info.state:
             raise NotKnown("not part of an NVSwitch fabric")
         asked.values.update(fabric_state=info.state, fabric_status=info.status)
         mask = getattr(info, "healthMask", 0)
-        for name, (shift, width) in (*_FABRIC_MASKS.items(), ("fabric_configuration", _FABRIC_CONFIGURATION)):
+        for name, (shift, width) in _FABRIC_MASKS.items():
             found = mask >> shift & width
             if found:
                 asked.values[name] = found
@@ -217,8 +200,8 @@ def _fabric_info(whole: Any) -> Any:
     return info
 
 
-def _modes(device: Any, whole: Any, asked: GroupAnswers) -> None:
-    with asked.facts("mig_enabled", "mig_change_pending"):
+def _modes(device: Any, whole: Any, asked: GpuReading) -> None:
+    with facts(asked, "mig_enabled", "mig_change_pending"):
         current, pending = ask("nvmlDeviceGetMigMode", whole)
         whole_is_used = uuid_of(device).startswith("GPU-")
         asked.values.update(
@@ -226,19 +209,39 @@ def _modes(device: Any, whole: Any, asked: GroupAnswers) -> None:
             mig_enabled_but_unused=int(bool(current) and whole_is_used),
             mig_change_pending=int(current != pending),
         )
-    with asked.facts("compute_mode"):
-        asked.values["compute_mode"] = ask("nvmlDeviceGetComputeMode", whole)
+    read(asked, "compute_mode", ask, "nvmlDeviceGetComputeMode", whole)
 
 
-def _processes(device: Any, whole: Any, asked: GroupAnswers) -> None:
+_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+"""torchrun sets them for every rank, and a rank's child processes inherit them."""
+
+
+def is_of_this_job(pid: int) -> bool:
+    """Whether a process has this process's torchrun variables, is its ancestor, or is its child.
+
+    Another user's process does not show its variables, and is not of this job. Raises psutil.NoSuchProcess.
+    """
+    process = psutil.Process(pid)
+    if pid == os.getpid():
+        return True
+    try:
+        theirs = process.environ()
+    except psutil.AccessDenied:
+        return False
+    mine = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    if mine:
+        return all(theirs.get(name) == value for name, value in mine.items())
+    return any(ancestor.pid == pid for ancestor in psutil.Process().parents())
+
+
+def _processes(device: Any, whole: Any, asked: GpuReading) -> None:
     """Other processes on the GPU. In a container NVML may give pids that mean nothing here; those are not counted."""
-    with asked.facts("other_processes"):
+    with facts(asked, "other_processes"):
         unseen = 0
         for process in ask("nvmlDeviceGetComputeRunningProcesses", device):
             try:
                 if not is_of_this_job(process.pid):
-                    name = psutil.Process(process.pid).name()
-                    asked.processes.append(GpuProcess(process.pid, name, process.usedGpuMemory))
+                    asked.processes.append(GpuProcess(process.pid, psutil.Process(process.pid).name()))
             except psutil.NoSuchProcess:
                 unseen += 1
         if unseen and not asked.processes:
@@ -246,7 +249,7 @@ def _processes(device: Any, whole: Any, asked: GroupAnswers) -> None:
         asked.values["other_processes"] = len(asked.processes)
 
 
-def _clocks_and_link(device: Any, whole: Any, asked: GroupAnswers) -> None:
+def _clocks_and_link(device: Any, whole: Any, asked: GpuReading) -> None:
     """Sample for half a second: what holds the clocks back most of the time, and the fastest PCIe link seen."""
     reasons: list[int] = []
     generations: list[int] = []
@@ -254,11 +257,11 @@ def _clocks_and_link(device: Any, whole: Any, asked: GroupAnswers) -> None:
     for number in range(_LOADED_SAMPLES):
         if number:
             time.sleep(_LOADED_STEP_S)
-        with asked.facts(*CLOCK_REASONS):
+        with facts(asked, *CLOCK_REASONS):
             reasons.append(clock_reasons(whole))
-        with asked.facts("pcie_generation"):
+        with facts(asked, "pcie_generation"):
             generations.append(ask("nvmlDeviceGetCurrPcieLinkGeneration", whole))
-        with asked.facts("pcie_width"):
+        with facts(asked, "pcie_width"):
             widths.append(ask("nvmlDeviceGetCurrPcieLinkWidth", whole))
     if reasons:
         for name, bit in CLOCK_REASONS.items():  # a change of the clocks is reported as a slowdown, for a moment
@@ -298,46 +301,25 @@ def questions(loaded: bool) -> tuple[tuple[str, Group], ...]:
     return (("clocks and PCIe under load", _clocks_and_link),) if loaded else _GROUPS
 
 
-def ask_group(uuid: str, device: Any, group: Group) -> NvmlAnswer:
+def ask_group(uuid: str, device: Any, group: Group) -> GpuReading:
     """The answers of one group."""
-    asked = GroupAnswers()
+    asked = GpuReading(uuid)
     group(device, whole_gpu(device), asked)
-    return NvmlAnswer(uuid, asked.values, asked.unknown, processes=asked.processes)
+    return asked
 
 
-def introduce(uuid: str, device: Any) -> NvmlAnswer:
-    """What it is."""
-    whole = whole_gpu(device)
-    pci_bus = ""
-    try:
-        bus = ask("nvmlDeviceGetPciInfo", whole).busId
-        pci_bus = bus.decode() if isinstance(bus, bytes) else str(bus)
-        parent = uuid_of(whole)
-    except NotKnown:
-        parent = ""
-    own = text("nvmlDeviceGetUUID", device)
-    return NvmlAnswer(
-        uuid, name=text("nvmlDeviceGetName", device), pci_bus=pci_bus, parent="" if parent == own else parent
-    )
-
-
-def read_counters(whole: Any) -> GroupAnswers:
+def read_counters(whole: Any) -> GpuReading:
     """Only the counters: cheap enough to be read in the middle of a training."""
-    asked = GroupAnswers()
+    asked = GpuReading("")
     for _, group in _COUNTERS:
         group(whole, whole, asked)
     return asked
 
 
-def migs_of(whole: Any) -> list[str]:
-    """UUIDs of the MIG devices on a GPU."""
-    return mig_devices(whole)
-
-
 # How one GPU does at a moment: a few cheap questions to NVML, asked every few seconds. A child process asks them.
 #
-# Telemetry shows these figures and judges no GPU by them (grade.py does that). A question that this GPU, driver or
-# nvidia-ml-py has no answer to is asked once.
+# Telemetry shows these figures and judges no GPU by them (health_grades.py does that). A question that this GPU, driver
+# or nvidia-ml-py has no answer to is asked once.
 
 _SM_CLOCK = 1
 """NVML_CLOCK_SM"""
@@ -348,79 +330,35 @@ _MOST_S = 60.0
 Question = Callable[[Any], dict[str, float]]
 
 
-def _use(gpu: Any) -> dict[str, float]:
-    return {"gpu_use": ask("nvmlDeviceGetUtilizationRates", gpu).gpu / 100}
-
-
 def _memory(gpu: Any) -> dict[str, float]:
     memory = ask("nvmlDeviceGetMemoryInfo", gpu)
     return {"gpu_memory_used": memory.used, "gpu_memory_total": memory.total}
 
 
-def _clock(gpu: Any) -> dict[str, float]:
-    return {"sm_clock": ask("nvmlDeviceGetClockInfo", gpu, _SM_CLOCK)}
-
-
-def _highest_clock(gpu: Any) -> dict[str, float]:
-    return {"sm_clock_max": ask("nvmlDeviceGetMaxClockInfo", gpu, _SM_CLOCK)}
-
-
-def _power(gpu: Any) -> dict[str, float]:
-    return {"power": ask("nvmlDeviceGetPowerUsage", gpu) / 1000}
-
-
-def _temperature_sample(gpu: Any) -> dict[str, float]:
-    return {"temperature": ask("nvmlDeviceGetTemperature", gpu, 0)}
-
-
-def _corrected(gpu: Any) -> dict[str, float]:
-    return {"ecc_corrected": ask("nvmlDeviceGetTotalEccErrors", gpu, 0, 0)}
-
-
-def _uncorrected(gpu: Any) -> dict[str, float]:
-    return {"ecc_uncorrected": ask("nvmlDeviceGetTotalEccErrors", gpu, 1, 0)}
-
-
-def _replays(gpu: Any) -> dict[str, float]:
-    return {"pcie_replays": ask("nvmlDeviceGetPcieReplayCounter", gpu)}
-
-
-def _link(gpu: Any) -> dict[str, float]:
-    return {
+_QUESTIONS: tuple[Question, ...] = (
+    lambda gpu: {"gpu_use": ask("nvmlDeviceGetUtilizationRates", gpu).gpu / 100},
+    _memory,
+    lambda gpu: {"sm_clock": ask("nvmlDeviceGetClockInfo", gpu, _SM_CLOCK)},
+    lambda gpu: {"sm_clock_max": ask("nvmlDeviceGetMaxClockInfo", gpu, _SM_CLOCK)},
+    lambda gpu: {"power": ask("nvmlDeviceGetPowerUsage", gpu) / 1000},
+    lambda gpu: {"temperature": ask("nvmlDeviceGetTemperature", gpu, 0)},
+    lambda gpu: {"ecc_corrected": ask("nvmlDeviceGetTotalEccErrors", gpu, 0, 0)},
+    lambda gpu: {"ecc_uncorrected": ask("nvmlDeviceGetTotalEccErrors", gpu, 1, 0)},
+    lambda gpu: {"pcie_replays": ask("nvmlDeviceGetPcieReplayCounter", gpu)},
+    lambda gpu: {
         "pcie_generation": ask("nvmlDeviceGetCurrPcieLinkGeneration", gpu),
         "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth", gpu),
-    }
-
-
-def _pcie_sample(gpu: Any) -> dict[str, float]:
-    """nvmlDeviceGetPcieThroughput would wait for 20 ms; these count, on newer GPUs."""
-    return {
+    },
+    # nvmlDeviceGetPcieThroughput would wait for 20 ms; these count, on newer GPUs
+    lambda gpu: {
         "pcie_received": field_value(gpu, "NVML_FI_DEV_PCIE_COUNT_RX_BYTES"),
         "pcie_sent": field_value(gpu, "NVML_FI_DEV_PCIE_COUNT_TX_BYTES"),
-    }
-
-
-def _nvlink_sample(gpu: Any) -> dict[str, float]:
-    """In KiB, of all links together."""
-    return {
+    },
+    # in KiB, of all links together
+    lambda gpu: {
         "nvlink_received": 1024 * field_value(gpu, "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", _ALL_LINKS),
         "nvlink_sent": 1024 * field_value(gpu, "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", _ALL_LINKS),
-    }
-
-
-_QUESTIONS: tuple[Question, ...] = (
-    _use,
-    _memory,
-    _clock,
-    _highest_clock,
-    _power,
-    _temperature_sample,
-    _corrected,
-    _uncorrected,
-    _replays,
-    _link,
-    _pcie_sample,
-    _nvlink_sample,
+    },
 )
 
 

@@ -1,7 +1,7 @@
 """The node agent's eyes on its GPUs: holds the child that watches NVML, and turns its lines into events.
 
     agent --{"type":"ask","moment":"anomaly"}--> child
-    agent <--{"type":"xid","device":"GPU-...","number":79,...}-- child
+    agent <--{"type":"xid","device":"GPU-...","number":79,...}-- child          an event, as it is sent on
 
 The child is started once. Should it die or not answer, that is said once, as `unknown`, and the training goes on:
 nothing here ever waits for it.
@@ -16,19 +16,17 @@ import time
 import msgspec
 
 from ...core.events import GpuCounters, GpuHealth, GpuXid
-from ...core.gpu.lines import (
+from ...core.gpu.nvml_child import (
     AskCounters,
     AskSamples,
     CountersLine,
     Line,
     NvmlTrouble,
     SampleLine,
-    XidLine,
     XidWatch,
+    command,
     parse,
 )
-from ...core.gpu.nvml_child import command
-from ...core.gpu.xids import meaning_of
 
 BEGIN_S = 30.0
 """How long NVML may take to start: on a big node without the persistence daemon it is many seconds."""
@@ -181,19 +179,14 @@ class GpuWatch:
             self._ask("before", time.monotonic())
         elif isinstance(line, NvmlTrouble):
             self._give_up(line.why)
-        elif isinstance(line, XidLine):
-            meaning = meaning_of(line.number)
-            self._events.append(
-                GpuXid(line.device, line.number, line.time_ns, meaning.meaning, meaning.next, meaning.grade, line.mig)
-            )
+        elif isinstance(line, GpuXid):
+            self._events.append(line)
         elif isinstance(line, SampleLine):
             self._samples.append(line)
         elif isinstance(line, CountersLine):
-            self._events.append(
-                GpuCounters(line.device, line.moment, line.counters, line.unknown, line.time_ns, line.mig)
-            )
+            self._events.append(line.event)
             if line.last:
-                self._asked = [asked for asked in self._asked if asked[0] != line.moment]
+                self._asked = [asked for asked in self._asked if asked[0] != line.event.moment]
 
     def _how_it_ended(self) -> str:
         code = self._child.poll() if self._child is not None else None

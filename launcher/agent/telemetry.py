@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy
 
-from ...core.gpu.lines import SampleLine
+from ...core.gpu.nvml_child import SampleLine
 from ...core.threads import start_thread
 from ...core.wire.columns import pack_samples
 from ...core.wire.messages import GpuNow, SeriesName, TelemetryMessage

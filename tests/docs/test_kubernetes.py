@@ -9,9 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from gpuwatch.launcher.fill_in import fill_in, given_options, read_job
 from gpuwatch.launcher.options import get_parser
-from gpuwatch.launcher.schedulers.environment import read_job
-from gpuwatch.launcher.schedulers.fill_in import fill_in, given_options
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = yaml.safe_load((ROOT / "docs" / "kubernetes" / "jobset.yaml").read_text())

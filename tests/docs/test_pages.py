@@ -10,13 +10,10 @@ from pathlib import Path
 
 import click
 import pytest
-from gpuwatch.cli.collect import command as collect
-from gpuwatch.cli.diff import command as diff
-from gpuwatch.cli.export import command as export
-from gpuwatch.cli.report import command as report
-from gpuwatch.cli.runs import command as runs
+from gpuwatch.cli.export import diff, export
+from gpuwatch.cli.jobs import collect
+from gpuwatch.cli.report import report, runs, top
 from gpuwatch.cli.submit import arguments_of, options_of
-from gpuwatch.cli.top import command as top
 from gpuwatch.collector.assemble.frame_export import ExportRow
 from gpuwatch.collector.report.model import RankReport, RunInfo, RunReport, Verdict
 from gpuwatch.core.errors import ExitCode

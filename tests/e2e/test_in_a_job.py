@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from gpuwatch.launcher.schedulers.slurm_variables import rendezvous_port
+from gpuwatch.launcher.slurm_variables import rendezvous_port
 
 from ..ports import ports_of_this_test
 

@@ -33,20 +33,20 @@ print(json.dumps({"kinds": kinds, "device": device, "uuid": uuid, "forks": len(f
 """
 
 NCCL = """
-import json, time
+import json
 import torch, torch.distributed as dist
-from gpuwatch.worker.preflight.bandwidth import _BandwidthMeter
+from gpuwatch.worker.preflight.bandwidth import all_reduce_row
 from gpuwatch.worker.preflight.group_collectives import join
 
-device, deadline = torch.device("cuda", 0), time.monotonic() + 100
-group = join(dist.HashStore(), device, "nccl", [0], 0, deadline, lambda step: None)
+device = torch.device("cuda", 0)
+group = join(dist.HashStore(), device, "nccl", [0], 0, 100.0, lambda step: None)
 total = torch.full((1 << 20,), 3.0, device=device)
 group.all_reduce(total)
 gathered = [torch.empty_like(total)]
 group.all_gather(gathered, total)
 group.broadcast(gathered[0], 0)
 group.barrier()
-row = _BandwidthMeter(group, device, 1, deadline).all_reduce(1 << 20)
+row = all_reduce_row(group, 1 << 20)
 print(json.dumps({"sum": total[0].item(), "gathered": gathered[0][-1].item(), "us": row.time_us}), flush=True)
 import os
 os._exit(0)

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from click.testing import CliRunner
-from gpuwatch.cli.report import command as report_command
+from gpuwatch.cli.report import report as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.events import Anomaly, RangeWarning, RunPosition

@@ -4,8 +4,8 @@ import os
 
 import pytest
 from gpuwatch.core.errors import UsageError
+from gpuwatch.launcher.fill_in import expect_address, fill_in_from_job
 from gpuwatch.launcher.options import get_parser
-from gpuwatch.launcher.schedulers.fill_in import expect_address, fill_in_from_job
 
 
 def test_a_name_with_an_address_is_good():

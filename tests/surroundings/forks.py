@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-IMPORTED = ("torch.distributed.run", "gpuwatch.cli.main", "gpuwatch.cli.launch", "gpuwatch.launcher.launch_job")
+IMPORTED = ("torch.distributed.run", "gpuwatch.cli.main", "gpuwatch.cli.jobs", "gpuwatch.launcher.launch_job")
 
 
 def become(job: dict[str, Any]) -> NoReturn:

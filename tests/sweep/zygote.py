@@ -17,7 +17,7 @@ from typing import NoReturn
 
 LAUNCHER = 4
 """The number of the role in fail_nth.c."""
-IMPORTED = ("torch.distributed.run", "gpuwatch.cli.main", "gpuwatch.cli.launch", "gpuwatch.launcher.launch_job")
+IMPORTED = ("torch.distributed.run", "gpuwatch.cli.main", "gpuwatch.cli.jobs", "gpuwatch.launcher.launch_job")
 
 
 def launch(job: dict, shim: str) -> NoReturn:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from ...core.preflight import BandwidthRow
-from .blame.link_speeds import size_text
-from .compute import DeviceTimer
-from .group_collectives import GroupCollectives, join
-from .stage_messages import LinkSpeed, RankMeasurements
+from .blame.odd_ranks import size_text
+from .device_tests import timed
+from .group_collectives import GroupCollectives
+from .steps import LinkSpeed, RankMeasurements
 
 CPU_LARGEST = 16 << 20
 CUDA_LARGEST = 256 << 20
@@ -37,50 +36,32 @@ LINK_BYTES = 1 << 20
 """For fewer bytes, the time depends more on the processes than on the link between them."""
 
 
-def measure(
-    store: Store,
-    device: torch.device,
-    backend: str,
-    ranks: Sequence[int],
-    rank: int,
-    timeout_s: float,
-    say: Callable[[str], None],
-    largest_bytes: int = 0,
-) -> RankMeasurements:
-    """Measure sizes up to `largest_bytes` (0: the device's default), while `timeout_s` allows. See also check_group.
+def measure(group: GroupCollectives, largest_bytes: int = 0) -> RankMeasurements:
+    """Measure sizes up to `largest_bytes` (0: the device's default), while the group's time allows.
 
     Polling does not affect the times: on CUDA the device's own clock measures them.
     """
-    began = time.monotonic()
-    if len(ranks) == 1:
-        return RankMeasurements([])
-    deadline = began + timeout_s
-    collectives = join(store, device, backend, ranks, rank, deadline, say)
-    largest = largest_bytes or (CUDA_LARGEST if device.type == "cuda" else CPU_LARGEST)
-    meter = _BandwidthMeter(collectives, device, len(ranks), deadline)
+    largest = largest_bytes or (CUDA_LARGEST if group.device.type == "cuda" else CPU_LARGEST)
     rows: list[BandwidthRow] = []
     longest_s: dict[int, float] = {}
     left_s = 0.0
     for size in sizes_up_to(largest):
-        step = f"all_reduce of {size_text(size)}"
-        say(step)
-        row_began = time.monotonic()
-        rows.append(meter.all_reduce(size))
+        group.say(f"all_reduce of {size_text(size)}")
+        began = time.monotonic()
+        rows.append(all_reduce_row(group, size))
         # all ranks use the same, longest times, so that all stop at the same size
-        longest_s[size] = meter.longest(rows[-1].time_us / 1e6)
-        next_s = meter.longest(time.monotonic() - row_began) * _STEP * 2
-        left_s = timeout_s - meter.longest(time.monotonic() - began)
-        if next_s > left_s - timeout_s * (1 - _SHARE_FOR_ROWS):
+        longest_s[size] = _longest(group, rows[-1].time_us / 1e6)
+        next_s = _longest(group, time.monotonic() - began) * _STEP * 2
+        left_s = -_longest(group, time.monotonic() - group.deadline)
+        if next_s > left_s - group.timeout_s * (1 - _SHARE_FOR_ROWS):
             break
     fitting = [size for size, seconds in longest_s.items() if seconds * _SWAPS < left_s]
+    size = fitting[-1] if fitting else rows[0].size_bytes
     links: list[LinkSpeed] = []
-    for pairs in neighbours(len(ranks)):
-        size = fitting[-1] if fitting else rows[0].size_bytes
-        if size < LINK_BYTES:
-            break
-        say("links")
-        found = meter.links(pairs, list(ranks).index(rank), size)
-        links += [LinkSpeed(ranks[first], ranks[second], gbs) for first, second, gbs in found]
+    if size >= LINK_BYTES:
+        for pairs in neighbours(len(group.ranks)):
+            group.say("links")
+            links += _link_speeds(group, pairs, size)
     return RankMeasurements(rows, links)
 
 
@@ -125,62 +106,51 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-class _BandwidthMeter:
-    """Times collectives and transfers on one device, in the group that this process has joined."""
+def all_reduce_row(group: GroupCollectives, size: int) -> BandwidthRow:
+    """This rank's row for one size."""
+    data = torch.zeros(size // 4, dtype=torch.float32, device=group.device)  # sums of zeros never overflow
+    warm_s = _longest(group, _timed(group, "all_reduce", lambda: dist.all_reduce(data), 1))
+    repeats = max(1, min(_MOST_REPEATS, int(_ROW_S / max(warm_s, 1e-6))))
+    seconds = _timed(group, "all_reduce", lambda: dist.all_reduce(data), repeats)
+    return row_of(size, seconds, len(group.ranks))
 
-    def __init__(self, collectives: GroupCollectives, device: torch.device, count: int, deadline: float) -> None:
-        self._collectives = collectives
-        self._device = device
-        self._count = count
-        self._deadline = deadline
 
-    def all_reduce(self, size: int) -> BandwidthRow:
-        """This rank's row for one size."""
-        data = torch.zeros(size // 4, dtype=torch.float32, device=self._device)  # sums of zeros never overflow
-        warm_s = self.longest(self._timed("all_reduce", lambda: dist.all_reduce(data), 1))
-        repeats = max(1, min(_MOST_REPEATS, int(_ROW_S / max(warm_s, 1e-6))))
-        seconds = self._timed("all_reduce", lambda: dist.all_reduce(data), repeats)
-        return row_of(size, seconds, self._count)
+def _link_speeds(group: GroupCollectives, pairs: Sequence[tuple[int, int]], size: int) -> list[LinkSpeed]:
+    """The speed of the pair in which this rank is the first. `pairs` are of places within the group."""
+    place = group.ranks.index(group.rank)
+    mine = next((pair for pair in pairs if place in pair), None)
+    peer = sum(mine) - place if mine is not None else None
+    out = torch.zeros(size // 4, dtype=torch.float32, device=group.device)
+    into = torch.empty_like(out)
 
-    def links(self, pairs: Sequence[tuple[int, int]], place: int, size: int) -> list[tuple[int, int, float]]:
-        """(first, second, GB/s each way) of the pair in which this rank is the first."""
-        mine = next((pair for pair in pairs if place in pair), None)
-        peer = sum(mine) - place if mine is not None else None
-        out = torch.zeros(size // 4, dtype=torch.float32, device=self._device)
-        into = torch.empty_like(out)
+    def swap() -> None:
+        if peer is None:
+            return
+        swaps = [dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]
+        for work in dist.batch_isend_irecv(swaps):
+            work.wait()
 
-        def swap() -> None:
-            if peer is None:
-                return
-            swaps = [dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]
-            for work in dist.batch_isend_irecv(swaps):
-                work.wait()
+    # Again the longest time of all ranks: both sides of a pair repeat equally often, and rounds do not overlap.
+    warm_s = _longest(group, _timed(group, "the swap", swap, 1))
+    seconds = _timed(group, "the swap", swap, 3 if warm_s < _ROW_S else 1)
+    _longest(group, seconds)
+    if mine is None or peer is None or place != mine[0]:
+        return []
+    return [LinkSpeed(group.rank, group.ranks[peer], _digits(size / seconds / 1e9))]
 
-        # Again the longest time of all ranks: both sides of a pair repeat equally often, and rounds do not overlap.
-        warm_s = self.longest(self._timed("the swap", swap, 1))
-        seconds = self._timed("the swap", swap, 3 if warm_s < _ROW_S else 1)
-        self.longest(seconds)
-        if mine is None or place != mine[0]:
-            return []
-        return [(mine[0], mine[1], _digits(size / seconds / 1e9))]
 
-    def longest(self, seconds: float) -> float:
-        """The longest time of all ranks, which all ranks get."""
-        value = torch.tensor([seconds], dtype=torch.float64, device=self._device)
-        self._collectives.all_reduce(value, dist.ReduceOp.MAX)
-        return float(value.item())
+def _longest(group: GroupCollectives, seconds: float) -> float:
+    """The longest time of all ranks, which all ranks get."""
+    value = torch.tensor([seconds], dtype=torch.float64, device=group.device)
+    group.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value.item())
 
-    def _timed(self, name: str, call: Callable[[], object], repeats: int) -> float:
-        """Seconds of one call, by the device's own clock if it has one.
 
-        NCCL's calls return at once. gloo's calls block, with the group's timeout.
-        """
-        if self._device.type == "cuda":
-            timer = DeviceTimer()
-            for _ in range(repeats):
-                call()
-            return timer.seconds(self._deadline, lambda: self._collectives.too_late(name)) / repeats
-        began_s = time.perf_counter()
+def _timed(group: GroupCollectives, name: str, call: Callable[[], object], repeats: int) -> float:
+    """Seconds of one call. NCCL's calls return at once. gloo's calls block, with the group's timeout."""
+
+    def repeated() -> None:
         for _ in range(repeats):
             call()
-        return (time.perf_counter() - began_s) / repeats
+
+    return timed(group.device, repeated, group.deadline, lambda: group.too_late(name)) / repeats

@@ -4,7 +4,7 @@
     gpuwatch.worker.preflight.coordinator --parent PID --fallen STEP --stage STAGE --detail TEXT
 
 The second form informs the other ranks that this rank's coordinator died or hung in STEP. The output is defined in
-lines.py. A coordinator never uses CUDA and never computes with torch, since neither works after a fork. It joins no
+steps.py. A coordinator never uses CUDA and never computes with torch, since neither works after a fork. It joins no
 process group.
 """
 
@@ -19,12 +19,12 @@ from typing import NoReturn
 
 import msgspec
 
+from ...core.events import PreflightBegan, RunPosition
 from ...core.host import die_with_parent
 from ...core.identity import RankIdentity
 from ...core.own_imports import path_as_given
 from ...core.settings import WorkerSettings
-from .stage_messages import Line, StageBegan
-from .steps import StageDeadlines
+from .steps import Line, RankStepReport, StageDeadlines
 
 
 def say(line: Line) -> None:
@@ -61,10 +61,13 @@ def _coordinate() -> int:
     identity = RankIdentity.from_environment(os.environ)
     deadlines = StageDeadlines(settings.preflight_timeout_s)
     if not options.fallen:
-        say(StageBegan("inventory", deadlines.work("inventory"), "arrive"))
+        where = RunPosition(identity.rank, settings.attempt)
+        say(PreflightBegan(where, "inventory", deadlines.work("inventory")))
     path_as_given()
-    from .course import PreflightRun, RankFailure  # imports torch
+    from .course import PreflightRun  # imports torch
 
-    fallen = RankFailure(options.fallen, options.stage, options.detail) if options.fallen else None
-    PreflightRun(identity, settings, deadlines, say, began, options.script, fallen).run()
+    run = PreflightRun(identity, settings, deadlines, say, began, options.script)
+    if options.fallen:
+        run.tell_others(options.fallen, RankStepReport("fallen", options.detail, said=options.stage))
+    run.run()
     return 0

@@ -5,37 +5,42 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
+from ...core.events import (
+    BandwidthRows,
+    OwnFault,
+    PreflightBegan,
+    PreflightStage,
+    RankInventoryEvent,
+    RankOutcome,
+    RunPosition,
+)
 from ...core.host import host_name
 from ...core.identity import RankIdentity
 from ...core.preflight import Grade, PreflightFinding
 from ...core.recorder.run_folder import read_meeting_key
 from ...core.settings import WorkerSettings
-from .blame.conclude import PreflightLimits, StepReports, conclude_softly, foreign_finding
+from .blame.conclude import StepReports, conclude_softly, foreign_finding
+from .blame.group_blame import failure
 from .meeting import LEADER, ForeignValue, MetReports, NoConclusion, StoreLost, StoreRendezvous, connect
 from .parts import RankTests
-from .stage_messages import (
-    BandwidthLine,
-    FaultLine,
-    InventoryLine,
+from .steps import (
+    DEPUTY_S,
     Line,
     PreflightEnd,
     RankAttendance,
-    RankOutcome,
     RankRoster,
     RankStepReport,
-    StageBegan,
-    StageEnded,
+    StageDeadlines,
     StageProgress,
     StepConclusion,
-    StepWait,
+    is_local,
+    stage_of,
 )
-from .steps import DEPUTY_S, StageDeadlines, is_local, stage_of
 
 STORE_S = 20.0
 """Timeout to connect to the store."""
@@ -43,17 +48,6 @@ FAREWELL_S = 5.0
 """Time for all ranks to learn of a failure. The first rank that leaves makes torchrun stop, and its store with it."""
 _FAREWELL = "farewell"
 _ORDER: tuple[Grade, ...] = ("ok", "unknown", "warn", "fail")
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """This rank cannot go on. It only informs the other ranks."""
-
-    step: str
-    stage: str
-    detail: str
-    ours: bool = False
-    """The cause is an error of gpuwatch; else the rank's coordinator died or hung."""
 
 
 class PreflightRun:
@@ -67,33 +61,31 @@ class PreflightRun:
         say: Callable[[Line], None],
         began: float,
         script: str = "",
-        fallen: RankFailure | None = None,
     ) -> None:
         self._me = identity
+        self._where = RunPosition(identity.rank, settings.attempt)
         self._settings = settings
         self._deadlines = deadlines
         self._say = say
-        self._fallen = fallen
+        self._failure: RankStepReport | None = None
+        """This rank cannot go on. It only tells the others: its coordinator died or hung, or gpuwatch has an error."""
+        self._next = "arrive"
         self._prefix = f"gpuwatch/{settings.round}"
         self._parts = RankTests(identity, settings, deadlines, self._prefix, script)
-        self._terms = PreflightLimits(
-            "quick" if settings.preflight == "quick" else "full",
-            identity.world_size,
-            deadlines.work("arrive"),
-            settings.slow_factor,
-            settings.min_busbw,
-            tuple(settings.node_hosts),
-        )
         self._roster: RankRoster | None = None
         self._steps: list[str] = []
         self._arrived = identity.world_size
         self._began = began
 
+    def tell_others(self, step: str, report: RankStepReport) -> None:
+        """Have `run` do no more than to tell the other ranks, in this step."""
+        self._next, self._failure = step, report
+
     def run(self) -> None:
         """Run all steps. The last line has the conclusion, also after a failure."""
-        now = StepConclusion(next=self._fallen.step if self._fallen else "arrive")
+        now = StepConclusion(next=self._next)
         try:
-            inventory = RankStepReport() if self._fallen else self._inventory()
+            inventory = RankStepReport() if self._failure else self._inventory()
             self._meeting = self._connect()
             while now.next:
                 now = self._take_softly(now, inventory)
@@ -116,11 +108,10 @@ class PreflightRun:
         except (StoreLost, NoConclusion):
             raise
         except Exception as error:
-            if self._fallen is not None:
+            if self._failure is not None:
                 raise
             traceback.print_exc()
-            stage = stage_of(now.next)
-            self._fallen = RankFailure(now.next, stage, f"{type(error).__name__}: {error}", ours=True)
+            self._failure = RankStepReport("fault", f"{type(error).__name__}: {error}")
             return self._take(now.next, now, inventory)
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -128,16 +119,16 @@ class PreflightRun:
     def _inventory(self) -> RankStepReport:
         """The coordinator announced this stage before it imported torch."""
         limit_s = self._deadlines.work("inventory")
-        self._say(
-            StageProgress("inventory", "the look at its device", limit_s)
-        )  # a new deadline after the import of torch
+        # a new deadline after the import of torch
+        self._say(StageProgress("arrive", "the look at its device", limit_s))
         report = self._parts.inventory()
-        self._say(InventoryLine(self._parts.facts))
+        facts = self._parts.facts
+        self._say(RankInventoryEvent(self._where, facts.device, facts.versions, facts))
         self._end_stage("inventory", _worst(report.findings), report.detail)
         return report
 
     def _connect(self) -> StoreRendezvous:
-        if self._fallen is None:
+        if self._failure is None:
             self._begin("arrive")
         store = connect(self._me, min(STORE_S, self._deadlines.timeout_s))
         key = read_meeting_key(Path(self._settings.recorder_dir))
@@ -145,16 +136,16 @@ class PreflightRun:
 
     def _take(self, step: str, before: StepConclusion, inventory: RankStepReport) -> StepConclusion:
         stage = stage_of(step)
-        if self._fallen is not None:
-            report = self._report_of_fallen(stage)
-            takes_part = False
+        if self._failure is not None:
+            here = RankAttendance(host_name(), 0, self._me.local_rank, self._me.local_world_size, "")
+            report, takes_part = replace(self._failure, attendance=here), False
         elif step == "arrive":
             report, takes_part = self._attend(inventory), True
         else:
             takes_part = self._takes_part(step, before)
             report = self._do(step, before) if takes_part else RankStepReport("idle")
         if report.kind == "fault":
-            self._say(FaultLine(f"{stage}: {report.detail}"))
+            self._say(OwnFault(self._where, "preflight", f"{stage}: {report.detail}"))
         now = self._meet(step, report, before)
         if now.roster is not None:
             self._roster = now.roster
@@ -167,13 +158,13 @@ class PreflightRun:
     def _meet(self, step: str, report: RankStepReport, before: StepConclusion) -> StepConclusion:
         deadlines, stage = self._deadlines, stage_of(step)
         self._steps.append(step)
-        self._say(StepWait(step, deadlines.wait(stage)))
+        self._say(StageProgress(step, limit_s=deadlines.wait(stage), waits=True))
 
         def draw(found: MetReports) -> bytes:
             reports = {rank: msgspec.json.decode(data, type=RankStepReport) for rank, data in found.by_rank.items()}
             reports |= {rank: RankStepReport("foreign", sentence) for rank, sentence in found.foreign.items()}
             heard = StepReports(step, reports, found.silent, found.leader_failed)
-            return msgspec.json.encode(conclude_softly(self._terms, heard, before, self._roster))
+            return msgspec.json.encode(conclude_softly(self._settings, heard, before, self._roster))
 
         data = self._meeting.meet(
             step,
@@ -187,7 +178,7 @@ class PreflightRun:
 
     def _leave(self, now: StepConclusion) -> None:
         if now.failed:
-            self._say(StepWait(_FAREWELL, 3 * FAREWELL_S))
+            self._say(StageProgress(_FAREWELL, limit_s=3 * FAREWELL_S, waits=True))
             self._steps.append(_FAREWELL)
             try:
                 self._meeting.meet(
@@ -247,29 +238,22 @@ class PreflightRun:
             }
             report = alone[step]()
         else:
-            test = self._parts.bandwidth if step == "bandwidth" else self._parts.group
-            report = test(
-                step, self._members(step, before), self._roster.backend, lambda at: self._say(StageProgress(stage, at))
+            members = self._members(step, before)
+            report = self._parts.in_group(
+                step, members, self._roster.backend, lambda at: self._say(StageProgress(step, at))
             )
         if report.measured is not None:
-            self._say(BandwidthLine(report.measured.rows))
+            self._say(BandwidthRows(self._where, report.measured.rows))
         self._end_stage(stage, _grade(report), report.detail or _text(report.findings))
         return report
 
-    def _report_of_fallen(self, stage: str) -> RankStepReport:
-        assert self._fallen is not None
-        me = self._me
-        here = RankAttendance(host_name(), 0, me.local_rank, me.local_world_size, "")
-        if self._fallen.ours:
-            return RankStepReport("fault", self._fallen.detail, attendance=here)
-        return RankStepReport("fallen", self._fallen.detail, said=self._fallen.stage or stage, attendance=here)
-
     def _begin(self, stage: str, step: str = "arrive") -> None:
         self._began = time.monotonic()
-        self._say(StageBegan(stage, self._deadlines.work(stage), step))
+        self._say(PreflightBegan(self._where, stage, self._deadlines.work(stage)))
+        self._say(StageProgress(step))
 
     def _end_stage(self, stage: str, grade: Grade, detail: str) -> None:
-        self._say(StageEnded(stage, grade, round(time.monotonic() - self._began, 4), detail))
+        self._say(PreflightStage(self._where, stage, round(time.monotonic() - self._began, 4), detail, grade))
 
     # -- without the others ---------------------------------------------------------------------------------------
 
@@ -278,8 +262,8 @@ class PreflightRun:
         own = next((outcome for outcome in now.outcomes if outcome.rank == rank), None)
         if own is None:
             own = RankOutcome(rank, "failed" if rank in finding.ranks else "victim", finding.stage, finding.sentence)
-        if self._fallen is not None and not self._fallen.ours:
-            own = RankOutcome(rank, "failed", self._fallen.stage, self._fallen.detail)
+        if self._failure is not None and self._failure.kind == "fallen":
+            own = RankOutcome(rank, "failed", self._failure.said, self._failure.detail)
         others = [outcome for outcome in now.outcomes if outcome.rank != rank]
         return StepConclusion(findings=[*now.findings, finding], outcomes=[*others, own])
 
@@ -288,29 +272,16 @@ class PreflightRun:
         me, stage = self._me, stage_of(step)
         host = self._parts.facts.host or host_name()
         where = f"{me.master_addr}:{me.master_port}"
-        return PreflightFinding(
-            stage=stage,
-            grade="fail",
-            subject="link",
-            ranks=[],
-            hosts=[host],
-            sentence=f"rank {me.rank} ({host}) lost the store at {where} in stage {stage}: {lost}",
-            next=f"Look at the network between {host} and {me.master_addr}, and whether the job still runs there.",
-            victims=[me.rank],
-        )
+        sentence = f"rank {me.rank} ({host}) lost the store at {where} in stage {stage}: {lost}"
+        next_ = f"Look at the network between {host} and {me.master_addr}, and whether the job still runs there."
+        return failure(stage, "link", [], [host], sentence, next_, victims=[me.rank])
 
     def _no_conclusion(self, step: str) -> PreflightFinding:
         stage = stage_of(step)
-        return PreflightFinding(
-            stage=stage,
-            grade="fail",
-            subject="rank",
-            ranks=[LEADER],
-            hosts=self._roster.hosts[:1] if self._roster else [],
-            sentence=f"rank {LEADER} gave no conclusion in stage {stage}",
-            next=f"Look at the host of rank {LEADER}: what ended or stopped its processes?",
-            victims=[self._me.rank],
-        )
+        hosts = self._roster.hosts[:1] if self._roster else []
+        sentence = f"rank {LEADER} gave no conclusion in stage {stage}"
+        next_ = f"Look at the host of rank {LEADER}: what ended or stopped its processes?"
+        return failure(stage, "rank", [LEADER], hosts, sentence, next_, victims=[self._me.rank])
 
 
 def _grade(report: RankStepReport) -> Grade:

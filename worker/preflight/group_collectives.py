@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
@@ -20,8 +21,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...core.text import ranks_text
 from .blame.group_blame import RankVote, VoteResult, judge, judge_sums_of_pairs
-from .blame.pairs import ROUNDS, PairResult, blame, next_pairs
+from .blame.pairs import ROUNDS, blame, next_pairs
 from .rank_child import ProbeFailure
+from .steps import PairResult
 
 # Collectives with a deadline, on gloo and on NCCL alike.
 #
@@ -48,20 +50,26 @@ def join(
     backend: str,
     ranks: Sequence[int],
     rank: int,
-    deadline: float,
+    timeout_s: float,
     say: Callable[[str], None],
 ) -> GroupCollectives:
-    """Make the process group of this process. NCCL connects at once, since it is given the device.
+    """Make the process group of this process among `ranks` (global numbers; this one is `rank`), at least two.
 
-    Raises ProbeFailure, with the ranks that do not come, or with no ranks if the group is not up at the deadline.
+    `store` is a PrefixStore of this group alone. `say` is called with each step as it begins. NCCL connects at once,
+    since it is given the device. Raises ProbeFailure, with the ranks that do not come, or with no ranks if the group is
+    not up in time. All that is done in the group ends within `timeout_s` from here on.
     """
+    deadline = time.monotonic() + timeout_s
     say("init")
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.set_device(device)
         _set_up_nccl()
-    _wait_for_all(PrefixStore("ready", store), ranks, rank, deadline)
-    timeout_s = left_s(deadline)
+    ready = PrefixStore("ready", store)
+    ready.set(str(rank), "")
+    # A rank whose device hangs does not come; without this, NCCL would only fail to connect.
+    _wait_for(ready, ranks, deadline, "did not come to the process group")
+    limit_s = left_s(deadline)
 
     def make() -> None:
         if on_cuda:
@@ -71,12 +79,12 @@ def join(
             store=PrefixStore("group", store),
             rank=list(ranks).index(rank),
             world_size=len(ranks),
-            timeout=timedelta(seconds=timeout_s * _WATCHDOG if on_cuda else timeout_s),
+            timeout=timedelta(seconds=limit_s * _WATCHDOG if on_cuda else limit_s),
             device_id=device if on_cuda else None,
         )
 
-    _in_time(make, timeout_s, f"{backend} had not connected {len(ranks)} ranks")
-    return GroupCollectives(device, deadline)
+    _in_time(make, limit_s, f"{backend} had not connected {len(ranks)} ranks")
+    return GroupCollectives(store, device, backend, list(ranks), rank, timeout_s, deadline, say)
 
 
 def _set_up_nccl() -> None:
@@ -89,16 +97,15 @@ def _set_up_nccl() -> None:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
 
-def _wait_for_all(store: Store, ranks: Sequence[int], rank: int, deadline: float) -> None:
-    """Wait for all ranks. A rank whose device hangs does not come; without this, NCCL would only fail to connect."""
-    store.set(str(rank), "")
+def _wait_for(store: Store, ranks: Sequence[int], deadline: float, otherwise: str) -> None:
+    """Wait until the store has a key of each rank. Raises ProbeFailure with the ranks that have set none in time."""
     try:
-        store.wait([str(one) for one in ranks], timedelta(seconds=left_s(deadline)))
+        store.wait([str(rank) for rank in ranks], timedelta(seconds=left_s(deadline)))
     except RuntimeError as error:
-        absent = [one for one in ranks if not store.check([str(one)])]
+        absent = [rank for rank in ranks if not store.check([str(rank)])]
         if not absent:
             raise
-        raise ProbeFailure(f"{ranks_text(absent)} did not come to the process group", peers=absent) from error
+        raise ProbeFailure(f"{ranks_text(absent)} {otherwise}", peers=absent) from error
 
 
 def _in_time(call: Callable[[], None], timeout_s: float, otherwise: str) -> None:
@@ -120,13 +127,24 @@ def _in_time(call: Callable[[], None], timeout_s: float, otherwise: str) -> None
         raise errors[0]
 
 
+@dataclass
 class GroupCollectives:
-    """Collectives of the group that this process has joined. Raises ProbeFailure at the deadline."""
+    """The group that this process has joined, and its collectives. Raises ProbeFailure at the deadline."""
 
-    def __init__(self, device: torch.device, deadline: float) -> None:
-        self._device = device
-        self._deadline = deadline
-        self._limit_s = left_s(deadline)
+    store: Store
+    device: torch.device
+    backend: str
+    ranks: list[int]
+    """Global numbers, `rank` among them."""
+    rank: int
+    timeout_s: float
+    deadline: float
+    """In monotonic time."""
+    say: Callable[[str], None]
+    limit_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limit_s = left_s(self.deadline)
 
     def all_reduce(
         self,
@@ -147,7 +165,7 @@ class GroupCollectives:
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
-        device_ids = [self._device.index] if self._device.type == "cuda" else None
+        device_ids = [self.device.index] if self.device.type == "cuda" else None
         self.wait(dist.barrier(device_ids=device_ids, async_op=True), "barrier")
 
     def wait(self, work: dist.Work | None, name: str) -> None:
@@ -155,16 +173,16 @@ class GroupCollectives:
         if work is None:
             return
         try:
-            work.wait(timedelta(seconds=left_s(self._deadline)))
+            work.wait(timedelta(seconds=left_s(self.deadline)))
         except RuntimeError as error:
-            if time.monotonic() < self._deadline - _ROUNDING_S:
+            if time.monotonic() < self.deadline - _ROUNDING_S:
                 raise
             raise self.too_late(name) from error
 
     def too_late(self, name: str) -> ProbeFailure:
         """The failure at the deadline. It names no rank: a waiting rank does not know for which one it waits."""
         return ProbeFailure(
-            f"{name} did not end within {self._limit_s:.0f} s: some rank took no part in it, or did not answer",
+            f"{name} did not end within {self.limit_s:.0f} s: some rank took no part in it, or did not answer",
             peers=[],
             next="Look for the rank that hangs, or for packets that are dropped on the way to it.",
         )
@@ -179,137 +197,84 @@ group two ranks broadcast, and pairs of its nodes are tried."""
 _PERIOD = 122
 
 
-def check_group(
-    store: Store,
-    device: torch.device,
-    backend: str,
-    ranks: Sequence[int],
-    rank: int,
-    timeout_s: float,
-    say: Callable[[str], None],
-) -> str:
-    """Run every kind of collective among `ranks` (global numbers; this one is `rank`). Returns what was done, in words.
+def check_group(group: GroupCollectives) -> str:
+    """Run every kind of collective. Returns what was done, in words.
 
-    `store` is a PrefixStore of this test alone. `say` is called with each step as it begins.
     Raises ProbeFailure if a value is wrong; see there for `peers`. Errors that torch raises for a broken collective are
     not translated.
 
-    It ends within `timeout_s`. Run it in a separate process with a longer deadline, and end that with os._exit: a group
-    can hang while it is destroyed if one of its ranks has ended.
+    Run it in a separate process with a longer deadline, and end that with os._exit: a group can hang while it is
+    destroyed if one of its ranks has ended.
     """
-    deadline = time.monotonic() + timeout_s
-    if len(ranks) == 1:
-        return "one rank: nothing to test"
-    collectives = join(store, device, backend, ranks, rank, deadline, say)
-    vote = _CollectiveRound(store, collectives, device, ranks, rank, say).run()
-    say("votes")
-    votes = exchange(PrefixStore("votes", store), ranks, rank, vote, deadline)
+    vote = _vote(group)
+    group.say("votes")
+    votes = exchange(group, "votes", vote)
     verdict = judge(votes)
-    if verdict is not None and verdict.search and len(ranks) <= SMALL:
+    if verdict is not None and verdict.search and len(votes) <= SMALL:
         try:
-            verdict = judge_sums_of_pairs(votes, _search(store, collectives, device, ranks, rank, deadline, say))
+            verdict = judge_sums_of_pairs(votes, _search(group))
         except (RuntimeError, ProbeFailure):
             pass  # the verdict without the pairs is worth more than their error
     if verdict is not None:
-        raise _failure(verdict, rank)
-    return f"all_reduce, all_gather, broadcast and barrier over {len(ranks)} ranks came out right ({backend})"
+        raise _failure(verdict, group.rank)
+    return f"all_reduce, all_gather, broadcast and barrier over {len(votes)} ranks came out right ({group.backend})"
 
 
-def exchange(store: Store, ranks: Sequence[int], rank: int, mine: RankVote, deadline: float) -> dict[int, RankVote]:
+def exchange(group: GroupCollectives, name: str, mine: RankVote) -> dict[int, RankVote]:
     """The votes of all ranks. Raises ProbeFailure with the ranks that give none in time."""
-    store.set(str(rank), msgspec.json.encode(mine).decode())
-    keys = [str(one) for one in ranks]
-    try:
-        store.wait(keys, timedelta(seconds=left_s(deadline)))
-    except RuntimeError as error:
-        silent = [one for one in ranks if not store.check([str(one)])]
-        if not silent:
-            raise
-        raise ProbeFailure(f"{ranks_text(silent)} did not say what came out of the test", peers=silent) from error
-    return {
-        one: msgspec.json.decode(found, type=RankVote) for one, found in zip(ranks, store.multi_get(keys), strict=True)
-    }
+    store = PrefixStore(name, group.store)
+    store.set(str(group.rank), msgspec.json.encode(mine).decode())
+    _wait_for(store, group.ranks, group.deadline, "did not say what came out of the test")
+    votes = store.multi_get([str(rank) for rank in group.ranks])
+    return {rank: msgspec.json.decode(vote, type=RankVote) for rank, vote in zip(group.ranks, votes, strict=True)}
 
 
-class _CollectiveRound:
-    """One run of the collectives, and this rank's results."""
-
-    def __init__(
-        self,
-        store: Store,
-        collectives: GroupCollectives,
-        device: torch.device,
-        ranks: Sequence[int],
-        rank: int,
-        say: Callable[[str], None],
-    ) -> None:
-        self._store = store
-        self._collectives = collectives
-        self._device = device
-        self._ranks = list(ranks)
-        self._rank = rank
-        self._say = say
-
-    def run(self) -> RankVote:
-        steps: list[tuple[str, Callable[[], RankVote]]] = [
-            ("all_reduce", self._all_reduce),
-            ("all_gather", self._all_gather),
-            ("broadcast", self._broadcast),
-            ("barrier", self._barrier),
-        ]
-        seen = RankVote()
-        for name, step in steps:
-            self._say(name)
-            found = step()
-            seen = msgspec.structs.replace(
-                seen, **{field: value for field, value in msgspec.structs.asdict(found).items() if value}
-            )
-        return seen
-
-    def _all_reduce(self) -> RankVote:
-        return RankVote(sum_error=sum_error(self._collectives, self._device, self._ranks, self._rank))
-
-    def _all_gather(self) -> RankVote:
-        mine = values_of(self._rank, SIZES[0]).to(self._device)
-        gathered = [torch.empty_like(mine) for _ in self._ranks]
-        self._collectives.all_gather(gathered, mine)
-        wrong = [
-            one
-            for one, got in zip(self._ranks, gathered, strict=True)
-            if not torch.equal(got.cpu(), values_of(one, SIZES[0]))
-        ]
-        return RankVote(gather_errors=wrong)
-
-    def _broadcast(self) -> RankVote:
-        wrong = []
-        for root in self._ranks if len(self._ranks) <= SMALL else (self._ranks[0], self._ranks[-1]):
-            due = values_of(root, SIZES[0])
-            got = (due if root == self._rank else torch.zeros_like(due)).to(self._device)
-            self._collectives.broadcast(got, self._ranks.index(root))
-            if not torch.equal(got.cpu(), due):
-                wrong.append(root)
-        return RankVote(broadcast_errors=wrong)
-
-    def _barrier(self) -> RankVote:
-        self._store.add("entered", 1)
-        self._collectives.barrier()
-        entered = self._store.add("entered", 0)
-        if entered < len(self._ranks):
-            return RankVote(barrier_error=f"{entered} of {len(self._ranks)} ranks had reached it")
-        return RankVote()
+def _vote(group: GroupCollectives) -> RankVote:
+    """Run the collectives: what this rank received."""
+    group.say("all_reduce")
+    error = sum_error(group, group.ranks)
+    group.say("all_gather")
+    gather_errors = _gather_errors(group)
+    group.say("broadcast")
+    broadcast_errors = _broadcast_errors(group)
+    group.say("barrier")
+    return RankVote(error, gather_errors, broadcast_errors, _barrier_error(group))
 
 
-def sum_error(
-    collectives: GroupCollectives,
-    device: torch.device,
-    ranks: Sequence[int],
-    rank: int,
-    group: dist.ProcessGroup | None = None,
-) -> str:
-    """How a sum over a group is wrong on this rank, for either size; "" if both are right."""
+def _gather_errors(group: GroupCollectives) -> list[int]:
+    mine = values_of(group.rank, SIZES[0]).to(group.device)
+    gathered = [torch.empty_like(mine) for _ in group.ranks]
+    group.all_gather(gathered, mine)
+    return [
+        rank
+        for rank, got in zip(group.ranks, gathered, strict=True)
+        if not torch.equal(got.cpu(), values_of(rank, SIZES[0]))
+    ]
+
+
+def _broadcast_errors(group: GroupCollectives) -> list[int]:
+    wrong = []
+    for root in group.ranks if len(group.ranks) <= SMALL else (group.ranks[0], group.ranks[-1]):
+        due = values_of(root, SIZES[0])
+        got = (due if root == group.rank else torch.zeros_like(due)).to(group.device)
+        group.broadcast(got, group.ranks.index(root))
+        if not torch.equal(got.cpu(), due):
+            wrong.append(root)
+    return wrong
+
+
+def _barrier_error(group: GroupCollectives) -> str:
+    group.store.add("entered", 1)
+    group.barrier()
+    entered = group.store.add("entered", 0)
+    return f"{entered} of {len(group.ranks)} ranks had reached it" if entered < len(group.ranks) else ""
+
+
+def sum_error(collectives: GroupCollectives, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> str:
+    """How a sum over `ranks` (all, or those of `group`) is wrong here, for either size; "" if both are right."""
     errors = []
     for count in SIZES:  # always both sizes: the other ranks take part in both
-        total = values_of(rank, count).to(device)
+        total = values_of(collectives.rank, count).to(collectives.device)
         collectives.all_reduce(total, group=group)
         got, due = total.cpu(), sum_of(ranks, count)
         if not torch.equal(got, due):
@@ -343,17 +308,10 @@ def _repeated(pattern: list[int], count: int) -> torch.Tensor:
     return torch.tensor(pattern, dtype=torch.float32).repeat(count // _PERIOD + 1)[:count]
 
 
-def _search(
-    store: Store,
-    collectives: GroupCollectives,
-    device: torch.device,
-    ranks: Sequence[int],
-    rank: int,
-    deadline: float,
-    say: Callable[[str], None],
-) -> list[int]:
-    """The ranks that add wrong. Disjoint pairs of ranks compute sums at the same time; see pairwise_search.py."""
-    say("pairs")
+def _search(group: GroupCollectives) -> list[int]:
+    """The ranks that add wrong. Disjoint pairs of ranks compute sums at the same time; see blame/pairs.py."""
+    group.say("pairs")
+    ranks = group.ranks
     results: list[PairResult] = []
     for number in range(ROUNDS):
         pairs = next_pairs(results, ranks)
@@ -361,10 +319,10 @@ def _search(
             break
         error = ""
         for pair in pairs:  # torch requires that every rank makes every group, in the same order
-            group = dist.new_group([list(ranks).index(one) for one in pair])
-            if rank in pair:
-                error = sum_error(collectives, device, pair, rank, group)
-        votes = exchange(PrefixStore(f"pairs/{number}", store), ranks, rank, RankVote(sum_error=error), deadline)
+            of_pair = dist.new_group([ranks.index(one) for one in pair])
+            if group.rank in pair:
+                error = sum_error(group, pair, of_pair)
+        votes = exchange(group, f"pairs/{number}", RankVote(sum_error=error))
         for a, b in pairs:
             found = votes[a].sum_error or votes[b].sum_error
             results.append(PairResult(a, b, not found, found))
@@ -375,13 +333,9 @@ def _search(
 
 def _failure(verdict: VoteResult, rank: int) -> ProbeFailure:
     guilty = list(verdict.guilty)
-    if rank in guilty:
-        guilty_or_own: list[int] | None = None
-    else:
-        guilty_or_own = guilty
     next_ = (
         f"Leave out the GPU or host of {ranks_text(guilty)}: it answers, but with wrong numbers."
         if guilty
         else "Run `gpuwatch check` with other nodes: the wrong numbers stay with the device or link that makes them."
     )
-    return ProbeFailure(verdict.sentence, peers=guilty_or_own, next=next_)
+    return ProbeFailure(verdict.sentence, peers=None if rank in guilty else guilty, next=next_)

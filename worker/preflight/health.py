@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...core.gpu.limits import LOADED_FACTS, STAGE, grade_answer, load_thresholds
-from ...core.gpu.lines import GpuReading, NvmlAnswer
-from ...core.gpu.nvml_child import ask_nvml
+from ...core.gpu.health_grades import STAGE, grade_answer, load_thresholds
+from ...core.gpu.limits import LOADED_FACTS
+from ...core.gpu.nvml_child import GpuReading, ask_nvml
 from ...core.preflight import PreflightFinding
 
 _LOAD_SIZE = 4096
@@ -58,8 +58,7 @@ def _read_under_load(reading: GpuReading, load: Callable[[], None], end: float) 
     trouble = at_work.wait(end - time.monotonic() - _SAMPLING_S)
     if not trouble:
         answer = ask_nvml([reading.device], end - time.monotonic(), loaded=True)
-        told = answer.readings.get(reading.device, GpuReading(reading.device))
-        reading.take(NvmlAnswer(reading.device, told.values, told.unknown))
+        reading.take(answer.readings.get(reading.device, GpuReading(reading.device)))
         trouble = at_work.error or answer.trouble
     ended = at_work.stop()
     if trouble:

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import psutil
 import torch
+from msgspec.structs import replace
 
 from ...core.host import gpuwatch_version, host_name
 from ...core.identity import RankIdentity
@@ -38,7 +38,7 @@ _CAP_IPC_LOCK = 14
 
 
 def gather(identity: RankIdentity, script: str = "", environ: Mapping[str, str] = os.environ) -> InventoryFacts:
-    """Everything except the GPU, which device_facts.py reads in a separate process. Never raises.
+    """Everything except the GPU, which `gather_device` reads in a separate process. Never raises.
 
     Does not use CUDA, so that the process can fork afterwards. With a torch without CUDA the inventory is complete, and
     `device` is set.
@@ -150,48 +150,36 @@ def _digest(script: str) -> str:
 # The rank's GPU. Reading it initialises CUDA and may hang on a faulty GPU: use a child process with a deadline.
 
 
-class DeviceFacts(msgspec.Struct, frozen=True):
-    """The facts about the GPU in `InventoryFacts`. "" and None mean unknown."""
+def gather_device(facts: InventoryFacts, local_rank: int) -> InventoryFacts:
+    """The inventory with the facts of a local rank's GPU, among those in CUDA_VISIBLE_DEVICES.
 
-    device: str = ""
-    """`cuda:3`, or `cpu` for a rank without its own GPU."""
-    device_name: str = ""
-    uuid: str = ""
-    pci_bus: str = ""
-    driver: str = ""
-    nccl: str = ""
-    memory_free: int | None = None
-    memory_total: int | None = None
-    gpus_visible: int | None = None
-    error: str = ""
-
-
-def gather_device(local_rank: int) -> DeviceFacts:
-    """Read the facts of a local rank's GPU, among those in CUDA_VISIBLE_DEVICES.
-
-    Raises torch's error for a GPU that exists but cannot be read.
+    `device` is `cpu` for a rank without its own GPU. Raises torch's error for a GPU that exists but cannot be read.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reason is read below and becomes a finding
         error = _why_no_gpu()
         if error:
-            return DeviceFacts(device="cpu", gpus_visible=0, error=error)
-        visible = torch.cuda.device_count()
-        driver, nccl = soft(_driver, ""), soft(_nccl, "")
+            return replace(facts, device="cpu", gpus_visible=0, device_error=error)
+        visible, nccl = torch.cuda.device_count(), soft(_nccl, "")
+        facts = replace(
+            facts,
+            device="cpu",
+            driver=facts.driver or soft(_driver, ""),
+            versions={**facts.versions, **({"nccl": nccl} if nccl else {})},
+            gpus_visible=visible,
+        )
         if local_rank >= visible:
-            return DeviceFacts(device="cpu", gpus_visible=visible, driver=driver, nccl=nccl)
+            return facts
         properties = torch.cuda.get_device_properties(local_rank)
         memory = soft(lambda: _memory(local_rank), None)
-        return DeviceFacts(
+        return replace(
+            facts,
             device=f"cuda:{local_rank}",
             device_name=properties.name,
             uuid=soft(lambda: device_uuid(local_rank), ""),
             pci_bus=soft(lambda: _pci_bus(properties), ""),
-            driver=driver,
-            nccl=nccl,
-            memory_free=memory[0] if memory else None,
-            memory_total=memory[1] if memory else None,
-            gpus_visible=visible,
+            device_memory_free=memory[0] if memory else None,
+            device_memory_total=memory[1] if memory else None,
         )
 
 
@@ -250,21 +238,3 @@ def _driver() -> str:
 
 def _nccl() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch.cuda.nccl has no annotations
-
-
-def with_device(facts: InventoryFacts, found: DeviceFacts) -> InventoryFacts:
-    """The inventory with the facts about its GPU."""
-    versions = {**facts.versions, **({"nccl": found.nccl} if found.nccl else {})}
-    return msgspec.structs.replace(
-        facts,
-        device=found.device,
-        device_name=found.device_name,
-        uuid=found.uuid,
-        pci_bus=found.pci_bus,
-        driver=facts.driver or found.driver,
-        versions=versions,
-        device_memory_free=found.memory_free,
-        device_memory_total=found.memory_total,
-        gpus_visible=found.gpus_visible,
-        device_error=found.error,
-    )

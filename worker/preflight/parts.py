@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import torch
 from msgspec.structs import replace
 
@@ -20,18 +21,61 @@ from ...core.identity import RankIdentity, is_peer_failure
 from ...core.preflight import Grade, InventoryFacts, PreflightFinding
 from ...core.settings import WorkerSettings
 from ...core.text import parse_amount
-from .allocation import AllocationResult
+from .bandwidth import measure
 from .blame.known_errors import explain
-from .health import HealthResult
-from .inventory import DeviceFacts, gather, with_device
+from .device_tests import AllocationResult, allocate, compute
+from .group_collectives import check_group, join
+from .health import HealthResult, check_health, cuda_load
+from .inventory import gather, gather_device
+from .meeting import group_store
 from .rank_child import RankChild, Say, TestEnding
-from .requests import AllocationRequest, CheckHealth, ComputeRequest, InGroup, LookAtDevice, Request, perform
-from .stage_messages import ComputeResult, RankMeasurements, RankStepReport
-from .steps import StageDeadlines, stage_of
+from .steps import ComputeResult, RankMeasurements, RankStepReport, StageDeadlines, stage_of
 
 _HEALTH_SHARE = 0.8
 """The share of the stage's deadline for NVML's answer. The rest is for the start, and to report a missing answer."""
 _LOG_TAIL = 200_000
+
+
+def perform(test: Callable[..., Any], say: Say) -> Any:
+    """Run a test, in the child. Empties torch's cache: the next test or another rank may need the memory."""
+    result = test(say) if isinstance(test, GroupTest) else test()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotations there
+        torch.cuda.empty_cache()
+    return result
+
+
+def look_at_health(
+    uuid: str, rank: int, host: str, thresholds: str, deadline_s: float, device: torch.device
+) -> HealthResult:
+    """What the driver reports of a GPU. `device` is the rank's own. On the CPU there is no load."""
+    load = cuda_load(device.index) if device.type == "cuda" else None
+    return check_health(uuid, rank, host, thresholds, deadline_s, load)
+
+
+@dataclass(frozen=True)
+class GroupTest:
+    """A test of a process group of `ranks`, whose store is below `prefix` and `name`. The child must end after it."""
+
+    identity: RankIdentity
+    prefix: str
+    name: str
+    device: torch.device
+    backend: str
+    ranks: list[int]
+    timeout_s: float
+    log: Path | None = None
+    """NCCL's log."""
+    bandwidth_bytes: int | None = None
+    """The largest size of the bandwidth test, 0 for the default; None to test the collectives instead."""
+
+    def __call__(self, say: Say) -> str | RankMeasurements:
+        """Run the collectives, or measure their bandwidth."""
+        if self.log is not None:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(self.log))
+        store = group_store(self.identity, self.prefix, self.name, self.timeout_s)
+        group = join(store, self.device, self.backend, self.ranks, self.identity.rank, self.timeout_s, say)
+        return check_group(group) if self.bandwidth_bytes is None else measure(group, self.bandwidth_bytes)
 
 
 @dataclass
@@ -50,9 +94,6 @@ class RankTests:
         """End the child. Its memory on the device is then free for the script."""
         self.child.close()
 
-    def _ask(self, request: Request, deadline_s: float, on_step: Say = lambda step: None) -> TestEnding:
-        return self.child.run(msgspec.json.encode(request), deadline_s, on_step)
-
     def inventory(self) -> RankStepReport:
         """What this rank runs on. Fails if the child hangs or dies when it reads the GPU; other errors are unknown."""
         facts = gather(self.identity, self.script)
@@ -61,7 +102,7 @@ class RankTests:
             return RankStepReport(facts=facts)
         me = self.identity
         index = me.local_rank if me.device is None else me.device
-        ending = self._ask(LookAtDevice(index), self.deadlines.work("inventory"))
+        ending = self.child.run(partial(gather_device, facts, index), self.deadlines.work("inventory"))
         if ending.kind != "ok":
             grade: Grade = "unknown" if ending.kind == "raised" else "fail"
             sentence = f"rank {self.identity.rank} ({facts.host}) could not look at its GPU: {ending.detail}"
@@ -69,7 +110,7 @@ class RankTests:
             finding = PreflightFinding("inventory", grade, "rank", [self.identity.rank], [facts.host], sentence, next_)
             self.facts = replace(self.facts, device_error=ending.detail)
             return RankStepReport(facts=self.facts, findings=[finding])
-        self.facts = with_device(facts, msgspec.json.decode(ending.value, type=DeviceFacts))
+        self.facts = ending.value
         return RankStepReport(facts=self.facts)
 
     @property
@@ -85,11 +126,10 @@ class RankTests:
             return RankStepReport(detail="no GPU in use")
 
         thresholds, share_s = self.settings.health_thresholds, deadline_s * _HEALTH_SHARE
-        ending = self._ask(
-            CheckHealth(uuid, me.rank, self.facts.host, thresholds, share_s, self.facts.device), deadline_s
-        )
+        test = partial(look_at_health, uuid, me.rank, self.facts.host, thresholds, share_s, self.device)
+        ending = self.child.run(test, deadline_s)
         if ending.kind == "ok":
-            result = msgspec.json.decode(ending.value, type=HealthResult)
+            result: HealthResult = ending.value
             if result.load_hangs:
                 self.child.close()
             return RankStepReport(findings=result.findings, detail=result.detail)
@@ -104,74 +144,53 @@ class RankTests:
         quick = self.settings.preflight == "quick"
         on_cuda, uuid = self.device.type == "cuda", self.facts.uuid
         sharers = max(1, gpus.count(uuid) if uuid else 1) if on_cuda else self.identity.local_world_size
-        ending = self._ask(
-            AllocationRequest(self.facts.device, amount, quick, sharers), self.deadlines.work("allocation")
-        )
+        test = partial(allocate, self.device, amount, quick=quick, sharers=sharers)
+        ending = self.child.run(test, self.deadlines.work("allocation"))
         if ending.kind != "ok":
             return self._report(ending, own=True)
-        allocated = msgspec.json.decode(ending.value, type=AllocationResult)
-        return RankStepReport(detail=allocated.detail, findings=self._scarce(allocated))
-
-    def _scarce(self, allocated: AllocationResult) -> list[PreflightFinding]:
+        allocated: AllocationResult = ending.value
         if not allocated.scarce:
-            return []
+            return RankStepReport(detail=allocated.detail)
         me, host = self.identity.rank, self.facts.host
         sentence = f"rank {me} ({host}) finds {allocated.scarce}"
-        return [PreflightFinding("allocation", "warn", "gpu", [me], [host], sentence, allocated.next, self.facts.uuid)]
+        scarce = PreflightFinding("allocation", "warn", "gpu", [me], [host], sentence, allocated.next, uuid)
+        return RankStepReport(detail=allocated.detail, findings=[scarce])
 
     def compute(self) -> RankStepReport:
         """The matmul test."""
-        ending = self._ask(ComputeRequest(self.facts.device), self.deadlines.work("compute"))
+        ending = self.child.run(partial(compute, self.device), self.deadlines.work("compute"))
         if ending.kind != "ok":
             return self._report(ending, own=True)
-        computed = msgspec.json.decode(ending.value, type=ComputeResult)
+        computed: ComputeResult = ending.value
         return RankStepReport(computed=computed, detail=f"{computed.milliseconds:.3g} ms, {computed.digest}")
 
-    def group(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> RankStepReport:
-        """The test of a process group of `ranks`, at least two."""
-        return self._in_group(step, ranks, backend, on_step, lambda ending: RankStepReport(detail=_text(ending)))
-
-    def bandwidth(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> RankStepReport:
-        """The bandwidth test: how fast all_reduce is."""
-
-        def report(ending: TestEnding) -> RankStepReport:
-            measured = msgspec.json.decode(ending.value, type=RankMeasurements)
-            best = max(measured.rows, key=lambda row: row.size_bytes, default=None)
-            detail = f"{best.busbw_gbs:.3g} GB/s bus bandwidth at {best.size_bytes >> 10} KiB" if best else ""
-            return RankStepReport(measured=measured, detail=detail)
-
-        return self._in_group(step, ranks, backend, on_step, report)
-
-    def _in_group(
-        self,
-        step: str,
-        ranks: Sequence[int],
-        backend: str,
-        on_step: Say,
-        report: Callable[[TestEnding], RankStepReport],
-    ) -> RankStepReport:
-        stage = stage_of(step)
-        rank = self.identity.rank
-        log = Path(self.settings.nccl_debug) / f"nccl-rank{rank}.log" if self.settings.nccl_debug else None
-        request = InGroup(
-            bandwidth=step == "bandwidth",
-            identity=self.identity,
-            prefix=self.prefix,
+    def in_group(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> RankStepReport:
+        """The test of a process group of `ranks`, at least two; in step `bandwidth`, how fast its all_reduce is."""
+        stage, settings = stage_of(step), self.settings
+        log = Path(settings.nccl_debug) / f"nccl-rank{self.identity.rank}.log" if settings.nccl_debug else None
+        test = GroupTest(
+            self.identity,
+            self.prefix,
             name=f"{step} {ranks[0]}",  # the groups of one step have no rank in common
-            device=self.facts.device if backend == "nccl" else "cpu",
+            device=self.device if backend == "nccl" else torch.device("cpu"),
             backend=backend,
             ranks=list(ranks),
             timeout_s=self.deadlines.inside_group(stage),
-            log=str(log) if log is not None else "",
-            largest_bytes=self.settings.bandwidth_size,
+            log=log,
+            bandwidth_bytes=settings.bandwidth_size if step == "bandwidth" else None,
         )
         try:
-            ending = self._ask(request, self.deadlines.work(stage), on_step)
+            ending = self.child.run(test, self.deadlines.work(stage), on_step)
         finally:
             self.child.close()
-        if ending.kind == "ok":
-            return report(ending)
-        return self._report(ending, log=log)
+        if ending.kind != "ok":
+            return self._report(ending, log=log)
+        if isinstance(ending.value, str):
+            return RankStepReport(detail=ending.value)
+        measured: RankMeasurements = ending.value
+        best = max(measured.rows, key=lambda row: row.size_bytes, default=None)
+        detail = f"{best.busbw_gbs:.3g} GB/s bus bandwidth at {best.size_bytes >> 10} KiB" if best else ""
+        return RankStepReport(measured=measured, detail=detail)
 
     def _report(self, ending: TestEnding, *, own: bool | None = None, log: Path | None = None) -> RankStepReport:
         """The report of a failed test, with the cause if torch's or NCCL's messages name a known one."""
@@ -191,10 +210,6 @@ class RankTests:
         if own is None and ending.kind != "hung":
             own = not is_peer_failure(f"{ending.detail}\n{ending.output}")
         return RankStepReport(ending.kind, ending.detail, own, said=ending.said)
-
-
-def _text(ending: TestEnding) -> str:
-    return msgspec.json.decode(ending.value, type=str)
 
 
 def _tail(log: Path | None) -> str:

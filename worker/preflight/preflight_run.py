@@ -7,24 +7,17 @@ than that. A coordinator that died or hung is replaced by a second one, which in
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from ...core.errors import ExitCode
-from ...core.events import (
-    BandwidthRows,
-    OwnFault,
-    PeerOutcome,
-    PreflightBegan,
-    PreflightResult,
-    PreflightStage,
-    RankInventoryEvent,
-)
-from ...core.host import host_name
+from ...core.events import OwnFault, PreflightBegan, PreflightResult, RankOutcome
+from ...core.host import host_name, lines_until
 from ...core.identity import RankIdentity
 from ...core.own_imports import own_command
 from ...core.preflight import PreflightFinding
@@ -32,20 +25,7 @@ from ...core.recorder.layout import HeadField, RankPhase, seal
 from ...core.settings import VARIABLE
 from ...core.tell import tell
 from ..session import WorkerSession
-from .stage_messages import (
-    BandwidthLine,
-    FaultLine,
-    InventoryLine,
-    Line,
-    PreflightEnd,
-    RankOutcome,
-    StageBegan,
-    StageEnded,
-    StageProgress,
-    StepWait,
-    parse,
-)
-from .steps import StageDeadlines
+from .steps import Line, PreflightEnd, StageDeadlines, StageProgress, parse
 
 _MARGIN_S = 5.0
 """Time for a coordinator to notice that one of its tests has hung, and to kill it."""
@@ -60,9 +40,7 @@ class CoordinatorRun:
 
     def __init__(self, session: WorkerSession, identity: RankIdentity, arguments: list[str], limit_s: float) -> None:
         self.stage = "inventory"
-        self.step = "arrive"
-        self.doing = ""
-        self.waits = False
+        self.at = StageProgress("arrive")
         self.hung_s: float | None = None
         self.exit_code: int | None = None
         self.concluded: PreflightEnd | None = None
@@ -82,32 +60,22 @@ class CoordinatorRun:
         """The lines of the coordinator, until it ends or is killed at its deadline."""
         pipe = self._process.stdout
         assert pipe is not None
-        rest = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(pipe, selectors.EVENT_READ)
-            while selector.select(max(0.0, self._deadline - time.monotonic())):
-                data = os.read(pipe.fileno(), 1 << 16)
-                if not data:
-                    break
-                *lines, rest = (rest + data).split(b"\n")
-                for data in lines:
-                    line = parse(data)
-                    if line is not None:
-                        self._note(line)
-                        yield line
-            else:
-                self.hung_s = self._limit_s
+        try:
+            for data in lines_until(pipe.fileno(), lambda: self._deadline):
+                line = parse(data)
+                if line is not None:
+                    self._note(line)
+                    yield line
+        except TimeoutError:
+            self.hung_s = self._limit_s
         self._end()
 
     def _note(self, line: Line) -> None:
-        if isinstance(line, StageBegan):
-            self.stage, self.step, self.doing, self.waits = line.stage, line.step, "", False
-            self._allow(line.limit_s + _MARGIN_S)
-        elif isinstance(line, StepWait):
-            self.step, self.waits = line.step, True
+        if isinstance(line, PreflightBegan):
+            self.stage, self.at = line.stage, StageProgress(self.at.step)
             self._allow(line.limit_s + _MARGIN_S)
         elif isinstance(line, StageProgress):
-            self.doing = line.doing
+            self.at = line
             if line.limit_s:
                 self._allow(line.limit_s + _MARGIN_S)
         elif isinstance(line, PreflightEnd):
@@ -119,7 +87,7 @@ class CoordinatorRun:
         self._deadline = time.monotonic() + seconds
 
     def _end(self) -> None:
-        """End the process. The kernel ends its tests with it (see orphan.py)."""
+        """End the process. The kernel ends its tests with it (`die_with_parent`)."""
         if self.hung_s is not None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -139,8 +107,8 @@ class CoordinatorRun:
     def how_it_fell(self) -> str:
         """Why there is no conclusion, as the predicate of a sentence whose subject is the rank."""
         words = self.last_words()
-        at = f" at {self.doing}" if self.doing else ""
-        if self.hung_s is not None and self.waits:
+        at = f" at {self.at.doing}" if self.at.doing else ""
+        if self.hung_s is not None and self.at.waits:
             return f"heard nothing from the store for {self.hung_s:.0f} s in stage {self.stage}"
         if self.hung_s is not None:
             return f"hung in stage {self.stage}{at} for {self.hung_s:.0f} s"
@@ -183,23 +151,14 @@ def run_preflight(session: WorkerSession, identity: RankIdentity, script: str = 
 
 def _follow(session: WorkerSession, run: CoordinatorRun) -> None:
     for line in run.lines():
-        where = session.where()
-        if isinstance(line, StageBegan):
-            session.recorder.append(PreflightBegan(where, line.stage, line.limit_s))
-        elif isinstance(line, StageEnded):
-            session.recorder.append(PreflightStage(where, line.stage, line.seconds, line.detail, line.grade))
-        elif isinstance(line, InventoryLine):
-            session.recorder.append(RankInventoryEvent(where, line.facts.device, line.facts.versions, line.facts))
-        elif isinstance(line, BandwidthLine):
-            session.recorder.append(BandwidthRows(where, line.rows))
-        elif isinstance(line, FaultLine):
-            session.recorder.append(OwnFault(where, "preflight", line.message))
+        if not isinstance(line, StageProgress | PreflightEnd):
+            session.recorder.append(replace(line, where=session.where()))
 
 
 def _tell_others(session: WorkerSession, identity: RankIdentity, fell: CoordinatorRun) -> PreflightEnd:
     """Report in the store that this rank's coordinator failed. Returns the conclusion."""
     detail = fell.how_it_fell()
-    arguments = ["--fallen", fell.step, "--stage", fell.stage, "--detail", detail]
+    arguments = ["--fallen", fell.at.step, "--stage", fell.stage, "--detail", detail]
     try:
         teller = CoordinatorRun(session, identity, arguments, _TELLER_S)
     except OSError:
@@ -211,14 +170,8 @@ def _tell_others(session: WorkerSession, identity: RankIdentity, fell: Coordinat
 def _unheard(identity: RankIdentity, stage: str, detail: str) -> PreflightEnd:
     """The conclusion of a rank that cannot inform the others: they only find that it is missing."""
     host = host_name()
-    finding = PreflightFinding(
-        stage=stage,
-        grade="fail",
-        subject="rank",
-        ranks=[identity.rank],
-        hosts=[host],
-        sentence=f"rank {identity.rank} ({host}) {detail}; it could not tell the others",
-    )
+    sentence = f"rank {identity.rank} ({host}) {detail}; it could not tell the others"
+    finding = PreflightFinding(stage, "fail", "rank", [identity.rank], [host], sentence)
     return PreflightEnd([finding], [RankOutcome(identity.rank, "failed", stage, detail)])
 
 
@@ -227,17 +180,17 @@ def _decide(session: WorkerSession, identity: RankIdentity, concluded: Preflight
     failures = [finding for finding in concluded.findings if finding.grade == "fail"]
     stops = bool(failures) and session.settings.on_preflight_failure == "stop"
     mine = next((one for one in concluded.outcomes if one.rank == rank), RankOutcome(rank, "ok"))
-    peers = sorted((o for o in concluded.outcomes if o.rank != rank), key=lambda o: o.standing)  # failed, then victims
+    peers = sorted((o for o in concluded.outcomes if o.rank != rank), key=lambda o: o.outcome)  # failed, then victims
     session.recorder.append(
         PreflightResult(
             session.where(),
-            mine.standing,
+            mine.outcome,
             mine.stage,
             mine.detail,
             stops,
             concluded.backend,
             concluded.device,
-            [PeerOutcome(o.rank, o.standing, o.stage, o.detail) for o in peers[:MOST_WRITTEN]],
+            peers[:MOST_WRITTEN],
             concluded.findings[:MOST_WRITTEN],
         )
     )

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from gpuwatch.cli import export as cli
-from gpuwatch.cli.export import command
+from gpuwatch.cli.export import export as command
 from gpuwatch.collector.assemble.frame_export import COLUMNS, ExportRow, export_rows
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.run_files import RunPaths, new_run

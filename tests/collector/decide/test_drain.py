@@ -9,11 +9,11 @@ import pytest
 from gpuwatch.collector.decide.decide import advice, decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import GpuCounters, GpuXid, NodeSignal, RankInventoryEvent
-from gpuwatch.core.gpu.xids import XIDS
+from gpuwatch.core.gpu.counters import XIDS
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.wire.messages import EventMessage, NodeBye, SchedulerJob
-from gpuwatch.launcher.schedulers.job import SchedulerFacts
-from gpuwatch.launcher.schedulers.slurm_variables import SLURM
+from gpuwatch.launcher.scheduler_job import SchedulerFacts
+from gpuwatch.launcher.slurm_variables import SLURM
 
 NODES = ["gpu-1", "gpu-2", "gpu-3"]
 

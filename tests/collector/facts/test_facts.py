@@ -4,7 +4,7 @@ import pytest
 from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.facts.forward_origin import diagnose
 from gpuwatch.collector.facts.kept_pages import KeptPage
-from gpuwatch.core.events import NodeSignal, OwnFault, PeerOutcome, PreflightResult, PreflightStage
+from gpuwatch.core.events import NodeSignal, OwnFault, PreflightResult, PreflightStage, RankOutcome
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage, PageSegment
 
 
@@ -163,7 +163,7 @@ def test_facts_that_were_asked_for_on_the_way_are_the_same_in_the_end(batch, mak
     """What is told by peers, and what is seen in pages alone, gives way to what comes later."""
     other = make.Batch(rank=0)
     other.call("fc", "Linear", given=[other.tensor()], returned=[other.tensor(make.INF)])
-    peer = PeerOutcome(1, "failed", "store", "told by rank 0")
+    peer = RankOutcome(1, "failed", "store", "told by rank 0")
     bodies = [
         make.hello(),
         other.page_message(),

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 from click.testing import CliRunner
-from gpuwatch.cli.report import command
+from gpuwatch.cli.report import report as command
 from gpuwatch.collector.assemble import stragglers as step_report
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold

@@ -3,8 +3,7 @@ from __future__ import annotations
 import random
 
 from gpuwatch.core.events import GpuCounters, GpuHealth, GpuXid
-from gpuwatch.core.gpu.counters import difference, since_preflight
-from gpuwatch.core.gpu.xids import XIDS, meaning_of
+from gpuwatch.core.gpu.counters import XIDS, difference, meaning_of, since_preflight
 
 GPU, OTHER = "GPU-0000", "GPU-1111"
 SECOND = 1_000_000_000

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 from gpuwatch.core.errors import UsageError
-from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS, RATES, CheckLimits, judge, load_thresholds
-from gpuwatch.core.gpu.lines import GpuReading
+from gpuwatch.core.gpu.health_grades import judge, load_thresholds
+from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS, RATES, CheckLimits
+from gpuwatch.core.gpu.nvml_child import GpuReading
 
 toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python reads no TOML")
 

@@ -7,7 +7,7 @@ import select
 import time
 
 import pytest
-from gpuwatch.core.gpu.lines import SampleLine
+from gpuwatch.core.gpu.nvml_child import SampleLine
 from gpuwatch.core.wire.columns import unpack_samples
 from gpuwatch.core.wire.messages import GpuNow
 from gpuwatch.launcher.agent.gpus import GpuWatch

@@ -16,15 +16,15 @@ import threading
 import time
 from datetime import timedelta
 
+import msgspec
 import psutil
 import torch
 import torch.distributed as dist
 from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.preflight.allocation import allocate
 from gpuwatch.worker.preflight.bandwidth import measure
-from gpuwatch.worker.preflight.compute import compute
-from gpuwatch.worker.preflight.group_collectives import check_group
+from gpuwatch.worker.preflight.device_tests import allocate, compute
+from gpuwatch.worker.preflight.group_collectives import check_group, join
 from gpuwatch.worker.preflight.parts import RankTests
 from gpuwatch.worker.preflight.rank_child import RankChild
 from gpuwatch.worker.preflight.steps import StageDeadlines
@@ -184,7 +184,8 @@ def run_rank(request, rank, port, said):
         if way:
             spoil(way, store)
         test = {"group": check_group, "bandwidth": measure}[request["call"]]
-        return test(store, CPU, "gloo", request["ranks"], rank, request["timeout_s"], say, *request.get("more", []))
+        group = join(store, CPU, "gloo", request["ranks"], rank, request["timeout_s"], say)
+        return test(group, *request.get("more", []))
 
     child = RankChild(lambda _, say: call(say))
     ending = child.run(b"", request.get("deadline_s", 60.0), said.append)
@@ -196,9 +197,8 @@ def run_rank(request, rank, port, said):
         "peers": failure.peers if failure else None,
         "known": failure is not None,
         "next": failure.next if failure else "",
-        "value": json.loads(ending.value),
+        "value": msgspec.to_builtins(ending.value),
         "said": said,
-        "seconds": ending.seconds,
     }
 
 
@@ -216,7 +216,7 @@ def quick(request, rank, port):
     reports = [
         parts.inventory(),
         parts.allocation([""] * len(request["ranks"])),
-        parts.group("node group", request["ranks"], "gloo", lambda step: None),
+        parts.in_group("node group", request["ranks"], "gloo", lambda step: None),
     ]
     parts.close()
     left = len(psutil.Process().children())

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 from gpuwatch.core.text import MemoryAmount
-from gpuwatch.worker.preflight.allocation import allocate, count_wrong_words, largest_block
+from gpuwatch.worker.preflight.device_tests import allocate, count_wrong_words, largest_block
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode

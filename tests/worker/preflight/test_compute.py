@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from gpuwatch.worker.preflight.blame.odd_ranks import odd_digests, slow_devices
-from gpuwatch.worker.preflight.compute import compute, digest_of, seeded
-from gpuwatch.worker.preflight.stage_messages import ComputeResult
+from gpuwatch.worker.preflight.device_tests import compute, digest_of, seeded
+from gpuwatch.worker.preflight.steps import ComputeResult
 from hypothesis import given
 from hypothesis import strategies as st
 

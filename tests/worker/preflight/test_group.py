@@ -22,12 +22,6 @@ def test_some_ranks_of_a_larger_job_form_a_group(run_ranks):
     assert [outcome["kind"] for outcome in outcomes.values()] == ["ok", "ok"]
 
 
-def test_one_rank_is_no_group(run_ranks):
-    (outcome,) = run_ranks("group", [5]).values()
-
-    assert (outcome["value"], outcome["said"]) == ("one rank: nothing to test", [])
-
-
 @pytest.mark.parametrize(
     ("ranks", "fault", "words"),
     [

@@ -6,13 +6,15 @@ import resource
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.worker.preflight import inventory
-from gpuwatch.worker.preflight.inventory import DeviceFacts, gather_device, with_device
+from gpuwatch.worker.preflight.inventory import gather_device
 
 IDENTITY = RankIdentity(9, 1, 16, 8, "head", 29500, True)
 
@@ -88,11 +90,18 @@ def test_looking_does_not_initialise_cuda():
     assert not torch.cuda.is_initialized()
 
 
-def test_the_device_completes_the_inventory():
+def test_the_device_completes_the_inventory(monkeypatch):
     facts = InventoryFacts(host="a", device="", driver="", versions={"torch": "2.13.0"})
-    found = DeviceFacts("cuda:3", "H100", "GPU-1", "0000:3b:00.0", "550.54", "2.27.3", 10, 20, 8)
+    gpu = SimpleNamespace(name="H100", uuid="1")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda ordinal: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda ordinal: (10, 20))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda ordinal: gpu)
+    monkeypatch.setattr(inventory, "_driver", lambda: "550.54")
+    monkeypatch.setattr(inventory, "_nccl", lambda: "2.27.3")
 
-    whole = with_device(facts, found)
+    whole = gather_device(facts, 3)
 
     assert (whole.device, whole.uuid, whole.driver, whole.gpus_visible) == ("cuda:3", "GPU-1", "550.54", 8)
     assert whole.versions == {"torch": "2.13.0", "nccl": "2.27.3"}
@@ -104,9 +113,9 @@ def test_without_a_gpu_the_reason_is_told():
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    found = gather_device(0)
+    found = gather_device(InventoryFacts(device=""), 0)
     assert (found.device, found.gpus_visible) == ("cpu", 0)
-    assert found.error
+    assert found.device_error
 
 
 @pytest.mark.gpu
@@ -114,12 +123,12 @@ def test_a_gpu_is_described_as_nvml_knows_it():
     import pynvml
 
     code = (
-        "import msgspec; from gpuwatch.worker.preflight.inventory import gather_device\n"
-        "print(msgspec.json.encode(gather_device(0)).decode())"
+        "import msgspec; from gpuwatch.worker.preflight.inventory import InventoryFacts, gather_device\n"
+        "print(msgspec.json.encode(gather_device(InventoryFacts(), 0)).decode())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    found = msgspec.json.decode(done.stdout.splitlines()[-1], type=DeviceFacts)
+    found = msgspec.json.decode(done.stdout.splitlines()[-1], type=InventoryFacts)
 
     pynvml.nvmlInit()
     try:
@@ -132,8 +141,8 @@ def test_a_gpu_is_described_as_nvml_knows_it():
     bus = bus.decode() if isinstance(bus, bytes) else bus
     assert (found.device, found.device_name, found.driver) == ("cuda:0", name, driver)
     assert bus.lower().endswith(found.pci_bus)
-    assert 0 < found.memory_free <= found.memory_total
-    assert found.nccl.startswith("2.")
+    assert 0 < found.device_memory_free <= found.device_memory_total
+    assert found.versions["nccl"].startswith("2.")
 
 
 @pytest.mark.gpu
@@ -149,8 +158,8 @@ def test_the_drivers_uuid_is_torchs_for_a_whole_gpu():
 @pytest.mark.gpu
 def test_a_rank_beyond_the_gpus_has_none():
     code = (
-        "from gpuwatch.worker.preflight.inventory import gather_device\n"
-        "found = gather_device(99); print(found.device, found.gpus_visible > 0)"
+        "from gpuwatch.worker.preflight.inventory import InventoryFacts, gather_device\n"
+        "found = gather_device(InventoryFacts(), 99); print(found.device, found.gpus_visible > 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["cpu", "True"], done.stderr

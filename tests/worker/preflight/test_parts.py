@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
 import pytest
 from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.preflight.allocation import AllocationResult
+from gpuwatch.worker.preflight.device_tests import AllocationResult
 from gpuwatch.worker.preflight.health import HealthResult
 from gpuwatch.worker.preflight.parts import RankTests
 from gpuwatch.worker.preflight.rank_child import RankChild
@@ -23,7 +22,7 @@ GPU = "GPU-1"
 def parts_of(perform=None, timeout_s=60.0):
     parts = RankTests(ONE, WorkerSettings("", alloc="1MiB"), StageDeadlines(timeout_s), "gpuwatch/0", "")
     if perform is not None:
-        parts.child = RankChild(lambda request, say: perform(json.loads(request), os.getpid()))
+        parts.child = RankChild(lambda test, say: perform(test, os.getpid()))
     parts.facts = replace(parts.facts, device="cuda:0", uuid=GPU, host="n0")
     return parts
 
@@ -41,8 +40,8 @@ def test_the_quick_stages_share_one_process(run_ranks):
 def test_a_stage_that_hangs_ends_the_process_and_is_told():
     pids = []
 
-    def perform(request, pid):
-        if request["type"] == "AllocationRequest":
+    def perform(test, pid):
+        if test.func.__name__ == "allocate":
             signal.pause()
         return HealthResult([], str(pid))
 
@@ -59,7 +58,7 @@ def test_a_stage_that_hangs_ends_the_process_and_is_told():
 
 @pytest.mark.parametrize(("hangs", "children"), [(False, 1), (True, 2)])
 def test_a_load_that_hangs_is_left_to_its_own_process(hangs, children):
-    parts = parts_of(lambda request, pid: HealthResult([], str(pid), hangs))
+    parts = parts_of(lambda test, pid: HealthResult([], str(pid), hangs))
     try:
         pids = {parts.health().detail for _ in range(2)}
     finally:
@@ -71,7 +70,7 @@ def test_a_load_that_hangs_is_left_to_its_own_process(hangs, children):
     ("gpus", "sharers"), [([GPU], 1), ([GPU, "GPU-2"], 1), ([GPU, GPU, "GPU-2", GPU], 3), (["", ""], 1)]
 )
 def test_who_shares_a_gpu_is_known_by_its_uuid(gpus, sharers):
-    parts = parts_of(lambda request, pid: AllocationResult(f"{request['sharers']} sharers"))
+    parts = parts_of(lambda test, pid: AllocationResult(f"{test.keywords['sharers']} sharers"))
     try:
         assert parts.allocation(gpus).detail == f"{sharers} sharers"
     finally:
@@ -79,7 +78,7 @@ def test_who_shares_a_gpu_is_known_by_its_uuid(gpus, sharers):
 
 
 def test_little_free_memory_is_a_warning():
-    parts = parts_of(lambda request, pid: AllocationResult("done", "only 1 MiB of 80.0 GiB free on cuda:0", "Look."))
+    parts = parts_of(lambda test, pid: AllocationResult("done", "only 1 MiB of 80.0 GiB free on cuda:0", "Look."))
     try:
         report = parts.allocation([GPU])
     finally:

@@ -10,16 +10,27 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ....core.preflight import PreflightFinding
+from ....core.events import RankOutcome
+from ....core.preflight import PreflightFinding, Subject
+from ....core.settings import WorkerSettings
 from ....core.text import ranks_text
 from ..meeting import LEADER
-from ..stage_messages import PairTried, RankAttendance, RankOutcome, RankRoster, RankStepReport, StepConclusion
-from ..steps import Mode, is_local, stage_of, stays_local, step_after
+from ..steps import (
+    PairResult,
+    RankAttendance,
+    RankRoster,
+    RankStepReport,
+    StepConclusion,
+    is_local,
+    mode_of,
+    stage_of,
+    stays_local,
+    step_after,
+)
 from . import pairs as blaming
 from .consistency import compare
-from .group_blame import judge_group, rank_failed
-from .link_speeds import below, slow_links, slowest
-from .odd_ranks import odd_digests, slow_devices
+from .group_blame import failure, judge_group, rank_failed
+from .odd_ranks import below, odd_digests, slow_devices, slow_links, slowest
 
 # Who has arrived, and who is missing: "ranks 9-15 (node gpu-017) did not arrive within 60 s". Pure.
 
@@ -75,39 +86,19 @@ def missing_findings(
         host = hosts.get(node, "") if node is not None else ""
         place = f" (node {host})" if host else f" (node number {node})" if node is not None else ""
         whole = node is not None and not any(one.node == node for one in present.values())
+        sentence = f"{ranks_text(ranks)}{place} did not arrive within {timeout_s:.0f} s"
+        next_ = (
+            f"Look at {host or 'the node of these ranks'}: is it up, does torchrun run there, does it reach the "
+            "others? If the ranks only start late, give them longer with --preflight-timeout SECONDS."
+        )
+        subject: Subject = "node" if whole else "rank"
         findings.append(
-            PreflightFinding(
-                stage="arrive",
-                grade="fail",
-                subject="node" if whole else "rank",
-                ranks=ranks,
-                hosts=[host] if host else [],
-                sentence=f"{ranks_text(ranks)}{place} did not arrive within {timeout_s:.0f} s",
-                next=(
-                    f"Look at {host or 'the node of these ranks'}: is it up, does torchrun run there, does it reach "
-                    "the others? If the ranks only start late, give them longer with --preflight-timeout SECONDS."
-                ),
-                victims=sorted(present),
-            )
+            failure("arrive", subject, ranks, [host] if host else [], sentence, next_, victims=sorted(present))
         )
     return findings
 
 
 _REPORT_IT = "Please report it, with this line."
-
-
-@dataclass(frozen=True)
-class PreflightLimits:
-    """The settings of a preflight, which do not change."""
-
-    mode: Mode
-    world_size: int
-    timeout_s: float
-    """Time for the ranks to arrive."""
-    slow_factor: float = 1.5
-    min_busbw: float = 0.0
-    node_hosts: tuple[str, ...] = ()
-    """The hosts of all nodes in their order; () if they are unknown."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +110,18 @@ class StepReports:
     silent: list[int]
     leader_failed: bool = False
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the job."""
+        return len(self.reports) + len(self.silent)
+
 
 def conclude_softly(
-    terms: PreflightLimits, heard: StepReports, before: StepConclusion, roster: RankRoster | None
+    settings: WorkerSettings, heard: StepReports, before: StepConclusion, roster: RankRoster | None
 ) -> StepConclusion:
     """As `conclude`. An error of gpuwatch ends the preflight and not the job."""
     try:
-        return conclude(terms, heard, before, roster)
+        return conclude(settings, heard, before, roster)
     except Exception as error:
         sentence = f"no conclusion could be drawn, an error of gpuwatch: {type(error).__name__}: {error}"
         finding = PreflightFinding(stage_of(heard.step), "unknown", "job", [], [], sentence, _REPORT_IT)
@@ -134,14 +130,14 @@ def conclude_softly(
 
 
 def conclude(
-    terms: PreflightLimits, heard: StepReports, before: StepConclusion, roster: RankRoster | None
+    settings: WorkerSettings, heard: StepReports, before: StepConclusion, roster: RankRoster | None
 ) -> StepConclusion:
     """The conclusion of a step. `before`: that of the previous step. `roster`: None until all ranks have arrived."""
     now = StepConclusion(
         findings=before.findings, outcomes=before.outcomes, arrived=before.arrived, broken=before.broken
     )
     if heard.step == "arrive":
-        now = _attendance(terms, heard, now)
+        now = _attendance(settings, heard, now)
         roster = now.roster
     else:
         now = _silent(heard, now, roster)
@@ -159,37 +155,39 @@ def conclude(
         facts = {rank: report.facts for rank, report in heard.reports.items() if report.facts is not None}
         now = _blame(now, _softly(heard.step, lambda: compare(facts)))
     if heard.step == "compute":
-        now = _blame(now, _softly(heard.step, lambda: _of_compute(terms, heard, roster)))
+        now = _blame(now, _softly(heard.step, lambda: _of_compute(settings, heard, roster)))
     if heard.step == "bandwidth":
-        now = _blame(now, _softly(heard.step, lambda: _of_bandwidth(terms, heard, roster)))
+        now = _blame(now, _softly(heard.step, lambda: _of_bandwidth(settings, heard, roster)))
     if is_local(heard.step):
         now = _of_each_rank(heard, now, roster)
-        following = step_after(heard.step, terms.mode, len(roster.ranks_by_node))
+        following = step_after(heard.step, mode_of(settings), len(roster.ranks_by_node))
         if now.failed and not stays_local(heard.step, following):
             return now
         return replace(now, next=following)
     if heard.step == "arrive":
         return replace(now, next="consistency")
-    return _of_groups(terms, heard, before, now, roster)
+    return _of_groups(settings, heard, before, now, roster)
 
 
 # -- arrival ------------------------------------------------------------------------------------------------------
 
 
-def _attendance(terms: PreflightLimits, heard: StepReports, now: StepConclusion) -> StepConclusion:
+def _attendance(settings: WorkerSettings, heard: StepReports, now: StepConclusion) -> StepConclusion:
     present = {rank: report.attendance for rank, report in heard.reports.items() if report.attendance is not None}
     now = replace(now, arrived=len(heard.reports))
     if heard.leader_failed and not heard.silent:
         now = _no_conclusion(heard, now, present[LEADER].host if LEADER in present else "")
     if heard.silent:
-        found = missing_findings(heard.silent, present, terms.world_size, terms.node_hosts, terms.timeout_s)
+        found = missing_findings(
+            heard.silent, present, heard.world_size, settings.node_hosts, settings.preflight_timeout_s
+        )
         now = _blame(now, found)
         waited = f"waited for {ranks_text(heard.silent)}"
         return _victims(now, dict.fromkeys(present, waited), "arrive")
-    if len(present) == terms.world_size:
-        roster = roster_of(present, terms.world_size)
+    if len(present) == heard.world_size:
+        roster = roster_of(present, heard.world_size)
         nodes = len(roster.ranks_by_node)
-        note = f"{terms.world_size} rank{'s' * (terms.world_size > 1)} on {nodes} node{'s' * (nodes > 1)}"
+        note = f"{heard.world_size} rank{'s' * (heard.world_size > 1)} on {nodes} node{'s' * (nodes > 1)}"
         return replace(now, roster=roster, note=note)
     return now
 
@@ -201,20 +199,14 @@ def _silent(heard: StepReports, now: StepConclusion, roster: RankRoster | None) 
     if not heard.silent or roster is None:
         return now
     stage = stage_of(heard.step)
-    findings = [
-        PreflightFinding(
-            stage=stage,
-            grade="fail",
-            subject="node" if roster.ranks_of(node) == ranks and len(roster.ranks_by_node) > 1 else "rank",
-            ranks=ranks,
-            hosts=[roster.hosts[ranks[0]]],
-            sentence=f"{ranks_text(ranks)} ({roster.hosts[ranks[0]]}) gave no more word in stage {stage}",
-            next=f"Look at {roster.hosts[ranks[0]]}: is it up, and what ended the ranks there?",
-            victims=sorted(heard.reports),
-        )
-        for node in roster.ranks_by_node
-        if (ranks := [rank for rank in heard.silent if roster.nodes[rank] == node])
-    ]
+    findings, silent = [], set(heard.silent)
+    for node, of_node in roster.ranks_by_node.items():
+        ranks, host = [rank for rank in of_node if rank in silent], roster.hosts_by_node[node]
+        if ranks:
+            subject: Subject = "node" if ranks == of_node and len(roster.ranks_by_node) > 1 else "rank"
+            sentence = f"{ranks_text(ranks)} ({host}) gave no more word in stage {stage}"
+            next_ = f"Look at {host}: is it up, and what ended the ranks there?"
+            findings.append(failure(stage, subject, ranks, [host], sentence, next_, victims=sorted(heard.reports)))
     waited = f"waited for {ranks_text(heard.silent)}"
     return _victims(_blame(now, findings), dict.fromkeys(heard.reports, waited), stage)
 
@@ -252,16 +244,10 @@ def _faults(
 ) -> StepConclusion:
     """The preflight ends here: the test itself is broken, so the failures of other ranks mean nothing."""
     first = min(faults)
-    finding = PreflightFinding(
-        stage=stage_of(heard.step),
-        grade="unknown",
-        subject="job",
-        ranks=sorted(faults),
-        hosts=sorted({roster.hosts[rank] for rank in faults}) if roster else [],
-        sentence=f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {faults[first]}",
-        next=_REPORT_IT,
-    )
-    return _blame(now, [finding])
+    hosts = sorted({roster.hosts[rank] for rank in faults}) if roster else []
+    sentence = f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {faults[first]}"
+    stage = stage_of(heard.step)
+    return _blame(now, [PreflightFinding(stage, "unknown", "job", sorted(faults), hosts, sentence, _REPORT_IT)])
 
 
 def foreign_finding(step: str, sentence: str) -> PreflightFinding:
@@ -279,17 +265,17 @@ def _softly(step: str, find: Callable[[], list[PreflightFinding]]) -> list[Prefl
         return [PreflightFinding(stage_of(step), "unknown", "job", [], [], sentence, _REPORT_IT)]
 
 
-def _of_compute(terms: PreflightLimits, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
+def _of_compute(settings: WorkerSettings, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
     results = {rank: report.computed for rank, report in heard.reports.items() if report.computed is not None}
     hosts = roster.hosts_by_rank
-    return [*odd_digests(results, hosts), *slow_devices(results, hosts, terms.slow_factor)]
+    return [*odd_digests(results, hosts), *slow_devices(results, hosts, settings.slow_factor)]
 
 
-def _of_bandwidth(terms: PreflightLimits, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
+def _of_bandwidth(settings: WorkerSettings, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
     measured = {rank: report.measured for rank, report in heard.reports.items() if report.measured is not None}
-    if len(measured) < terms.world_size or not slowest(measured):
+    if len(measured) < heard.world_size or not slowest(measured):
         return []
-    found = below(measured, roster.hosts_by_rank, terms.min_busbw)
+    found = below(measured, roster.hosts_by_rank, settings.min_busbw)
     return [*([found] if found else []), *slow_links(measured, roster.hosts_by_rank)]
 
 
@@ -308,7 +294,7 @@ def _of_each_rank(heard: StepReports, now: StepConclusion, roster: RankRoster) -
 
 
 def _of_groups(
-    terms: PreflightLimits, heard: StepReports, before: StepConclusion, now: StepConclusion, roster: RankRoster
+    settings: WorkerSettings, heard: StepReports, before: StepConclusion, now: StepConclusion, roster: RankRoster
 ) -> StepConclusion:
     stage = stage_of(heard.step)
     nodes = roster.ranks_by_node
@@ -322,12 +308,12 @@ def _of_groups(
             now = _blame(now, judgement.findings)
             now = _victims(now, judgement.victims, stage)
             if not judgement.findings:
-                return _search(terms, heard, now, roster, judgement.detail)
+                return _search(settings, heard, now, roster, judgement.detail)
     if now.failed:
         return now
     if heard.step == "inside":  # the group of each node works
         return _try_pairs(now, roster, [], 1)
-    return replace(now, next=step_after(heard.step, terms.mode, len(nodes)))
+    return replace(now, next=step_after(heard.step, mode_of(settings), len(nodes)))
 
 
 def _inside_nodes(stage: str, heard: StepReports, now: StepConclusion, roster: RankRoster) -> StepConclusion:
@@ -343,52 +329,34 @@ def _inside_nodes(stage: str, heard: StepReports, now: StepConclusion, roster: R
 
 def _of_node(stage: str, node: int, ranks: list[int], roster: RankRoster, detail: str) -> PreflightFinding:
     host = roster.hosts_by_node[node]
-    return PreflightFinding(
-        stage=stage,
-        grade="fail",
-        subject="node",
-        ranks=[],
-        hosts=[host],
-        sentence=(
-            f"{ranks_text(ranks)} inside node {host} do not work together, at whose fault is not known: {detail}"
-        ),
-        next=f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log.",
-        victims=ranks,
-    )
+    sentence = f"{ranks_text(ranks)} inside node {host} do not work together, at whose fault is not known: {detail}"
+    next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
+    return failure(stage, "node", [], [host], sentence, next_, victims=ranks)
 
 
 def _search(
-    terms: PreflightLimits, heard: StepReports, now: StepConclusion, roster: RankRoster, detail: str
+    settings: WorkerSettings, heard: StepReports, now: StepConclusion, roster: RankRoster, detail: str
 ) -> StepConclusion:
     """The group failed, and the ranks' reports blame nobody."""
     if heard.step == "bandwidth" or len(roster.ranks_by_node) == 1:
         where = f"inside node {roster.hosts[0]}" if len(roster.ranks_by_node) == 1 else "over all ranks"
-        finding = PreflightFinding(
-            stage=stage_of(heard.step),
-            grade="fail",
-            subject="job",
-            ranks=[],
-            hosts=[],
-            sentence=f"the process group {where} failed, at which rank is not known: {detail}",
-            next="Run `gpuwatch check --nccl-debug` and read the log.",
-            victims=sorted(heard.reports),
-        )
-        return _blame(now, [finding])
+        sentence = f"the process group {where} failed, at which rank is not known: {detail}"
+        next_ = "Run `gpuwatch check --nccl-debug` and read the log."
+        stage, victims = stage_of(heard.step), sorted(heard.reports)
+        return _blame(now, [failure(stage, "job", [], [], sentence, next_, victims=victims)])
     now = replace(now, broken=detail)
-    if terms.mode == "quick":
+    if mode_of(settings) == "quick":
         return replace(now, next="inside")
     return _try_pairs(now, roster, [], 1)
 
 
-def _try_pairs(now: StepConclusion, roster: RankRoster, tried: list[PairTried], number: int) -> StepConclusion:
+def _try_pairs(now: StepConclusion, roster: RankRoster, tried: list[PairResult], number: int) -> StepConclusion:
     """The next round of pairs, or the verdict when no pair is left to try."""
     nodes = roster.ranks_by_node
-    results = [blaming.PairResult(one.a, one.b, one.ok, one.detail) for one in tried]
-    pairs = blaming.next_pairs(results, list(nodes)) if number <= blaming.ROUNDS else []
+    pairs = blaming.next_pairs(tried, list(nodes)) if number <= blaming.ROUNDS else []
     if pairs:
         return replace(now, next=f"pairs {number}", pairs=pairs, tried=tried)
-    findings = blaming.blame(results, nodes, roster.hosts_by_node)
-    return _blame(now, findings)
+    return _blame(now, blaming.blame(tried, nodes, roster.hosts_by_node))
 
 
 def _of_pairs(heard: StepReports, before: StepConclusion, now: StepConclusion, roster: RankRoster) -> StepConclusion:
@@ -396,7 +364,7 @@ def _of_pairs(heard: StepReports, before: StepConclusion, now: StepConclusion, r
     for a, b in before.pairs:
         ranks = roster.ranks_of(a, b)
         judgement = judge_group("cross group", {rank: heard.reports[rank] for rank in ranks}, roster.hosts_by_rank)
-        tried.append(PairTried(a, b, not judgement.failed, judgement.detail))
+        tried.append(PairResult(a, b, not judgement.failed, judgement.detail))
         now = _blame(now, judgement.findings)
     if now.failed:
         return now
@@ -416,7 +384,7 @@ def _blame(now: StepConclusion, findings: Collection[PreflightFinding]) -> StepC
             outcomes.setdefault(rank, RankOutcome(rank, "victim", finding.stage, finding.sentence))
         if finding.subject in ("rank", "gpu", "node"):
             for rank in finding.ranks:
-                if rank not in outcomes or outcomes[rank].standing == "victim":
+                if rank not in outcomes or outcomes[rank].outcome == "victim":
                     outcomes[rank] = RankOutcome(rank, "failed", finding.stage, finding.sentence)
     return replace(now, findings=[*now.findings, *findings], outcomes=[outcomes[rank] for rank in sorted(outcomes)])
 
@@ -425,6 +393,6 @@ def _victims(now: StepConclusion, victims: Mapping[int, str], stage: str) -> Ste
     """Ranks that failed only because of others, with their reports."""
     outcomes = {outcome.rank: outcome for outcome in now.outcomes}
     for rank, detail in victims.items():
-        if rank not in outcomes or outcomes[rank].standing == "victim":
+        if rank not in outcomes or outcomes[rank].outcome == "victim":
             outcomes[rank] = RankOutcome(rank, "victim", stage, detail)
     return replace(now, outcomes=[outcomes[rank] for rank in sorted(outcomes)])

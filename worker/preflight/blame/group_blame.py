@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from ....core.preflight import PreflightFinding
+from ....core.preflight import PreflightFinding, Subject
 from ....core.text import ranks_text
-from ..stage_messages import RankStepReport
+from ..steps import RankStepReport
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class GroupBlame:
         return most[0][0] if most else ""
 
 
+def failure(
+    stage: str, subject: Subject, ranks: list[int], hosts: list[str], sentence: str, next_: str, *, victims: list[int]
+) -> PreflightFinding:
+    """A finding that stops the job."""
+    return PreflightFinding(stage, "fail", subject, ranks, hosts, sentence, next_, victims=victims)
+
+
 def rank_failed(
     stage: str, rank: int, host: str, said: str, next_: str = "", victims: Sequence[int] = ()
 ) -> PreflightFinding:
     """A finding that names one rank. `said` is the predicate of its sentence. `host`: "" if it is not known."""
-    return PreflightFinding(
-        stage=stage,
-        grade="fail",
-        subject="rank",
-        ranks=[rank],
-        hosts=[host] if host else [],
-        sentence=f"rank {rank}{f' ({host})' if host else ''} {said}",
-        next=next_ or f"Look at {host or 'its host'}, or leave that node out of the next run.",
-        victims=sorted(victims),
-    )
+    sentence = f"rank {rank}{f' ({host})' if host else ''} {said}"
+    next_ = next_ or f"Look at {host or 'its host'}, or leave that node out of the next run."
+    return failure(stage, "rank", [rank], [host] if host else [], sentence, next_, victims=sorted(victims))
 
 
 def judge_group(

@@ -1,116 +1,34 @@
-"""Which rank differs from the others: by the result of the same matmul, or by its time. Pure."""
+"""Which rank or link differs from the others: by the result of the same matmul, by its time, by its bandwidth. Pure."""
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal
 
-from ....core.preflight import Grade, InventoryFacts, PreflightFinding, Subject
+from msgspec.structs import replace
+
+from ....core.preflight import BandwidthRow, Grade, PreflightFinding, Subject
 from ....core.text import ranks_text
-from ..stage_messages import ComputeResult
-
-# Ranks that differ in one value: which ranks have which value, the minority first, and the words for it.
-
-Facts = Mapping[int, InventoryFacts]
-
-_MOST_SIDES = 4
-_MOST_HOSTS = 3
-
-
-class EqualRanks(NamedTuple):
-    """Ranks with the same value."""
-
-    value: str
-    ranks: list[int]
-
-
-def sides_of(values: Mapping[int, str]) -> list[EqualRanks]:
-    """The ranks of each value. The smallest side comes first; of equal sides, that of the lowest rank last.
-
-    >>> sides_of({0: "2.27", 1: "2.27", 2: "2.21"})
-    [Side(value='2.21', ranks=[2]), Side(value='2.27', ranks=[0, 1])]
-    """
-    ranks: dict[str, list[int]] = {}
-    for rank in sorted(values):
-        ranks.setdefault(values[rank], []).append(rank)
-    found = [EqualRanks(value, members) for value, members in ranks.items()]
-    return sorted(found, key=lambda side: (len(side.ranks), -side.ranks[0]))
-
-
-def odd_ranks(sides: list[EqualRanks]) -> list[int]:
-    """The ranks outside the largest side, smallest side first. Empty if two sides are the largest."""
-    if len(sides) < 2 or len(sides[-1].ranks) == len(sides[-2].ranks):
-        return []
-    return [rank for side in sides[:-1] for rank in side.ranks]
-
-
-def subject_of(sides: list[EqualRanks], facts: Facts) -> Subject:
-    """What differs from the majority: whole nodes or ranks. Without a majority it is the job."""
-    odd = odd_ranks(sides)
-    if not odd:
-        return "job"
-    members = Counter(known.node for known in facts.values())
-    of_odd = Counter(facts[rank].node for rank in odd)
-    whole = len(members) > 1 and all(count == members[node] for node, count in of_odd.items())
-    return "node" if whole else "rank"
-
-
-def sides_text(sides: list[EqualRanks], facts: Facts) -> str:
-    """`2.21 on ranks 8-15 (node b), 2.27 on ranks 0-7 (node a)`."""
-    shown = sides if len(sides) <= _MOST_SIDES else [*sides[: _MOST_SIDES - 1], sides[-1]]
-    text = ", ".join(f"{side.value} on {place_text(side.ranks, facts)}" for side in shown)
-    left = len(sides) - len(shown)
-    return text + (f", and {left} other value{'s' if left > 1 else ''}" if left else "")
-
-
-def place_text(ranks: Iterable[int], facts: Facts) -> str:
-    """`ranks 8-15 (node b)`, or `ranks 0-511 (64 nodes: a, b, c, ...)`."""
-    ranks = sorted(ranks)
-    hosts = hosts_of(ranks, facts)
-    if not hosts:
-        return ranks_text(ranks)
-    if len(hosts) == 1:
-        return f"{ranks_text(ranks)} (node {hosts[0]})"
-    if len(hosts) <= _MOST_HOSTS:
-        return f"{ranks_text(ranks)} (nodes {', '.join(hosts)})"
-    return f"{ranks_text(ranks)} ({len(hosts)} nodes: {', '.join(hosts[:_MOST_HOSTS])}, ...)"
-
-
-def hosts_of(ranks: Iterable[int], facts: Facts) -> list[str]:
-    """The hosts of these ranks, each once, in the ranks' order."""
-    return hosts_among(ranks, {rank: known.host for rank, known in facts.items() if known.host})
+from ..steps import ComputeResult, LinkSpeed, RankMeasurements
 
 
 def hosts_among(ranks: Iterable[int], hosts: Mapping[int, str]) -> list[str]:
-    """The same, where the host of each rank is given."""
+    """The hosts of these ranks, each once, in the ranks' order."""
     return list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
 
 
-def finding(
+def _finding(
+    stage: Literal["compute", "bandwidth"],
     grade: Grade,
     subject: Subject,
-    ranks: Iterable[int],
-    facts: Facts,
+    ranks: list[int],
+    hosts: Mapping[int, str],
     sentence: str,
-    next_step: str = "",
+    next_: str = "",
     device: str = "",
 ) -> PreflightFinding:
-    """A finding of this stage about these ranks, in this order, and their hosts."""
-    ranks = list(ranks)
-    next_sentence = f"{next_step}." if next_step else ""
-    return PreflightFinding(
-        "consistency", grade, subject, ranks, hosts_of(ranks, facts), sentence, next_sentence, device
-    )
-
-
-def have(ranks: list[int]) -> str:
-    """The verb for them."""
-    return "has" if len(ranks) == 1 else "have"
-
-
-STAGE = "compute"
+    return PreflightFinding(stage, grade, subject, ranks, hosts_among(ranks, hosts), sentence, next_, device)
 
 
 def odd_digests(results: Mapping[int, ComputeResult], hosts: Mapping[int, str]) -> list[PreflightFinding]:
@@ -159,15 +77,12 @@ def slow_devices(
             if _is_gpu(result)
             else "Every step waits for it: look for other load on this host and at the rank's CPU limits."
         )
-        found.append(_finding("warn", _subject(result), [rank], hosts, sentence, next_, result.uuid))
+        found.append(_finding("compute", "warn", _subject(result), [rank], hosts, sentence, next_, result.uuid))
     return found
 
 
 def _odd(
-    rank: int,
-    right: list[int],
-    results: Mapping[int, ComputeResult],
-    hosts: Mapping[int, str],
+    rank: int, right: list[int], results: Mapping[int, ComputeResult], hosts: Mapping[int, str]
 ) -> PreflightFinding:
     mine = results[rank]
     sentence = (
@@ -176,7 +91,7 @@ def _odd(
     )
     thing = f"GPU {mine.uuid}" if mine.uuid else "this GPU" if _is_gpu(mine) else "this host's CPU"
     next_ = f"Take {thing} out of service: it computes wrong numbers without any error."
-    return _finding("fail", _subject(mine), [rank], hosts, sentence, next_, mine.uuid)
+    return _finding("compute", "fail", _subject(mine), [rank], hosts, sentence, next_, mine.uuid)
 
 
 def _undetermined(camps: Sequence[list[int]], device_type: str, hosts: Mapping[int, str]) -> PreflightFinding:
@@ -188,19 +103,7 @@ def _undetermined(camps: Sequence[list[int]], device_type: str, hosts: Mapping[i
         f"contradict each other, so it is undetermined which is wrong"
     )
     next_ = "Run `gpuwatch check` with another node or GPU of the same kind: whoever it contradicts computes wrong."
-    return _finding("fail", "job", sorted(rank for camp in camps for rank in camp), hosts, sentence, next_)
-
-
-def _finding(
-    grade: Grade,
-    subject: Subject,
-    ranks: list[int],
-    hosts: Mapping[int, str],
-    sentence: str,
-    next_: str,
-    device: str = "",
-) -> PreflightFinding:
-    return PreflightFinding(STAGE, grade, subject, ranks, hosts_among(ranks, hosts), sentence, next_, device)
+    return _finding("compute", "fail", "job", sorted(rank for camp in camps for rank in camp), hosts, sentence, next_)
 
 
 def _who(rank: int, hosts: Mapping[int, str]) -> str:
@@ -213,3 +116,111 @@ def _is_gpu(result: ComputeResult) -> bool:
 
 def _subject(result: ComputeResult) -> Subject:
     return "gpu" if _is_gpu(result) else "rank"
+
+
+# Which link is slow, and whether the bandwidth is enough: from what all ranks measured.
+
+
+def slowest(measured: Mapping[int, RankMeasurements]) -> tuple[int, BandwidthRow] | None:
+    """The rank that took longest at the largest size that all ranks have measured, and its row."""
+    sizes = [{row.size_bytes for row in one.rows} for one in measured.values()]
+    common = set.intersection(*sizes) if sizes else set()
+    if not common:
+        return None
+    rows = {rank: row for rank, one in measured.items() for row in one.rows if row.size_bytes == max(common)}
+    rank = max(sorted(rows), key=lambda one: rows[one].time_us)
+    return rank, rows[rank]
+
+
+def below(
+    measured: Mapping[int, RankMeasurements], hosts: Mapping[int, str], min_busbw: float
+) -> PreflightFinding | None:
+    """Grade fail if the slowest rank's bus bandwidth at the largest size is below `min_busbw` GB/s."""
+    found = slowest(measured)
+    if found is None or found[1].busbw_gbs >= min_busbw:
+        return None
+    row = found[1]
+    sentence = (
+        f"all_reduce of {size_text(row.size_bytes)} over {len(measured)} ranks has a bus bandwidth of "
+        f"{row.busbw_gbs:g} GB/s, below the {min_busbw:g} GB/s of --min-busbw"
+    )
+    next_ = "Look at the links and at what NCCL chose (--nccl-debug): the transport, the interface, GPUDirect RDMA."
+    links = slow_links(measured, hosts)
+    if links:
+        sentence += f"; {links[0].sentence}"
+        if links[0].grade == "warn":
+            return replace(links[0], grade="fail", sentence=sentence)
+    return _finding("bandwidth", "fail", "job", sorted(measured), hosts, sentence, next_)
+
+
+def slow_links(
+    measured: Mapping[int, RankMeasurements], hosts: Mapping[int, str], factor: float = 3.0
+) -> list[PreflightFinding]:
+    """Links that are slow compared with the best one of their kind (inside a host, between hosts). Grade warn.
+
+    If all links of one host to others are slow and the links of the other hosts are not, the host is named. If no link
+    is slow, the slowest one is reported with grade ok.
+    """
+    links = [link for one in measured.values() for link in one.links]
+    inside = [link for link in links if hosts.get(link.first) == hosts.get(link.second)]
+    between = [link for link in links if hosts.get(link.first) != hosts.get(link.second)]
+    found = [*_slow(inside, hosts, factor), *_slow_between(between, hosts, factor)]
+    return found or _none_slow(between or inside, hosts)
+
+
+def size_text(size: int) -> str:
+    """`256 MiB`."""
+    return f"{size / (1 << 20):g} MiB" if size >= 1 << 20 else f"{size / 1024:g} KiB"
+
+
+def _slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: float) -> list[PreflightFinding]:
+    best = max((link.gbs for link in links), default=0.0)
+    found = []
+    for link in sorted(links, key=lambda link: (link.gbs, link.first)):
+        if link.gbs * factor >= best:
+            continue
+        sentence = (
+            f"the link between {_link_text(link, hosts)} moves {link.gbs:g} GB/s each way, where the best one of its "
+            f"kind moves {best:g}"
+        )
+        next_ = (
+            "Look at the cable, the port's speed and its error counters, and at whether both sides use the interface "
+            "that they should."
+        )
+        found.append(_finding("bandwidth", "warn", "link", [link.first, link.second], hosts, sentence, next_))
+    return found
+
+
+def _slow_between(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: float) -> list[PreflightFinding]:
+    found = _slow(links, hosts, factor)
+    for host in dict.fromkeys(host for slow in found for host in slow.hosts):
+        of_host = [link for link in links if host in (hosts.get(link.first), hosts.get(link.second))]
+        alike = max(link.gbs for link in of_host) <= factor * min(link.gbs for link in of_host)
+        if alike and len(found) == len(of_host) > 1 and all(host in slow.hosts for slow in found):
+            best = max(link.gbs for link in links)
+            ranks = sorted(rank for rank, name in hosts.items() if name == host)
+            sentence = (
+                f"all {len(of_host)} links of {host} to other nodes are slow "
+                f"({', '.join(f'{link.gbs:g}' for link in of_host)} GB/s each way, where the best one between others "
+                f"moves {best:g})"
+            )
+            next_ = f"Look at the network interface, cable and port of {host}."
+            return [_finding("bandwidth", "warn", "node", ranks, hosts, sentence, next_)]
+    return found
+
+
+def _none_slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str]) -> list[PreflightFinding]:
+    if not links:
+        return []
+    slow, fast = (choose(links, key=lambda link: link.gbs) for choose in (min, max))
+    range_text = f" (the fastest of {len(links)}: {fast.gbs:g})" if len(links) > 1 else ""
+    which = "slowest link is between" if len(links) > 1 else "link between"
+    verb = ", with" if len(links) > 1 else " moves"
+    sentence = f"the {which} {_link_text(slow, hosts)}{verb} {slow.gbs:g} GB/s each way{range_text}"
+    return [_finding("bandwidth", "ok", "link", [slow.first, slow.second], hosts, sentence)]
+
+
+def _link_text(link: LinkSpeed, hosts: Mapping[int, str]) -> str:
+    return " and ".join(
+        f"rank {rank} ({hosts[rank]})" if hosts.get(rank) else f"rank {rank}" for rank in (link.first, link.second)
+    )

@@ -13,10 +13,11 @@ ones. On the example of four nodes where 0 and 2 cannot talk:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from itertools import combinations
 
 from ....core.preflight import PreflightFinding, Subject
+from ..steps import PairResult
+from .group_blame import failure
 
 Pair = tuple[int, int]
 
@@ -27,16 +28,6 @@ ROUNDS = 9
 
 PARTNERS = 8
 """A node is bad only if it failed with this many others, or with all others if there are fewer."""
-
-
-@dataclass(frozen=True)
-class PairResult:
-    """The result of the group test of two nodes. `detail` says what failed."""
-
-    a: int
-    b: int
-    ok: bool
-    detail: str = ""
 
 
 def next_pairs(results: Collection[PairResult], nodes: Collection[int]) -> list[Pair]:
@@ -68,7 +59,7 @@ def blame(
     if not tried.failed:
         return [words.no_pair_failed()]
     if len(nodes) == 2:
-        return [words.only_two()]
+        return [words.bad_link(*tried.failed)]
     if not tried.good:
         return [words.none_works()]
     bad = {node for node in tried.suspects if tried.is_bad(node)}
@@ -147,24 +138,13 @@ class _PairSentences:
         return self._finding("node", [node], sentence, next_, others_at_fault=bad)
 
     def bad_link(self, pair: Pair) -> PreflightFinding:
-        a, b = pair
-        sentence = (
-            f"the link between {self._name(a)} and {self._name(b)} failed ({self._tried.details[pair]}), "
-            f"while each of the two works with another node"
-        )
-        return self._finding("link", [a, b], sentence, self._look_between(pair))
-
-    def only_two(self) -> PreflightFinding:
-        (pair,) = self._tried.failed
-        a, b = pair
-        sentence = (
-            f"the link between {self._name(a)} and {self._name(b)} failed ({self._tried.details[pair]}); "
-            f"node undetermined, as there is no third node to try them with"
-        )
-        next_ = (
-            f"{self._look_between(pair)} With a third node in the run, the preflight can tell which of the two it is."
-        )
-        return self._finding("link", [a, b], sentence, next_)
+        link = f"the link between {self._pair_text(pair)} failed ({self._tried.details[pair]})"
+        next_ = f"Look at the route, firewall and cables between {self._pair_text(pair)}."
+        if self._tried.count > 2:
+            return self._finding("link", [*pair], f"{link}, while each of the two works with another node", next_)
+        sentence = f"{link}; node undetermined, as there is no third node to try them with"
+        next_ += " With a third node in the run, the preflight can tell which of the two it is."
+        return self._finding("link", [*pair], sentence, next_)
 
     def none_works(self) -> PreflightFinding:
         count = len(self._tried.failed)
@@ -204,19 +184,10 @@ class _PairSentences:
         self, subject: Subject, nodes: list[int], sentence: str, next_: str, others_at_fault: Collection[int] = ()
     ) -> PreflightFinding:
         guilty = [*nodes, *others_at_fault]
-        return PreflightFinding(
-            stage=STAGE,
-            grade="fail",
-            subject=subject,
-            ranks=[rank for node in nodes for rank in self._ranks[node]],
-            hosts=[self._hosts[node] for node in nodes],
-            sentence=sentence,
-            next=next_,
-            victims=sorted(rank for node, ranks in self._ranks.items() if node not in guilty for rank in ranks),
-        )
-
-    def _look_between(self, pair: Pair) -> str:
-        return f"Look at the route, firewall and cables between {self._name(pair[0])} and {self._name(pair[1])}."
+        ranks = [rank for node in nodes for rank in self._ranks[node]]
+        hosts = [self._hosts[node] for node in nodes]
+        victims = sorted(rank for node, members in self._ranks.items() if node not in guilty for rank in members)
+        return failure(STAGE, subject, ranks, hosts, sentence, next_, victims=victims)
 
     def _why(self, node: int) -> str:
         first = next(pair for pair in sorted(self._tried.failed) if node in pair)

@@ -1,11 +1,12 @@
 """Lets a rank's preflight wait before its allocation test until the pipe GATE has been opened and closed."""
 
+import functools
 import importlib.machinery
 import os
 import sys
 from pathlib import Path
 
-MODULE = "gpuwatch.worker.preflight.allocation"
+MODULE = "gpuwatch.worker.preflight.device_tests"
 
 
 class Gated(importlib.machinery.PathFinder):
@@ -20,6 +21,7 @@ class Gated(importlib.machinery.PathFinder):
             execute(module)
             allocate = module.allocate
 
+            @functools.wraps(allocate)  # it is handed to the child by its name
             def wait_and_allocate(*args, **kwargs):
                 Path(os.environ["GATE"]).read_text()
                 return allocate(*args, **kwargs)

@@ -28,14 +28,14 @@ def _install_kernels() -> None:
 
 
 def _make_the_preflight_small() -> None:
-    compute = sys.modules["gpuwatch.worker.preflight.compute"]
-    compute.CUDA_SIZE, compute.CUDA_REPEATS = 256, 2  # type: ignore[attr-defined]  # a GPU's takes hours here
+    tests = sys.modules["gpuwatch.worker.preflight.device_tests"]
+    tests.CUDA_SIZE, tests.CUDA_REPEATS = 256, 2  # type: ignore[attr-defined]  # a GPU's takes hours here
 
 
 _AFTER: dict[str, Callable[[], None]] = {
     "torch": _install_operations,
     "triton.compiler.compiler": _install_kernels,
-    "gpuwatch.worker.preflight.compute": _make_the_preflight_small,
+    "gpuwatch.worker.preflight.device_tests": _make_the_preflight_small,
 }
 
 

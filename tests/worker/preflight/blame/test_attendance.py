@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.worker.preflight.blame.conclude import missing_findings, roster_of
-from gpuwatch.worker.preflight.stage_messages import RankAttendance
+from gpuwatch.worker.preflight.steps import RankAttendance
 
 HOSTS = ["gpu-000", "gpu-001", "gpu-002"]
 

@@ -6,14 +6,25 @@ from collections.abc import Callable
 
 import pytest
 from gpuwatch.core.preflight import InventoryFacts, PreflightFinding
+from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.preflight.blame import conclude as concluding
-from gpuwatch.worker.preflight.blame.conclude import PreflightLimits, StepReports, conclude, conclude_softly
-from gpuwatch.worker.preflight.stage_messages import ComputeResult, RankAttendance, RankStepReport, StepConclusion
-from gpuwatch.worker.preflight.steps import stage_of, steps_of
+from gpuwatch.worker.preflight.blame.conclude import StepReports, conclude, conclude_softly
+from gpuwatch.worker.preflight.steps import (
+    ComputeResult,
+    RankAttendance,
+    RankStepReport,
+    StepConclusion,
+    stage_of,
+    steps_of,
+)
 
 OK = RankStepReport()
 TIMED_OUT = RankStepReport("raised", "timed out", own=False, said="all_reduce")
 Fault = Callable[[str, int, StepConclusion], RankStepReport | None]
+
+
+def settings(mode: str = "quick") -> WorkerSettings:
+    return WorkerSettings("", preflight=mode, preflight_timeout_s=60.0)
 
 
 class Job:
@@ -21,7 +32,7 @@ class Job:
 
     def __init__(self, nodes: int, mode: str = "quick", fault: Fault = lambda step, rank, before: None) -> None:
         self.world = 2 * nodes
-        self.terms = PreflightLimits("full" if mode == "full" else "quick", self.world, 60.0)
+        self.terms = settings(mode)
         self.fault = fault
         self.steps: list[str] = []
         self.end = self.run()
@@ -53,7 +64,7 @@ class Job:
 
     @property
     def standings(self) -> dict[int, str]:
-        return {outcome.rank: outcome.standing for outcome in self.end.outcomes}
+        return {outcome.rank: outcome.outcome for outcome in self.end.outcomes}
 
 
 @pytest.mark.parametrize("mode", ["quick", "full"])
@@ -113,9 +124,7 @@ def test_an_error_in_the_conclusion_fails_nobody(monkeypatch):
         raise TypeError("oops")
 
     monkeypatch.setattr(concluding, "missing_findings", broken)
-    now = conclude_softly(
-        PreflightLimits("quick", 2, 60.0), StepReports("arrive", {0: OK}, [1]), StepConclusion(next="arrive"), None
-    )
+    now = conclude_softly(settings(), StepReports("arrive", {0: OK}, [1]), StepConclusion(next="arrive"), None)
     assert (now.next, now.failed, now.arrived) == ("", False, 1)
     assert "TypeError: oops" in now.findings[0].sentence
 
@@ -123,7 +132,7 @@ def test_an_error_in_the_conclusion_fails_nobody(monkeypatch):
 def test_a_leader_that_draws_no_conclusion_is_named_only_if_it_waits_for_nobody():
     reports = {rank: Job(1).good("arrive", rank) for rank in range(2)}
     all_there = conclude(
-        PreflightLimits("quick", 2, 60.0),
+        settings(),
         StepReports("arrive", reports, [], leader_failed=True),
         StepConclusion(next="arrive"),
         None,
@@ -131,7 +140,7 @@ def test_a_leader_that_draws_no_conclusion_is_named_only_if_it_waits_for_nobody(
     assert all_there.next == ""
     assert all_there.findings[0].sentence == "rank 0 (node-0) gave no conclusion in stage arrive"
     waits = conclude(
-        PreflightLimits("quick", 3, 60.0),
+        settings(),
         StepReports("arrive", reports, [2], leader_failed=True),
         StepConclusion(next="arrive"),
         None,

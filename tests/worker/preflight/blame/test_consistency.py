@@ -4,8 +4,8 @@ import sys
 
 import pytest
 from gpuwatch.core.preflight import InventoryFacts
-from gpuwatch.worker.preflight.blame.consistency import COMPARED, compare, gloo_matches, nccl_matches, policy_of
-from gpuwatch.worker.preflight.blame.odd_ranks import odd_ranks, sides_of
+from gpuwatch.worker.preflight.blame.consistency import COMPARED, compare, odd_ranks, policy_of, sides_of
+from gpuwatch.worker.preflight.blame.host_setups import gloo_matches, nccl_matches
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.worker.preflight.blame.group_blame import judge_group
-from gpuwatch.worker.preflight.stage_messages import RankStepReport
+from gpuwatch.worker.preflight.steps import RankStepReport
 
 OK = RankStepReport()
 TIMED_OUT = RankStepReport("raised", "timed out", own=False, said="all_gather")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gpuwatch.core.preflight import BandwidthRow
-from gpuwatch.worker.preflight.blame.link_speeds import below, slow_links, slowest
-from gpuwatch.worker.preflight.stage_messages import LinkSpeed, RankMeasurements
+from gpuwatch.worker.preflight.blame.odd_ranks import below, slow_links, slowest
+from gpuwatch.worker.preflight.steps import LinkSpeed, RankMeasurements
 
 HOSTS = {0: "a", 1: "b", 2: "c", 3: "d"}
 

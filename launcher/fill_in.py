@@ -1,4 +1,15 @@
-"""What the user of a launch inside a job need not say: filled in from the job, and never in place of what was said."""
+"""The job that a launch is part of: what the environment says of it, and what its user then need not say.
+
+The environment is read and typed here, once, and nowhere else. One table for each scheduler (slurm_variables.py), one
+for MPI, and one for plain variables, as scripts around torchrun and Kubernetes manifests set them. Of a step of two
+nodes, on the second of them:
+
+    SLURM_JOB_ID=4711 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=gpu-[007-008] SLURM_NODEID=1 SLURM_GPUS_ON_NODE=8 ...
+    SchedulerFacts(SLURM, nodes=(2, 2), node_rank=1, head="gpu-007", port=20422, rdzv_id="4711.0", nproc="8", ...)
+
+Nothing is opened and no command is run: a scheduler's commands are not there in many a container. What is filled in
+never takes the place of what was said.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +19,77 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from ...core.errors import UsageError
-from ..option_types import bracketed, parse_nnodes
-from ..plan import C10D_DEFAULT_PORT, add_rendezvous_conf
-from ..say import say
-from .environment import read_job, variables
-from .job import SchedulerFacts
+from ..core.errors import UsageError
+from .option_types import bracketed, parse_nnodes
+from .plan import C10D_DEFAULT_PORT, add_rendezvous_conf
+from .say import say
+from .scheduler_job import JobVariable, SchedulerFacts, nodes, port, read_facts, whole
+from .slurm_variables import SLURM
+
+_SCHEDULERS = (SLURM,)
+
+_PLAIN = {
+    "nodes": JobVariable(("NNODES",), nodes),
+    "node_rank": JobVariable(("NODE_RANK",), whole),
+    "head": JobVariable(("MASTER_ADDR",)),
+    "port": JobVariable(("MASTER_PORT",), port),
+    "nproc": JobVariable(("NPROC_PER_NODE",)),
+}
+
+
+def read_job(environ: Mapping[str, str]) -> SchedulerFacts | None:
+    """The job that this process is part of; None if nothing speaks of one. Raises UsageError on a senseless value."""
+    for scheduler in _SCHEDULERS:
+        if any(environ.get(name, "").strip() for name in scheduler.variables["job_id"].names):
+            return scheduler.read(environ)
+    facts = read_facts(_PLAIN, environ)
+    return SchedulerFacts(None, **facts) if any(value is not None for value in facts.values()) else None
+
+
+def read_task(environ: Mapping[str, str]) -> SchedulerFacts | None:
+    """The same for a command of which each task is one process: mpirun may run inside of a scheduler's job."""
+    return read_mpi_job(environ) or read_job(environ)
+
+
+def variables(job: SchedulerFacts, fact: str) -> str:
+    """The names that a fact may have, for a sentence: `SLURM_STEP_NUM_NODES or SLURM_NNODES`."""
+    return " or ".join((job.scheduler.variables if job.scheduler is not None else _PLAIN)[fact].names)
+
+
+# What mpirun tells the processes that it starts. It starts a task for each rank, and the tasks of one host share a
+# parent. It fills one host after the other (`--map-by slot`), unless it was told otherwise: then --node-rank says which
+# host this is.
+
+_MPI = {
+    "size": JobVariable(("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"), whole),
+    "rank": JobVariable(("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK"), whole),
+    "tasks_here": JobVariable(("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"), whole),
+    "job_id": JobVariable(("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVS")),
+    "head": JobVariable(("MASTER_ADDR",)),
+    "port": JobVariable(("MASTER_PORT",), port),
+}
+
+
+def read_mpi_job(environ: Mapping[str, str]) -> SchedulerFacts | None:
+    """The job that MPI's variables speak of; None if they speak of none. Raises UsageError on a senseless value."""
+    if not any(environ.get(name, "").strip() for name in _MPI["tasks_here"].names):
+        return None
+    facts = read_facts(_MPI, environ)
+    size, rank, here = facts["size"], facts["rank"], facts["tasks_here"]
+    if not size or not here or rank is None:
+        return None
+    hosts = -(-size // here)
+    return SchedulerFacts(
+        None,
+        nodes=(hosts, hosts),
+        node_rank=rank // here,
+        head=facts["head"],
+        port=facts["port"],
+        rdzv_id=facts["job_id"] or f"mpi.{os.getppid()}" if hosts == 1 else facts["job_id"],
+        tasks_per_node=here,
+        tasks_here=here,
+    )
+
 
 _NAME_WAIT_S = 30.0
 """A node that was started for this job may be in the name service some seconds later."""
@@ -33,8 +109,8 @@ def fill_in_from_job(
     if job.scheduler is not None and meets_there:
         assert job.head is not None
         if job.node_rank == 0:
-            nodes = parse_nnodes(args.nnodes)[1]
-            say(f"{job.name}: {nodes} nodes meet at {args.rdzv_endpoint or job.head}")
+            most = parse_nnodes(args.nnodes)[1]
+            say(f"{job.name}: {most} nodes meet at {args.rdzv_endpoint or job.head}")
         expect_address(job.head, _NAME_WAIT_S)
     return job
 
@@ -129,8 +205,8 @@ def _fill_nodes(args: argparse.Namespace, job: SchedulerFacts) -> None:
     args.nnodes = str(most) if least == most else f"{least}:{most}"
 
 
-def _on_each(job: SchedulerFacts, nodes: int) -> str:
-    return job.scheduler.on_each_node.replace("{nodes}", str(nodes)) if job.scheduler is not None else ""
+def _on_each(job: SchedulerFacts, number: int) -> str:
+    return job.scheduler.on_each_node.replace("{nodes}", str(number)) if job.scheduler is not None else ""
 
 
 def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: SchedulerFacts) -> bool:
@@ -142,7 +218,7 @@ def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: Schedule
         return False
     ours = "master_addr" not in given
     host = job.head if ours else args.master_addr
-    port = args.master_port if "master_port" in given else job.port
+    there = args.master_port if "master_port" in given else job.port
     if not host:
         names = variables(job, "hosts" if job.scheduler is not None else "head")
         raise UsageError(
@@ -150,9 +226,9 @@ def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: Schedule
             "or pass --rdzv-endpoint HEAD_HOST:PORT, the same on every node"
         )
     if args.rdzv_backend == "static":
-        args.master_addr, args.master_port = host, port if port is not None else args.master_port
+        args.master_addr, args.master_port = host, there if there is not None else args.master_port
     else:
-        args.rdzv_endpoint = f"{bracketed(host)}:{port if port is not None else C10D_DEFAULT_PORT}"
+        args.rdzv_endpoint = f"{bracketed(host)}:{there if there is not None else C10D_DEFAULT_PORT}"
     if ours:
         _fill_this_node(args, given, job)
     return ours

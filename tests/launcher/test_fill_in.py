@@ -5,10 +5,9 @@ import shlex
 
 import pytest
 from gpuwatch.core.errors import UsageError
+from gpuwatch.launcher.fill_in import fill_in, given_options, read_job
 from gpuwatch.launcher.options import get_check_parser, get_parser
 from gpuwatch.launcher.plan import make_plan
-from gpuwatch.launcher.schedulers.environment import read_job
-from gpuwatch.launcher.schedulers.fill_in import fill_in, given_options
 
 from .environments import STEP
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from gpuwatch.launcher.schedulers.job import EndReason, SchedulerFacts
-from gpuwatch.launcher.schedulers.slurm_variables import SLURM, TIME_LIMIT, down_nodes, is_over_time, why_it_ends
+from gpuwatch.launcher.scheduler_job import EndReason, SchedulerFacts
+from gpuwatch.launcher.slurm_variables import SLURM, TIME_LIMIT, down_nodes, is_over_time, why_it_ends
 
 
 @pytest.fixture

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.core.errors import UsageError
-from gpuwatch.launcher.schedulers.environment import read_job
-from gpuwatch.launcher.schedulers.job import SchedulerFacts
-from gpuwatch.launcher.schedulers.slurm_variables import PORTS, SLURM, rendezvous_port
+from gpuwatch.launcher.fill_in import read_job
+from gpuwatch.launcher.scheduler_job import SchedulerFacts
+from gpuwatch.launcher.slurm_variables import PORTS, SLURM, rendezvous_port
 from hypothesis import given
 from hypothesis import strategies as st
 
 from .environments import STEP
 
-ENVIRONMENTS = Path(__file__).parents[2] / "data" / "slurm" / "environments"
+ENVIRONMENTS = Path(__file__).parents[1] / "data" / "slurm" / "environments"
 
 
 def recorded(name: str) -> dict[str, str]:

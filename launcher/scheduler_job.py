@@ -1,6 +1,6 @@
 """What a launch may know of the job that it is part of, and what it must be told of a scheduler to find that out.
 
-A scheduler is one file, such as slurm.py. What is in its `BatchScheduler` is all that the rest of gpuwatch knows of it.
+A scheduler is one file, such as slurm_variables.py. The rest of gpuwatch knows only what is in its `BatchScheduler`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.errors import UsageError
-from ...core.wire.messages import SchedulerJob
-from ..option_types import is_number, parse_nnodes
+from msgspec.structs import replace
+
+from ..core.errors import UsageError
+from ..core.wire.messages import SchedulerJob
+from .option_types import is_number, parse_nnodes
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class EndReason:
 class BatchScheduler:
     """A batch scheduler: its words, and what only it can tell."""
 
-    name: str
-    """What users call it."""
+    words: SchedulerJob
+    """What the collector is told of any job of its."""
     variables: Mapping[str, JobVariable]
     """Fact -> the variables of the environment that tell it. `job_id` is there in every job of its."""
     read: Callable[[Mapping[str, str]], SchedulerFacts]
@@ -50,10 +52,6 @@ class BatchScheduler:
     """Asks it; never raises, and takes seconds at most."""
     on_each_node: str
     """How a command is started once on each of `{nodes}` nodes."""
-    drain: str = ""
-    """As core.scheduler_job.SchedulerJob has it, like the next two."""
-    exclude: str = ""
-    daemon: str = ""
     signals_by: str = ""
     """The name of the process that signals all of a step."""
 
@@ -91,23 +89,14 @@ class SchedulerFacts:
     @property
     def name(self) -> str:
         """`SLURM job 17`, for a sentence."""
-        return f"{self.scheduler.name} job {self.job_id}" if self.scheduler is not None else "this job"
+        return f"{self.scheduler.words.scheduler} job {self.job_id}" if self.scheduler is not None else "this job"
 
     @property
     def on_the_wire(self) -> SchedulerJob | None:
         """What the collector is told of it; None where no scheduler runs it."""
-        scheduler = self.scheduler
-        if scheduler is None or self.job_id is None:
+        if self.scheduler is None or self.job_id is None:
             return None
-        return SchedulerJob(
-            scheduler.name,
-            self.job_id,
-            self.node or "",
-            list(self.hosts),
-            scheduler.drain,
-            scheduler.exclude,
-            scheduler.daemon,
-        )
+        return replace(self.scheduler.words, job=self.job_id, node=self.node or "", nodes=list(self.hosts))
 
 
 def whole(text: str) -> int:

@@ -12,9 +12,10 @@ import subprocess
 import time
 from collections.abc import Mapping
 
-from ...core.errors import UsageError
-from ..option_types import is_number
-from .job import BatchScheduler, EndReason, JobVariable, SchedulerFacts, nodes, read_facts, whole
+from ..core.errors import UsageError
+from ..core.wire.messages import SchedulerJob
+from .option_types import is_number
+from .scheduler_job import BatchScheduler, EndReason, JobVariable, SchedulerFacts, nodes, read_facts, whole
 
 # SLURM's short form of host names, written out: without `scontrol`, which a container rarely has.
 
@@ -237,13 +238,16 @@ def _output(*command: str) -> str:
 
 
 SLURM = BatchScheduler(
-    name="SLURM",
+    words=SchedulerJob(
+        "SLURM",
+        job="",
+        drain="scontrol update nodename={nodes} state=drain reason={reason}",
+        exclude="--exclude={nodes}",
+        daemon="slurmd",
+    ),
     variables=_VARIABLES,
     read=read_slurm_job,
     why_it_ends=why_it_ends,
     on_each_node="srun --ntasks={nodes} --ntasks-per-node=1",
-    drain="scontrol update nodename={nodes} state=drain reason={reason}",
-    exclude="--exclude={nodes}",
-    daemon="slurmd",
     signals_by="slurmstepd",
 )

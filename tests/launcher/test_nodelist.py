@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.core.errors import UsageError
-from gpuwatch.launcher.schedulers.slurm_variables import expand_nodelist
+from gpuwatch.launcher.slurm_variables import expand_nodelist
 from hypothesis import given
 from hypothesis import strategies as st
 
-RECORDED = Path(__file__).parents[2] / "data" / "slurm" / "hostnames.tsv"
+RECORDED = Path(__file__).parents[1] / "data" / "slurm" / "hostnames.tsv"
 
 
 def recorded() -> list[tuple[str, list[str]]]:

@@ -1,0 +1,172 @@
+"""`gpuwatch launch`, `run`, `check`, `env` and `collect`: what starts a job, and what its ranks and nodes need.
+
+The options of the first three are those of argparse's parsers in launcher/options.py: click hands them over untouched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from ..core.errors import UsageError
+from ..core.recorder.run_folder import JOIN_VARIABLE
+from ..core.recorder.run_folder import env as env_of_run
+
+
+class ParsedByArgparse(click.Command):
+    """A command whose options are those of a parser of argparse's."""
+
+    def __init__(self, *given: Any, parser: str, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._parser = parser
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Its options that begin so, as they are spelled with dashes."""
+        from ..launcher import options
+
+        known = {
+            option: (action.help or "") % {**vars(action), "prog": ""}
+            for action in getattr(options, self._parser)()._actions
+            for option in action.option_strings[:1]
+            if option.startswith("--")
+        }
+        return [CompletionItem(option, help=text) for option, text in known.items() if option.startswith(incomplete)]
+
+
+def handed_over(name: str, parser: str) -> Callable[[Callable[[tuple[str, ...]], int]], click.Command]:
+    """A command whose options are those of `parser` in launcher/options.py: click hands all that follows its name over
+    untouched."""
+
+    def decorate(function: Callable[[tuple[str, ...]], int]) -> click.Command:
+        made = click.command(
+            name=name,
+            cls=ParsedByArgparse,
+            parser=parser,
+            context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+            add_help_option=False,
+        )
+        return made(
+            click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)(function)
+        )
+
+    return decorate
+
+
+def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The shell's own names of files: a script."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+@handed_over("launch", "get_parser")
+def launch(arguments: tuple[str, ...]) -> int:
+    """Run a training script under torchrun's elastic agent."""
+    from ..launcher import launch_job
+
+    return launch_job.launch(list(arguments))
+
+
+@handed_over("run", "get_run_parser")
+def run(arguments: tuple[str, ...]) -> int:
+    """Run a command as it stands and watch what becomes a rank below it."""
+    from ..launcher import run_job
+
+    return run_job.run(list(arguments))
+
+
+@handed_over("check", "get_check_parser")
+def check(arguments: tuple[str, ...]) -> int:
+    """Test the ranks, GPUs, nodes and links of a job before it is run."""
+    if "--slurm" in arguments:
+        from .submit import submit_job
+
+        return submit_job([argument for argument in arguments if argument != "--slurm"], "check")
+    from ..launcher import launch_job
+
+    return launch_job.check(list(arguments))
+
+
+@click.command(name="env")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["shell", "json", "dotenv"]),
+    default="shell",
+    show_default=True,
+    help="shell: export lines. dotenv: lines NAME=VALUE, as DeepSpeed's .deepspeed_env has them.",
+)
+def env(form: str) -> int:
+    """Print the variables to hand on to ranks, where a launcher starts them in an environment of its own.
+
+    To be called below `gpuwatch run`; with `--other-hosts` there, ranks of other hosts join.
+    """
+    variables = env_of_run()
+    if not variables:
+        raise UsageError(
+            "expected to be called below gpuwatch run, found no run; for example: "
+            "gpuwatch run --other-hosts -- sh -c 'gpuwatch env > run.env && ...'"
+        )
+    if form == "json":
+        click.echo(json.dumps(variables, indent=2))
+    else:
+        for name, value in variables.items():
+            click.echo(f"{name}={value}" if form == "dotenv" else f"export {name}={shlex.quote(value)}")
+    if JOIN_VARIABLE not in variables:
+        click.echo("gpuwatch: these serve on this host alone; for others: gpuwatch run --other-hosts", err=True)
+    return 0
+
+
+def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    from ..launcher.option_types import metrics_address
+
+    try:
+        return metrics_address(text) if text is not None else None
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--metrics-port: {error}") from error
+
+
+@click.command(name="collect")
+@click.option("--bind", default="tcp://*:29401", show_default=True, help="Where to listen: tcp://ADDRESS:PORT.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes of the job.")
+@click.option("--rdzv-id", default="none", show_default=True, help="The job's rendezvous id, as its launches have it.")
+@click.option(
+    "--secret-file", default=None, help="File with the job's shared secret (or the variable GPUWATCH_SECRET)."
+)
+@click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder for the runs' folders.")
+@click.option("--max-frames", type=click.IntRange(min=1), default=21, show_default=True, help="Frames shown of a rank.")
+@click.option(
+    "--metrics-port",
+    default=None,
+    metavar="[HOST:]PORT",
+    callback=_metrics_address,
+    help="Serve metrics for a Prometheus at this port, of 127.0.0.1 unless HOST is another address of this host "
+    "(0.0.0.0: all). It needs the extra `metrics`.",
+)
+def collect(
+    bind: str,
+    nodes: int,
+    rdzv_id: str,
+    secret_file: str | None,
+    runs_dir: str,
+    max_frames: int,
+    metrics_port: str | None,
+) -> int:
+    """Wait for the node agents of one job, write its report, and exit with its exit code.
+
+    The launches of the job are given --collector tcp://THIS_HOST:PORT and the same secret. Ctrl-C ends it early, with
+    the report of what has arrived.
+    """
+    from ..collector.__main__ import collect as collect_by_hand
+    from ..launcher.plan import job_secret
+
+    secret = job_secret(secret_file, rdzv_id, local=False)
+    if not bind.startswith("tcp://"):
+        raise UsageError(f"--bind: expected tcp://ADDRESS:PORT, found {bind!r}")
+    return collect_by_hand(bind, nodes, rdzv_id, secret, Path(runs_dir), max_frames, metrics_port, sys.stdout)

@@ -1,1 +1,0 @@
-"""The job that a launch is part of: what the environment and a scheduler say of it."""
