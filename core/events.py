@@ -470,6 +470,7 @@ class FaultPart(WordEnum):
     END_OF_BACKWARD = "end of the backward", True
     COMPILED_FORWARD = "a compiled forward", True
     COMPILED_MODULES = "compiled modules", True
+    COMPILED_BACKWARD = "compiled backward", True
     DETECT_OVERFLOW = "detect_overflow", True
     PROCESS_GROUPS = "process groups", True
     PASSED = "what passes", True

@@ -151,7 +151,8 @@ class BackwardHooks:
         try:
             from ..compile.untraced import as_constant
 
-            traced_hooks.backward = as_constant(self._is_compiled_as_a_whole)
+            told = weakref.WeakMethod(self._is_compiled_as_a_whole)  # what dynamo traces outlives the hooks
+            traced_hooks.backward = as_constant(lambda: (tell_it := told()) and tell_it())
             if trace_hooks_as is not None:
                 trace_hooks_as(traced_hooks.in_a_backward)
         except Exception as error:  # the script's import goes on

@@ -111,7 +111,7 @@ def spoil(way: str, store: dist.Store | None) -> None:
     def now_and_then(first, second, out):
         calls.append(0)
         matmul(first, second, out=out)
-        out[1, 1] += len(calls) == 3
+        out[1, 1] += len(calls) == 2  # a slow CPU repeats it only once
 
     def is_slow(first, second, out):
         for _ in range(20):
