@@ -9,8 +9,8 @@ cost nothing later. The graph reads and changes no Python state, so there is no 
                                                   on a device: place_7.copy_(stack(amin(x), amax(x), amin(abs(x))))
 
 Which versions of torch take this: see views.py. Blocks of a model that are compiled one by one share a graph. The rows
-are those of the module whose call runs it (region_calls.py). So nothing here may have dynamo tell one block from another: it
-would then compile a graph for each.
+are those of the module whose call runs it (region_calls.py). So nothing here may have dynamo tell one block from
+another: it would then compile a graph for each.
 """
 
 from __future__ import annotations

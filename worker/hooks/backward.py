@@ -45,11 +45,25 @@ _FEW = 256
 _OF_OUTPUT = {role: f"grad {role}" for role in ("output", *OUTPUTS)}
 
 
-class _OutputHook:
+def _as_hook(record: Callable[[torch.Tensor], None]) -> Any:
+    """A function for autograd. An old dynamo (torch 2.5) would compile anew for each object that is called."""
+
+    def hook(tensor: torch.Tensor) -> None:
+        if _is_compiling():
+            traced_hooks.in_a_backward(None, tensor)
+        else:
+            record(tensor)
+
+    hook.record = record  # type: ignore[attr-defined]
+    # torch.save of such a tensor does not warn about a hook that the user never saw
+    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    return hook
+
+
+class _OutputRecord:
     """Records the gradient of one tensor. Keeps neither the tensor nor its module alive."""
 
     __slots__ = ("gradients", "info", "page", "role")
-    __torch_unserializable__ = True  # torch.save of such a tensor does not warn about a hook that the user never saw
 
     def __init__(self, gradients: BackwardHooks, info: ModuleInfo, role: str, page: OpenPage) -> None:
         self.gradients = gradients
@@ -58,15 +72,11 @@ class _OutputHook:
         self.page = page
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        if _is_compiling():
-            traced_hooks.in_a_backward(self, gradient)
-            return
         self.gradients.of_output(self.info, self.role, self.page, gradient)
 
 
-class _ParameterHook:
+class _ParameterRecord:
     __slots__ = ("gradients", "info", "role")
-    __torch_unserializable__ = True
 
     def __init__(self, gradients: BackwardHooks, info: ModuleInfo, role: str) -> None:
         self.gradients = gradients
@@ -74,26 +84,19 @@ class _ParameterHook:
         self.role = role
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if _is_compiling():
-            traced_hooks.in_a_backward(self, parameter)
-            return
         self.gradients.of_parameter(self.info, self.role, parameter)
 
 
-class _GraphHook:
+class _GraphRecord:
     """Called when a backward reaches what a root has returned: the backward's graph is known from then on."""
 
     __slots__ = ("calls", "gradients")
-    __torch_unserializable__ = True
 
     def __init__(self, gradients: BackwardHooks, calls: GraphCalls) -> None:
         self.gradients = weakref.ref(gradients)  # which may hold the graph that holds this hook
         self.calls = calls
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        if _is_compiling():
-            traced_hooks.in_a_backward(self, gradient)
-            return
         gradients = self.gradients()
         if gradients is not None:
             gradients.graph_begins(self.calls)
@@ -185,10 +188,12 @@ class BackwardHooks:
         hooks: Any = tensor._backward_hooks
         if hooks is not None:
             for hook in hooks.values():
-                if getattr(hook, "gradients", None) is self:  # the script keeps this tensor over several batches
-                    hook.info, hook.role, hook.page = info, role, page
+                known = getattr(hook, "record", hook)
+                if getattr(known, "gradients", None) is self:  # the script keeps this tensor over several batches
+                    known.info, known.role, known.page = info, role, page
                     return
-        new = self.writer.hook(info, role, page) if self.writer is not None else _OutputHook(self, info, role, page)
+        native = self.writer.hook(info, role, page) if self.writer is not None else None
+        new = native or _as_hook(_OutputRecord(self, info, role, page))
         tensor.register_hook(new)  # type: ignore[no-untyped-call]  # torch has no annotation
 
     def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
@@ -200,7 +205,8 @@ class BackwardHooks:
             return  # it gets its shape in its module's first forward
         if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
             role = f"grad {name}"
-            hook = self.writer.hook(info, role) if self.writer is not None else _ParameterHook(self, info, role)
+            native = self.writer.hook(info, role) if self.writer is not None else None
+            hook = native or _as_hook(_ParameterRecord(self, info, role))
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # likewise
             self.parameters[id(parameter)] = (weakref.ref(parameter), handle)
             if parameter.grad is not None and not self._rows.is_capturing:
@@ -216,11 +222,12 @@ class BackwardHooks:
             if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or leaf.is_leaf or leaf.is_inference():
                 continue
             for hook in (leaf._backward_hooks or {}).values():
-                if isinstance(hook, _GraphHook) and hook.gradients() is self:
-                    hook.calls = calls
+                known = getattr(hook, "record", None)
+                if isinstance(known, _GraphRecord) and known.gradients() is self:
+                    known.calls = calls
                     break
             else:
-                leaf.register_hook(_GraphHook(self, calls))  # type: ignore[no-untyped-call]  # likewise
+                leaf.register_hook(_as_hook(_GraphRecord(self, calls)))  # type: ignore[no-untyped-call]  # likewise
 
     @property
     def hooks(self) -> tuple[Callable[..., None], ...]:

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from gpuwatch.worker.hooks import native_writer
-from gpuwatch.worker.hooks.backward import _GraphHook
+from gpuwatch.worker.hooks.backward import _GraphRecord
 from gpuwatch.worker.stats import host_reduce, tensor_stats
 from torch import nn
 
@@ -96,7 +96,9 @@ def test_a_weight_in_freed_storage_is_not_read(watched, make):
 
 def hook_of(out):
     """The hook that records the gradient of an output; another one remembers the graph."""
-    (hook,) = (hook for hook in out._backward_hooks.values() if not isinstance(hook, _GraphHook))
+    (hook,) = (
+        hook for hook in out._backward_hooks.values() if not isinstance(getattr(hook, "record", None), _GraphRecord)
+    )
     return hook
 
 
