@@ -106,7 +106,7 @@ class AgentSocket:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def messages(self) -> Iterator[tuple[str, AgentMessage, bytes]]:
-        """What has come, without what is malformed; a bounded number, so that the rest gets its turn."""
+        """Yield received messages and skip malformed ones; stop after a bounded number, so that other work runs."""
         taken = 0
         for _ in range(_BATCH):
             if taken > _BATCH_BYTES:

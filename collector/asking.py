@@ -10,13 +10,12 @@ from ..core.wire.messages import AgentBody, ranks_of
 from .decide.hang_finding import HangAction, ending_of, find_hang
 from .decide.hang_model import HangFinding
 
-# Which node may speak of which rank: the first that does, and no more ranks than it said hello with.
+# The first node to report a rank owns it for that attempt. A node owns no more ranks than its hello announced.
 #
-# Who has the job's key is no stranger, and may still be wrong, or somebody else's: what one node says of another's
-# ranks is not believed.
+# A node with the job's key may still be faulty or compromised, so reports about another node's ranks are dropped.
 
 _MAX_CLAIMS = 1 << 20
-"""Of all nodes and attempts together."""
+"""Limit on claimed ranks, over all nodes and attempts."""
 
 
 @dataclass
@@ -55,21 +54,22 @@ class RankOwnership:
         return True
 
 
-# Asking all ranks where they stand when one has stalled, and what follows.
+# When a rank stalls, all ranks are asked for their positions; the answers decide whether the job hangs.
 
 ANSWER_S = 8.0
 """How long the collector waits for ranks that have not answered yet."""
 AGAIN_S = 60.0
 """A stall that is reported within this time of a hang belongs to it."""
 _STILL_SHARE = 0.5
-"""It is a hang only if every rank has rested for this share of the limit that one of them has passed."""
+"""A hang requires that every rank has made no progress for this share of the limit that the stalled rank passed."""
 _OWN_SHARE = 0.9
-"""And for this share of its own limit, which is longer before its first batch, and where it compiles or saves."""
+"""A hang also requires this share of each rank's own limit, which is longer before the first batch and while the rank
+compiles or saves."""
 
 
 @dataclass
 class AskedAll:
-    """One time of asking after the other. Each has a number, from 1 on."""
+    """Rounds in which all ranks are asked for their positions, one at a time, numbered from 1."""
 
     number: int = 0
     _asked_at: float = 0.0
@@ -100,9 +100,9 @@ class AskedAll:
         self._open, self._looks = False, {}
 
     def conclude(self, world_size: int, now: float, on_hang: OnHang) -> tuple[HangFinding, HangAction] | None:
-        """What all of them together show, and what follows, once.
+        """The finding of a round and the action that follows, once.
 
-        None while some may still tell, and where it is no hang.
+        None while ranks may still answer, and if there is no hang.
         """
         if not self._open:
             return None

@@ -48,9 +48,9 @@ def fold_store(store: RunStore) -> FactFold:
 def build(
     store: RunStore, run_id: str, folded: FactFold | None = None, rank: int | None = None, batch: int | None = None
 ) -> RunReport:
-    """The report of an open store; `folded` holds what is in it, if that is in memory already.
+    """The report of an open store; `folded` is its fold, if that is in memory already.
 
-    `rank` is one whose frames are asked for, `batch` one that they are to be of.
+    `rank` and `batch` select the rank whose frames are shown, and their batch.
     """
     folded = folded if folded is not None else fold_store(store)
     kept = {"unwritten": store.unwritten, "pages_not_kept": store.dropped}
@@ -156,7 +156,7 @@ def stamp(store: RunStore, key: str) -> None:
 def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[RunReport, JobResult]:
     """Build the report of a job that is over and write it. Returns it, and the result that every agent gets.
 
-    What is kept of many pages is a million objects, and stays: the garbage collector is to leave it alone.
+    The fold of many pages is a million objects that stay alive, so the garbage collector skips them meanwhile.
     """
     gc.freeze()
     try:

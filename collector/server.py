@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 TICK_MS = 100
 _WRITING_TICK_MS = 5
-"""While the store is written: what has been written is acknowledged soon."""
+"""A shorter tick while the store is written, so that messages are acknowledged soon after they are durable."""
 _AT_ONCE_BYTES = 2 << 20
 """Pages that are folded in one turn."""
 _ROOM_BYTES = 16 << 20
@@ -61,14 +61,14 @@ _ROOM_BYTES = 16 << 20
 
 
 class ReportFailed(Exception):
-    """The report could not be made; every agent has been told so."""
+    """The report could not be made; every agent was sent that result."""
 
 
 class WaitingPages:
-    """Pages that have come and are not folded: events and beats that came after them are folded first.
+    """Received pages that wait to be folded. Later events and beats are folded first.
 
-    A message is taken from its socket, stored and acknowledged in its order. Only the look at a page waits: facts may
-    be put together in any order.
+    Messages are received, stored and acknowledged in order. Only the folding of pages waits, because facts may be
+    put together in any order.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class WaitingPages:
         return self._num_bytes < _ROOM_BYTES
 
     def put(self, agent: str, n: int, page: PageMessage, num_bytes: int) -> None:
-        """A page has come, of `num_bytes`."""
+        """Queue a received page of `num_bytes`."""
         self._pages.append((agent, n, page, num_bytes))
         self._num_bytes += num_bytes
 
@@ -118,9 +118,9 @@ class CollectorServer:
         viewer_public_key: str = "",
         viewer_private_key: str = "",
     ) -> None:
-        """With the viewer's private key, the job can be looked at: it is written into the run's folder."""
+        """The viewer's private key is written into the run's folder; without it, nobody can view the job."""
         self.metrics: MetricsExporter | None = None
-        """What is scraped; it is closed with the server."""
+        """The metrics endpoint; it is closed with the server."""
         self._looked_at = False
         self._context = zmq.Context()
         self._view: ViewPublisher | None = None
@@ -142,7 +142,7 @@ class CollectorServer:
         self._credit = -1
         self._pages = WaitingPages()
         self._ahead: dict[tuple[str, int], tuple[AgentMessage, bytes]] = {}
-        """Events that were looked at and have yet to come in their order."""
+        """Events that were inspected ahead of order and have yet to arrive in order."""
         self._handed_over: dict[str, int] = {}
         """agent -> the number up to which the store has it all, or is writing it"""
 
@@ -245,7 +245,7 @@ class CollectorServer:
         self._live.hear(body)
 
     def _write(self) -> None:
-        """Acknowledge what has been written, and hand over what is new: an acknowledgement means, it is on the disk."""
+        """Acknowledge written messages and hand over new ones. An acknowledgement means that they are on the disk."""
         written = self._store.written()
         self._credit = self._credit_now()
         if written:
@@ -268,7 +268,7 @@ class CollectorServer:
         return any(isinstance(action, FinishRun) for action in actions)
 
     def _show(self, now: float) -> None:
-        """To viewers, and to who scrapes. The agents hear when the first has come or the last has left."""
+        """Update viewers and the metrics endpoint. Agents hear when the first viewer arrives or the last one leaves."""
         if self._view is not None:
             self._view.show(self._picture, now)
         if self.metrics is not None:

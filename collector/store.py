@@ -1,11 +1,11 @@
 """The run store: every message as it came, in one SQLite file, so that any later version can make the report again.
 
 Ranks of one role define the same modules: each definition is stored once, and a message of definitions as the numbers
-of its entries. Each row has a checksum: what a disk has damaged is left out, and its number is missed (facts/facts.py).
+of its entries. Each row has a checksum: damaged rows are skipped, and their numbers count as missing (facts/facts.py).
 
-A thread writes, so that nothing waits for the disk: `begin` hands over what is new, `written` tells when it is durable,
-and it is acknowledged only then. A disk that fills up costs the run nothing: what cannot be written stays in memory and
-is tried again, and once more in another folder.
+A thread writes, so that nothing waits for the disk: `begin` hands over new messages, `written` reports when they are
+durable, and only then are they acknowledged. A full disk costs the run nothing: unwritten messages stay in memory, and
+the write is tried again, at last in another folder.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ Key = tuple[str, int]
 
 
 def crc_of(data: bytes, *of: str | int) -> int:
-    """The checksum of a row: of its body, and of what it is found by."""
+    """The checksum of a row: of its body and its key."""
     return zlib.crc32(data, zlib.crc32(" ".join(map(str, of)).encode()))
 
 
 @dataclass
 class StoreBatch:
-    """What is written together."""
+    """One transaction."""
 
     messages: dict[Key, Row] = field(default_factory=dict)
     definitions: list[tuple[int, bytes]] = field(default_factory=list)
@@ -203,7 +203,7 @@ class RunStore:
         except GpuwatchError:
             if self._fallback is None:
                 raise
-            with suppress(GpuwatchError):  # what is in it can be read on a full disk, too
+            with suppress(GpuwatchError):  # its rows can be read on a full disk, too
                 self._older.append(self._open(self.path, False))
         else:
             if not moved:
@@ -313,11 +313,11 @@ class RunStore:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the thread has something in hand that `written` has not told of."""
+        """Whether the thread holds a batch that `written` has not reported."""
         return self._result is not None
 
     def begin(self) -> bool:
-        """Hand over what is new to the thread; False if it is at work, or the disk has just failed.
+        """Hand new messages over to the thread; False if there are none, it is at work, or the disk has just failed.
 
         While the disk fails it is tried once a second, first here, then in the other folder.
         """
@@ -360,7 +360,7 @@ class RunStore:
         return not self.has_new
 
     def _move(self) -> bool:
-        """Go on in the other folder, once. Copies nothing: what is in the first file is read from there."""
+        """Continue in the other folder, once. Rows are not copied: the first file is still read."""
         folder = self._fallback
         if folder is None:
             return False
@@ -439,7 +439,7 @@ class RunStore:
         return None
 
     def close(self) -> None:
-        """Write what is left, if that can be, and close the file."""
+        """Write the rest if possible, and close the files."""
         with suppress(sqlite3.Error):
             self.commit()
         self._thread.close()

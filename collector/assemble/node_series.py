@@ -153,7 +153,7 @@ class NodeSeries:
         return part
 
     def of(self, what: str) -> list[str]:
-        """What has this figure."""
+        """The GPUs, ranks or ports that have this figure ("" is the host)."""
         return [of for of, its in self._columns if its == what and self.get(of, its) is not None]
 
 

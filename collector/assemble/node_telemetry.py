@@ -1,7 +1,7 @@
-"""report.json's `telemetry`: the nodes' figures around the event, and what stands out in them. Pure.
+"""report.json's `telemetry`: the nodes' figures around the event, and those that stand out. Pure.
 
-What is reported as standing out is far from how a healthy node does. It is no cause: a node may swap for hours and
-train on.
+A figure that stands out is far from a healthy node's. It need not be the cause: a node may swap for hours and still
+train.
 """
 
 from __future__ import annotations

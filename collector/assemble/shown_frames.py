@@ -207,7 +207,7 @@ def _chosen(ranks: list[RankFacts], verdict: Verdict) -> list[RankFacts]:
 
 
 def over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int) -> ModuleHistory | None:
-    """None where the verdict is about no module or no history has come."""
+    """None if the verdict names no module, or no history was received."""
     if verdict.kind != VerdictKind.OVERFLOW or verdict.module is None:
         return None
     found: list[RankSeries] = []

@@ -108,7 +108,7 @@ class ViewPublisher:
         self._pace.took(time.thread_time() - began, now)
 
     def _hear(self) -> None:
-        """Whether somebody looks: \\x01 says that the first has come, \\x00 that the last has left."""
+        """Update `has_viewers`: \\x01 says that the first viewer has subscribed, \\x00 that the last has left."""
         with suppress(zmq.ZMQError):
             for _ in range(_MOST_WORDS):
                 word = self._socket.recv(zmq.NOBLOCK)
@@ -141,7 +141,7 @@ class ViewSubscriber:
         return read_viewer_keys(self._folder) is not None
 
     def newest(self, timeout_s: float) -> JobView | None:
-        """The last picture that has come; None if none comes in time. Raises GpuwatchError as above."""
+        """The last picture received; None if none arrives in time. Raises GpuwatchError as above."""
         keys = read_viewer_keys(self._folder)
         if keys != self._keys:
             self._disconnect()

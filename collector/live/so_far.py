@@ -1,4 +1,4 @@
-"""What is reported while the job still runs: the verdict so far, a forecast, a slow rank.
+"""Lines in the collector's log while the job still runs: the verdict so far, a forecast, a slow rank.
 
 An error in one of them is logged, once; it costs neither the others nor the report.
 """
@@ -23,7 +23,7 @@ from ..facts.fold import FactFold, shown_body
 #
 # 2026-11-22T04:05:06.123Z the verdict so far: supported: Rank 3 on gpu-2 overflowed first: +inf in the output of ...
 #
-# It is made of what has come so far. Pages of other ranks can still change it.
+# It rests on the messages received so far. Pages of other ranks can still change it.
 
 _SHARE = 0.2
 """The share of one processor, and of the time where it has less than one, that it may take for pages."""
@@ -255,7 +255,7 @@ class LiveFindings:
                 self._failed(part, error)
 
     def tick(self) -> None:
-        """After what has come at once."""
+        """Report changes, once the messages that arrived together are heard."""
         for part in (self._verdict, self._stragglers):
             try:
                 part.tick()

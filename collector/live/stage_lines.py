@@ -1,6 +1,6 @@
 """The lines that show the progress of the preflight: a fold over messages, without clock or pipe.
 
-hear(body) for every message, then due() for what has changed since the last time.
+hear(body) takes every message; due() returns the lines that have changed since its last call.
 """
 
 from __future__ import annotations

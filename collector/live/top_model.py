@@ -155,7 +155,7 @@ _WIDTHS = {
 }
 """Columns of a rank's line; below 0 a text begins at the left."""
 _FIRST_TO_GO = ("warned", "step", "host", "mem%", "/s")
-"""In a narrow terminal, so that there is room for the module, and for what is to be said of the rank."""
+"""Columns that a narrow terminal drops, in this order, to leave room for the module and the remark about the rank."""
 _ROOM = 24
 
 

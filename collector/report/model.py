@@ -107,7 +107,7 @@ class StragglerReport(msgspec.Struct, frozen=True):
     text: str
     """One sentence or several."""
     beside: list[str] = []
-    """Figures of its host and its GPU over the run, and what is known of its GPU since the preflight."""
+    """Figures of its host and its GPU over the run, and of its GPU since the preflight."""
 
 
 class StepReport(msgspec.Struct, frozen=True):
@@ -431,7 +431,7 @@ class StageCell(msgspec.Struct, frozen=True):
     ranks: int
     """How many of its ranks have ended it."""
     seconds: float = 0.0
-    """Of the slowest of them."""
+    """The time that the slowest of them took."""
     rank: int | None = None
     """The slowest of them; of a failed stage, the first rank that has failed in it."""
     detail: str = ""
@@ -464,7 +464,7 @@ class BandwidthSize(msgspec.Struct, frozen=True):
     size_bytes: int
     ranks: int
     time_us: float
-    """Of the slowest rank, as the bandwidths are."""
+    """The slowest rank's, as are the bandwidths."""
     algbw_gbs: float
     busbw_gbs: float
     rank: int
@@ -485,7 +485,7 @@ class PreflightReport(msgspec.Struct, frozen=True):
     outcome: str = "off"
     """off, ok, skipped, victim or failed"""
     seconds: float = 0.0
-    """Of the slowest rank, all stages together."""
+    """The slowest rank's total over all stages."""
     stages: list[StageColumn] = []
     nodes: list[NodeRow] = []
     findings: list[PreflightFinding] = []

@@ -169,7 +169,7 @@ def only_modules(report: RunReport, pattern: str) -> RunReport | None:
 
 _MOST_THREADS = 6
 MOST_LINES = 12
-"""Of each stack, in the text. report.json has more."""
+"""Most lines of each stack in the text. report.json has more."""
 
 
 def stacks_text(ranks: Iterable[RankReport]) -> Iterator[str]:

@@ -258,7 +258,7 @@ def _ranks(console: Console, report: RunReport) -> None:
 
 
 def _ranks_of_table(report: RunReport) -> list[RankReport]:
-    """All ranks of a small job. Of a large one those that met something, that differ, or whose frames are there."""
+    """All ranks of a small job; in a large one, those with a non-finite value, a different state, or frames."""
     if len(report.ranks) <= _MAX_TABLE_ROWS:
         return report.ranks
     common = Counter(rank.state for rank in report.ranks).most_common(1)[0][0]

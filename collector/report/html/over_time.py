@@ -20,7 +20,7 @@ _SHOWN = (
     *("ib_received", "ib_sent", "rss", "gpu_use", "gpu_memory_used", "sm_clock", "temperature", "power"),
 )
 _OF = {"memory_used": "memory_total", "gpu_memory_used": "gpu_memory_total", "sm_clock": "sm_clock_max"}
-"""What is the upper edge of a picture, where it is known."""
+"""figure -> the figure that gives the upper edge of its picture, if known"""
 
 
 class FigureCurves(NamedTuple):
