@@ -1,4 +1,4 @@
-"""What is known of a run (fold.py makes it of messages)."""
+"""The facts of a run (fold.py makes them from messages)."""
 
 from __future__ import annotations
 
@@ -138,18 +138,18 @@ class NodeFacts:
     lost: bool = False
     """It went silent before its Bye."""
     clock: tuple[int, int] | None = None
-    """(by how much the collector's clock is ahead, round trip of the exchange that told), in nanoseconds."""
+    """(by how much the collector's clock is ahead, round trip of the exchange that measured it), in nanoseconds."""
     gpu_events: list[events.GpuXid | events.GpuCounters | events.GpuHealth] = field(default_factory=list)
     hot: bytes = b""
-    """Modules of its ranks that were closest to their limit, as its last beat has them."""
+    """Modules of its ranks that were closest to their limit, from its last beat."""
     gpus: bytes = b""
-    """How its GPUs do, as its last beat has them."""
+    """State of its GPUs, from its last beat."""
     telemetry: dict[int, TelemetryMessage] = field(default_factory=dict)
-    """By when it began: an agent that was started again begins anew. Of each the newest."""
+    """The agent's start time -> the newest message since then; a restarted agent adds an entry."""
     pages_dropped: dict[int, int] = field(default_factory=dict)
     """rank -> pages that its agent had no room for"""
     messages_lost: int = 0
-    """Of its numbered messages so many are missing, while later ones are there."""
+    """The number of its messages that are missing, though later ones were received."""
 
 
 @dataclass
