@@ -1,4 +1,4 @@
-"""Which node may speak of which rank, and asking all ranks where they stand. Pure; time is an argument."""
+"""Which node may report which rank, and asking all ranks for their positions. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class RankOwnership:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks were spoken of."""
+        """The number of ranks that nodes have reported."""
         return len({rank for _, rank in self._node_of_rank if rank >= 0})
 
     def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
-        """Whether a node that said hello with `num_ranks` ranks (0: any number) may say this.
+        """Whether a node whose hello announced `num_ranks` ranks (0: any number) may send this.
 
-        Binds ranks that nobody has spoken of. A node that knows its number of ranks has no processes that are none.
+        Binds ranks that no node has reported. A node that announced a number has no processes besides ranks.
         """
         spoken_of = ranks_of(body)
         if any(self._node_of_rank.get(rank, node) != node for rank in spoken_of):
@@ -81,7 +81,7 @@ class AskedAll:
     _ended: dict[tuple[int, int], WorkerExit] = field(default_factory=dict)
 
     def hear(self, event: RankStall | RankLook | WorkerExit, now: float) -> int | None:
-        """Take an event. Returns the number under which all ranks are to be asked now; None for most."""
+        """Take an event. Returns the number of a round if it begins one; None for most events."""
         if isinstance(event, WorkerExit):
             self._ended[event.where.attempt, event.where.rank] = event
         elif isinstance(event, RankLook):
@@ -96,7 +96,7 @@ class AskedAll:
         return None
 
     def forget(self) -> None:
-        """What was asked before was concluded, or is asked again when a rank stalls again."""
+        """Drop the open round: it was concluded, or begins again when a rank stalls again."""
         self._open, self._looks = False, {}
 
     def conclude(self, world_size: int, now: float, on_hang: OnHang) -> tuple[HangFinding, HangAction] | None:

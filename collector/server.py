@@ -55,9 +55,9 @@ TICK_MS = 100
 _WRITING_TICK_MS = 5
 """A shorter tick while the store is written, so that messages are acknowledged soon after they are durable."""
 _AT_ONCE_BYTES = 2 << 20
-"""Pages that are folded in one turn."""
+"""Bytes of pages that are folded in one turn."""
 _ROOM_BYTES = 16 << 20
-"""While pages of this size wait, no more should be asked for."""
+"""While this many bytes of pages wait, no more are requested."""
 
 
 class ReportFailed(Exception):
@@ -80,7 +80,7 @@ class WaitingPages:
 
     @property
     def has_room(self) -> bool:
-        """Whether more pages should come."""
+        """Whether to request more pages."""
         return self._num_bytes < _ROOM_BYTES
 
     def put(self, agent: str, n: int, page: PageMessage, num_bytes: int) -> None:
@@ -89,7 +89,7 @@ class WaitingPages:
         self._num_bytes += num_bytes
 
     def take(self, look: Callable[[str, int, PageMessage], None]) -> None:
-        """Look at some of them, the oldest first."""
+        """Call `look` for some pages, the oldest first."""
         left = _AT_ONCE_BYTES
         while self._pages and left > 0:
             agent, n, page, num_bytes = self._pages.popleft()
@@ -107,7 +107,7 @@ class CollectorServer:
     _folded: FactFold
     _live: LiveFindings
     _tell: Callable[[StageLine | PreflightOver | UserNotice], object]
-    """What `run` was given and made for its one run."""
+    """Arguments of `run`, and objects that it makes for its one run."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class CollectorServer:
         """agent -> the number up to which the store has it all, or is writing it"""
 
     def serve_metrics(self, address: str) -> None:
-        """At `HOST:PORT`, from now on; "" is nowhere. Raises UsageError where it cannot."""
+        """Serve at `HOST:PORT` from now on; "" does nothing. Raises UsageError if that fails."""
         if not address:
             return
         try:
@@ -170,11 +170,11 @@ class CollectorServer:
         tell: Callable[[StageLine | PreflightOver | UserNotice], object] | None = None,
         folded: FactFold | None = None,
     ) -> RunReport:
-        """Until the job is over; returns the report, which has been written and sent to every agent.
+        """Run until the job is over. Returns the report, which has been written and sent to every agent.
 
-        `folded` holds what a collector before this one has received.
+        `folded` holds the messages that an earlier collector of this run has received.
 
-        `on_end` is called once, with the time, when `end_fd` has something to read or is closed. `tell` is given the
+        `on_end` is called once, with the time, when `end_fd` has something to read or is closed. `tell` receives the
         lines of the preflight while it runs, and sentences for the user.
         """
         self._paths, self._store, self._protocol = paths, store, run_protocol
@@ -259,7 +259,7 @@ class CollectorServer:
             self._handed_over = received
 
     def _act(self, actions: Sequence[Action]) -> bool:
-        """Do what the protocol says; True when it says that the run is over."""
+        """Carry out the protocol's actions; True if the run is over."""
         for action in actions:
             if isinstance(action, SendMessage):
                 self._send(action.agent, action.message)
@@ -306,7 +306,7 @@ class CollectorServer:
         self._socket.send(agent, message)
 
     def _finish(self) -> RunReport:
-        """Make the report in a thread of its own, answer beats meanwhile, and see that every agent has the verdict."""
+        """Make the report in its own thread, answer beats meanwhile, and deliver the verdict to every agent."""
         store, run_protocol = self._store, self._protocol
         while self._pages:
             self._pages.take(self._fold)
@@ -340,10 +340,10 @@ class CollectorServer:
         return made.result()[0]
 
     def _bid_farewell(self, final: JobResult) -> None:
-        """Until every node has said that it has the verdict. One that was not connected gets it when it is heard, from
-        an agent that has ended and was started again, too.
+        """Send the verdict until every node has confirmed it. A node that was not connected gets it when it is heard,
+        also if its agent has been restarted.
 
-        Who has left is in the store: a collector that is started again now does not wait for them.
+        The store records who has left, so that a collector that is restarted now does not wait for them.
         """
         agents = self._protocol.nodes
         nodes = {node_of(agent) for agent in agents}
