@@ -79,7 +79,7 @@ class LookAhead:
 
 @dataclass(frozen=True)
 class FinishRun:
-    """Everybody is done: decide, and write the report."""
+    """All agents are done: decide, and write the report."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class RunProtocol:
     disbelieved: int = 0
     """Messages about ranks of other nodes."""
     strangers: int = 0
-    """Agents that were turned away."""
+    """Agents that were refused."""
     on_hang: OnHang = "report"
     replays: int = 0
     """Hellos that were heard before, with other contents or of an agent that another has replaced."""
@@ -192,7 +192,7 @@ class RunProtocol:
         return min(MOST_CREDIT, ON_THE_WAY_BYTES // max(1, speaking))
 
     def answer_while_finishing(self, agent: str, message: AgentMessage) -> MessageAck:
-        """To a beat, while the report is made: somebody is at work here."""
+        """Answer a beat while the report is made, so that the agent knows that the collector is alive."""
         node = self.nodes.get(agent)
         echo = message.body.sent_ns if isinstance(message.body, NodeBeat) else 0
         return MessageAck(node.stored if node is not None else 0, echo_ns=echo)
@@ -203,7 +203,7 @@ class RunProtocol:
         return {agent: node.received for agent, node in self.nodes.items()}
 
     def committed(self, numbers: Mapping[str, int]) -> list[SendMessage]:
-        """All that was kept up to these numbers is durable now: acknowledge it."""
+        """Acknowledge the messages up to these numbers, which are durable now."""
         found = []
         for agent, number in numbers.items():
             node = self.nodes[agent]
@@ -335,7 +335,7 @@ class RunProtocol:
     # -- time ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """What time alone brings about."""
+        """Actions that are due by time alone."""
         if self._finished:
             return []
         actions: list[Action] = []

@@ -52,7 +52,7 @@ class StageLines:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there will be, as far as is known."""
+        """The expected number of ranks, as far as it is known."""
         hellos = self._hosts.values()
         known = sum(hello.nproc for hello in hellos)
         expected = max((hello.nproc * hello.min_nodes for hello in hellos), default=0)

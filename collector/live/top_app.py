@@ -29,7 +29,7 @@ _STYLES = {
 
 
 class RankTable(ScrollView):
-    """A line for each rank. Only those that are seen are drawn, so that ten thousand cost what twenty do."""
+    """A line for each rank. Only visible lines are drawn, so that ten thousand cost as little as twenty."""
 
     can_focus = True
 
@@ -101,11 +101,11 @@ class TopApp(App[int]):
         self.draw(over=over)
 
     def on_resize(self) -> None:
-        """Cut the lines anew."""
+        """Redraw for the new width."""
         self.draw()
 
     def action_order(self) -> None:
-        """The ranks in another order."""
+        """Switch the order of the ranks."""
         self.model.by_number = not self.model.by_number
         self.draw()
 
