@@ -20,7 +20,7 @@ from .node_series import FigureSamples, NodeSeries, event_of, series_of_all
 from .timeline import utc
 
 MOST_NODES = 4
-"""Whose figures are in the report. What stands out is reported of all nodes."""
+"""Most nodes whose figures are in the report. Unusual figures are reported for all nodes."""
 MOST_ALIKE = 4
 """Up to this many nodes on which the same figure stands out are listed one by one."""
 MOST_POINTS = 48
@@ -88,7 +88,7 @@ def _at(series: FigureSamples, ends: list[Any]) -> list[float | None]:
     return [float(f"{total / weight:.4g}") if weight > 0 else None for total, weight in zip(sums, weights, strict=True)]
 
 
-# What stands out in the figures of a node around an event.
+# Unusual figures of a node around an event.
 
 BEFORE_S, AFTER_S = 120.0, 30.0
 """Around the event."""
@@ -112,7 +112,7 @@ _HELD = {
 
 
 class NodeFinding(NamedTuple):
-    """What a rule has found. `text` is the sentence without the host and the time."""
+    """The finding of a rule. `text` is the sentence without the host and the time."""
 
     of: str
     what: str

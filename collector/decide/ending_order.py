@@ -1,8 +1,8 @@
 """In which order the ranks of an attempt ended. Pure.
 
-Two ranks are put in order by the collectives that they had issued on a common group: fewer is earlier. Where both ran
-on one host, its clock is asked as well: a rank may run ahead of another in collectives that it does not wait for. What
-says only that another rank is gone is never first.
+The collectives that two ranks had issued on a common group order them: fewer is earlier. If both ran on one host, its
+clock counts as well: a rank may run ahead of another in collectives that it does not wait for. A rank that reports only
+that another rank is gone is never first.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _Group = TypeVar("_Group", str, tuple[str, str])
 _TOGETHER_NS = 10 * 10**6
 """Ranks of one host whose ends may lie closer together ended at the same time."""
 _ALIKE_NS = 10**9
-"""Ranks of one host that raise the same within so long have one reason."""
+"""Ranks of one host that raise the same within this time have one reason."""
 _SEEN_NS = 10**9
-"""A rank that an agent saw to end may have ended so long before."""
+"""A rank may have ended up to this long before an agent noticed it."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Who the others wait for, from where all ranks stood. Pure, and the same live and in the report.
+"""The ranks that the others wait for, from all ranks' positions. Pure, and the same live and in the report.
 
-What the ranks show of their process groups is asked first (hang_groups.py), and then what their stacks look like.
+The ranks' tables of their process groups come first (hang_groups.py), then their stacks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _StackScene:
     """The ranks that have ended with exit code 0."""
     world_size: int
     unseen: int
-    """Number of ranks of which nothing is known."""
+    """Number of ranks whose position is unknown."""
 
     @property
     def _still_s(self) -> float:
@@ -261,7 +261,7 @@ _NEARLY = 0.9
 
 @dataclass(frozen=True)
 class HangAction:
-    """What follows from a finding."""
+    """The action that follows from a finding."""
 
     now: bool
     """The ranks are ended."""

@@ -234,7 +234,7 @@ def clues_of(
 
 
 def wild_line(wild: WildWeight) -> str:
-    """What the evidence says of a wild weight."""
+    """The line of evidence about a wild weight."""
     return f"first wild number: {_wild_text(wild)}, abs max {number_text(wild.row.abs_max)}, against {wild.against}"
 
 

@@ -34,9 +34,9 @@ class ValueArrival:
     """The path of a value to the rank of a diagnosis."""
 
     ways: tuple[PassedTensor, ...]
-    """What came out, on each rank on the way; the last one first."""
+    """The output on each rank along the path, the last rank first."""
     put: PassedTensor | None
-    """What the first rank put in; None: all ranks put finite numbers in, and the sum of these was not."""
+    """The input of the first rank; None: all ranks put finite numbers in, and their sum was not finite."""
     summands: tuple[PassedTensor, ...] = ()
     """Each rank's report of that sum."""
 
@@ -126,7 +126,7 @@ def _members(one: PassedTensor) -> list[int]:
 
 
 def _came_out(rank: RankFacts, step: int, seq: int) -> list[PassedTensor]:
-    """What came out on a rank in a step, up to a place; the earliest first."""
+    """Outputs on a rank in a step, up to a place; the earliest first."""
     found = [one for one in rank.passed if one.came_out and one.where.step == step and one.where.seq <= seq]
     return sorted(found, key=lambda one: (one.where.seq, one.where.time_ns))
 
@@ -174,7 +174,7 @@ def way_text(one: PassedTensor) -> str:
 
 
 def fed_lines(fed: ValueArrival) -> list[str]:
-    """The way, from who put it in to who met it."""
+    """The path as lines, from the rank that put it in to the rank that met it."""
     lines = []
     if fed.put is not None:
         lines.append(f"rank {fed.put.where.rank} put {fed.put.value} into {way_text(fed.put)}")

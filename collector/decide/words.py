@@ -29,7 +29,7 @@ def counted(number: int, word: str) -> str:
 
 
 def unseen_texts(ranks: Iterable[RankFacts]) -> list[str]:
-    """What the torch of these ranks does not let us see of their compiled modules."""
+    """Parts of these ranks' compiled modules that their version of torch does not show."""
     return [*dict.fromkeys(unseen.text for rank in ranks for unseen in rank.compiled_unseen)]
 
 

@@ -1,9 +1,8 @@
 """Which module made a non-finite gradient, from one rank's page.
 
-The gradient of an output is made by the backward of its users. The frames of the forward show which calls were handed
-that tensor. If one call was, and nothing else can have used the tensor, that call's backward made the gradient. Code
-between calls may have used it if that code made a tensor of its own afterwards; so may the loss, if the model returned
-the tensor.
+The backward of an output's users makes its gradient. The frames of the forward show which calls received that tensor.
+If one call did, and nothing else can have used the tensor, that call's backward made the gradient. Code between calls
+may have used it if that code made a tensor of its own afterwards; so may the loss, if the model returned the tensor.
 
     h = self.enter(x); y = self.root(h); return self.leave(y)     the gradient of h: made by the backward of `root`
     h = self.enter(x); return self.leave(self.root(h).sqrt())     of what `root` returned: `leave` or this module's code
@@ -51,7 +50,7 @@ class GradientMaker:
 
 @dataclass(frozen=True)
 class GradientMakers:
-    """What can have made a bad gradient, and what cannot have."""
+    """Operations that can have made a bad gradient, and some that cannot."""
 
     makers: tuple[GradientMaker, ...]
     passed: tuple[GraphNode, ...]
@@ -167,7 +166,7 @@ class _BackwardTrail:
         self._calls = FrameCalls(other for other in alarm.frames if other.phase == FramePhase.FORWARD)
         self._before = [f for f in alarm.frames if f.phase == FramePhase.BACKWARD and f.index < frame.index]
         self._name = frame.module or frame.cls
-        """How the module of the gradient is called in a stretch of code."""
+        """The name of the gradient's module in `between`."""
 
     # -- the two kinds of gradients -----------------------------------------------------------------------------
 
@@ -234,7 +233,7 @@ class _BackwardTrail:
         return all(bound is not None and bound < limit / _FAR for bound in bounds)
 
     def _of_unseen(self, call: Frame, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
-        """What was handed a finite gradient, and inside of which none was seen: a graph, whose runs overwrite them."""
+        """A call that received a finite gradient and has none inside: a graph, whose runs overwrite them."""
         note = f"no gradient was seen inside of {quoted(call.module)}: whatever is in there can have made it"
         return self._made_inside(call, note, own_code)
 
@@ -426,7 +425,7 @@ class _BackwardTrail:
         return len(found) >= len(every) and all(found.values())
 
     def _is_unseen_inside(self, call: Frame) -> bool:
-        """Whether no gradient was seen of what calls inside of this one have returned to it."""
+        """Whether no gradient was seen for the outputs of calls inside of this one."""
         own = {row.value for row in call.outputs}
         inside = [
             other

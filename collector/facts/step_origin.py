@@ -31,7 +31,7 @@ _SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "
 
 
 class KnownStep(NamedTuple):
-    """What went into the step of one weight. All numbers are abs max, and finite."""
+    """The inputs of the step of one weight. All numbers are abs max, and finite."""
 
     weight: float
     gradient: float
@@ -49,7 +49,7 @@ class _StepRule:
 
 
 def can_make_non_finite(step: OptimizerStep | None, known: KnownStep) -> bool | None:
-    """Whether the step can have made the weight non-finite; None if that cannot be told."""
+    """Whether the step can have made the weight non-finite; None if that is unknown."""
     largest = DTYPE_MAX.get(known.dtype)
     if step is None or largest is None or known.dtype not in _SMALLEST:
         return None
@@ -134,7 +134,7 @@ def _decayed(settings: Mapping[str, float], known: KnownStep) -> float:
 
 
 def _eps(settings: Mapping[str, float], known: KnownStep) -> float | None:
-    """What the update is divided by at least; None if that may be 0, and 0 / 0 is nan."""
+    """The smallest divisor of the update; None if it may be 0, as 0 / 0 is nan."""
     eps = settings.get("eps", 0.0)
     return eps if eps > _SMALLEST[known.dtype] else None
 
