@@ -33,7 +33,7 @@ _SHORT = frozenset(
         *(errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC),
     }
 )
-"""What a machine has run out of."""
+"""Errors of a machine that has run out of a resource."""
 
 
 def main() -> int:
@@ -86,7 +86,7 @@ def _tell(sentence: str) -> None:
 
 
 def listen(config: CollectorConfig) -> CollectorServer:
-    """Bind. Raises zmq.ZMQError when the address cannot be had.
+    """Bind. Raises zmq.ZMQError if the address is not available.
 
     If two nodes on one host start their collectors at once, Linux can refuse both. So a refusal counts only after
     retries with pauses of random length.
@@ -117,7 +117,7 @@ def serve(server: CollectorServer, paths: RunPaths, store: RunStore, config: Col
             tell=lambda line: write_line(sys.stdout.buffer, line),
             folded=fold_store(store),
         )
-    except ReportFailed:  # whoever starts it again would meet the same
+    except ReportFailed:  # a restart would fail in the same way
         traceback.print_exc()
     finally:
         server.close()
@@ -129,7 +129,7 @@ def collect(
 ) -> int:
     """Serve one job without a launch: wait for its nodes, until Ctrl-C. Returns its exit code.
 
-    Raises UsageError when an address or the folder cannot be had. `metrics` is `HOST:PORT` where a Prometheus scrapes.
+    Raises UsageError if an address or the folder is not available. `metrics` is the `HOST:PORT` for Prometheus.
     """
     keys = derive_keys(secret, rdzv_id)
     pairs = *keys.collector, keys.agent.public, *keys.viewer

@@ -1,7 +1,6 @@
-"""The collector's socket: a ROUTER with CURVE. The key that a client shows says whether it may connect, and speak.
+"""The collector's socket: a ROUTER with CURVE. A client's key decides whether it may connect, and send.
 
-Who does not have the job's keys does not get past the handshake; who gets past it and sends anything but well-formed
-messages is counted and not answered.
+A client without the job's keys fails the handshake. Malformed messages of other clients are counted and not answered.
 """
 
 from __future__ import annotations
@@ -30,41 +29,41 @@ _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
 _BACKLOG = 4096
-"""After a stop of this process all agents connect anew at once."""
+"""After this process was stopped for a while, all agents reconnect at once."""
 _BATCH = 2048
 _BATCH_BYTES = 16 << 20
 """One turn takes this many messages at most, and stops after this many bytes of them."""
 
 
 class CurveAccess:
-    """ZAP callback: agents come in and speak, viewers come in, strangers do not. Who is turned away is counted.
+    """ZAP callback: agents may connect and send, viewers may connect, others are refused and counted.
 
-    One thread of ZeroMQ's calls `callback`, the collector's own all else.
+    A thread of ZeroMQ calls `callback`; the collector's own thread calls the rest.
     """
 
     def __init__(self, agent_key: str, viewer_key: str = "") -> None:
         self._agent, self._viewer = agent_key.encode(), viewer_key.encode()
         reasons = "refused", "failed_handshakes", "from_viewers", "replayed", "malformed", "disbelieved"
         self.turned_away = dict.fromkeys(reasons, 0)
-        """How many. `failed_handshakes`: all that did not come in, the refused ones too; `replayed` and `disbelieved`
-        are the protocol's."""
+        """reason -> count. `failed_handshakes` includes the refused ones; the protocol counts `replayed` and
+        `disbelieved`."""
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this public key may come in."""
+        """Whether a client with this public key may connect."""
         allowed = key == self._agent or (key == self._viewer and key != b"")
         if not allowed:
             self.count("refused", "refused a stranger with another key")
         return allowed
 
     def may_speak(self, frame: zmq.Frame) -> bool:
-        """Whether a message is of an agent; ZeroMQ has noted whose key its connection was made with."""
+        """Whether an agent sent a message; ZeroMQ has recorded the key of its connection."""
         if str(frame.get("User-Id")).encode() == self._agent:
             return True
         self.count("from_viewers", "a viewer has sent something, which was not read")
         return False
 
     def count(self, reason: str, what: str) -> None:
-        """Log each 1st, 2nd, 4th ... time: one who knocks for ever fills no disk."""
+        """Count, and log each 1st, 2nd, 4th ... time, so that a client which retries for ever fills no disk."""
         self.turned_away[reason] += 1
         times = self.turned_away[reason]
         if times & (times - 1) == 0:
@@ -77,9 +76,9 @@ class AgentSocket:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], bind: str, keys: KeyPair, access: CurveAccess) -> None:
         self._access = access
         self._routes: dict[str, bytes] = {}
-        """The identity of each agent that was taken in, by its name: how it is answered."""
+        """agent -> the ZeroMQ identity to send to, for accepted agents"""
         self._speaking = ("", b"")
-        """The name and the identity of who was heard last, taken in or not."""
+        """(name, identity) of the last sender, accepted or not"""
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=access)
@@ -106,7 +105,7 @@ class AgentSocket:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def messages(self) -> Iterator[tuple[str, AgentMessage, bytes]]:
-        """What has come, without what is malformed; a bounded number, so that the rest gets its turn."""
+        """Yield received messages and skip malformed ones; stop after a bounded number, so that other work runs."""
         taken = 0
         for _ in range(_BATCH):
             if taken > _BATCH_BYTES:
@@ -129,13 +128,13 @@ class AgentSocket:
                 self._access.turned_away["malformed"] += 1
 
     def take_in(self, agent: str) -> None:
-        """Who was heard last is this agent of the job: it can be sent to from now on."""
+        """Accept the last sender as this agent of the job: messages can be sent to it from now on."""
         self._routes[agent] = self._speaking[1]
 
     def send(self, agent: str, message: CollectorMessage) -> None:
-        """To who was heard last, or to an agent that was taken in.
+        """Send to an accepted agent or to the last sender.
 
-        Nothing is raised for one that is gone or does not read: it asks again when it is back.
+        Raises nothing for an agent that is gone or does not read: it asks again when it is back.
         """
         identity = self._speaking[1] if agent == self._speaking[0] else self._routes.get(agent)
         if identity is not None:  # else a collector before this one has heard it: it has not spoken since
@@ -143,7 +142,7 @@ class AgentSocket:
                 self.socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
 
     def count_failed_handshakes(self) -> None:
-        """Those since the last call."""
+        """Count the handshakes that have failed since the last call."""
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
             self._access.count("failed_handshakes", "a stranger did not get through the handshake")

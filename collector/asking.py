@@ -1,4 +1,4 @@
-"""Which node may speak of which rank, and asking all ranks where they stand. Pure; time is an argument."""
+"""Which node may report which rank, and asking all ranks for their positions. Pure; time is an argument."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from ..core.wire.messages import AgentBody, ranks_of
 from .decide.hang_finding import HangAction, ending_of, find_hang
 from .decide.hang_model import HangFinding
 
-# Which node may speak of which rank: the first that does, and no more ranks than it said hello with.
+# The first node to report a rank owns it for that attempt. A node owns no more ranks than its hello announced.
 #
-# Who has the job's key is no stranger, and may still be wrong, or somebody else's: what one node says of another's
-# ranks is not believed.
+# A node with the job's key may still be faulty or compromised, so reports about another node's ranks are dropped.
 
 _MAX_CLAIMS = 1 << 20
-"""Of all nodes and attempts together."""
+"""Limit on claimed ranks, over all nodes and attempts."""
 
 
 @dataclass
@@ -28,13 +27,13 @@ class RankOwnership:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks were spoken of."""
+        """The number of ranks that nodes have reported."""
         return len({rank for _, rank in self._node_of_rank if rank >= 0})
 
     def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
-        """Whether a node that said hello with `num_ranks` ranks (0: any number) may say this.
+        """Whether a node whose hello announced `num_ranks` ranks (0: any number) may send this.
 
-        Binds ranks that nobody has spoken of. A node that knows its number of ranks has no processes that are none.
+        Binds ranks that no node has reported. A node that announced a number has no processes besides ranks.
         """
         spoken_of = ranks_of(body)
         if any(self._node_of_rank.get(rank, node) != node for rank in spoken_of):
@@ -55,21 +54,22 @@ class RankOwnership:
         return True
 
 
-# Asking all ranks where they stand when one has stalled, and what follows.
+# When a rank stalls, all ranks are asked for their positions; the answers decide whether the job hangs.
 
 ANSWER_S = 8.0
 """How long the collector waits for ranks that have not answered yet."""
 AGAIN_S = 60.0
 """A stall that is reported within this time of a hang belongs to it."""
 _STILL_SHARE = 0.5
-"""It is a hang only if every rank has rested for this share of the limit that one of them has passed."""
+"""A hang requires that every rank has made no progress for this share of the limit that the stalled rank passed."""
 _OWN_SHARE = 0.9
-"""And for this share of its own limit, which is longer before its first batch, and where it compiles or saves."""
+"""A hang also requires this share of each rank's own limit, which is longer before the first batch and while the rank
+compiles or saves."""
 
 
 @dataclass
 class AskedAll:
-    """One time of asking after the other. Each has a number, from 1 on."""
+    """Rounds in which all ranks are asked for their positions, one at a time, numbered from 1."""
 
     number: int = 0
     _asked_at: float = 0.0
@@ -81,7 +81,7 @@ class AskedAll:
     _ended: dict[tuple[int, int], WorkerExit] = field(default_factory=dict)
 
     def hear(self, event: RankStall | RankLook | WorkerExit, now: float) -> int | None:
-        """Take an event. Returns the number under which all ranks are to be asked now; None for most."""
+        """Take an event. Returns the number of a round if it begins one; None for most events."""
         if isinstance(event, WorkerExit):
             self._ended[event.where.attempt, event.where.rank] = event
         elif isinstance(event, RankLook):
@@ -96,13 +96,13 @@ class AskedAll:
         return None
 
     def forget(self) -> None:
-        """What was asked before was concluded, or is asked again when a rank stalls again."""
+        """Drop the open round: it was concluded, or begins again when a rank stalls again."""
         self._open, self._looks = False, {}
 
     def conclude(self, world_size: int, now: float, on_hang: OnHang) -> tuple[HangFinding, HangAction] | None:
-        """What all of them together show, and what follows, once.
+        """The finding of a round and the action that follows, once.
 
-        None while some may still tell, and where it is no hang.
+        None while ranks may still answer, and if there is no hang.
         """
         if not self._open:
             return None

@@ -1,4 +1,4 @@
-"""From a run store to the report's files. What `gpuwatch report` does again later, with the same result."""
+"""From a run store to the report's files. `gpuwatch report` repeats this later, with the same result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def report_from_store(paths: RunPaths, rank: int | None = None, batch: int | None = None) -> RunReport:
-    """Make the report again; `rank` is one whose frames are asked for, `batch` one that they are to be of.
+    """Make the report again; `rank` and `batch` select the rank whose frames are shown, and their batch.
 
     Raises GpuwatchError when there is no store to make it from.
     """
@@ -38,7 +38,7 @@ def report_from_store(paths: RunPaths, rank: int | None = None, batch: int | Non
 
 
 def fold_store(store: RunStore) -> FactFold:
-    """All that a store holds; its pages stay there."""
+    """Fold all messages of a store; its pages stay there."""
     folded = FactFold(store.page, store.history)
     for agent, n, body in store.messages():
         folded.add(agent, n, body)
@@ -48,9 +48,9 @@ def fold_store(store: RunStore) -> FactFold:
 def build(
     store: RunStore, run_id: str, folded: FactFold | None = None, rank: int | None = None, batch: int | None = None
 ) -> RunReport:
-    """The report of an open store; `folded` holds what is in it, if that is in memory already.
+    """The report of an open store; `folded` is its fold, if that is in memory already.
 
-    `rank` is one whose frames are asked for, `batch` one that they are to be of.
+    `rank` and `batch` select the rank whose frames are shown, and their batch.
     """
     folded = folded if folded is not None else fold_store(store)
     kept = {"unwritten": store.unwritten, "pages_not_kept": store.dropped}
@@ -69,7 +69,7 @@ def build(
 
 
 def stored_fact(store: RunStore, key: str, kind: type[T], default: T) -> T:
-    """A fact of the store that was written as JSON; `default` where it is not there, or damaged."""
+    """A fact of the store that was written as JSON; `default` if it is missing or damaged."""
     try:
         return msgspec.json.decode(store.get(key) or "", type=kind)
     except (msgspec.DecodeError, RecursionError):
@@ -77,7 +77,10 @@ def stored_fact(store: RunStore, key: str, kind: type[T], default: T) -> T:
 
 
 def merged_report(paths: Sequence[Path], rank: int | None = None) -> RunReport:
-    """One report of spool files, of what their agents could not deliver, and of runs' folders. Raises GpuwatchError."""
+    """One report from spool files, which hold messages that agents could not deliver, and from runs' folders.
+
+    Raises GpuwatchError.
+    """
     messages: list[Stored] = []
     folders = [path for path in paths if path.is_dir()]
     for path in paths:
@@ -93,7 +96,7 @@ def merged_report(paths: Sequence[Path], rank: int | None = None) -> RunReport:
 
 
 def write_report(paths: RunPaths, report: RunReport) -> str | None:
-    """Write report.json, report.txt, exit-code, each whole or not at all. Returns what went wrong, if something did."""
+    """Write report.json, report.txt, exit-code, each whole or not at all. Returns the error as text, or None."""
     try:
         write_whole(paths.report_json, to_json(report))
         write_whole(paths.report_text, (render_text(report) + "\n").encode())
@@ -104,7 +107,7 @@ def write_report(paths: RunPaths, report: RunReport) -> str | None:
 
 
 def write_page(paths: RunPaths, report: RunReport) -> str | None:
-    """Write report.html. Returns what went wrong, if something did; the other files are not touched by that."""
+    """Write report.html. Returns the error as text, or None; an error leaves the other files as they are."""
     try:
         from .report.html.page import render_html  # jinja2 is imported when a page is made, and only then
 
@@ -138,7 +141,7 @@ def write_where_there_is_room(paths: RunPaths, store: RunStore, report: RunRepor
 def open_store(
     paths: RunPaths, max_frames: int, fallback: Path | None = None, say: Callable[[str], object] | None = None
 ) -> RunStore:
-    """The run's store with the facts that no message brings; one that is there already goes on."""
+    """The run's store with the facts that no message carries; an existing store is continued."""
     store = RunStore(paths.store, create=True, fallback=fallback, say=say)
     if store.get("started") is None:
         stamp(store, "started")
@@ -154,9 +157,9 @@ def stamp(store: RunStore, key: str) -> None:
 
 
 def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[RunReport, JobResult]:
-    """Build the report of a job that is over and write it. Returns it, and the result that every agent gets.
+    """Build and write the report of a finished job. Returns it, and the result for every agent.
 
-    What is kept of many pages is a million objects, and stays: the garbage collector is to leave it alone.
+    The fold of many pages is a million objects that stay alive, so the garbage collector skips them meanwhile.
     """
     gc.freeze()
     try:
@@ -172,7 +175,7 @@ def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[Run
 
 
 def no_report(paths: RunPaths, error: BaseException) -> JobResult:
-    """The result that every agent gets where `make_report` has failed."""
+    """The result for every agent if `make_report` failed."""
     text = (
         f"gpuwatch: the report could not be made ({type(error).__name__}: {error}); what was received is in "
         f"{paths.store}; to try again: gpuwatch report --again {paths.run_id}"

@@ -1,4 +1,4 @@
-"""What the collector does about what it hears: pure decisions, time is an argument, no socket.
+"""The collector's reactions to messages: pure decisions, time is an argument, no socket.
 
 hear(agent, message, now) -> actions        committed(numbers) -> acknowledgements        tick(now) -> actions
 
@@ -46,9 +46,9 @@ STOP_AFTER_S = 5.0
 LINGER_S = 300.0
 """How long after the first goodbye the other nodes may go on: torchrun's own exit barrier."""
 ON_THE_WAY_BYTES = 16 << 20
-"""Definitions and pages that may be on the way, of all agents together: an event behind them does not wait long."""
+"""Bytes of definitions and pages in flight, over all agents: an event behind them does not wait long."""
 MOST_CREDIT = 2 << 20
-"""Of one agent. The same amount lies in its socket, too."""
+"""Most bytes in flight for one agent. Its socket holds the same amount, too."""
 NOBODY_S = 10.0
 """After the launch has gone, how long an agent may take to appear."""
 
@@ -71,7 +71,7 @@ class StoreMessage:
 
 @dataclass(frozen=True)
 class LookAhead:
-    """An event has come, and what was sent before it has not: look at it now. It comes again, in its order."""
+    """Inspect an event now that arrived before earlier messages did. The agent sends it again, in order."""
 
     agent: str
     message: AgentMessage
@@ -79,7 +79,7 @@ class LookAhead:
 
 @dataclass(frozen=True)
 class FinishRun:
-    """Everybody is done: decide, and write the report."""
+    """All agents are done: decide, and write the report."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _NodeState:
     heard: float
     received: int = 0
     stored: int = 0
-    """The number up to which everything is durable: what is acknowledged."""
+    """The last number that is acknowledged: everything up to it is durable."""
     bye: NodeBye | None = None
     bye_at: float = 0.0
     lost: bool = False
@@ -127,7 +127,7 @@ class RunProtocol:
     disbelieved: int = 0
     """Messages about ranks of other nodes."""
     strangers: int = 0
-    """Agents that were turned away."""
+    """Agents that were refused."""
     on_hang: OnHang = "report"
     replays: int = 0
     """Hellos that were heard before, with other contents or of an agent that another has replaced."""
@@ -192,7 +192,7 @@ class RunProtocol:
         return min(MOST_CREDIT, ON_THE_WAY_BYTES // max(1, speaking))
 
     def answer_while_finishing(self, agent: str, message: AgentMessage) -> MessageAck:
-        """To a beat, while the report is made: somebody is at work here."""
+        """Answer a beat while the report is made, so that the agent knows that the collector is alive."""
         node = self.nodes.get(agent)
         echo = message.body.sent_ns if isinstance(message.body, NodeBeat) else 0
         return MessageAck(node.stored if node is not None else 0, echo_ns=echo)
@@ -203,7 +203,7 @@ class RunProtocol:
         return {agent: node.received for agent, node in self.nodes.items()}
 
     def committed(self, numbers: Mapping[str, int]) -> list[SendMessage]:
-        """All that was kept up to these numbers is durable now: acknowledge it."""
+        """Acknowledge the messages up to these numbers, which are durable now."""
         found = []
         for agent, number in numbers.items():
             node = self.nodes[agent]
@@ -213,16 +213,16 @@ class RunProtocol:
         return found
 
     def taken(self, agents: Iterable[str]) -> list[SendMessage]:
-        """What these agents have sent was taken from the socket, stored or not: the credit for it is free again."""
+        """Return the credit for messages that were taken from the socket, stored or not."""
         nodes = ((agent, self.nodes[agent]) for agent in agents if agent in self.nodes)
         return [SendMessage(agent, MessageAck(node.stored, received=node.received)) for agent, node in nodes]
 
     def tell_again(self) -> list[SendMessage]:
-        """What every agent that speaks has had acknowledged last: what else an acknowledgement says has changed."""
+        """Repeat the last acknowledgement to every live agent, because its other fields have changed."""
         return [SendMessage(agent, MessageAck(node.stored)) for agent, node in self.nodes.items() if not node.gone]
 
     def restore(self, stored: Iterable[tuple[str, int, AgentBody]], now: float) -> None:
-        """Go on where a collector was that had ended: what is in its store has been heard and acknowledged."""
+        """Take over from a collector that has ended: it had acknowledged every message in its store."""
         for agent, n, body in stored:
             if isinstance(body, AgentHello) and agent not in self.nodes:
                 self._enter(agent, body, now)
@@ -335,7 +335,7 @@ class RunProtocol:
     # -- time ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """What time alone brings about."""
+        """Actions that are due by time alone."""
         if self._finished:
             return []
         actions: list[Action] = []

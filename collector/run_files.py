@@ -1,6 +1,6 @@
 """The files of a run: their paths, the report as it was written, and the list of all runs with their verdicts.
 
-To read a report needs nothing of what makes one, so that it is on the screen at once.
+Reading a report imports nothing that makes one, so that it is on the screen at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RunPaths:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run_id = folder.name
-        """Its start (local time) and four random hex digits, or the name that was asked for."""
+        """Its start (local time) and four random hex digits, or the name that the user chose."""
         self.store = folder / "run.sqlite"
         """Everything that was received."""
         self.report_json = folder / "report.json"
@@ -81,7 +81,7 @@ def point_latest(runs_dir: Path, run_id: str) -> None:
 
 
 def read_report(paths: RunPaths) -> RunReport:
-    """report.json, or what the store holds where there is none. Raises GpuwatchError when there is neither."""
+    """report.json, or the report made from the store if it is missing. Raises GpuwatchError when there is neither."""
     try:
         return msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=RunReport)
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def read_report(paths: RunPaths) -> RunReport:
 
 
 def exit_code(report: RunReport) -> int:
-    """The exit code that a verdict stands for: the launches exit with it."""
+    """The exit code of a verdict, with which the launches exit."""
     verdict = report.verdict
     code = verdict.kind.exit_code
     if code is ExitCode.SIGNAL and verdict.signal is not None:
@@ -109,11 +109,11 @@ def exit_code(report: RunReport) -> int:
     return int(code)
 
 
-# What a list of runs shows, the newest last. Only these fields of each report are read.
+# The list of runs, newest last. Only these fields of each report are read.
 
 
 class ListedVerdict(msgspec.Struct, frozen=True):
-    """What a list shows of a verdict."""
+    """The fields of a verdict that a list shows."""
 
     kind: str
     certainty: str
@@ -121,7 +121,7 @@ class ListedVerdict(msgspec.Struct, frozen=True):
 
 
 class ListedInfo(msgspec.Struct, frozen=True):
-    """What a list shows of a job."""
+    """The fields of a job that a list shows."""
 
     world_size: int
     nnodes: int
@@ -138,7 +138,7 @@ class ListedRun(msgspec.Struct, frozen=True):
 
 
 def list_runs(runs_dir: Path) -> list[ListedRun]:
-    """All of them, by the time of their folders; [] without such a folder."""
+    """All runs, by the time of their folders; [] if `runs_dir` does not exist."""
     folders = [path for path in runs_dir.glob("*") if path.is_dir() and not path.is_symlink()]
     runs = [RunPaths(path) for path in folders]
     found = [paths for paths in runs if paths.store.exists() or paths.report_json.exists()]

@@ -53,22 +53,22 @@ if TYPE_CHECKING:
 
 TICK_MS = 100
 _WRITING_TICK_MS = 5
-"""While the store is written: what has been written is acknowledged soon."""
+"""A shorter tick while the store is written, so that messages are acknowledged soon after they are durable."""
 _AT_ONCE_BYTES = 2 << 20
-"""Pages that are folded in one turn."""
+"""Bytes of pages that are folded in one turn."""
 _ROOM_BYTES = 16 << 20
-"""While pages of this size wait, no more should be asked for."""
+"""While this many bytes of pages wait, no more are requested."""
 
 
 class ReportFailed(Exception):
-    """The report could not be made; every agent has been told so."""
+    """The report could not be made; every agent was sent that result."""
 
 
 class WaitingPages:
-    """Pages that have come and are not folded: events and beats that came after them are folded first.
+    """Received pages that wait to be folded. Later events and beats are folded first.
 
-    A message is taken from its socket, stored and acknowledged in its order. Only the look at a page waits: facts may
-    be put together in any order.
+    Messages are received, stored and acknowledged in order. Only the folding of pages waits, because facts may be
+    put together in any order.
     """
 
     def __init__(self) -> None:
@@ -80,16 +80,16 @@ class WaitingPages:
 
     @property
     def has_room(self) -> bool:
-        """Whether more pages should come."""
+        """Whether to request more pages."""
         return self._num_bytes < _ROOM_BYTES
 
     def put(self, agent: str, n: int, page: PageMessage, num_bytes: int) -> None:
-        """A page has come, of `num_bytes`."""
+        """Queue a received page of `num_bytes`."""
         self._pages.append((agent, n, page, num_bytes))
         self._num_bytes += num_bytes
 
     def take(self, look: Callable[[str, int, PageMessage], None]) -> None:
-        """Look at some of them, the oldest first."""
+        """Call `look` for some pages, the oldest first."""
         left = _AT_ONCE_BYTES
         while self._pages and left > 0:
             agent, n, page, num_bytes = self._pages.popleft()
@@ -107,7 +107,7 @@ class CollectorServer:
     _folded: FactFold
     _live: LiveFindings
     _tell: Callable[[StageLine | PreflightOver | UserNotice], object]
-    """What `run` was given and made for its one run."""
+    """Arguments of `run`, and objects that it makes for its one run."""
 
     def __init__(
         self,
@@ -118,9 +118,9 @@ class CollectorServer:
         viewer_public_key: str = "",
         viewer_private_key: str = "",
     ) -> None:
-        """With the viewer's private key, the job can be looked at: it is written into the run's folder."""
+        """The viewer's private key is written into the run's folder; without it, nobody can view the job."""
         self.metrics: MetricsExporter | None = None
-        """What is scraped; it is closed with the server."""
+        """The metrics endpoint; it is closed with the server."""
         self._looked_at = False
         self._context = zmq.Context()
         self._view: ViewPublisher | None = None
@@ -142,12 +142,12 @@ class CollectorServer:
         self._credit = -1
         self._pages = WaitingPages()
         self._ahead: dict[tuple[str, int], tuple[AgentMessage, bytes]] = {}
-        """Events that were looked at and have yet to come in their order."""
+        """Events that were inspected ahead of order and have yet to arrive in order."""
         self._handed_over: dict[str, int] = {}
         """agent -> the number up to which the store has it all, or is writing it"""
 
     def serve_metrics(self, address: str) -> None:
-        """At `HOST:PORT`, from now on; "" is nowhere. Raises UsageError where it cannot."""
+        """Serve at `HOST:PORT` from now on; "" does nothing. Raises UsageError if that fails."""
         if not address:
             return
         try:
@@ -170,11 +170,11 @@ class CollectorServer:
         tell: Callable[[StageLine | PreflightOver | UserNotice], object] | None = None,
         folded: FactFold | None = None,
     ) -> RunReport:
-        """Until the job is over; returns the report, which has been written and sent to every agent.
+        """Run until the job is over. Returns the report, which has been written and sent to every agent.
 
-        `folded` holds what a collector before this one has received.
+        `folded` holds the messages that an earlier collector of this run has received.
 
-        `on_end` is called once, with the time, when `end_fd` has something to read or is closed. `tell` is given the
+        `on_end` is called once, with the time, when `end_fd` has something to read or is closed. `tell` receives the
         lines of the preflight while it runs, and sentences for the user.
         """
         self._paths, self._store, self._protocol = paths, store, run_protocol
@@ -245,7 +245,7 @@ class CollectorServer:
         self._live.hear(body)
 
     def _write(self) -> None:
-        """Acknowledge what has been written, and hand over what is new: an acknowledgement means, it is on the disk."""
+        """Acknowledge written messages and hand over new ones. An acknowledgement means that they are on the disk."""
         written = self._store.written()
         self._credit = self._credit_now()
         if written:
@@ -259,7 +259,7 @@ class CollectorServer:
             self._handed_over = received
 
     def _act(self, actions: Sequence[Action]) -> bool:
-        """Do what the protocol says; True when it says that the run is over."""
+        """Carry out the protocol's actions; True if the run is over."""
         for action in actions:
             if isinstance(action, SendMessage):
                 self._send(action.agent, action.message)
@@ -268,7 +268,7 @@ class CollectorServer:
         return any(isinstance(action, FinishRun) for action in actions)
 
     def _show(self, now: float) -> None:
-        """To viewers, and to who scrapes. The agents hear when the first has come or the last has left."""
+        """Update viewers and the metrics endpoint. Agents hear when the first viewer arrives or the last one leaves."""
         if self._view is not None:
             self._view.show(self._picture, now)
         if self.metrics is not None:
@@ -306,7 +306,7 @@ class CollectorServer:
         self._socket.send(agent, message)
 
     def _finish(self) -> RunReport:
-        """Make the report in a thread of its own, answer beats meanwhile, and see that every agent has the verdict."""
+        """Make the report in its own thread, answer beats meanwhile, and deliver the verdict to every agent."""
         store, run_protocol = self._store, self._protocol
         while self._pages:
             self._pages.take(self._fold)
@@ -340,10 +340,10 @@ class CollectorServer:
         return made.result()[0]
 
     def _bid_farewell(self, final: JobResult) -> None:
-        """Until every node has said that it has the verdict. One that was not connected gets it when it is heard, from
-        an agent that has ended and was started again, too.
+        """Send the verdict until every node has confirmed it. A node that was not connected gets it when it is heard,
+        also if its agent has been restarted.
 
-        Who has left is in the store: a collector that is started again now does not wait for them.
+        The store records who has left, so that a collector that is restarted now does not wait for them.
         """
         agents = self._protocol.nodes
         nodes = {node_of(agent) for agent in agents}

@@ -1,11 +1,11 @@
 """The run store: every message as it came, in one SQLite file, so that any later version can make the report again.
 
 Ranks of one role define the same modules: each definition is stored once, and a message of definitions as the numbers
-of its entries. Each row has a checksum: what a disk has damaged is left out, and its number is missed (facts/facts.py).
+of its entries. Each row has a checksum: damaged rows are skipped, and their numbers count as missing (facts/facts.py).
 
-A thread writes, so that nothing waits for the disk: `begin` hands over what is new, `written` tells when it is durable,
-and it is acknowledged only then. A disk that fills up costs the run nothing: what cannot be written stays in memory and
-is tried again, and once more in another folder.
+A thread writes, so that nothing waits for the disk: `begin` hands over new messages, `written` reports when they are
+durable, and only then are they acknowledged. A full disk costs the run nothing: unwritten messages stay in memory, and
+the write is tried again, at last in another folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..core.wire.messages import (
     decode_agent,
 )
 
-# What the run store has to write: messages, definitions, beats and facts, in one transaction.
+# Messages, definitions, beats and facts that the run store writes in one transaction.
 
 _ADD = "INSERT OR IGNORE INTO message (agent, n, received_ns, kind, body, crc) VALUES (?, ?, ?, ?, ?, ?)"
 _BEAT = "INSERT OR REPLACE INTO beat (agent, received_ns, body, crc) VALUES (?, ?, ?, ?)"
@@ -52,13 +52,13 @@ Key = tuple[str, int]
 
 
 def crc_of(data: bytes, *of: str | int) -> int:
-    """The checksum of a row: of its body, and of what it is found by."""
+    """The checksum of a row: of its body and its key."""
     return zlib.crc32(data, zlib.crc32(" ".join(map(str, of)).encode()))
 
 
 @dataclass
 class StoreBatch:
-    """What is written together."""
+    """One transaction."""
 
     messages: dict[Key, Row] = field(default_factory=dict)
     definitions: list[tuple[int, bytes]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class StoreBatch:
         return dropped
 
     def followed_by(self, newer: StoreBatch) -> StoreBatch:
-        """Both in one."""
+        """Merge both."""
         return StoreBatch(
             {**self.messages, **newer.messages},
             [*self.definitions, *newer.definitions],
@@ -93,7 +93,7 @@ class StoreBatch:
         )
 
     def write(self, db: sqlite3.Connection) -> Exception | None:
-        """All of it, or nothing and why; an event is on the disk itself before this returns."""
+        """Write all, or nothing and return the error. An event is on the disk itself before this returns."""
         try:
             db.execute(f"PRAGMA synchronous={'FULL' if self.has_event else 'NORMAL'}")
             db.execute("BEGIN IMMEDIATE")
@@ -112,12 +112,12 @@ class StoreBatch:
 SCHEMA = 3
 """2: definitions are stored once; 3: rows have checksums. Stores of schemas 1 and 2 are read all the same."""
 MEMORY_BYTES = 256 << 20
-"""Memory for what cannot be written; beyond it pages are dropped and counted, oldest first."""
+"""Memory for messages that cannot be written; beyond it pages are dropped and counted, oldest first."""
 ROOM_BYTES = 32 << 20
-"""While this much is not written yet, and the disk is at work, no more pages should be asked for."""
+"""While this many bytes are unwritten and the disk is at work, no more pages are requested."""
 _RETRY_S = 1.0
 _MOST_DAMAGED = 1024
-"""Definitions that may be missing in the middle of a message of theirs, before its last ones are given up, too."""
+"""Definitions that may be missing in the middle of a message; beyond this, the rest of the message is dropped, too."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -165,9 +165,9 @@ class RunStore:
         fallback: Path | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """`fallback` is another folder, tried when `path` cannot be written; `say` gets a sentence about that.
+        """`fallback` is another folder, tried if `path` cannot be written; `say` gets a sentence about that.
 
-        Raises GpuwatchError when there is no store to read, or something else in its place.
+        Raises GpuwatchError if there is no store to read, or the file is something else.
         """
         self.path = path
         self.dropped = 0
@@ -176,16 +176,16 @@ class RunStore:
         self._say = say or (lambda sentence: None)
         self._new = StoreBatch()
         self._in_hand = StoreBatch()
-        """What the thread is writing."""
+        """The batch that the thread is writing."""
         self._thread = OneThread()
         self._result: Future[Exception | None] | None = None
         self._failed = False
         self._tried_at = 0.0
         self._numbers: dict[Definition, int] = {}
-        """The number of each definition that is in the file, or is written with the next commit."""
+        """The number of each definition in the file or in the next commit."""
         self._next_number = 0
         self._older: list[sqlite3.Connection] = []
-        """Stores that could not be written any more; what they hold is still read."""
+        """Stores that could not be written any more; they are still read."""
         if not create and not path.exists():
             raise GpuwatchError(f"expected a run store, found no file {path}")
         self._db = self._open_either() if create else self._open(path, False)
@@ -203,7 +203,7 @@ class RunStore:
         except GpuwatchError:
             if self._fallback is None:
                 raise
-            with suppress(GpuwatchError):  # what is in it can be read on a full disk, too
+            with suppress(GpuwatchError):  # its rows can be read on a full disk, too
                 self._older.append(self._open(self.path, False))
         else:
             if not moved:
@@ -273,7 +273,7 @@ class RunStore:
         self._keep_memory_bounded()
 
     def _by_number(self, message: AgentMessage, body: NameDefinitions) -> bytes:
-        """The message with the numbers of its entries. Entries that are new are written with the next commit."""
+        """The message with the numbers of its entries. The next commit writes new entries."""
         runs: list[tuple[int, int]] = []
         for entry in body.entries:
             number = self._numbers.get(entry)
@@ -303,21 +303,21 @@ class RunStore:
 
     @property
     def has_new(self) -> bool:
-        """Whether something waits to be handed over."""
+        """Whether data waits for `begin`."""
         return bool(self._new.messages or self._new.beats or self._new.facts)
 
     @property
     def has_room(self) -> bool:
-        """Whether more pages should come. While the disk fails they should: memory is bounded in its own way."""
+        """Whether to request more pages. True while the disk fails: `MEMORY_BYTES` bounds memory then."""
         return self._failed or self._in_hand.num_bytes + self._new.num_bytes < ROOM_BYTES
 
     @property
     def is_writing(self) -> bool:
-        """Whether the thread has something in hand that `written` has not told of."""
+        """Whether the thread holds a batch that `written` has not reported."""
         return self._result is not None
 
     def begin(self) -> bool:
-        """Hand over what is new to the thread; False if it is at work, or the disk has just failed.
+        """Hand new messages over to the thread; False if there are none, it is at work, or the disk has just failed.
 
         While the disk fails it is tried once a second, first here, then in the other folder.
         """
@@ -331,7 +331,7 @@ class RunStore:
         return True
 
     def written(self) -> bool | None:
-        """Whether what was handed over is durable: only when it is True may it be acknowledged. None: not known yet."""
+        """Whether the batch of `begin` is durable: only if True may it be acknowledged. None: not known yet."""
         if self._result is None or not self._result.done():
             return None
         error, self._result = self._result.result(), None
@@ -360,7 +360,7 @@ class RunStore:
         return not self.has_new
 
     def _move(self) -> bool:
-        """Go on in the other folder, once. Copies nothing: what is in the first file is read from there."""
+        """Continue in the other folder, once. Rows are not copied: the first file is still read."""
         folder = self._fallback
         if folder is None:
             return False
@@ -382,7 +382,7 @@ class RunStore:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> str | None:
-        """A fact about the run; None if it is not known, or cannot be read."""
+        """A fact about the run; None if it is missing or cannot be read."""
         for batch in (self._new, self._in_hand):
             if key in batch.facts:
                 return batch.facts[key]
@@ -394,9 +394,9 @@ class RunStore:
         return None
 
     def messages(self) -> Iterator[Stored]:
-        """Everything that was received, by agent and number, beats last. What cannot be read is left out.
+        """All received messages, by agent and number, beats last. Unreadable ones are skipped.
 
-        Of definitions of which some cannot be read the number is 0: the message is not whole.
+        A message of definitions of which some cannot be read has number 0: it is not whole.
         """
         seen: set[Key] = set()
         query = "SELECT agent, n, body, kind, crc FROM message ORDER BY agent, n"
@@ -439,7 +439,7 @@ class RunStore:
         return None
 
     def close(self) -> None:
-        """Write what is left, if that can be, and close the file."""
+        """Write the rest if possible, and close the files."""
         with suppress(sqlite3.Error):
             self.commit()
         self._thread.close()
@@ -448,9 +448,9 @@ class RunStore:
 
 
 def _reader(db: sqlite3.Connection, path: Path) -> sqlite3.Connection:
-    """A connection that does not wait for the one that writes: with a write-ahead log each reads what was committed.
+    """A connection that does not wait for the writer: with a write-ahead log it reads the committed rows.
 
-    Where the file system has no such log, both would lock each other out, and the one is used for both.
+    On a file system without such a log, both would lock each other out, so the writer's connection also reads.
     """
     with suppress(sqlite3.Error):
         if db.execute("PRAGMA journal_mode").fetchone() == ("wal",):
@@ -463,7 +463,7 @@ def _has_checksums(db: sqlite3.Connection, table: str) -> bool:
 
 
 def _body(data: bytes, kind: str, definitions: dict[int, Definition]) -> tuple[AgentBody | None, bool]:
-    """A message as it was sent, and whether all of it; None if it cannot be read."""
+    """(message as it was sent, whether it is whole); the message is None if it cannot be read."""
     try:
         if kind != _NAMES:
             return decode_agent(data).body, True
@@ -483,7 +483,7 @@ def _body(data: bytes, kind: str, definitions: dict[int, Definition]) -> tuple[A
 
 
 def _definitions(db: sqlite3.Connection) -> dict[int, Definition]:
-    """By number, as far as they can be read; {} for a store of schema 1."""
+    """number -> definition, for the readable ones; {} for a store of schema 1."""
     found: dict[int, Definition] = {}
     with suppress(sqlite3.Error):
         crc = "crc" if _has_checksums(db, "definition") else "NULL"
@@ -495,9 +495,9 @@ def _definitions(db: sqlite3.Connection) -> dict[int, Definition]:
 
 
 def _rows(db: sqlite3.Connection, query: str, of: tuple[str | int, ...] = ()) -> Iterator[tuple[str, int, bytes, str]]:
-    """Rows of a table as far as they can be read: behind a damaged page of the file there may be none.
+    """The readable rows of a table: none may follow a damaged page of the file.
 
-    `query` asks for a checksum last. Rows whose checksum is wrong are left out.
+    The last column of `query` is the checksum. Rows with a wrong checksum are skipped.
     """
     try:
         if not _has_checksums(db, "beat" if "beat" in query else "message"):
@@ -511,7 +511,7 @@ def _rows(db: sqlite3.Connection, query: str, of: tuple[str | int, ...] = ()) ->
 
 
 def _expect_tables(path: Path, db: sqlite3.Connection) -> None:
-    """A view, a trigger or a computed column may be a query without an end."""
+    """Refuse views, triggers and computed columns: they may be queries without an end."""
     kinds = db.execute("SELECT type, sql FROM sqlite_master").fetchall()
     tables = ("run", "message", "definition", "beat")
     computed = any(column[6] for table in tables for column in db.execute(f"PRAGMA table_xinfo({table})"))

@@ -48,14 +48,14 @@ class RowDifference(msgspec.Struct, frozen=True):
 
 
 class BatchDifference(msgspec.Struct, frozen=True):
-    """What two batches have and have not in common."""
+    """The comparison of two batches."""
 
     compared: int
-    """Tensors that both sides have measured."""
+    """Number of tensors that both sides have measured."""
     before: int
-    """Tensors in front of the first difference: they are the same on both sides."""
+    """Number of tensors before the first difference: they are the same on both sides."""
     rows: list[RowDifference]
-    """In the order of A; what only B has comes last."""
+    """In the order of A; rows of B alone are last."""
 
     def first(self, factor: float = 1.0) -> RowDifference | None:
         """The first one that exceeds a factor between the two abs max."""
@@ -112,7 +112,7 @@ def _compare(a: Row, b: Row | None) -> What | None:
 
 
 def _differ(a: float | None, b: float | None) -> bool:
-    """nan is what nan is."""
+    """Whether two numbers differ; two nan do not."""
     return a != b and not (a is not None and b is not None and math.isnan(a) and math.isnan(b))
 
 
@@ -128,7 +128,7 @@ def _factor(a: Row, b: Row | None) -> float | None:
     return found if math.isfinite(found) else None
 
 
-# The two batches that are compared: chosen among what the stores hold.
+# The choice of the two batches among those in the stores.
 
 
 class DiffSide(msgspec.Struct, frozen=True):
@@ -145,7 +145,7 @@ class DiffSide(msgspec.Struct, frozen=True):
 
 
 class SideRequest(NamedTuple):
-    """What a user asks for on one side; None where it was not given."""
+    """The user's choice for one side; None for options that were not given."""
 
     run: str
     facts: RunFacts

@@ -77,7 +77,7 @@ def threads_of(rank: RankFacts) -> list[str]:
 
 
 def _attempt_report(facts: RunFacts, attempt: int) -> AttemptReport:
-    """How an attempt ended that the verdict is not about."""
+    """The end of an attempt that the verdict is not about."""
     diagnoses = [rank.diagnosis for rank in facts.of_attempt(attempt) if rank.diagnosis is not None]
     if diagnoses:
         first = earliest(diagnoses)[0]
@@ -102,7 +102,7 @@ def build_report(
     rank: int | None = None,
     batch: int | None = None,
 ) -> RunReport:
-    """Make the report of a run. `rank` is one whose frames it is to hold in any case, `batch` what they are of."""
+    """Make the report of a run. `rank` selects a rank whose frames it must hold, and `batch` their batch."""
     verdict = decide(facts)
     attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
     target = target_of(facts, verdict)
@@ -147,7 +147,7 @@ R = TypeVar("R", StepReport, TelemetryReport)
 
 
 def _or_why(make: Callable[[], R | None], empty: R, what: str) -> R | None:
-    """It is made of what came over the network: if it fails, everything else is in the report all the same."""
+    """The result of `make`; if it fails on data from the network, `empty` with the reason as its `trouble`."""
     try:
         return make()
     except Exception as error:

@@ -186,7 +186,7 @@ def write_parquet(rows: Iterable[ExportRow], path: Path) -> None:
             writer.write_table(pyarrow.table(table, schema=schema))
 
 
-# Scalars for TensorBoard, a run of its own for each rank: abs max of what each module returned, batch by batch.
+# Scalars for TensorBoard, a TensorBoard run for each rank: abs max of each module's outputs, batch by batch.
 
 
 def write_tensorboard(rows: Iterable[ExportRow], folder: Path) -> None:

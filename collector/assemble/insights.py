@@ -77,7 +77,7 @@ _MOST_PAGES = 4
 
 
 def growth(ranks: list[RankFacts]) -> Iterator[RunInsight]:
-    """One for all of them: what is behind a module that grows does, too."""
+    """One insight for all modules: if one module's outputs grow, those of later modules grow, too."""
     found = forecasts_of(ranks)
     if not found:
         return
@@ -147,14 +147,14 @@ def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
 
 
 def _in_underflow(dtype: str, scaler: bool | None) -> tuple[str, str]:
-    """(kind of the insight for gradients, what is added to its sentence)"""
+    """(kind of the insight for gradients, ending of its sentence)"""
     if dtype == "float16" and not scaler:
         return "no_scaler", ": no GradScaler is in use" if scaler is False else ": no GradScaler was seen"
     return "scaler_too_small" if scaler else "underflow", ""
 
 
 def _scaler(ranks: list[RankFacts]) -> bool | None:
-    """Whether a GradScaler is in use; None where no gradient was received that could tell."""
+    """Whether a GradScaler is in use; None if no received gradient shows it."""
     if any(rank.skipped_steps for rank in ranks):
         return True
     pages = [page for rank in ranks for page in rank.pages.values() if page.has_backward]

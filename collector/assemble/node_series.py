@@ -26,7 +26,7 @@ class EventTime:
 
 
 def event_of(facts: RunFacts, verdict: Verdict) -> EventTime | None:
-    """None where nothing happened, or it is not known when."""
+    """None if nothing happened, or its time is unknown."""
     if verdict.kind == VerdictKind.INTERRUPTED:
         signals = [(node, node.signal.time_ns) for node in facts.nodes.values() if node.signal is not None]
         return _first(_event_at(node, ns, "the signal") for node, ns in signals if ns)
@@ -42,7 +42,7 @@ def _first(events: Iterable[EventTime]) -> EventTime | None:
 
 
 def offset_ns(node: NodeFacts | None) -> int:
-    """By how much the collector's clock is ahead of a node's; 0 if that is not known."""
+    """By how much the collector's clock is ahead of a node's, in nanoseconds; 0 if unknown."""
     return node.clock[0] if node is not None and node.clock is not None else 0
 
 
@@ -153,14 +153,14 @@ class NodeSeries:
         return part
 
     def of(self, what: str) -> list[str]:
-        """What has this figure."""
+        """The GPUs, ranks or ports that have this figure ("" is the host)."""
         return [of for of, its in self._columns if its == what and self.get(of, its) is not None]
 
 
 def node_series(host: str, messages: Iterable[TelemetryMessage], zero_ns: int) -> NodeSeries | None:
     """From all lives of a node's agent; `zero_ns` is the event, by the host's clock. None if there is no sample.
 
-    What cannot be unpacked is left out.
+    Messages that cannot be unpacked are skipped.
     """
     lives = sorted(messages, key=lambda message: message.began_ns)[-MOST_LIVES:]
     columns: dict[tuple[str, str], list[_Part]] = {}

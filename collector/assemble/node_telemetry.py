@@ -1,7 +1,7 @@
-"""report.json's `telemetry`: the nodes' figures around the event, and what stands out in them. Pure.
+"""report.json's `telemetry`: the nodes' figures around the event, and those that stand out. Pure.
 
-What is reported as standing out is far from how a healthy node does. It is no cause: a node may swap for hours and
-train on.
+A figure that stands out is far from a healthy node's. It need not be the cause: a node may swap for hours and still
+train.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .node_series import FigureSamples, NodeSeries, event_of, series_of_all
 from .timeline import utc
 
 MOST_NODES = 4
-"""Whose figures are in the report. What stands out is reported of all nodes."""
+"""Most nodes whose figures are in the report. Unusual figures are reported for all nodes."""
 MOST_ALIKE = 4
 """Up to this many nodes on which the same figure stands out are listed one by one."""
 MOST_POINTS = 48
@@ -88,7 +88,7 @@ def _at(series: FigureSamples, ends: list[Any]) -> list[float | None]:
     return [float(f"{total / weight:.4g}") if weight > 0 else None for total, weight in zip(sums, weights, strict=True)]
 
 
-# What stands out in the figures of a node around an event.
+# Unusual figures of a node around an event.
 
 BEFORE_S, AFTER_S = 120.0, 30.0
 """Around the event."""
@@ -112,7 +112,7 @@ _HELD = {
 
 
 class NodeFinding(NamedTuple):
-    """What a rule has found. `text` is the sentence without the host and the time."""
+    """The finding of a rule. `text` is the sentence without the host and the time."""
 
     of: str
     what: str

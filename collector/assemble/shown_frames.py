@@ -1,4 +1,4 @@
-"""What a report shows of what the ranks recorded: their last frames, traced batches, and the outputs of modules."""
+"""The parts of the ranks' records that a report shows: last frames, traced batches, and the outputs of modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..report.model import HeatModule, ModuleHistory, ModulesByRanks, RankSeries
 
 
 class ReportTarget(NamedTuple):
-    """What the shown frames of all ranks are compared with."""
+    """The page and frame that the shown frames of all ranks are compared with."""
 
     rank: RankFacts
     page: KeptPage
@@ -92,7 +92,7 @@ def frames_of_batch(rank: RankFacts, batch: int, target: ReportTarget | None) ->
 def _last(rank: RankFacts, page: KeptPage, verdict: Verdict, target: ReportTarget | None) -> int | None:
     """Index of the frame to end with: of the rank's own diagnosis, else the target's counterpart.
 
-    What a rank only received from others, as a gradient after an all-reduce, is no place of its own to end with.
+    A value that a rank only received from others, such as a gradient after an all-reduce, is no place to end with.
     """
     own = rank.diagnosis
     if own is not None and own.source in ("received", "reduced") and target is not None and rank is not target.rank:
@@ -110,9 +110,9 @@ def _last(rank: RankFacts, page: KeptPage, verdict: Verdict, target: ReportTarge
     return next((frame.index for frame in page.frames if frame.module == verdict.module), None)
 
 
-# The ranks whose frames and traced batches a report holds: all of a small job, of a large one what a reader needs.
+# The ranks whose frames and traced batches a report holds: all of a small job; in a large one, those a reader needs.
 #
-# The others' are in the store: `gpuwatch report --rank N` reads them there.
+# Other ranks' frames are in the store: `gpuwatch report --rank N` reads them there.
 
 SMALL_JOB = 32
 """Ranks of a job whose report holds frames of all ranks."""
@@ -126,7 +126,7 @@ MOST_ROWS_OF_ONE = 200_000
 def ranks_to_show(
     facts: RunFacts, ranks: list[RankFacts], verdict: Verdict, target: ReportTarget | None, asked: int | None
 ) -> list[RankFacts]:
-    """The rank that was asked for, the verdict's, those beside it, those that differ, and a healthy one like it."""
+    """The requested rank, the verdict's, those beside it, those that differ, and a healthy one like it."""
     if len(ranks) <= SMALL_JOB:
         return ranks
     concurrent = {other.rank for other in verdict.concurrent}
@@ -172,10 +172,10 @@ def traces_to_show(
     return found
 
 
-# Growth before an overflow: abs max of what modules returned, over the batches and over the ranks.
+# Growth before an overflow: abs max of modules' outputs, over the batches and over the ranks.
 
 MOST_RANKS = 256
-"""Ranks whose history a report holds. Of more it holds the verdict's, those that met something, and some others."""
+"""Most ranks whose history a report holds: in a larger job the verdict's, those with an anomaly, and some others."""
 _MOST_POINTS = 8192
 _MOST_CELLS = 8192
 
@@ -207,7 +207,7 @@ def _chosen(ranks: list[RankFacts], verdict: Verdict) -> list[RankFacts]:
 
 
 def over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int) -> ModuleHistory | None:
-    """None where the verdict is about no module or no history has come."""
+    """None if the verdict names no module, or no history was received."""
     if verdict.kind != VerdictKind.OVERFLOW or verdict.module is None:
         return None
     found: list[RankSeries] = []

@@ -1,10 +1,10 @@
 """Which rank the others wait for in every step, or now and then, and what that costs the job. Pure.
 
-A rank's own time in a step is what it takes without waiting for others. Of ranks that keep step with each other, the
-slow one has the most of it and waits the least. What it costs the job is its own time beyond the median of the
-others', as a share of the step; and not more than the others have waited beyond it.
+A rank's own time in a step excludes waiting for others. Among ranks that keep step with each other, the slow one has
+the most own time and waits the least. Its cost to the job is its own time beyond the median of the others', as a share
+of the step; at most the time that the others have waited longer than it.
 
-It is no verdict. A rank is named only if that is clear: the same one in both halves of the run, in several steps, and
+This is no verdict. A rank is named only if it is clear: the same one in both halves of the run, in several steps, and
 no other rank is half as slow.
 """
 
@@ -55,7 +55,7 @@ class SlowRank:
 
     rank: int
     cost: float
-    """Share of the job's time that it takes."""
+    """Share of the job's time that it costs."""
     part: str
     """Which of PARTS has most of the difference; "" if none has."""
     how: Literal["", "constantly", "now and then"] = ""
@@ -72,7 +72,7 @@ class SlowRank:
 
 
 class StepComparison(NamedTuple):
-    """What a comparison of the ranks' steps has shown."""
+    """The result of comparing the ranks' steps."""
 
     steps: int
     """Steps that were compared."""

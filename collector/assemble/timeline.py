@@ -97,5 +97,5 @@ def limit_text(limit: float) -> str:
 
 
 def is_sound(forecast: LimitForecast) -> bool:
-    """Whether its numbers are some: it has come over the network."""
+    """Whether its numbers are finite and positive. They were received over the network and cannot be trusted."""
     return all(math.isfinite(number) and number > 0 for number in (forecast.limit, forecast.abs_max))

@@ -1,6 +1,6 @@
-"""The verdict of a run in which nothing went wrong: what was looked at, and how close it came.
+"""The verdict of a run without a failure: which tensors were checked, and how close they were to their limits.
 
-"Clean" needs proof (`missing`). Without it the verdict is `unknown`, with what is missing.
+"Clean" needs proof (`missing`). Without it the verdict is `unknown` and lists the gaps.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ def _since(fault: OwnFault) -> str:
     return f"in batch {fault.where.batch}" if fault.where.page >= 0 else "before its first batch, or at an unknown time"
 
 
-# What keeps a run in which nothing bad was seen from being clean: what could hold an overflow and was not heard.
+# Gaps that keep a run from being clean: places that could hide an overflow and were not observed.
 
 _Reason = tuple[str, str]
-"""What is missing of a rank: for one rank, for several that share it."""
+"""A gap in a rank's record: the clause for one rank, and for several that share it."""
 
 
 def _reason(text: str, *values: object) -> _Reason:
-    """Of `[one|several]` each takes its own, and both the values."""
+    """Each clause takes its side of `[one|several]`; both take the values."""
     one, several = (re.sub(r"\[(.*?)\|(.*?)\]", rf"\{number}", text) for number in (1, 2))
     return one.format(*values), several.format(*values)
 
@@ -119,9 +119,9 @@ _MOST_NAMED = 64
 
 
 def missing(facts: RunFacts) -> list[str]:
-    """One clause per reason, the ranks that share it together; [] if every rank of the job was looked at to its end.
+    """One clause per gap, with all ranks that share it; [] if every rank of the job was watched to its end.
 
-    In an attempt before a restart a rank may have been stopped, or have called no module: what it did was judged.
+    In an attempt before a restart, a rank that was stopped early or called no module is no gap; lost records are one.
 
     >>> missing(facts)
     ['rank 3 was not heard after batch 41', 'ranks 0, 1 called no module']
@@ -334,7 +334,7 @@ _BY_THE_MODULE = (
 
 
 def clean_verdict(facts: RunFacts) -> Verdict:
-    """No overflow, where that is proven; else what is missing for the proof."""
+    """`clean` if it is proven that nothing overflowed; else `unknown`, with the gaps in the proof."""
     lacking = missing(facts)
     if not lacking:
         return _clean(facts)
@@ -415,9 +415,9 @@ def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def _loose_lines(ranks: list[RankFacts]) -> list[str]:
-    """What optimizers stepped on that no module has: what is computed with it has no frames.
+    """Lines on parameters that optimizers stepped on but no called module has, so that no frames show their use.
 
-    What nobody has looked at there is missing for a proof: it is told with that.
+    Those never read are a gap in the proof, which `missing` reports instead.
     """
     by_what: dict[tuple[str, int], list[int]] = {}
     for rank in ranks:

@@ -44,14 +44,14 @@ def decide(facts: RunFacts) -> Verdict:
 
 
 def _less_sure(facts: RunFacts, verdict: Verdict) -> Verdict:
-    """A message that is missing may have told of something earlier."""
+    """Lower the certainty if messages are missing: one may have reported an earlier event."""
     lost = lost_messages(facts)
     if not lost or verdict.certainty != Certainty.ESTABLISHED:
         return verdict
     return replace(verdict, certainty=Certainty.SUPPORTED, evidence=[*verdict.evidence, *lost])
 
 
-# What the run has done to the GPU of a rank: its error counters since the preflight, and the driver's XIDs.
+# A rank's GPU during the run: its error counters since the preflight, and the driver's XIDs.
 
 _MAX_LINES = 6
 
@@ -83,7 +83,7 @@ def _with_gpu(facts: RunFacts, verdict: Verdict) -> Verdict:
 
 
 def gpu_lines(gpu: GpuSincePreflight) -> list[str]:
-    """What the run has done to it, a line each."""
+    """XIDs of the GPU and changes of its counters since the preflight, a line each."""
     lines = [_xid_text(xid) for xid in gpu.xids[:_MAX_LINES]]
     if len(gpu.xids) > _MAX_LINES:
         lines.append(f"and {len(gpu.xids) - _MAX_LINES} more XIDs")

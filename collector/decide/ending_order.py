@@ -1,8 +1,8 @@
 """In which order the ranks of an attempt ended. Pure.
 
-Two ranks are put in order by the collectives that they had issued on a common group: fewer is earlier. Where both ran
-on one host, its clock is asked as well: a rank may run ahead of another in collectives that it does not wait for. What
-says only that another rank is gone is never first.
+The collectives that two ranks had issued on a common group order them: fewer is earlier. If both ran on one host, its
+clock counts as well: a rank may run ahead of another in collectives that it does not wait for. A rank that reports only
+that another rank is gone is never first.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _Group = TypeVar("_Group", str, tuple[str, str])
 _TOGETHER_NS = 10 * 10**6
 """Ranks of one host whose ends may lie closer together ended at the same time."""
 _ALIKE_NS = 10**9
-"""Ranks of one host that raise the same within so long have one reason."""
+"""Ranks of one host that raise the same within this time have one reason."""
 _SEEN_NS = 10**9
-"""A rank that an agent saw to end may have ended so long before."""
+"""A rank may have ended up to this long before an agent noticed it."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class ExitOrder:
     by_themselves: list[RankFacts]
     """Those that their launcher did not stop, or that ended badly before it did; the first to end first."""
     first: RankFacts | None
-    """The one that went first; None if all of them say only that another rank is gone."""
+    """The rank that ended first; None if all of them report only that another rank is gone."""
     same: list[RankFacts] = field(default_factory=list)
-    """Others that ended at the same point as the first. Of ranks of one host: and at the same time, or within a second
-    where they raised the same."""
+    """Others that ended at the same point as the first. Ranks of one host must also have ended at the same time, or
+    within a second if they raised the same."""
     alike: list[tuple[RankFacts, int]] = field(default_factory=list)
-    """Of these the ones that were later by the clock of their common host, and raised the same: by how much."""
+    """(rank, delay) for those in `same` that raised the same later: nanoseconds by the clock of their common host."""
     later: list[tuple[RankFacts, int]] = field(default_factory=list)
-    """Others that ended at the same point, and at least so many nanoseconds later by the clock of their common host."""
+    """(rank, delay) for others that ended at the same point later, at least by `delay` nanoseconds of that clock."""
     behind: list[tuple[RankFacts, int]] = field(default_factory=list)
-    """Others that had issued fewer collectives, and ended at least so many nanoseconds later by that clock."""
+    """(rank, delay) for others that had issued fewer collectives and ended at least `delay` nanoseconds later."""
 
 
 def endings_of(facts: RunFacts, attempt: int) -> ExitOrder:
@@ -76,7 +76,7 @@ def endings_of(facts: RunFacts, attempt: int) -> ExitOrder:
 
 
 class _RankExit:
-    """What puts one rank's end in order with others."""
+    """A rank's end, with the counts and times that order it among the others."""
 
     def __init__(self, facts: RunFacts, rank: RankFacts) -> None:
         error, script, exit_ = own_error(rank), rank.script_exit, rank.exit
@@ -91,12 +91,12 @@ class _RankExit:
         if script is not None and error is None and script.code == 0:
             own = None  # its end came after that of its script
         self.tells = own is not None and own.time_ns > 0
-        """It has written itself when it ended, and what it had issued until then."""
+        """It has recorded itself when it ended, and the collectives that it had issued by then."""
         self.seq = own.seq if own is not None else exit_.where.seq if exit_ is not None else -1
         self.clock = own.clock if own is not None else {}
         self.begun = {(group.name, group.members): group.begun for group in exit_.groups} if exit_ is not None else {}
         self.times = (0, 0)
-        """Between which times it ended, by its host's clock; (0, 0) if that is not known."""
+        """It ended between these times of its host's clock; (0, 0) if unknown."""
         if own is not None and self.tells:
             self.times = (own.time_ns, own.time_ns)
         elif exit_ is not None and error is None:
@@ -104,7 +104,7 @@ class _RankExit:
 
 
 def _is_before(one: _RankExit, other: _RankExit) -> bool:
-    """By what they have issued, unless the clock of their host certainly says otherwise."""
+    """Whether `one` had issued fewer collectives, unless the clock of their common host proves the opposite."""
     slack_ns = _TOGETHER_NS if one.tells and other.tells else _SEEN_NS
     if _fewer(one, other):
         return (_gap_ns(other, one) or 0) < slack_ns
@@ -116,7 +116,7 @@ def _is_together(first: RankFacts, other: RankFacts, ns: int) -> bool:
 
 
 def _raised_alike(first: RankFacts, other: RankFacts) -> bool:
-    """The same exception with the same words, whatever numbers are in them: each rank may name its own."""
+    """Whether both raised the same exception with the same words. Numbers may differ: each rank may name its own."""
     mine, theirs = own_error(first), own_error(other)
     if mine is None or theirs is None:
         return False
@@ -167,7 +167,7 @@ def _is_less(mine: dict[_Group, int], theirs: dict[_Group, int]) -> bool:
 
 
 def _gap_ns(one: _RankExit, other: _RankExit) -> int | None:
-    """How long after it the other certainly ended; None if no clock tells."""
+    """The time by which the other certainly ended later; None if they share no clock."""
     if one.host != other.host or not one.times[0] or not other.times[0]:
         return None
     return other.times[0] - one.times[1]

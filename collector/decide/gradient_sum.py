@@ -45,7 +45,7 @@ _MOST_SHOWN = 4
 
 @dataclass(frozen=True)
 class GradientSum:
-    """One gradient: what each rank's own backward made, and what the optimizers of the ranks got."""
+    """One gradient as each rank's own backward made it, and as the optimizers of the ranks got it."""
 
     own: Mapping[int, Row]
     """Rank -> its own gradient, the largest of the step."""
@@ -84,7 +84,7 @@ class GradientSum:
         return self.answer == "sum" and self.is_alike and not any(row.nan for row in self.got.values())
 
     def line(self) -> str:
-        """What each rank's own gradient was, against the limit."""
+        """Each rank's own gradient against the limit, as a line."""
         shown = [f"{number_text(row.abs_max)} on rank {rank}" for rank, row in sorted(self.own.items())[:_MOST_SHOWN]]
         more = len(self.own) - len(shown)
         dtype = next(iter(self.got.values())).dtype

@@ -1,6 +1,6 @@
-"""Who the others wait for, from where all ranks stood. Pure, and the same live and in the report.
+"""The ranks that the others wait for, from all ranks' positions. Pure, and the same live and in the report.
 
-What the ranks show of their process groups is asked first (hang_groups.py), and then what their stacks look like.
+The ranks' tables of their process groups come first (hang_groups.py), then their stacks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _StackScene:
     """The ranks that have ended with exit code 0."""
     world_size: int
     unseen: int
-    """Number of ranks of which nothing is known."""
+    """Number of ranks whose position is unknown."""
 
     @property
     def _still_s(self) -> float:
@@ -251,17 +251,17 @@ def _bound(position: RankPosition, look: RankLook) -> Literal["shown", "seems", 
     return "free"
 
 
-# Whether the ranks of a job that stands still are ended for it now, and what the user is told of that. Pure.
+# Whether a hang ends the ranks now, and the sentence for the user about it. Pure.
 
 PATIENCE_TIMES = 4.0
-"""So many times the limit, where a job may come to its end by itself, though nothing says so."""
+"""The factor on the limit for a job that may still end by itself, though nothing shows it."""
 _NEARLY = 0.9
-"""Ranks that stand still together have not begun to at the same moment."""
+"""Share of the time that suffices, because the ranks of a hang do not stop at the same moment."""
 
 
 @dataclass(frozen=True)
 class HangAction:
-    """What follows from a finding."""
+    """The action that follows from a finding."""
 
     now: bool
     """The ranks are ended."""
@@ -291,7 +291,7 @@ def _auto(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> Hang
 
 
 def _abort(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:
-    """All is ended where the others wait for a rank; a rank that computes may come to its end."""
+    """End all ranks if the others wait for one; a rank that computes gets more time, as it may finish."""
     if not found.may_end:
         return HangAction(False, "the job is left as it is, as no rank is seen to wait for another")
     patience_s = PATIENCE_TIMES * limit_s

@@ -1,4 +1,4 @@
-"""What follows from where the ranks of a job stood."""
+"""Findings about a hang, and the ranks' positions behind them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HangPrognosis:
 
 @dataclass(frozen=True)
 class HangFinding:
-    """What follows from one time of asking."""
+    """The finding of one round of asking all ranks."""
 
     statement: str
     certainty: Certainty
@@ -194,7 +194,7 @@ class PendingOperation:
     missing: list[int]
     """Members that never began it."""
     untold: list[int]
-    """Members of which nothing is known."""
+    """Members whose position is unknown."""
 
     def text(self, world_size: int) -> str:
         """`all_reduce`, `all_reduce of group 1 (ranks 4-7)`, `send to rank 1`"""

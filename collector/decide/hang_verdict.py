@@ -85,7 +85,7 @@ def _has_ended(rank: RankFacts) -> bool:
 def _says_why(rank: RankFacts, *, waited: bool) -> bool:
     """Whether a rank ended for a reason of its own, which is then the verdict.
 
-    Of those that waited, the watchdog of NCCL aborts the process, and a group's timeout raises: that is no reason.
+    A waiting rank that NCCL's watchdog aborts, or in which a group's timeout raises, has no reason of its own.
     """
     error = own_error(rank)
     if error is not None:

@@ -96,7 +96,7 @@ def _of_inputs(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
 
 
 def is_compiled(facts: RunFacts, first: LocalDiagnosis) -> bool:
-    """Whether compiled code runs in the named module that no frame shows: what is in there may be the maker."""
+    """Whether the named module runs compiled code without frames: a module inside it may be the maker."""
     rank = facts.one(first.attempt, first.rank)
     return first.is_origin and any(
         (hidden.module, hidden.cls) == (first.module, first.cls) for hidden in rank.not_looked_into

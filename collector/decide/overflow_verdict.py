@@ -31,7 +31,7 @@ _TIERS = (
 )
 """Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
 _MOST_PASSED = 8
-"""Of so many ranks that were fed it, it is looked for what may have brought it."""
+"""How many ranks whose value came from outside are checked for transfers that may have brought it."""
 _OF_NO_MODULE: dict[str, Any] = dict.fromkeys(("module", "cls", "role", "root")) | {"phase": FramePhase.COLLECTIVE}
 
 
@@ -62,7 +62,7 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     if first.source == "received" or (not alone and all(d.source in ("weight", "unread", "carried") for d in tier)):
         return _unknown(facts, tier)
     if first.source == "weight" and is_param_group(first.module) and number_of_ranks(facts, first_attempt) > 1:
-        return _unknown(facts, tier)  # its gradient may be a sum of all ranks' gradients, and nobody has looked at it
+        return _unknown(facts, tier)  # its gradient may be a sum over all ranks, and it was not read
     rest = tier[1:]
     page = page_of(facts, first)
     rest += [  # each rank may have been fed it, unless one rank is fed what another has made

@@ -1,6 +1,6 @@
-"""What a verdict about an overflow says: its place, its sentence, and what to do next.
+"""The words of an overflow verdict: its place, its sentence, and what to do next.
 
-Advice follows from the evidence: what that shows to be bad is looked at first.
+Advice follows from the evidence: it starts with the tensor that the evidence shows to be bad.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ _SHOWN = (FramePhase.FORWARD, FramePhase.BACKWARD)
 
 @dataclass(frozen=True)
 class AdviceClues:
-    """What is known beside a diagnosis that decides what to look at."""
+    """Evidence beside a diagnosis that decides what to inspect first."""
 
     odd: OddWeight | None = None
     """A copy of a weight that is blamed."""
@@ -208,7 +208,7 @@ class AdviceClues:
     large: str = ""
     """The largest weight of a model that has not been trained yet, if it is very large."""
     gradients: bool = False
-    """Gradients were looked at in that batch."""
+    """Gradients were read in that batch."""
     weights: bool = False
 
 
@@ -234,7 +234,7 @@ def clues_of(
 
 
 def wild_line(wild: WildWeight) -> str:
-    """What the evidence says of a wild weight."""
+    """The line of evidence about a wild weight."""
     return f"first wild number: {_wild_text(wild)}, abs max {number_text(wild.row.abs_max)}, against {wild.against}"
 
 

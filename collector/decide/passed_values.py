@@ -1,8 +1,8 @@
-"""From which rank a value came that one was handed: what the ranks say of what they passed to each other. Pure.
+"""Trace a received value to the rank that sent it, from the ranks' reports of collectives and messages. Pure.
 
-A rank tells of each tensor that went into a collective or a message, or came out of it, and was not finite
-(PassedTensor). A row of a frame is matched with what came out last before it: the same step, dtype, number of elements
-and kind of value. From there the edge is followed to who put it in, and on from rank to rank.
+A rank reports each non-finite tensor that went into or came out of a collective or a message (PassedTensor). A row of a
+frame is matched with the last output before it that has the same step, dtype, number of elements and kind of value. The
+trace goes on to the rank that put it in, and so from rank to rank.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _HANDED = ("outside", "received", "carried")
 
 @dataclass(frozen=True)
 class ValueArrival:
-    """How a value came to the rank of a diagnosis."""
+    """The path of a value to the rank of a diagnosis."""
 
     ways: tuple[PassedTensor, ...]
-    """What came out, on each rank on the way; the last one first."""
+    """The output on each rank along the path, the last rank first."""
     put: PassedTensor | None
-    """What the first rank put in; None: all ranks put finite numbers in, and the sum of these was not."""
+    """The input of the first rank; None: all ranks put finite numbers in, and their sum was not finite."""
     summands: tuple[PassedTensor, ...] = ()
-    """What each rank tells of that sum."""
+    """Each rank's report of that sum."""
 
     @property
     def rank(self) -> int | None:
@@ -47,7 +47,7 @@ class ValueArrival:
 
 
 class PassedOperations:
-    """What the ranks of an attempt tell of what they passed to each other, found by operation."""
+    """The tensors that the ranks of an attempt report as passed to each other, by operation."""
 
     def __init__(self, facts: RunFacts, attempt: int) -> None:
         self._ranks = {rank.rank: rank for rank in facts.of_attempt(attempt)}
@@ -57,7 +57,7 @@ class PassedOperations:
                 self._told[_key(one)].append(one)
 
     def fed_by(self, diagnosis: LocalDiagnosis) -> ValueArrival | None:
-        """How the value of a diagnosis came to its rank; None if it came by no way that was seen."""
+        """The path of a diagnosis's value to its rank; None if no recorded operation brought it."""
         rank = self._ranks.get(diagnosis.rank)  # a process that is no rank shares no group
         if rank is None or diagnosis.source not in _HANDED or diagnosis.shape is None:
             return None
@@ -107,7 +107,7 @@ class PassedOperations:
         return None
 
     def _of(self, came: PassedTensor) -> list[PassedTensor]:
-        """What all ranks tell of the operation out of which something came."""
+        """All ranks' reports of the operation that put out `came`."""
         if came.operation == "recv":
             return self._told.get(("send", came.group, came.number, came.tag, came.peer, came.where.rank), [])
         # a group of another mesh may have the same name, and no member in common
@@ -126,7 +126,7 @@ def _members(one: PassedTensor) -> list[int]:
 
 
 def _came_out(rank: RankFacts, step: int, seq: int) -> list[PassedTensor]:
-    """What came out on a rank in a step, up to a place; the earliest first."""
+    """Outputs on a rank in a step, up to a place; the earliest first."""
     found = [one for one in rank.passed if one.came_out and one.where.step == step and one.where.seq <= seq]
     return sorted(found, key=lambda one: (one.where.seq, one.where.time_ns))
 
@@ -143,7 +143,7 @@ def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[
 
 
 def _elements_of(one: PassedTensor) -> int:
-    """Of all ranks together: the gradient of a sharded weight has the shape of the whole."""
+    """The elements on all ranks together: the gradient of a sharded weight has the shape of the whole."""
     return one.elements * (len(_members(one)) if one.operation == "reduce_scatter" else 1)
 
 
@@ -174,7 +174,7 @@ def way_text(one: PassedTensor) -> str:
 
 
 def fed_lines(fed: ValueArrival) -> list[str]:
-    """The way, from who put it in to who met it."""
+    """The path as lines, from the rank that put it in to the rank that met it."""
     lines = []
     if fed.put is not None:
         lines.append(f"rank {fed.put.where.rank} put {fed.put.value} into {way_text(fed.put)}")
@@ -187,7 +187,7 @@ def fed_lines(fed: ValueArrival) -> list[str]:
     return lines
 
 
-# What a value may have come by that a model was handed, or its backward. Pure.
+# Whether a value that a model, or its backward, received may come from another rank or model. Pure.
 #
 # A rank that was fed a nan has made it itself only if nothing has passed between the last finite value that was seen of
 # that rank and the place: no collective, send or receive, and no call of another model.
@@ -196,7 +196,7 @@ def fed_lines(fed: ValueArrival) -> list[str]:
 # rank 1, batch 4: step, 40 collectives     batch 5: input[0] of `Second`, 41 collectives      a recv, or a collective
 
 _MOST_EARLIER = 4
-"""Pages that are looked at for the last number of collectives before a call."""
+"""How many earlier pages are searched for the last number of collectives before a call."""
 
 
 def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
@@ -229,7 +229,7 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
 
 
 def _may_have_received_it(facts: RunFacts, found: LocalDiagnosis) -> bool:
-    """Whether the rank gets messages of others, and nobody looks at what is in them."""
+    """Whether the rank receives messages whose contents are not checked."""
     state = facts.one(found.attempt, found.rank).state
     return state is not None and state.passed_unseen and any(found.received.values())
 

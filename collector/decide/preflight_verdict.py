@@ -140,7 +140,7 @@ def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Preflig
 
 
 def _told_by(facts: RunFacts, ranks: list[RankFacts], first: PreflightFinding) -> list[str]:
-    """What the blamed ranks say of themselves."""
+    """The blamed ranks' own reports."""
     lines = []
     for rank in ranks:
         result = rank.preflight

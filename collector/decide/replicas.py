@@ -1,6 +1,6 @@
 """Replicas: whether ranks run the same model, and whether one rank's copy of a weight differs from the others'.
 
-Only pages of the same point are compared. A weight that differs now is told apart by its history: it agreed in an
+Only pages of the same point are compared. The history of a weight that differs now gives the reason: it agreed in an
 earlier batch (something changed it on one rank), it differed there too (ranks have weights of their own: experts,
 adapters, other seeds), or no earlier batch was received.
 
@@ -99,13 +99,13 @@ def _last_place(rank: RankFacts) -> tuple[int, int] | None:
 
 
 WILD = 2.0**16
-"""A weight that is so many times larger than the other copies, and than 1, has probably lost an exponent bit."""
+"""A weight larger by this factor than the other copies, and than 1, probably has a flipped exponent bit."""
 
 _MOST_OF_STEP = 2.0**10
-"""No step is known to move a weight by more than so many times its gradient, or than this."""
+"""No known step moves a weight beyond this many times its gradient (or 1, if that is larger)."""
 
 _MAX_PEERS = 8
-"""A wild weight is compared with so many other ranks: replicas have the same weights."""
+"""How many other ranks a wild weight is compared with: replicas have the same weights."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,10 @@ class OddWeight:
 
     @property
     def certain(self) -> bool:
-        """Whether this rank's copy is the odd one, and explains what is not finite.
+        """Whether this rank's copy is the odd one, and explains the non-finite value.
 
-        Of two copies, only their history can tell. A copy that differs a little may have been trained on this rank.
+        With two copies, only an earlier batch in which they agreed shows which one is odd. A copy that differs a little
+        may have been trained on this rank.
         """
         told_apart = len(self.ranks) > 1 or self.agreed_in is not None
         return told_apart and (self.wild or self.changed)

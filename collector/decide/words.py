@@ -1,4 +1,4 @@
-"""The phrases of verdicts: which rank, where, and what it was doing; and what is worth telling beside them."""
+"""The phrases of verdicts: which rank, where, and what it was doing; and notes beside the verdict."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def counted(number: int, word: str) -> str:
 
 
 def unseen_texts(ranks: Iterable[RankFacts]) -> list[str]:
-    """What the torch of these ranks does not let us see of their compiled modules."""
+    """Parts of these ranks' compiled modules that their version of torch does not show."""
     return [*dict.fromkeys(unseen.text for rank in ranks for unseen in rank.compiled_unseen)]
 
 
@@ -57,7 +57,7 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
 
 
 def doing(seen: WorkerExit | RankLook) -> str:
-    """Where a rank was when it ended, or when it was looked at."""
+    """Where a rank was when it ended, or when it was asked for its position."""
     batch = seen.where.batch
     if seen.phase == "forward":
         inside = f", in {module_text(seen.module, seen.cls)}" if seen.module is not None else ""
@@ -89,7 +89,7 @@ def left_silently(rank: RankFacts) -> bool:
 
 
 def told_its_end(rank: RankFacts) -> bool:
-    """Whether its script has come to an end; or it has left its group, and nothing was called from there to its end.
+    """Whether its script has ended, or it has left its group and called nothing after that.
 
     Ray kills its workers once they have left their group.
     """
@@ -112,8 +112,8 @@ def was_aborted(rank: RankFacts) -> bool:
 
 
 def was_aborted_at_exit(rank: RankFacts) -> bool:
-    """Its script came to its end well, and torch aborted what was left of the process: a thread of gloo, say, that had
-    lost its peers (pytorch/pytorch#179291)."""
+    """Whether torch aborted the process after its script had ended well: a thread of gloo, say, that had lost its peers
+    (pytorch/pytorch#179291)."""
     return was_aborted(rank) and rank.script_exit is not None and rank.script_exit.code == 0
 
 
@@ -155,7 +155,7 @@ def place_of(diagnosis: LocalDiagnosis) -> str:
 def found_text(diagnosis: LocalDiagnosis) -> str:
     """What was found, and in which row: `nan in output of `fc` (Linear)`.
 
-    A value that no row of the named module holds is told by the row that does: `nan in input[0] of `attn.c_proj`
+    If no row of the named module holds the value, the text names the row that does: `nan in input[0] of `attn.c_proj`
     (Linear), made in `attn` (Attention)'s own code`.
     """
     if diagnosis.own_role is not None:
@@ -238,7 +238,7 @@ def between_text(between: tuple[str | None, str | None]) -> str:
     return f"after `{after}` returned and {ending}" if after else ending
 
 
-# What is worth telling beside the verdict: values near trouble, skipped steps, waived rows, the cost of watching.
+# Notes beside the verdict: values near their limits, skipped steps, waived rows, the cost of watching.
 
 
 def worst_first(warnings: list[tuple[int, RangeWarning]]) -> list[tuple[int, RangeWarning]]:

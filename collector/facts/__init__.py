@@ -1,1 +1,1 @@
-"""What is known of a run: from the messages of all ranks to facts. No socket, no disk."""
+"""Facts about a run, made from the messages of all ranks. No socket, no disk."""

@@ -1,9 +1,8 @@
 """Which module made a non-finite gradient, from one rank's page.
 
-The gradient of an output is made by the backward of its users. The frames of the forward show which calls were handed
-that tensor. If one call was, and nothing else can have used the tensor, that call's backward made the gradient. Code
-between calls may have used it if that code made a tensor of its own afterwards; so may the loss, if the model returned
-the tensor.
+The backward of an output's users makes its gradient. The frames of the forward show which calls received that tensor.
+If one call did, and nothing else can have used the tensor, that call's backward made the gradient. Code between calls
+may have used it if that code made a tensor of its own afterwards; so may the loss, if the model returned the tensor.
 
     h = self.enter(x); y = self.root(h); return self.leave(y)     the gradient of h: made by the backward of `root`
     h = self.enter(x); return self.leave(self.root(h).sqrt())     of what `root` returned: `leave` or this module's code
@@ -27,8 +26,8 @@ from .diagnosis import AlarmPage, LocalDiagnosis, quoted
 
 # Which calls' operations can have made a bad gradient, from autograd's graph and the gradients above it.
 #
-# The gradients of what modules returned are known: the bad one is the first of its page. An operation whose backward
-# was handed a finite gradient and only passes gradients on has made nothing. What is left, call by call, can have:
+# The gradients of module outputs are known: the bad one is the first of its page. An operation whose backward received
+# a finite gradient and only passes gradients on is ruled out. The remaining operations, by call, can have made it:
 #
 # x + f(norm(x))                 of x: `norm`. AddBackward0 passed on the gradient of what the block returned
 # norm(x + f(x))                 of what f returned: `norm`. AddBackward0 passed on what it was handed
@@ -51,7 +50,7 @@ class GradientMaker:
 
 @dataclass(frozen=True)
 class GradientMakers:
-    """What can have made a bad gradient, and what cannot have."""
+    """Operations that can have made a bad gradient, and some that cannot."""
 
     makers: tuple[GradientMaker, ...]
     passed: tuple[GraphNode, ...]
@@ -61,11 +60,11 @@ class GradientMakers:
 def makers_of(
     graph: Sequence[GraphNode], finite: Callable[[str, int], bool], returned_finite: Callable[[str], bool] | None = None
 ) -> GradientMakers | None:
-    """What can have made the gradient that the first node was handed; None if that is not known.
+    """The operations that can have made the gradient that the first node received; None if that is unknown.
 
-    `finite(module, outputs)`: whether the gradients of all that the module returned were seen, at least so many of
-    them, and were finite. `returned_finite(module)`: whether all that it returned is known to be finite, asked where
-    the gradient is nan alone.
+    `finite(module, outputs)`: whether the gradients of all outputs of the module, at least `outputs` of them, were seen
+    and finite. `returned_finite(module)`: whether all outputs of the module are known to be finite; asked only if the
+    gradient is nan.
     """
     outputs: dict[str, int] = {}
     for node in graph[1:]:
@@ -145,9 +144,9 @@ def _largest(rows: list[Row]) -> float | None:
 
 
 _OPERATIONS = {"Linear": ("AddmmBackward0",), "Embedding": ("EmbeddingBackward0",)}
-"""What their forward consists of."""
+"""class -> the autograd nodes of its forward"""
 _FAR = 2.0**8
-"""Gradients that are so many times smaller than the dtype's largest number do not overflow when they are added."""
+"""Gradients smaller than the dtype's maximum by this factor do not overflow when they are added."""
 
 
 def explain_gradient(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis:
@@ -167,7 +166,7 @@ class _BackwardTrail:
         self._calls = FrameCalls(other for other in alarm.frames if other.phase == FramePhase.FORWARD)
         self._before = [f for f in alarm.frames if f.phase == FramePhase.BACKWARD and f.index < frame.index]
         self._name = frame.module or frame.cls
-        """How the module of the gradient is called in a stretch of code."""
+        """The name of the gradient's module in `between`."""
 
     # -- the two kinds of gradients -----------------------------------------------------------------------------
 
@@ -221,7 +220,7 @@ class _BackwardTrail:
     def _is_too_large_for(self, mine: list[Frame]) -> bool:
         """Whether a Linear or an Embedding cannot have made this gradient of its parameter itself.
 
-        The loss may use a parameter too, as a penalty does, and so does what is differentiated twice.
+        The loss may use a parameter, too, as a penalty or a second differentiation does.
         """
         ops = _OPERATIONS.get(self._frame.cls)
         limit = DTYPE_MAX.get(self._row.dtype)
@@ -234,7 +233,7 @@ class _BackwardTrail:
         return all(bound is not None and bound < limit / _FAR for bound in bounds)
 
     def _of_unseen(self, call: Frame, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
-        """What was handed a finite gradient, and inside of which none was seen: a graph, whose runs overwrite them."""
+        """A call that received a finite gradient and has none inside: a graph, whose runs overwrite them."""
         note = f"no gradient was seen inside of {quoted(call.module)}: whatever is in there can have made it"
         return self._made_inside(call, note, own_code)
 
@@ -302,14 +301,14 @@ class _BackwardTrail:
         return self._diagnosis(call.module, call.cls, excluded=tuple(excluded), **fields)
 
     def _all_finite(self, module: str, outputs: int) -> bool:
-        """Whether the gradients of all that a module returned were seen and finite: at least so many of them."""
+        """Whether the gradients of all outputs of a module, at least `outputs` of them, were seen and finite."""
         calls = self._calls_of(module)
         if not calls or not self._seen_finite(calls):
             return False
         return len({row.role for call in calls for _, row in self._gradients_of(call)}) >= outputs
 
     def _returned_finite(self, module: str) -> bool:
-        """Whether all that a module returned in the forward was measured and finite."""
+        """Whether all outputs of a module in the forward were measured and finite."""
         rows = [row for call in self._calls_of(module) for row in call.outputs]
         return bool(rows) and all(row.finite and row.kind == RowContent.MEASURED for row in rows)
 
@@ -404,7 +403,7 @@ class _BackwardTrail:
         return [call for call in self._calls.frames if call.module == module]
 
     def _calls_around(self, module: str) -> list[Frame]:
-        """The calls of the module around one that is never called: that one uses its parameters itself."""
+        """For a module that is never called, the calls of the innermost module around it, which uses its parameters."""
         around = [call.module for call in self._calls.frames if _is_inside(module, call.module)]
         return self._calls_of(max(around, key=len)) if around else []
 
@@ -426,7 +425,7 @@ class _BackwardTrail:
         return len(found) >= len(every) and all(found.values())
 
     def _is_unseen_inside(self, call: Frame) -> bool:
-        """Whether no gradient was seen of what calls inside of this one have returned to it."""
+        """Whether no gradient was seen for the outputs of calls inside of this one."""
         own = {row.value for row in call.outputs}
         inside = [
             other

@@ -1,4 +1,4 @@
-"""The module calls of one forward: how they nest, and which tensors they were handed and returned.
+"""The module calls of one forward: how they nest, and which tensors they received and returned.
 
 Frames are in the order in which calls returned, so a call's children are the run of deeper frames right before it. Two
 rows of one forward with the same value index are about the same tensor.
@@ -125,10 +125,10 @@ def begun(frame: Frame) -> int:
 
 @dataclass
 class TensorUsers:
-    """What can have used a tensor."""
+    """The possible users of a tensor."""
 
     calls: list[Frame] = field(default_factory=list)
-    """Calls that were handed it. Of nested calls, the outermost."""
+    """Calls that received it; the outermost of nested calls."""
     own_code: list[str] = field(default_factory=list)
     """Modules whose own code may have used it."""
     returned: bool = False
@@ -174,7 +174,7 @@ class TensorUsers:
 
 
 def users_of(calls: FrameCalls, made: list[Frame], roles: list[str]) -> TensorUsers:
-    """What can have used these outputs of these calls."""
+    """The possible users of these outputs of these calls."""
     users = TensorUsers(unwatched=not made)
     for call in made:
         for row in call.outputs:
@@ -190,7 +190,7 @@ def users_of(calls: FrameCalls, made: list[Frame], roles: list[str]) -> TensorUs
 
 
 def users_inside(calls: FrameCalls, user: Frame, value: int) -> TensorUsers:
-    """What inside a call can have used the tensor that the call was handed."""
+    """The possible users, inside a call, of a tensor that the call received."""
     inner = TensorUsers([child for child in calls.children(user) if _uses(child, value)], value=value)
     own = _own_code(calls, user, -1)
     if not inner.calls or own is not None:
@@ -235,7 +235,7 @@ def _add_maker(calls: FrameCalls, users: TensorUsers, call: Frame, value: int) -
 
 
 class OwnCodeResult(NamedTuple):
-    """What a module's own code has made between its calls."""
+    """A module's own code made a tensor between its calls; `takers` received it, `explained` as in TensorUsers."""
 
     takers: list[Frame]
     explained: bool

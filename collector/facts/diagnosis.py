@@ -17,18 +17,18 @@ from ...core.values import NonFinite, name_of
 from ..report.sentence_parts import ranks_text
 
 Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried", "left"]
-"""How the value came to the place that a diagnosis names.
+"""How the value reached the place that a diagnosis names.
 
-made        that place made it, out of finite values
-outside     the model, or its backward, was handed it
+made        that place made it from finite values
+outside     the model, or its backward, received it
 changed     a weight was changed outside of forward, backward and step
-weight      it is in a weight, and no frame shows how it came there
-unread      that place returned it, of finite inputs, and nobody has looked at its weights
+weight      it is in a weight, and no frame shows how it got there
+unread      that place returned it for finite inputs, and its weights were not read
 skipped     `--every` skipped that batch
 reduced     this rank's own gradient was finite, and the one that the optimizer got was not
-received    collectives ran there, so it may have come from any rank
-carried     that place was handed it, and no frame shows its maker
-left        it was in a parameter's gradient before the backward began that has added to that
+received    collectives ran there, so any rank may have sent it
+carried     that place received it, and no frame shows its maker
+left        a parameter's gradient held it before the backward that added to that gradient began
 """
 
 
@@ -70,7 +70,7 @@ class LocalDiagnosis:
     changed_since: bool = False
     """A bad weight was finite when it was last read, and no step can have changed it since."""
     history: str = ""
-    """What is known of a bad weight from before: a clause (step_origin.py)."""
+    """The earlier readings of a bad weight: a clause (step_origin.py)."""
     computed: bool = False
     """The script has computed the bad weight from other tensors."""
     bad_buffers: tuple[str, ...] = ()
@@ -78,15 +78,15 @@ class LocalDiagnosis:
     changed: bool = False
     """Weights have changed since they were last read, by no step that was seen."""
     passed: bool = False
-    """What a model was handed may have come from another rank, or from another model."""
+    """The model's input may come from another rank or another model."""
     suspects: tuple[str, ...] = ()
     """Calls that can have made a gradient, where several can have: `module` holds all of them."""
     own_code: tuple[str, ...] = ()
     """Modules whose own code can have made a gradient, or a value that went on by another way than frames show."""
     excluded: tuple[str, ...] = ()
-    """What has used a tensor with a bad gradient as well, and cannot have made it: `AddBackward0 of `block``."""
+    """Operations that also used a tensor with a bad gradient but cannot have made it: `AddBackward0 of `block``."""
     mask: str = ""
-    """Of which -inf a nan was made: `a row of input[1] is -inf throughout`."""
+    """The -inf from which a nan was made: `a row of input[1] is -inf throughout`."""
     seen_in: FramePhase = FramePhase.FORWARD
     """Phase of the frame, as core.frames.Phase has it. A bad weight may show in a forward or after a step."""
     cause: str = ""
@@ -116,11 +116,11 @@ class AlarmPage:
     frames: list[Frame]
     """Those of the page, by index."""
     earlier: Sequence[Page] = ()
-    """Pages of the same root from before, latest first. They tell what is new in this one."""
+    """Earlier pages of the same root, latest first; they show which values are new in this one."""
 
     @property
     def again(self) -> LookedAgain:
-        """What the second look at the alarm's module has found; nothing, if there was none."""
+        """Findings of the second look at the alarm's module; empty if there was none."""
         return self.anomaly.again or LookedAgain()
 
     @property
@@ -310,10 +310,10 @@ def is_scalers(anomaly: Anomaly) -> bool:
 
 # Which of the ranks' diagnoses came first. Clocks of hosts are not compared. Pure.
 #
-# A value crosses from one rank to another in a collective or in a message only. Collectives cut the order of a group's
-# members: the rank that had issued fewer of them was earlier, as the value cannot have come to it through one that it
-# had not yet issued. A message is an edge between two ranks: if one had received more than the other had sent by its
-# own diagnosis, one of the messages was sent after it. Messages are counted for each pair of ranks, and are in no sum.
+# A value crosses from one rank to another in a collective or in a message only. Collectives order the members of a
+# group: the rank that had issued fewer of them was earlier, because a collective that it had not yet issued cannot have
+# brought it the value. A message is an edge between two ranks: if one had received more than the other had sent by its
+# own diagnosis, one of the messages was sent after it. Messages are counted for each pair of ranks and never summed.
 #
 # What neither puts in order is concurrent.
 

@@ -1,4 +1,4 @@
-"""What is known of a run (fold.py makes it of messages)."""
+"""The facts of a run (fold.py makes them from messages)."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ class RankFacts:
     ignored: list[events.IgnoredAlarm] = field(default_factory=list)
     absorbed: list[events.AbsorbedValue] = field(default_factory=list)
     passed: list[events.PassedTensor] = field(default_factory=list)
-    """What was not finite and went into collectives and messages, or came out of them; the earliest first."""
+    """Non-finite tensors that went into collectives and messages, or came out of them; the earliest first."""
     not_looked_into: list[events.NotLookedInto] = field(default_factory=list)
     compiled_unseen: list[events.CompiledUnseen] = field(default_factory=list)
     loose_parameters: list[events.LooseParameters] = field(default_factory=list)
     batch_inputs: list[events.BatchInputs] = field(default_factory=list)
     costs: list[events.WatchCost] = field(default_factory=list)
     looks: list[events.RankLook] = field(default_factory=list)
-    """Where it stood each time when all ranks were asked."""
+    """Its position each time that all ranks were asked."""
     step_times: events.StepTimes | None = None
     forecasts: list[events.LimitForecast] = field(default_factory=list)
     """While it ran: modules that were about to pass their limit."""
@@ -138,18 +138,18 @@ class NodeFacts:
     lost: bool = False
     """It went silent before its Bye."""
     clock: tuple[int, int] | None = None
-    """(by how much the collector's clock is ahead, round trip of the exchange that told), in nanoseconds."""
+    """(by how much the collector's clock is ahead, round trip of the exchange that measured it), in nanoseconds."""
     gpu_events: list[events.GpuXid | events.GpuCounters | events.GpuHealth] = field(default_factory=list)
     hot: bytes = b""
-    """Modules of its ranks that were closest to their limit, as its last beat has them."""
+    """Modules of its ranks that were closest to their limit, from its last beat."""
     gpus: bytes = b""
-    """How its GPUs do, as its last beat has them."""
+    """State of its GPUs, from its last beat."""
     telemetry: dict[int, TelemetryMessage] = field(default_factory=dict)
-    """By when it began: an agent that was started again begins anew. Of each the newest."""
+    """The agent's start time -> the newest message since then; a restarted agent adds an entry."""
     pages_dropped: dict[int, int] = field(default_factory=dict)
     """rank -> pages that its agent had no room for"""
     messages_lost: int = 0
-    """Of its numbered messages so many are missing, while later ones are there."""
+    """The number of its messages that are missing, though later ones were received."""
 
 
 @dataclass
@@ -193,7 +193,7 @@ class RunFacts:
 
     @property
     def hellos(self) -> list[AgentHello]:
-        """What the nodes that were heard have said first."""
+        """The hellos of the nodes that were heard."""
         return [node.hello for node in self.nodes.values() if node.hello is not None]
 
     @property
@@ -203,7 +203,7 @@ class RunFacts:
 
     @property
     def announced_ranks(self) -> int:
-        """How many ranks the job has: as its nodes say, or its ranks where the nodes do not know it beforehand."""
+        """The number of ranks, from the nodes, or from the ranks if the nodes do not know it beforehand."""
         said = sum(hello.nproc for hello in self.hellos)
         return said or max((rank.state.world_size for rank in self.ranks.values() if rank.state is not None), default=0)
 

@@ -1,6 +1,6 @@
-"""From messages to facts, in any order, with duplicates or gaps; as they come, or from a store.
+"""From messages to facts, in any order, with duplicates or gaps; live, or from a store.
 
-A page is looked at once, when it comes. What is found in it stays in memory, the page itself does not.
+Each page is inspected once, on arrival. Its findings stay in memory, the page itself does not.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .kept_pages import KeptHistory, KeptPage, PageCache, RankNames
 # A message with all its text made safe to show (core/text.py), before anything is made of it. Pure.
 #
 # A script chooses the names of its modules, classes and arguments, the messages of its exceptions and its command line.
-# What is safe here is safe in the verdict, the text, report.json and every later rendering. Names in definitions are
+# Text made safe here is safe in the verdict, the text, report.json and every later rendering. Names in definitions are
 # made safe where they are given to pages (core/recorder/pages.py).
 
 _NAMES = frozenset({"module", "cls", "role", "pattern", "error", "host", "node", "device", "dtype", "part", "stage"})
 _SEVERAL_LINES = frozenset({"traceback", "message"})
-"""Of an exception: shown line by line."""
+"""Fields of an exception that are shown line by line."""
 
 _PLAIN = frozenset({int, float, bool, bytes, type(None)})
 
@@ -91,7 +91,7 @@ def _root(label: str) -> str:
 
 
 _EARLIER_PAGES = 3
-"""Of a rank, so many pages from before its first anomaly are looked at."""
+"""How many pages before a rank's first anomaly its diagnosis reads."""
 _Body = TypeVar("_Body", PageMessage, RankHistoryMessage)
 LoadPage = Callable[[str, int], PageMessage | None]
 """Gives the page again that an agent has sent under a number; None if it is lost."""
@@ -110,10 +110,10 @@ def fold(
 
 
 class FactFold:
-    """The facts as far as messages have come."""
+    """The facts from the messages received so far."""
 
     def __init__(self, load: LoadPage | None = None, load_history: LoadHistory | None = None) -> None:
-        """Without a way to load it again, all is kept."""
+        """Without a loader, all pages or histories stay in memory."""
         self._load = load
         self._load_history = load_history
         self._facts = RunFacts()
@@ -129,7 +129,7 @@ class FactFold:
         self._met_in: set[int] = set()
         """Optimizer steps in which a rank has met something."""
         self._told: set[tuple[int, int]] = set()
-        """Ranks whose preflight was told by others."""
+        """Ranks whose preflight result comes from their peers."""
 
     def add(self, name: str, n: int, received: AgentBody) -> None:
         """One message of an agent, by its number; 0 is not numbered."""
@@ -171,14 +171,14 @@ class FactFold:
         return any(rank.forecasts for rank in self._facts.ranks.values())
 
     def as_it_stands(self) -> RunFacts:
-        """The facts without what has yet to be worked out of them: it costs nothing."""
+        """The facts without the pending diagnoses and inferences: it costs nothing."""
         return self._facts
 
     def facts(self, lost_agents: Iterable[str] = (), *, most_diagnosed: int | None = None) -> RunFacts:
         """The facts now. The same object changes with the messages that are added.
 
-        With `most_diagnosed` so many ranks are diagnosed from new pages, those first that met something first; of the
-        others it stays as if these pages had not come.
+        `most_diagnosed` limits how many ranks are diagnosed from new pages; ranks with the earliest anomalies go first.
+        The others stay as if these pages had not been received.
         """
         facts = self._facts
         facts.peers.clear()
@@ -231,7 +231,7 @@ class FactFold:
         rank.histories[message.root] = KeptHistory(load, names, self._cache, message.root)
 
     def _take_preflights_of_peers(self) -> None:
-        """A rank that was stopped before it could write has told the others."""
+        """Take a rank's preflight result from its peers if the rank was stopped before it could report it."""
         ranks = self._facts.ranks
         for key in self._told:
             ranks[key].preflight = None
@@ -259,7 +259,7 @@ class FactFold:
                 if not page.is_named:
                     self._facts.unnamed_pages += 1
                     continue
-                # what is left out of these can only take an alarm away: a call that returned something finite
+                # frames missing here can only clear an alarm: a call that returned something finite
                 excused_here = excused.get(page.root, set())
                 found = first_alarm(sorted(page.suspicious_frames, key=lambda frame: frame.index), excused_here)
                 if found is not None:
@@ -324,9 +324,9 @@ def _loader(
 
 
 def _pages_up_to(pages: dict[int, KeptPage], number: int) -> list[KeptPage]:
-    """A page, and the latest ones of its root from before, which tell what is new in it.
+    """A page, then earlier pages of its root, latest first, which show which values are new in it.
 
-    [] if it was not received, or not all of its names.
+    [] if the page or one of its names was not received.
     """
     last = pages.get(number)
     if last is None or not last.is_named:
@@ -336,7 +336,7 @@ def _pages_up_to(pages: dict[int, KeptPage], number: int) -> list[KeptPage]:
 
 
 def _sort(rank: RankFacts) -> None:
-    # a device's numbers come late: what a rank had issued by then tells which of two alarms it met first
+    # a device's numbers arrive late: the collectives issued by then show which of two alarms was first
     rank.anomalies.sort(key=lambda one: (one.where.seq, one.where.time_ns, one.where.page, one.frame))
     rank.errors.sort(key=lambda error: error.where.time_ns)
     rank.begun.sort(key=lambda began: began.where.time_ns)
@@ -404,15 +404,15 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
 
 
 def _replaces(event: Any, known: Any) -> bool:
-    """Whether an event takes the place of the one that is known. Most are told once."""
+    """Whether an event replaces the known one. Most are sent once."""
     if known is None:
         return True
     if isinstance(event, events.RankInventoryEvent):
-        return event.facts is not None  # what runs without facts is told once more, with them
+        return event.facts is not None  # an inventory without facts is sent again with them
     if isinstance(event, events.LeftGroup):
         return bool(event.where.step >= known.where.step)
     if isinstance(event, events.StepTimes):
-        # of what two agents have seen of a rank the larger part, whichever came first
+        # if two agents saw parts of a rank, the larger part counts, whichever was received first
         return (event.timed, event.steps) > (known.timed, known.steps)
     return True
 
@@ -435,7 +435,7 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: NodeBeat) -> None:
 
 
 def _moved(state: RankState) -> tuple[int, ...]:
-    """Of two beats the later one, whichever came first: nothing in it runs backwards."""
+    """A key that orders beats by progress, whichever was received first: its numbers never decrease."""
     return (
         state.final,
         state.step,

@@ -29,7 +29,7 @@ _FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGI
 def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -> LocalDiagnosis:
     """The origin of an anomaly in its page. If the page has lost that frame, the event alone is diagnosed.
 
-    `earlier` are pages of the same root from before, latest first. They tell what is new in this one.
+    `earlier` are earlier pages of the same root, latest first; they show which values are new in this one.
     """
     alarm = AlarmPage(page, anomaly, sorted(page.frames, key=lambda frame: frame.index), earlier)
     first = next((frame for frame in alarm.frames if frame.index == anomaly.frame), None)
@@ -63,10 +63,10 @@ def _of_gradient(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis:
 
 
 def _by_another_way(found: LocalDiagnosis, alarm: AlarmPage, first: Frame) -> LocalDiagnosis:
-    """What autograd's graph says against the place that the frames name as the maker of a value in a forward.
+    """Correct the place that frames name as the maker of a value in a forward, if autograd's graph contradicts it.
 
-    A value that goes from one module to another by an attribute, a list or a closure is in no frame, so that the module
-    which takes it out looks like its maker. Of several, the one in whose attribute it was found is named.
+    No frame shows a value that a module hands on by an attribute, a list or a closure, so that the module which reads
+    it looks like its maker. Among several candidates, the one whose attribute held the value is named.
     """
     again = alarm.anomaly.again
     if again is None or found.source != "made" or found.frame != first.index:
@@ -259,7 +259,7 @@ class _ForwardTrail:
         )
 
     def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
-        """What is known of a call's weights if nobody has looked at them when it ran; empty if somebody has."""
+        """Notes on a call's weights if they were not read when it ran; empty if they were."""
         calls = self._calls
         if self._anomaly.again is None and not calls.children(frame) and not any(f.weights for f in calls.frames):
             return ("no weight was read in this batch, and no later look at one is known",)
@@ -387,7 +387,7 @@ class _ForwardTrail:
 
 
 def _weight_row(role: str, value: str, dtype: str) -> Row:
-    """Of a weight that no row of the page is about."""
+    """A row for a weight of which the page has none."""
     flags = _FLAGS.get(value, NonFinite.NAN)
     return Row(
         role=role,

@@ -1,6 +1,6 @@
-"""What is kept of the pages of all ranks: a few numbers of each. The rest is read again when somebody looks at it.
+"""Pages of all ranks: a few numbers of each stay in memory, and the rest is read again from the store when needed.
 
-A thousand ranks that trace a batch a second send more than any memory holds. The page itself is in the store.
+A thousand ranks that trace a batch a second send more than any memory holds.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class RankNames:
     def __init__(self, shared: SharedNames) -> None:
         self._shared = shared
         self._places: dict[str, int] = {}
-        """By agent: one that was started again tells all of them again."""
+        """agent -> its place; a restarted agent sends all its definitions again"""
         self.place = START
 
     def add(self, agent: str, entries: list[Definition]) -> None:
-        """What an agent tells of this rank."""
+        """Add definitions that an agent has sent for this rank."""
         there = self._places[agent] = self._shared.after(self._places.get(agent, START), entries)
         if self._shared.depth(there) > self._shared.depth(self.place):
             self.place = there
@@ -111,7 +111,7 @@ _MOST_KEPT = {"tables": 8, "frames": 8, "in common": 256}
 
 
 class PageCache:
-    """What was looked at last, and what many pages have in common."""
+    """The most recently used tables and frames, and data that many pages share."""
 
     def __init__(self) -> None:
         self.names = SharedNames()
@@ -119,7 +119,7 @@ class PageCache:
         self._kept: dict[str, OrderedDict[Hashable, Any]] = {kind: OrderedDict() for kind in _MOST_KEPT}
 
     def get(self, kind: Literal["tables", "frames", "in common"], key: Hashable, make: Callable[[], T]) -> T:
-        """The tables or frames of the page with this key, or what all pages with it have in common."""
+        """The tables or frames of the page with this key, or the data that all pages with this key share."""
         kept = self._kept[kind]
         if key in kept:
             kept.move_to_end(key)
@@ -225,7 +225,7 @@ class KeptPage:
 
     @property
     def fullness(self) -> tuple[int, bool, int]:
-        """Of two copies of a page the fuller one is kept."""
+        """The sort key by which the fuller of two copies of a page is kept."""
         return self.num_frames, self.complete, self._tables.arrived
 
     @property
@@ -235,7 +235,7 @@ class KeptPage:
 
     @property
     def as_known(self) -> tuple[int, int]:
-        """Changes when another copy of it comes, or more of its names. To compare two pages is to read both whole."""
+        """Changes when another copy or more names arrive. It is cheaper than `==`, which reads both pages whole."""
         return self._key, self._names.place
 
     @property
@@ -291,7 +291,7 @@ class KeptPage:
         return self._page([], 0)
 
     def lazy(self) -> Page:
-        """As a page whose frames decode their rows when they are asked for: to be looked at, not to be written."""
+        """A page whose frames decode their rows on access: to be read, not to be written."""
         return self._page(self.frames, self.lost_frames)
 
     def whole(self) -> Page:
@@ -350,7 +350,7 @@ class OpenHistory:
 
 @dataclass(frozen=True)
 class KeptHistory:
-    """Of one root of one rank. `load` gives the message again."""
+    """The history of one root of one rank. `load` reads the message again."""
 
     load: Callable[[], RankHistoryMessage | None]
     names: RankNames

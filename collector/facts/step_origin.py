@@ -1,4 +1,4 @@
-"""What has changed a weight, or a gradient, between a backward and the next forward, from one rank's pages. Pure."""
+"""The cause of a change of a weight or gradient between a backward and the next forward, from a rank's pages. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...core.roles import RoleKind, is_param_group, role_of_parameter
 from ...core.values import DTYPE_MAX
 from .diagnosis import AlarmPage, LocalDiagnosis, Source, number_text, rows_in
 
-# Whether an optimizer's rule can have made a weight non-finite, from what is known of the step. Pure.
+# Whether an optimizer's rule can have made a weight non-finite, from the known numbers of the step. Pure.
 #
 # Each rule gives the largest change that a step can make, from the largest gradient, weight and state. If weight and
 # change together are far below the dtype's largest number, the step did not make it: the weight was changed by
@@ -25,13 +25,13 @@ from .diagnosis import AlarmPage, LocalDiagnosis, Source, number_text, rows_in
 # SGD     lr 3e38, the same                                  ->  beyond float32: it can
 
 _MARGIN = 2.0**-8
-"""A sum of many terms is rounded: what is this far below the dtype's largest number cannot overflow."""
+"""Sums of many terms are rounded: a bound below this share of the dtype's maximum cannot overflow."""
 _SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
 """The smallest positive number of a dtype: an eps below it is 0."""
 
 
 class KnownStep(NamedTuple):
-    """What went into the step of one weight. All numbers are abs max, and finite."""
+    """The inputs of the step of one weight. All numbers are abs max, and finite."""
 
     weight: float
     gradient: float
@@ -49,7 +49,7 @@ class _StepRule:
 
 
 def can_make_non_finite(step: OptimizerStep | None, known: KnownStep) -> bool | None:
-    """Whether the step can have made the weight non-finite; None if that cannot be told."""
+    """Whether the step can have made the weight non-finite; None if that is unknown."""
     largest = DTYPE_MAX.get(known.dtype)
     if step is None or largest is None or known.dtype not in _SMALLEST:
         return None
@@ -134,7 +134,7 @@ def _decayed(settings: Mapping[str, float], known: KnownStep) -> float:
 
 
 def _eps(settings: Mapping[str, float], known: KnownStep) -> float | None:
-    """What the update is divided by at least; None if that may be 0, and 0 / 0 is nan."""
+    """The smallest divisor of the update; None if it may be 0, as 0 / 0 is nan."""
     eps = settings.get("eps", 0.0)
     return eps if eps > _SMALLEST[known.dtype] else None
 
@@ -309,7 +309,7 @@ class WeightReading(NamedTuple):
 
 
 class WeightHistory(NamedTuple):
-    """What is known of a bad weight from before."""
+    """The earlier readings of a bad weight."""
 
     changed: bool = False
     """Something else than a step has changed it since it was finite."""
@@ -336,7 +336,7 @@ def _readings(page: Page, frame: Frame, row: Row, earlier: Sequence[Page]) -> It
 
 
 def history_of(page: Page, frame: Frame, row: Row, earlier: Sequence[Page]) -> WeightHistory:
-    """What is known of a weight that is bad in a forward of `page`. `earlier` are pages of its root, latest first."""
+    """Earlier readings of a weight that is bad in a forward of `page`; `earlier` pages of its root are latest first."""
     last = next(_readings(page, frame, row, earlier), None)
     if last is None or not last.row.finite:
         return WeightHistory()

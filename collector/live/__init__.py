@@ -1,1 +1,1 @@
-"""What is shown and reported while the job still runs."""
+"""Views, metrics and reports while the job still runs."""

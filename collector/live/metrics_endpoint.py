@@ -2,11 +2,11 @@
 
     GET /metrics  ->  200, Prometheus's text format; 503 before the first picture
 
-The loop gives the newest picture, once a second, and waits for nobody. An error of ours is counted, logged once, and in
+The loop supplies the newest picture once a second and never waits. An error of gpuwatch is counted, logged once, and in
 the report. It costs the metrics alone.
 
-Everybody who reaches the port may read; that is 127.0.0.1 by default. It is bounded: a number of scrapes at a time,
-each with a deadline. The text is made once for a picture, when somebody asks for it.
+Everybody who reaches the port may read; it is on 127.0.0.1 by default. The number of concurrent scrapes is bounded, and
+each has a deadline. The text of a picture is made once, on the first scrape.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .snapshot import STATES, behind_of, state_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MOST_SCRAPES = 8
-"""At a time. The server hangs up on any more."""
+"""Concurrent scrapes. The server hangs up on any more."""
 _SCRAPE_S = 10.0
 """The server hangs up on a client that sends or takes nothing for this long."""
 
@@ -48,11 +48,11 @@ class OwnNumbers:
     """Numbers of the collector itself."""
 
     waiting_messages: int = 0
-    """Received, and not on the disk yet."""
+    """Received messages that are not on the disk yet."""
     waiting_bytes: int = 0
     pages_not_kept: int = 0
     turned_away: dict[str, int] = field(default_factory=dict)
-    """By reason."""
+    """reason -> clients or messages that were refused"""
     metrics_faults: int = 0
 
 
@@ -60,14 +60,14 @@ Picture = tuple[JobView, OwnNumbers]
 
 
 class MetricsExporter:
-    """Serves them from the moment it is made, at `address`: `HOST:PORT`. Raises UsageError where it cannot."""
+    """Serves metrics from its construction, at `address`: `HOST:PORT`. Raises UsageError if that fails."""
 
     def __init__(self, address: str) -> None:
         self.faults = 0
         self._errors: set[str] = set()
         self._pace = PicturePace()
         self._lock = threading.Lock()
-        """For the text, which scrapes make."""
+        """Guards the text, which scrapes make in their threads."""
         self._counting = threading.Lock()
         self._newest: Picture | None = None
         self._written: tuple[Picture, bytes] | None = None
@@ -95,13 +95,13 @@ class MetricsExporter:
         self._pace.took(time.thread_time() - began, now)
 
     def conclude(self, kind: str) -> None:
-        """The verdict is there."""
+        """Publish the kind of the final verdict."""
         newest = self._newest
         if newest is not None:
             self._newest = replace(newest[0], kind=kind), newest[1]
 
     def text(self) -> bytes | None:
-        """The newest picture as text, in the thread of a scrape; None where there is none, or it cannot be written."""
+        """The newest picture as text, made in a scrape's thread; None if there is none, or it cannot be written."""
         with self._lock:
             newest = self._newest
             if newest is None:
@@ -115,7 +115,7 @@ class MetricsExporter:
             return self._written[1]
 
     def failed(self, error: Exception) -> None:
-        """Count an error of ours, and log it once. Scrapes call it in their threads, too."""
+        """Count an error of gpuwatch, and log it once. Scrapes call this in their threads, too."""
         line = f"the metrics could not be told: {type(error).__name__}: {error}"
         with self._counting:
             self.faults += 1
@@ -125,7 +125,7 @@ class MetricsExporter:
             tell(line)
 
     def close(self) -> None:
-        """Nobody can scrape any more. A scrape that goes on is left to itself."""
+        """Close the port. Running scrapes are not waited for."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -142,14 +142,14 @@ class _MetricsServer(ThreadingHTTPServer):
         super().__init__((host, port), _ScrapeHandler)
 
     def server_bind(self) -> None:
-        """As the base classes', without a look at the name service, which can take seconds."""
+        """As in the base classes, without the lookup in the name service, which can take seconds."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread, if there is room for one."""
+        """Start a thread for the request, unless `_MOST_SCRAPES` are running."""
         if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -167,7 +167,7 @@ class _MetricsServer(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no fault of ours."""
+        """A client that hangs up is no fault of gpuwatch."""
         error = sys.exc_info()[1]
         if isinstance(error, Exception) and not isinstance(error, OSError):
             self.exporter.failed(error)
@@ -180,7 +180,7 @@ class _ScrapeHandler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """The metrics, or what there is in their place."""
+        """Answer with the metrics, or with 404 or 503."""
         if self.path.partition("?")[0] not in ("/metrics", "/"):
             self.send_error(HTTPStatus.NOT_FOUND, "expected /metrics")
             return
@@ -201,13 +201,13 @@ class _ScrapeHandler(BaseHTTPRequestHandler):
         """A scrape is not worth a line."""
 
 
-# From the picture that `gpuwatch top` shows to what a Prometheus reads.
+# From the picture that `gpuwatch top` shows to Prometheus's text format.
 #
 # gpuwatch_rank_batches_total{host="node-a",rank="3"} 813.0
 # gpuwatch_module_headroom{dtype="float16",module="net.fc2"} 1.1
 #
-# A rank has four series, and six with a GPU, whatever its model is. Of modules there are the few of the run that are
-# closest to their limit.
+# A rank has four series, and six with a GPU, whatever its model. Only the few modules of the run that are closest to
+# their limit have series.
 
 _RANK = ("rank", "host")
 _MODULE = ("module", "dtype")
@@ -230,7 +230,7 @@ Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 def families(view: JobView, own: OwnNumbers) -> Iterator[Metric]:
-    """All of them; one that nothing is known for has no sample."""
+    """All metrics; one without a known value has no sample."""
     yield InfoMetricFamily(
         "gpuwatch_run", "The run that this collector watches.", {"run": view.run, "attempt": str(view.attempt)}
     )

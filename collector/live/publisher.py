@@ -1,7 +1,7 @@
-"""Both ends of the socket that viewers look at, with the collector's CURVE keys.
+"""Both ends of the socket for viewers, with the collector's CURVE keys.
 
-The collector's end waits for nobody and reads nothing. Who is too slow misses pictures. With no viewer, no picture is
-made. Its port, and the key that opens it, are in a file of the run's folder, which only its user can read.
+The collector's end never waits and reads nothing but subscriptions. A slow viewer misses pictures. Without a viewer, no
+picture is made. A file in the run's folder, which only its user can read, holds the port and its key.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class PicturePace:
         return True
 
     def took(self, processor_s: float, now: float) -> None:
-        """One was made, in `processor_s` of processor time."""
+        """A picture took `processor_s` of processor time."""
         self._due = now + max(EVERY_S, processor_s / _SHARE)
 
 
 _MOST_WORDS = 64
-"""Words of viewers that are read in one turn: they come and go. Nothing else that they say is read."""
+"""Subscriptions that are read in one turn. Nothing else from viewers is read."""
 
 
 class ViewPublisher:
@@ -57,7 +57,7 @@ class ViewPublisher:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, server: KeyPair, viewer: KeyPair) -> None:
         self._socket = context.socket(zmq.XPUB)
         self.has_viewers = False
-        """Whether somebody looked, when it last heard."""
+        """Whether a viewer was subscribed at the last check."""
         self._pace = PicturePace()
         self._file: Path | None = None
         try:
@@ -78,7 +78,7 @@ class ViewPublisher:
         self._keys = ViewerKeys(everywhere, server.public.decode(), viewer.public.decode(), viewer.private.decode())
 
     def tell(self, folder: Path) -> None:
-        """Write down where it is, for who can read the run's folder. A disk that takes nothing costs the view alone."""
+        """Write the port and key into the run's folder for viewers. A full disk costs the view alone."""
         path = folder / FILE
         with suppress(OSError):
             part = path.with_suffix(".part")
@@ -90,7 +90,7 @@ class ViewPublisher:
             self._file = path
 
     def show(self, make: Callable[[], JobView], now: float) -> None:
-        """Send a picture, if somebody looks and it is time. `now` is monotonic time in seconds."""
+        """Send a picture, if there is a viewer and it is time. `now` is monotonic time in seconds."""
         if not self._pace.is_due(now):
             return
         self._hear()
@@ -108,7 +108,7 @@ class ViewPublisher:
         self._pace.took(time.thread_time() - began, now)
 
     def _hear(self) -> None:
-        """Whether somebody looks: \\x01 says that the first has come, \\x00 that the last has left."""
+        """Update `has_viewers`: \\x01 says that the first viewer has subscribed, \\x00 that the last has left."""
         with suppress(zmq.ZMQError):
             for _ in range(_MOST_WORDS):
                 word = self._socket.recv(zmq.NOBLOCK)
@@ -116,7 +116,7 @@ class ViewPublisher:
                     self.has_viewers = word == b"\x01"
 
     def close(self) -> None:
-        """Nobody can look any more."""
+        """Remove the file and close the socket."""
         if self._file is not None:
             with suppress(OSError):
                 self._file.unlink()
@@ -127,7 +127,7 @@ MAX_BYTES = 32 << 20
 
 
 class ViewSubscriber:
-    """The viewer's end, for the run in `folder`. A collector that is started again is found again by its file."""
+    """The viewer's end, for the run in `folder`. It reconnects to a restarted collector by its file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -141,7 +141,7 @@ class ViewSubscriber:
         return read_viewer_keys(self._folder) is not None
 
     def newest(self, timeout_s: float) -> JobView | None:
-        """The last picture that has come; None if none comes in time. Raises GpuwatchError as above."""
+        """The last picture received; None if none arrives in time. Raises GpuwatchError as above."""
         keys = read_viewer_keys(self._folder)
         if keys != self._keys:
             self._disconnect()
@@ -177,6 +177,6 @@ class ViewSubscriber:
             self._socket = None
 
     def close(self) -> None:
-        """Look no more."""
+        """Disconnect."""
         self._disconnect()
         self._context.term()

@@ -1,4 +1,4 @@
-"""From the facts as they stand to what a viewer sees. Pure; a thousand ranks take a millisecond or two."""
+"""From the current facts to a viewer's picture. Pure; a thousand ranks take a millisecond or two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_XIDS = 4
 def view_of(
     facts: RunFacts, run: str, time_ns: int, verdict: str = "", kind: str = "", slow: ViewStraggler | None = None
 ) -> JobView:
-    """`verdict` is the one so far, "" where there is none, `kind` its kind, `slow` who costs the others time."""
+    """`verdict` is the one so far, or ""; `kind` is its kind, and `slow` the rank that costs the others time."""
     attempt = facts.last_attempt
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     ranks = facts.of_attempt(attempt)
@@ -55,7 +55,7 @@ def view_of(
 
 
 def _lone(facts: RunFacts) -> list[RankFacts]:
-    """Processes that are no rank, and did not become one: first those that have met something, then those that run."""
+    """Processes that are no rank and did not become one: first those with a non-finite value, then running ones."""
     ranks = {(rank.agent, rank.state.pid) for rank in facts.ranks.values() if rank.state is not None}
     found = [
         each for each in facts.processes.values() if each.state is None or (each.agent, each.state.pid) not in ranks
@@ -160,10 +160,10 @@ def _lost(facts: RunFacts) -> dict[str, int]:
     }
 
 
-# Who waits for whom, and in what state a rank is, as a picture shows it. Pure.
+# Which ranks wait for which, and the state of a rank in a picture. Pure.
 
 STILL_S = 3.0
-"""A rank may rest for this long before it counts as at rest."""
+"""Seconds without progress after which a rank counts as at rest."""
 
 State = Literal["overflow", "waited for", "failed", "at rest", "running", "ended"]
 STATES: tuple[State, ...] = get_args(State)
@@ -173,7 +173,7 @@ STATES: tuple[State, ...] = get_args(State)
 def behind_of(ranks: list[RankView]) -> set[int]:
     """The ranks that the others wait for: all rest, and these are in no collective and have begun the fewest.
 
-    Nobody, while any rank moves, where all have begun as many, or where that is not known.
+    Empty if any rank moves, if all have begun as many, or if that is unknown.
     """
     running = [rank for rank in ranks if not rank.ended]
     if len(running) < 2 or any(rank.still_s < STILL_S or rank.begun < 0 for rank in running):

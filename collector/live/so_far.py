@@ -1,4 +1,4 @@
-"""What is reported while the job still runs: the verdict so far, a forecast, a slow rank.
+"""Lines in the collector's log while the job still runs: the verdict so far, a forecast, a slow rank.
 
 An error in one of them is logged, once; it costs neither the others nor the report.
 """
@@ -23,19 +23,19 @@ from ..facts.fold import FactFold, shown_body
 #
 # 2026-11-22T04:05:06.123Z the verdict so far: supported: Rank 3 on gpu-2 overflowed first: +inf in the output of ...
 #
-# It is made of what has come so far. Pages of other ranks can still change it.
+# It rests on the messages received so far. Pages of other ranks can still change it.
 
 _SHARE = 0.2
-"""The share of one processor, and of the time where it has less than one, that it may take for pages."""
+"""The share of one processor that pages may take, or of the time if it has less than one processor."""
 _SHARE_OF_ANOMALIES = 0.5
-"""The same for ranks that have met something: it saves up to `_MOST_SAVED_S` for them."""
+"""The same for ranks with an anomaly, for which up to `_MOST_SAVED_S` is saved."""
 _MOST_SAVED_S = 1.0
 _MOST_DIAGNOSED = 8
-"""Ranks of which pages are read for one decision, 10 ms each: what comes meanwhile waits."""
+"""Ranks whose pages are read for one decision, 10 ms each: new messages wait meanwhile."""
 
 
 class LiveVerdict:
-    """`say` is given the lines. `clock` is monotonic, `used` is processor time of this thread, `now` is the time."""
+    """`say` receives the lines. `clock` is monotonic, `used` is processor time of this thread, `now` is the time."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class LiveVerdict:
 
 
 class LiveForecast:
-    """`say` is given the sentence. A run that `folded` knows a forecast of has told it before."""
+    """`say` receives the sentence. If `folded` has a forecast, an earlier collector has reported it."""
 
     def __init__(self, folded: FactFold, say: Callable[[str], object]) -> None:
         self._say = say
@@ -121,8 +121,8 @@ class LiveForecast:
 #
 # Rank 3 on gpu-2 costs the job 24% of its time now: the others wait for it. Most of the difference is in the forward.
 #
-# Each beat has how many steps a rank has timed and the time of each part so far. The collector compares what all ranks
-# have added since it last compared. It says only what two comparisons show, one after the other.
+# Each beat holds the number of steps that a rank has timed and the time of each part so far. The collector compares the
+# increments of all ranks since its last comparison. It reports a rank only if two successive comparisons agree.
 
 LEAST_S = 10.0
 """Ranks are compared over this time at least, and over `LEAST_STEPS` steps of each."""
@@ -131,7 +131,7 @@ _MOST_US = 1 << 53
 
 
 class LiveStragglers:
-    """`folded` knows the ranks' hosts, `say` is given the lines, `clock` is monotonic."""
+    """`folded` knows the ranks' hosts, `say` receives the lines, `clock` is monotonic."""
 
     def __init__(
         self, folded: FactFold, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic
@@ -145,13 +145,13 @@ class LiveStragglers:
         """By rank: at the last comparison."""
         self._due = 0.0
         self._seen: SlowRank | None = None
-        """What the last comparison has shown, and what was reported last."""
+        """The result of the last comparison, and the last one reported."""
         self._told: SlowRank | None = None
         self.slow: ViewStraggler | None = None
-        """Who it is now, where the last two comparisons agree."""
+        """The slow rank now, if the last two comparisons agree."""
 
     def hear(self, body: AgentBody) -> None:
-        """A beat has where its ranks are."""
+        """Take the step times of a beat."""
         if not isinstance(body, NodeBeat):
             return
         for state in body.ranks:
@@ -226,7 +226,7 @@ def _rank_of(told: SlowRank | None) -> int | None:
 
 
 class LiveFindings:
-    """`say` is given what the user should know, `log` what the log is for."""
+    """`say` receives sentences for the user, `log` lines for the log."""
 
     def __init__(self, folded: FactFold, say: Callable[[str], object], log: Callable[[str], object]) -> None:
         self._log = log
@@ -255,7 +255,7 @@ class LiveFindings:
                 self._failed(part, error)
 
     def tick(self) -> None:
-        """After what has come at once."""
+        """Report changes, once the messages that arrived together are heard."""
         for part in (self._verdict, self._stragglers):
             try:
                 part.tick()

@@ -1,6 +1,6 @@
 """The lines that show the progress of the preflight: a fold over messages, without clock or pipe.
 
-hear(body) for every message, then due() for what has changed since the last time.
+hear(body) takes every message; due() returns the lines that have changed since its last call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StageLines:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there will be, as far as is known."""
+        """The expected number of ranks, as far as it is known."""
         hellos = self._hosts.values()
         known = sum(hello.nproc for hello in hellos)
         expected = max((hello.nproc * hello.min_nodes for hello in hellos), default=0)

@@ -29,7 +29,7 @@ _STYLES = {
 
 
 class RankTable(ScrollView):
-    """A line for each rank. Only those that are seen are drawn, so that ten thousand cost what twenty do."""
+    """A line for each rank. Only visible lines are drawn, so that ten thousand cost as little as twenty."""
 
     can_focus = True
 
@@ -38,13 +38,13 @@ class RankTable(ScrollView):
         self.lines: list[ScreenLine] = []
 
     def show(self, lines: list[ScreenLine]) -> None:
-        """Replace all lines; the place that is looked at stays."""
+        """Replace all lines; the scroll position stays."""
         self.lines = lines
         self.virtual_size = Size(self.size.width, len(lines))
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """One line of what is seen."""
+        """One line of the visible part."""
         width, number = self.size.width, y + self.scroll_offset.y
         if number >= len(self.lines):
             return Strip.blank(width)
@@ -53,7 +53,7 @@ class RankTable(ScrollView):
 
 
 class TopApp(App[int]):
-    """`newest` gives the last picture, None where none has come; `is_over` says whether none will come any more."""
+    """`newest` returns the last picture, or None without a new one; `is_over` says whether no more will follow."""
 
     CSS = """
     #head { height: auto; max-height: 7; }
@@ -83,13 +83,13 @@ class TopApp(App[int]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Start polling."""
         self.set_interval(EVERY_S, self.look)
         self.query_one(RankTable).focus()
         self.draw()
 
     def look(self) -> None:
-        """Take what has come, and draw it."""
+        """Take the newest picture and draw it."""
         try:
             view = self._newest()
             over = view is None and self._is_over()
@@ -101,11 +101,11 @@ class TopApp(App[int]):
         self.draw(over=over)
 
     def on_resize(self) -> None:
-        """Cut the lines anew."""
+        """Redraw for the new width."""
         self.draw()
 
     def action_order(self) -> None:
-        """The ranks in another order."""
+        """Switch the order of the ranks."""
         self.model.by_number = not self.model.by_number
         self.draw()
 

@@ -1,4 +1,4 @@
-"""From pictures of a job to what stands on the screen, as text. Pure: no socket, no clock, no terminal.
+"""From pictures of a job to the text of the screen. Pure: no socket, no clock, no terminal.
 
 run 20261122-1437-ab12: train.py --lr 1e-4
 4 ranks on 1 node, 2.1 batches/s (2.0 to 2.1), step 812
@@ -24,7 +24,7 @@ WINDOW_S = 20.0
 
 
 class ScreenLine(NamedTuple):
-    """One line, and how it is to be seen: "", `dim`, `warn` or `bad`."""
+    """One line and its look: "", `dim`, `warn` or `bad`."""
 
     text: str
     look: str = ""
@@ -45,7 +45,7 @@ class TopModel:
     """Give it each picture, then ask for the screen."""
 
     by_number: bool = False
-    """Ranks in their order; else those first that there is something to say of."""
+    """Ranks in their order; else those with a remark first."""
     _views: deque[JobView] = field(default_factory=deque)
     """Those of the last WINDOW_S."""
 
@@ -155,7 +155,7 @@ _WIDTHS = {
 }
 """Columns of a rank's line; below 0 a text begins at the left."""
 _FIRST_TO_GO = ("warned", "step", "host", "mem%", "/s")
-"""In a narrow terminal, so that there is room for the module, and for what is to be said of the rank."""
+"""Columns that a narrow terminal drops, in this order, to leave room for the module and the remark about the rank."""
 _ROOM = 24
 
 

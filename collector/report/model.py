@@ -29,7 +29,7 @@ class SeenIn(msgspec.Struct, frozen=True):
 
 
 class ConcurrentOrigin(msgspec.Struct, frozen=True):
-    """Another origin, which nothing puts before or after the verdict's."""
+    """Another origin, in no known order with the verdict's."""
 
     rank: int
     module: str
@@ -51,7 +51,7 @@ class CascadedRank(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Where a field does not apply it is null. `role` is null where `seen_in` is there, `rank` where `pid` is."""
+    """A field that does not apply is null. `role` is null if `seen_in` is set, and `rank` if `pid` is."""
 
     kind: VerdictKind
     statement: str
@@ -83,7 +83,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class RankStepTotals(msgspec.Struct, frozen=True):
-    """How many steps of a rank were timed, and the seconds of all of them in each part."""
+    """The number of timed steps of a rank, and their total seconds in each part."""
 
     rank: int
     timed: int
@@ -107,7 +107,7 @@ class StragglerReport(msgspec.Struct, frozen=True):
     text: str
     """One sentence or several."""
     beside: list[str] = []
-    """Figures of its host and its GPU over the run, and what is known of its GPU since the preflight."""
+    """Figures of its host and its GPU over the run, and of its GPU since the preflight."""
 
 
 class StepReport(msgspec.Struct, frozen=True):
@@ -169,11 +169,11 @@ class TelemetryReport(msgspec.Struct, frozen=True):
     """The figures of the nodes around the event."""
 
     event: str = ""
-    """What the times are measured from: `the overflow`; "" where nothing happened."""
+    """The event that times count from: `the overflow`; "" if nothing happened."""
     event_time: str | None = None
     """ISO 8601, by the collector's clock."""
     notable: list[UnusualFigure] = []
-    """The verdict's node first; of many nodes alike, the first few."""
+    """The verdict's node first; if many nodes are alike, the first few."""
     nodes: list[NodeFigures] = []
     """The verdict's node, those where something stands out, then others."""
     nodes_left_out: int = 0
@@ -183,7 +183,7 @@ class TelemetryReport(msgspec.Struct, frozen=True):
 
 
 class RunInsight(msgspec.Struct, frozen=True):
-    """One finding over ranks, modules and batches. It is no verdict: nothing of it has to be wrong."""
+    """One finding over ranks, modules and batches. It is no verdict: it need not be an error."""
 
     kind: str
     """no_scaler, scaler_collapsing, scaler_too_small, growth, near_overflow, underflow, dead_module, replica_drift,
@@ -225,7 +225,7 @@ class RankSeries(msgspec.Struct, frozen=True):
 
 
 class ModuleHistory(msgspec.Struct, frozen=True):
-    """What the verdict's module returned, on each rank, over the batches as that rank counts them."""
+    """The outputs of the verdict's module, on each rank, over the batches as that rank counts them."""
 
     module: str
     cls: str = msgspec.field(name="class")
@@ -246,7 +246,7 @@ class HeatModule(msgspec.Struct, frozen=True):
 
 
 class ModulesByRanks(msgspec.Struct, frozen=True):
-    """What modules returned in the verdict's batch, on each rank that was there at the same step."""
+    """The outputs of modules in the verdict's batch, on each rank with a page of the same step."""
 
     batch: int
     modules: list[HeatModule]
@@ -280,7 +280,7 @@ class ModuleForecast(msgspec.Struct, frozen=True):
 
 
 def label_of(number: int) -> str:
-    """What a table calls a rank: `3`; or a process that is none: `pid 4242`."""
+    """The name in a table: `3` for a rank, `pid 4242` for a process that is no rank."""
     return str(number) if is_rank(number) else f"pid {pid_of_number(number)}"
 
 
@@ -339,7 +339,7 @@ class RankAnomaly(msgspec.Struct, frozen=True):
 
 
 class LossReport(msgspec.Struct, frozen=True):
-    """How much was recorded and did not arrive."""
+    """Recorded data that did not arrive."""
 
     pages: int = 0
     messages: int = 0
@@ -431,11 +431,11 @@ class StageCell(msgspec.Struct, frozen=True):
     ranks: int
     """How many of its ranks have ended it."""
     seconds: float = 0.0
-    """Of the slowest of them."""
+    """The time that the slowest of them took."""
     rank: int | None = None
-    """The slowest of them; of a failed stage, the first rank that has failed in it."""
+    """The slowest of them; for a failed stage, the first rank that failed in it."""
     detail: str = ""
-    """What that rank says of it."""
+    """That rank's own report of the stage."""
 
 
 class NodeRow(msgspec.Struct, frozen=True):
@@ -464,7 +464,7 @@ class BandwidthSize(msgspec.Struct, frozen=True):
     size_bytes: int
     ranks: int
     time_us: float
-    """Of the slowest rank, as the bandwidths are."""
+    """The slowest rank's, as are the bandwidths."""
     algbw_gbs: float
     busbw_gbs: float
     rank: int
@@ -473,7 +473,7 @@ class BandwidthSize(msgspec.Struct, frozen=True):
 
 
 class RankInventory(msgspec.Struct, frozen=True):
-    """What a rank runs on."""
+    """The hardware and software of a rank."""
 
     rank: int
     facts: InventoryFacts
@@ -485,7 +485,7 @@ class PreflightReport(msgspec.Struct, frozen=True):
     outcome: str = "off"
     """off, ok, skipped, victim or failed"""
     seconds: float = 0.0
-    """Of the slowest rank, all stages together."""
+    """The slowest rank's total over all stages."""
     stages: list[StageColumn] = []
     nodes: list[NodeRow] = []
     findings: list[PreflightFinding] = []
@@ -516,12 +516,12 @@ class RunReport(msgspec.Struct, frozen=True):
 
     @property
     def everyone(self) -> list[RankReport]:
-        """The ranks, and the processes that are none."""
+        """The ranks, and the processes that are no rank."""
         return [*self.ranks, *self.processes]
 
     @property
     def named(self) -> int | None:
-        """Whom the verdict names: a rank, or the number of a process that is none."""
+        """The number that the verdict names: a rank's, or that of a process that is no rank."""
         pid = self.verdict.pid
         found = next((one.rank for one in self.processes if pid is not None and one.pid == pid), None)
         return self.verdict.rank if found is None else found

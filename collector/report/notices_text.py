@@ -1,4 +1,4 @@
-"""What the text report says beside the verdict."""
+"""The notes of the text report beside the verdict."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def notes(report: RunReport) -> Iterator[Text]:
 
 
 def trouble_lines(report: RunReport) -> Iterator[str]:
-    """What of gpuwatch itself went wrong or did not reach this report, and clocks that are too far apart to compare."""
+    """Errors of gpuwatch itself, data that did not reach this report, and clocks that are too far apart to compare."""
     for node in report.nodes:
         if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
             off = -node.clock_offset_ns / 1e9
@@ -73,7 +73,7 @@ def notice_lines(report: RunReport) -> list[str]:
 
 
 def node_notes(report: RunReport) -> Iterator[Text]:
-    """What stands out in the figures of the nodes around the event."""
+    """Unusual figures of the nodes around the event."""
     telemetry = report.telemetry
     if telemetry is None:
         return
@@ -100,7 +100,7 @@ def step_notes(report: RunReport) -> Iterator[Text]:
 
 
 def insight_notes(report: RunReport, *, warnings: bool) -> Iterator[Text]:
-    """The insights. `warnings`: the rows that they are made of follow."""
+    """The insights. `warnings`: the rows behind them follow."""
     yield from (Text(f"  - {insight.text}. {insight.next}") for insight in report.insights[:_MAX_INSIGHTS])
     left_out = len(report.insights) - _MAX_INSIGHTS
     rows = sum(rank.warned for rank in report.ranks)

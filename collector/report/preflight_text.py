@@ -14,7 +14,7 @@ from .sentence_parts import counted, grouped
 
 _STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}
 _MOST_ROWS = 8
-"""Up to this many nodes get a row each. Of more, the nodes without trouble share one."""
+"""Up to this many nodes get a row each. With more nodes, those without trouble share one."""
 _MOST_ALIKE = 4
 """Up to this many nodes with the same trouble get a row each."""
 _MAX_FINDINGS = 16
@@ -63,7 +63,7 @@ def _folded(nodes: list[NodeRow]) -> list[list[NodeRow]]:
 
 
 def _hosts_text(rows: list[NodeRow]) -> str:
-    """The host of one node; of several how many they are, and the first ones' unless all is well."""
+    """The host of one node; for several nodes, their number, and the first hosts unless all is well."""
     if len(rows) == 1:
         return rows[0].host
     if rows[0].grade == "ok":
@@ -80,7 +80,7 @@ def _cell(cell: StageCell | None) -> Text:
 
 
 def print_findings(console: Console, report: RunReport) -> None:
-    """Print the findings that the verdict does not hold already, and the bandwidth."""
+    """Print the findings that are not in the verdict, and the bandwidth."""
     preflight = report.preflight
     told_already = " ".join([report.verdict.statement, *report.verdict.evidence])
     left = [finding for finding in preflight.findings if finding.sentence not in told_already]
@@ -120,7 +120,7 @@ def _bandwidth(console: Console, sizes: list[BandwidthSize]) -> None:
 
 
 def bytes_text(size: int) -> str:
-    """`16 MiB`; a size that is no round number of a unit as bytes.
+    """`16 MiB`; in bytes if the size is no whole number of a unit.
 
     >>> bytes_text(16 << 20), bytes_text(1000)
     ('16 MiB', '1000 B')

@@ -19,7 +19,7 @@ _MOST_NAMED = 16
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Those that are alike, in the order in which they come: they share a line."""
+    """key -> the items with that key, in order; they share a line."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -27,7 +27,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """`rank 3`, or `ranks 0, 1 and 2`; of many ranks `ranks 0-41, 43-1023`."""
+    """`rank 3`, or `ranks 0, 1 and 2`; for many ranks `ranks 0-41, 43-1023`."""
     if len(ranks) > _MOST_NAMED or (len(ranks) > 1 and not all(map(is_rank, ranks))):
         return text_of_many(ranks)
     if len(ranks) == 1:

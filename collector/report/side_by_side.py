@@ -44,14 +44,14 @@ def title_of(frame: Frame) -> str:
     return frame.title if frame.phase == FramePhase.FORWARD else f"{frame.title} ({frame.phase})"
 
 
-# abs max of what each module returned, rank by rank, at the same point of the training.
+# abs max of each module's outputs, rank by rank, at the same point of the training.
 
 
 class ModuleCell(NamedTuple):
     """One module on one rank."""
 
     text: str
-    """`6.55e+04`, `nan`, `inf`, or `-` where there is no number"""
+    """`6.55e+04`, `nan`, `inf`, or `-` without a number"""
     bad: bool = False
     value: float | None = None
     """abs max; None where it is non-finite or was not measured"""
@@ -68,18 +68,18 @@ class SideBySideRow(NamedTuple):
 
 
 class SideBySide(NamedTuple):
-    """Rows in the order of the calls, columns of ranks: first the one that is shown, then the others."""
+    """Rows in the order of the calls, columns of ranks: first the shown rank, then the others."""
 
     what: str
     batch: int
     columns: list[RankReport]
     rows: list[SideBySideRow]
     left_out: int
-    """Ranks that could be compared, too, and for which there is no column."""
+    """Further comparable ranks, which have no column."""
 
 
 def rank_to_show(report: RunReport, rank: int | None = None) -> RankReport | None:
-    """Whose frames a reader wants to see first: the rank that was asked for, else the verdict's, else any."""
+    """The rank whose frames are shown first: the requested one, else the verdict's, else any."""
     wanted = rank if rank is not None else report.named
     if wanted is None:
         return next((r for r in report.ranks if r.frames), None)
@@ -165,11 +165,11 @@ def only_modules(report: RunReport, pattern: str) -> RunReport | None:
     return replace(report, ranks=ranks)
 
 
-# Where the ranks stood when they were asked.
+# The ranks' stacks when they were asked for their positions.
 
 _MOST_THREADS = 6
 MOST_LINES = 12
-"""Of each stack, in the text. report.json has more."""
+"""Most lines of each stack in the text. report.json has more."""
 
 
 def stacks_text(ranks: Iterable[RankReport]) -> Iterator[str]:

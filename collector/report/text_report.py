@@ -40,12 +40,13 @@ def is_about_preflight(report: RunReport) -> bool:
 
 
 def sections_of(report: RunReport) -> list[ReportSection]:
-    """Those that have something to say, in their order."""
+    """The sections with content, in their order."""
     return [section for section, is_there in _IS_THERE.items() if is_there(report)]
 
 
 def sections_of_text(report: RunReport, *, rank: int | None = None, warnings: bool = False) -> list[ReportSection]:
-    """Likewise. A text cannot be folded: it leaves out what does not bear on the verdict and was not asked for."""
+    """The same for the text, which cannot be folded: it omits sections that neither bear on the verdict nor were
+    requested."""
     left_out = {ReportSection.WARNINGS} if not warnings else set()
     if report.verdict.kind == VerdictKind.CLEAN and rank is None:
         left_out.add(ReportSection.FRAMES)
@@ -57,7 +58,7 @@ def sections_of_text(report: RunReport, *, rank: int | None = None, warnings: bo
 
 
 def is_open(report: RunReport, section: ReportSection) -> bool:
-    """Whether the page shows it unfolded: the verdict's kind opens one; others where they have found something."""
+    """Whether the page shows it unfolded: the verdict's kind opens one, and findings open others."""
     return section == report.verdict.kind.opens or bool(section in _OPEN and _OPEN[section](report))
 
 
@@ -116,7 +117,7 @@ def concurrent_lines(concurrent: list[ConcurrentOrigin]) -> list[str]:
 
 
 def attempt_lines(report: RunReport) -> list[str]:
-    """The last ones; there can be hundreds."""
+    """Lines on the last attempts; there can be hundreds."""
     left = max(0, len(report.attempts) - _MAX_ATTEMPTS)
     lines = [f"attempt {other.attempt}: {other.statement}" for other in report.attempts[left:]]
     return [*([f"{left} more in report.json"] if left else []), *lines]
@@ -196,7 +197,7 @@ def render_text(
 
 
 def _titled(console: Console, section: ReportSection, lines: Iterable[RenderableType], style: str = "bold") -> None:
-    """The lines under the section's title; nothing where there is none."""
+    """Print the lines under the section's title; print nothing if there are none."""
     found = list(lines)
     if found:
         console.print()
@@ -258,7 +259,7 @@ def _ranks(console: Console, report: RunReport) -> None:
 
 
 def _ranks_of_table(report: RunReport) -> list[RankReport]:
-    """All ranks of a small job. Of a large one those that met something, that differ, or whose frames are there."""
+    """All ranks of a small job; in a large one, those with a non-finite value, a different state, or frames."""
     if len(report.ranks) <= _MAX_TABLE_ROWS:
         return report.ranks
     common = Counter(rank.state for rank in report.ranks).most_common(1)[0][0]

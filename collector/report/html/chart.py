@@ -48,14 +48,14 @@ class DrawnGrowth(NamedTuple):
 
 
 class OutputChart(NamedTuple):
-    """What the template draws."""
+    """The chart as the template draws it."""
 
     title: str
     description: str
     x_title: str
     lines: list[RankLine]
     marks: list[tuple[float, str, int]]
-    """Points that are not finite: (x, style, rank)"""
+    """Non-finite points: (x, style, rank)"""
     limit_y: float | None
     limit_text: str
     x_ticks: list[tuple[float, str]]
@@ -73,7 +73,7 @@ class OutputChart(NamedTuple):
 
 
 def over_the_batches(report: RunReport) -> OutputChart | None:
-    """abs max of what the verdict's module returned, over the batches, a line for each rank."""
+    """abs max of the outputs of the verdict's module, over the batches, a line for each rank."""
     history, batch = report.history, report.verdict.batch
     if history is None or batch is None:
         return None
@@ -138,7 +138,7 @@ def _draw(
     guide: float,
     forecast: ModuleForecast | None = None,
 ) -> OutputChart | None:
-    """The chart; None where no value is above zero and finite. `limit`: a dtype and its largest finite number."""
+    """The chart; None if no value is above zero and finite. `limit`: a dtype and its largest finite number."""
     finite = [y for _, _, points in ranks for _, y in points if y is not None and 0 < y < math.inf]
     xs = [x for _, _, points in ranks for x, _ in points]
     if not finite:

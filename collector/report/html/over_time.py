@@ -14,13 +14,13 @@ from ..sentence_parts import counted, grouped, share_text, size_text, when_text
 
 SPARK_WIDTH, SPARK_HEIGHT, EDGE = 220, 44, 3
 _MOST_CURVES = 16
-"""In one picture."""
+"""Most curves in one picture."""
 _SHOWN = (
     *("cpu", "steal", "iowait", "memory_used", "swap_in", "swap_out", "net_received", "net_sent"),
     *("ib_received", "ib_sent", "rss", "gpu_use", "gpu_memory_used", "sm_clock", "temperature", "power"),
 )
 _OF = {"memory_used": "memory_total", "gpu_memory_used": "gpu_memory_total", "sm_clock": "sm_clock_max"}
-"""What is the upper edge of a picture, where it is known."""
+"""figure -> the figure that gives the upper edge of its picture, if known"""
 
 
 class FigureCurves(NamedTuple):

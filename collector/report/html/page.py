@@ -32,10 +32,10 @@ from .grids import LEGEND, RankGrid, StageGrid, heat_map, level_of, rank_grid, s
 from .over_time import SPARK_HEIGHT, SPARK_WIDTH, lanes, sparklines
 
 MOST_EVENTS = 400
-"""Of the timeline."""
+"""Most events in the timeline."""
 MOST_WARNINGS = 200
 FRAMES_BYTES = 1 << 20
-"""Of all frames as text; what is over it is in report.json."""
+"""Most bytes of text for all frames; the rest is in report.json alone."""
 
 
 TensorColumn = tuple[str, str, str]
