@@ -116,7 +116,7 @@ class PageSoFar:
         return _with(FrameJudgement(), self.bad.end())
 
     def _decided(self, frame: Frame, found: FrameJudgement) -> FrameJudgement:
-        """The judgement, once it is known what has become of what the calls have returned."""
+        """The judgement of a frame that decides undecided values of the calls inside it, or has a bad value itself."""
         if frame.phase not in FORWARDS:
             bad = self.bad.end()  # it came before
             return _with(found, bad) if bad is not None else found

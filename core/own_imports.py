@@ -99,7 +99,10 @@ def began(given: list[str] | None, own_path: list[str], started_with: Collection
 
 
 def theirs_last() -> None:
-    """In a command of ours: what is on PYTHONPATH, or what `python -m` puts first, comes last. See `path_as_given`."""
+    """In a command of ours, move PYTHONPATH's folders and the one that `python -m` puts first to the end of sys.path.
+
+    See `path_as_given`.
+    """
     global _given
     _given = list(sys.path)
     theirs = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)}  # noqa: PTH100

@@ -180,7 +180,7 @@ def command(*arguments: str) -> list[str]:
 def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> ChildAnswer:
     """Read the GPUs with these UUIDs, or all. With `loaded` they are at work, and only what shows under load is read.
 
-    At the deadline the answer holds what is known by then; `trouble` says what the driver was asked last.
+    If the deadline passes, the answer holds the facts read by then, and `trouble` names the driver's last question.
     """
     arguments = [word for uuid in devices for word in ("--device", uuid)]
     child = subprocess.Popen(

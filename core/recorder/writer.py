@@ -136,8 +136,8 @@ class RecorderWriter:
         """Offset in the file of the segment that is being written, -1 while there is none; and the thread that alone
         may write, 0 while any may.
 
-        With the counts in that segment's own header it is all that another writer of rows in this process (the
-        worker's compiled one) needs to know, and what that one has written is not to be told here.
+        Another writer of rows in this process (the worker's compiled one) needs only these and the counts in the
+        segment's own header. It need not report to this class what it has written.
         """
         self.on_segment_end: Callable[[int, int], None] | None = None
         """Called with (offset of its values in the file, number of the page) when a segment is done."""

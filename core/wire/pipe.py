@@ -139,7 +139,7 @@ class StageLine(msgspec.Struct, frozen=True, tag="stage"):
     grade: str = ""
     """The worst of all ranks, once the stage is over; "" while it runs."""
     seconds: float = 0.0
-    """Of the slowest rank, once the stage is over."""
+    """How long the slowest rank took, once the stage is over."""
 
 
 class PreflightOver(msgspec.Struct, frozen=True, tag="preflight_over"):

@@ -26,7 +26,8 @@ MAX_BYTES = 128 << 20
 _MAGIC = b"gpuwatch spool 1\n"
 _HEAD = struct.Struct("<II")
 _BEGINNING = b"\x83\xa1n"
-"""Of every AgentMessage: a map of three, its first key. Behind a damaged message the next one is found by it."""
+"""Every AgentMessage begins so: a map of three, and its first key. The reader finds the next message behind a damaged
+one by it."""
 
 
 class SpoolWriter:
@@ -98,7 +99,7 @@ def keep_spools(spools: list[Path], folder: Path, agent: str, more: list[bytes])
 
 
 def read_spool(path: Path) -> list[AgentMessage]:
-    """All whole messages of a spool. What is damaged is left out.
+    """All whole messages of a spool. Damaged ones are left out.
 
     Raises GpuwatchError when it is no spool, or cannot be read.
     """
