@@ -1,14 +1,14 @@
 """The job that a launch is part of: what the environment says of it, and what its user then need not say.
 
 The environment is read and typed here, once, and nowhere else. One table for each scheduler (slurm_variables.py), one
-for MPI, and one for plain variables, as scripts around torchrun and Kubernetes manifests set them. Of a step of two
-nodes, on the second of them:
+for MPI, and one for plain variables, as scripts around torchrun and Kubernetes manifests set them. On the second node
+of a step of two:
 
     SLURM_JOB_ID=4711 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=gpu-[007-008] SLURM_NODEID=1 SLURM_GPUS_ON_NODE=8 ...
     SchedulerFacts(SLURM, nodes=(2, 2), node_rank=1, head="gpu-007", port=20422, rdzv_id="4711.0", nproc="8", ...)
 
-Nothing is opened and no command is run: a scheduler's commands are not there in many a container. What is filled in
-never takes the place of what was said.
+It opens no file and runs no command: many containers lack the scheduler's commands. A filled-in value never replaces
+one that the user gave.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def variables(job: SchedulerFacts, fact: str) -> str:
 
 
 # What mpirun tells the processes that it starts. It starts a task for each rank, and the tasks of one host share a
-# parent. It fills one host after the other (`--map-by slot`), unless it was told otherwise: then --node-rank says which
-# host this is.
+# parent. It fills one host after the other (`--map-by slot`); with another mapping, the
+# user gives this host's --node-rank.
 
 _MPI = {
     "size": JobVariable(("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"), whole),

@@ -25,7 +25,7 @@ from .helper_processes import HelperLives, RestartedHelper
 
 _FIRST_WORD_S = 30.0
 _TRIES = 3
-"""Of one that ends before its first word; one that says nothing is not tried again."""
+"""How often to start a collector that ends before its first word. One that stays silent is not started again."""
 
 
 class HeadCollector(RestartedHelper):

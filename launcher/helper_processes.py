@@ -46,7 +46,7 @@ class HelperLives:
 class HelperProcess:
     """A helper process with JSON lines in and out. Raises OSError where no process can be started.
 
-    One that cannot be told its settings is ended, and who reads its output sees that it has.
+    If its settings cannot be written to it, it is killed, and a reader of its output sees the end.
     """
 
     def __init__(self, module: str, config: msgspec.Struct) -> None:
@@ -125,7 +125,7 @@ class RestartedHelper:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now; 0 if there is none."""
+        """Process id of the running process; 0 if there is none."""
         return self._child.pid if self._child is not None else 0
 
     def _begin(self, config: msgspec.Struct) -> HelperProcess | None:

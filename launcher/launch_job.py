@@ -57,7 +57,7 @@ def _local_world_size(text: str) -> int:
 
 
 def number_of_ranks(args: argparse.Namespace) -> int:
-    """Of this node."""
+    """How many ranks this node runs. Raises UsageError."""
     if args.max_restarts < 0:
         raise UsageError(f"--max-restarts: expected 0 or more, found {args.max_restarts}")
     try:

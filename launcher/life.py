@@ -184,7 +184,7 @@ class JobLife:
             self.clear_up()
 
     def start_agent(self, config: AgentConfig, stop: Callable[[str, bool], object]) -> NodeAgent:
-        """Once the ranks can be told all that they need.
+        """Start the node agent. Call it once the ranks' settings are known.
 
         `stop` gets the reason why the ranks of this node must end, and whether torchrun may start them again.
         """

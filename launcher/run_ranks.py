@@ -1,4 +1,4 @@
-"""What has become a rank below the command, and how it ends: found in the scratch folder, told to the node agent."""
+"""Finds the ranks below the command, and how each ends, in the scratch folder, and reports them to the node agent."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class HostRanks:
         self._processes: dict[int, WatchedRankProcess | None] = {}
         """By process id: those that may become a rank. None for one that had ended before it was seen."""
         self._taken: set[Path] = set()
-        """Recorders of processes that have become a rank, or are in the report as what is none."""
+        """Recorders of processes that have become ranks, or are in the report as processes that are none."""
         self._waited = False
         self.any_failed = False
         """A rank has ended badly."""
@@ -218,7 +218,7 @@ class HostRanks:
                 process.close()
 
     def _end_programs(self) -> None:
-        """Where a rank's process has gone on as another program (os.exec), that one is a later attempt of the rank."""
+        """If a rank's process went on as another program (os.exec), the program is a later attempt: end the earlier."""
         last: dict[int, int] = {}
         for rank in self._ranks.values():
             last[rank.pid] = max(rank.attempt, last.get(rank.pid, 0))
@@ -227,9 +227,9 @@ class HostRanks:
                 self._end(rank, 0, is_own=False)
 
     def _adopt(self, is_rank: Callable[[_RecorderHead], bool]) -> None:
-        """Of processes that joined no group: one for each rank that their environment speaks of, the first to start.
+        """Make ranks of processes that joined no group: for each rank that their environment names, the first to start.
 
-        The others are in the report as what is no rank.
+        The report has the others as processes that are no rank.
         """
         found = []
         for path in self._folder.glob(PROCESSES):
@@ -253,7 +253,7 @@ class HostRanks:
         return own_codes.get(pid) is not None or process is None or process.has_ended()
 
     def _tell_of_processes(self, is_due: Callable[[_RecorderHead], bool]) -> None:
-        """Of those that ran a module and are no rank. Each is looked at, and has its own row in the report."""
+        """Report processes that ran a module and are no rank. Each is watched, and has its own row in the report."""
         for path in sorted(self._folder.glob(PROCESSES)):
             header = _read(path) if path not in self._taken else None
             if header is None or not header.ran or not is_due(header):

@@ -35,7 +35,7 @@ def say_signal(number: int) -> None:
 
 
 def tell_of_torch() -> None:
-    """What is not seen with the torch of this environment, in a line; nothing where all is as usual."""
+    """Print what gpuwatch cannot see with the installed torch, a line for each; nothing if it sees everything."""
     for note in notes_on(installed_torch()):
         say(note)
 
@@ -77,7 +77,7 @@ class SeenOverflows:
 
 
 def where_it_is(verdict: JobResult | None) -> str:
-    """What has an overflow that the verdict knows nothing of."""
+    """Where to find an overflow that the verdict lacks, as a sentence."""
     if verdict is not None and verdict.overflow_in:
         return f"no report has it yet; make one of this node's spool with: gpuwatch report {quote(verdict.overflow_in)}"
     return "no report has it: its event was lost on the way"

@@ -1,6 +1,6 @@
-"""What a launch may know of the job that it is part of, and what it must be told of a scheduler to find that out.
+"""The facts of the job that a launch is part of, and the description of a scheduler that the launch needs to find them.
 
-A scheduler is one file, such as slurm_variables.py. The rest of gpuwatch knows only what is in its `BatchScheduler`.
+Each scheduler has one file, such as slurm_variables.py. The rest of gpuwatch uses only its `BatchScheduler`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BatchScheduler:
     """A batch scheduler: its words, and what only it can tell."""
 
     words: SchedulerJob
-    """What the collector is told of any job of its."""
+    """The part of a job's facts that all its jobs share, for the collector."""
     variables: Mapping[str, JobVariable]
     """Fact -> the variables of the environment that tell it. `job_id` is there in every job of its."""
     read: Callable[[Mapping[str, str]], SchedulerFacts]
@@ -58,7 +58,7 @@ class BatchScheduler:
 
 @dataclass(frozen=True)
 class SchedulerFacts:
-    """What is known of the job; None is unknown."""
+    """The facts of the job; None is unknown."""
 
     scheduler: BatchScheduler | None
     """None: plain variables speak of it."""
@@ -93,7 +93,7 @@ class SchedulerFacts:
 
     @property
     def on_the_wire(self) -> SchedulerJob | None:
-        """What the collector is told of it; None where no scheduler runs it."""
+        """The job's facts for the collector; None where no scheduler runs it."""
         if self.scheduler is None or self.job_id is None:
             return None
         return replace(self.scheduler.words, job=self.job_id, node=self.node or "", nodes=list(self.hosts))

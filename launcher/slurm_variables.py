@@ -1,4 +1,4 @@
-"""SLURM: how its environment tells of a job, and how it is asked why it ends one.
+"""SLURM: how its environment describes a job, and how to ask it why it ends one.
 
 What a user writes for sbatch is in the folder slurm/; nothing else of gpuwatch knows SLURM's words.
 """
@@ -27,7 +27,7 @@ _MOST = 1 << 16
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Host names in the order of the list, which is that of SLURM_NODEID. Raises UsageError on what is no node list.
+    """Host names in the order of the list, which is that of SLURM_NODEID. Raises UsageError on any other text.
 
     `gpu-[008-010,12],login1` is gpu-008, gpu-009, gpu-010, gpu-12, login1: a number has as many digits as the first
     of its range is written with. `r[1-2]n[1-2]` is r1n1, r1n2, r2n1, r2n2.

@@ -169,7 +169,7 @@ class HostTasks:
         return {task.pid: task.code for task, lives in self._heard() if task.pid and (lives or task.code is not None)}
 
     def all_ended(self) -> bool:
-        """Whether every other task has come and its command has ended, or it was killed."""
+        """Whether every other task has started and its command has ended, or it was killed."""
         heard = self._heard()
         if any(task.code is None and lives for task, lives in heard):
             self._ended_s = None

@@ -45,7 +45,7 @@ class SbatchCommand:
     help: bool = False
 
     def value(self, name: str) -> str | None:
-        """Of an option of sbatch; of several the last one, as for sbatch itself."""
+        """The value of an option of sbatch; if it is given more than once, the last one, as sbatch takes it."""
         return next((option.value for option in reversed(self.sbatch) if option.name == name), None)
 
 

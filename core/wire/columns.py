@@ -28,7 +28,7 @@ _NAN, _INF = 0x7FC0, 0x7F80
 _FINITE = 0x7F7F
 """The largest finite number."""
 _MOST_CELLS = 8 << 20
-"""The most cells that one received history may have."""
+"""The most cells of one received history."""
 
 
 class BatchColumns(NamedTuple):

@@ -168,7 +168,7 @@ class NodeAgentLoop:
         return bool(ranks) and not any((self._folder / file_name(rank, attempt)).exists() for attempt, rank in ranks)
 
     def _spools(self) -> list[Path]:
-        """Of all agents of this launch, in their order; the last is ours."""
+        """The spools of all agents of this launch, in their order; the last is ours."""
         lives = [self._folder / f"{node_of(self._id)}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
         return [path for path in lives if path.exists()]
 
@@ -207,7 +207,7 @@ class NodeAgentLoop:
                 remove_scratch(self._folder)
 
     def turn(self, now: float, *, heard: bool = True) -> None:
-        """Hear the collector, read the ranks, and send what is due. `heard`: the socket's descriptor is readable."""
+        """Hear the collector, read the ranks, send every due message. `heard`: the socket's descriptor is readable."""
         self._now = now
         for message in self._link.hear(now, readable=heard, may_start_over=not self._launch_gone):
             self._hear_collector(message, now)
@@ -272,7 +272,7 @@ class NodeAgentLoop:
             self._launch_done(message, now)
 
     def _free_recorders(self, last: int) -> None:
-        """Of attempts up to `last`: what they held has been read. A job that restarts often would fill the memory."""
+        """Remove the recorders, all read, of attempts up to `last`. A job that restarts often would fill the memory."""
         for key, watch in list(self._ranks.items()):
             if watch.attempt <= last and watch.ended:
                 watch.remove()
@@ -331,7 +331,7 @@ class NodeAgentLoop:
             self._conclude_for_launch(now)
 
     def _pids_of_ranks(self) -> list[int]:
-        """Of what is a rank, and of what would have become one."""
+        """Process ids of the ranks, and of processes that could have become ranks."""
         others = [int(path.stem.rpartition("-")[2]) for path in self._folder.glob(PROCESSES)]
         return [*(watch.pid for watch in self._ranks.values()), *others]
 

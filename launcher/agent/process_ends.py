@@ -3,7 +3,7 @@
 torchrun looks ten times a second whether a rank has ended. Two ranks that fail 50 ms apart then end at the same time.
 A process that was killed takes a while to end: its memory is freed first, for tens of milliseconds. The kernel takes
 the memory from the process before it frees it (exit_mm() in kernel/exit.c), and /proc/PID/statm is zero from then on.
-So that is looked at in each turn of the agent. A pidfd (pidfd_open(2), Linux 5.3) wakes it when the process is gone.
+So the agent reads statm in each turn. A pidfd (pidfd_open(2), Linux 5.3) wakes it when the process is gone.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def session_of(pid: int) -> int | None:
 
 
 class RunOrphans:
-    """Those of one run: what has its variable, and is in its session or a rank.
+    """The processes of one run: they have its variable, and are in its session or are ranks.
 
     A process that has left the session and is no rank is a service that was meant to stay.
     """

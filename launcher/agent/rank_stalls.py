@@ -51,8 +51,8 @@ def learned_limit(steps_s: Sequence[float]) -> HangLimit:
 # When a rank has not moved for too long: decided from what its recorder shows, and from how it has moved so far. Pure.
 #
 # A limit that suits one job is wrong for the next. A rank may rest for as long as the limit says (`HangLimit`), for
-# three times the longest rest that it has come back from, and before its first batch for four times as long: data is
-# loaded there, and models are compiled.
+# three times the longest rest after which it moved again, and before its first batch for four times as long: it loads
+# data there, and compiles models.
 
 LONGEST_REST_TIMES = 3.0
 BEFORE_FIRST_BATCH_TIMES = 4.0
@@ -111,7 +111,7 @@ _PAUSED_S = 5.0
 
 
 class StallWatch:
-    """Of the ranks of one node. `timeout_s` 0: reports none; None: each rank's limit is learned from its steps."""
+    """Finds stalls of one node's ranks. `timeout_s` 0: reports none; None: learns each rank's limit from its steps."""
 
     def __init__(self, folder: Path, timeout_s: float | None) -> None:
         self._folder = folder

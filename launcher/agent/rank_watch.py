@@ -1,4 +1,4 @@
-"""The node agent's eyes on its ranks: reads their recorders, says what is new. No socket, no process."""
+"""The node agent's view of its ranks: reads their recorders and returns the changes. No socket, no process."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class RankWatch:
     ) -> list[AgentBody]:
         """The history and the times of steps decide nothing: without them, everything else goes on.
 
-        Returns what the history says of the batches to come, and what has failed.
+        Returns the history's forecasts, and the faults.
         """
         forecasts: list[LimitForecast] = []
         try:

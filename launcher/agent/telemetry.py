@@ -104,7 +104,7 @@ class _TelemetrySample(NamedTuple):
 
 
 class NodeRecord:
-    """Of one node, since its agent began."""
+    """The samples of one node, since its agent began."""
 
     def __init__(self) -> None:
         self._series: dict[tuple[str, str], int] = {}
@@ -163,7 +163,7 @@ SILENT_S = 10.0
 
 
 class NodeTelemetry:
-    """Of one node. `now` is monotonic time in seconds; `interval_s` 0: reads nothing, and sends nothing."""
+    """One node's telemetry. `now` is monotonic time in seconds; `interval_s` 0: reads nothing, and sends nothing."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class NodeTelemetry:
         self._told_at: float | None = None
 
     def turn(self, pids: Callable[[], Pids], now: float) -> None:
-        """Take what has come, and ask anew if it is time. `pids` gives (rank, pid) of the ranks that run."""
+        """Take the answers that have arrived, and ask again if it is time. `pids` gives the running (rank, pid)."""
         if self._interval_s == 0:
             return
         try:
