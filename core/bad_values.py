@@ -138,7 +138,7 @@ class BadValues:
 
 
 def _may_lead_to(bad: BadValue, frame: Frame, alarm: Row) -> bool:
-    """Whether what a call returned may come of a bad value that it was handed."""
+    """Whether a bad value that the call was handed may have caused its output."""
     flags = NonFinite(alarm.flags)
     if alarm.role_kind is RoleKind.WEIGHT:
         for row in frame.outputs:
@@ -147,7 +147,7 @@ def _may_lead_to(bad: BadValue, frame: Frame, alarm: Row) -> bool:
 
 
 def _may_come_of(bad: BadValue, flags: NonFinite) -> bool:
-    """Whether what a call returned may come of a bad value in it."""
+    """Whether a bad value inside the call may have caused its output."""
     if flags & NonFinite.NAN:
         return True
     return bool(not bad.out_of_mask and flags & _ANY_INFINITE and bad.row.flags & _ANY_INFINITE)

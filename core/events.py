@@ -215,8 +215,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     closed: list[str] = []
     """Roles of masks on a device that calls of the module were handed in that batch, -inf throughout in a row."""
     without_graph: bool = False
-    """Autograd has recorded nothing of the call, whose class is not torch's own: what it took from elsewhere than its
-    arguments nothing tells."""
+    """Autograd has recorded nothing of the call, whose class is not torch's own: nothing shows what
+    it used beside its arguments."""
 
 
 class Anomaly(RankEvent, frozen=True, tag="anomaly"):
@@ -332,7 +332,7 @@ class PassedTensor(RankEvent, frozen=True, tag="passed"):
     dtype: str = ""
     elements: int = 0
     given: str = ""
-    """What this rank has put in: `finite`, `not finite`; "": nothing, or nobody has looked."""
+    """What this rank has put in: `finite`, `not finite`; "": nothing, or it was not inspected."""
     given_max: float | None = None
     """abs max of that, where it was finite."""
 
@@ -485,7 +485,7 @@ class FaultPart(WordEnum):
     RECORDER = "recorder", True
     PREFLIGHT = "preflight", False
     COLLECTIVES = "collectives", False
-    """Without them, or stacks, a hang is explained with less."""
+    """Without them, or without stacks, the explanation of a hang has less evidence."""
     STACKS = "stacks", False
     HOOKS = "hooks", False
     """This and the next three are notes about how frames are read and written."""
@@ -554,7 +554,7 @@ class GroupState(msgspec.Struct, frozen=True):
     at: int = 0
     """What it issues or waits for now, or did last: see `IssuedOperation.number`."""
     since_s: float = 0.0
-    """For how long, in seconds."""
+    """How long it has been there, in seconds."""
     recent: list[IssuedOperation] = []
     """The last few, by number."""
 
@@ -685,16 +685,16 @@ class LimitForecast(RankEvent, frozen=True, tag="forecast"):
 
 
 class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
-    """A signal told `gpuwatch launch` to end."""
+    """`gpuwatch launch` ended because of a signal."""
 
     signal: int
     time_ns: int = 0
     reason: str = ""
-    """Why the scheduler ends the job, where it tells: `SLURM: its time limit is reached`."""
+    """Why the scheduler ends the job, if it gives a reason: `SLURM: its time limit is reached`."""
     down_nodes: list[str] = []
     """Nodes of the job that the scheduler has lost."""
     told_by: str = ""
-    """The scheduler's command that told so: `sinfo`."""
+    """The scheduler's command that reported it: `sinfo`."""
 
 
 class GpuXid(msgspec.Struct, frozen=True, tag="xid"):

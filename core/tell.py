@@ -24,7 +24,7 @@ def tell(text: str) -> None:
 
 
 def flush_streams() -> None:
-    """As far as they can be."""
+    """Flush stdout and stderr, as far as possible."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -125,7 +125,7 @@ WORKER = (OWN_START, "-mgpuwatch.worker")
 
 
 class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-defined,misc]  # not exported
-    """See the module's docstring. `listener` hears of the ranks of this node, and says what may be done with them."""
+    """See the module's docstring. `listener` gets the events of this node's ranks, and decides on them."""
 
     def __init__(self, listener: TorchrunRanks, backend: str, **torchruns: Any) -> None:
         super().__init__(**torchruns)

@@ -38,7 +38,7 @@ _PLAIN = {
 
 
 def read_job(environ: Mapping[str, str]) -> SchedulerFacts | None:
-    """The job that this process is part of; None if nothing speaks of one. Raises UsageError on a senseless value."""
+    """The job that this process is part of; None without a job's variables. Raises UsageError on a senseless value."""
     for scheduler in _SCHEDULERS:
         if any(environ.get(name, "").strip() for name in scheduler.variables["job_id"].names):
             return scheduler.read(environ)
@@ -71,7 +71,7 @@ _MPI = {
 
 
 def read_mpi_job(environ: Mapping[str, str]) -> SchedulerFacts | None:
-    """The job that MPI's variables speak of; None if they speak of none. Raises UsageError on a senseless value."""
+    """The job that MPI's variables describe; None without them. Raises UsageError on a senseless value."""
     if not any(environ.get(name, "").strip() for name in _MPI["tasks_here"].names):
         return None
     facts = read_facts(_MPI, environ)
@@ -235,7 +235,7 @@ def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: Schedule
 
 
 def _means_static(given: set[str], job: SchedulerFacts) -> bool:
-    """Options that speak of torchrun's static rendezvous, which is its default."""
+    """Whether the given options mean torchrun's static rendezvous, which is its default."""
     if given & {"master_addr", "master_port"}:
         return True
     return "rdzv_endpoint" in given and (job.scheduler is None or "node_rank" in given)

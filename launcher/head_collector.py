@@ -29,7 +29,7 @@ _TRIES = 3
 
 
 class HeadCollector(RestartedHelper):
-    """Started again, on the same port with its store. `show` is given what it tells while the preflight runs."""
+    """Restarts the collector on the same port with its store. `show` gets its lines about the preflight."""
 
     _name, _module = "collector", "collector"
 
@@ -49,7 +49,7 @@ class HeadCollector(RestartedHelper):
             threading.Thread(target=self._follow, daemon=True, name="gpuwatch-collector").start()
 
     def wait(self, limit_s: float) -> None:
-        """For its last line about the preflight, if it has one to say."""
+        """Wait for its last line about the preflight, if there is to be one."""
         self._over.wait(limit_s)
 
     def end(self, timeout_s: float) -> None:
@@ -62,7 +62,7 @@ class HeadCollector(RestartedHelper):
                 break
             time.sleep(pause_s)
             lives.began()
-            if not self._start_again():  # nothing more is to be had of it
+            if not self._start_again():  # it gives nothing more
                 self._let_go()
                 break
 

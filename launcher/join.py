@@ -83,7 +83,7 @@ def _told_by_the_watcher(tasks: HostTasks) -> Path | None:
 
 
 def _become_the_watcher(path: Path, join: RunInvitation, tasks: HostTasks) -> int:
-    """In a process that is nobody's child: whoever imports torch here waits for its own children, maybe, not ours."""
+    """Become a process that is nobody's child: the process that imports torch may wait for all of its children."""
     told, tell = os.pipe()
     if os.fork():
         os.close(tell)
@@ -131,7 +131,7 @@ class JoinedRanks(RankStarter):
         self._stop = threading.Event()
 
     def run(self, life: JobLife) -> LaunchDone:
-        """To the end of the last process here that has the variables, or of the run."""
+        """Run to the end of the last process here that has the variables, or of the run."""
         folder = str(life.scratch)
         self._ranks = HostRanks(life.scratch, life.tell, lambda attempt, rank, code: None)
         write_settings(life.scratch, with_fields(self._join.settings, recorder_dir=folder))

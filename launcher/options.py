@@ -138,7 +138,7 @@ _RUN: OptionTable = {
     },
 }
 _PATIENCE_S = 120.0
-"""For the ranks of a check, where somebody sits and waits, and of a run: there they have imported torch."""
+"""Limit of the preflight for a check, where somebody sits and waits, and for a run, whose ranks have imported torch."""
 
 
 def _worker_options(part: str | None = None) -> Iterator[tuple[str, str, WorkerOption, msgspec.structs.FieldInfo]]:

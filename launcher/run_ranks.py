@@ -29,7 +29,7 @@ _INFO = struct.Struct("=QQ11Ii")
 """struct pidfd_info of linux/pidfd.h: mask, control group, eleven ids, wait status"""
 _HAS_EXIT = 1 << 3
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
-"""ioctl PIDFD_GET_INFO. It tells the status of a process that was waited for already, from Linux 6.15 on."""
+"""ioctl PIDFD_GET_INFO. From Linux 6.15 on it gives the status of a process that was waited for already."""
 
 
 class WatchedRankProcess:
@@ -55,7 +55,7 @@ class WatchedRankProcess:
         return os.waitstatus_to_exitcode(self._status) if self._status is not None else None
 
     def _wait(self) -> None:
-        """In a thread of its own: its parent may take the status away at once."""
+        """Runs in a thread of its own, since the parent may reap the status at once."""
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         poll.poll()
@@ -93,7 +93,7 @@ class WatchedRankProcess:
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)
 """How ranks are ended."""
 _LAST_END_S = 2.0
-"""After the command's end: how long until the end of a process that it has waited for is seen."""
+"""How long after the command's end the end of a process that it has waited for may be seen."""
 
 
 @dataclass
@@ -162,7 +162,7 @@ class HostRanks:
         return bool(self._ranks)
 
     def look(self, own_codes: dict[int, int | None]) -> None:
-        """Find new ones, and those that have ended. `own_codes`: those of commands, by pid; None for one that runs."""
+        """Find new ranks, and ended ones. `own_codes`: the commands' exit codes by pid; None for one that runs."""
         if self._ranks and any(self._folder.glob(LATER_PROGRAMS)):
             pids = {rank.pid for rank in self._ranks.values() if is_rank(rank.rank)}
             self._adopt(lambda header: header.pid in pids)

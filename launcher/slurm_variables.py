@@ -133,7 +133,7 @@ _VARIABLES = {
 
 
 def read_slurm_job(environ: Mapping[str, str]) -> SchedulerFacts:
-    """The job that SLURM's variables speak of. Raises UsageError on a senseless value."""
+    """The job that SLURM's variables describe. Raises UsageError on a senseless value."""
     facts = read_facts(_VARIABLES, environ)
     step = facts["step"]
     in_step = (
@@ -193,7 +193,7 @@ def rendezvous_port(job_id: int, step: int, restart: int = 0) -> int:
 
 
 def why_it_ends(job: SchedulerFacts) -> EndReason:
-    """What SLURM says of a job that it ends; nothing where it cannot be asked. A launch hears SIGTERM and no more."""
+    """SLURM's reason for ending a job; empty if SLURM cannot be asked. The launch itself gets only a SIGTERM."""
     if job.job_id is None or not job.hosts:
         return EndReason()
     down = down_nodes(_output("sinfo", "--noheader", "--Node", f"--nodes={','.join(job.hosts)}", "--format=%N %T"))

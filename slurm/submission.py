@@ -1,4 +1,4 @@
-"""From a command line that was taken apart to a batch script, and from a job to its end."""
+"""Turns a parsed command line into a batch script, and follows a job to its end."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _job_name(submission: SbatchCommand, verb: str) -> str:
 
 @dataclass
 class JobFollower:
-    """Looks at a job until it is over, and tells what changes."""
+    """Polls a job until it is over, and reports changes of its state."""
 
     slurm: LocalSlurm
     say: Callable[[str], None]

@@ -53,7 +53,7 @@ class NvmlQuestion(msgspec.Struct, frozen=True, tag="asking"):
 
 
 class GpuReading(msgspec.Struct, tag="told"):
-    """What NVML has told of a GPU, in one answer or in all together.
+    """Facts that NVML has reported of a GPU, in one answer or in all together.
 
     A fact is in `values`, in `unknown` with the reason, or was never asked for.
     """
@@ -141,7 +141,7 @@ def parse(line: bytes) -> Line | None:
 
 @dataclass
 class ChildAnswer:
-    """What a child has told by its end."""
+    """Everything that a child has reported by its end."""
 
     readings: dict[str, GpuReading] = field(default_factory=dict)
     """By the UUID that was asked for; without one: of every GPU."""

@@ -73,7 +73,7 @@ class OpenPage:
         self.step = step
         self.frames = 0
         self.values = 0
-        """How many there are of both, without those of the segment that is open."""
+        """Counts of frames and values, without those of the open segment."""
         self.segments = 0
         self.segment = -1
         """Its last segment, counted from the beginning of the run."""
@@ -447,7 +447,7 @@ class RecorderWriter:
 
 
 def _shortened(anomaly: Anomaly) -> Anomaly:
-    """With texts that fit into the header."""
+    """A copy whose texts fit into the header."""
     where = msgspec.structs.replace(anomaly.where, root=anomaly.where.root[:100], clock={})
     texts = {name: value[:150] for name, value in msgspec.structs.asdict(anomaly).items() if isinstance(value, str)}
     return msgspec.structs.replace(anomaly, where=where, shape=None, **texts)

@@ -171,8 +171,8 @@ def unpack_steps(data: bytes) -> tuple[list[int], Any]:
 
 # A node's telemetry as it travels: a table of samples by series, packed into bytes.
 #
-# A count travels as what it grew by since the sample before it that has one, which float32 holds well enough; -1 is
-# where it begins, or began anew.
+# A count travels as its growth since the last sample that has it, which float32 holds well enough; -1 is where it
+# begins, or begins again.
 
 MOST_SAMPLES = 1024
 MOST_SERIES = 1024

@@ -61,8 +61,8 @@ MAX_MESSAGE_BYTES = 32 << 20
 FIRST_CREDIT = 256 << 10
 """Bytes of definitions and pages that an agent may send before the collector has said how many."""
 VERDICT_PATIENCE_S = 60.0
-"""At the end of the job: how long an agent waits for a collector that is silent, and the collector for an agent that
-has said goodbye and not taken the verdict. Packets may be lost meanwhile, or the collector be started again."""
+"""How long, at the end of the job, an agent waits for a silent collector, and the collector for an agent that has said
+goodbye and not taken the verdict. Packets may be lost meanwhile, or the collector be started again."""
 
 
 class AgentHello(msgspec.Struct, frozen=True, tag="hello"):
@@ -419,11 +419,11 @@ class MessageAck(msgspec.Struct, frozen=True, tag="ack"):
     echo_ns: int = 0
     """`sent_ns` of the beat that this answers."""
     received: int = -1
-    """To a beat: everything up to this number had come before it, stored or not. -1: not said."""
+    """In answer to a beat: everything up to this number had arrived before it, stored or not. -1: unknown."""
     credit: int = -1
     """How many bytes of definitions and pages may be on the way; one message always may. -1: as before."""
     looks: bool = False
-    """Somebody looks on: beats should say which modules are closest to their limit."""
+    """Somebody watches live: beats should name the modules closest to their limit."""
 
 
 class WantedBatch(msgspec.Struct, frozen=True, tag="want"):

@@ -55,7 +55,7 @@ class SpoolWriter:
             return
         try:
             self._write(_HEAD.pack(len(message), zlib.crc32(message)) + message)
-        except OSError:  # what was written of it is cut off, or told by its checksum
+        except OSError:  # a part that was written is cut off, or its checksum shows it
             self.left_out += 1
 
     def _write(self, data: bytes) -> None:

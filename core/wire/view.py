@@ -15,7 +15,7 @@ from .messages import HotModule
 
 SCHEMA = 1
 FILE = "view.json"
-"""In a run's folder while its collector runs: whoever can read it may look on."""
+"""Name of a file in a run's folder while its collector runs: whoever can read it may watch live."""
 
 
 class ViewerKeys(msgspec.Struct, frozen=True):

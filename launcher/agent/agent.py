@@ -87,7 +87,7 @@ TURN_S = 0.1
 NEVER_CAME_S = 15.0
 """How long the agent waits, after the job has ended, for a collector that never answered."""
 WAITING_S = 5.0
-"""How often, at the end, the agent tells its launch that it is alive."""
+"""How often, at the end, the agent reports to its launch that it is alive."""
 
 _THE_WORST_LAST = (
     ExitCode.CLEAN,
@@ -175,7 +175,7 @@ class NodeAgentLoop:
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until the verdict is there, or nobody is left to give one."""
+        """Run until the verdict arrives, or nobody is left to give one."""
         launch = LineReader(sys.stdin.fileno())
         collector = self._link.fd
         poller = select.poll()
@@ -287,7 +287,7 @@ class NodeAgentLoop:
                 self._put(self._with_what_ranks_cannot_see(body), needed=True)
 
     def _with_what_ranks_cannot_see(self, body: AgentBody) -> AgentBody:
-        """When a rank ended. And the kernel's out-of-memory killer sends SIGKILL, as others do: its counter tells."""
+        """Add when a rank ended, and the count of the kernel's out-of-memory kills, as its SIGKILL may be another's."""
         if not isinstance(body, EventMessage) or not isinstance(body.event, WorkerExit):
             return body
         before, after, kills = self._memory_kills, memory_kills(), 0
@@ -348,7 +348,7 @@ class NodeAgentLoop:
             self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes, done.told_by)))
 
     def _say_goodbye(self, now: float) -> None:
-        """After it comes nothing more: the last counters of the GPUs come first, unless NVML does not answer."""
+        """Send the last message. It waits for the GPUs' last counters, unless NVML does not answer."""
         if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
             self._said_goodbye = True
             self._put(

@@ -145,7 +145,7 @@ class RankHistory:
         return self._hottest
 
     def finish(self, reader: RecorderReader) -> None:
-        """The rank has ended: look at what its recorder still holds."""
+        """The rank has ended: read the pages that its recorder still holds."""
         for held in reader.held()[-_LAST:]:
             if held.number > self._done:
                 self._take(reader.page(held.number), late=True)
@@ -227,13 +227,13 @@ def _size(row: BatchRow) -> int:
 
 # How long the parts of one rank's steps took: a sample of its steps for the collector, the same steps on all ranks.
 #
-# A sample is made of blocks of steps that followed each other, so that what happens now and then is seen as such. It is
-# bounded for any length of run: each time it is full, every second block is let go of.
+# A sample consists of blocks of consecutive steps, so that an occasional event shows as one. It is bounded for any
+# length of run: each time it is full, every second block is dropped.
 
 LAST_STEPS = 64
-"""How many of the last steps a limit of rests looks at (rank_stalls.py)."""
+"""How many of the last steps the limit of rests is learned from (rank_stalls.py)."""
 BLOCK = 8
-"""Steps that followed each other."""
+"""Consecutive steps."""
 
 
 class RankStepTimes:

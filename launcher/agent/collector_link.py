@@ -28,9 +28,9 @@ from ...core.wire.pipe import AgentConfig, UserNotice
 from .outbox import MessageOutbox
 
 UNREACHABLE_S = 30.0
-"""After this long, the user hears that nobody answers."""
+"""If nobody answers for this long, the user is notified."""
 CONNECT_MS = 4000
-"""After which it tries anew. TCP itself waits twice as long before each try, up to a minute once packets were lost."""
+"""How long one try takes. TCP itself waits twice as long before each retry, up to a minute once packets were lost."""
 HANDSHAKE_MS = 15_000
 _LINGER_MS = 1000
 _MOST_LINGER_S = 3.0
@@ -57,7 +57,7 @@ class CollectorLink:
         self._tell = tell
         self.outbox = MessageOutbox()
         self.is_looked_at = False
-        """Somebody looks on."""
+        """Somebody watches live."""
         self.welcomed = self.refused = False
         self._clock = ClockOffset()
         self._beats = BeatClock()
@@ -297,7 +297,7 @@ class ClockExchange(NamedTuple):
 
 
 class ClockOffset:
-    """What the exchanges have told so far."""
+    """The clock offset by the exchanges so far."""
 
     def __init__(self) -> None:
         self._exchanges: deque[ClockExchange] = deque(maxlen=KEPT)

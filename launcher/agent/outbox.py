@@ -5,9 +5,9 @@
 
 So a collector is never sent more bytes than it has room for, and an event overtakes what waits. Credit is free again
 when the collector has taken a message from its socket; the message is kept until it is stored. Pages take bounded
-memory: one that nothing needs is dropped first, then the oldest, and last of all those of the batches that were needed
-first: the verdict is about these. It is counted, and the spool has it. Histories and telemetry may be dropped likewise.
-Nothing else is ever dropped.
+memory: one that nothing needs is dropped first, then the oldest, and last the pages of the batches that were needed
+first: the verdict is about these. A dropped page is counted, and the spool has it. Histories and telemetry may be
+dropped likewise. Nothing else is ever dropped.
 
 A page is needed if it is of a batch in which a rank has met something, or among the last of its rank.
 

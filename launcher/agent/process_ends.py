@@ -45,7 +45,7 @@ class ProcessEnds:
         return self._epoll.fileno()
 
     def watch(self, key: RankKey, pid: int) -> None:
-        """From now on. A process that cannot be watched, or is gone already, has no time."""
+        """Watch a process from now on. One that cannot be watched, or is gone already, gets no time of its end."""
         with suppress(OSError, AttributeError):  # Python has the call only where Linux had it when Python was built
             pidfd = os.pidfd_open(pid)
             try:
@@ -126,7 +126,7 @@ class RunOrphans:
     """
 
     def __init__(self, scratch: Path, session: int | None, ranks: Callable[[], Collection[int]], now: float) -> None:
-        """`session` is that of the run, None if unknown; `ranks` says the process ids of its ranks."""
+        """`session` is the run's, None if unknown; `ranks` gives the process ids of its ranks."""
         self._scratch = str(scratch)
         self._session = session
         self._ranks = ranks

@@ -26,7 +26,7 @@ class HangLimit(NamedTuple):
 
     within_steps_s: float
     elsewhere_s: float
-    """Before the first batch, and where it compiles, or saves or loads a checkpoint: what steps take says nothing."""
+    """Before the first batch, and where it compiles, or saves or loads a checkpoint: unrelated to step times."""
 
 
 def fixed_limit(seconds: float) -> HangLimit:
@@ -91,7 +91,7 @@ class RankRest:
         return max(limit.within_steps_s, times * limit.elsewhere_s, LONGEST_REST_TIMES * self._longest)
 
     def paused(self, seconds: float) -> None:
-        """Nobody looked for this long, because the machine or the whole job stood still: that was no rest."""
+        """The agent did not look for this long, because the machine or the whole job was stopped: that was no rest."""
         self._since += seconds
 
     def is_told(self, phase: str, batch: int, limit: HangLimit, now: float) -> bool:
@@ -107,7 +107,7 @@ MOST_SPYING = 16
 """Ranks that py-spy is asked about at a time."""
 _EVERY_S = 1.0
 _PAUSED_S = 5.0
-"""The agent looks many times in a second. If it has not for so long, it stood still itself: Ctrl-Z, a laptop asleep."""
+"""The agent looks many times a second. After a gap this long, it was stopped itself: Ctrl-Z, a laptop asleep."""
 
 
 class StallWatch:

@@ -79,7 +79,7 @@ class RankWatch:
         self._asked = False
         """Whether a batch of it was asked for, by its own anomaly or by the collector."""
         self._faults: dict[str, OwnFault | None] = {}
-        """By part: errors of ours that cost no frame; None once told."""
+        """By part: errors of ours that cost no frame; None once reported."""
 
     def poll(self, now: float) -> list[AgentBody]:
         """What this rank has recorded since the last call."""
@@ -258,7 +258,7 @@ class RankWatch:
             return otherwise
         try:
             return read(self._reader)
-        except OSError:  # the next `poll` tells it
+        except OSError:  # the next `poll` reports it
             return otherwise
 
     def movement(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Looks at processes from outside: asks ranks for their stacks, and reads what Linux says of them."""
+"""Inspects processes from outside: asks ranks for their stacks, and reads their state from Linux."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class _ThreadStack(msgspec.Struct, frozen=True):
 
 
 class StacksSeen(NamedTuple):
-    """What a look at a process has shown."""
+    """The result of one look at a process."""
 
     stack: list[StackLine]
     """The main thread's Python calls, innermost first."""

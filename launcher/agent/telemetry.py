@@ -1,4 +1,4 @@
-"""A node's telemetry: when its figures are read, what becomes of them, and when they are sent. No socket.
+"""A node's telemetry: when its figures are read, kept and sent. No socket.
 
     every few seconds  --> a thread reads the host      --.
                        --> the child of gpus.py asks NVML --> one sample, in the record of the node
@@ -86,8 +86,8 @@ class ReadingThread:
 
 # The samples of one node, in bounded memory for any length of run: the older, the further apart. Pure.
 #
-# A count is kept as it stood, so that its growth over a gap is known however many samples were let go of in it. A level
-# is what it was at the samples that are kept.
+# A count is kept as it stood, so its growth over a gap is known however many samples in it were dropped. A level is
+# known only at the kept samples.
 
 NEWEST = 64
 """The newest samples, each of which is kept; of those before, one of 2, of 4, and so on, 32 of each."""
@@ -145,7 +145,7 @@ class NodeRecord:
 
 
 def _ascending(samples: list[_TelemetrySample]) -> list[_TelemetrySample]:
-    """Without those that a clock that was set back has put behind later ones."""
+    """The samples without those out of order, as a clock that was set back leaves them."""
     found: list[_TelemetrySample] = []
     for sample in samples:
         while found and found[-1].time_ns > sample.time_ns:
