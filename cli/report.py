@@ -259,8 +259,8 @@ def runs(runs_dir: str, last: int, form: str) -> int:
 
 _PATIENCE_S = 15.0
 _MORE, _MORE_S = 3, 1.5
-"""Pictures after the first, and how long each is waited for: they tell how fast the job goes, and what is close to its
-limit."""
+"""How many pictures to take after the first, and how long to wait for each: they show the job's speed, and the modules
+close to their limit."""
 
 
 @click.command(name="top")
@@ -301,7 +301,7 @@ def _print_once(link: ViewSubscriber, run: str) -> int:
         view = link.newest(_MORE_S)
         if view is not None:
             model.see(view)
-            if view.hot:  # the agents tell of them when they have heard that somebody looks
+            if view.hot:  # agents report these modules once they hear that somebody watches
                 break
     size = shutil.get_terminal_size((110, 24))
     click.echo(plain(model.screen(size.columns), 64))

@@ -4,13 +4,13 @@ A call that returns an inf or a nan is undecided for as long as the calls around
 
 - the call around it returns something that cannot come of it: the value was taken away (`nan_to_num`, `where`,
   `masked_fill`, `min`, or nobody used it). It is a notice, and no alarm;
-- that call returns a bad value as well: now the call around that one decides;
+- the call around it returns a bad value as well: now the next call outwards decides;
 - there is no call around it, or the forward has ended in another way: it is an alarm, where it was made.
 
 nan stays nan or is taken away, and an inf stays an inf or becomes nan. So an inf never comes of a nan.
 
-What a later call is handed is known by its value in the page. If that call returns something bad, it is undecided from
-there on, also if it was taken away before.
+The page shows the values that a later call is handed. If that call returns something bad, the value is undecided from
+there on, even if an earlier call had taken it away.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .values import NonFinite
 _INFINITE = NonFinite.POSINF | NonFinite.INF
 _ANY_INFINITE = _INFINITE | NonFinite.NEGINF
 NAMED_BY_SCRIPT = "detect_overflow"
-"""The class of a frame of a tensor that the script asked about: what is bad in it is an alarm at once."""
+"""The class of a frame of a tensor that the script asked about: a bad value in it is an alarm at once."""
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class BadValues:
     def returns(self, frame: Frame, alarm: Row | None) -> tuple[BadValue | None, tuple[BadValue, ...]]:
         """A call of a forward has returned. `alarm`: a bad value in its outputs, if it is to blame or passes it on.
 
-        (what is an alarm now, what was taken away now)
+        Returns (the value that became an alarm, the values that the call took away).
         """
         taken = self._decide(frame, alarm)
         if alarm is None:
@@ -76,7 +76,7 @@ class BadValues:
         return None, taken
 
     def end(self) -> BadValue | None:
-        """The forward has ended, and no call will decide any more: what is an alarm."""
+        """The forward has ended, so no further call decides. Returns the first undecided value: it is an alarm."""
         for bad in [bad for bad in self.undecided if not bad.out_of_mask]:
             self.undecided.remove(bad)
             if (bad.frame.module, bad.row.role) not in self._taken:  # in the forward that is run again
@@ -138,7 +138,7 @@ class BadValues:
 
 
 def _may_lead_to(bad: BadValue, frame: Frame, alarm: Row) -> bool:
-    """Whether what a call returned may come of a bad value that it was handed."""
+    """Whether a bad value that the call was handed may have caused its output."""
     flags = NonFinite(alarm.flags)
     if alarm.role_kind is RoleKind.WEIGHT:
         for row in frame.outputs:
@@ -147,7 +147,7 @@ def _may_lead_to(bad: BadValue, frame: Frame, alarm: Row) -> bool:
 
 
 def _may_come_of(bad: BadValue, flags: NonFinite) -> bool:
-    """Whether what a call returned may come of a bad value in it."""
+    """Whether a bad value inside the call may have caused its output."""
     if flags & NonFinite.NAN:
         return True
     return bool(not bad.out_of_mask and flags & _ANY_INFINITE and bad.row.flags & _ANY_INFINITE)

@@ -134,13 +134,13 @@ class GraphNode(msgspec.Struct, frozen=True):
     call: int
     """Tells that call from others of the list; -1: it ran in no call, and `module` says nothing."""
     users: list[int] = []
-    """Positions in the list of those that have used what it returned. Not told for an output."""
+    """Positions in the list of the operations that used what it returned. Always empty for an output."""
     output: bool = False
     """It returned an output of that call: a frame shows the gradient that its backward is handed."""
     passes: bool = False
     """Its backward makes finite gradients of finite ones: it moves, masks or adds them."""
     operands: list[str] = []
-    """Of a sum or an elementwise product: the modules that returned what it was handed, as far as modules did."""
+    """For a sum or an elementwise product: the modules that returned its operands. Others are left out."""
     product: bool = False
     """It is an elementwise product of two tensors of one shape, and modules returned both."""
     opaque: bool = False
@@ -194,7 +194,7 @@ class LookedAgain(msgspec.Struct, frozen=True):
     same_step: bool = True
     """No optimizer step has run since. After one, a weight may be bad because of the alarm."""
     graph: list[GraphNode] = []
-    """Of a bad gradient: what has used that tensor. The first node has made it. Empty where that is not known."""
+    """If a gradient is bad: the operations that used its tensor; the first node made it. Empty if they are unknown."""
     loss_scale: float | None = None
     """The scale of the GradScaler that scaled a loss last; None if there was none."""
     bad_weight: BadWeight | None = None
@@ -209,14 +209,14 @@ class LookedAgain(msgspec.Struct, frozen=True):
     own_code_of: str = ""
     """The role of that value in the alarm's frame."""
     held: list[HeldValue] = []
-    """Of the whole model. What an attribute holds, no frame shows."""
+    """Bad values in attributes, over the whole model. No frame shows attributes."""
     left: bool = False
     """A parameter's gradient was not finite before the backward began that has added to it."""
     closed: list[str] = []
     """Roles of masks on a device that calls of the module were handed in that batch, -inf throughout in a row."""
     without_graph: bool = False
-    """Autograd has recorded nothing of the call, whose class is not torch's own: what it took from elsewhere than its
-    arguments nothing tells."""
+    """Autograd has recorded nothing of the call, whose class is not torch's own: nothing shows what
+    it used beside its arguments."""
 
 
 class Anomaly(RankEvent, frozen=True, tag="anomaly"):
@@ -238,7 +238,7 @@ class Anomaly(RankEvent, frozen=True, tag="anomaly"):
     collectives: int = 0
     """How many collectives were issued during the module's call."""
     optimizer: OptimizerStep | None = None
-    """Of a weight that was found non-finite after a step: whose step it was, if that is known."""
+    """The optimizer whose step came before a weight was found non-finite, if it is known."""
     again: LookedAgain | None = None
     """What a second look at the module has found. Only a rank's first alarm has it."""
     moments: list[IssuedMoment] = []
@@ -321,7 +321,7 @@ class PassedTensor(RankEvent, frozen=True, tag="passed"):
     members: str
     """Ranks as text, `0-6:2,7`; "" is unknown."""
     number: int
-    """Among the collectives of its group. Of a message: among those from its sender to its receiver with its tag."""
+    """Counts the collectives of its group; for a message, those between the same sender and receiver with its tag."""
     peer: int = -1
     """Rank in the job of the root, or of whom it is sent to or received from; -1: none, or not known."""
     tag: int = 0
@@ -332,7 +332,7 @@ class PassedTensor(RankEvent, frozen=True, tag="passed"):
     dtype: str = ""
     elements: int = 0
     given: str = ""
-    """What this rank has put in: `finite`, `not finite`; "": nothing, or nobody has looked."""
+    """What this rank has put in: `finite`, `not finite`; "": nothing, or it was not inspected."""
     given_max: float | None = None
     """abs max of that, where it was finite."""
 
@@ -350,7 +350,7 @@ class NotLookedInto(RankEvent, frozen=True, tag="not_looked_into"):
 
 
 class CompiledUnseen(RankEvent, frozen=True, tag="compiled_unseen"):
-    """Modules were compiled, and this torch does not let us see all of what is inside. Once for each process."""
+    """Modules were compiled, and gpuwatch cannot see everything inside them with this torch. Once for each process."""
 
     text: str
     """torch 2.11: gradients inside of compiled modules are not looked into"""
@@ -365,7 +365,7 @@ class LooseParameters(RankEvent, frozen=True, tag="loose_parameters"):
     """Its class."""
     parameters: int
     unread: int = 0
-    """Of these, on a device: nobody reads them."""
+    """How many of `parameters` are on a device: nobody reads them."""
 
 
 class WatchCost(RankEvent, frozen=True, tag="cost"):
@@ -485,7 +485,7 @@ class FaultPart(WordEnum):
     RECORDER = "recorder", True
     PREFLIGHT = "preflight", False
     COLLECTIVES = "collectives", False
-    """Without them, or stacks, a hang is explained with less."""
+    """Without them, or without stacks, the explanation of a hang has less evidence."""
     STACKS = "stacks", False
     HOOKS = "hooks", False
     """This and the next three are notes about how frames are read and written."""
@@ -554,7 +554,7 @@ class GroupState(msgspec.Struct, frozen=True):
     at: int = 0
     """What it issues or waits for now, or did last: see `IssuedOperation.number`."""
     since_s: float = 0.0
-    """For how long, in seconds."""
+    """How long it has been there, in seconds."""
     recent: list[IssuedOperation] = []
     """The last few, by number."""
 
@@ -607,17 +607,17 @@ class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
     groups: list[GroupState] = []
     """Where it stood in its process groups."""
     memory_kills: int = 0
-    """Of a rank that SIGKILL ended: how many processes of its node's memory cgroup the kernel has ended for lack of
+    """If SIGKILL ended the rank: how many processes of its node's memory cgroup the kernel has killed for lack of
     memory since the run began."""
     stack: list[StackLine] = []
-    """Of a rank that a fatal signal ended: where the thread stood that received it, innermost call first."""
+    """If a fatal signal ended the rank: the stack of the thread that received it, innermost call first."""
     shm_free: int = -1
-    """Of a rank that SIGBUS ended: bytes that were left in /dev/shm; -1: not known."""
+    """If SIGBUS ended the rank: bytes that were left in /dev/shm; -1: not known."""
     ended_ns: int = 0
-    """By the host's own clock: when a fatal signal came, if the rank left its stack; else when its agent saw that its
-    process was ending, or heard of it from its launcher. 0: not told."""
+    """By the host's own clock: when a fatal signal came, if the rank left its stack; else when its agent saw the
+    process ending, or its launcher reported the end. 0: unknown."""
     alive_ns: int = 0
-    """When its agent saw before that that it was not; 0: not told. It ended in between."""
+    """When its agent last saw the process not ending; 0: unknown. It ended between this and `ended_ns`."""
 
 
 class RankStall(RankEvent, frozen=True, tag="stalled"):
@@ -642,15 +642,15 @@ class RankLook(RankEvent, frozen=True, tag="look"):
     busy: float = 0.0
     """Share of one core that it used meanwhile."""
     stack: list[StackLine] = []
-    """Of the main thread, innermost call first; [] if it did not answer."""
+    """The main thread's calls, innermost first; [] if it did not answer."""
     groups: list[GroupState] = []
     """Where it stands in its process groups."""
     limit_s: float = 0.0
-    """How long it may rest where it stands; 0: not told."""
+    """How long it may rest where it stands; 0: unknown."""
     native: list[StackLine] = []
-    """Of a rank that did not answer itself: native calls inside of the innermost call of `stack`, by py-spy."""
+    """If the rank did not answer: native calls inside the innermost call of `stack`, as py-spy reads them."""
     threads: list[ThreadSeen] = []
-    """Of a rank that did not answer itself: its threads, the main one first where Linux tells them."""
+    """If the rank did not answer: its threads, as Linux lists them, the main thread first."""
 
 
 class StepTimes(RankEvent, frozen=True, tag="step_times"):
@@ -659,7 +659,7 @@ class StepTimes(RankEvent, frozen=True, tag="step_times"):
     timed: int
     """Steps that were timed."""
     total_s: list[float]
-    """Of all of them, seconds in each part (core/recorder/layout.py)."""
+    """Sum over all timed steps: seconds in each part (core/recorder/layout.py)."""
     steps: bytes
     """A sample of them, packed (core/wire/columns.py)."""
 
@@ -685,16 +685,16 @@ class LimitForecast(RankEvent, frozen=True, tag="forecast"):
 
 
 class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
-    """A signal told `gpuwatch launch` to end."""
+    """`gpuwatch launch` ended because of a signal."""
 
     signal: int
     time_ns: int = 0
     reason: str = ""
-    """Why the scheduler ends the job, where it tells: `SLURM: its time limit is reached`."""
+    """Why the scheduler ends the job, if it gives a reason: `SLURM: its time limit is reached`."""
     down_nodes: list[str] = []
     """Nodes of the job that the scheduler has lost."""
     told_by: str = ""
-    """The scheduler's command that told so: `sinfo`."""
+    """The scheduler's command that reported it: `sinfo`."""
 
 
 class GpuXid(msgspec.Struct, frozen=True, tag="xid"):

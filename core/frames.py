@@ -28,11 +28,11 @@ class FramePhase(WordEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     WEIGHT = "weight"
-    """Of a verdict: a weight was bad before the call. No frame has it."""
+    """Only in a verdict: a weight was bad before the call. No frame has it."""
     OPTIMIZER = "optimizer"
     COLLECTIVE = "collective"
     INPUT = "input"
-    """Of a verdict: the model was handed a bad value. No frame has it."""
+    """Only in a verdict: the model was handed a bad value. No frame has it."""
     RECOMPUTE = "recompute"
     """A forward that activation checkpointing runs again during the backward."""
 
@@ -48,7 +48,7 @@ class Phase(IntEnum):
 
 
 class RowMark(IntFlag):
-    """What is known of a row beside its numbers."""
+    """Properties of a row beside its numbers."""
 
     NONE = 0
     IGNORED = 1
@@ -56,7 +56,7 @@ class RowMark(IntFlag):
     SCALED = 4
     """A gradient that a GradScaler checks. An inf or nan there is expected: the scaler skips the step."""
     SKIPPED = 8
-    """Of a batch that `--every` skips, in which only what the root returns is looked at."""
+    """The batch is one that `--every` skips: only the root's outputs are inspected."""
     CLOSED = 16
     """An argument that is -inf throughout in one of its rows (along its last dimension): softmax makes nan of that."""
 

@@ -86,7 +86,7 @@ class OwnClock:
         self._now = 0.0
 
     def now(self) -> float:
-        """To be asked many times a second."""
+        """Seconds so far. Call it many times a second."""
         last, self._last = self._last, self._clock()
         self._now += min(max(0.0, self._last - last), STEP_S)
         return self._now

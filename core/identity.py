@@ -78,7 +78,7 @@ _WORDS = (
     "Watchdog caught collective operation timeout",
 )
 _SOURCES = ("gloo", "nccl", "c10d", "tcpstore", "processgroup")
-"""What an error of torch.distributed speaks of. A script's own downloads and data loaders time out, too."""
+"""Words in the errors of torch.distributed. A script's own downloads and data loaders time out, too."""
 _DISTRIBUTED = "/torch/distributed/"
 
 
@@ -90,8 +90,8 @@ def is_peer_failure(message: str) -> bool:
 def is_from_peer_failure(error: BaseException) -> bool:
     """Whether this exception is a peer failure of torch.distributed, or was raised because of one or while handling it.
 
-    What a script raises instead of it, as in `except RuntimeError as error: raise TrainingFailed from error`, tells no
-    more than it.
+    An exception that the script raises in its place, as in `except RuntimeError as error: raise TrainingFailed from
+    error`, means the same.
     """
     seen: set[int] = set()
     link: BaseException | None = error

@@ -11,7 +11,7 @@ Recorded, and no alarm:
   finite inputs.
 - an output that is one of the inputs, unchanged or written into: it has the same value (`Row.value`) as that input's
   row. If the input was finite when it was last seen, the call has changed it in place, and it is an alarm.
-- a gradient that a GradScaler looks at before it is used.
+- a gradient that a GradScaler checks before it is used.
 - what a rule of the user's covers, and the same tensor in the calls that pass it on.
 - a bad value that a call returns, for as long as the calls around it have not returned. If it leads to what the model
   returns, it is an alarm where it was made. If a call around it returns something that cannot come of it, it was
@@ -116,7 +116,7 @@ class PageSoFar:
         return _with(FrameJudgement(), self.bad.end())
 
     def _decided(self, frame: Frame, found: FrameJudgement) -> FrameJudgement:
-        """The judgement, once it is known what has become of what the calls have returned."""
+        """The judgement of a frame that decides undecided values of the calls inside it, or has a bad value itself."""
         if frame.phase not in FORWARDS:
             bad = self.bad.end()  # it came before
             return _with(found, bad) if bad is not None else found
@@ -237,7 +237,7 @@ def first_expected_gradient(frames: Iterable[Frame]) -> tuple[Frame, Row] | None
 
 
 def anomaly_of_page(page: Page, *, aborts: bool = False) -> Anomaly | None:
-    """The event that a page stands for, when nobody could look at it while it was written."""
+    """The anomaly in a page that nobody could judge while it was written; None if there is none."""
     found = first_alarm(sorted(page.frames, key=lambda frame: frame.index))
     return anomaly_of(page, *found, aborts=aborts) if found is not None else None
 

@@ -1,7 +1,7 @@
 """Every figure that a node's telemetry may have: what it is, its unit, and what it is called in a sentence.
 
-A `level` is what was there at that moment, such as a temperature. A `count` only grows, such as bytes that were sent:
-what is shown of it is how fast it grew. So a record that is thinned loses no count.
+A `level` is a reading at one moment, such as a temperature. A `count` only grows, such as bytes sent, and is shown as
+its growth per second. So thinning a record loses no count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class NodeMetric(NamedTuple):
 
     kind: Literal["level", "count"]
     unit: str
-    """Of a count: the unit of its growth in a second; "" counts things."""
+    """A count's is the unit of its growth per second; "" counts things."""
     text: str
 
 

@@ -52,7 +52,7 @@ class OwnDescriptor:
         return (found.st_dev, found.st_ino) == self._identity
 
     def close(self) -> None:
-        """Let go of the file. What is not ours any more stays as it is."""
+        """Close the descriptor, unless someone else has closed it and its number now belongs to another file."""
         if self.is_ours:
             os.close(self.number)
 

@@ -63,7 +63,7 @@ class OwnImports(AbstractContextManager[None]):
             if _is_found(top, before):
                 of_it = [name for name in new if name == top or name.startswith(f"{top}.")]
                 self._ours |= {name: sys.modules.pop(name) for name in of_it}
-        for folder in before:  # the script may write a module there at once: Python is to look anew
+        for folder in before:  # the script may write a module there at once: make Python read the folder again
             if folder not in cached:
                 sys.path_importer_cache.pop(folder, None)
 
@@ -99,7 +99,10 @@ def began(given: list[str] | None, own_path: list[str], started_with: Collection
 
 
 def theirs_last() -> None:
-    """In a command of ours: what is on PYTHONPATH, or what `python -m` puts first, comes last. See `path_as_given`."""
+    """In a command of ours, move PYTHONPATH's folders and the one that `python -m` puts first to the end of sys.path.
+
+    See `path_as_given`.
+    """
     global _given
     _given = list(sys.path)
     theirs = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)}  # noqa: PTH100
@@ -114,12 +117,12 @@ def own_imports() -> AbstractContextManager[None]:
 
 
 def path_as_given() -> None:
-    """From here on torch is imported: the job's PYTHONPATH may say which one."""
+    """Restore sys.path before torch is imported: the job's PYTHONPATH may choose which torch."""
     if _given is not None:
         sys.path[:] = _given
 
 
 def give_way_to_script() -> None:
-    """What the script will import is to be its own. sys.path is what the script is to see."""
+    """Let the script import its own modules. Call it once sys.path is as the script must see it."""
     if _current is not None:
         _current.give_way(_started_with)

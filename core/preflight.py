@@ -66,7 +66,7 @@ class InventoryFacts(msgspec.Struct, frozen=True):
     """`cpu`, `cuda:3`; "" until it is known."""
     device_name: str = ""
     uuid: str = ""
-    """Of the GPU (`GPU-...`), or of the MIG device that this rank uses (`MIG-...`)."""
+    """The UUID of the GPU (`GPU-...`), or of the MIG device that this rank uses (`MIG-...`)."""
     pci_bus: str = ""
     driver: str = ""
     versions: dict[str, str] = {}

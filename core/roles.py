@@ -71,14 +71,14 @@ class Role(NamedTuple):
 
     kind: RoleKind
     name: str
-    """Of a parameter for WEIGHT, GRAD_WEIGHT and STATE; else of the argument or of what was returned."""
+    """The parameter's name for WEIGHT, GRAD_WEIGHT and STATE; else the argument's or the output's."""
     key: str = ""
-    """Of STATE: what the optimizer calls it."""
+    """For STATE: the optimizer's name for it."""
 
 
 @lru_cache(_CACHED)
 def parse_role(text: str) -> Role:
-    """What a role's text means. Never fails: what is nothing else is a parameter.
+    """Parse a role's text. Never fails: any other text is a parameter's name.
 
     >>> parse_role("grad weight")
     Role(kind=<RoleKind.GRAD_WEIGHT: 'grad_weight'>, name='weight', key='')

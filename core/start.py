@@ -3,7 +3,7 @@
     python core/start.py gpuwatch.collector
     python -u -c"exec this file" -mgpuwatch.worker train.py --lr 1e-4        (own_imports.OWN_START)
 
-`python -m` would import from the working folder first, and that one is the job's: a `zmq.py` or a `queue.py` there is
+`python -m` would import from the working folder first. That folder is the job's: a `zmq.py` or a `queue.py` there is
 not ours. So this file imports nothing before that folder is out of sys.path, and it loads gpuwatch from where it lies.
 """
 
@@ -18,7 +18,7 @@ _GIVEN = list(sys.path)
 import os  # noqa: E402
 
 _THEIRS = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)}  # noqa: PTH100  # pathlib takes longer
-sys.path.sort(key=lambda folder: folder in _THEIRS)  # what is on PYTHONPATH comes last
+sys.path.sort(key=lambda folder: folder in _THEIRS)  # PYTHONPATH's folders come last
 
 from importlib import import_module  # noqa: E402
 from importlib.util import module_from_spec, spec_from_file_location  # noqa: E402
@@ -61,6 +61,6 @@ def _run_unwatched(words: "list[str]") -> None:
 
 try:
     _main()
-except KeyboardInterrupt:  # of the script's own it is told with its traceback: worker/__main__.py
+except KeyboardInterrupt:  # worker/__main__.py prints the traceback if the script raised it
     sys.excepthook = lambda *_: None
     raise

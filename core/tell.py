@@ -24,7 +24,7 @@ def tell(text: str) -> None:
 
 
 def flush_streams() -> None:
-    """As far as they can be."""
+    """Flush stdout and stderr, as far as possible."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -51,7 +51,7 @@ def take_standard_streams() -> list[int]:
 def guard_streams() -> None:
     """In a process of gpuwatch's own: have stdout and stderr drop what they cannot print, whoever writes to them.
 
-    Not in a rank: its streams are the script's. What is closed stays so for whatever this process starts.
+    Not in a rank: its streams are the script's. A closed stream stays closed for the children of this process.
     """
     take_standard_streams()
     sys.stdout, sys.stderr = _GuardedStream(sys.stdout), _GuardedStream(sys.stderr)

@@ -1,4 +1,4 @@
-"""Text: amounts as a user writes them, ranks in words, what is safe to show, and what is no UTF-8."""
+"""Text: amounts as a user writes them, ranks in words, text that is safe to show, and text that is not UTF-8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from .identity import is_rank, rank_name
 
-# Amounts of memory: `256MiB`, or a share of what is free, `80%`.
+# Amounts of memory: `256MiB`, or a share of the free memory, `80%`.
 
 _UNITS = {
     "": 1,
@@ -26,7 +26,7 @@ _LARGEST = 1 << 50
 
 
 class MemoryAmount(msgspec.Struct, frozen=True):
-    """Bytes, or a share of what is free; one of them is 0."""
+    """Bytes, or a share of the free memory; one of them is 0."""
 
     size: int = 0
     share: float = 0.0
@@ -121,8 +121,8 @@ def _pieces(ordered: list[int]) -> list[tuple[int, int]]:
 
 # Text that a script controls, made safe to show: names of modules, classes and arguments, messages of exceptions.
 #
-# A terminal obeys escape sequences, and a newline can forge a line of a report. So what is not printable is shown as in
-# a Python string, `\x1b` or `\n`, and a long name is cut in its middle.
+# A terminal obeys escape sequences, and a newline can forge a line of a report. So an unprintable character is shown as
+# in a Python string, `\x1b` or `\n`, and a long name is cut in its middle.
 
 MOST_OF_A_NAME = 200
 """Characters of a name that are shown."""
@@ -130,7 +130,7 @@ _CUT = "..."
 
 
 def shown(text: str) -> str:
-    """One line, without control characters. What is shown once is not changed when it is shown again.
+    """One line, without control characters. Applying it twice changes nothing more.
 
     >>> shown("fc\\x1b[2J\\nVERDICT clean")
     'fc\\\\x1b[2J\\\\nVERDICT clean'

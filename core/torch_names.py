@@ -1,8 +1,9 @@
-"""The private names of torch that gpuwatch uses: which releases have them, and what is not seen without each.
+"""The private names of torch that gpuwatch uses: which releases have them, and what the report lacks without each.
 
-torch promises nothing about a private name: a new release may move it. So each stands in one table, and a test asks the
-torch that runs it whether the table is true. What a known release lacks is said once for a run (`notes_on`). What is
-gone in spite of the table is found when the hooks are attached (`missing`), and is a fault. torch is not imported here.
+torch promises nothing about a private name: a new release may move it. So all stand in one table, and a test compares
+the table with the installed torch. A run reports once what it loses with a known release (`notes_on`). A name that is
+missing in spite of the table is found when the hooks are attached (`missing`), and is a fault. torch is not imported
+here.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ class TorchName(NamedTuple):
     """A name that torch may take away."""
 
     place: str
-    """The module, or what has the attribute: `<autograd node>`."""
+    """The module, or the kind of object that has the attribute: `<autograd node>`."""
     name: str
     """Within it; dots lead on."""
     lost: str
-    """What is not seen without it, as the end of a sentence."""
+    """What the report lacks without it, as the end of a sentence."""
     since: Release = OLDEST
     until: Release | None = None
     """The last release that has it; None: all do."""
@@ -42,7 +43,7 @@ class TorchName(NamedTuple):
         return self.since <= release and (self.until is None or release <= self.until)
 
 
-# -- what is not seen without a name ---------------------------------------------------------------------------------
+# -- what the report lacks without a name -----------------------------------------------------------------------------
 
 NOTHING_SEEN = "nothing of the training is recorded"
 KWARGS = "keyword arguments are not in the frames"
@@ -210,7 +211,7 @@ ROWS_SINCE, GRADIENTS_SINCE = (2, 8), (2, 13)
 
 
 def release_of(version: str) -> Release | None:
-    """Of a version of torch; None if it is none.
+    """The release of a version of torch; None if the text is no version.
 
     >>> release_of("2.13.0+cpu"), release_of("")
     ((2, 13), None)
@@ -220,7 +221,7 @@ def release_of(version: str) -> Release | None:
 
 
 def not_seen_with(release: Release) -> list[str]:
-    """What is not seen with a known release, each thing once."""
+    """What the report lacks with a known release, each item once."""
     lost = [one.lost for one in NAMES if not one.instead and not one.is_in(release)]
     compiled = not_seen_of_compiled(release)
     return list(dict.fromkeys([*lost, compiled] if compiled else lost))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 class NonFinite(IntFlag):
-    """What is non-finite in a tensor. `INF` is an inf whose sign is unknown."""
+    """The kinds of non-finite numbers in a tensor. `INF` is an inf whose sign is unknown."""
 
     NONE = 0
     NAN = 1
@@ -101,7 +101,7 @@ class Value(NamedTuple):
 
     @property
     def flags(self) -> NonFinite:
-        """What is non-finite in the tensor."""
+        """The kinds of non-finite numbers in the tensor."""
         return NonFinite(self.meta & 0xFF)
 
     @property
@@ -182,7 +182,7 @@ def decode(bits: int, encoding: int) -> float:
 
 
 def name_of(flags: NonFinite) -> str:
-    """The word that a verdict uses: the worst of what is there.
+    """The word that a verdict uses: the worst of the flags.
 
     >>> name_of(NonFinite.NAN | NonFinite.POSINF)
     'nan'

@@ -58,7 +58,7 @@ def start_command(
 
 
 def _prepare(blocked: Collection[int]) -> Callable[[], None]:
-    """To be called between fork and exec; what can be loaded before is."""
+    """Returns the function to call between fork and exec. Everything that can be loaded before is loaded here."""
     follow_parent = signal_at_parents_end(signal.SIGTERM)
 
     def prepare() -> None:
@@ -88,7 +88,7 @@ def shell_code(returncode: int) -> int:
 
 # The command while it runs: the signals that it is to get, and its end where the run asks for it.
 #
-# The signals are blocked in this process, and taken one by one: who has sent one tells whether the command has it, too.
+# The signals are blocked in this process, and taken one by one: the sender shows whether the command got it, too.
 
 TICK_S = 0.1
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -101,7 +101,7 @@ _SENT_BY_KERNEL = 0x80
 
 
 def block_signals() -> set[int | signal.Signals]:
-    """To be called before any thread is started. Returns what was blocked before."""
+    """Call it before any thread is started. Returns the signals that were blocked before."""
     return signal.pthread_sigmask(signal.SIG_BLOCK, {*RELAYED, signal.SIGCHLD})
 
 
@@ -174,7 +174,7 @@ class AttendedCommand:
             self._relay_at.setdefault(number, time.monotonic())
 
     def terminate(self) -> None:
-        """After an error of ours: it does not stay behind."""
+        """End the command after an error of ours, so that it does not stay behind."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 

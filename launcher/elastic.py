@@ -106,7 +106,7 @@ def purge_group_keys(master_addr: str, master_port: int) -> int:
 
 
 def _purge_together(worker_group: Any, attempt: int) -> None:
-    """Every node has come here, so no rank runs: the first node clears the store, the others wait for it."""
+    """Every node has reached this call, so no rank runs: the first node clears the store, the others wait."""
     done = f"gpuwatch/purged/{attempt}"
     try:
         if worker_group.group_rank == 0:
@@ -125,7 +125,7 @@ WORKER = (OWN_START, "-mgpuwatch.worker")
 
 
 class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-defined,misc]  # not exported
-    """See the module's docstring. `listener` hears of the ranks of this node, and says what may be done with them."""
+    """See the module's docstring. `listener` gets the events of this node's ranks, and decides on them."""
 
     def __init__(self, listener: TorchrunRanks, backend: str, **torchruns: Any) -> None:
         super().__init__(**torchruns)
@@ -272,7 +272,7 @@ def run_to_its_end(args: argparse.Namespace, listener: TorchrunRanks) -> LaunchD
     except SignalException:
         raise
     except ChildFailedError as error:
-        if not args.check_only:  # there, no script has failed, and the report says what has
+        if not args.check_only:  # with it no script runs, and the report names the failure
             traceback.print_exception(type(error), error, _torch_frames(error.__traceback__))
         return LaunchDone("failed")
     except (ValueError, AssertionError) as error:

@@ -1,14 +1,14 @@
 """The job that a launch is part of: what the environment says of it, and what its user then need not say.
 
 The environment is read and typed here, once, and nowhere else. One table for each scheduler (slurm_variables.py), one
-for MPI, and one for plain variables, as scripts around torchrun and Kubernetes manifests set them. Of a step of two
-nodes, on the second of them:
+for MPI, and one for plain variables, as scripts around torchrun and Kubernetes manifests set them. On the second node
+of a step of two:
 
     SLURM_JOB_ID=4711 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=gpu-[007-008] SLURM_NODEID=1 SLURM_GPUS_ON_NODE=8 ...
     SchedulerFacts(SLURM, nodes=(2, 2), node_rank=1, head="gpu-007", port=20422, rdzv_id="4711.0", nproc="8", ...)
 
-Nothing is opened and no command is run: a scheduler's commands are not there in many a container. What is filled in
-never takes the place of what was said.
+It opens no file and runs no command: many containers lack the scheduler's commands. A filled-in value never replaces
+one that the user gave.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLAIN = {
 
 
 def read_job(environ: Mapping[str, str]) -> SchedulerFacts | None:
-    """The job that this process is part of; None if nothing speaks of one. Raises UsageError on a senseless value."""
+    """The job that this process is part of; None without a job's variables. Raises UsageError on a senseless value."""
     for scheduler in _SCHEDULERS:
         if any(environ.get(name, "").strip() for name in scheduler.variables["job_id"].names):
             return scheduler.read(environ)
@@ -57,8 +57,8 @@ def variables(job: SchedulerFacts, fact: str) -> str:
 
 
 # What mpirun tells the processes that it starts. It starts a task for each rank, and the tasks of one host share a
-# parent. It fills one host after the other (`--map-by slot`), unless it was told otherwise: then --node-rank says which
-# host this is.
+# parent. It fills one host after the other (`--map-by slot`); with another mapping, the
+# user gives this host's --node-rank.
 
 _MPI = {
     "size": JobVariable(("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"), whole),
@@ -71,7 +71,7 @@ _MPI = {
 
 
 def read_mpi_job(environ: Mapping[str, str]) -> SchedulerFacts | None:
-    """The job that MPI's variables speak of; None if they speak of none. Raises UsageError on a senseless value."""
+    """The job that MPI's variables describe; None without them. Raises UsageError on a senseless value."""
     if not any(environ.get(name, "").strip() for name in _MPI["tasks_here"].names):
         return None
     facts = read_facts(_MPI, environ)
@@ -235,7 +235,7 @@ def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: Schedule
 
 
 def _means_static(given: set[str], job: SchedulerFacts) -> bool:
-    """Options that speak of torchrun's static rendezvous, which is its default."""
+    """Whether the given options mean torchrun's static rendezvous, which is its default."""
     if given & {"master_addr", "master_port"}:
         return True
     return "rdzv_endpoint" in given and (job.scheduler is None or "node_rank" in given)

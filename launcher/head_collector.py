@@ -25,11 +25,11 @@ from .helper_processes import HelperLives, RestartedHelper
 
 _FIRST_WORD_S = 30.0
 _TRIES = 3
-"""Of one that ends before its first word; one that says nothing is not tried again."""
+"""How often to start a collector that ends before its first word. One that stays silent is not started again."""
 
 
 class HeadCollector(RestartedHelper):
-    """Started again, on the same port with its store. `show` is given what it tells while the preflight runs."""
+    """Restarts the collector on the same port with its store. `show` gets its lines about the preflight."""
 
     _name, _module = "collector", "collector"
 
@@ -49,7 +49,7 @@ class HeadCollector(RestartedHelper):
             threading.Thread(target=self._follow, daemon=True, name="gpuwatch-collector").start()
 
     def wait(self, limit_s: float) -> None:
-        """For its last line about the preflight, if it has one to say."""
+        """Wait for its last line about the preflight, if there is to be one."""
         self._over.wait(limit_s)
 
     def end(self, timeout_s: float) -> None:
@@ -62,7 +62,7 @@ class HeadCollector(RestartedHelper):
                 break
             time.sleep(pause_s)
             lives.began()
-            if not self._start_again():  # nothing more is to be had of it
+            if not self._start_again():  # it gives nothing more
                 self._let_go()
                 break
 

@@ -46,7 +46,7 @@ class HelperLives:
 class HelperProcess:
     """A helper process with JSON lines in and out. Raises OSError where no process can be started.
 
-    One that cannot be told its settings is ended, and who reads its output sees that it has.
+    If its settings cannot be written to it, it is killed, and a reader of its output sees the end.
     """
 
     def __init__(self, module: str, config: msgspec.Struct) -> None:
@@ -115,7 +115,7 @@ class RestartedHelper:
         self._say = say
         self._ending = threading.Event()
         self._over = threading.Event()
-        """Nothing more is heard of it that anybody waits for."""
+        """Set once nobody needs to wait for another line of it."""
         self._heard = 0
         """Lines."""
         self._trouble = ""
@@ -125,7 +125,7 @@ class RestartedHelper:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now; 0 if there is none."""
+        """Process id of the running process; 0 if there is none."""
         return self._child.pid if self._child is not None else 0
 
     def _begin(self, config: msgspec.Struct) -> HelperProcess | None:
@@ -160,7 +160,7 @@ class RestartedHelper:
         self._over.set()
 
     def _listen(self) -> bool:
-        """To its end. Whether no other one is needed."""
+        """Read its lines to its end. Returns whether no other process is needed."""
         raise NotImplementedError
 
     def _start_again(self) -> bool:
@@ -170,8 +170,8 @@ class RestartedHelper:
 # The node agent as its launch has it: a child that hears what torchrun does.
 
 SILENT_S = 120.0
-"""At the end, an agent that is alive says so every few seconds; after so long without a word it is ended, and the next
-one, which reads the recorders from the beginning, is waited for as long."""
+"""At the end, an agent reports every few seconds that it is alive. After this long without a report it is ended, and
+the next one, which reads the recorders from the beginning, gets as long."""
 _TICK_S = 0.2
 
 
@@ -207,7 +207,7 @@ class NodeAgent(RestartedHelper):
                 write_line(self._child.stdin, message)
 
     def wait(self) -> None:
-        """Until it has a verdict or is given up."""
+        """Wait until it has a verdict or is given up."""
         clock, lines, heard, was_ended = OwnClock(), self._heard, 0.0, False
         while not self._over.wait(_TICK_S):
             self._tell_the_rest()

@@ -6,8 +6,8 @@
 
 Every Python there that imports torch, and has the run's variables, runs it. The first one becomes the host's watcher,
 in the background: it has the scratch folder and the node agent. It stays as long as a rank runs here, or a process has
-the variables while the run's command goes on. All others are told the folder. It prints the folder once ranks can be
-recorded there.
+the variables while the run's command goes on. All others wait until the watcher has the folder ready. Each prints the
+folder once ranks can be recorded there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _WELCOME_S = 10.0
 
 
 def main() -> int:
-    """Entry. Returns an exit code; what is wrong is said in one sentence on stderr."""
+    """Entry. Returns an exit code, and prints an error as one sentence on stderr."""
     try:
         path = Path(sys.argv[1])
         join = read_join(path)
@@ -83,7 +83,7 @@ def _told_by_the_watcher(tasks: HostTasks) -> Path | None:
 
 
 def _become_the_watcher(path: Path, join: RunInvitation, tasks: HostTasks) -> int:
-    """In a process that is nobody's child: whoever imports torch here waits for its own children, maybe, not ours."""
+    """Become a process that is nobody's child: the process that imports torch may wait for all of its children."""
     told, tell = os.pipe()
     if os.fork():
         os.close(tell)
@@ -131,7 +131,7 @@ class JoinedRanks(RankStarter):
         self._stop = threading.Event()
 
     def run(self, life: JobLife) -> LaunchDone:
-        """To the end of the last process here that has the variables, or of the run."""
+        """Run to the end of the last process here that has the variables, or of the run."""
         folder = str(life.scratch)
         self._ranks = HostRanks(life.scratch, life.tell, lambda attempt, rank, code: None)
         write_settings(life.scratch, with_fields(self._join.settings, recorder_dir=folder))

@@ -57,7 +57,7 @@ def _local_world_size(text: str) -> int:
 
 
 def number_of_ranks(args: argparse.Namespace) -> int:
-    """Of this node."""
+    """How many ranks this node runs. Raises UsageError."""
     if args.max_restarts < 0:
         raise UsageError(f"--max-restarts: expected 0 or more, found {args.max_restarts}")
     try:
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace, plan: CollectorPlan, command: list[str], job:
 
 
 class TorchrunRanks(RankStarter):
-    """The ranks that torchrun starts here. elastic.py tells it when they start and end, and asks what to do."""
+    """The ranks that torchrun starts here. elastic.py reports their starts and ends to it, and asks it what to do."""
 
     settings: WorkerSettings
     """What they get from the launch."""
@@ -137,7 +137,7 @@ class TorchrunRanks(RankStarter):
         signals.unheard = self._leave_for_signal
 
     def run(self, life: JobLife) -> LaunchDone:
-        """Starts the helpers and runs torchrun to its end. The collector always hears of a signal that ends it."""
+        """Starts the helpers and runs torchrun to its end. Every signal that ends it is reported to the collector."""
         self._life = life
         try:
             with self._signals.held():  # an early one is in the report, too, and leaves no child behind
@@ -231,7 +231,7 @@ class TorchrunRanks(RankStarter):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def settle(self, done: LaunchDone) -> LaunchDone:
-        """With the scheduler's own word for a SIGTERM of its; one node is enough to ask."""
+        """Add the scheduler's reason for a SIGTERM; one node is enough to ask."""
         # a scheduler repeats them, and once a node has ended ends the others
         _ignore_signals(signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
         if done.outcome != "signal":
@@ -286,7 +286,7 @@ class TorchrunRanks(RankStarter):
         for rank in self._ranks:
             with suppress(psutil.Error):
                 rank.kill()
-        with suppress(Exception):  # it is only told
+        with suppress(Exception):  # it is only a message
             patience_s = 0.0 if self._life.hurry else PATIENCE_LEFT_BEHIND_S
             tell_left_behind(self._life.scratch, say, patience_s)
 

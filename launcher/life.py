@@ -40,7 +40,7 @@ from .scheduler_job import SchedulerFacts
 
 _CHILD_END_S = 20.0
 _LAST_LINE_S = 2.0
-"""For the collector's last line, which was written before the verdict was sent."""
+"""How long to wait for the collector's last line, which it wrote before it sent the verdict."""
 WITHOUT_C = (
     "gpuwatch was installed without its part in C, and Python does the same: that takes about four times as much of "
     "the processor for each module call (docs/cost.md); to have it, install gpuwatch again where there is a C compiler"
@@ -132,7 +132,7 @@ class RankStarter:
         raise NotImplementedError
 
     def settle(self, done: LaunchDone) -> LaunchDone:
-        """The ranks have ended: say so where the user is to know. Returns what the agent is to hear of it."""
+        """The ranks have ended: tell the user if needed. Returns the message for the agent."""
         return done
 
     def wait(self, life: JobLife) -> bool:
@@ -184,7 +184,7 @@ class JobLife:
             self.clear_up()
 
     def start_agent(self, config: AgentConfig, stop: Callable[[str, bool], object]) -> NodeAgent:
-        """Once the ranks can be told all that they need.
+        """Start the node agent. Call it once the ranks' settings are known.
 
         `stop` gets the reason why the ranks of this node must end, and whether torchrun may start them again.
         """
@@ -204,7 +204,7 @@ class JobLife:
             self.agent.tell(message)
 
     def wait(self) -> None:
-        """Until the agent has a verdict or is given up, and the collector has said its last line."""
+        """Wait until the agent has a verdict or is given up, and the collector has printed its last line."""
         if self.agent is not None:
             self.agent.wait()
         if self._collector is not None:

@@ -30,7 +30,7 @@ class LiveLines:
         raise NotImplementedError
 
     def over(self, end: PreflightOver) -> None:
-        """The last that is heard of the preflight."""
+        """The preflight has ended: print its result and warnings."""
         self.close()
         for line in filter(None, [end.text, *end.warnings]):
             self._say(line)
@@ -45,7 +45,7 @@ class LiveLines:
 
 
 def live_lines(*, check_only: bool, out: IO[str] | None = None, patience_s: float = 10.0) -> LiveLines:
-    """The right ones for where stderr goes. A launch is to be left with one line, a check with one per stage.
+    """The kind that suits stderr. A launch leaves one line in the end, a check one per stage.
 
     In a file, a stage that takes longer than `patience_s` has a line before it is over.
     """

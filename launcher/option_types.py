@@ -48,7 +48,7 @@ def at_least(least: int, what: str) -> Callable[[str], int]:
 
 
 def _float(text: str) -> float:
-    """Not a number, which is in no range, for what is none."""
+    """The number, or nan if the text is none: nan is in no range."""
     try:
         return float(text)
     except ValueError:
@@ -147,7 +147,7 @@ def size(text: str) -> int:
 
 
 def amount(text: str) -> str:
-    """A share of what is free or a size, kept as it was written."""
+    """A share of the free memory or a size, kept as it was written."""
     found = parse_amount(text)
     is_right = found is not None and not 0 < found.size < _LEAST_ALLOCATED
     _expect(is_right, "a share of the free memory, such as 80%, or a size of 1MiB or more, such as 256MiB", text)

@@ -138,7 +138,7 @@ _RUN: OptionTable = {
     },
 }
 _PATIENCE_S = 120.0
-"""For the ranks of a check, where somebody sits and waits, and of a run: there they have imported torch."""
+"""Limit of the preflight for a check, where somebody sits and waits, and for a run, whose ranks have imported torch."""
 
 
 def _worker_options(part: str | None = None) -> Iterator[tuple[str, str, WorkerOption, msgspec.structs.FieldInfo]]:
@@ -184,7 +184,7 @@ def worker_settings(args: argparse.Namespace, scratch: Path, logs: Path) -> Work
 
 
 class SentenceParser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, where argparse prints two screens of usage."""
+    """Reports an error in one sentence, where argparse prints two screens of usage."""
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
@@ -239,7 +239,7 @@ def get_check_parser() -> argparse.ArgumentParser:
     parser.set_defaults(
         check_only=True,
         preflight_timeout=_PATIENCE_S,
-        training_script="--check",  # what the worker is told in place of a script
+        training_script="--check",  # the worker gets this in place of a script
         training_script_args=[],
         max_frames=21,
         trace_batches=[],

@@ -44,7 +44,7 @@ from .tasks import HostTasks, NoFolder, TaskCommand
 
 _MOST_UNWATCHED = 16
 _PEERS_S = 5.0
-"""For ranks to raise what the end of another one makes them raise: their own words are worth more than a signal's."""
+"""How long ranks get to raise the error that another rank's end causes: it says more than a signal does."""
 
 
 def run(arguments: list[str]) -> int:
@@ -84,7 +84,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _tasks(args: argparse.Namespace, job: SchedulerFacts | None, plan: CollectorPlan) -> HostTasks | None:
-    """The other tasks of this host, if the environment speaks of any. Raises NoFolder."""
+    """The other tasks of this host, if the environment names any. Raises NoFolder."""
     if job is None or job.tasks_here < 2:
         return None
     words = [plan.job, job.node or host_name()]
@@ -93,7 +93,7 @@ def _tasks(args: argparse.Namespace, job: SchedulerFacts | None, plan: Collector
 
 
 class CommandRanks(RankStarter):
-    """What becomes a rank below the command of this host that has the agent, and below those of its other tasks."""
+    """The ranks below the commands of one host: below the command of the task that has the agent, and of the others."""
 
     def __init__(self, terms: JobTerms, key: str, tasks: HostTasks | None, command: AttendedCommand) -> None:
         self._terms = terms
@@ -107,7 +107,7 @@ class CommandRanks(RankStarter):
         self._code = 0
 
     def run(self, life: JobLife) -> LaunchDone:
-        """Helpers up, the command, those of the other tasks, and their ranks to their end."""
+        """Start the helpers, and run this command, the other tasks' commands and their ranks to their end."""
         self._scratch = life.scratch
         self._ranks = HostRanks(
             life.scratch, life.tell, lambda attempt, rank, code: life.overflows.look(attempt, {rank: code})
@@ -256,7 +256,7 @@ class CommandRanks(RankStarter):
         return done
 
     def wait(self, life: JobLife) -> bool:
-        """In a thread, as the signals are taken one by one."""
+        """Wait in a thread, as this one takes the signals one by one."""
         waiting = threading.Thread(target=life.wait, daemon=True, name="gpuwatch-verdict")
         waiting.start()
         while waiting.is_alive():
@@ -272,7 +272,7 @@ class CommandRanks(RankStarter):
             tell(verdict.text)
 
     def exit_code(self, done: LaunchDone, verdict: JobResult | None, left: bool) -> int:
-        """As the command has, unless there is more to say."""
+        """The command's own exit code, unless the verdict replaces it."""
         own = shell_code(self._code)
         if verdict is not None:
             return exit_code(own, verdict.exit_code, verdict.kind, stopped=self._command.stop.is_set())

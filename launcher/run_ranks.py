@@ -1,4 +1,4 @@
-"""What has become a rank below the command, and how it ends: found in the scratch folder, told to the node agent."""
+"""Finds the ranks below the command, and how each ends, in the scratch folder, and reports them to the node agent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INFO = struct.Struct("=QQ11Ii")
 """struct pidfd_info of linux/pidfd.h: mask, control group, eleven ids, wait status"""
 _HAS_EXIT = 1 << 3
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
-"""ioctl PIDFD_GET_INFO. It tells the status of a process that was waited for already, from Linux 6.15 on."""
+"""ioctl PIDFD_GET_INFO. From Linux 6.15 on it gives the status of a process that was waited for already."""
 
 
 class WatchedRankProcess:
@@ -55,7 +55,7 @@ class WatchedRankProcess:
         return os.waitstatus_to_exitcode(self._status) if self._status is not None else None
 
     def _wait(self) -> None:
-        """In a thread of its own: its parent may take the status away at once."""
+        """Runs in a thread of its own, since the parent may reap the status at once."""
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         poll.poll()
@@ -93,7 +93,7 @@ class WatchedRankProcess:
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)
 """How ranks are ended."""
 _LAST_END_S = 2.0
-"""After the command's end: how long until the end of a process that it has waited for is seen."""
+"""How long after the command's end the end of a process that it has waited for may be seen."""
 
 
 @dataclass
@@ -140,7 +140,7 @@ class HostRanks:
         self._processes: dict[int, WatchedRankProcess | None] = {}
         """By process id: those that may become a rank. None for one that had ended before it was seen."""
         self._taken: set[Path] = set()
-        """Recorders of processes that have become a rank, or are in the report as what is none."""
+        """Recorders of processes that have become ranks, or are in the report as processes that are none."""
         self._waited = False
         self.any_failed = False
         """A rank has ended badly."""
@@ -162,7 +162,7 @@ class HostRanks:
         return bool(self._ranks)
 
     def look(self, own_codes: dict[int, int | None]) -> None:
-        """Find new ones, and those that have ended. `own_codes`: those of commands, by pid; None for one that runs."""
+        """Find new ranks, and ended ones. `own_codes`: the commands' exit codes by pid; None for one that runs."""
         if self._ranks and any(self._folder.glob(LATER_PROGRAMS)):
             pids = {rank.pid for rank in self._ranks.values() if is_rank(rank.rank)}
             self._adopt(lambda header: header.pid in pids)
@@ -218,7 +218,7 @@ class HostRanks:
                 process.close()
 
     def _end_programs(self) -> None:
-        """Where a rank's process has gone on as another program (os.exec), that one is a later attempt of the rank."""
+        """If a rank's process went on as another program (os.exec), the program is a later attempt: end the earlier."""
         last: dict[int, int] = {}
         for rank in self._ranks.values():
             last[rank.pid] = max(rank.attempt, last.get(rank.pid, 0))
@@ -227,9 +227,9 @@ class HostRanks:
                 self._end(rank, 0, is_own=False)
 
     def _adopt(self, is_rank: Callable[[_RecorderHead], bool]) -> None:
-        """Of processes that joined no group: one for each rank that their environment speaks of, the first to start.
+        """Make ranks of processes that joined no group: for each rank that their environment names, the first to start.
 
-        The others are in the report as what is no rank.
+        The report has the others as processes that are no rank.
         """
         found = []
         for path in self._folder.glob(PROCESSES):
@@ -253,7 +253,7 @@ class HostRanks:
         return own_codes.get(pid) is not None or process is None or process.has_ended()
 
     def _tell_of_processes(self, is_due: Callable[[_RecorderHead], bool]) -> None:
-        """Of those that ran a module and are no rank. Each is looked at, and has its own row in the report."""
+        """Report processes that ran a module and are no rank. Each is watched, and has its own row in the report."""
         for path in sorted(self._folder.glob(PROCESSES)):
             header = _read(path) if path not in self._taken else None
             if header is None or not header.ran or not is_due(header):

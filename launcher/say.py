@@ -35,13 +35,13 @@ def say_signal(number: int) -> None:
 
 
 def tell_of_torch() -> None:
-    """What is not seen with the torch of this environment, in a line; nothing where all is as usual."""
+    """Print what gpuwatch cannot see with the installed torch, a line for each; nothing if it sees everything."""
     for note in notes_on(installed_torch()):
         say(note)
 
 
-# What the ranks of this node say themselves of an overflow: the launch's own evidence, whatever becomes of its agent,
-# its collector and its disk.
+# The overflows that this node's ranks recorded: the launch's own evidence, even if its agent, its collector or its disk
+# fails.
 
 
 class SeenOverflows:
@@ -52,7 +52,7 @@ class SeenOverflows:
         self._seen: dict[tuple[int, int], Anomaly | None] = {}
 
     def look(self, attempt: int, codes: dict[int, int | None]) -> None:
-        """The ranks of this attempt have ended with these codes: look into their recorders."""
+        """The ranks of this attempt have ended with these codes: read their recorders."""
         for rank, code in codes.items():
             seen, first = _first_of(self._folder / file_name(rank, attempt))
             if seen or (seen is None and code == RANK_OVERFLOW):  # a script may have that code of its own
@@ -77,7 +77,7 @@ class SeenOverflows:
 
 
 def where_it_is(verdict: JobResult | None) -> str:
-    """What has an overflow that the verdict knows nothing of."""
+    """Where to find an overflow that the verdict lacks, as a sentence."""
     if verdict is not None and verdict.overflow_in:
         return f"no report has it yet; make one of this node's spool with: gpuwatch report {quote(verdict.overflow_in)}"
     return "no report has it: its event was lost on the way"
@@ -92,7 +92,7 @@ def _first_of(recorder: Path) -> tuple[bool | None, Anomaly | None]:
 
 # Processes that ranks have forked and that have outlived them, such as a data loader's worker that is stuck.
 #
-# The user hears of them, and they are left alone: one of them may be at work on a checkpoint.
+# The launch names them to the user and leaves them alone: one of them may be writing a checkpoint.
 
 PATIENCE_S = 8.0
 """torch's own workers look every five seconds whether their rank is still there."""
@@ -100,7 +100,7 @@ _MOST = 8
 
 
 def tell_left_behind(scratch: Path, say: Callable[[str], object], patience_s: float = PATIENCE_S) -> None:
-    """After all ranks have ended: say which processes they have left, and do not end with them soon."""
+    """Call it after all ranks have ended: names the processes that they left, if these do not end soon."""
     # what runs with the environment that this launch has given to its ranks: a copy of a process keeps that
     there = list(processes_with(VARIABLE, lambda value: str(scratch) in value))
     _, left = psutil.wait_procs(there, timeout=patience_s) if there else ([], [])

@@ -1,6 +1,6 @@
-"""What a launch may know of the job that it is part of, and what it must be told of a scheduler to find that out.
+"""The facts of the job that a launch is part of, and the description of a scheduler that the launch needs to find them.
 
-A scheduler is one file, such as slurm_variables.py. The rest of gpuwatch knows only what is in its `BatchScheduler`.
+Each scheduler has one file, such as slurm_variables.py. The rest of gpuwatch uses only its `BatchScheduler`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EndReason:
     down_nodes: tuple[str, ...] = ()
     """Nodes of the job that it has lost."""
     told_by: str = ""
-    """The command that told of them."""
+    """The command that reported them."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class BatchScheduler:
     """A batch scheduler: its words, and what only it can tell."""
 
     words: SchedulerJob
-    """What the collector is told of any job of its."""
+    """The part of a job's facts that all its jobs share, for the collector."""
     variables: Mapping[str, JobVariable]
-    """Fact -> the variables of the environment that tell it. `job_id` is there in every job of its."""
+    """Fact -> the environment's variables for it. Every job of the scheduler has `job_id`."""
     read: Callable[[Mapping[str, str]], SchedulerFacts]
-    """The job that an environment speaks of. Raises UsageError on a senseless value."""
+    """The job that an environment describes. Raises UsageError on a senseless value."""
     why_it_ends: Callable[[SchedulerFacts], EndReason]
     """Asks it; never raises, and takes seconds at most."""
     on_each_node: str
@@ -58,10 +58,10 @@ class BatchScheduler:
 
 @dataclass(frozen=True)
 class SchedulerFacts:
-    """What is known of the job; None is unknown."""
+    """The facts of the job; None is unknown."""
 
     scheduler: BatchScheduler | None
-    """None: plain variables speak of it."""
+    """None: plain variables describe the job."""
     nodes: tuple[int, int] | None = None
     """Fewest and most."""
     node_rank: int | None = None
@@ -84,7 +84,7 @@ class SchedulerFacts:
     ends: int | None = None
     """When the time limit is reached, in seconds since 1970."""
     tasks_here: int = 1
-    """On this node."""
+    """How many tasks run on this node."""
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class SchedulerFacts:
 
     @property
     def on_the_wire(self) -> SchedulerJob | None:
-        """What the collector is told of it; None where no scheduler runs it."""
+        """The job's facts for the collector; None where no scheduler runs it."""
         if self.scheduler is None or self.job_id is None:
             return None
         return replace(self.scheduler.words, job=self.job_id, node=self.node or "", nodes=list(self.hosts))
@@ -122,7 +122,7 @@ def nodes(text: str) -> tuple[int, int]:
 
 
 def read_facts(table: Mapping[str, JobVariable], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Each fact of a table, None where no variable tells it."""
+    """Each fact of a table, None where no variable has it."""
     facts: dict[str, Any] = dict.fromkeys(table)
     for fact, variable in table.items():
         for name in variable.names:

@@ -42,8 +42,8 @@ class signals_raise:
     SIGINT is heard even where it was ignored when the launch began: a shell without job control, as in a script or a
     batch job, starts its background jobs like that, and torchrun hears it there, too, once its ranks run.
 
-    What the launch has come to ignore at its end stays ignored: the interpreter takes a moment to leave, and srun, once
-    the first node has left, kills those that do so. Their exit code would be the job's.
+    Signals that the launch ignores at its end stay ignored. The interpreter takes a moment to exit, and once the first
+    node has exited, srun kills the launches that are still exiting; their exit code would be the job's.
 
     Python hears nothing while the main thread is in C. torch asks there for the address of the rendezvous's host, and
     an answer of DNS can take minutes. If the first signal is not heard for so long, `unheard` is called with it, in a
@@ -123,9 +123,9 @@ _LOOK_S = 1.0
 def watch_torchrun(
     unseen: Callable[[], Collection[psutil.Process]], leave: Callable[[], None], patience_s: float
 ) -> None:
-    """Start a thread that calls `leave` once all of `unseen` have ended for `patience_s`, and torchrun has not told so.
+    """Start a thread that calls `leave` once all of `unseen` have been ended for `patience_s`, unreported by torchrun.
 
-    `unseen` are the ranks of this node of whose end torchrun has not told yet.
+    `unseen` gives the ranks of this node whose end torchrun has not reported yet.
     """
 
     def watch() -> None:

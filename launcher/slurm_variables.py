@@ -1,4 +1,4 @@
-"""SLURM: how its environment tells of a job, and how it is asked why it ends one.
+"""SLURM: how its environment describes a job, and how to ask it why it ends one.
 
 What a user writes for sbatch is in the folder slurm/; nothing else of gpuwatch knows SLURM's words.
 """
@@ -27,7 +27,7 @@ _MOST = 1 << 16
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Host names in the order of the list, which is that of SLURM_NODEID. Raises UsageError on what is no node list.
+    """Host names in the order of the list, which is that of SLURM_NODEID. Raises UsageError on any other text.
 
     `gpu-[008-010,12],login1` is gpu-008, gpu-009, gpu-010, gpu-12, login1: a number has as many digits as the first
     of its range is written with. `r[1-2]n[1-2]` is r1n1, r1n2, r2n1, r2n2.
@@ -133,7 +133,7 @@ _VARIABLES = {
 
 
 def read_slurm_job(environ: Mapping[str, str]) -> SchedulerFacts:
-    """The job that SLURM's variables speak of. Raises UsageError on a senseless value."""
+    """The job that SLURM's variables describe. Raises UsageError on a senseless value."""
     facts = read_facts(_VARIABLES, environ)
     step = facts["step"]
     in_step = (
@@ -193,7 +193,7 @@ def rendezvous_port(job_id: int, step: int, restart: int = 0) -> int:
 
 
 def why_it_ends(job: SchedulerFacts) -> EndReason:
-    """What SLURM says of a job that it ends; nothing where it cannot be asked. A launch hears SIGTERM and no more."""
+    """SLURM's reason for ending a job; empty if SLURM cannot be asked. The launch itself gets only a SIGTERM."""
     if job.job_id is None or not job.hosts:
         return EndReason()
     down = down_nodes(_output("sinfo", "--noheader", "--Node", f"--nodes={','.join(job.hosts)}", "--format=%N %T"))

@@ -7,8 +7,8 @@
         stop              why all commands of this host are to end
         verdict           what all of them print and exit with
 
-`srun --ntasks-per-node 8` and `mpirun` start tasks. Each hears of the others through files alone, so that none waits
-for one that was killed: its locks go with it. Anybody may put something else where the folder is to be: then it is
+`srun --ntasks-per-node 8` and `mpirun` start tasks. They communicate through files alone, so that none waits for one
+that was killed: its locks go with it. Anybody may put something else where the folder is to be: then it is
 `...-1`, `...-2` and so on, and the tasks go on without one where no name is left.
 """
 
@@ -45,7 +45,7 @@ class NoFolder(GpuwatchError):
 
 
 class TaskCommand(msgspec.Struct, frozen=True):
-    """What a task says of its command."""
+    """The state of a task's command."""
 
     pid: int = 0
     code: int | None = None
@@ -55,13 +55,13 @@ class TaskCommand(msgspec.Struct, frozen=True):
 
 
 class _SharedVerdict(msgspec.Struct, frozen=True):
-    """What the task that has the verdict tells the others."""
+    """The verdict, from the task that has it to the others."""
 
     verdict: JobResult | None
 
 
 class HostTasks:
-    """Those of one host and job, seen by one of them. `number` is how many there are to be."""
+    """The tasks of one host and job, as one of them sees them. `number` is how many the job starts here."""
 
     def __init__(self, key: str, number: int) -> None:
         """`key` is the same in all tasks of this host. Raises NoFolder."""
@@ -169,7 +169,7 @@ class HostTasks:
         return {task.pid: task.code for task, lives in self._heard() if task.pid and (lives or task.code is not None)}
 
     def all_ended(self) -> bool:
-        """Whether every other task has come and its command has ended, or it was killed."""
+        """Whether every other task has started and its command has ended, or it was killed."""
         heard = self._heard()
         if any(task.code is None and lives for task, lives in heard):
             self._ended_s = None

@@ -39,7 +39,7 @@ def torchrun_parser() -> argparse.ArgumentParser:
 
 
 def read_parser(torch: Path) -> argparse.ArgumentParser:
-    """From the source of torch in this folder. Raises whatever comes of a source that is not as expected."""
+    """Build torchrun's parser from the source of torch in this folder. An unexpected source may raise any exception."""
     parser: argparse.ArgumentParser = _TorchSource(torch, "torch.distributed.run").value("get_args_parser")()
     return parser
 

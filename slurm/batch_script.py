@@ -34,7 +34,7 @@ class BatchScript:
 
     verb: Literal["launch", "check"] = "launch"
     options: tuple[SbatchOption, ...] = ()
-    """Of sbatch."""
+    """Options of sbatch."""
     arguments: tuple[str, ...] | None = None
     """What follows the verb; None: what follows the script's name on the command line of sbatch."""
     job_name: str = "gpuwatch"

@@ -1,4 +1,4 @@
-"""From a command line that was taken apart to a batch script, and from a job to its end."""
+"""Turns a parsed command line into a batch script, and follows a job to its end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SbatchCommand:
     help: bool = False
 
     def value(self, name: str) -> str | None:
-        """Of an option of sbatch; of several the last one, as for sbatch itself."""
+        """The value of an option of sbatch; if it is given more than once, the last one, as sbatch takes it."""
         return next((option.value for option in reversed(self.sbatch) if option.name == name), None)
 
 
@@ -205,7 +205,7 @@ def _job_name(submission: SbatchCommand, verb: str) -> str:
 
 @dataclass
 class JobFollower:
-    """Looks at a job until it is over, and tells what changes."""
+    """Polls a job until it is over, and reports changes of its state."""
 
     slurm: LocalSlurm
     say: Callable[[str], None]

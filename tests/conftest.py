@@ -87,7 +87,7 @@ def nothing_is_left_behind() -> Iterator[None]:
     threads, variables = _threads(), _variables()
     yield
     hooks = _hooks()
-    for name in hooks:  # so that one test is blamed and not all that come after it
+    for name in hooks:  # so that this test is blamed, and no later one
         module, _, table = name.rpartition(".")
         getattr(sys.modules[module], table).clear()
     assert hooks == {}

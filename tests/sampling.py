@@ -30,7 +30,7 @@ def header(config: pytest.Config) -> str:
 
 
 def mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """All but the quick members of their family. Before -m is looked at."""
+    """Mark all but the quick members of each family as slow. Runs before pytest applies -m."""
 
     def size(item: pytest.Item) -> int | None:
         mark = item.get_closest_marker("quick")
@@ -41,7 +41,7 @@ def mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def take_sample(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not in the sample. After -m and -k."""
+    """Leave out tests that are not in the sample. Runs after -m and -k."""
     if not config.getoption("sample"):
         return
     each = config.getoption("each")

@@ -142,7 +142,7 @@ def gpu_of_rank(uuid: str, local_rank: int, environment: Mapping[str, str]) -> s
 
 @dataclass(frozen=True)
 class XidMeaning:
-    """`grade` is what it says of the GPU: `ok` where the script is the likely cause."""
+    """`grade` is the GPU's: `ok` if the script is the likely cause."""
 
     meaning: str
     next: str

@@ -74,7 +74,7 @@ class HealthCheck:
         return self.facts or (self.name,)
 
     def value_of(self, facts: Facts) -> int:
-        """What is compared with the limits."""
+        """The value that the limits apply to."""
         return self.value(facts) if self.value is not None else facts[self.needs[0]]
 
     def reaches(self, value: float, limit: float | None) -> bool:

@@ -53,7 +53,7 @@ class NvmlQuestion(msgspec.Struct, frozen=True, tag="asking"):
 
 
 class GpuReading(msgspec.Struct, tag="told"):
-    """What NVML has told of a GPU, in one answer or in all together.
+    """Facts that NVML has reported of a GPU, in one answer or in all together.
 
     A fact is in `values`, in `unknown` with the reason, or was never asked for.
     """
@@ -141,7 +141,7 @@ def parse(line: bytes) -> Line | None:
 
 @dataclass
 class ChildAnswer:
-    """What a child has told by its end."""
+    """Everything that a child has reported by its end."""
 
     readings: dict[str, GpuReading] = field(default_factory=dict)
     """By the UUID that was asked for; without one: of every GPU."""
@@ -180,7 +180,7 @@ def command(*arguments: str) -> list[str]:
 def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> ChildAnswer:
     """Read the GPUs with these UUIDs, or all. With `loaded` they are at work, and only what shows under load is read.
 
-    At the deadline the answer holds what is known by then; `trouble` says what the driver was asked last.
+    If the deadline passes, the answer holds the facts read by then, and `trouble` names the driver's last question.
     """
     arguments = [word for uuid in devices for word in ("--device", uuid)]
     child = subprocess.Popen(

@@ -35,7 +35,7 @@ _FABRIC_MASKS = {
     "fabric_route_recovery": (2, 0x3),
     "fabric_route_unhealthy": (4, 0x3),
     "fabric_access_timeout_recovery": (6, 0x3),
-    "fabric_configuration": (8, 0xF),  # 1 as it should be, else what is wrong
+    "fabric_configuration": (8, 0xF),  # 1 as it should be; any other number names a fault
 }
 
 _NVLINK_ERRORS = {
@@ -363,7 +363,7 @@ _QUESTIONS: tuple[Question, ...] = (
 
 
 class GpuSampler:
-    """Of one whole GPU."""
+    """Samples the telemetry of one whole GPU."""
 
     def __init__(self, uuid: str, gpu: Any) -> None:
         self._uuid = uuid

@@ -1,6 +1,6 @@
 """The bytes of a recorder file.
 
-    header    4096 bytes   512 integers of 8 bytes: what is fixed, then where the rank is (`HeadField`); from ANOMALY_AT
+    header    4096 bytes   512 integers of 8 bytes: fixed facts, then where the rank is (`HeadField`); from ANOMALY_AT
                            on the rank's first anomaly: length, crc32, msgpack
               8192 bytes   what it does in its process groups: see group_table.py
               4096 bytes   how long the parts of its last steps took: see `read_steps`
@@ -130,7 +130,7 @@ class HeadField(IntEnum):
     FAULTS = 40
     """Errors of gpuwatch itself that may have cost frames: all of them, also those that the log has no room for."""
     NAMES_LOST = 41
-    """Of the lost records those that were names. What they name is judged all the same."""
+    """How many of the lost records were names. The frames that they name are judged all the same."""
     CALLS_LEFT_OUT = 42
     """Module calls that have no frame: they ran in one thread while another thread was in a forward."""
     LEFT_OUT_PAGE = 43
@@ -142,7 +142,7 @@ class HeadField(IntEnum):
     LEFT = 46
     """Sealed 1: its script has called os._exit between two batches, when every number had been judged."""
     PASSED_UNSEEN = 47
-    """Sealed 1: what passes between ranks is not looked at, or not all of it, as in a captured graph."""
+    """Sealed 1: tensors that pass between ranks are not inspected, or not all of them, as in a captured graph."""
     UNSEEN_CHILD = 48
     """Process id of a child process that has trained and was not watched. The child writes it; 0: there was none."""
 

@@ -1,7 +1,7 @@
 """A page as tables: checked and searched at once with NumPy, without an object for each row.
 
-Of a page that came from a rank, nearly all that is asked can be answered from its numbers. A frame becomes an object
-when somebody looks at the frames, and its rows when somebody looks at those.
+Almost every question about a page can be answered from its numbers. So a frame becomes an object only when somebody
+asks for the frames, and a row only when somebody asks for the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..wire.messages import PageMessage
 from . import layout
 from .pages import FrameFields, NameTable, decode_frame, decode_row, frames_lost
 
-# The tables of a recorder as NumPy records: all rows of a page can be looked at at once. The bytes are layout.py's.
+# The tables of a recorder as NumPy records, to search all rows of a page at once. The bytes are layout.py's.
 
 FRAMES = numpy.dtype(
     [
@@ -153,11 +153,11 @@ class PageTables:
     # -- what pages of many ranks have in common ------------------------------------------------------------------
 
     def forward_modules(self) -> bytes:
-        """Of two pages with the same names: equal if their forwards called the same modules in the same order."""
+        """A key: two pages with the same names have the same if their forwards called the same modules in one order."""
         return bytes(self.frames["module"][self._forward()].tobytes())
 
     def shape_of_calls(self) -> bytes:
-        """Of two pages with the same names: equal if their calls nest alike and issued their collectives alike."""
+        """A key: two pages with the same names have the same if their calls nest and issued collectives alike."""
         calls = self.frames[self._forward()]
         calls["first"] = calls["count"] = 0
         if len(calls) and calls["seq"].min() >= 0:
@@ -165,7 +165,7 @@ class PageTables:
         return bytes(calls.tobytes())
 
     def weights(self, names: NameTable) -> bytes:
-        """Of two pages with the same names: equal if their forwards saw the same weights."""
+        """A key: two pages with the same names have the same if their forwards saw the same weights."""
         chosen = self._rows_of(self._forward()) & _is_one_of(self.rows["slot"], names.weight_slots)
         rows, positions = self.rows[chosen], self.positions[chosen]
         rows["value"] = positions >= 0
@@ -268,7 +268,7 @@ def whole(frame: Frame) -> Frame:
 
 
 def _is_one_of(slots: Any, chosen: bytes) -> Any:
-    """`chosen` has a byte for each number of a slot, and one behind them for what is unknown."""
+    """`chosen` has a byte for each slot number, and one behind them for unknown slots."""
     return numpy.frombuffer(chosen, bool)[numpy.minimum(slots, len(chosen) - 1)]
 
 

@@ -111,7 +111,7 @@ def decode_page(message: PageMessage, names: NameTable) -> Page:
 
 
 def frames_lost(last: int, seen: int, cut: int) -> int:
-    """Of a page whose last frame has the index `last` (-1: none). `cut` of the `seen` ones lack rows."""
+    """Frames that a page lacks. `last`: the index of its last frame (-1: none); `cut` of `seen` frames lack rows."""
     return last + 1 - seen + cut
 
 

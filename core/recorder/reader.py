@@ -28,7 +28,7 @@ _READS = 4
 """How often at most a header is read that says what none says."""
 _VERSIONS = (layout.EARLIER_VERSION, layout.VERSION)
 _MAX_ENTRY = 64 << 10
-"""What is longer is not found again behind a damaged entry."""
+"""Behind a damaged entry, the search finds no entry longer than this."""
 _INTEGER = struct.Struct("<q")
 _FIELDS = struct.Struct(f"<{max(HeadField) + 1}q")
 _SEGMENT_FIELDS = struct.Struct(f"<{len(SegmentField)}q")
@@ -62,9 +62,9 @@ class CutShort(OSError):
 class RecorderReader:
     """One recorder file, open for reading. Raises NotReady while its writer has not finished making it.
 
-    Any bytes may be in the file: what is whole is read, what is damaged is counted and left out. It is read, not
-    mapped: behind the end of a file that was cut short, a mapping kills its process. Whatever reads here raises
-    CutShort then, or another OSError where the disk fails.
+    The file may hold any bytes: the reader returns whole entries, and counts and skips damaged ones. It reads the file
+    and does not map it, because an access behind the end of a truncated mapping kills the process. If the file was
+    truncated, a read raises CutShort; if the disk fails, another OSError.
 
     With `even_damaged` the rest is read also where the fixed numbers of the head are damaged (`head_is_damaged`): the
     log, the pages and the codes that decide have checks of their own.
@@ -124,7 +124,7 @@ class RecorderReader:
         return data
 
     def header(self) -> tuple[int, ...]:
-        """The integers of the header (`HeadField`), as they are now. Of one that is being written half may be old."""
+        """The integers of the header (`HeadField`), as they are now. If one is being written, half of it may be old."""
         fields = _FIELDS.unpack(self._read(0, _FIELDS.size))
         return _sealed(fields) if self._is_earlier else fields
 
@@ -262,8 +262,10 @@ class RecorderReader:
     # -- pages --------------------------------------------------------------------------------------------------
 
     def begun_after(self, segment: int) -> list[tuple[int, int]]:
-        """(segment, batch) of the segments that were begun after that one and are still there, counted from the run's
-        beginning. A few of them are quicker to look at than all that the ring holds."""
+        """(segment, batch) of the segments begun after `segment` that the ring still holds.
+
+        Segments are counted from the run's beginning. Reading these few is quicker than reading the whole ring.
+        """
         last = self[HeadField.SEGMENT]
         first = max(segment + 1, last - self._segments + 1)
         return [(number, self._head(number % self._segments)[SegmentField.BATCH]) for number in range(first, last + 1)]
@@ -408,7 +410,7 @@ _COUNTED = (
     HeadField.HOOKS_GONE,
     HeadField.UNSEEN_CHILD,
 )
-"""What is never below 0."""
+"""Fields that are never below 0."""
 _SHOWN_AS_THEY_ARE = (
     *(field for field in _COUNTED if field not in (HeadField.RECORDS_LOST, HeadField.UNSEEN_CHILD)),
     HeadField.STEP,

@@ -21,7 +21,7 @@ _MEETING_KEY = "meeting.key"
 _PROCESS = "process-{pid}.recorder"
 PROCESSES = _PROCESS.format(pid="*")
 LATER_PROGRAMS = _PROCESS.format(pid="*-*")
-"""Of processes that have gone on as another program (os.exec), which is watched again."""
+"""Recorders of processes that went on as another program (os.exec), which is watched again."""
 RANKS = "rank-*.recorder"
 _MOST_TEXT = 1000
 _FAILED = "failed-{pid}"
@@ -90,7 +90,7 @@ def tell_failed(folder: Path, pid: int, error: BaseException) -> None:
 
 
 def read_failed(folder: Path, pid: int) -> str:
-    """Of this process, or of the last of others; "" if none has told."""
+    """The error of this process, else the latest of another; "" if no process reported one."""
     with suppress(OSError):
         own = folder / _FAILED.format(pid=pid)
         others = folder.glob(_FAILED.format(pid="*"))
@@ -139,7 +139,8 @@ def job_run(name: str) -> JobRun | None:
 def runs_of_job(names: Iterable[str], job: str, since: str = "") -> list[JobRun]:
     """The runs of one job, of each life the last one, the first life first.
 
-    Numbers of jobs come again when a cluster is set up anew, so `since` (as in the names) leaves out what is older.
+    A cluster that is set up anew counts its jobs from the beginning again. So `since` (a time as in the names) leaves
+    out older runs.
     """
     found = [run for run in map(job_run, names) if run is not None and run.job == job and run.time >= since]
     return list({run.restart: run for run in sorted(found)}.values())

@@ -30,7 +30,8 @@ RESCUED = "rescued"
 
 
 def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence: None) -> Path:
-    """Make the folder for so many recorders: in shared memory, of which they take half of what is free, else on a disk.
+    """Make the folder for `recorders` recorders: in shared memory if they need less than half of its free room, else on
+    a disk.
 
     `say` gets the reason if it is not in shared memory, and if no disk has the room either. If no folder can be made,
     `say` gets that, and the folder of the path does not exist: the ranks go on unwatched.
@@ -165,7 +166,7 @@ def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: 
 
 
 def remove_stale() -> None:
-    """Remove folders of this user whose launch is gone (it and its agent were killed), as far as can be told here."""
+    """Remove this user's folders whose launch is surely gone (it and its agent were killed)."""
     for base in {_SHARED_MEMORY, *_disks()}:
         for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
             try:

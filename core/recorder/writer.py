@@ -73,7 +73,7 @@ class OpenPage:
         self.step = step
         self.frames = 0
         self.values = 0
-        """How many there are of both, without those of the segment that is open."""
+        """Counts of frames and values, without those of the open segment."""
         self.segments = 0
         self.segment = -1
         """Its last segment, counted from the beginning of the run."""
@@ -136,8 +136,8 @@ class RecorderWriter:
         """Offset in the file of the segment that is being written, -1 while there is none; and the thread that alone
         may write, 0 while any may.
 
-        With the counts in that segment's own header it is all that another writer of rows in this process (the
-        worker's compiled one) needs to know, and what that one has written is not to be told here.
+        Another writer of rows in this process (the worker's compiled one) needs only these and the counts in the
+        segment's own header. It need not report to this class what it has written.
         """
         self.on_segment_end: Callable[[int, int], None] | None = None
         """Called with (offset of its values in the file, number of the page) when a segment is done."""
@@ -447,7 +447,7 @@ class RecorderWriter:
 
 
 def _shortened(anomaly: Anomaly) -> Anomaly:
-    """With texts that fit into the header."""
+    """A copy whose texts fit into the header."""
     where = msgspec.structs.replace(anomaly.where, root=anomaly.where.root[:100], clock={})
     texts = {name: value[:150] for name, value in msgspec.structs.asdict(anomaly).items() if isinstance(value, str)}
     return msgspec.structs.replace(anomaly, where=where, shape=None, **texts)

@@ -28,7 +28,7 @@ _NAN, _INF = 0x7FC0, 0x7F80
 _FINITE = 0x7F7F
 """The largest finite number."""
 _MOST_CELLS = 8 << 20
-"""Of one history that is received."""
+"""The most cells of one received history."""
 
 
 class BatchColumns(NamedTuple):
@@ -171,8 +171,8 @@ def unpack_steps(data: bytes) -> tuple[list[int], Any]:
 
 # A node's telemetry as it travels: a table of samples by series, packed into bytes.
 #
-# A count travels as what it grew by since the sample before it that has one, which float32 holds well enough; -1 is
-# where it begins, or began anew.
+# A count travels as its growth since the last sample that has it, which float32 holds well enough; -1 is where it
+# begins, or begins again.
 
 MOST_SAMPLES = 1024
 MOST_SERIES = 1024

@@ -126,7 +126,7 @@ class RunInvitation(msgspec.Struct, frozen=True):
 
     addresses: list[str]
     agent: AgentConfig
-    """Of the run's own agent. Another host has another collector's address and other folders in it."""
+    """The settings of the run's own agent. Another host changes the collector's address and the folders in them."""
     settings: WorkerSettings
     meeting_key: str = ""
     """What the ranks seal the values of their preflight with."""

@@ -28,7 +28,7 @@ _BLANK = re.compile(r"\{(nodes|reason)\}")
 
 
 class SchedulerJob(msgspec.Struct, frozen=True):
-    """Of one node. The two command texts have `{nodes}` and `{reason}` where those are to be put."""
+    """A scheduler's job, as one node sees it. The two command texts have the placeholders `{nodes}` and `{reason}`."""
 
     scheduler: str
     """What users call it: `SLURM`."""
@@ -61,8 +61,8 @@ MAX_MESSAGE_BYTES = 32 << 20
 FIRST_CREDIT = 256 << 10
 """Bytes of definitions and pages that an agent may send before the collector has said how many."""
 VERDICT_PATIENCE_S = 60.0
-"""At the end of the job: how long an agent waits for a collector that is silent, and the collector for an agent that
-has said goodbye and not taken the verdict. Packets may be lost meanwhile, or the collector be started again."""
+"""How long, at the end of the job, an agent waits for a silent collector, and the collector for an agent that has said
+goodbye and not taken the verdict. Packets may be lost meanwhile, or the collector be started again."""
 
 
 class AgentHello(msgspec.Struct, frozen=True, tag="hello"):
@@ -226,13 +226,13 @@ class RankState(msgspec.Struct, frozen=True):
     parts_us: list[int] = []
     """Microseconds of all of them in each part (core/recorder/layout.py); [] without one."""
     begun: int = -1
-    """Of a rank that has rested for seconds: collectives that it has begun in its largest process group; else -1."""
+    """Collectives that it has begun in its largest process group, if it has rested for seconds; else -1."""
     waits: bool = False
     """It is in one of them."""
     faults: int = 0
     """Errors of gpuwatch itself that may have cost frames. Each is an event, too, where its log had room."""
     names_lost: int = 0
-    """Of `records_lost` those that were names."""
+    """How many of `records_lost` were names."""
     calls_left_out: int = 0
     """Module calls without a frame: another thread was in a forward."""
     left_out_page: int = -1
@@ -246,7 +246,7 @@ class RankState(msgspec.Struct, frozen=True):
     unseen_child: int = 0
     """Process id of a child process of it that has trained and was not watched; 0: there was none."""
     passed_unseen: bool = False
-    """What passes between it and other ranks is not looked at: its tensors are on a device, or `--watch` says so."""
+    """Tensors that pass between it and other ranks are not inspected: they are on a device, or `--watch` says so."""
     traces_thinned: int = 0
     """Pages of `--trace-batches` that were not sent: the job's store has no room for all."""
     groups_not_shown: int = 0
@@ -259,7 +259,7 @@ class RankState(msgspec.Struct, frozen=True):
 
 
 class HotModule(msgspec.Struct, frozen=True):
-    """What a module returned was close to its dtype's limit, in the last batch that was looked at."""
+    """A module whose output was close to its dtype's limit in the last batch inspected."""
 
     rank: int
     batch: int
@@ -292,12 +292,12 @@ class NodeBeat(msgspec.Struct, frozen=True, tag="beat"):
     clock_offset_ns: int | None = None
     """By how much the collector's clock is ahead of this host's; None: not measured yet. It decides nothing."""
     clock_round_trip_ns: int | None = None
-    """Of the exchange that the offset was measured in. The offset is uncertain by half of this."""
+    """Duration of the exchange that measured the offset. The offset is uncertain by half of this."""
     hot: bytes = b""
-    """Of its ranks' modules those that are closest to their limit (`pack_list` of HotModule), while somebody looks on.
-    It decides nothing."""
+    """Its ranks' modules closest to their limit (`pack_list` of HotModule), while somebody watches live. It decides
+    nothing."""
     gpus: bytes = b""
-    """Its GPUs (`pack_list` of GpuNow), while somebody looks on. It decides nothing."""
+    """Its GPUs (`pack_list` of GpuNow), while somebody watches live. It decides nothing."""
 
 
 class NodeBye(msgspec.Struct, frozen=True, tag="bye"):
@@ -320,7 +320,7 @@ def pack_list(found: list[HotModule] | list[GpuNow]) -> bytes:
 
 
 def closest_modules(found: Iterable[HotModule], most: int) -> list[HotModule]:
-    """Those with the least left, the closest first. Of a module that several ranks report, its closest rank."""
+    """The `most` modules with the least left, the closest first. A module that several ranks report counts once."""
     chosen: dict[str, HotModule] = {}
     for hot in sorted(found, key=lambda hot: hot.left):
         if len(chosen) == most:
@@ -330,7 +330,7 @@ def closest_modules(found: Iterable[HotModule], most: int) -> list[HotModule]:
 
 
 def unpack_list(data: bytes, kind: type[T]) -> list[T]:
-    """Of a beat. [] for bytes that no agent sends."""
+    """Unpack such a list from a beat. [] for bytes that no agent sends."""
     try:
         return msgspec.msgpack.decode(data, type=list[kind]) if data else []  # type: ignore[valid-type]
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -419,11 +419,11 @@ class MessageAck(msgspec.Struct, frozen=True, tag="ack"):
     echo_ns: int = 0
     """`sent_ns` of the beat that this answers."""
     received: int = -1
-    """To a beat: everything up to this number had come before it, stored or not. -1: not said."""
+    """In answer to a beat: everything up to this number had arrived before it, stored or not. -1: unknown."""
     credit: int = -1
     """How many bytes of definitions and pages may be on the way; one message always may. -1: as before."""
     looks: bool = False
-    """Somebody looks on: beats should say which modules are closest to their limit."""
+    """Somebody watches live: beats should name the modules closest to their limit."""
 
 
 class WantedBatch(msgspec.Struct, frozen=True, tag="want"):
@@ -447,7 +447,7 @@ class StopRanks(msgspec.Struct, frozen=True, tag="stop"):
 
     reason: str
     restart: bool = False
-    """The job stands still: torchrun may start them again, if it was told to (`--max-restarts`)."""
+    """The job hangs: torchrun may start the ranks again, if `--max-restarts` allows it."""
 
 
 class JobResult(msgspec.Struct, frozen=True, tag="final"):

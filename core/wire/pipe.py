@@ -56,11 +56,11 @@ class LaunchDone(NodeBye, frozen=True, tag="done"):
     """torchrun, or the command, has ended: what the agent says as its goodbye, and why it did."""
 
     reason: str = ""
-    """Why the scheduler sent the signal, where it tells."""
+    """Why the scheduler sent the signal, if it gives a reason."""
     down_nodes: list[str] = msgspec.field(default_factory=list)
     """Nodes of the job that the scheduler has lost."""
     told_by: str = ""
-    """The scheduler's command that told so."""
+    """The scheduler's command that reported it."""
 
 
 ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone
@@ -139,7 +139,7 @@ class StageLine(msgspec.Struct, frozen=True, tag="stage"):
     grade: str = ""
     """The worst of all ranks, once the stage is over; "" while it runs."""
     seconds: float = 0.0
-    """Of the slowest rank, once the stage is over."""
+    """How long the slowest rank took, once the stage is over."""
 
 
 class PreflightOver(msgspec.Struct, frozen=True, tag="preflight_over"):

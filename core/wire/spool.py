@@ -26,7 +26,8 @@ MAX_BYTES = 128 << 20
 _MAGIC = b"gpuwatch spool 1\n"
 _HEAD = struct.Struct("<II")
 _BEGINNING = b"\x83\xa1n"
-"""Of every AgentMessage: a map of three, its first key. Behind a damaged message the next one is found by it."""
+"""Every AgentMessage begins so: a map of three, and its first key. The reader finds the next message behind a damaged
+one by it."""
 
 
 class SpoolWriter:
@@ -54,7 +55,7 @@ class SpoolWriter:
             return
         try:
             self._write(_HEAD.pack(len(message), zlib.crc32(message)) + message)
-        except OSError:  # what was written of it is cut off, or told by its checksum
+        except OSError:  # a part that was written is cut off, or its checksum shows it
             self.left_out += 1
 
     def _write(self, data: bytes) -> None:
@@ -98,7 +99,7 @@ def keep_spools(spools: list[Path], folder: Path, agent: str, more: list[bytes])
 
 
 def read_spool(path: Path) -> list[AgentMessage]:
-    """All whole messages of a spool. What is damaged is left out.
+    """All whole messages of a spool. Damaged ones are left out.
 
     Raises GpuwatchError when it is no spool, or cannot be read.
     """

@@ -15,7 +15,7 @@ from .messages import HotModule
 
 SCHEMA = 1
 FILE = "view.json"
-"""In a run's folder while its collector runs: whoever can read it may look on."""
+"""Name of a file in a run's folder while its collector runs: whoever can read it may watch live."""
 
 
 class ViewerKeys(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class RankView(msgspec.Struct, frozen=True, array_like=True):
     step: int
     batch: int
     begun: int
-    """Of one that rests: collectives that it has begun in its largest process group; -1: it moves, or nobody knows."""
+    """Collectives that it has begun in its largest process group, if it rests; -1: it moves, or that is unknown."""
     module: str
     still_s: float
     """Seconds since its recorder moved."""
@@ -61,7 +61,7 @@ class NodeView(msgspec.Struct, frozen=True):
     gpus: str
     """`ok`, or what NVML could not tell; "" is not known."""
     xids: list[int] = []
-    """Of all its GPUs, the newest last."""
+    """XIDs of all its GPUs, the newest last."""
 
 
 class ViewStraggler(msgspec.Struct, frozen=True):

@@ -1,1 +1,1 @@
-"""What runs in the node agent: it reads the recorders and the GPUs of its node, and sends what is new."""
+"""The node agent: reads the recorders and the GPUs of its node, and sends every change to the collector."""

@@ -87,7 +87,7 @@ TURN_S = 0.1
 NEVER_CAME_S = 15.0
 """How long the agent waits, after the job has ended, for a collector that never answered."""
 WAITING_S = 5.0
-"""How often, at the end, the agent tells its launch that it is alive."""
+"""How often, at the end, the agent reports to its launch that it is alive."""
 
 _THE_WORST_LAST = (
     ExitCode.CLEAN,
@@ -168,14 +168,14 @@ class NodeAgentLoop:
         return bool(ranks) and not any((self._folder / file_name(rank, attempt)).exists() for attempt, rank in ranks)
 
     def _spools(self) -> list[Path]:
-        """Of all agents of this launch, in their order; the last is ours."""
+        """The spools of all agents of this launch, in their order; the last is ours."""
         lives = [self._folder / f"{node_of(self._id)}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
         return [path for path in lives if path.exists()]
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until the verdict is there, or nobody is left to give one."""
+        """Run until the verdict arrives, or nobody is left to give one."""
         launch = LineReader(sys.stdin.fileno())
         collector = self._link.fd
         poller = select.poll()
@@ -207,7 +207,7 @@ class NodeAgentLoop:
                 remove_scratch(self._folder)
 
     def turn(self, now: float, *, heard: bool = True) -> None:
-        """Hear the collector, read the ranks, and send what is due. `heard`: the socket's descriptor is readable."""
+        """Hear the collector, read the ranks, send every due message. `heard`: the socket's descriptor is readable."""
         self._now = now
         for message in self._link.hear(now, readable=heard, may_start_over=not self._launch_gone):
             self._hear_collector(message, now)
@@ -272,7 +272,7 @@ class NodeAgentLoop:
             self._launch_done(message, now)
 
     def _free_recorders(self, last: int) -> None:
-        """Of attempts up to `last`: what they held has been read. A job that restarts often would fill the memory."""
+        """Remove the recorders, all read, of attempts up to `last`. A job that restarts often would fill the memory."""
         for key, watch in list(self._ranks.items()):
             if watch.attempt <= last and watch.ended:
                 watch.remove()
@@ -287,7 +287,7 @@ class NodeAgentLoop:
                 self._put(self._with_what_ranks_cannot_see(body), needed=True)
 
     def _with_what_ranks_cannot_see(self, body: AgentBody) -> AgentBody:
-        """When a rank ended. And the kernel's out-of-memory killer sends SIGKILL, as others do: its counter tells."""
+        """Add when a rank ended, and the count of the kernel's out-of-memory kills, as its SIGKILL may be another's."""
         if not isinstance(body, EventMessage) or not isinstance(body.event, WorkerExit):
             return body
         before, after, kills = self._memory_kills, memory_kills(), 0
@@ -331,7 +331,7 @@ class NodeAgentLoop:
             self._conclude_for_launch(now)
 
     def _pids_of_ranks(self) -> list[int]:
-        """Of what is a rank, and of what would have become one."""
+        """Process ids of the ranks, and of processes that could have become ranks."""
         others = [int(path.stem.rpartition("-")[2]) for path in self._folder.glob(PROCESSES)]
         return [*(watch.pid for watch in self._ranks.values()), *others]
 
@@ -348,7 +348,7 @@ class NodeAgentLoop:
             self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes, done.told_by)))
 
     def _say_goodbye(self, now: float) -> None:
-        """After it comes nothing more: the last counters of the GPUs come first, unless NVML does not answer."""
+        """Send the last message. It waits for the GPUs' last counters, unless NVML does not answer."""
         if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
             self._said_goodbye = True
             self._put(

@@ -25,13 +25,13 @@ from ...core.wire.columns import ABSENT, MOST_STEPS, OutputSlots, pack, pack_ste
 from ...core.wire.messages import HotModule, PageMessage, RankHistoryMessage
 from .forecast import BatchRow, LimitCrossing, RootForecasts, closest
 
-# How what is kept of a long run gets coarser with age. Pure.
+# How the kept history of a long run gets coarser with age. Pure.
 
 T = TypeVar("T")
 
 
 def thinned(rows: Sequence[T], number: Callable[[T], int], every: int) -> list[T]:
-    """Of the rows that are older than `every` one of 2 numbers, of those twice as old one of 4, and so on.
+    """Keep one of 2 numbers of the rows older than `every`, one of 4 of the rows twice as old, and so on.
 
     `number` counts the rows as they came.
 
@@ -61,19 +61,19 @@ SHARE = 0.0015
 EVERY_BATCH = 64
 """The newest batches of a root, each of which is kept; of those before, one of 2, of 4, and so on, 32 of each."""
 BYTES = 8 << 20
-"""Of one rank: what is over it is left out, the oldest first."""
+"""The most bytes of one rank; beyond it the oldest rows are dropped first."""
 SENT_BYTES = 128 << 10
-"""Of one root, before it is packed."""
+"""The most bytes of one root that are sent, before packing."""
 _PENDING_S = 1.0
 """How long to wait for numbers that come back late from a device."""
 _AT_A_TIME = 4
-"""Batches that are looked at in one turn."""
+"""The most batches read in one turn."""
 _LAST = 16
-"""Pages of the ring that are looked at when the rank has ended."""
+"""The last pages of the ring, read when the rank has ended."""
 
 
 class RankHistory:
-    """Of one rank in one attempt, one of `ranks` on its node. `clock` is processor time in seconds."""
+    """The history of one rank in one attempt, one of `ranks` on its node. `clock` is processor time in seconds."""
 
     def __init__(self, ranks: int = 1, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
@@ -84,7 +84,7 @@ class RankHistory:
         """By root, in the order of their batches."""
         self._bytes = 0
         self._done = -1
-        """The last page that was looked at."""
+        """The last page read."""
         self._since: tuple[int, float] = (-1, 0.0)
         """A page whose numbers are late, and since when."""
         self._due = 0.0
@@ -132,7 +132,7 @@ class RankHistory:
         return [replace(each, where=replace(each.where, rank=rank, attempt=attempt)) for each in told]
 
     def hottest(self, rank: int, most: int) -> list[HotModule]:
-        """Of the newest batch of each root, the modules that are closest to their limit."""
+        """The modules closest to their limit in the newest batch of each root."""
         newest = tuple(rows[-1].batch for rows in self._rows.values())
         if newest != self._hottest_of:
             self._hottest_of = newest
@@ -145,7 +145,7 @@ class RankHistory:
         return self._hottest
 
     def finish(self, reader: RecorderReader) -> None:
-        """The rank has ended: look at what its recorder still holds."""
+        """The rank has ended: read the pages that its recorder still holds."""
         for held in reader.held()[-_LAST:]:
             if held.number > self._done:
                 self._take(reader.page(held.number), late=True)
@@ -227,17 +227,17 @@ def _size(row: BatchRow) -> int:
 
 # How long the parts of one rank's steps took: a sample of its steps for the collector, the same steps on all ranks.
 #
-# A sample is made of blocks of steps that followed each other, so that what happens now and then is seen as such. It is
-# bounded for any length of run: each time it is full, every second block is let go of.
+# A sample consists of blocks of consecutive steps, so that an occasional event shows as one. It is bounded for any
+# length of run: each time it is full, every second block is dropped.
 
 LAST_STEPS = 64
-"""How many of the last steps a limit of rests looks at (rank_stalls.py)."""
+"""How many of the last steps the limit of rests is learned from (rank_stalls.py)."""
 BLOCK = 8
-"""Steps that followed each other."""
+"""Consecutive steps."""
 
 
 class RankStepTimes:
-    """Of one rank in one attempt."""
+    """The step times of one rank in one attempt."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -281,7 +281,7 @@ class RankStepTimes:
         return list(self._last_s)
 
     def event(self, where: RunPosition) -> StepTimes | None:
-        """What is known; None if no step was timed."""
+        """The times so far; None if no step was timed."""
         if not self._kept:
             return None
         return StepTimes(where, self._seen, [ns / 1e9 for ns in self._total_ns], pack_steps(self._kept))

@@ -1,4 +1,4 @@
-"""A node agent's connection with its collector: what is sent when, and what is sent again. It never waits."""
+"""A node agent's connection with its collector: when it sends a message, and when it sends it again. It never waits."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from ...core.wire.pipe import AgentConfig, UserNotice
 from .outbox import MessageOutbox
 
 UNREACHABLE_S = 30.0
-"""After this long, the user hears that nobody answers."""
+"""If nobody answers for this long, the user is notified."""
 CONNECT_MS = 4000
-"""After which it tries anew. TCP itself waits twice as long before each try, up to a minute once packets were lost."""
+"""How long one try takes. TCP itself waits twice as long before each retry, up to a minute once packets were lost."""
 HANDSHAKE_MS = 15_000
 _LINGER_MS = 1000
 _MOST_LINGER_S = 3.0
@@ -57,7 +57,7 @@ class CollectorLink:
         self._tell = tell
         self.outbox = MessageOutbox()
         self.is_looked_at = False
-        """Somebody looks on."""
+        """Somebody watches live."""
         self.welcomed = self.refused = False
         self._clock = ClockOffset()
         self._beats = BeatClock()
@@ -68,7 +68,7 @@ class CollectorLink:
         self._context = context if context is not None else zmq.Context()
         self._socket = self._connect(config, identity)
         self._used = True
-        """Since it was last asked what has come. Its descriptor need not say so then (ZMQ_FD, zmq_getsockopt(3))."""
+        """It was used since the last `hear`. Its descriptor may then hide an arrival: ZMQ_FD, zmq_getsockopt(3)."""
 
     def _connect(self, config: AgentConfig, identity: bytes) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
@@ -92,11 +92,11 @@ class CollectorLink:
 
     @property
     def fd(self) -> int:
-        """To be polled: readable when something has come."""
+        """For polling: readable when a message has arrived."""
         return int(self._socket.FD)
 
     def hear(self, now: float, *, readable: bool, may_start_over: bool) -> Iterator[CollectorMessage]:
-        """The messages that have come; acknowledgements are dealt with here.
+        """Yield the messages that have arrived, except acknowledgements, which are handled here.
 
         `may_start_over`: raise ForgottenMessages where the collector's store was lost. Another agent, which the launch
         starts then, reads everything again.
@@ -136,7 +136,7 @@ class CollectorLink:
             self.outbox.send_again()
 
     def send(self, beat: Callable[[], NodeBeat], now: float) -> None:
-        """What is due. `beat` makes one, without its times."""
+        """Send every due message, and a beat when one is due. `beat` makes it, without its times."""
         if self.refused:
             return
         if not self.outbox.empty and self._resending.is_due(now):
@@ -164,7 +164,7 @@ class CollectorLink:
             )
 
     def leave(self) -> None:
-        """The verdict has come."""
+        """Say goodbye to the collector: the verdict is here."""
         self._try_send(encode(AgentMessage(0, AgentLeaving())))
 
     def _try_send(self, data: bytes) -> bool:
@@ -184,11 +184,11 @@ class CollectorLink:
             ending.join(_MOST_LINGER_S)
 
 
-# When a node agent sends again what was not acknowledged. No socket, no clock.
+# When a node agent resends unacknowledged messages. No socket, no clock.
 #
-# One connection keeps the order. So if a beat is answered, all that was sent before it has come, or is lost: the answer
-# says which. A collector that is slow is sent nothing twice; only its silence, or a loss, is a reason. A silent one is
-# sent it once more: what is sent waits in the socket, and would pile up there. From then on beats ask.
+# One connection keeps the order. So when the collector answers a beat, every message sent before it has arrived or is
+# lost: the answer says which. The agent resends after a loss, or once when the collector falls silent, but never
+# because it is slow. Further copies would pile up in the socket, so from then on the agent only sends beats.
 
 RESEND_S = 3.0
 LONGEST_RESEND_S = 60.0
@@ -244,7 +244,7 @@ class ResendClock:
         self._last = now
         self._not_before = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_RESEND_S)
-        self._sent_before.clear()  # those beats came before what is sent now
+        self._sent_before.clear()  # those beats were sent before the messages that follow
         return True
 
 
@@ -297,13 +297,13 @@ class ClockExchange(NamedTuple):
 
 
 class ClockOffset:
-    """What the exchanges have told so far."""
+    """The clock offset by the exchanges so far."""
 
     def __init__(self) -> None:
         self._exchanges: deque[ClockExchange] = deque(maxlen=KEPT)
 
     def hear(self, sent_ns: int, theirs_ns: int, now_ns: int) -> None:
-        """An answer has come at `now_ns` to what was sent at `sent_ns`, both by this host's clock."""
+        """An answer arrived at `now_ns` to a beat sent at `sent_ns`, both by this host's clock."""
         if not sent_ns or not theirs_ns or now_ns < sent_ns:  # an older collector; a clock that was set back meanwhile
             return
         self._exchanges.append(ClockExchange(now_ns - sent_ns, theirs_ns - (sent_ns + now_ns) // 2))

@@ -14,7 +14,7 @@ import numpy
 
 from ...core.values import DTYPE_MAX, DTYPE_NAMES
 
-# When a number that grows passes a limit, if it goes on as it did; and whether that can be told at all. Pure, NumPy.
+# When a growing number passes a limit if it keeps growing, and whether the data allow a forecast. Pure, NumPy.
 #
 # over the last 32 batches abs max was 2^3, 2^3.3, 2^3.5, ... 2^11  ->  float16's 2^16 in about 20 batches (18 to 22)
 #
@@ -58,7 +58,7 @@ class LimitCrossing(NamedTuple):
 def forecast(batches: Sequence[int], numbers: Any, limit: float) -> LimitCrossing | None:
     """None if there are too few batches, or the limit is not in reach.
 
-    `batches` ascend, `numbers` is float of shape (batches,): abs max; what is not above zero was not measured.
+    `batches` ascend. `numbers` is float of shape (batches,): abs max; a number of 0 or less was not measured.
     """
     there = numpy.asarray(numbers, numpy.float64)
     at = numpy.asarray(batches, numpy.float64)
@@ -133,10 +133,10 @@ def _slope(at: Any, level: Any) -> float:
 EVERY = 4
 """Batches from one look to the next."""
 MOST_TOLD = 8
-"""Of one rank. Where one module grows, those behind it do, too."""
+"""The most forecasts for one rank. Where one module grows, those behind it do, too."""
 _AT_A_TIME = 4
 _BACK = 16
-"""Rows, for the change of what is closest."""
+"""How many rows the rate of change of a close module spans."""
 _GROWN = 16
 """Codes: an eighth of a power of two."""
 _INF = 0x7F80
@@ -174,7 +174,7 @@ def closest(rows: Sequence[BatchRow], dtypes: dict[int, int], most: int) -> list
 
 
 class RootForecasts:
-    """Of one root of one rank. A forecast is made once, when two consecutive looks agree on it."""
+    """The forecasts of one root of one rank. Each is made once, when two consecutive looks agree on it."""
 
     def __init__(self) -> None:
         self._rows = 0

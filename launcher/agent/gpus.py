@@ -96,7 +96,7 @@ class GpuWatch:
         return self._tell(AskSamples())
 
     def samples(self) -> list[SampleLine] | None:
-        """How all GPUs do, once that has come after it was asked for; None until then."""
+        """The samples of all GPUs that `ask_samples` asked for; None until they are complete."""
         if not self._samples or not self._samples[-1].last:
             return None
         samples, self._samples = self._samples, []
@@ -107,7 +107,7 @@ class GpuWatch:
         self._ask("end", now)
 
     def settled(self, now: float) -> bool:
-        """Whether the last counters have come, or will not come any more."""
+        """Whether the last counters have arrived, or are overdue and given up."""
         return not any(moment == "end" and now - asked < END_S for moment, asked in self._asked)
 
     def tick(self, now: float) -> None:
@@ -121,7 +121,7 @@ class GpuWatch:
             self._give_up(f"NVML did not give its counters within {ANSWER_S:.0f} s")
 
     def events(self) -> list[Event]:
-        """What is new since the last call."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return events
 

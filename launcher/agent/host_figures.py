@@ -89,7 +89,7 @@ def read_disks(folders: dict[str, Path]) -> Values:
 
 
 def read_cgroup(root: Path = Path("/")) -> Values:
-    """Of the cgroup that this process is in, or the one above it that has the limit. {} where there is none."""
+    """Figures of this process's cgroup, or of the one above it that has the limit. {} where there is none."""
     found: Values = {}
     with suppress(OSError):
         membership = (root / "proc/self/cgroup").read_text()

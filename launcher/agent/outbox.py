@@ -5,9 +5,9 @@
 
 So a collector is never sent more bytes than it has room for, and an event overtakes what waits. Credit is free again
 when the collector has taken a message from its socket; the message is kept until it is stored. Pages take bounded
-memory: one that nothing needs is dropped first, then the oldest, and last of all those of the batches that were needed
-first: the verdict is about these. It is counted, and the spool has it. Histories and telemetry may be dropped likewise.
-Nothing else is ever dropped.
+memory: one that nothing needs is dropped first, then the oldest, and last the pages of the batches that were needed
+first: the verdict is about these. A dropped page is counted, and the spool has it. Histories and telemetry may be
+dropped likewise. Nothing else is ever dropped.
 
 A page is needed if it is of a batch in which a rank has met something, or among the last of its rank.
 
@@ -38,7 +38,7 @@ OTHER_BYTES = 8 << 20
 _MOST_NEEDED = 512
 """Batches that are remembered as needed; the oldest are forgotten."""
 _FIRST_NEEDED = 4
-"""Of each attempt: an overflow's batch, and those before it."""
+"""How many needed batches of each attempt are dropped last of all: an overflow's, and those before it."""
 
 
 class _WaitingPage(NamedTuple):
@@ -62,12 +62,12 @@ class MessageOutbox:
         self._needed_batches: dict[tuple[int, int], None] = {}
         self._first_needed: set[tuple[int, int]] = set()
         self._page_bytes = self._other_bytes = 0
-        """Of all that waits, and of what nothing needs of it."""
+        """Bytes of all waiting pages, and of those that nothing needs."""
         self._bye: bytes | None = None
         self._credit = FIRST_CREDIT
         self._on_the_way = 0
         self._kept_bytes = 0
-        """Of what has taken credit and is not acknowledged."""
+        """Bytes of messages that have taken credit and are not acknowledged."""
         self._kept: dict[int, tuple[bytes, bool]] = {}
         """By number, without a gap: body, and whether it has taken credit."""
         self._next = 1
@@ -153,7 +153,7 @@ class MessageOutbox:
         return page
 
     def _release(self) -> None:
-        """Number what there is credit for: names first, as the pages are about them; then what is needed."""
+        """Number as many messages as there is credit for: names first, since pages refer to them, then needed pages."""
         while self._names and self._may_go(self._names[0]):
             self._number(self._names.popleft(), on_credit=True)
         while not self._names and (pages := self._needed or self._others) and self._may_go(pages[0].data):
@@ -169,7 +169,7 @@ class MessageOutbox:
         return (self._credit > 0 and not self._on_the_way) or self._on_the_way + len(data) <= self._credit
 
     def due(self) -> list[tuple[int, bytes]]:
-        """(number, bytes) of what is to be sent now, in order."""
+        """(number, bytes) of the messages to send now, in order."""
         self._release()
         return [(number, self._enveloped(number)) for number in range(self._sent + 1, self._next)]
 
@@ -209,7 +209,7 @@ class MessageOutbox:
 
     @property
     def last_sent(self) -> int:
-        """The highest number that is on its way, or has come."""
+        """The highest number sent so far."""
         return self._sent
 
     def send_again(self) -> None:
@@ -223,7 +223,7 @@ class MessageOutbox:
 
     @property
     def num_bytes(self) -> int:
-        """Of all messages that the collector has not stored."""
+        """Bytes of all messages that the collector has not stored."""
         return sum(map(len, self._names)) + self._page_bytes + sum(len(data) for data, _ in self._kept.values())
 
     def unacknowledged(self) -> list[bytes]:

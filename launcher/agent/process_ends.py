@@ -3,7 +3,7 @@
 torchrun looks ten times a second whether a rank has ended. Two ranks that fail 50 ms apart then end at the same time.
 A process that was killed takes a while to end: its memory is freed first, for tens of milliseconds. The kernel takes
 the memory from the process before it frees it (exit_mm() in kernel/exit.c), and /proc/PID/statm is zero from then on.
-So that is looked at in each turn of the agent. A pidfd (pidfd_open(2), Linux 5.3) wakes it when the process is gone.
+So the agent reads statm in each turn. A pidfd (pidfd_open(2), Linux 5.3) wakes it when the process is gone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ProcessEnds:
         return self._epoll.fileno()
 
     def watch(self, key: RankKey, pid: int) -> None:
-        """From now on. A process that cannot be watched, or is gone already, has no time."""
+        """Watch a process from now on. One that cannot be watched, or is gone already, gets no time of its end."""
         with suppress(OSError, AttributeError):  # Python has the call only where Linux had it when Python was built
             pidfd = os.pidfd_open(pid)
             try:
@@ -120,13 +120,13 @@ def session_of(pid: int) -> int | None:
 
 
 class RunOrphans:
-    """Those of one run: what has its variable, and is in its session or a rank.
+    """The processes of one run: they have its variable, and are in its session or are ranks.
 
     A process that has left the session and is no rank is a service that was meant to stay.
     """
 
     def __init__(self, scratch: Path, session: int | None, ranks: Callable[[], Collection[int]], now: float) -> None:
-        """`session` is that of the run, None if unknown; `ranks` says the process ids of its ranks."""
+        """`session` is the run's, None if unknown; `ranks` gives the process ids of its ranks."""
         self._scratch = str(scratch)
         self._session = session
         self._ranks = ranks

@@ -1,9 +1,9 @@
 """Which pages of a rank are sent, and when: those of an anomaly, those that the collector asks for, the traced ones.
 
-All batches of `--trace-batches` are sent while the job's store has room for so many bytes of them. Beyond half of its
-share a node sends one batch of 2, beyond three quarters one of 4, and so on, until all is used: whole batches, by their
-numbers, so that all ranks send the same ones. What is not sent stays in the recorder for a while. A page that is asked
-for then, or is the last of its rank, is sent all the same. No file, no clock.
+A node sends all batches of `--trace-batches` until it has used half of its share of the job's store. Then it sends one
+batch of 2, beyond three quarters one of 4, and so on, until the share is used up. It chooses whole batches by their
+numbers, so all ranks send the same ones. A batch that is not sent stays in the recorder for a while. If the collector
+asks for a page then, or it is the last of its rank, it is sent all the same. No file, no clock.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LAST_PAGES = 8
 
 
 STORE_BYTES = 1 << 30
-"""Of traced batches, of all nodes together."""
+"""The most bytes of traced batches, all nodes together."""
 _MOST_BATCHES = 4096
 """Batches of which is remembered whether they are sent; the oldest are forgotten."""
 _MOST_APART = 1 << 20
 
 
 class TracedBatches:
-    """Of one of `nodes` nodes.
+    """Which traced batches one of `nodes` nodes sends.
 
     >>> traced = TracedBatches(nodes=1, store_bytes=1000)
     >>> traced.spent(600)
@@ -93,11 +93,11 @@ class _PageCopy:
 
 
 class PageSelection:
-    """Of one rank. `traced` are batches that the user has asked for, `traces` says which of them are sent."""
+    """Selects the pages of one rank. The user asked for the batches `traced`; `traces` says which of them to send."""
 
     def __init__(self, traced: list[int], traces: TracedBatches) -> None:
         self.ended = False
-        """The rank has: what is in its recorder will not change."""
+        """The rank has ended: its recorder will not change."""
         self._wanted: dict[tuple[str, int, int], _BatchRequest] = {}
         """by root class, ordinal, batch"""
         self._traced = frozenset(traced)
@@ -107,7 +107,7 @@ class PageSelection:
         self._thinned_before = 0
         """Those that the ring holds no more."""
         self._looked_at = -1
-        """The last segment that was looked at for a traced batch."""
+        """The last segment searched for a traced batch."""
         self._traced_until = -1
         """The segment that overwrites the last one that had some."""
         self._sent: dict[int, _PageCopy] = {}
@@ -183,7 +183,7 @@ class PageSelection:
     def _page(self, reader: RecorderReader, held: HeldPage, *, overdue: bool) -> list[PageMessage]:
         """The page if it is time to send it: when it is complete, or overdue; again when it is complete and has grown.
 
-        What has been sent and has not changed is never sent again.
+        A page that has not changed since it was sent is not sent again.
         """
         sent = self._sent.get(held.number)
         if sent is not None and not sent.pending and sent.extent == (held.frames, held.values, held.complete):

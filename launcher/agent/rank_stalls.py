@@ -26,7 +26,7 @@ class HangLimit(NamedTuple):
 
     within_steps_s: float
     elsewhere_s: float
-    """Before the first batch, and where it compiles, or saves or loads a checkpoint: what steps take says nothing."""
+    """Before the first batch, and where it compiles, or saves or loads a checkpoint: unrelated to step times."""
 
 
 def fixed_limit(seconds: float) -> HangLimit:
@@ -51,8 +51,8 @@ def learned_limit(steps_s: Sequence[float]) -> HangLimit:
 # When a rank has not moved for too long: decided from what its recorder shows, and from how it has moved so far. Pure.
 #
 # A limit that suits one job is wrong for the next. A rank may rest for as long as the limit says (`HangLimit`), for
-# three times the longest rest that it has come back from, and before its first batch for four times as long: data is
-# loaded there, and models are compiled.
+# three times the longest rest after which it moved again, and before its first batch for four times as long: it loads
+# data there, and compiles models.
 
 LONGEST_REST_TIMES = 3.0
 BEFORE_FIRST_BATCH_TIMES = 4.0
@@ -91,7 +91,7 @@ class RankRest:
         return max(limit.within_steps_s, times * limit.elsewhere_s, LONGEST_REST_TIMES * self._longest)
 
     def paused(self, seconds: float) -> None:
-        """Nobody looked for this long, because the machine or the whole job stood still: that was no rest."""
+        """The agent did not look for this long, because the machine or the whole job was stopped: that was no rest."""
         self._since += seconds
 
     def is_told(self, phase: str, batch: int, limit: HangLimit, now: float) -> bool:
@@ -107,11 +107,11 @@ MOST_SPYING = 16
 """Ranks that py-spy is asked about at a time."""
 _EVERY_S = 1.0
 _PAUSED_S = 5.0
-"""The agent looks many times in a second. If it has not for so long, it stood still itself: Ctrl-Z, a laptop asleep."""
+"""The agent looks many times a second. After a gap this long, it was stopped itself: Ctrl-Z, a laptop asleep."""
 
 
 class StallWatch:
-    """Of the ranks of one node. `timeout_s` 0: reports none; None: each rank's limit is learned from its steps."""
+    """Finds stalls of one node's ranks. `timeout_s` 0: reports none; None: learns each rank's limit from its steps."""
 
     def __init__(self, folder: Path, timeout_s: float | None) -> None:
         self._folder = folder

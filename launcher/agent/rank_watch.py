@@ -1,4 +1,4 @@
-"""The node agent's eyes on its ranks: reads their recorders, says what is new. No socket, no process."""
+"""The node agent's view of its ranks: reads their recorders and returns the changes. No socket, no process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RankWatch:
         self._asked = False
         """Whether a batch of it was asked for, by its own anomaly or by the collector."""
         self._faults: dict[str, OwnFault | None] = {}
-        """By part: errors of ours that cost no frame; None once told."""
+        """By part: errors of ours that cost no frame; None once reported."""
 
     def poll(self, now: float) -> list[AgentBody]:
         """What this rank has recorded since the last call."""
@@ -192,7 +192,7 @@ class RankWatch:
     ) -> list[AgentBody]:
         """The history and the times of steps decide nothing: without them, everything else goes on.
 
-        Returns what the history says of the batches to come, and what has failed.
+        Returns the history's forecasts, and the faults.
         """
         forecasts: list[LimitForecast] = []
         try:
@@ -258,7 +258,7 @@ class RankWatch:
             return otherwise
         try:
             return read(self._reader)
-        except OSError:  # the next `poll` tells it
+        except OSError:  # the next `poll` reports it
             return otherwise
 
     def movement(self) -> tuple[int, ...]:

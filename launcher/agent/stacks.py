@@ -1,4 +1,4 @@
-"""Looks at processes from outside: asks ranks for their stacks, and reads what Linux says of them."""
+"""Inspects processes from outside: asks ranks for their stacks, and reads their state from Linux."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ class _ThreadStack(msgspec.Struct, frozen=True):
 
 
 class StacksSeen(NamedTuple):
-    """What a look at a process has shown."""
+    """The result of one look at a process."""
 
     stack: list[StackLine]
-    """Of the main thread: Python's calls, innermost first."""
+    """The main thread's Python calls, innermost first."""
     native: list[StackLine]
     """By py-spy: native calls inside of the innermost of them, innermost first."""
     threads: list[ThreadSeen]
-    """Of a process that did not answer itself."""
+    """The threads of a process that did not answer."""
     state: str = ""
     """Letter as in /proc/PID/stat; "" if it could not be read."""
     busy: float = 0.0
@@ -285,7 +285,7 @@ class StackLook:
         return seen._replace(threads=[*threads[:1], *seen.threads], state=state, busy=self._busy)
 
     def close(self) -> None:
-        """Without a result: end what is still at work."""
+        """End py-spy if it still runs, without a result."""
         if self._spy is not None:
             self._spy.close()
 

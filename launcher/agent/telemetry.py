@@ -1,4 +1,4 @@
-"""A node's telemetry: when its figures are read, what becomes of them, and when they are sent. No socket.
+"""A node's telemetry: when its figures are read, kept and sent. No socket.
 
     every few seconds  --> a thread reads the host      --.
                        --> the child of gpus.py asks NVML --> one sample, in the record of the node
@@ -86,8 +86,8 @@ class ReadingThread:
 
 # The samples of one node, in bounded memory for any length of run: the older, the further apart. Pure.
 #
-# A count is kept as it stood, so that its growth over a gap is known however many samples were let go of in it. A level
-# is what it was at the samples that are kept.
+# A count is kept as it stood, so its growth over a gap is known however many samples in it were dropped. A level is
+# known only at the kept samples.
 
 NEWEST = 64
 """The newest samples, each of which is kept; of those before, one of 2, of 4, and so on, 32 of each."""
@@ -104,7 +104,7 @@ class _TelemetrySample(NamedTuple):
 
 
 class NodeRecord:
-    """Of one node, since its agent began."""
+    """The samples of one node, since its agent began."""
 
     def __init__(self) -> None:
         self._series: dict[tuple[str, str], int] = {}
@@ -145,7 +145,7 @@ class NodeRecord:
 
 
 def _ascending(samples: list[_TelemetrySample]) -> list[_TelemetrySample]:
-    """Without those that a clock that was set back has put behind later ones."""
+    """The samples without those out of order, as a clock that was set back leaves them."""
     found: list[_TelemetrySample] = []
     for sample in samples:
         while found and found[-1].time_ns > sample.time_ns:
@@ -163,7 +163,7 @@ SILENT_S = 10.0
 
 
 class NodeTelemetry:
-    """Of one node. `now` is monotonic time in seconds; `interval_s` 0: reads nothing, and sends nothing."""
+    """One node's telemetry. `now` is monotonic time in seconds; `interval_s` 0: reads nothing, and sends nothing."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class NodeTelemetry:
         self._told_at: float | None = None
 
     def turn(self, pids: Callable[[], Pids], now: float) -> None:
-        """Take what has come, and ask anew if it is time. `pids` gives (rank, pid) of the ranks that run."""
+        """Take the answers that have arrived, and ask again if it is time. `pids` gives the running (rank, pid)."""
         if self._interval_s == 0:
             return
         try:

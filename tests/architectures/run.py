@@ -17,7 +17,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    words = sys.argv[1:]  # names; `+name` begins with that one
+    words = sys.argv[1:]  # names; `+name` starts at that name
     names = [architecture.name for architecture in ARCHITECTURES]
     if words and words[0].startswith("+"):
         words = names[names.index(words[0][1:]) :]

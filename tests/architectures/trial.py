@@ -189,7 +189,7 @@ class Result:
 def attempt(
     architecture: Architecture, dtype: torch.dtype, faults: int = 2, seed: int = 0, late: bool = False
 ) -> Result:
-    """A clean training, and so many faults in the forward and in the backward."""
+    """A clean training, then `faults` faults in the forward and `faults` in the backward."""
     plain = train(architecture, dtype)
     trained, verdict, ours = watched(architecture, dtype)
     result = Result([], [], [])
@@ -305,7 +305,7 @@ def _train_compiled(
 def attempt_compiled(architecture: Architecture, blocks: bool = False, faults: int = 1, seed: int = 0) -> Result:
     """As `attempt`, for the compiled model in float32, or for one whose `blocks` are compiled one by one.
 
-    A module that is not named is among those that are told, or it is said that a graph was not looked into.
+    The verdict names the faulty module, lists it among others, or says that a graph was not inspected.
     """
     plain, _, _ = _train_compiled(architecture, blocks, watch=False)
     trained, verdict, ours = _train_compiled(architecture, blocks)
@@ -328,5 +328,5 @@ def attempt_compiled(architecture: Architecture, blocks: bool = False, faults: i
 
 
 def draw(names: list[str], number: int, seed: int) -> list[str]:
-    """So many of them, the same for a seed."""
+    """A sample of at most `number` names, the same for the same seed."""
     return random.Random(seed).sample(names, min(number, len(names)))

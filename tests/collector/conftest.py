@@ -280,7 +280,7 @@ def hello(agent="a0", host="h0", nproc=2, nodes=1, **more) -> AgentHello:
 
 
 def hello_of(identity="a0", **more) -> AgentHello:
-    """Of an agent that speaks over a socket with this identity."""
+    """The hello of an agent whose socket has this identity."""
     return hello(agent_name(identity.encode()), **more)
 
 

@@ -76,7 +76,7 @@ class Bench:
         return self.start_program(sys.executable, "-m", *command, **more)
 
     def start_program(self, *command: str, in_background: bool = False, **environment: str) -> subprocess.Popen[str]:
-        """What is put into PYTHONPATH comes before what the tests themselves were started with.
+        """A PYTHONPATH in `environment` comes before the PYTHONPATH that the tests themselves were started with.
 
         `in_background`: SIGINT is ignored, as in what a shell script starts with `&`; else it is not, however the tests
         themselves were started.

@@ -1,4 +1,4 @@
-"""Launchers and frameworks as users run them, each below `gpuwatch run`, and what is asked of each."""
+"""Launchers and frameworks as users run them, each below `gpuwatch run`, and the answers expected of each."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ HEAD = (
     "first loss",
     "processors",
 )
-"""Of the table in docs/frameworks.md. The last two are seconds, plainly and watched: until a rank prints a first loss,
-and of all processors in the whole run."""
+"""Columns of the table in docs/frameworks.md. The last two are seconds, plainly and watched: until a rank prints a
+first loss, and of all processors in the whole run."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Row:
     outer: tuple[str, ...] = ()
     """What stands before gpuwatch itself."""
     value: str = "+inf"
-    """What is first; "" if inf of either sign, or their sum, may be."""
+    """The first bad value; "" if inf of either sign, or their sum, may be first."""
     breaks_weight: bool = False
-    """Of which each rank has a copy: where there are more than two, the others tell that this one is another."""
+    """The fault breaks a weight of which each rank has a copy. Among more than two, the copies show the odd one."""
     sizes: tuple[int, ...] = SIZES
-    """So many ranks it is tried with."""
+    """Numbers of ranks to try it with."""
 
     def command(self, ranks: int, rank: int, port: int, watch: Sequence[str] = ()) -> list[str]:
         """`rank` is to overflow; -1: none. `port` is for a launcher that finds none for itself."""
@@ -199,7 +199,7 @@ class Outcome:
     first_s: float
     """Until the first of them."""
     processors_s: float
-    """Of all of its processes that were waited for."""
+    """Processor time of all its processes that were waited for."""
     text: str
 
 

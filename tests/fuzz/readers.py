@@ -114,7 +114,7 @@ def report_of(bodies: list[AgentBody]) -> None:
 
 
 def targets(folder: Path, seeds: Seeds) -> dict[str, tuple[list[bytes], Callable[[bytes], None]]]:
-    """By name: seeds, and what is done with an input."""
+    """By name: seeds, and the function that takes an input."""
     run = RunPaths(folder / RUN)
 
     def wire(data: bytes) -> None:
@@ -164,7 +164,7 @@ def targets(folder: Path, seeds: Seeds) -> dict[str, tuple[list[bytes], Callable
 
 
 def told(read: Callable[[], object]) -> None:
-    """It is read, or what is wrong with it is one sentence."""
+    """The input is read, or the error is one sentence."""
     try:
         found = read()
     except GpuwatchError as error:

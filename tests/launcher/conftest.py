@@ -88,7 +88,7 @@ class Node:
     agent: NodeAgent | None = None
     ranks: list[Rank] = dataclasses.field(default_factory=list)
     is_shown: bool = False
-    """Whether its run may be looked at."""
+    """Whether others may watch its run live."""
 
     def start_collector(self, bind: str = "") -> str:
         config = CollectorConfig(

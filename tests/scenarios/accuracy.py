@@ -38,7 +38,7 @@ class Figure:
     false_clean: bool
     false_alarm: bool
     said_established: bool
-    """Of a fault: clean verdicts have a row of their own."""
+    """The verdict on a fault said `established`. Clean verdicts have a row of their own."""
     can_be_established: bool
     fault_to_report_s: float | None
 

@@ -1,7 +1,7 @@
 """Records runs for tests/data/runs: `python tests/scenarios/record.py FOLDER [--only NAME]`, then `--pack FOLDER`.
 
-FOLDER keeps each run's store as it was written. `--pack` writes what the tests read: the same store without what is of
-the machine (its names, its paths, its figures), compressed.
+FOLDER keeps each run's store as it was written. `--pack` writes what the tests read: the same store, compressed,
+without the machine's names, paths and figures.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def recorded() -> list[Scenario]:
 
 
 def pack(store: Path, target: Path) -> None:
-    """Write a run's store once more: without what is of this machine, and compressed."""
+    """Write a run's store once more: compressed, and without this machine's names, paths and figures."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.sqlite"
         source, copy = RunStore(store), RunStore(path, create=True)

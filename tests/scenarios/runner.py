@@ -51,7 +51,7 @@ class Outcome:
     differences: list[str] = field(default_factory=list)
     log: str = ""
     over_sure: bool = False
-    """It says `established` of what is wrong, or of what cannot be established."""
+    """It says `established` of a wrong answer, or of one that cannot be established."""
     kind: str = ""
     """The verdict's."""
     certainty: str = ""
@@ -192,7 +192,7 @@ def _says_less(scenario: Scenario, verdict: dict[str, Any]) -> bool:
 
 
 def _differing(wanted: dict[str, Any], verdict: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(field, what is there instead)."""
+    """(field, the value found there and the one expected)."""
     for name, value in wanted.items():
         found = verdict[name]
         if name == "between" and value is not None and found is not None:

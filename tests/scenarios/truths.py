@@ -38,7 +38,7 @@ class Scenario:
     counts: dict[int, dict[str, int]] = field(default_factory=dict)
     """Rank -> what the report counts for it, such as {"scaler_skips": 4}; -1: at least one."""
     own_faults: int = 0
-    """So many errors of gpuwatch itself must have been recorded."""
+    """How many errors of gpuwatch itself the run must record."""
     witness: str | None = None
     """What scripts/witness.py says of the fault, where that does not follow from the verdict; "": nothing at all."""
     preflight: bool = False
@@ -209,7 +209,7 @@ INPUTS_AND_WEIGHTS = [
     Scenario(
         "bit flip to a huge number",
         "bit_flip.py",
-        # the output is the first that is not finite; what is wrong is the weight, which is another one on rank 0
+        # the output is the first non-finite tensor; the fault is the weight, which differs on rank 0
         _found("weight", 1, "encoder.gain", "Linear", role="weight", batch=3),
         witness="rank=1 phase=forward module=encoder.gain class=Linear",
         args=("--becomes", "huge"),
@@ -405,7 +405,7 @@ BACKWARD = [
         Scenario(
             f"{name}{f', {how}' if how != 'plain' else ''}",
             "shared_input.py",
-            # autograd's graph shows what has used the tensor; what only passes gradients on, or is bounded, is excluded
+            # autograd's graph shows the tensor's users; those that only pass gradients on, or are bounded, are excluded
             _backward(1, "block.scale", "Scale", batch=2, certainty="established"),
             args=("--block", block, "--how", how),
             witness="rank=1 phase=backward module=block.scale class=Scale batch=2",
@@ -453,7 +453,7 @@ BACKWARD = [
         Scenario(
             f"{block}, recompiled in that batch",
             "shared_input.py",
-            # dynamo compiles again, because an attribute has changed; frames alone show what has used the tensor
+            # dynamo compiles again, because an attribute has changed; only frames show the tensor's users
             {
                 "kind": "overflow",
                 "phase": "backward",
@@ -747,7 +747,7 @@ EXPECTED = [
     Scenario(
         "mask handed in with a closed row",
         "attention.py",
-        # a mask of -inf comes in with every batch: what is new is that attention makes nan of it
+        # a mask of -inf comes in with every batch: only in this one attention makes nan of it
         _forward(1, "attend", "Attend", value="nan", batch=2, certainty="established"),
         args=("--fault", "given"),
         statement=r"a row of input\[2\] is -inf throughout",

@@ -1,4 +1,4 @@
-"""Sockets that an agent takes for ZeroMQ's: what is sent lies here until the world delivers it, or loses it."""
+"""Sockets that an agent takes for ZeroMQ's: a message lies here until the world delivers it, or loses it."""
 
 from __future__ import annotations
 

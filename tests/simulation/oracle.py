@@ -15,7 +15,7 @@ class Call:
     who: str
     """`rank 1, attempt 0, batch 2`, or the thread or child that made it."""
     judged: bool = False
-    """Its numbers were looked at, and an alarm was raised if they were bad."""
+    """Its numbers were inspected, and an alarm was raised if they were bad."""
     bad: bool = False
     skipped: bool = False
     """`--every` left it out, as the user wanted."""

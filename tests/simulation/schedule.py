@@ -55,7 +55,7 @@ NEEDS = {
     "restart": "LEFT",
     "child": "UNSEEN_CHILD",
 }
-"""Fields of a recorder's head that came with what tells of it. It is drawn once they are there."""
+"""Event -> the field of a recorder's head that shows it. The event is drawn only if this version has the field."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Schedule:
     attempts: int = field(init=False)
     batches: int = field(init=False)
     calls: int = field(init=False)
-    """Of each batch."""
+    """In each batch."""
     every: int = field(init=False)
     in_calls: dict[tuple[int, int, int], str] = field(init=False)
     """(attempt, rank, number of the call) -> what happens there"""

@@ -92,7 +92,7 @@ class Worker:
         self._end()
 
     def stop(self, code: int) -> None:
-        """It is ended from outside. Of a batch in which the hooks were missed only later nothing comes."""
+        """End it from outside. Nothing comes of a batch whose missing hooks were to be noticed only later."""
         if self.code is None:
             self.code = code
             for call in self._without_hooks:
@@ -254,7 +254,7 @@ class Worker:
         self._writer.append(anomaly)
 
     def _numbers_come(self, *, all_of_them: bool = False) -> None:
-        """Of the device, once in a while."""
+        """Let the late numbers of the device arrive, once in a while."""
         if self._writer is None or (not all_of_them and self._schedule.draw.random() < 0.5):
             return
         for place, call, at, module in self._late:

@@ -1,6 +1,6 @@
 """A whole job in one process and one thread: ranks with real recorders, real node agents, the real protocol and fold.
 
-A seed orders all steps. Time is a number. Sockets are queues (network.py), the store is a list with what is durable.
+A seed orders all steps. Time is a number. Sockets are queues (network.py), the store is a list of durable messages.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Node:
 
     @property
     def agent_name(self) -> str:
-        """Of the agent that was started last."""
+        """The name of the agent that was started last."""
         return agent_name(f"node{self.number}.{self.life - 1}".encode())
 
     def start_agent(self) -> None:

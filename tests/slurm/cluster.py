@@ -105,7 +105,7 @@ def _lacking() -> list[str]:
 
 
 def install() -> None:
-    """Install what is missing, without starting the packages' own daemons."""
+    """Install the missing packages, without starting their daemons."""
     packages = _lacking()
     if not packages:
         return
@@ -138,7 +138,7 @@ class Cluster:
     # -- up and down ----------------------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Bring up what is not up, take back what faults have done, and return when both nodes take jobs."""
+        """Bring up the parts that are down, undo the faults, and return when both nodes take jobs."""
         with self._alone():
             self.network.up()
             self.network.restore()
@@ -205,7 +205,7 @@ class Cluster:
         self._spawn(node.host, node, [*own_processes, *init])
         self._until(lambda: self._running("slurmd", node) is not None, f"the slurmd of {node.host} runs")
 
-    # -- what is there --------------------------------------------------------------------------------------------
+    # -- reading its state ----------------------------------------------------------------------------------------
 
     @property
     def environment(self) -> dict[str, str]:

@@ -122,7 +122,7 @@ class User:
         return str(SCRIPTS / name)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Of all runs in this folder, oldest first."""
+        """The reports of all runs in this folder, oldest first."""
         files = [path for path in self.cwd.rglob("report.json") if "latest" not in path.parts]
         reports = [json.loads(path.read_text()) for path in files]
         return sorted(reports, key=lambda report: report["run"]["started"])

@@ -55,7 +55,7 @@ class Place:
         return found
 
     def verdict(self) -> dict[str, Any]:
-        """Of the latest run; it is removed."""
+        """The verdict of the latest run; the runs are removed."""
         runs = self.cwd / "gpuwatch-runs"
         verdict = json.loads((runs / "latest" / "report.json").read_bytes())["verdict"]
         shutil.rmtree(runs)

@@ -74,11 +74,11 @@ _SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Of one job."""
+    """The surroundings of one job."""
 
     env: dict[str, str | None]
     name: str
-    """Of its folder."""
+    """Its folder's name."""
     umask: int
     closed: list[int]
     limits: dict[str, int]
@@ -162,7 +162,7 @@ class Job:
         }
 
     def look(self) -> None:
-        """Send the signal once its moment has come."""
+        """Send the signal when it is due."""
         where = self.surroundings
         if self._sent or self.code is not None:
             return
@@ -308,7 +308,7 @@ def ends_by_signal(job: Job) -> bool:
 
 
 def run_seed(seed: int, forks: Forks, folder: Path, *, verbose: bool = False) -> list[str]:
-    """What is wrong with one seed's jobs."""
+    """Run one seed's jobs; returns their errors."""
     rng = random.Random(f"surroundings {seed}")
     shutil.rmtree(folder, ignore_errors=True)
     number = rng.choice([1, 1, 2])

@@ -73,7 +73,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What is there once a launch has ended."""
+    """The results and remains of a launch that has ended."""
 
     job: str
     failure: Failure
@@ -84,7 +84,7 @@ class Outcome:
     losses: dict[int, str]
     """rank -> what its script has written at its end"""
     left: list[str]
-    """Processes, folders and files of gpuwatch that are still there, and of which it has not told."""
+    """Processes, folders and files that gpuwatch left behind without saying so."""
     calls: dict[tuple[str, str, str], int]
     """(role, part, kind) -> how many calls there were"""
     failed: int
@@ -108,7 +108,7 @@ def new_counts(place: Path) -> None:
 
 
 def environment(place: Path, failure: Failure) -> dict[str, str]:
-    """Of a launch in this folder."""
+    """Environment variables of a launch in this folder."""
     return {
         "TMPDIR": str(place / "tmp"),
         "SWEEP_COUNTS": str(place / "counts"),

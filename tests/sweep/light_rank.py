@@ -83,7 +83,7 @@ class Frames:
 
 
 def meet(batch: int) -> None:
-    """Wait until all ranks have come here."""
+    """Wait until all ranks have reached this batch."""
     Path(f"here-{batch}-{RANK}").touch()
     wait_for(*(f"here-{batch}-{rank}" for rank in range(WORLD)))
 

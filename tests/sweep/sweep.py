@@ -15,9 +15,9 @@ from disturbed_run import JOBS, KINDS, PARTS, ROLES, Failure, Launches, Outcome
 from wrongs import wrongs
 
 MOST = 150
-"""Of a kind that a role calls more often, so many are drawn: allocations, and what a helper does before its work."""
+"""The most calls of a role and kind that are failed one by one; of more a sample is drawn, as for allocations."""
 LASTING = 12
-"""So many of a role and kind are drawn that fail from there on: such runs take half a minute."""
+"""How many calls of a role and kind are drawn from which on all fail: such runs take half a minute."""
 
 
 def failures(calls: dict[tuple[str, str, str], int], rng: random.Random, most: int = MOST) -> Iterator[Failure]:

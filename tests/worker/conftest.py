@@ -96,7 +96,7 @@ class Watched:
         return row
 
     def verdict(self, before: Sequence[AgentBody] = ()) -> Verdict:
-        """What is told of a run of this rank alone, if its script ends now and well."""
+        """The verdict on a run of this rank alone, if its script ends now and well."""
         session = WorkerSession(self.hooks.progress.settings, self.recorder, 0)
         session.hooks = self.hooks
         session.finished(0)
@@ -150,7 +150,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every tensor that is looked at, kept alive so that none is taken for another. The compiled way shows none."""
+    """Every tensor that is measured, kept alive so that none is taken for another. The compiled way shows none."""
     from gpuwatch.worker.hooks import native_writer
     from gpuwatch.worker.record import rows
 

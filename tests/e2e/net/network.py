@@ -64,7 +64,7 @@ class Node:
         return ["ip", "netns", "exec", self.namespace, *own_names, *command]
 
     def pids(self) -> list[int]:
-        """Of everything that runs in it."""
+        """Process ids of everything that runs in it."""
         return [int(pid) for pid in _run(f"ip netns pids {self.namespace}").split()]
 
 
@@ -79,7 +79,7 @@ class Network:
         hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{node.address} {node.host}\n" for node in self.nodes))
 
     def up(self) -> None:
-        """Bring up what is not up yet."""
+        """Bring up the nodes that are not up yet."""
         there = _namespaces(self.name)
         if self._switch not in there:
             _run(f"ip netns add {self._switch}")
@@ -97,18 +97,18 @@ class Network:
             _at(node.namespace, "ip link set eth0 up")
 
     def down(self) -> None:
-        """Take down what is up, with all that runs in it."""
+        """Take down the network, with all that runs in it."""
         take_down(self.name)
 
     # -- faults ---------------------------------------------------------------------------------------------------
 
     def cut_off(self, node: Node) -> None:
-        """Between it and all others every packet is lost; nobody is told."""
+        """Silently drop every packet between the node and all others."""
         self._lose(f"iifname {_port(node)}")
         self._lose(f"oifname {_port(node)}")
 
     def drop(self, a: Node, b: Node, but: str = "") -> None:
-        """Between these two every packet is lost, in both directions; nobody is told.
+        """Silently drop every packet between these two, in both directions.
 
         `but` is a range of ports that a firewall lets pass, as `29400-29401`.
         """

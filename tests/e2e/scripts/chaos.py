@@ -1,4 +1,4 @@
-"""Trains under DDP at a steady pace and keeps every loss, bit for bit, in a file per rank; ends as it is told to.
+"""Trains under DDP at a steady pace and keeps every loss, bit for bit, in a file per rank; ends as its arguments say.
 
 Every rank comes near an overflow in some batches, in another module each time, and writes into a second file in which:
 events that are known.

@@ -342,7 +342,7 @@ def the_backward_compiled_by_its_setting() -> Any:
 
 
 def came_of(run: Callable[[], Any]) -> dict[str, Any]:
-    """What came of a script. An error is told by its class."""
+    """The outcome of a script. An error is its class."""
     torch.compiler.reset()
     counters.clear()
     clear_compilation_metrics()

@@ -1,4 +1,4 @@
-"""Two ranks train; in batch 3 the GPU of rank 1 breaks, as is told to the stand-in for NVML, and so do its numbers."""
+"""Two ranks train; in batch 3 the GPU of rank 1 breaks, in the stand-in for NVML and in its numbers."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The driver hangs while the ranks train, which is told to the stand-in for NVML."""
+"""The driver, which is the stand-in for NVML, hangs while the ranks train."""
 
 import os
 from pathlib import Path

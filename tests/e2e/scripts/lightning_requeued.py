@@ -1,4 +1,4 @@
-"""Lightning as a task of SLURM for each rank. In its first life it waits in batch 3 until SLURM's warning has come."""
+"""Lightning as a task of SLURM for each rank. In its first life it waits in batch 3 for SLURM's warning."""
 
 import os
 import sys

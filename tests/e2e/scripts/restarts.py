@@ -1,4 +1,4 @@
-"""Fails at once, in every attempt but the last. Only that one needs torch: the others cost as little as can be."""
+"""Fails at once, in every attempt but the last. Only the last needs torch: the others cost as little as can be."""
 
 import os
 import sys

@@ -2,7 +2,7 @@
 
     python3 tests/fakes/cuda/run.py                     all: a quarter of an hour on two quiet cores
     python3 tests/fakes/cuda/run.py --sample            one of each kind
-    python3 tests/fakes/cuda/run.py -- tests/gpu -x     what pytest is told
+    python3 tests/fakes/cuda/run.py -- tests/gpu -x     pytest's arguments
     python3 tests/fakes/cuda/run.py --shell             a shell in which `python` is on the stand-in
 
 The first run makes a virtual environment of its own in build/cuda-stub (5.5 GB; a minute or two).
@@ -39,7 +39,7 @@ NOT_ANSWERED = {
 
 
 def main() -> int:
-    """Make what is missing, and run pytest."""
+    """Make the environment if it is missing, and run pytest."""
     options = parse()
     python = environment_of(options.venv, options.torch)
     packages = next((options.venv / "lib").glob("python*/site-packages"))

@@ -50,7 +50,7 @@ def say(text):
 
 
 def batches(rank, bad_rank, size=4):
-    """Of one rank; those of different ranks differ."""
+    """The batches of one rank; those of different ranks differ."""
     generator = torch.Generator().manual_seed(rank)
     for number in range(BATCHES):
         inputs = torch.rand(size, 8, generator=generator)

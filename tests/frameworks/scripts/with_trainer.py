@@ -18,7 +18,7 @@ FINDS = ARGS.how == "find_batch_size"
 
 
 class Rows(Dataset):
-    """Of the third batch of all ranks, four rows each, the rows of rank `bad` are too large."""
+    """Four rows a rank and batch. In the third batch of all ranks, the rows of rank `bad` are too large."""
 
     def __init__(self, bad):
         self.rows = torch.rand(16 * ARGS.ranks, 8, generator=torch.Generator().manual_seed(1))

@@ -82,7 +82,7 @@ class Net(nn.Module):
 
 
 class Length(nn.Module):
-    """The length of each row. Of a row of zeros its gradient is 0 * inf, as every beginner finds out."""
+    """The length of each row. For a row of zeros its gradient is 0 * inf, as every beginner finds out."""
 
     def forward(self, x):
         return x.square().sum(-1, keepdim=True).sqrt()

@@ -1,7 +1,7 @@
 """Pipeline parallel in two stages with two micro-batches.
 
 --fault forward: `up` of stage 0 overflows, and stage 1 is handed the inf. --fault backward: in stage 1 the gradient
-of `length` at zero is nan, and stage 0 is handed that. --fault none: the stages are not told their shapes; torch finds
+of `length` at zero is nan, and stage 0 is handed that. --fault none: the stages are given no shapes; torch finds
 them out by a forward and a backward over uninitialised memory, which is no fault.
 """
 

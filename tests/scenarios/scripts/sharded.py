@@ -1,4 +1,4 @@
-"""What is sharded, and what is reduced on the way: rank 1 makes it, or the reduction does.
+"""Sharded training, whose bad value comes from rank 1 or from a reduction on the way.
 
 zero      ZeRO-1: rank 1's part of the optimizer has an absurd learning rate, and hands its weights to all
 hook      DDP's hook on rank 1 divides its bucket by a number of tokens, which is 0 once

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Scale(nn.Module):
-    """Each row times its own length. Of a row of zeros the gradient is 0 * inf."""
+    """Each row times its own length. For a row of zeros the gradient is 0 * inf."""
 
     bad = False
 

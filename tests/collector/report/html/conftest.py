@@ -14,7 +14,7 @@ from gpuwatch.core.wire.messages import EventMessage, NodeBye, RankHistoryMessag
 
 KINDS = ("forward", "growing", "backward", "hang", "crash", "preflight", "clean", "hostile", "thousand")
 SLOTS = {"encoder.fc1": 2, "encoder.fc2": 5}
-"""Of what they return, as the batches below define them."""
+"""The slots of their outputs, as the batches below define them."""
 HOSTILE = "<script>alert(1)</script>"
 
 
@@ -29,7 +29,7 @@ def batch_of(make, rank, out=1.0, *, page=0, seq=1, dtype="float16", name="encod
 
 
 def figures(port="mlx5_0/1", *, num_gpus=2):
-    """Of a node, for ten minutes: one GPU is hot, and its host is stolen from."""
+    """A node's telemetry for ten minutes: one GPU is hot, and other virtual machines steal its processors."""
     grows = [5.0 * n for n in range(120)]
     found = {("", "cpu"): [0.8 * at for at in grows], ("", "steal"): [0.3 * at for at in grows]}
     found |= {("", "memory_used"): [9e9 + at for at in grows], ("", "memory_total"): [64e9] * 120}
@@ -55,7 +55,7 @@ def forward(make):
 
 
 def growing(make):
-    """It was told 22 batches before that the second layer would overflow."""
+    """The second layer overflows; a forecast said so 22 batches before."""
     told = LimitForecast(
         make.where(1, batch=-22), "encoder.fc2", "Linear", "float16", 65504.0, 1.0 + 2.0 ** (37 / 4), 26, 18, 40, -50
     )
@@ -140,7 +140,7 @@ def messages_of(make, kind):
 
 
 def grown(rank, last, *, batches=60):
-    """What two modules returned in the batches up to that one, which is the batch 0 that the pages are of."""
+    """The history of two modules' outputs up to batch 0, which is the batch of the pages."""
     numbers = numpy.array([[600.0, 1.0 + 2.0 ** (n / 4)] for n in range(batches)], numpy.float32)
     numbers[-1, 1] = last
     codes = (numbers.view(numpy.uint32) >> 16).astype(numpy.uint16)

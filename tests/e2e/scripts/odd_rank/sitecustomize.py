@@ -15,7 +15,7 @@ def report_another_torch():
 
 
 def pretend_one_gpu():
-    """torch tells of two GPUs that have the same UUID."""
+    """torch reports two GPUs that have the same UUID."""
     import torch
 
     gpu = SimpleNamespace(name="Pretended GPU", uuid="11111111-2222-3333-4444-555555555555")

@@ -40,7 +40,7 @@ _AFTER: dict[str, Callable[[], None]] = {
 
 
 class _Loader(importlib.abc.Loader):
-    """The module's own loader, and then what is to follow."""
+    """The module's own loader, and then the function that `_AFTER` has for the module."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self._loader = loader

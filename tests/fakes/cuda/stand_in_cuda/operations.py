@@ -169,7 +169,7 @@ class Operation:
     # -- shapes, by torch's own kernels for "meta" -------------------------------------------------------------------
 
     def _shapes(self, given: dict[str, Any], device: int) -> Any:
-        """Of each result, or of each `out`; None if torch cannot tell without numbers."""
+        """The shape of each result, or of each `out`; None if torch cannot tell without numbers."""
         if self._is_in_place and not self._outs:
             return []
         key = self._base, self._overload, device, *((name, _key(value)) for name, value in given.items())

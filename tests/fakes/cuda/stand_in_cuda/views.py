@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 def each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` applied to what is in it, in lists and plain tuples too."""
+    """`value` with `change` applied to it, or to its items where it is a list or a plain tuple."""
     if type(value) in (list, tuple):
         return [each(item, change) for item in value]
     return change(value)
