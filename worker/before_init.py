@@ -33,7 +33,7 @@ def call_before_init(call: Callable[[Mapping[str, Any]], None]) -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         try:
             arguments = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # torch says what is wrong with it
+        except TypeError:  # torch itself raises the error
             return before(*args, **kwargs)
         call(arguments)
         return before(*args, **kwargs)

@@ -98,11 +98,11 @@ class _JoiningProcess:
         self._tested = 0
         """The process that had its preflight: a fork has its own."""
         self._left_out = ""
-        """Why there can be none, to be said once it is a rank."""
+        """Why there can be no preflight; reported once this process is a rank."""
         self._removed: dict[str, str] = {}
         """Variables of ours that a rank's child processes do not find, by name."""
         self._handles: list[Any] = []
-        """Of the hooks that see a model for the first time."""
+        """Handles of the hooks that run at the first call of a model."""
 
     def torch_is_imported(self) -> None:
         """Never raises."""

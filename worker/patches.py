@@ -94,7 +94,7 @@ class _ReplacedFunction:
 
 
 _replaced: list[_ReplacedFunction] = []
-"""Of this process, in the order in which they were put in place."""
+"""The replaced functions of this process, in the order of replacement."""
 
 
 def replaced() -> list[tuple[Any, str]]:
@@ -107,9 +107,9 @@ def _raised(part: str, error: Exception) -> None:
 
 
 class PatchLedger:
-    """What one watcher has replaced, and what else is to be undone when it leaves.
+    """The functions that one watcher has replaced, and other changes to undo when it leaves.
 
-    What is to stay as long as the process is replaced through a ledger that nobody keeps.
+    To replace a function for the life of the process, use a ledger and drop it.
     """
 
     def __init__(self, on_fault: Callable[[str, Exception], None] = _raised) -> None:

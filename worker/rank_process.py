@@ -82,11 +82,11 @@ def hear_of_ends(
         os.supports_fd.add(execve)
 
 
-# How a process ends that gpuwatch did not start: heard at its exit, with what Python itself keeps of it.
+# How a process ends that gpuwatch did not start: recorded at its exit, from what Python keeps.
 #
-# Of the script's process Python keeps the exception that nobody caught (sys.last_value), and not the code of a
-# SystemExit: the launcher's side sees that from outside. A child of multiprocessing runs its finalizers while the
-# exception is on its way.
+# For the script's process Python keeps the exception that nobody caught (sys.last_value), but not the code of a
+# SystemExit, which the launcher's side sees from outside. A child of multiprocessing runs its finalizers while the
+# exception propagates.
 
 
 def tell_the_end(session: WorkerSession) -> None:

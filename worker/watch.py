@@ -102,8 +102,8 @@ def _remove_if_free(folder: Path) -> None:
 def verdict_of(
     state: RankState, definitions: Iterable[Definition], events: Iterable[WorkerEvent], pages: Iterable[PageMessage]
 ) -> Verdict:
-    """What is known of this process so far. The other ranks of its process group, if it has one, are not known."""
-    # the one place in a worker that asks the collector: a script without a launcher has nobody else to ask
+    """The verdict on this process so far. It knows nothing about the other ranks of its process group."""
+    # the one place where a worker calls the collector: a script without a launcher has no collector of its own
     from ..collector.decide.decide import decide
     from ..collector.facts.fold import fold
 
@@ -129,7 +129,7 @@ def _messages(
 
 
 def _as_last(state: RankState) -> RankState:
-    """The state as if nothing came after it: a verdict is about what has been seen so far."""
+    """The state marked as the last one: a verdict covers the run so far."""
     hooks = state.hooks if state.hooks == "detached" else "attached"
     return msgspec.structs.replace(state, final=True, left=True, hooks=hooks, world_size=0)
 

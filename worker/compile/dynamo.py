@@ -1,4 +1,4 @@
-"""What is asked of dynamo while it traces, by names that are its own and differ between versions of torch."""
+"""Queries to dynamo while it traces. They use its private names, which differ between versions of torch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def is_for_inductor() -> bool:
 
 
 def uses_cuda_graphs() -> bool:
-    """Whether inductor makes a CUDA graph of what is traced now."""
+    """Whether inductor makes a CUDA graph of the graph that is being traced."""
     given = getattr(_inductor(), "config", None)
     if isinstance(given, dict) and "triton.cudagraphs" in given:
         return bool(given["triton.cudagraphs"])
@@ -150,11 +150,11 @@ def hook_begins() -> None:
 
 
 def hook_ends() -> None:
-    """Make dynamo go on with the object in which it notes assignments: it has put a copy in its place.
+    """Make dynamo continue with the object in which it notes assignments, instead of its copy.
 
-    To trace a hook's body apart, torch 2.13 copies that object, and goes on with the copy. The `__dict__` of an object
-    whose attributes were set before still asks the first one, and does not see what is set from then on. That breaks
-    the graphs of transformers with `use_cache=True`, its default: "'DynamicLayer' object has no attribute 'dtype'".
+    To trace a hook's body separately, torch 2.13 copies that object and continues with the copy. If an object already
+    had attributes set, its `__dict__` still reads the original and misses later assignments. That breaks the graphs of
+    transformers with `use_cache=True`, its default: "'DynamicLayer' object has no attribute 'dtype'".
     """
     with suppress(Exception):
         output, first = current_output(), _NOTES.pop()

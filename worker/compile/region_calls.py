@@ -67,7 +67,7 @@ class RegionCall:
 
 
 class RegionCalls:
-    """Of one graph."""
+    """The runs of one graph: whose they are, and which of their gradients have been taken."""
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class RegionCalls:
         frames: list[RegionFrame],
         gradients: list[RegionGradient],
     ) -> None:
-        """`owner` is the module whose method it is a graph of. `frames` and `gradients` are those of its trace."""
+        """`owner` is the module whose method was compiled. `frames` and `gradients` are those of the graph's trace."""
         self._root = root
         self._frames = frames
         self._gradients = gradients
         self._owner: Callable[[], torch.nn.Module | None] = weakref.ref(owner) if owner is not None else _nothing
-        """The module whose method it is a graph of."""
+        """The module whose method was compiled."""
         self._owner_type = type(owner) if opened is RegionScope.BY_OWNER else None
-        """None: hooks do not see the call of the module whose method it is."""
+        """None: hooks do not see the owner's call."""
         self._path_of = {id(part): path for path, part in owner.named_modules()} if owner is not None else {}
         """Id of a part of the owner -> its path there."""
         self._paths: dict[int, str | None] = {}
@@ -107,7 +107,7 @@ class RegionCalls:
 
     @property
     def owner_info(self) -> ModuleInfo | None:
-        """Of the module whose method it is; None if that is gone or unknown."""
+        """The info of the module whose method was compiled; None if the module is gone or unknown."""
         owner = self._owner()
         return self._root.root.modules.get(id(owner)) if owner is not None else None
 
@@ -142,7 +142,7 @@ class RegionCalls:
     def run_of(
         self, under: ModuleInfo | None, info_of: Callable[[torch.nn.Module, ModuleInfo], ModuleInfo]
     ) -> RegionCall | None:
-        """What has just run in the call `under`; None if it cannot be told for which module it was.
+        """The run that has just ended in the call `under`; None if its module is unknown.
 
         `info_of` returns the info of a module in that call.
         """
@@ -206,7 +206,7 @@ class RegionCalls:
     def batch_ends(self, root: RootInfo, has_run_backward: Callable[[int], bool]) -> list[RegionCall]:
         """Forget the runs of this root. Returns those whose gradients were made and are not all recorded.
 
-        `has_run_backward` tells of a page's number whether its backward has run.
+        `has_run_backward` takes a page's number and returns whether its backward has run.
         """
         live = [run for run in self._live.values() if (run.under or self._root).root is root]
         untaken = [run for run, page in self._untaken if has_run_backward(page)]
@@ -230,17 +230,17 @@ class RegionCalls:
     def new_gradients(
         self, owner: ModuleInfo | None, has_run_backward: Callable[[int], bool]
     ) -> tuple[RegionCall | None, list[int]]:
-        """Whose gradients have been written since the last call, and their positions, in the order of the backward.
+        """The run whose gradients were written since the last call, and their positions, in the order of the backward.
 
-        A parameter of `owner` has just got its gradient, and a backward writes them from the last to the first, so only
-        the next few are checked. None: the backward has ended, and all are. Those of a device are not checked, since
-        that would wait for it: the backward has written all, or, where DDP makes it several graphs, down to those of
-        what `owner` returned.
+        A parameter of `owner` has just got its gradient. A backward writes gradients from the last to the first, so
+        only the next few are checked. If `owner` is None, the backward has ended and all are checked. Gradients on a
+        device are not checked, since that would wait for it: the backward has written all of them, or, where DDP splits
+        it into several graphs, those down to the outputs of `owner`.
 
-        Where several modules have run the graph, the next backward overwrites what the last one wrote: only a parameter
-        tells whose gradients these are. That it has its own says that its graph's backward is over.
+        Where several modules have run the graph, each backward overwrites the gradients of the one before: only a
+        parameter identifies the run. Once the parameter has its gradient, its graph's backward is over.
 
-        `has_run_backward` tells of a page's number whether its backward has run.
+        `has_run_backward` takes a page's number and returns whether its backward has run.
         """
         shared = len(self._live) > 1
         run = self._run_with(owner) if shared else next(iter(self._live.values()), None)
@@ -288,7 +288,7 @@ class RegionCalls:
         return next((run for run in self._live.values() if owner is not None and owner.id in run.modules), None)
 
     def _are_later_ones_over(self, run: RegionCall) -> bool:
-        """Whether all gradients of the runs after this one have been taken: what is there now is its own."""
+        """Whether all gradients of the later runs have been taken, so that those in memory belong to this run."""
         later = reversed(self._live.values())
         return all(other.next < 0 for other in itertools.takewhile(lambda other: other is not run, later))
 

@@ -82,7 +82,7 @@ class RegionPages:
                 region.forget()
 
     def discard(self) -> None:
-        """A module whose graph others may share is entered: what has run of it so far was called by none of them."""
+        """Drop the runs so far: a module is entered whose graph others may share, and none of them made those runs."""
         for region in self._regions.regions:
             if region.is_written and region.runs.is_shared and region.moved():
                 region.forget()

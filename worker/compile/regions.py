@@ -1,4 +1,4 @@
-"""One graph that torch.compile made: what is traced into it, and which of its places have been written."""
+"""One graph that torch.compile made: the rows traced into it, and which of its places have been written."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _last_of(graph: torch.fx.Graph | None) -> torch.fx.Node | None:
     return next(iter(reversed(graph.nodes)), None) if graph is not None else None
 
 
-# All graphs of a rank: which of them are recorded, and what is recorded of the one that is being traced.
+# All graphs of a rank: which of them are recorded, and the rows of the one that is being traced.
 
 
 class RankRegions:
@@ -210,7 +210,7 @@ class RankRegions:
         self._opening: tuple[Any, str] | None = None
         self._owner: torch.nn.Module | None = None
         self._opened = RegionScope.NO
-        """Of the graph whose region is being opened: the module whose method it is, and how it is recorded."""
+        """For the graph that is being opened: the module whose method was compiled, and how the graph is recorded."""
         self._owners: dict[types.CodeType | None, Callable[[], torch.nn.Module | None]] = {}
         """Code of a method -> the last module that dynamo has traced it for."""
         self.regions: list[Region] = []
@@ -251,11 +251,11 @@ class RankRegions:
         return True
 
     def _knows(self, cls: str, owner: torch.nn.Module | None) -> bool:
-        """Whether there is a graph of this class that one more could not be told from, or one is made for each block.
+        """Whether a new graph of this class would be indistinguishable from a known one, or one is made for each block.
 
-        A module that is compiled again, for other shapes, has one more graph of its own. Where a call breaks, dynamo
-        gives up the trace of its outer frames one by one, and traces the same modules from an inner frame. What was
-        given up is no graph, and the inner frame is not shared if one module alone runs it.
+        A module that is compiled again, for other shapes, has one more graph of its own. At a graph break, dynamo
+        abandons the trace of the outer frames one by one, and traces the same modules from an inner frame. An abandoned
+        trace is no graph, and the inner frame is not shared if one module alone runs it.
         """
         same = [region for region in self.regions if region.cls == cls]
         others = [region for region in same if region.has_run and not region.runs.is_of(owner)]

@@ -1,4 +1,4 @@
-"""What dynamo sees of the hooks where nothing is traced into its graphs: that there was a graph.
+"""What dynamo sees of the hooks where they trace nothing into its graphs: that there was a graph.
 
 Works with names that all versions of torch have.
 """
@@ -23,23 +23,23 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 class UntracedGraphs:
-    """The graphs of a rank that are not looked into. One instance is current at a time."""
+    """The graphs of a rank whose modules get no frames. One instance is current at a time."""
 
     current: UntracedGraphs | None = None
 
     def __init__(self, not_looked_into: Callable[[str], None], fault: Callable[[str, Exception], None]) -> None:
-        """`not_looked_into` is told the class of the first module in a graph."""
+        """`not_looked_into` gets the class of the first module in each graph."""
         self._not_looked_into = not_looked_into
         self._fault = fault
         self._last: object = None
         """What dynamo calls the graph that it has last begun to trace."""
 
     def attach(self) -> None:
-        """Tell of the graphs that are traced from now on."""
+        """Report the graphs that are traced from now on."""
         UntracedGraphs.current = self
 
     def detach(self) -> None:
-        """Tell of no graph any more."""
+        """Stop reporting graphs."""
         if UntracedGraphs.current is self:
             UntracedGraphs.current = None
 

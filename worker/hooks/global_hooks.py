@@ -39,10 +39,10 @@ class RunningCalls:
         self.stack: list[ModuleInfo] = []
         """The outermost call first. The list stays the same."""
         self.depths: list[int] = []
-        """Of each call on the stack, how many calls are around it that are no wrapper's. It may be longer."""
+        """For each call on the stack: the number of calls around it, wrappers not counted. The list may be longer."""
         self.thread = 0
         self.outer_exception: BaseException | None = None
-        """What was being handled when the root was called."""
+        """The exception that was being handled when the root was called."""
         self.phase = Phase.FORWARD
         self.nodes: GraphCalls | None = None
         """The autograd nodes of the calls of the root; None if no gradients are recorded."""
@@ -194,7 +194,7 @@ class ExportPatches:
         self._hooks = hooks
 
     def attach(self, patches: PatchLedger) -> None:
-        """Of this process's torch."""
+        """Replace the export functions of this process's torch."""
         for name in _EXPORTS:
             if name in vars(torch.export) or name == _EXPORTS[0]:
                 patches.replace(torch.export, name, self._without_hooks)

@@ -1,8 +1,8 @@
-"""Parameters that an optimizer steps on and that no module has that was called: tensors of the script's own.
+"""Parameters that an optimizer updates and that belong to no module that was called: tensors of the script's own.
 
-What is computed with them has no frames. Their values have: in host memory they are read after each step, and one that
-is not finite gets a frame, as a weight does. That a script computes with such parameters is recorded once for each
-class of optimizer.
+No frame shows computations with them. Their values in host memory are read after each step, and one that is not finite
+gets a frame, as a weight does. An event records, once for each class of optimizer, that the script computes with such
+parameters.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ _MODULE = int(HeadField.MODULE)
 
 @dataclass(eq=False, repr=False)
 class ModuleCalls:
-    """Of one rank. torch calls `before` and `after`."""
+    """The module calls of one rank. torch calls `before` and `after`."""
 
     _running: RunningCalls
     _skipping: BatchSkipping

@@ -100,14 +100,14 @@ METHODS = (
     ReplacedMethod("recv_anysource", GroupCall.P2P, "recv", tensor=0, tag=1, returned=0),
     ReplacedMethod("monitored_barrier", GroupCall.BARRIER, "monitored_barrier"),
 )
-"""Of a process group."""
+"""The replaced methods of a process group."""
 _NOT_EVERYWHERE = {
     *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("gather_single", "gather_into_tensor", "all_to_all_single"),
 }
-"""Of a torch that we know (2.5 to 2.15), some do not have these."""
+"""Some of the supported versions of torch (2.5 to 2.15) lack these."""
 WAIT = ReplacedMethod("wait", GroupCall.WAIT)
-"""Of a work."""
+"""The replaced method of a work."""
 
 
 class CollectivePatches:
@@ -121,7 +121,7 @@ class CollectivePatches:
         passed: PassedValues | None = None,
         late: LatePassed | None = None,
     ) -> None:
-        """`passed` gets what is not finite; None: nobody looks at what passes. `late` looks on a device."""
+        """`passed` gets the tensors that are not finite; None: tensors are not read. `late` reads those on a device."""
         self._groups = groups
         self._passed = passed
         self._late = late if passed is not None else None
@@ -130,7 +130,7 @@ class CollectivePatches:
         self._patches = PatchLedger(on_fault)
 
     def attach(self) -> None:
-        """Of this process's torch, if it was built with `torch.distributed`."""
+        """Replace the methods in this process's torch, if it was built with `torch.distributed`."""
         module = sys.modules.get("torch.distributed.distributed_c10d")
         if module is None:
             return

@@ -1,10 +1,11 @@
-"""Looks at the module of an alarm once more: its weights, its shard of them, its buffers. It waits for the device.
+"""Reads the module of an alarm again: its weights, its own shard of them, and its buffers. It waits for the device.
 
-And at what the attributes of all modules hold: a value that one module leaves in an attribute and another takes out
-is in no frame.
+It also reads the attributes of all modules: no frame shows a value that one module leaves in an attribute and another
+takes out.
 
-A weight is read once per optimizer step, and a script may change it in between. The ranks of FSDP gather a weight from
-all of them, so only a rank's own shard tells whose it is. Called for the first alarm of a rank alone.
+A weight is read once per optimizer step, and a script may change it in between. Under FSDP every rank gathers a weight
+from all ranks, so only its own shard identifies the rank that a bad value belongs to. Called only for a rank's first
+alarm.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _CONTAINERS = (list, tuple, dict, deque)
 
 @dataclass(eq=False, repr=False)
 class SecondLook:
-    """Of one rank, at the module of its first alarm."""
+    """Reads the module of a rank's first alarm again."""
 
     _running: RunningCalls
     _policy: CompiledPolicy
@@ -135,7 +136,7 @@ class SecondLook:
         return row.role, sources_later(row, frame.module, graph, shown) if graph is not None else []
 
     def _graph_of(self, bad: NonFiniteRow) -> list[GraphNode]:
-        """What has used the tensor whose gradient is bad; empty for other rows, and where it is not known."""
+        """The nodes that used the tensor whose gradient is bad; empty for other rows, or if unknown."""
         if bad.frame.phase != "backward":
             return []
         known = (*self._gradients.graphs, *self._gradients.held)
@@ -154,8 +155,10 @@ class SecondLook:
         return graph_users(graphs, parameter) if parameter is not None else []
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:
-        """Weights that are not what they were when they were last read, the first few of them, and the first of those
-        that is not finite. Waits for a device."""
+        """The first few weights that changed since they were last read, and the first of these that is not finite.
+
+        Waits for a device.
+        """
         found: list[str] = []
         worst: BadWeight | None = None
         shown = self._weights_up_to(bad) if self._rows.device_buffer is not None else {}
@@ -168,7 +171,7 @@ class SecondLook:
             then = _extremes(numbers) if isinstance(numbers, TensorStats) else shown.get((info.name, role))
             if then is None or len(found) == _MOST_CHANGED or parameter.dtype not in FLOATS:
                 continue
-            if (version, step) != (version_of(parameter), self._progress.step):  # a step that nobody looked at
+            if (version, step) != (version_of(parameter), self._progress.step):  # not read after its last step
                 continue
             now = _extremes(measure(parameter))
             if now != then:

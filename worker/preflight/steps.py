@@ -1,4 +1,4 @@
-"""The steps of a preflight: their order, how long each may take, and what is said in them. Pure.
+"""The steps of a preflight: their order, their deadlines, and their messages. Pure.
 
 A step is what the ranks do between two meetings. A stage, which the user sees, has one or more steps:
 

@@ -168,10 +168,10 @@ class LateMasks:
         self._pages_left = _MOST_PAGES
         self._closed: dict[ClosedMask, None] = {}
         self.slots: set[int] = set()
-        """Of arguments that have held -inf and nothing else that is not finite."""
+        """Slots of arguments whose only values that are not finite were -inf."""
 
     def learn(self, own: OwnPages, page: OpenPage) -> None:
-        """Numbers of a page have come, and some are not finite: its masks are looked at from now on."""
+        """Read this page's masks from now on: some of its numbers, which have arrived, are not finite."""
         if self._pages_left:
             self._pages_left -= 1
             self.slots |= slots_of_masks(own, page, self._rows.argument_slots)
@@ -190,7 +190,7 @@ class LateMasks:
         try:
             readings.read([mask.detach().amax(-1).amin()], about)
         except Exception:
-            self.slots, self._pages_left = set(), 0  # one error is enough: no mask is looked at from now on
+            self.slots, self._pages_left = set(), 0  # after one error no mask is read any more
             raise
 
     def note(self, closed: ClosedMask) -> None:

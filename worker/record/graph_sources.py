@@ -1,13 +1,13 @@
-"""Whose own code lies between a bad value of a forward and the tensors that frames show, as autograd's graph has it.
+"""Whose own code lies between a bad value of a forward and the tensors that frames show, from autograd's graph.
 
-A frame shows what a call was handed and what it returned. What goes from one module to another by an attribute, a list
-that is appended to or a closure, no frame shows, and the module that takes it out looks like its maker:
+A frame shows the arguments and results of a call. No frame shows a tensor that goes from one module to another through
+an attribute, a list or a closure, and the module that takes it out looks like its maker:
 
     x + encoder.kept    x was handed to this call; encoder.kept was made by MulBackward0 of `encoder`, and not returned
 
-The graph is followed from the bad tensor backwards, up to what frames show. While the forward runs, its tensors are at
-hand. When its numbers have come later, from a device, the graph of its backward is, and shapes tell whose a node is.
-Called for the first alarm of a rank alone.
+The search follows the graph backwards from the bad tensor, up to tensors that frames show. While the forward runs,
+its tensors are available. If the numbers arrive later, from a device, only the graph of its backward is, and shapes
+identify the call of a node. Called only for the first alarm of a rank.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def sources_now(
     running: Sequence[ModuleInfo],
     shown: ShownTensors,
 ) -> list[OwnCodeModule]:
-    """Of a row of a call of `module`, which has this name, in the forward that is running.
+    """The sources of a row of a call of `module`, which is called `named`, in the forward that is running.
 
-    `hook` is the code of the hook that torch has called now; it has the arguments and results of a call that has just
-    returned. That is the call of `module`, or one around it, which showed that the value leads somewhere. `calls` are
-    those that have returned, `running` those that have not, the outermost first. Empty if the graph does not tell.
+    `hook` is the code of the hook that torch is calling; its frame has the arguments and results of a call that has
+    just returned. That is the call of `module`, or one around it, which showed that the value spread. `calls` have
+    returned, `running` have not, the outermost first. Empty if the graph does not show the sources.
     """
     frame = outwards(sys._getframe(), lambda frame: frame.f_code is hook)
     if frame is None:
@@ -102,7 +102,7 @@ def sources_now(
 
 
 def sources_later(row: Row, module: str, graph: AutogradGraph, shown: ShownTensors) -> list[OwnCodeModule]:
-    """Of a row of a call of the module of this name, from the graph of its batch's backward."""
+    """The sources of a row of a call of the module of this name, from the graph of its batch's backward."""
     sources = _GraphSources(graph.calls, graph.roots, shown, set())
     start = sources.node_of(row, module)
     return sources.of(start) if start is not None else []

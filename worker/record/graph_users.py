@@ -1,12 +1,12 @@
-"""What has used a tensor whose gradient is bad, as autograd's graph has it. Called for the first alarm of a rank alone.
+"""Which nodes of autograd's graph used a tensor whose gradient is bad. Called only for the first alarm of a rank.
 
-The gradient of a tensor is the sum of what its users' backwards make. A module's frame shows which calls were handed
-a tensor, and not whether the code between the calls has used it as well. The graph shows both:
+The gradient of a tensor is the sum of the gradients that its users' backwards make. Frames show which calls took a
+tensor as an argument, but not whether the code between the calls used it as well. The graph shows both:
 
 x + f(norm(x))     x is used by NativeLayerNormBackward0 of `norm`, and by AddBackward0 of the block's own code
 
-The graph is followed from the tensor towards the loss, up to tensors that modules have returned: there are frames of
-their gradients. What the numbers in those frames then exclude is for the collector to say.
+The search follows the graph from the tensor towards the loss, up to tensors that modules returned: their gradients have
+frames. The collector decides which causes the numbers in those frames exclude.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _SUMS = frozenset(("AddBackward0", "SubBackward0"))
 
 
 class BadOutput(NamedTuple):
-    """An output whose gradient is bad, and what is known of it to find its node."""
+    """An output whose gradient is bad, with the facts that identify its node."""
 
     module: int
     """The id of the module that returned it."""
     shape: tuple[int, ...] | None
     """None if it is not known."""
     is_only_one: bool
-    """The module returned nothing else. Of several outputs one may be used in the call itself, and nowhere else."""
+    """The module returned nothing else. If it returned several tensors, one may be used only inside the call itself."""
     maker: Any
-    """The node that is making the gradient now; None if its numbers have come later, from a device."""
+    """The node that is making the gradient now; None if the numbers arrived later, from a device."""
 
 
 def graph_users(graphs: Sequence[AutogradGraph], tensor: torch.Tensor | BadOutput) -> list[GraphNode]:
-    """What leads from the bad gradient of `tensor`, a parameter or an output, to the gradients above it.
+    """The nodes from the bad gradient of `tensor`, a parameter or an output, to the gradients above it.
 
-    Empty if that is not known. The first node is the one that has made the tensor. Each node names those that have used
-    what it returned by their positions in the list. `graphs` are those of one batch.
+    Empty if unknown. The first node made the tensor. Each node lists the positions of the nodes that used its outputs.
+    `graphs` are those of one batch.
     """
     users = _GraphUsers(graphs)
     made = users.of_output(tensor) if isinstance(tensor, BadOutput) else users.of_parameter(tensor)
@@ -59,13 +59,13 @@ def graph_users(graphs: Sequence[AutogradGraph], tensor: torch.Tensor | BadOutpu
 
 
 class _GraphUsers:
-    """The nodes of one batch's graphs, and what has used what each of them returned."""
+    """The nodes of one batch's graphs, and the users of each node's outputs."""
 
     def __init__(self, graphs: Sequence[AutogradGraph]) -> None:
         self._calls: dict[Any, GraphCalls] = {}
         """Node -> the calls among which it was made."""
         self._users: dict[Any, list[tuple[Any, int]]] = {}
-        """Node -> (node that has used it, which of its outputs that one used)."""
+        """Node -> (a node that used it, index of the output that was used)."""
         self._copied: dict[Any, Any] = {}
         """Node of a copy that a checkpoint has made -> the node that made the original."""
         self._roots = {root for graph in graphs for root in graph.roots}
@@ -143,10 +143,10 @@ class _GraphUsers:
             for user, _ in self._users[node]
         )
 
-    # -- what has used it ---------------------------------------------------------------------------------------
+    # -- users of a node ----------------------------------------------------------------------------------------
 
     def towards_the_loss(self, made: Any) -> list[GraphNode]:
-        """The nodes from one up to outputs of calls; empty if that is not known."""
+        """The nodes from `made` up to outputs of calls; empty if unknown."""
         if len({output for _, output in self._users[made]}) > 1:
             return []  # it returned several tensors, and which of their gradients is bad is not known
         order = [made]

@@ -71,15 +71,15 @@ class OperationPlace:
     slot: GroupSlot
     number: int
     message: int = NO_MESSAGE
-    """What `GroupMessages.begun` has returned."""
+    """The result of `GroupMessages.begun`."""
     operation: int = 0
     root: int = -1
     given: tuple[int, int] = (-1, 0)
     """passed.Look"""
     late: Any = None
-    """What LatePassed.look has returned of what goes in."""
+    """The result of LatePassed.look for the inputs."""
     outputs: list[weakref.ref[Any]] = field(default_factory=list)
-    """The tensors that it writes into, as far as they are looked at."""
+    """Those of its output tensors that can be read."""
 
 
 def described(tensor: Any) -> tuple[int, int]:
@@ -258,19 +258,19 @@ class GroupTable:
         self._fields[place.slot.field + _STATE] = _FAILED
 
     def count_again(self, place: OperationPlace, group: Any) -> None:
-        """The group's own counter may have counted what is no collective, or a collective by its messages."""
+        """Read the group's own counter again: it may count operations or messages that are no collectives."""
         self._fields[place.slot.field + _COUNTED] = group._get_sequence_number_for_group()
 
     # -- messages in bundles ------------------------------------------------------------------------------------
 
     def bundle_begun(self, group: Any) -> None:
-        """The messages that begin now on this group have one work for all, as `batch_isend_irecv` has it on NCCL."""
+        """The messages that begin now on this group share one work, as with `batch_isend_irecv` on NCCL."""
         slot = self.slot_of(group)
         if slot is not None:
             self.messages.bundle_begun(slot.number)
 
     def bundle_ended(self, group: Any, work: Any) -> None:
-        """`work` is what is waited for."""
+        """`work` is the one that the script waits for."""
         slot = self.slot_of(group)
         bundle = self.messages.bundle_ended(slot.number, work is not None) if slot is not None else NO_MESSAGE
         if slot is None or bundle == NO_MESSAGE:

@@ -31,7 +31,7 @@ from .roots import ModuleInfo, RankRoots, RootInfo
 
 
 class TrainedModules:
-    """Which calls and weights of a rank belong to what is trained."""
+    """Which calls and weights of a rank belong to a module that is trained."""
 
     def __init__(self, roots: RankRoots) -> None:
         self._roots = roots
@@ -128,13 +128,13 @@ class NonFiniteRow(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class HeldAlarm:
-    """What is held back from an alarm."""
+    """Rows that are not finite and raise no alarm yet."""
 
     _trained: TrainedModules
     _alarm: Callable[[NonFiniteRow], None]
     _notice: Callable[[NonFiniteRow, LedNowhere], None]
     _has_run: Callable[[int], bool]
-    """Whether a backward has reached what the root of the page of this number has returned."""
+    """Whether a backward has reached the outputs of the root of the page with this number."""
     _step: Callable[[], int]
     """Optimizer steps finished so far."""
     _with_gradients: bool
@@ -143,7 +143,7 @@ class HeldAlarm:
     def __post_init__(self) -> None:
         self._weights: list[NonFiniteRow] = []
         self._models: list[NonFiniteRow] = []
-        """Of models with parameters, since the last step."""
+        """Rows of models with parameters, since the last step."""
         self._apart: NonFiniteRow | None = None
         """The first of this step."""
         self._untrained: set[tuple[int, str, str]] = set()

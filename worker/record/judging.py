@@ -109,7 +109,7 @@ class AlarmRecorder:
         """The last note of the device buffer that was recorded."""
         self._graph_fault_recorded = False
         self.held: HeldAlarm | None = None
-        """What is no alarm yet; None with --sync."""
+        """The rows that raise no alarm yet; None with --sync."""
         if not self._sync:
             step = lambda: self._progress.step  # noqa: E731
             with_gradients = "grads" in settings.watch
@@ -159,7 +159,7 @@ class AlarmRecorder:
             self._decide(page, judged)
 
     def _decide(self, page: OpenPage, judged: _PageJudged) -> None:
-        """What is undecided leads somewhere, as far as can be known."""
+        """Raise the alarm if the forward ended with an undecided value: it may have spread."""
         found = judged.so_far.end() if judged.forward_ended else None
         if found is not None and found.alarm is not None and found.of is not None:
             self.alarm(NonFiniteRow(page, found.of, found.alarm))

@@ -201,7 +201,7 @@ def leaves_of(value: Any, role: str, found: list[tuple[str, Any]], depth: int = 
 
 _BYTES = 8
 _MOST_BYTES = 1 << 28
-"""Of a larger tensor there is no digest: it would take a second."""
+"""A larger tensor gets no digest, which would take a second."""
 _MOST_DIGESTED = 16
 
 

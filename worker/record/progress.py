@@ -66,7 +66,7 @@ _OUTSIDE, _FORWARD, _BACKWARD, _WAITING, _OPTIMIZER = range(len(PARTS))
 
 
 class StepClock:
-    """Of one rank. Time that it has waited in calls of Python (`HeadField.WAITED_NS`) is waiting, in whichever part."""
+    """One rank's step time by part. Waits in Python calls (`HeadField.WAITED_NS`) count as waiting in any part."""
 
     def __init__(self, recorder: RecorderWriter) -> None:
         self._view = recorder.view

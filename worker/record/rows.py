@@ -1,4 +1,4 @@
-"""Rows: what is recorded of a tensor. A page reads each distinct tensor once, and a weight once per optimizer step."""
+"""Rows: the records of tensors. A page reads each distinct tensor once, and a weight once per optimizer step."""
 
 from __future__ import annotations
 

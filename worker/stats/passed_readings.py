@@ -147,7 +147,7 @@ class PassedReadings:
                 raise
 
     def collect(self) -> list[PassedReading]:
-        """Those whose numbers have come since the last call and are not all finite, in the order of reading."""
+        """The readings whose numbers arrived since the last call and are not all finite, in the order of reading."""
         return without_modes(self._collect)
 
     def _collect(self) -> list[PassedReading]:

@@ -111,7 +111,7 @@ def runs(positions: list[int]) -> list[tuple[int, int]]:
 
 
 class FileCopies:
-    """The outstanding copies of rows into the recorder's mapped file, and what has arrived there."""
+    """The outstanding copies of rows into the recorder's mapped file, and the rows that have arrived there."""
 
     def __init__(
         self,

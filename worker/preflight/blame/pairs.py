@@ -88,7 +88,7 @@ class _TriedNodes:
         return sorted(sum(pair) - node for pair in self.failed if node in pair)
 
     def is_bad(self, node: int) -> bool:
-        """Whether a suspect has failed with so many others that they cannot be the cause."""
+        """Whether a suspect has failed with enough partners to exclude them as the cause."""
         return len(self.failed_with(node)) >= min(self.count - 1, PARTNERS)
 
     def is_worth(self, pair: Pair) -> bool:
