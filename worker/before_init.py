@@ -1,4 +1,4 @@
-"""What tells which rank this process is: its environment, and its call of `init_process_group`, after a preflight."""
+"""Finds this process's rank in its environment and its call of `init_process_group`, which a preflight precedes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def call_before_init(call: Callable[[Mapping[str, Any]], None]) -> None:
 def entry_of(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> GroupEntry | None:
     """None for a call that makes no group of several processes, or that torch will refuse.
 
-    Raises LeftOut where the call does not tell the rank.
+    Raises LeftOut if the call does not contain the rank.
     """
     backend = str(arguments.get("backend") or "").lower()
     if backend == "fake":
@@ -75,7 +75,7 @@ def entry_of(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.envir
 
 
 def _number(*said: int | str | None) -> int | None:
-    """The first that is one; torch takes -1 for "not told"."""
+    """The first valid number; for torch, -1 means "not given"."""
     for one in said:
         text = str(one).strip()
         if text.isascii() and text.isdigit():
@@ -84,9 +84,9 @@ def _number(*said: int | str | None) -> int | None:
 
 
 def preflight_before_init(session: WorkerSession, entry: GroupEntry, local_rank: int | None) -> None:
-    """Test this rank with all others. Ends the process where the training should not start; else returns.
+    """Test this rank with all others. Ends the process if the training should not start.
 
-    It leaves nothing behind: no group, no store, no variable. What fails of our own is raised.
+    Leaves no group, store or variable behind. Raises gpuwatch's own errors.
     """
     settings = session.settings
     session.enter(RankPhase.PREFLIGHT)
@@ -117,13 +117,13 @@ def _script() -> str:
 
 @dataclass(frozen=True)
 class RankClaim:
-    """What the environment says of this process."""
+    """This process's rank according to its environment."""
 
     rank: int
     local_rank: int
     world_size: int
     is_sure: bool
-    """Whoever set it has started this very process as a rank."""
+    """The variables were set by a launcher that started this very process as a rank."""
 
     @classmethod
     def from_environment(cls) -> RankClaim | None:

@@ -69,7 +69,7 @@ class RegionPolicy(Protocol):
         """Given the first module in a graph, whether one of its class is known, and whose method the graph is of."""
 
     def may_not_open(self, cls: str) -> None:
-        """This torch does not let us look into a graph; its first module is of this class."""
+        """Record that this torch does not let us see into a graph whose first module is of this class."""
 
     def innermost(self) -> torch.nn.Module | None:
         """The innermost module whose call hooks see."""

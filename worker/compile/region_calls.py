@@ -22,7 +22,7 @@ _OWN = -1
 
 
 class RegionCall:
-    """What the graph does for one module: this module's own calls, in the places that all of its class share."""
+    """The graph's run for one module: this module's own calls, in places that all modules of its class share."""
 
     def __init__(self, under: ModuleInfo | None, frames: list[RegionFrame], gradients: list[RegionGradient]) -> None:
         self.under = under
@@ -31,7 +31,7 @@ class RegionCall:
         self.gradients = gradients
         self.modules = {frame.info.id for frame in frames}
         self.last_of = {each.frame.info.id: at for at, each in reversed([*enumerate(gradients)])}
-        """Id of a module -> position of the last gradient of what it returns, in the order of the backward."""
+        """Id of a module -> position of the last gradient of its outputs, in the order of the backward."""
         self.next = -1
         """Position of the gradient that the backward writes next; -1 if it has written all."""
         self.is_backward = False
@@ -39,7 +39,7 @@ class RegionCall:
         self.page = -1
         """Number of the page of its last forward."""
         self.given: list[torch.Tensor] | None = None
-        """What its backward writes gradients on a device to; None: the places' own tensors."""
+        """The tensors to which its backward writes gradients on a device; None: the places' own tensors."""
 
     @property
     def is_trained(self) -> bool:
@@ -94,16 +94,16 @@ class RegionCalls:
         self._live: dict[int, RegionCall] = {}
         """The runs since the batch began, the last one at the end."""
         self._untaken: list[tuple[RegionCall, int]] = []
-        """Runs, and their pages then, whose gradients nobody had taken when the same module ran again."""
+        """Runs, with their pages, whose gradients were not yet taken when the same module ran again."""
         self._is_split = is_split_by_ddp()
         may_share = owner is not None and not root.root.has_one(owner)
         self._is_renewed = not is_for_inductor() or (self._is_split and may_share and not uses_cuda_graphs())
-        """Each run writes gradients to tensors of its own. Autograd refuses a backward if its graph has run again, and
-        the backward of that has changed a tensor that both have kept. Under inductor such a change is no new version.
-        Where DDP splits a graph that several modules run, the tensors tell whose the gradients are. A CUDA graph always
-        writes to the same ones."""
+        """Each run writes gradients to tensors of its own. Otherwise autograd would refuse a backward after a later
+        run's backward has changed a tensor that both runs saved. Under inductor such a change is no new version. If DDP
+        splits a graph that several modules run, the tensors identify the module of the gradients. A CUDA graph always
+        writes to the same tensors."""
         self._given: list[torch.Tensor] | None = None
-        """What the last run has kept."""
+        """The gradient tensors of the last run."""
 
     @property
     def owner_info(self) -> ModuleInfo | None:
@@ -131,11 +131,11 @@ class RegionCalls:
         self._live.clear()
 
     def batch_skipped(self) -> None:
-        """Nothing of it is recorded."""
+        """Drop the runs of a batch that is not recorded."""
         self._live.clear()
 
     def ran(self) -> None:
-        """Its forward has run. What that keeps for its backward is nobody else's."""
+        """Give this run gradient tensors of its own, after its forward."""
         if self._is_renewed:
             self._given = [renewed(gradient.place) for gradient in self._gradients]
 
@@ -150,7 +150,7 @@ class RegionCalls:
         module = under.ref() if under is not None else None
         if under is not None and module is not owner and type(module) is self._owner_type:
             run = self._runs.get(under.id)
-            if run is None or run.under is not under:  # another module may come by the same name
+            if run is None or run.under is not under:  # another module may get the same name
                 run = self._translated(under, info_of)
                 if run is not None:
                     self._runs[under.id] = run
@@ -218,7 +218,7 @@ class RegionCalls:
             if run.next >= 0 and is_late and has_run_backward(run.page) and not run.is_trained:
                 untaken.append(run)
         for run in live:
-            if has_run_backward(run.page):  # what it has not written by now has no gradient
+            if has_run_backward(run.page):  # a place that is not written by now gets no gradient
                 run.next = -1
         if len(live) == len(self._live) > 1:
             for run in live:

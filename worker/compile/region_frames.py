@@ -89,7 +89,7 @@ class RegionPages:
                 self._policy.not_looked_into(None, region.cls)
 
     def batch_ends(self, root: RootInfo) -> None:
-        """The backward of this root is over: tell whether gradients of its graphs were made and are not recorded."""
+        """Report gradients of this root's graphs that were made but not recorded, after its backward."""
         for region in self._regions.regions:
             for run in region.runs.batch_ends(root, self._gradients.has_run):
                 if any(frame.info.watched for frame in run.frames):

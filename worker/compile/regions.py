@@ -32,7 +32,7 @@ class _TracedRead:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nothing so far has changed the tensor in place."""
+        """Whether the tensor has not been changed in place so far."""
         return self.tensor._version == self.version
 
 
@@ -76,7 +76,7 @@ class Region:
 
     @property
     def has_run(self) -> bool:
-        """Whether its graph has run. That of a trace that dynamo gave up never does."""
+        """Whether its graph has run. The graph of an abandoned trace never does."""
         return self._ran or self.is_written
 
     @property
@@ -131,7 +131,7 @@ class Region:
         self._before = _last_of(graph)
 
     def place_of_detached(self, graph: torch.fx.Graph | None) -> int:
-        """Where the tensor that has just been detached was read before; -1 if it was not, or has changed since."""
+        """The place of an earlier read of the tensor that was just detached; -1 if none, or if it has changed since."""
         last = _last_of(graph)
         place = self._place_of.get(last.args[0], -1) if last is not None else -1  # type: ignore[arg-type]  # no Node: not found
         return place if place >= 0 and self.reads[place].is_unchanged else -1
@@ -141,7 +141,7 @@ class Region:
         if graph is None or self._before is None or self._before.graph is not graph:
             return
         nodes = list(itertools.takewhile(lambda node: node is not self._before, reversed(graph.nodes)))[::-1]
-        tensor = nodes[0].args[0].meta.get("example_value") if nodes else None  # what was detached
+        tensor = nodes[0].args[0].meta.get("example_value") if nodes else None  # the tensor that was detached
         if isinstance(tensor, torch.Tensor):
             self.reads[place] = _TracedRead(nodes, tensor, tensor._version)
             self._deferred.append(self.reads[place])
@@ -163,7 +163,7 @@ class Region:
             self.reads.clear()  # tracing has ended
             self._place_of.clear()
             if not self._is_sorted:
-                self.gradients.sort(key=lambda gradient: gradient.node)  # a module may return what it made long before
+                self.gradients.sort(key=lambda gradient: gradient.node)  # a module may return an old tensor
                 self._is_sorted = True
             self.runs.ran()
         return moved
@@ -292,7 +292,7 @@ class RankRegions:
         return info.watched
 
     def give_up(self, error: Exception) -> None:
-        """An error of gpuwatch itself: record it, and nothing of the graph that is being traced."""
+        """Record an error of gpuwatch itself, and drop the graph that is being traced."""
         region = self.traced
         self._by_compile[CompileContext.current_compile_id()] = None
         if region is not None:

@@ -39,7 +39,7 @@ class CompiledViews:
 
 
 def compiled_views(version: str = torch.__version__) -> CompiledViews:
-    """What can be seen of compiled modules with this version of torch."""
+    """What hooks can see of compiled modules with this version of torch."""
     release = release_of(version) or (0, 0)
     rows = ROWS_SINCE <= release <= NEWEST
     lost = not_seen_of_compiled(release)

@@ -81,7 +81,7 @@ class _ParameterHook:
 
 
 class _GraphHook:
-    """Called when a backward reaches what a root has returned: the backward's graph is known from then on."""
+    """Called when a backward reaches the output of a root: from then on the backward's graph is known."""
 
     __slots__ = ("calls", "gradients")
     __torch_unserializable__ = True
@@ -140,7 +140,7 @@ class BackwardHooks:
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
         """See `precede`."""
         self.writer: Any = native_writer_of(progress, rows, self)
-        """The native frame writer, if there is one. Its hooks call this class for what they cannot record."""
+        """The native frame writer, if there is one. Its hooks call this class for gradients that they cannot record."""
 
     def attach(self) -> None:
         """Register hooks from now on. Hooks that are still registered from before record again."""
@@ -224,7 +224,7 @@ class BackwardHooks:
 
     @property
     def hooks(self) -> tuple[Callable[..., None], ...]:
-        """What autograd calls."""
+        """The functions that autograd calls."""
         return self.graph_begins, self.backward_ends, self.of_output, self.of_parameter
 
     # -- called by the hooks ------------------------------------------------------------------------------------

@@ -53,10 +53,10 @@ class _ReachedHook:
 
 @dataclass(eq=False, repr=False)
 class LooseReader:
-    """Reads them after a step of theirs.
+    """Reads loose parameters after each step on them.
 
-    A copy of weights that an optimizer keeps for itself (the flat float32 partition of ZeRO) is read, too. It is not
-    told: nothing is computed with it, and autograd makes no gradient of it.
+    It also reads a copy of weights that an optimizer keeps for itself (the flat float32 partition of ZeRO), but does
+    not report it: the script does not compute with it, and autograd makes no gradient for it.
     """
 
     _progress: RunProgress

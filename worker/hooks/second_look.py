@@ -75,12 +75,12 @@ class SecondLook:
         self._own = OwnPages(self._progress.recorder)
 
     def look(self, bad: NonFiniteRow) -> LookedAgain | None:
-        """At the module of an alarm; None if it is no module, or is gone and nothing is left."""
+        """Read the module of an alarm; None if it is no module, or is gone without a graph."""
         root, module = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)
         graph = without_modes(self._graph_of, bad)
-        if module is None:  # the script has ended, and the numbers came after that
+        if module is None:  # the numbers arrived after the script had ended
             return LookedAgain(same_step=False, graph=graph) if graph else None
-        self._late_passed.collect()  # what was read in that call is there, too
+        self._late_passed.collect()  # the readings of that call have arrived, too
         found = without_modes(_look_again, root, module)
         last = self._steps.last()
         same_step = self._progress.step == bad.page.step
@@ -115,7 +115,7 @@ class SecondLook:
         return next((each for each, info, name in owned if (info.root.id, info.name, info.cls, name) == place), None)
 
     def _own_code_of(self, bad: NonFiniteRow, module: torch.nn.Module) -> tuple[str, list[OwnCodeModule]]:
-        """(role, whose own code lies behind it) of the value that explains an alarm of a forward."""
+        """(role, the modules whose own code made it) of the value that explains an alarm of a forward."""
         page, frame = bad.page, bad.frame
         row = explaining_row(frame)
         # compiled code is one node, and the nodes of another thread have numbers of their own
@@ -222,7 +222,7 @@ def _look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
 
 
 def _held(root: nn.Module) -> Iterator[HeldValue]:
-    """What attributes of all modules hold that is nan or +inf. A -inf is a mask's, a single inf a bound or a start."""
+    """nan or +inf in attributes of all modules. A -inf belongs to a mask, a single inf is a bound or a start value."""
     for name, module, key, tensor in islice(_attributes(root), _MOST_HELD):
         found = _found(tensor)
         if found not in ("", "finite", "-inf") and not (found == "+inf" and tensor.numel() == 1):
@@ -253,8 +253,8 @@ def _found(tensor: torch.Tensor) -> str:
 def _shards(root: nn.Module | None, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(parameter, this rank's part of it) of a module that FSDP2 shards.
 
-    Within a forward the module holds the whole parameter. The shard is known to the module that FSDP was applied to:
-    internals of torch 2.6 to 2.13, so whatever is missing there means that nothing is known.
+    Within a forward the module holds the whole parameter. The module that FSDP was applied to holds the shard, in
+    internals of torch 2.6 to 2.13. If one of these is missing, the shards are unknown.
     """
     for holder in root.modules() if root is not None else ():
         state: Any = getattr(holder, "_get_fsdp_state", None)

@@ -114,7 +114,7 @@ class BatchSkipping:
         return batch % 2 == 1 if self._cost is not None else batch % self._every != 0
 
     def take_cost(self) -> WatchCost | None:
-        """What watching costs (`--measure-cost`), once it is known."""
+        """The cost of watching (`--measure-cost`), once it is known."""
         found = self._cost.result(self._progress.where()) if self._cost is not None else None
         if found is not None:
             self._cost = None
@@ -139,7 +139,7 @@ class BatchSkipping:
         return False
 
     def ends(self, module: torch.nn.Module, output: Any) -> None:
-        """The skipped root has returned: record its output, and nothing else of it. May raise OverflowDetected."""
+        """Record only the output of the skipped root, which has returned. May raise OverflowDetected."""
         self.root = None
         inferred_shapes, self._infers_shapes = self._infers_shapes, False
         if output is None or inferred_shapes or self._cost is not None:
