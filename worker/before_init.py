@@ -127,7 +127,7 @@ class RankClaim:
 
     @classmethod
     def from_environment(cls) -> RankClaim | None:
-        """None if it speaks of no rank."""
+        """None if the environment names no rank."""
         rank, size = number_in("RANK"), number_in("WORLD_SIZE")
         if rank is None or size is None or rank >= size:
             return None
@@ -155,5 +155,5 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MP
 
 
 def told_local_rank() -> int | None:
-    """What the launcher says."""
+    """The local rank in the launcher's variables; None if there is none."""
     return next((number for number in map(number_in, _LOCAL_RANKS) if number is not None), None)

@@ -163,7 +163,7 @@ class WorkerSession:
         return lambda: self.enter(phase)
 
     def leaves(self) -> None:
-        """The script calls os._exit: nothing else of its end will be noticed. Never raises."""
+        """Record the end of the script at os._exit, which runs no exit handlers. Never raises."""
         try:
             fields = self.recorder.fields
             if self.is_ours and fields[HeadField.PHASE] == RankPhase.SCRIPT and self._settle_in_time():

@@ -28,9 +28,9 @@ def answer_with_stacks(folder: Path, rank: int, attempt: int) -> None:
     """Register the handlers; their file stays open. Raises OSError if the file cannot be made.
 
     Only the main thread's stack is written, since the signal interrupts it: another thread's could change meanwhile.
-    A handler that somebody else has for that signal stays, or that the script sets later: nobody asks then. So does a
-    faulthandler that is enabled already. What a fatal signal does to the process stays as it is. Where the limit of
-    open files leaves no number that is out of the script's reach, there is no answer.
+    If the signal already has a handler, or the script sets one later, that handler stays and the agent does not ask. A
+    faulthandler that is already enabled stays, too. The effect of a fatal signal on the process does not change. If the
+    limit of open files leaves no number that is out of the script's reach, there is no answer.
     """
     global _answering
     number = asking_signal()
@@ -64,7 +64,7 @@ class _StackFile:
             faulthandler.enable(file=file.number, all_threads=False)
 
     def let_go(self) -> None:
-        """Nothing is written any more, and nobody is to ask: without a handler, the signal would end the process."""
+        """Stop writing, and forbid the agent to ask: without a handler, the signal would end the process."""
         global _answering
         _answering = None
         _ask_no_more(self.file.path)
@@ -74,7 +74,7 @@ class _StackFile:
 
 
 def _give_way(number: int, path: Path) -> None:
-    """Say in the file's permissions when the script has set a handler of its own for the signal."""
+    """Mark in the file's permissions that the script has set its own handler for the signal."""
 
     def around(before: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(before)

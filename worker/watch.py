@@ -69,7 +69,7 @@ class OwnFolder:
         new.rename(self.path / _LOCK)  # whoever sees a lock file sees it locked
 
     def remove(self) -> None:
-        """Remove it, and let go of the lock. Does nothing in a forked child, and nothing a second time."""
+        """Remove it, and release the lock. Does nothing in a forked child, or when called again."""
         if os.getpid() != self._pid or self._lock is None:
             return
         remove_scratch(self.path)
@@ -223,10 +223,10 @@ class ModelWatch:
         return statement
 
     def verdict(self) -> Verdict:
-        """What `gpuwatch report` would say of this process alone, from what its recorder still holds.
+        """The verdict of `gpuwatch report` on this process alone, from the pages that its recorder still holds.
 
         `verdict().statement` is one sentence, `.certainty` is established, supported or unknown; the other fields are
-        those of report.json's verdict. Numbers that are still on a device are waited for, up to 2 seconds.
+        those of report.json's verdict. Waits up to 2 seconds for numbers that are still on a device.
         """
         if not self._closed and os.getpid() == self._pid:
             self._hooks.put_back()

@@ -79,7 +79,7 @@ def _tell(folder: str, error: Exception) -> None:
 sys.path[:] = [folder for folder in sys.path if folder != _HERE]
 _ON_PATH = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH100
 _OWN_PATH = [folder for folder in sys.path if folder not in _ON_PATH]
-"""What the script has not put there: its own folder comes after this."""
+"""Folders that the script did not put on sys.path; its own folder comes after these."""
 if _VARIABLE in os.environ:
     _finders.insert(0, _AtTorch())
 sys.path_importer_cache.pop(_HERE, None)

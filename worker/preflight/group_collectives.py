@@ -230,7 +230,7 @@ def exchange(group: GroupCollectives, name: str, mine: RankVote) -> dict[int, Ra
 
 
 def _vote(group: GroupCollectives) -> RankVote:
-    """Run the collectives: what this rank received."""
+    """Run the collectives. Returns the numbers that this rank received."""
     group.say("all_reduce")
     error = sum_error(group, group.ranks)
     group.say("all_gather")

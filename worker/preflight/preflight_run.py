@@ -198,7 +198,7 @@ def _decide(session: WorkerSession, identity: RankIdentity, concluded: Preflight
 
 
 def _sentence(failures: list[PreflightFinding], *, check_only: bool) -> str:
-    """What this rank prints: the first failure."""
+    """The first failure, which this rank prints."""
     first = failures[0]
     more = f" (and {len(failures) - 1} more)" if failures[1:] else ""
     way_out = (

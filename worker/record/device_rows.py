@@ -1,7 +1,7 @@
-"""What a rank reads on a device for its rows, and whether a mask is -inf throughout in one of its rows.
+"""Readings of a rank on a device, and whether a row of a mask is -inf throughout.
 
-Softmax makes nan of such a row. On a device the mask is gone when that is known: each call looks at those of its
-arguments that have held -inf in an earlier batch.
+Softmax turns such a row into nan. On a device the mask is gone when the numbers arrive, so each call reads those of its
+arguments that held -inf in an earlier batch.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class DeviceRows:
         return found
 
     def passed_on(self, device: torch.device) -> PassedReadings | None:
-        """What reads tensors on a device that pass between ranks; None if they cannot be read."""
+        """The reader of tensors on a device that pass between ranks; None if they cannot be read."""
         buffer = self._buffer_on(device)
         return buffer.passed if buffer is not None else None
 
     def _buffer_for(self, device: torch.device) -> DeviceStatsBuffer | None:
-        """The buffer for tensors on a device; None if they cannot be read. What was read before may be sent now."""
+        """The buffer for tensors on a device; None if they cannot be read. Earlier readings may be sent now."""
         buffer = self._buffer_on(device)
         if buffer is not None:
             self._send_before_a_collective(buffer)
@@ -120,7 +120,7 @@ class DeviceRows:
         return self.device_buffer
 
     def _send_before_a_collective(self, buffer: DeviceStatsBuffer) -> None:
-        """If a collective was issued since, it may hang: send now what was read before it."""
+        """Send the earlier readings if a collective was issued since: it may hang."""
         seq = issued()
         if seq != self._seq:
             self._seq = seq

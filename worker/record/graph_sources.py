@@ -58,7 +58,7 @@ def shown_in(frames: Iterable[Frame]) -> ShownTensors:
 
 
 def explaining_row(frame: Frame) -> Row | None:
-    """The row that explains an alarm of a forward: a bad argument before what the call returned."""
+    """The row that explains an alarm of a forward: the first bad one. Arguments come before results."""
     bad = [row for row in frame.rows if not row.finite and row.role_kind in _KINDS]
     return next((row for row in bad if not row.only_neginf), bad[0] if bad else None)
 
@@ -97,7 +97,7 @@ def sources_now(
     tensor = next((leaf for role, leaf in [*arguments, *outputs] if role == row.role), None)
     if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is None:
         return []
-    exact = ShownTensors({}, shown.returned)  # what this call and those around it were handed is known
+    exact = ShownTensors({}, shown.returned)  # the arguments of this call and those around it are known
     return _GraphSources(whole, [tensor.grad_fn], exact, handed).of(tensor.grad_fn)
 
 
@@ -131,7 +131,7 @@ class _GraphSources:
                 self._shown |= {node for node in nodes if self._is_of_caller(node, name)}
 
     def _is_of_caller(self, node: Any, module: str) -> bool:
-        """Whether the own code of a module around made a node, as it makes what it hands to a call."""
+        """Whether the own code of a module around the call made a node, as for an argument of the call."""
         made = self._call(node)
         return made is None or made.info.name == "" or module.startswith(f"{made.info.name}.")
 
@@ -183,7 +183,7 @@ def _is_in(node: Any, call: NodesOfCall) -> bool:
 
 
 def _arguments(running: Sequence[ModuleInfo]) -> set[Any]:
-    """The nodes that made what the running calls were handed: it will be in their frames."""
+    """The nodes that made the arguments of the running calls, which will be in their frames."""
     modules = {id(info.ref()) for info in running}
     found: set[Any] = set()
     frame: FrameType | None = sys._getframe()

@@ -28,10 +28,10 @@ _PASSES = re.compile(
     "SplitWithSizes|Squeeze|Stack|Sum|Swapaxes|T|Transpose|Unbind|UnsafeSplit|UnsafeView|Unsqueeze|View|Where)"
     "Backward[0-9]"
 )
-"""Operations whose backward moves or masks gradients: of finite ones it makes finite ones."""
+"""Operations whose backward moves or masks gradients: finite gradients stay finite."""
 _PRODUCT = "MulBackward0"
 _SUMS = frozenset(("AddBackward0", "SubBackward0"))
-"""They pass gradients on, unless they multiply by an alpha, or sum over what they have repeated (broadcasting)."""
+"""They pass gradients on, unless they multiply by an alpha, or sum over repeated elements (broadcasting)."""
 
 
 class BadOutput(NamedTuple):
@@ -91,7 +91,7 @@ class _GraphUsers:
                 self._users[used].append((node, output))
 
     def _join(self, graph: AutogradGraph) -> None:
-        """A checkpoint has run a stretch again, on a copy of what it was handed, and goes back through that."""
+        """Join the graph of a stretch that a checkpoint ran again, on a copy of its inputs, to the graph around it."""
         begun = graph.within
         leaves = [
             node
@@ -134,7 +134,7 @@ class _GraphUsers:
         return call.info.id if call is not None else -1
 
     def _is_output(self, node: Any) -> bool:
-        """Whether what the node returned was used outside of its call, or began the backward."""
+        """Whether the node's result was used outside of its call, or began the backward."""
         call, calls = self._call(node), self._calls[node]
         if node in self._roots and not self._users[node]:
             return True
@@ -180,7 +180,7 @@ class _GraphUsers:
         return told
 
     def _operands(self, node: Any, made: Any) -> list[str]:
-        """The modules that returned what a node was handed. `made` is known to have returned an output."""
+        """The modules that returned the inputs of a node. `made` is known to have returned an output."""
         found = []
         for each, _ in node.next_functions:
             used = self._copied.get(each, each)
@@ -200,12 +200,12 @@ def _passes(node: Any) -> bool:
 
 
 def _keeps_shape(node: Any) -> bool:
-    """Whether what a node was handed has the shape of what it returned: nothing was repeated."""
+    """Whether the inputs of a node have the shape of its result: no element was repeated."""
     shapes = [_shape(used, output) for used, output in node.next_functions if used is not None]
     return all(shape is not None and shape == _shape(node, 0) for shape in shapes)
 
 
 def _shape(node: Any, output: int) -> tuple[int, ...] | None:
-    """The shape of what a node returned; None if torch does not tell."""
+    """The shape of a node's result; None if torch does not report it."""
     shapes = shapes_of(node)
     return shapes[output] if output < len(shapes) else None

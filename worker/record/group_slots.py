@@ -32,7 +32,7 @@ _COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), i
 
 
 class GroupCall(IntEnum):
-    """What a method of a process group, or of a work, does."""
+    """The kind of a method of a process group, or of a work."""
 
     COLLECTIVE = 0
     P2P = 1
@@ -106,13 +106,13 @@ class GroupTable:
         """id of a work -> (weak reference, place)"""
         self.messages = GroupMessages()
         self._beside: dict[str, int] = {}
-        """Name of a group -> what its own counter has counted and is no collective, when the table was taken away."""
+        """Name of a group -> count of its own counter that was no collective, when the table was cleared."""
         self._failed = False
 
     def count_of(self, group: Any) -> int:
-        """How many collectives were issued on a group; -1 if that is not known. Sends and receives are none.
+        """How many collectives were issued on a group; -1 if unknown. Sends and receives do not count.
 
-        RuntimeError: its backend counts nothing.
+        Raises RuntimeError if the group's backend has no counter.
         """
         counted = int(group._get_sequence_number_for_group())
         if self._failed:
@@ -135,9 +135,9 @@ class GroupTable:
         return self.messages.by_peer(slots)
 
     def clear(self, failed: bool = False) -> None:
-        """Show nothing any more. In a process that was forked, nothing: the table is its parent's.
+        """Clear the table. A forked process leaves the table as it is: it belongs to the parent.
 
-        `failed`: this rank goes on communicating, and nobody tells its collectives from its messages.
+        `failed`: this rank continues to communicate, but its collectives are no longer distinguished from messages.
         """
         self._failed = self._failed or failed
         if self.shows and not self._failed:
@@ -148,12 +148,12 @@ class GroupTable:
         if self.native is not None:
             self.native.forget()
         if os.getpid() == self._pid:
-            with suppress(ValueError):  # the recorder is closed: nobody is shown anything
+            with suppress(ValueError):  # the recorder is closed
                 for slot in range(GROUPS):
                     self._fields[slot * GROUP_BYTES // 8] = 0
 
     def notice(self) -> None:
-        """Enter groups that were made meanwhile, and count what torch has issued on all of them."""
+        """Enter groups that were made meanwhile, and count the operations that torch has issued on all groups."""
         module = _modules.get("torch.distributed.distributed_c10d")
         if module is None or not self.shows:
             return
@@ -234,7 +234,7 @@ class GroupTable:
         return place
 
     def issued(self, place: OperationPlace, work: Any) -> None:
-        """The call that began an operation has returned `work`, which somebody may wait for."""
+        """The call that began an operation has returned `work`, which the script may wait for."""
         self._fields[place.slot.field + _STATE] = 0
         if work is not None:
             pending = self._pending
@@ -310,7 +310,7 @@ class GroupTable:
         self._view[at : at + len(data)] = data
 
     def _count_unseen(self, slot: GroupSlot, counted: int) -> None:
-        """Count what torch has issued without Python."""
+        """Count the operations that torch has issued without Python."""
         fields, field = self._fields, slot.field
         unseen = counted - fields[field + _COUNTED]
         if unseen > 0:

@@ -75,13 +75,13 @@ class AlarmRecorder:
     _masks: LateMasks
     _trained: TrainedModules
     has_run: InitVar[Callable[[int], bool]]
-    """Whether a backward has reached what the root of the page of this number has returned."""
+    """Whether a backward has reached the outputs of the root of the page with this number."""
     optimizer_of: Callable[[NonFiniteRow], OptimizerStep | None]
-    """Tells whose step has written a weight."""
+    """Finds the step that wrote a weight."""
     on_bad_weight: Callable[[OpenPage, Frame, str], None]
     """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
     look_again: Callable[[NonFiniteRow], LookedAgain | None]
-    """Looks at the module of the first alarm once more."""
+    """Reads the module of the first alarm again."""
 
     def __post_init__(self, has_run: Callable[[int], bool]) -> None:
         settings = self._progress.settings
@@ -144,7 +144,7 @@ class AlarmRecorder:
         # else it is judged when the forward returns, after the frames in front of it
 
     def forward_ends(self, page: OpenPage) -> None:
-        """A forward, or a part of one that is run again, has returned or raised: nothing of it is undecided any more.
+        """Decide the undecided values of a forward, or of a part that ran again, after it returned or raised.
 
         The native writer has written frames after a notable one: they may show the same values again.
         """
@@ -237,7 +237,7 @@ class AlarmRecorder:
                     continue
                 self._judge(page, judged, frame)
                 if any(each.within is frame for each in bad.undecided) and all(row.finite for row in frame.outputs):
-                    around_is_known = False  # what it returned says nothing: the call around it decides
+                    around_is_known = False  # its results decide nothing: the call around it does
                     break
         judged.next = max(judged.next, end)
 
@@ -327,7 +327,7 @@ class AlarmRecorder:
     def _asked(
         self, what: str, where: RunPosition, ask: Callable[_P, _T], *args: _P.args, **named: _P.kwargs
     ) -> _T | None:
-        """What a part of the worker says about an alarm at `where`. If it fails, the alarm is recorded without it."""
+        """A worker part's facts about an alarm at `where`. If it fails, the alarm is recorded without them."""
         try:
             return ask(*args, **named)
         except Exception as error:

@@ -137,7 +137,7 @@ def inputs_of(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
 
 
 def outputs_of(output: Any) -> list[tuple[str, Any]]:
-    """(role, leaf) for every leaf of what a call returned."""
+    """(role, leaf) for every leaf of a call's result."""
     if output is None or isinstance(output, _TENSOR):
         return [("output", output)]
     found: list[tuple[str, Any]] = []

@@ -90,7 +90,7 @@ class NotedOperation(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class PassedValues:
-    """Records what passes and is not finite."""
+    """Records inputs and outputs that are not finite."""
 
     _progress: RunProgress
     _groups: GroupTable
@@ -327,7 +327,7 @@ class LatePassed:
         self._held = []
         for reading in come:
             about: _LateValues | ClosedMask | None = reading.about
-            if about is None:  # an error came in between
+            if about is None:  # an error occurred in between
                 continue
             if isinstance(about, ClosedMask):
                 self._masks.note(about)

@@ -195,7 +195,7 @@ class RowWriter(DeviceRows):
         return row._replace(notable=False) if row.notable else row
 
     def read_again(self, info: ModuleInfo, role: str, leaf: torch.Tensor) -> RecordedRow | None:
-        """The row of an argument in host memory that is not what it was when it was last read; None if it is."""
+        """The row of an argument in host memory that changed since it was last read; None if it did not."""
         if is_on_device(leaf):
             return None
         numbers = measure(leaf, self.count)

@@ -66,7 +66,7 @@ class DeviceStatsBuffer:
         self.device = device
         """The device of the first tensor that was measured."""
         self.note = ""
-        """What does not work as it should, and what that costs. Empty if all is well. It may grow."""
+        """A defect and its consequence; empty if all is well. It may grow."""
         self.not_seen_in_graphs = 0
         """Calls that measured nothing because the user captured a graph."""
         self._notable = notable or NotableFilter(WarningLimits())
@@ -84,7 +84,7 @@ class DeviceStatsBuffer:
         self._unsent: tuple[int, int] | None = None
         """A segment that ended while the user captured a graph: (offset of its values, page)."""
         self.passed = PassedReadings(self._driver, self._do)
-        """What passes between ranks. It is sent together with the rows."""
+        """Readings of tensors that pass between ranks. They are sent together with the rows."""
         self._copies = FileCopies(recorder, self._driver, device, self._notable, self._add_note)
         recorder.on_segment_end = self._segment_ended
 

@@ -110,7 +110,7 @@ def near_bits(powers: float) -> dict[int, tuple[int, int]]:
         if largest is None or dtype.is_complex:
             continue
         limits = torch.tensor([largest * 2.0**-powers, largest], dtype=torch.float64, device="cpu").to(dtype)
-        # The judge compares logarithms, which do not tell neighbouring float64 numbers apart.
+        # The judge compares logarithms, which are equal for neighbouring float64 numbers.
         rounding = 1 << 12 if dtype is torch.float64 else 0
         found[code] = (measure(limits[0]).high - rounding, measure(limits[1]).high)
     return found

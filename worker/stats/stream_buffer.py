@@ -82,7 +82,7 @@ class StreamBuffer:
         return dropped
 
     def take_readings(self) -> GroupedReadings:
-        """What waits for a launch. It waits no longer."""
+        """Take the readings that wait for a launch out of the queue."""
         waiting = self.waiting + self.weights
         self.waiting, self.weights = [], []
         return GroupedReadings(waiting, self.device)

@@ -25,7 +25,7 @@ PyObject *places_of(const GroupWriter *self, PyObject *tensors);
 /* Read the tensors that are alive, and call `passed` if one is not finite. -1 with an exception set. */
 int look_at_outputs(GroupWriter *self, Place *place);
 
-/* Call `passed` for what goes in, or what came out. -1 with an exception set. */
+/* Call `passed` for the inputs or the outputs. -1 with an exception set. */
 int tell_passed(GroupWriter *self, const Place *place, int came_out, PyObject *tensors);
 
 #endif

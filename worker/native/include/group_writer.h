@@ -49,7 +49,7 @@ typedef struct {
 /* Let go of what a place owns. */
 void clear_place(Place *place);
 
-/* A work that somebody may wait for. `work` is only compared. */
+/* A work that the script may wait for. `work` is only compared. */
 typedef struct {
     PyObject *work, *ref;
     Place place;

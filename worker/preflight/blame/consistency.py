@@ -52,7 +52,7 @@ def odd_ranks(sides: list[EqualRanks]) -> list[int]:
 
 
 def subject_of(sides: list[EqualRanks], facts: Facts) -> Subject:
-    """What differs from the majority: whole nodes or ranks. Without a majority it is the job."""
+    """The nodes or ranks that differ from the majority; without a majority, the job."""
     odd = odd_ranks(sides)
     if not odd:
         return "job"

@@ -34,7 +34,7 @@ def hosts_of(ranks: Iterable[int], facts: Facts) -> list[str]:
 
 
 def machine_of(known: InventoryFacts) -> str:
-    """Tells two machines apart, also two of one name."""
+    """Distinguishes two machines, even of the same name."""
     return known.boot_id or known.host
 
 
