@@ -42,7 +42,7 @@ _ANSWER_S = 20.0
 
 
 class LeftOut(Exception):
-    """There can be no preflight; the message says why, as the end of a sentence."""
+    """There can be no preflight; the message is the reason, as the end of a sentence."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def _hand_on(recorder: RecorderWriter) -> None:
 
 def begin(path: str, parent: int) -> None:
     """In a child that was spawned by the process of this recorder."""
-    if os.getpid() == parent:  # somebody has only made a copy of a process
+    if os.getpid() == parent:  # a copy of a process object, not a new process
         return
     from .session import current_hooks
 

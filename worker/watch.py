@@ -96,7 +96,7 @@ def _remove_if_free(folder: Path) -> None:
         os.close(lock)
 
 
-# The verdict over one process: the collector's own decision, made of what this process's recorder holds.
+# The verdict on one process: the collector's own decision, from the pages of this process's recorder.
 
 
 def verdict_of(

@@ -11,7 +11,7 @@
 typedef struct {
     PyObject_HEAD
     GroupWriter *writer;
-    PyObject *before, *name, *doc; /* before: what it calls */
+    PyObject *before, *name, *doc; /* before: the method that it calls */
     int call, is_rooted, given_at_root, returned_at_root; /* at root: no other rank gives, or is given, anything */
     int64_t operation;
     Py_ssize_t tensor, peer, tag, given, returned; /* positions of arguments, without the object; -1: none */
@@ -110,7 +110,7 @@ static int finish(GroupMethod *self, PyObject *object, PyObject *result, Place *
         return -1;
     if (self->call == CALL_WAIT || self->call == CALL_BARRIER)
         return ended(writer, place) < 0 ? -1 : look_at_outputs(writer, place);
-    /* nobody can wait for it alone: its backend has synchronised the stream, or it is one of a bundle of messages */
+    /* the script cannot wait for it alone: its backend has synchronised the stream, or it is one of a bundle of messages */
     const int has_no_work = result == Py_None || (self->call == CALL_P2P && place->message == NO_MESSAGE);
     if (has_no_work && look_at_issued(writer, place) < 0)
         return -1;

@@ -14,7 +14,7 @@ _HERE = os.path.dirname(__file__)  # noqa: PTH120  # pathlib takes longer to imp
 
 
 class _AtTorch:
-    """A finder that finds nothing itself: once somebody looks for torch, gpuwatch comes in."""
+    """A finder that finds no module itself: at the first import of torch, it starts gpuwatch."""
 
     def find_spec(self, name: str, path: "list[str] | None" = None, target: object = None) -> object:
         if name != "torch":

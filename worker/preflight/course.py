@@ -90,7 +90,7 @@ class PreflightRun:
             while now.next:
                 now = self._take_softly(now, inventory)
             self._leave(now)
-        except ForeignValue as foreign:  # it accuses nobody of this job
+        except ForeignValue as foreign:  # it blames no rank of this job
             now = replace(now, findings=[*now.findings, foreign_finding(now.next, str(foreign))])
         except StoreLost as lost:
             now = self._end_alone(now, self._lost(now.next, lost))

@@ -67,7 +67,7 @@ def join(
         _set_up_nccl()
     ready = PrefixStore("ready", store)
     ready.set(str(rank), "")
-    # A rank whose device hangs does not come; without this, NCCL would only fail to connect.
+    # A rank whose device hangs does not arrive; without this, NCCL would only fail to connect.
     _wait_for(ready, ranks, deadline, "did not come to the process group")
     limit_s = left_s(deadline)
 

@@ -95,7 +95,7 @@ class RankTests:
         self.child.close()
 
     def inventory(self) -> RankStepReport:
-        """What this rank runs on. Fails if the child hangs or dies when it reads the GPU; other errors are unknown."""
+        """The rank's inventory. Fails if the child hangs or dies when it reads the GPU; other errors are unknown."""
         facts = gather(self.identity, self.script)
         self.facts = replace(facts, device=facts.device or "cpu")
         if facts.device == "cpu":

@@ -88,7 +88,7 @@ class AutogradGraph(NamedTuple):
     """The nodes at which the backward has begun."""
     calls: GraphCalls
     within: Any = None
-    """The node whose own backward has begun it: that of a reentrant activation checkpoint."""
+    """The node whose own backward began this one: the node of a reentrant activation checkpoint."""
     kept: bool = False
     """The backward leaves it as it is, or a part of it: the script may go back through it again."""
 
@@ -143,7 +143,7 @@ def outwards(start: FrameType, found: Callable[[FrameType], bool]) -> FrameType 
 #
 # - the script keeps the graph (retain_graph), or has gone back through a part of it: saved tensors are still there;
 # - a torch.autograd.Function keeps more than plain numbers on its `ctx`: `ctx.x = x` is freed with the node;
-# - a leaf is no parameter: a node holds what a reentrant checkpoint was handed, or an input that has a gradient.
+# - a leaf is no parameter: a node holds the input of a reentrant checkpoint, or an input that has a gradient.
 #
 # Reading all nodes takes about a microsecond for each. A model is checked once, and again in one of 64 batches.
 

@@ -177,7 +177,7 @@ class LateMasks:
             self.slots |= slots_of_masks(own, page, self._rows.argument_slots)
 
     def look(self, info: ModuleInfo, page: OpenPage, args: Any, kwargs: Any) -> None:
-        """Start to read whether a mask that a call was handed has such a row. Waits for nothing."""
+        """Start to read whether a mask among a call's arguments has such a row. Does not wait."""
         roles = {role for role, slot in info.slots.items() if slot in self.slots}
         for role, leaf in inputs_of(args, kwargs) if roles else ():
             if role in roles and type(leaf) is torch.Tensor and is_on_device(leaf) and _has_rows(leaf):
@@ -200,7 +200,7 @@ class LateMasks:
         self._closed[closed] = None
 
     def closed_in(self, page: int, module: str) -> list[str]:
-        """The roles of such masks that the calls of a module in a page were handed."""
+        """The roles of such masks among the arguments of a module's calls in a page."""
         return [each.role for each in self._closed if (each.page, each.module) == (page, module)]
 
 

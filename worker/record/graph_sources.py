@@ -3,7 +3,7 @@
 A frame shows the arguments and results of a call. No frame shows a tensor that goes from one module to another through
 an attribute, a list or a closure, and the module that takes it out looks like its maker:
 
-    x + encoder.kept    x was handed to this call; encoder.kept was made by MulBackward0 of `encoder`, and not returned
+    x + encoder.kept    x is an argument of a call; encoder.kept was made by MulBackward0 of `encoder`, not returned
 
 The search follows the graph backwards from the bad tensor, up to tensors that frames show. While the forward runs,
 its tensors are available. If the numbers arrive later, from a device, only the graph of its backward is, and shapes
@@ -40,7 +40,7 @@ class ShownTensors(NamedTuple):
 
     handed: Mapping[str, int]
     returned: Mapping[str, int]
-    """Without those that a call inside of it has returned, or that it was handed."""
+    """Without its arguments, and without the results of calls inside of it."""
 
 
 def shown_in(frames: Iterable[Frame]) -> ShownTensors:

@@ -232,7 +232,7 @@ class HeldAlarm:
         """The next batch of this root begins."""
         weights = self._weights
         self._weights = [bad for bad in weights if bad.page is not page]
-        for bad in weights:  # no backward has gone through this model: what it holds is what it is for
+        for bad in weights:  # no backward has gone through this model: its outputs are its purpose
             if bad.page is page:
                 self._alarm(bad)
 

@@ -111,7 +111,7 @@ class PassedValues:
         dtype: int,
         tensors: Any,
     ) -> None:
-        """Some of `tensors` are not finite: they go in, or they came out. `high`, `dtype`: of a `PassedLook`."""
+        """Record inputs or outputs of which some are not finite. `high` and `dtype` are those of a `PassedLook`."""
         passing = self.passing(slot, number, operation, root, message)
         worst = self._worst(tensors)
         if passing is not None and worst is not None:
@@ -185,11 +185,11 @@ def _measured(tensor: torch.Tensor) -> TensorStats:
     return numbers if numbers.kind == RowKind.MEASURED else TensorStats(0, 0, 0, numbers.kind)
 
 
-# What passes between ranks in the memory of a device: read there in its place, and recorded when the numbers arrive.
+# Tensors in a device's memory that pass between ranks: read on the device, and recorded when the numbers arrive.
 #
-# A collective or a message that is issued from a stream is read in that stream before it, and again when somebody has
-# waited for it. A backend that has synchronised the stream itself, as NCCL does, returns no work: what came out is then
-# read at once. Messages in a bundle have one work for all, and are read when somebody has waited for that.
+# A collective or a message that is issued from a stream is read in that stream before it, and again when the script has
+# waited for it. A backend that has synchronised the stream itself, as NCCL does, returns no work: the outputs are then
+# read at once. Messages in a bundle have one work for all, and are read when the script has waited for that work.
 
 
 _MESSAGES = {OPERATIONS.index("send"), OPERATIONS.index("recv")}
@@ -202,7 +202,7 @@ class PassedWhen(IntEnum):
     CAME_OUT = 1
     """The script has waited for the work."""
     ISSUED = 2
-    """The call has returned, and nobody can wait for this operation alone."""
+    """The call has returned, and the script cannot wait for this operation alone."""
 
 
 Given = PassedReading | PassedLook | None

@@ -44,7 +44,7 @@ class ParameterSlots(dict[str, int]):
 
 
 class ModuleInfo:
-    """What the hooks know of a module. Does not keep it alive."""
+    """A module as the hooks know it. Does not keep it alive."""
 
     __slots__ = (
         "cls",

@@ -136,7 +136,7 @@ class FileCopies:
         self.of_page: Counter[int] = Counter()
         """Page -> outstanding copies of its values."""
         self.notable_pages: set[int] = set()
-        """Pages in which notable numbers have arrived, until somebody takes them."""
+        """Pages in which notable numbers have arrived, until the caller takes them."""
         self._anchor: Any = ctypes.c_char.from_buffer(memory)  # prevents the memory from being unmapped
         try:
             refusal = driver.register(ctypes.addressof(self._anchor), len(memory), device)

@@ -10,7 +10,7 @@ from ....core.preflight import Grade, InventoryFacts, PreflightFinding, Subject
 from ....core.text import ranks_text
 
 Facts = Mapping[int, InventoryFacts]
-"""Rank -> what it runs on."""
+"""Rank -> its inventory."""
 
 _MOST_HOSTS = 3
 
