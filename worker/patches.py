@@ -107,7 +107,7 @@ def _raised(part: str, error: Exception) -> None:
 
 
 class PatchLedger:
-    """The functions that one watcher has replaced, and other changes to undo when it leaves.
+    """The functions that a watcher has replaced, and other changes to undo when it leaves.
 
     To replace a function for the life of the process, use a ledger and drop it.
     """

@@ -1,4 +1,4 @@
-"""Which batches and which roots are recorded, and what is kept about a skipped batch."""
+"""Which batches and which roots are recorded, and the few rows kept of a skipped batch."""
 
 from __future__ import annotations
 
