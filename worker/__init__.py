@@ -1,1 +1,1 @@
-"""What runs inside each rank: preflight, hooks, then the user's script as `__main__`. Imports torch late."""
+"""The code that runs inside each rank: preflight, hooks, then the user's script as `__main__`. Imports torch late."""

@@ -35,7 +35,7 @@ from .session import WorkerSession, open_session, watch_the_ends
 
 try:
     from .native.core import first_frame
-except ImportError:  # gpuwatch was installed without a C compiler: nothing of the recursion limit is given back
+except ImportError:  # installed without a C compiler: the hooks' share of the recursion limit is not given back
 
     def first_frame() -> None:
         """The frames below the caller are ours: it is to be the first one (worker/native/recursion.c)."""

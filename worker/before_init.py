@@ -1,4 +1,4 @@
-"""What tells which rank this process is: its environment, and its call of `init_process_group`, after a preflight."""
+"""Finds this process's rank in its environment and its call of `init_process_group`, which a preflight precedes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def call_before_init(call: Callable[[Mapping[str, Any]], None]) -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         try:
             arguments = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # torch says what is wrong with it
+        except TypeError:  # torch itself raises the error
             return before(*args, **kwargs)
         call(arguments)
         return before(*args, **kwargs)
@@ -47,7 +47,7 @@ def call_before_init(call: Callable[[Mapping[str, Any]], None]) -> None:
 def entry_of(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> GroupEntry | None:
     """None for a call that makes no group of several processes, or that torch will refuse.
 
-    Raises LeftOut where the call does not tell the rank.
+    Raises LeftOut if the call does not contain the rank.
     """
     backend = str(arguments.get("backend") or "").lower()
     if backend == "fake":
@@ -75,7 +75,7 @@ def entry_of(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.envir
 
 
 def _number(*said: int | str | None) -> int | None:
-    """The first that is one; torch takes -1 for "not told"."""
+    """The first valid number; for torch, -1 means "not given"."""
     for one in said:
         text = str(one).strip()
         if text.isascii() and text.isdigit():
@@ -84,9 +84,9 @@ def _number(*said: int | str | None) -> int | None:
 
 
 def preflight_before_init(session: WorkerSession, entry: GroupEntry, local_rank: int | None) -> None:
-    """Test this rank with all others. Ends the process where the training should not start; else returns.
+    """Test this rank with all others. Ends the process if the training should not start.
 
-    It leaves nothing behind: no group, no store, no variable. What fails of our own is raised.
+    Leaves no group, store or variable behind. Raises gpuwatch's own errors.
     """
     settings = session.settings
     session.enter(RankPhase.PREFLIGHT)
@@ -117,17 +117,17 @@ def _script() -> str:
 
 @dataclass(frozen=True)
 class RankClaim:
-    """What the environment says of this process."""
+    """This process's rank according to its environment."""
 
     rank: int
     local_rank: int
     world_size: int
     is_sure: bool
-    """Whoever set it has started this very process as a rank."""
+    """The variables were set by a launcher that started this very process as a rank."""
 
     @classmethod
     def from_environment(cls) -> RankClaim | None:
-        """None if it speaks of no rank."""
+        """None if the environment names no rank."""
         rank, size = number_in("RANK"), number_in("WORLD_SIZE")
         if rank is None or size is None or rank >= size:
             return None
@@ -155,5 +155,5 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MP
 
 
 def told_local_rank() -> int | None:
-    """What the launcher says."""
+    """The local rank in the launcher's variables; None if there is none."""
     return next((number for number in map(number_in, _LOCAL_RANKS) if number is not None), None)

@@ -80,7 +80,7 @@ _MOST_ATTEMPTS = 1000
 
 
 def begin(folder: str, path_folder: str) -> None:
-    """Called when somebody looks for torch. `path_folder` is what `gpuwatch run` has put on PYTHONPATH."""
+    """Called at the first import of torch. `path_folder` is the folder that `gpuwatch run` put on PYTHONPATH."""
     settings = read_settings(Path(folder))
     if settings is not None:
         process = _JoiningProcess(settings, path_folder)
@@ -98,11 +98,11 @@ class _JoiningProcess:
         self._tested = 0
         """The process that had its preflight: a fork has its own."""
         self._left_out = ""
-        """Why there can be none, to be said once it is a rank."""
+        """Why there can be no preflight; reported once this process is a rank."""
         self._removed: dict[str, str] = {}
         """Variables of ours that a rank's child processes do not find, by name."""
         self._handles: list[Any] = []
-        """Of the hooks that see a model for the first time."""
+        """Handles of the hooks that run at the first call of a model."""
 
     def torch_is_imported(self) -> None:
         """Never raises."""
@@ -148,7 +148,7 @@ class _JoiningProcess:
             call_before_init(lambda arguments: self._safely(lambda: self._before_init(arguments)))
 
     def _before_init(self, arguments: Mapping[str, Any]) -> None:
-        """The script is about to join its group: the ranks are known, and all of them come here."""
+        """Run the preflight before the script joins its group: the ranks are known, and all of them get here."""
         if self._tested == os.getpid():
             return
         try:
@@ -257,7 +257,7 @@ class _JoiningProcess:
             return
 
     def _rename(self, session: WorkerSession, rank: int, local_rank: int, world_size: int) -> None:
-        """What it has recorded under its process id is this rank's."""
+        """Rename the recorder from the process id to this rank."""
         recorder, before = session.recorder, session.recorder.path
         for settings in self._attempts():
             session.become(settings, rank, local_rank, world_size)
@@ -306,7 +306,7 @@ class _JoiningProcess:
                 os.environ.pop("PYTHONPATH", None)
 
     def _for_another_program(self, environment: Mapping[Any, Any]) -> dict[str, str]:
-        """The rank goes on as another program (os.exec), which is to be watched as well: what it needs for that."""
+        """The variables that a program needs to be watched as well, when the rank continues as it (os.exec)."""
         if self._session is None or not self._session.is_ours or not self._removed:
             return {}
         rest = environment.get("PYTHONPATH")

@@ -1,14 +1,14 @@
-"""Where the ranks of a `gpuwatch run` meet for their preflight: a store of its own, that rank 0 has for so long.
+"""Where the ranks of a `gpuwatch run` meet for their preflight: a separate store, which rank 0 serves meanwhile.
 
-On one host its port is any free one of the loopback, and stands in a file of the run's scratch folder. On several it
-is the run's, next to the collector's, on the host that the script's own ranks meet at. Others reach it there, too: what
-the ranks write is told from what others write by its seal (core/preflight.py). Rank 0 decides whether all have come.
-The others learn from it who they are:
+On one host the store listens on any free port of the loopback, and a file in the run's scratch folder has the number.
+On several hosts it uses the run's port, next to the collector's, on the host at which the script's own ranks meet.
+Strangers can connect there, too, so each message of a rank carries a seal (core/preflight.py). Rank 0 decides whether
+all ranks have arrived, and the others read the list from the store:
 
-    came                how many have come
-    came/0 ... came/511 of a rank: its host, and what its launcher says of its place there
-    go                  all of them, by rank; or why there will be no preflight
-    left                how many have heard all that they wait for
+    came                number of ranks that have arrived
+    came/0 ... came/511 one rank: its host, and its place there according to its launcher
+    go                  all ranks, in order; or why there will be no preflight
+    left                number of ranks that have read all that they wait for
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ..core.text import ranks_text
 
 _TICK_S = 0.05
 _TICK_OF_RANK_S = 0.0005
-"""So much longer for each rank of the job: all of them ask one store."""
+"""Added to the interval for each rank of the job: all of them poll one store."""
 _MARGIN_S = 10.0
-"""More than rank 0 waits: it decides, and the others hear it."""
+"""The other ranks wait this much longer than rank 0, which decides."""
 _LEAVE_S = 10.0
 _ANSWER_S = 20.0
 
 
 class LeftOut(Exception):
-    """There can be no preflight; the message says why, as the end of a sentence."""
+    """There can be no preflight; the message is the reason, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class GroupEntry:
 
 
 class RankMeetingPlace(msgspec.Struct, frozen=True):
-    """Of one rank."""
+    """The host of one rank, and its place there."""
 
     host: str
     local_rank: int | None = None

@@ -1,4 +1,4 @@
-"""What gpuwatch replaces in torch and in Python, within a rank. All of it goes through a ledger, which can undo it.
+"""gpuwatch's replacements in torch and in Python, within a rank. All go through a ledger, which can undo them.
 
 Several watchers of a process may stand in the place of one function, around each other, and leave in any order.
 """
@@ -94,7 +94,7 @@ class _ReplacedFunction:
 
 
 _replaced: list[_ReplacedFunction] = []
-"""Of this process, in the order in which they were put in place."""
+"""The replaced functions of this process, in the order of replacement."""
 
 
 def replaced() -> list[tuple[Any, str]]:
@@ -107,9 +107,9 @@ def _raised(part: str, error: Exception) -> None:
 
 
 class PatchLedger:
-    """What one watcher has replaced, and what else is to be undone when it leaves.
+    """The functions that a watcher has replaced, and other changes to undo when it leaves.
 
-    What is to stay as long as the process is replaced through a ledger that nobody keeps.
+    To replace a function for the life of the process, use a ledger and drop it.
     """
 
     def __init__(self, on_fault: Callable[[str, Exception], None] = _raised) -> None:
@@ -117,7 +117,7 @@ class PatchLedger:
         self._undo: list[Callable[[], object]] = []
 
     def replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-        """Put `around(before)` in the place of what a class or a module has under this name itself.
+        """Replace the class's or module's own attribute of this name by `around(before)`.
 
         A name that this torch does not have is a fault, and nothing is replaced.
         """
@@ -136,7 +136,7 @@ class PatchLedger:
         self._undo.append(call)
 
     def undo(self) -> None:
-        """Put everything back, the last first. What somebody else has put around ours since stays, and calls ours."""
+        """Restore all, the last first. A later replacement by other code stays, and still calls ours."""
         while self._undo:
             self._undo.pop()()
 

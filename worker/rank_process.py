@@ -1,4 +1,4 @@
-"""What happens to a rank's process: it makes children that train, goes on as another program (os.exec), and ends."""
+"""Watches a rank's process start children that train, continue as another program (os.exec), and end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # The two ends of a program that Python does not announce: os.exec puts another one into its process, os._exit ends it.
 #
-# Both are seen by standing in for the functions of `os`. An audit hook would see os.exec as well, but it is called for
-# every event of the process, id() among them (32 ns without one, 196 ns with one that does nothing), and stays.
+# gpuwatch replaces the functions of `os` to see both. An audit hook would see os.exec as well, but Python calls it for
+# every event of the process, id() among them (32 ns without one, 196 ns with an empty one), and it cannot be removed.
 
 Undo = Callable[[], None]
 _replaced = False
@@ -82,11 +82,11 @@ def hear_of_ends(
         os.supports_fd.add(execve)
 
 
-# How a process ends that gpuwatch did not start: heard at its exit, with what Python itself keeps of it.
+# How a process ends that gpuwatch did not start: recorded at its exit, from what Python keeps.
 #
-# Of the script's process Python keeps the exception that nobody caught (sys.last_value), and not the code of a
-# SystemExit: the launcher's side sees that from outside. A child of multiprocessing runs its finalizers while the
-# exception is on its way.
+# For the script's process Python keeps the exception that nobody caught (sys.last_value), but not the code of a
+# SystemExit, which the launcher's side sees from outside. A child of multiprocessing runs its finalizers while the
+# exception propagates.
 
 
 def tell_the_end(session: WorkerSession) -> None:
@@ -124,14 +124,14 @@ def _child_ends(session: WorkerSession) -> None:
         session.finished(0)
 
 
-# Child processes of a rank that train, and that nobody watches: such a child says so in its parent's recorder.
+# Child processes of a rank that train unwatched: such a child records this in its parent's recorder.
 #
 # A fork has the recorder mapped. A child that multiprocessing spawns gets its path: a process hands its configuration
 # on. Both wait for the first step of an optimizer. A DataLoader's worker, a compile worker or a pool makes none.
 
 _KEY = "gpuwatch"
 _BEGIN = "try:\n from gpuwatch.worker.rank_process import begin\n begin({path!r}, {pid})\nexcept Exception: pass"
-"""What a spawned child runs: that Python may have no gpuwatch."""
+"""The code that a spawned child runs: its Python may have no gpuwatch."""
 
 
 class _ChildHandle:
@@ -168,7 +168,7 @@ def _hand_on(recorder: RecorderWriter) -> None:
 
 def begin(path: str, parent: int) -> None:
     """In a child that was spawned by the process of this recorder."""
-    if os.getpid() == parent:  # somebody has only made a copy of a process
+    if os.getpid() == parent:  # a copy of a process object, not a new process
         return
     from .session import current_hooks
 

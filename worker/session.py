@@ -103,9 +103,9 @@ class WorkerSession:
         self.recorder.append(OwnFault(self.where(), part, message))
 
     def settle(self) -> bool:
-        """The script has ended: wait a moment for the last numbers of the device. Never raises.
+        """Wait a moment for the last numbers of the device, after the script has ended. Never raises.
 
-        Returns whether all have come.
+        Returns whether all have arrived.
         """
         hooks = self.hooks
         if hooks is None:
@@ -163,7 +163,7 @@ class WorkerSession:
         return lambda: self.enter(phase)
 
     def leaves(self) -> None:
-        """The script calls os._exit: nothing else of its end will be noticed. Never raises."""
+        """Record the end of the script at os._exit, which runs no exit handlers. Never raises."""
         try:
             fields = self.recorder.fields
             if self.is_ours and fields[HeadField.PHASE] == RankPhase.SCRIPT and self._settle_in_time():
@@ -172,14 +172,14 @@ class WorkerSession:
             pass
 
     def _settle_in_time(self) -> bool:
-        """Whether all numbers have come. A thread that stands still with the lock does not hold up the end."""
+        """Whether all numbers have arrived. A thread that hangs while it holds the lock does not block the exit."""
         if threading.current_thread() is not threading.main_thread():
             return False
         hooks = self.hooks
         return hooks is None or (hooks.progress.lock.comes_free(SETTLE_S) and self.settle())
 
     def answer_with_stacks(self) -> None:
-        """Let the node agent ask where this rank stands. Never raises."""
+        """Let the node agent ask for this rank's stack. Never raises."""
         try:
             answer_with_stacks(self.recorder.path.parent, self.rank, self.settings.attempt)
         except Exception as error:
@@ -187,7 +187,7 @@ class WorkerSession:
 
     def attach_hooks(self) -> None:
         """Attach the hooks, after torch was imported. Never raises: a run without hooks is better than no run."""
-        if not self.is_ours:  # the script has forked, and only then imported torch
+        if not self.is_ours:  # the script imported torch after a fork
             note_when_training(self.recorder, lambda: current_hooks() is not None)
             return
         with own_imports():

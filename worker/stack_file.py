@@ -1,8 +1,8 @@
-"""Lets the node agent ask this rank where it stands, whatever it waits for, and where a fatal signal has ended it.
+"""Lets the node agent ask this rank for its stack, whatever it waits for, and records the stack at a fatal signal.
 
 See core/stalls.py. faulthandler keeps the number of a descriptor, and at a signal writes into whatever file has that
-number then. So the number is one that no file of the script's gets (core/own_files.py), and it is looked at
-after each batch and each fork: once it is another file, faulthandler lets go of it.
+number then. So the number is one that no file of the script gets (core/own_files.py), and it is checked after each
+batch and each fork: if it belongs to another file, faulthandler drops it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..core.stalls import MAY_BE_ASKED, asking_signal, stack_file_name
 from .patches import PatchLedger
 
 _answering: _StackFile | None = None
-"""What this process answers into."""
+"""The file that this process answers into."""
 
 
 def answer_with_stacks(folder: Path, rank: int, attempt: int) -> None:
     """Register the handlers; their file stays open. Raises OSError if the file cannot be made.
 
-    Only the main thread's stack is written, as it is the one that is interrupted: another one could change meanwhile.
-    A handler that somebody else has for that signal stays, or that the script sets later: nobody asks then. So does a
-    faulthandler that is enabled already. What a fatal signal does to the process stays as it is. Where the limit of
-    open files leaves no number that is out of the script's reach, there is no answer.
+    Only the main thread's stack is written, since the signal interrupts it: another thread's could change meanwhile.
+    If the signal already has a handler, or the script sets one later, that handler stays and the agent does not ask. A
+    faulthandler that is already enabled stays, too. The effect of a fatal signal on the process does not change. If the
+    limit of open files leaves no number that is out of the script's reach, there is no answer.
     """
     global _answering
     number = asking_signal()
@@ -64,7 +64,7 @@ class _StackFile:
             faulthandler.enable(file=file.number, all_threads=False)
 
     def let_go(self) -> None:
-        """Nothing is written any more, and nobody is to ask: without a handler, the signal would end the process."""
+        """Stop writing, and forbid the agent to ask: without a handler, the signal would end the process."""
         global _answering
         _answering = None
         _ask_no_more(self.file.path)
@@ -74,7 +74,7 @@ class _StackFile:
 
 
 def _give_way(number: int, path: Path) -> None:
-    """Say in the file's permissions when the script has set a handler of its own for the signal."""
+    """Mark in the file's permissions that the script has set its own handler for the signal."""
 
     def around(before: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(before)

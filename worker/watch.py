@@ -69,7 +69,7 @@ class OwnFolder:
         new.rename(self.path / _LOCK)  # whoever sees a lock file sees it locked
 
     def remove(self) -> None:
-        """Remove it, and let go of the lock. Does nothing in a forked child, and nothing a second time."""
+        """Remove it, and release the lock. Does nothing in a forked child, or when called again."""
         if os.getpid() != self._pid or self._lock is None:
             return
         remove_scratch(self.path)
@@ -96,14 +96,14 @@ def _remove_if_free(folder: Path) -> None:
         os.close(lock)
 
 
-# The verdict over one process: the collector's own decision, made of what this process's recorder holds.
+# The verdict on one process: the collector's own decision, from the pages of this process's recorder.
 
 
 def verdict_of(
     state: RankState, definitions: Iterable[Definition], events: Iterable[WorkerEvent], pages: Iterable[PageMessage]
 ) -> Verdict:
-    """What is known of this process so far. The other ranks of its process group, if it has one, are not known."""
-    # the one place in a worker that asks the collector: a script without a launcher has nobody else to ask
+    """The verdict on this process so far. It knows nothing about the other ranks of its process group."""
+    # the one place where a worker calls the collector: a script without a launcher has no collector of its own
     from ..collector.decide.decide import decide
     from ..collector.facts.fold import fold
 
@@ -129,7 +129,7 @@ def _messages(
 
 
 def _as_last(state: RankState) -> RankState:
-    """The state as if nothing came after it: a verdict is about what has been seen so far."""
+    """The state marked as the last one: a verdict covers the run so far."""
     hooks = state.hooks if state.hooks == "detached" else "attached"
     return msgspec.structs.replace(state, final=True, left=True, hooks=hooks, world_size=0)
 
@@ -223,10 +223,10 @@ class ModelWatch:
         return statement
 
     def verdict(self) -> Verdict:
-        """What `gpuwatch report` would say of this process alone, from what its recorder still holds.
+        """The verdict of `gpuwatch report` on this process alone, from the pages that its recorder still holds.
 
         `verdict().statement` is one sentence, `.certainty` is established, supported or unknown; the other fields are
-        those of report.json's verdict. Numbers that are still on a device are waited for, up to 2 seconds.
+        those of report.json's verdict. Waits up to 2 seconds for numbers that are still on a device.
         """
         if not self._closed and os.getpid() == self._pid:
             self._hooks.put_back()

@@ -1,1 +1,1 @@
-"""Frames of regions that torch.compile made one graph of: what is traced into a graph, and how its numbers are read."""
+"""Frames of regions that torch.compile made one graph of: tracing our code into a graph, and reading its numbers."""

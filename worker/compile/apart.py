@@ -16,9 +16,9 @@ _is_compiling = torch.compiler.is_compiling
 
 
 def apart_from_dynamo(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook in whose calls dynamo compiles nothing. It is the hook itself if torch can be told so (since 2.7).
+    """A hook in whose calls dynamo compiles nothing. Since torch 2.7 it is the hook itself, which torch can skip.
 
-    torch 2.5 and 2.6 leave alone the code that they are named, and not what it calls.
+    torch 2.5 and 2.6 skip a code object, but not the functions that it calls.
     """
     if eval_frame is None or hasattr(eval_frame, "set_code_exec_strategy"):
         return hook

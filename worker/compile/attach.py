@@ -70,7 +70,7 @@ class CompiledRegions:
         self._pages: RegionPages | None = None
 
     def attach(self, hooks: Iterable[Callable[..., Any]] = ()) -> None:
-        """Record the regions that are traced from now on. `hooks`: what torch calls, and dynamo makes no graphs of."""
+        """Record the regions that are traced from now on. `hooks`: functions that dynamo must not compile."""
         self._hooks = hooks or self._hooks
         self._attached = True
         if self._regions is not None:

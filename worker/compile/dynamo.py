@@ -1,4 +1,4 @@
-"""What is asked of dynamo while it traces, by names that are its own and differ between versions of torch."""
+"""Queries to dynamo while it traces. They use its private names, which differ between versions of torch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch._inductor import config as inductor_config
 
 
 def current_output() -> Any:
-    """What dynamo makes of the frame that it traces. A trace that begins again makes a new one."""
+    """The output graph of the frame that dynamo traces. A restarted trace makes a new one."""
     return InstructionTranslator.current_tx().output
 
 
 def traced_value(name: str) -> Any:
-    """What the argument `name` of the function is that is being traced. No guard comes of that, as would of its id."""
+    """The argument `name` of the function that is being traced. It adds no guard, unlike a read of its id."""
     output = current_output()
     tx = output.current_tx
     while tx is not None and name not in tx.symbolic_locals:
@@ -34,11 +34,11 @@ def traced_value(name: str) -> Any:
 
 
 def traced_method(running: torch.nn.Module | None) -> tuple[types.CodeType | None, torch.nn.Module | None]:
-    """The code of the frame that dynamo makes a graph of, and the module whose method it is, if that is to be seen.
+    """The code of the frame that dynamo compiles, and the module whose method it is, if it can be found.
 
-    `running` is the innermost module whose call hooks see. What a decorator has put around its `forward` is its method,
-    too. Behind a break, dynamo goes on with code of its own making, whose arguments are what it needs. It is then that
-    of the method.
+    `running` is the innermost module whose call hooks see. A function that a decorator puts around its `forward` counts
+    as its method, too. After a graph break, dynamo continues with generated code, which has other arguments; then the
+    method's own code is returned.
     """
     frame = getattr(current_output(), "root_tx", None)
     known = getattr(frame, "f_locals", None)
@@ -77,7 +77,7 @@ def is_for_inductor() -> bool:
 
 
 def uses_cuda_graphs() -> bool:
-    """Whether inductor makes a CUDA graph of what is traced now."""
+    """Whether inductor makes a CUDA graph of the graph that is being traced."""
     given = getattr(_inductor(), "config", None)
     if isinstance(given, dict) and "triton.cudagraphs" in given:
         return bool(given["triton.cudagraphs"])
@@ -102,7 +102,7 @@ _MOST_WRAPPED = 8
 
 
 def is_split_by_ddp() -> bool:
-    """Whether dynamo may make several graphs of what it traces now: one for each bucket of DDP."""
+    """Whether dynamo may split the current trace into several graphs: one for each bucket of DDP."""
     if not torch.distributed.is_available():
         return False
     return getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None
@@ -140,7 +140,7 @@ def current_graph() -> torch.fx.Graph | None:
 
 
 _NOTES: list[Any] = []
-"""What dynamo notes the traced code's assignments in, while the hook of a gradient is being traced."""
+"""The objects in which dynamo notes the traced code's assignments, while it traces the hook of a gradient."""
 
 
 def hook_begins() -> None:
@@ -150,11 +150,11 @@ def hook_begins() -> None:
 
 
 def hook_ends() -> None:
-    """Make dynamo go on with the object in which it notes assignments: it has put a copy in its place.
+    """Make dynamo continue with the object in which it notes assignments, instead of its copy.
 
-    To trace a hook's body apart, torch 2.13 copies that object, and goes on with the copy. The `__dict__` of an object
-    whose attributes were set before still asks the first one, and does not see what is set from then on. That breaks
-    the graphs of transformers with `use_cache=True`, its default: "'DynamicLayer' object has no attribute 'dtype'".
+    To trace a hook's body separately, torch 2.13 copies that object and continues with the copy. If an object already
+    had attributes set, its `__dict__` still reads the original and misses later assignments. That breaks the graphs of
+    transformers with `use_cache=True`, its default: "'DynamicLayer' object has no attribute 'dtype'".
     """
     with suppress(Exception):
         output, first = current_output(), _NOTES.pop()

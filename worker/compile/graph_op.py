@@ -24,7 +24,7 @@ except ImportError:  # gpuwatch was installed without a C compiler
 
 
 SEEN: list[TensorReading | None] = []
-"""place -> what a graph wrote there. The reader sets it back to None."""
+"""place -> the numbers that a graph wrote there. The reader sets it back to None."""
 
 
 def new_place() -> int:

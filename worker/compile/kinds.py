@@ -1,4 +1,4 @@
-"""What is known of a graph's calls while it is traced: their rows, and the gradients that its backward makes."""
+"""The calls of a graph that is being traced: their rows, and the gradients that the graph's backward makes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RegionScope(Enum):
 
     NO = auto()
     BY_OWNER = auto()
-    """Hooks see the call of the module whose method it is: they tell for which module of a class it runs."""
+    """Hooks see the call of the module whose method was compiled: they know which module of a class runs the graph."""
     ALONE = auto()
     """Hooks see the calls of wrappers alone. It runs for the module that it was traced for."""
     UNSEEN = auto()
@@ -69,13 +69,13 @@ class RegionPolicy(Protocol):
         """Given the first module in a graph, whether one of its class is known, and whose method the graph is of."""
 
     def may_not_open(self, cls: str) -> None:
-        """This torch does not let us look into a graph; its first module is of this class."""
+        """Record that this torch does not let us see into a graph whose first module is of this class."""
 
     def innermost(self) -> torch.nn.Module | None:
         """The innermost module whose call hooks see."""
 
     def not_looked_into(self, info: ModuleInfo | None, cls: str) -> None:
-        """Compiled code was not looked into."""
+        """Record that no frame shows this compiled code."""
 
     def unseen(self, views: CompiledViews) -> None:
         """This torch does not let us see all of a graph."""

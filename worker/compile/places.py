@@ -1,4 +1,4 @@
-"""What the graphs write to: the numbers of tensors on a device, and the tokens of their reads of host memory."""
+"""The tensors that graphs write to: numbers of tensors on a device, and tokens for reads of host memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class _GraphBuffers:
     """The tensors that graphs write to, one attribute each. A graph has guards only on those that it uses.
 
     place_7 holds the numbers of a tensor on a device. token_8 is the token of the `gpuwatch::look` that writes SEEN[8].
-    Each read has one of its own: DDP makes several graphs of what dynamo has traced as one. If two of these changed the
-    same tensor, autograd would refuse the backward of the first: it has kept the tensor.
+    Each read has its own token: DDP may split a trace into several graphs. If two of these changed the same tensor,
+    autograd would refuse the backward of the first, which has saved the tensor.
     """
 
 
@@ -33,7 +33,7 @@ def on_device(place: int) -> torch.Tensor | None:
 
 
 def token(place: int) -> torch.Tensor:
-    """What the read with this place, of a tensor in host memory, is declared to change."""
+    """The tensor that a read of host memory at this place is declared to change."""
     found: torch.Tensor = vars(BUFFERS)[f"token_{place}"]
     return found
 

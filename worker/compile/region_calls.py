@@ -22,7 +22,7 @@ _OWN = -1
 
 
 class RegionCall:
-    """What the graph does for one module: this module's own calls, in the places that all of its class share."""
+    """The graph's run for one module: this module's own calls, in places that all modules of its class share."""
 
     def __init__(self, under: ModuleInfo | None, frames: list[RegionFrame], gradients: list[RegionGradient]) -> None:
         self.under = under
@@ -31,7 +31,7 @@ class RegionCall:
         self.gradients = gradients
         self.modules = {frame.info.id for frame in frames}
         self.last_of = {each.frame.info.id: at for at, each in reversed([*enumerate(gradients)])}
-        """Id of a module -> position of the last gradient of what it returns, in the order of the backward."""
+        """Id of a module -> position of the last gradient of its outputs, in the order of the backward."""
         self.next = -1
         """Position of the gradient that the backward writes next; -1 if it has written all."""
         self.is_backward = False
@@ -39,7 +39,7 @@ class RegionCall:
         self.page = -1
         """Number of the page of its last forward."""
         self.given: list[torch.Tensor] | None = None
-        """What its backward writes gradients on a device to; None: the places' own tensors."""
+        """The tensors to which its backward writes gradients on a device; None: the places' own tensors."""
 
     @property
     def is_trained(self) -> bool:
@@ -67,7 +67,7 @@ class RegionCall:
 
 
 class RegionCalls:
-    """Of one graph."""
+    """The runs of one graph: whose they are, and which of their gradients have been taken."""
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class RegionCalls:
         frames: list[RegionFrame],
         gradients: list[RegionGradient],
     ) -> None:
-        """`owner` is the module whose method it is a graph of. `frames` and `gradients` are those of its trace."""
+        """`owner` is the module whose method was compiled. `frames` and `gradients` are those of the graph's trace."""
         self._root = root
         self._frames = frames
         self._gradients = gradients
         self._owner: Callable[[], torch.nn.Module | None] = weakref.ref(owner) if owner is not None else _nothing
-        """The module whose method it is a graph of."""
+        """The module whose method was compiled."""
         self._owner_type = type(owner) if opened is RegionScope.BY_OWNER else None
-        """None: hooks do not see the call of the module whose method it is."""
+        """None: hooks do not see the owner's call."""
         self._path_of = {id(part): path for path, part in owner.named_modules()} if owner is not None else {}
         """Id of a part of the owner -> its path there."""
         self._paths: dict[int, str | None] = {}
@@ -94,20 +94,20 @@ class RegionCalls:
         self._live: dict[int, RegionCall] = {}
         """The runs since the batch began, the last one at the end."""
         self._untaken: list[tuple[RegionCall, int]] = []
-        """Runs, and their pages then, whose gradients nobody had taken when the same module ran again."""
+        """Runs, with their pages, whose gradients were not yet taken when the same module ran again."""
         self._is_split = is_split_by_ddp()
         may_share = owner is not None and not root.root.has_one(owner)
         self._is_renewed = not is_for_inductor() or (self._is_split and may_share and not uses_cuda_graphs())
-        """Each run writes gradients to tensors of its own. Autograd refuses a backward if its graph has run again, and
-        the backward of that has changed a tensor that both have kept. Under inductor such a change is no new version.
-        Where DDP splits a graph that several modules run, the tensors tell whose the gradients are. A CUDA graph always
-        writes to the same ones."""
+        """Each run writes gradients to tensors of its own. Otherwise autograd would refuse a backward after a later
+        run's backward has changed a tensor that both runs saved. Under inductor such a change is no new version. If DDP
+        splits a graph that several modules run, the tensors identify the module of the gradients. A CUDA graph always
+        writes to the same tensors."""
         self._given: list[torch.Tensor] | None = None
-        """What the last run has kept."""
+        """The gradient tensors of the last run."""
 
     @property
     def owner_info(self) -> ModuleInfo | None:
-        """Of the module whose method it is; None if that is gone or unknown."""
+        """The info of the module whose method was compiled; None if the module is gone or unknown."""
         owner = self._owner()
         return self._root.root.modules.get(id(owner)) if owner is not None else None
 
@@ -131,18 +131,18 @@ class RegionCalls:
         self._live.clear()
 
     def batch_skipped(self) -> None:
-        """Nothing of it is recorded."""
+        """Drop the runs of a batch that is not recorded."""
         self._live.clear()
 
     def ran(self) -> None:
-        """Its forward has run. What that keeps for its backward is nobody else's."""
+        """Give this run gradient tensors of its own, after its forward."""
         if self._is_renewed:
             self._given = [renewed(gradient.place) for gradient in self._gradients]
 
     def run_of(
         self, under: ModuleInfo | None, info_of: Callable[[torch.nn.Module, ModuleInfo], ModuleInfo]
     ) -> RegionCall | None:
-        """What has just run in the call `under`; None if it cannot be told for which module it was.
+        """The run that has just ended in the call `under`; None if its module is unknown.
 
         `info_of` returns the info of a module in that call.
         """
@@ -150,7 +150,7 @@ class RegionCalls:
         module = under.ref() if under is not None else None
         if under is not None and module is not owner and type(module) is self._owner_type:
             run = self._runs.get(under.id)
-            if run is None or run.under is not under:  # another module may come by the same name
+            if run is None or run.under is not under:  # another module may get the same name
                 run = self._translated(under, info_of)
                 if run is not None:
                     self._runs[under.id] = run
@@ -206,7 +206,7 @@ class RegionCalls:
     def batch_ends(self, root: RootInfo, has_run_backward: Callable[[int], bool]) -> list[RegionCall]:
         """Forget the runs of this root. Returns those whose gradients were made and are not all recorded.
 
-        `has_run_backward` tells of a page's number whether its backward has run.
+        `has_run_backward` takes a page's number and returns whether its backward has run.
         """
         live = [run for run in self._live.values() if (run.under or self._root).root is root]
         untaken = [run for run, page in self._untaken if has_run_backward(page)]
@@ -218,7 +218,7 @@ class RegionCalls:
             if run.next >= 0 and is_late and has_run_backward(run.page) and not run.is_trained:
                 untaken.append(run)
         for run in live:
-            if has_run_backward(run.page):  # what it has not written by now has no gradient
+            if has_run_backward(run.page):  # a place that is not written by now gets no gradient
                 run.next = -1
         if len(live) == len(self._live) > 1:
             for run in live:
@@ -230,17 +230,17 @@ class RegionCalls:
     def new_gradients(
         self, owner: ModuleInfo | None, has_run_backward: Callable[[int], bool]
     ) -> tuple[RegionCall | None, list[int]]:
-        """Whose gradients have been written since the last call, and their positions, in the order of the backward.
+        """The run whose gradients were written since the last call, and their positions, in the order of the backward.
 
-        A parameter of `owner` has just got its gradient, and a backward writes them from the last to the first, so only
-        the next few are checked. None: the backward has ended, and all are. Those of a device are not checked, since
-        that would wait for it: the backward has written all, or, where DDP makes it several graphs, down to those of
-        what `owner` returned.
+        A parameter of `owner` has just got its gradient. A backward writes gradients from the last to the first, so
+        only the next few are checked. If `owner` is None, the backward has ended and all are checked. Gradients on a
+        device are not checked, since that would wait for it: the backward has written all of them, or, where DDP splits
+        it into several graphs, those down to the outputs of `owner`.
 
-        Where several modules have run the graph, the next backward overwrites what the last one wrote: only a parameter
-        tells whose gradients these are. That it has its own says that its graph's backward is over.
+        Where several modules have run the graph, each backward overwrites the gradients of the one before: only a
+        parameter identifies the run. Once the parameter has its gradient, its graph's backward is over.
 
-        `has_run_backward` tells of a page's number whether its backward has run.
+        `has_run_backward` takes a page's number and returns whether its backward has run.
         """
         shared = len(self._live) > 1
         run = self._run_with(owner) if shared else next(iter(self._live.values()), None)
@@ -288,7 +288,7 @@ class RegionCalls:
         return next((run for run in self._live.values() if owner is not None and owner.id in run.modules), None)
 
     def _are_later_ones_over(self, run: RegionCall) -> bool:
-        """Whether all gradients of the runs after this one have been taken: what is there now is its own."""
+        """Whether all gradients of the later runs have been taken, so that those in memory belong to this run."""
         later = reversed(self._live.values())
         return all(other.next < 0 for other in itertools.takewhile(lambda other: other is not run, later))
 

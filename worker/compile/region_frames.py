@@ -82,14 +82,14 @@ class RegionPages:
                 region.forget()
 
     def discard(self) -> None:
-        """A module whose graph others may share is entered: what has run of it so far was called by none of them."""
+        """Drop the runs so far: a module is entered whose graph others may share, and none of them made those runs."""
         for region in self._regions.regions:
             if region.is_written and region.runs.is_shared and region.moved():
                 region.forget()
                 self._policy.not_looked_into(None, region.cls)
 
     def batch_ends(self, root: RootInfo) -> None:
-        """The backward of this root is over: tell whether gradients of its graphs were made and are not recorded."""
+        """Report gradients of this root's graphs that were made but not recorded, after its backward."""
         for region in self._regions.regions:
             for run in region.runs.batch_ends(root, self._gradients.has_run):
                 if any(frame.info.watched for frame in run.frames):

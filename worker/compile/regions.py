@@ -1,4 +1,4 @@
-"""One graph that torch.compile made: what is traced into it, and which of its places have been written."""
+"""One graph that torch.compile made: the rows traced into it, and which of its places have been written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _TracedRead:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nothing so far has changed the tensor in place."""
+        """Whether the tensor has not been changed in place so far."""
         return self.tensor._version == self.version
 
 
@@ -76,7 +76,7 @@ class Region:
 
     @property
     def has_run(self) -> bool:
-        """Whether its graph has run. That of a trace that dynamo gave up never does."""
+        """Whether its graph has run. The graph of an abandoned trace never does."""
         return self._ran or self.is_written
 
     @property
@@ -131,7 +131,7 @@ class Region:
         self._before = _last_of(graph)
 
     def place_of_detached(self, graph: torch.fx.Graph | None) -> int:
-        """Where the tensor that has just been detached was read before; -1 if it was not, or has changed since."""
+        """The place of an earlier read of the tensor that was just detached; -1 if none, or if it has changed since."""
         last = _last_of(graph)
         place = self._place_of.get(last.args[0], -1) if last is not None else -1  # type: ignore[arg-type]  # no Node: not found
         return place if place >= 0 and self.reads[place].is_unchanged else -1
@@ -141,7 +141,7 @@ class Region:
         if graph is None or self._before is None or self._before.graph is not graph:
             return
         nodes = list(itertools.takewhile(lambda node: node is not self._before, reversed(graph.nodes)))[::-1]
-        tensor = nodes[0].args[0].meta.get("example_value") if nodes else None  # what was detached
+        tensor = nodes[0].args[0].meta.get("example_value") if nodes else None  # the tensor that was detached
         if isinstance(tensor, torch.Tensor):
             self.reads[place] = _TracedRead(nodes, tensor, tensor._version)
             self._deferred.append(self.reads[place])
@@ -163,7 +163,7 @@ class Region:
             self.reads.clear()  # tracing has ended
             self._place_of.clear()
             if not self._is_sorted:
-                self.gradients.sort(key=lambda gradient: gradient.node)  # a module may return what it made long before
+                self.gradients.sort(key=lambda gradient: gradient.node)  # a module may return an old tensor
                 self._is_sorted = True
             self.runs.ran()
         return moved
@@ -186,7 +186,7 @@ def _last_of(graph: torch.fx.Graph | None) -> torch.fx.Node | None:
     return next(iter(reversed(graph.nodes)), None) if graph is not None else None
 
 
-# All graphs of a rank: which of them are recorded, and what is recorded of the one that is being traced.
+# All graphs of a rank: which of them are recorded, and the rows of the one that is being traced.
 
 
 class RankRegions:
@@ -210,7 +210,7 @@ class RankRegions:
         self._opening: tuple[Any, str] | None = None
         self._owner: torch.nn.Module | None = None
         self._opened = RegionScope.NO
-        """Of the graph whose region is being opened: the module whose method it is, and how it is recorded."""
+        """For the graph that is being opened: the module whose method was compiled, and how the graph is recorded."""
         self._owners: dict[types.CodeType | None, Callable[[], torch.nn.Module | None]] = {}
         """Code of a method -> the last module that dynamo has traced it for."""
         self.regions: list[Region] = []
@@ -251,11 +251,11 @@ class RankRegions:
         return True
 
     def _knows(self, cls: str, owner: torch.nn.Module | None) -> bool:
-        """Whether there is a graph of this class that one more could not be told from, or one is made for each block.
+        """Whether a new graph of this class would be indistinguishable from a known one, or one is made for each block.
 
-        A module that is compiled again, for other shapes, has one more graph of its own. Where a call breaks, dynamo
-        gives up the trace of its outer frames one by one, and traces the same modules from an inner frame. What was
-        given up is no graph, and the inner frame is not shared if one module alone runs it.
+        A module that is compiled again, for other shapes, has one more graph of its own. At a graph break, dynamo
+        abandons the trace of the outer frames one by one, and traces the same modules from an inner frame. An abandoned
+        trace is no graph, and the inner frame is not shared if one module alone runs it.
         """
         same = [region for region in self.regions if region.cls == cls]
         others = [region for region in same if region.has_run and not region.runs.is_of(owner)]
@@ -292,7 +292,7 @@ class RankRegions:
         return info.watched
 
     def give_up(self, error: Exception) -> None:
-        """An error of gpuwatch itself: record it, and nothing of the graph that is being traced."""
+        """Record an error of gpuwatch itself, and drop the graph that is being traced."""
         region = self.traced
         self._by_compile[CompileContext.current_compile_id()] = None
         if region is not None:

@@ -8,9 +8,9 @@ cost nothing later. The graph reads and changes no Python state, so there is no 
     traced_after(module, args, kwargs, output) -> in host memory: gpuwatch::look(x, token_7, 7)
                                                   on a device: place_7.copy_(stack(amin(x), amax(x), amin(abs(x))))
 
-Which versions of torch take this: see views.py. Blocks of a model that are compiled one by one share a graph. The rows
-are those of the module whose call runs it (region_calls.py). So nothing here may have dynamo tell one block from
-another: it would then compile a graph for each.
+views.py lists the versions of torch that take this. Blocks of a model that are compiled one by one share a graph, and
+its rows belong to the module whose call runs it (region_calls.py). So no code here may make dynamo distinguish one
+block from another: it would then compile a graph for each.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ R = TypeVar("R")
 
 
 def _safely(call: Callable[[RankRegions], R], otherwise: R) -> R:
-    """What `call` returns. An error in it must not end the compilation."""
+    """The result of `call`. An error in it must not end the compilation."""
     current = RankRegions.current
     if current is None:
         return otherwise

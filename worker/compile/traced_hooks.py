@@ -1,4 +1,4 @@
-"""What dynamo traces in place of the hooks: nothing, until attach.py sets these functions."""
+"""The functions that dynamo traces in place of the hooks. They do nothing until attach.py sets them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 before: Callable[[Any], None] | None = None
 after: Callable[[Any, Any, Any, Any], None] | None = None
 backward: Callable[[], object] | None = None
-"""Called while compiled autograd makes a graph of a whole backward. What it returns is taken for a constant."""
+"""Called while compiled autograd makes a graph of a whole backward. Its result is treated as a constant."""
 
 
 def is_a_backward(cls: str) -> bool:
@@ -17,7 +17,7 @@ def is_a_backward(cls: str) -> bool:
 
 
 def in_a_backward(hook: Any, gradient: Any) -> None:
-    """What compiled autograd traces in place of a gradient's hook: nothing that is part of the graph.
+    """Traced by compiled autograd in place of a gradient's hook. It adds no operation to the graph.
 
     Such a hook cannot record anything there, and a call that dynamo cannot trace would break the graph.
     """

@@ -1,4 +1,4 @@
-"""What dynamo sees of the hooks where nothing is traced into its graphs: that there was a graph.
+"""What dynamo sees of the hooks where they trace nothing into its graphs: that there was a graph.
 
 Works with names that all versions of torch have.
 """
@@ -23,23 +23,23 @@ _PACKAGE = __name__.partition(".")[0] + "."
 
 
 class UntracedGraphs:
-    """The graphs of a rank that are not looked into. One instance is current at a time."""
+    """The graphs of a rank whose modules get no frames. One instance is current at a time."""
 
     current: UntracedGraphs | None = None
 
     def __init__(self, not_looked_into: Callable[[str], None], fault: Callable[[str, Exception], None]) -> None:
-        """`not_looked_into` is told the class of the first module in a graph."""
+        """`not_looked_into` gets the class of the first module in each graph."""
         self._not_looked_into = not_looked_into
         self._fault = fault
         self._last: object = None
-        """What dynamo calls the graph that it has last begun to trace."""
+        """Dynamo's id of the graph that it last began to trace."""
 
     def attach(self) -> None:
-        """Tell of the graphs that are traced from now on."""
+        """Report the graphs that are traced from now on."""
         UntracedGraphs.current = self
 
     def detach(self) -> None:
-        """Tell of no graph any more."""
+        """Stop reporting graphs."""
         if UntracedGraphs.current is self:
             UntracedGraphs.current = None
 
@@ -64,7 +64,7 @@ def _entered(cls: str) -> bool:
 
 
 def as_constant(call: Callable[[], None]) -> Callable[[], bool]:
-    """A function that dynamo calls while it traces, of which the graph has nothing."""
+    """A function that dynamo calls while it traces. It adds no operation to the graph."""
 
     def called() -> bool:
         call()
@@ -74,15 +74,15 @@ def as_constant(call: Callable[[], None]) -> Callable[[], bool]:
 
 
 def untraced_before(module: torch.nn.Module) -> None:
-    """A module is entered. Dynamo traces this function, which adds nothing to the graph."""
+    """Note that a module is entered. Dynamo traces this function, which adds no operation to the graph."""
     _entered(type(module).__name__)
 
 
 def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
-    """Have dynamo make no graphs of these functions and of what they call. It still traces them into other graphs.
+    """Make dynamo skip these functions and the functions that they call. It still traces them into other graphs.
 
-    Where a call breaks, dynamo tries to compile each Python function that the call makes, and so our hooks: what they
-    would do while dynamo traces then replaces what they do outside of a graph.
+    At a graph break, dynamo tries to compile each Python function that the call makes, our hooks among them. A compiled
+    hook would then do outside of a graph what it should do only while dynamo traces.
     """
     codes = [inspect.unwrap(hook).__code__ for hook in hooks]
     if hasattr(eval_frame, "set_code_exec_strategy"):
@@ -90,7 +90,7 @@ def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
         for code in codes:
             eval_frame.set_code_exec_strategy(code, skip)
         return
-    with suppress(AttributeError):  # torch before 2.7: what they call must be named, too (see apart.py)
+    with suppress(AttributeError):  # torch before 2.7 must also skip the functions that they call (see apart.py)
         for code in [*codes, *_codes_of_ours()]:
             eval_frame.skip_code(code)
 

@@ -1,6 +1,6 @@
-"""What a version of torch lets us trace into the graphs of torch.compile.
+"""What each version of torch lets us trace into the graphs of torch.compile.
 
-What is not known to be harmless is not traced:
+Only code that is known to be harmless is traced:
 
             rows  gradients
     2.16                     not tried
@@ -26,20 +26,20 @@ _THROUGH_DATA_SINCE = (2, 15)
 
 @dataclass(frozen=True)
 class CompiledViews:
-    """What is traced into a graph, and so seen of the modules in it."""
+    """What hooks trace into a graph, and so see of its modules."""
 
     rows: bool
     """Inputs and outputs of modules."""
     gradients: bool
-    """Of outputs. Those of parameters are read outside of graphs."""
+    """Gradients of outputs. Those of parameters are read outside of graphs."""
     through_data: bool
     """The hook of a gradient writes through `.data`."""
     missing: str
-    """One sentence on what is not seen; empty if all is."""
+    """One sentence about what hooks do not see; empty if they see all."""
 
 
 def compiled_views(version: str = torch.__version__) -> CompiledViews:
-    """What can be seen of compiled modules with this version of torch."""
+    """What hooks can see of compiled modules with this version of torch."""
     release = release_of(version) or (0, 0)
     rows = ROWS_SINCE <= release <= NEWEST
     lost = not_seen_of_compiled(release)

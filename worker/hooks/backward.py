@@ -37,7 +37,7 @@ _is_compiling = torch.compiler.is_compiling
 _MOST_GRAPHS = 64
 """Each stretch that a reentrant checkpoint runs again has a graph of its own."""
 _MOST_HELD = 4
-"""Graphs of earlier batches whose numbers are on their way: so many backwards the host may be ahead of the device."""
+"""Graphs of earlier batches whose numbers have not arrived: the host may be this many backwards ahead of the device."""
 _FEW = 256
 """Entries of freed parameters are purged only when there are more entries than this."""
 
@@ -88,7 +88,7 @@ class _ParameterRecord:
 
 
 class _GraphRecord:
-    """Called when a backward reaches what a root has returned: the backward's graph is known from then on."""
+    """Called when a backward reaches the output of a root: from then on the backward's graph is known."""
 
     __slots__ = ("calls", "gradients")
 
@@ -143,7 +143,7 @@ class BackwardHooks:
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
         """See `precede`."""
         self.writer: Any = native_writer_of(progress, rows, self)
-        """The native frame writer, if there is one. Its hooks call this class for what they cannot record."""
+        """The native frame writer, if there is one. Its hooks call this class for gradients that they cannot record."""
 
     def attach(self) -> None:
         """Register hooks from now on. Hooks that are still registered from before record again."""
@@ -231,7 +231,7 @@ class BackwardHooks:
 
     @property
     def hooks(self) -> tuple[Callable[..., None], ...]:
-        """What autograd calls."""
+        """The functions that autograd calls."""
         return self.graph_begins, self.backward_ends, self.of_output, self.of_parameter
 
     # -- called by the hooks ------------------------------------------------------------------------------------
@@ -258,8 +258,8 @@ class BackwardHooks:
     def backward_ends(self) -> None:
         """Hold the graph until its numbers have arrived. The next batch lets go of it if it keeps memory.
 
-        torch calls this when the backward of all modules is over, and what is queued later after what it then does
-        itself: DDP waits for the gradients of all ranks.
+        torch calls this when the backward of all modules is over. A callback that is queued here runs after those that
+        torch has queued itself: DDP waits for the gradients of all ranks.
         """
         try:
             self._progress.times.backward_ends()
@@ -272,7 +272,7 @@ class BackwardHooks:
             self._on_fault("end of the backward", error)
 
     def has_run(self, page: int) -> bool:
-        """Whether a backward has reached what the root of this page, one of the latest, has returned."""
+        """Whether a backward has reached the outputs of the root of this page, which is one of the latest."""
         return page in self._backwards
 
     def let_go(self) -> None:

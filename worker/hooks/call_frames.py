@@ -26,7 +26,7 @@ _NAN = int(NonFinite.NAN)
 
 @dataclass(eq=False, repr=False)
 class CallFrames:
-    """Reads what a call was handed and has returned, with its module's weights."""
+    """Reads the arguments and results of a call, and its module's weights."""
 
     _running: RunningCalls
     _progress: RunProgress
@@ -110,7 +110,7 @@ class CallFrames:
     def _read_weights(
         self, info: ModuleInfo, module: torch.nn.Module
     ) -> tuple[list[RecordedRow], list[tuple[str, torch.Tensor]]]:
-        """The rows of weights in host memory, and the weights on a device: what they need depends on the other rows."""
+        """The rows of weights in host memory, and the weights on a device, which are read after the other tensors."""
         rows: list[RecordedRow] = []
         later: list[tuple[str, torch.Tensor]] = []
         for name, parameter in module._parameters.items():
@@ -133,7 +133,7 @@ class CallFrames:
         weights: int,
         flags: int,
     ) -> None:
-        """Something bad came out: what was read earlier and was finite may have changed since.
+        """Read earlier finite tensors again after a bad output: they may have changed since.
 
         A collective writes into a tensor, and `tensor.data = ...` gives it other memory, without a new version.
         """

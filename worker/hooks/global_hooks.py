@@ -1,6 +1,6 @@
 """Our hooks in torch's global tables, and the module calls that run: for every call and every optimizer step.
 
-A script or a library may clear these tables. What runs until they are put back has no frame, so it must be noticed.
+A script or a library may clear these tables. Calls until the hooks are back have no frames, so it must be detected.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class RunningCalls:
         self.stack: list[ModuleInfo] = []
         """The outermost call first. The list stays the same."""
         self.depths: list[int] = []
-        """Of each call on the stack, how many calls are around it that are no wrapper's. It may be longer."""
+        """For each call on the stack: the number of calls around it, wrappers not counted. The list may be longer."""
         self.thread = 0
         self.outer_exception: BaseException | None = None
-        """What was being handled when the root was called."""
+        """The exception that was being handled when the root was called."""
         self.phase = Phase.FORWARD
         self.nodes: GraphCalls | None = None
         """The autograd nodes of the calls of the root; None if no gradients are recorded."""
@@ -85,7 +85,7 @@ class RunningCalls:
         return known
 
     def drop_dead(self) -> None:
-        """An interrupt, or somebody who has cleared torch's hooks, may have ended a forward without our hooks.
+        """Clear the stack if an interrupt, or cleared torch hooks, ended a forward without our hooks.
 
         Slow, and rarely needed.
         """
@@ -122,7 +122,7 @@ class GlobalHooks:
         self._running = running
         self._fields = progress.fields
         self.handles: list[Any] = []
-        """As torch gave them; [] while none is registered."""
+        """torch's handles; [] while no hook is registered."""
         self._entries: list[tuple[ModuleType, str, int, Any]] = []
         """(torch's module, name of its table, key, value) of all that torch must hold."""
         self._tables: list[dict[int, Any]] = []
@@ -152,9 +152,9 @@ class GlobalHooks:
         self._tables = [getattr(place, name) for place, name, _, _ in self._entries]
 
     def put_back(self) -> None:
-        """Register again what somebody has cleared: what ran meanwhile was not recorded.
+        """Register cleared hooks again; calls in the meantime were not recorded.
 
-        It gets the key that it had: whoever then fills the table with what was there finds it once and not twice.
+        Each hook gets its old key: code that then restores the table's earlier entries finds the hook once, not twice.
         """
         gone = False
         for place, name, key, value in self._entries:
@@ -185,7 +185,7 @@ _EXPORTS = ("export", "export_for_training", "export_for_inference", "draft_expo
 
 
 class ExportPatches:
-    """`torch.export` traces a model without our hooks. What it calls is no training.
+    """Makes `torch.export` trace a model without our hooks: its calls are no training.
 
     With `strict=True` it refuses a model while any global hook is attached (torch 2.13).
     """
@@ -194,7 +194,7 @@ class ExportPatches:
         self._hooks = hooks
 
     def attach(self, patches: PatchLedger) -> None:
-        """Of this process's torch."""
+        """Replace the export functions of this process's torch."""
         for name in _EXPORTS:
             if name in vars(torch.export) or name == _EXPORTS[0]:
                 patches.replace(torch.export, name, self._without_hooks)

@@ -1,8 +1,8 @@
-"""Parameters that an optimizer steps on and that no module has that was called: tensors of the script's own.
+"""Parameters that an optimizer updates and that belong to no module that was called: tensors of the script's own.
 
-What is computed with them has no frames. Their values have: in host memory they are read after each step, and one that
-is not finite gets a frame, as a weight does. That a script computes with such parameters is recorded once for each
-class of optimizer.
+No frame shows computations with them. Their values in host memory are read after each step, and one that is not finite
+gets a frame, as a weight does. An event records, once for each class of optimizer, that the script computes with such
+parameters.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class _ReachedHook:
 
 @dataclass(eq=False, repr=False)
 class LooseReader:
-    """Reads them after a step of theirs.
+    """Reads loose parameters after each step on them.
 
-    A copy of weights that an optimizer keeps for itself (the flat float32 partition of ZeRO) is read, too. It is not
-    told: nothing is computed with it, and autograd makes no gradient of it.
+    It also reads a copy of weights that an optimizer keeps for itself (the flat float32 partition of ZeRO), but does
+    not report it: the script does not compute with it, and autograd makes no gradient for it.
     """
 
     _progress: RunProgress

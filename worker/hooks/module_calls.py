@@ -1,4 +1,4 @@
-"""Module calls: what torch's global hooks do before and after each. They only record.
+"""Module calls: torch's global hooks before and after each. They only record.
 
 record/judging.py hands a frame to the judge once its numbers are there. Nothing here raises into the training except
 the abort that the user asked for.
@@ -40,7 +40,7 @@ from .skipping import BatchSkipping, CompiledPolicy
 
 try:
     from ..native.core import call_begins, call_ends, work_begins, work_ends
-except ImportError:  # gpuwatch was installed without a C compiler: nothing of the recursion limit is given back
+except ImportError:  # installed without a C compiler: the hooks' share of the recursion limit is not given back
     call_begins = call_ends = work_begins = work_ends = lambda: None
 
 _is_compiling = torch.compiler.is_compiling
@@ -52,7 +52,7 @@ _MODULE = int(HeadField.MODULE)
 
 @dataclass(eq=False, repr=False)
 class ModuleCalls:
-    """Of one rank. torch calls `before` and `after`."""
+    """The module calls of one rank. torch calls `before` and `after`."""
 
     _running: RunningCalls
     _skipping: BatchSkipping
@@ -310,7 +310,7 @@ class ModuleCalls:
         return info.root
 
     def _record_inputs(self, page: OpenPage | None, args: Any, kwargs: Any) -> None:
-        """Record what the model was handed if something was bad in this forward, for the first time."""
+        """Record digests of the model's inputs if this forward had the first bad value."""
         if page is not None and page.number == self._judging.first_alarmed:
             digests = without_modes(batch_digest, inputs_of(args, kwargs))
             if digests:

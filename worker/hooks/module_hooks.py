@@ -59,7 +59,7 @@ class FaultRecorder:
         self.patches = PatchLedger(self.record)
 
     def record(self, part: str, error: Exception) -> None:
-        """An error has come up in this part."""
+        """Record an error of this part."""
         self._count += 1
         try:
             if self._count <= _MAX_FAULTS:
@@ -97,7 +97,7 @@ class ModuleHooks:
         self._running = running = RunningCalls(progress)
         self._faults = FaultRecorder(recorder, running.where)
         fault, self._patches = self._faults.record, self._faults.patches
-        # What is given as a function is made further down. It is called once the hooks are attached.
+        # Lambdas stand for objects that are made further down. They are called once the hooks are attached.
         with_grads = "grads" in settings.watch
         self._roots = roots = RankRoots(
             recorder, selection, (lambda *parameter: gradients.watch_parameter(*parameter)) if with_grads else None
@@ -230,9 +230,9 @@ class ModuleHooks:
         return self._scalers.collect() and everything
 
     def collect(self) -> bool:
-        """Judge what has arrived of what was recorded so far. True when no number is outstanding. Does not wait.
+        """Judge the numbers that have arrived. True when none is outstanding. Does not wait.
 
-        What was read on a device since the last batch is sent off first: no other batch may come.
+        Readings on a device since the last batch are sent to the host first: there may be no other batch.
         """
         with self.progress.lock:
             self.rows.flush()
@@ -240,7 +240,7 @@ class ModuleHooks:
             return self._scalers.collect() and everything
 
     def put_back(self) -> None:
-        """Somebody may have cleared torch's global hooks: what ran since the last look was not recorded."""
+        """Attach the hooks again if somebody cleared torch's global hooks; calls in between were not recorded."""
         self._global.put_back()
 
     # -- tensors that the script names --------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The native frame writer (`FrameWriter` of worker/native), where it was built and torch exports tensors to C (DLPack).
 
-It is faster and records nothing else than the Python path: rows.py, call_frames.py, backward.py and optimizer.py.
+It is faster, and records the same as the Python path: rows.py, call_frames.py, backward.py and optimizer.py.
 Both work on the same dictionaries.
 """
 
@@ -95,7 +95,7 @@ def difference(native: dict[str, int]) -> str:
 
 
 def called_by_native_hooks(progress: RunProgress, rows: RowWriter) -> tuple[Callable[..., Any], ...]:
-    """What the hooks of a FrameWriter call in a backward without a Python function of ours around it."""
+    """Functions that the hooks of a FrameWriter call in a backward, with no Python function of ours around them."""
     return rows.device_frame, rows.device_read, progress.recorder.continue_segment, leaves_of, issued
 
 

@@ -55,7 +55,7 @@ class OptimizerHooks:
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
         self._loose: Loose = []
-        """Of the optimizer that steps: parameters that no module has that was called. Kept for the step alone."""
+        """Parameters of the optimizer that steps which belong to no module that was called. Kept for the step alone."""
         self._loose_reader = LooseReader(self._progress, self._rows, self._roots, self._frames)
         self._grouped: ModuleParameters | None = None
         """The parameters of the optimizer that steps, as they were before the step."""

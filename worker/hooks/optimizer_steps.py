@@ -133,7 +133,7 @@ class OptimizerSteps:
     def beside(
         self, info: ModuleInfo, name: str, optimizer: Any, parameter: torch.Tensor, has_gradient: bool
     ) -> Iterator[RecordedRow]:
-        """What a step on a weight that is bad now had beside it: the optimizer's state; that it had no gradient."""
+        """Rows beside a weight that is bad after a step: the optimizer's state, and a missing gradient."""
         if not has_gradient:
             yield self._rows.leaf(info, f"state grad {name}", None)  # none of the backward's: `grad` is for these
         for key, value in dict(optimizer.state.get(parameter, {})).items():
@@ -174,7 +174,7 @@ class OptimizerSteps:
 
 
 def by_module(roots: RankRoots, optimizer: Any, loose: Loose | None = None) -> ModuleParameters:
-    """The optimizer's parameters by the watched module that holds them. What no module holds goes to `loose`."""
+    """The optimizer's parameters by the watched module that holds them. Parameters of no module go to `loose`."""
     found: ModuleParameters = {}
     searched = False
     owners = roots.parameters
@@ -218,7 +218,7 @@ class LowPrecisionState:
 
 
 def low_precision_states(optimizer: Any, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(what the optimizer calls it, tensor) of each state of a parameter in 16 bits or less."""
+    """(the optimizer's name of it, tensor) of each state of a parameter in 16 bits or less."""
     held = optimizer.state.get(parameter)
     for key, value in list(held.items()) if isinstance(held, dict) else ():
         if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize <= 2:

@@ -100,14 +100,14 @@ METHODS = (
     ReplacedMethod("recv_anysource", GroupCall.P2P, "recv", tensor=0, tag=1, returned=0),
     ReplacedMethod("monitored_barrier", GroupCall.BARRIER, "monitored_barrier"),
 )
-"""Of a process group."""
+"""The replaced methods of a process group."""
 _NOT_EVERYWHERE = {
     *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
     *("gather_single", "gather_into_tensor", "all_to_all_single"),
 }
-"""Of a torch that we know (2.5 to 2.15), some do not have these."""
+"""Some of the supported versions of torch (2.5 to 2.15) lack these."""
 WAIT = ReplacedMethod("wait", GroupCall.WAIT)
-"""Of a work."""
+"""The replaced method of a work."""
 
 
 class CollectivePatches:
@@ -121,7 +121,7 @@ class CollectivePatches:
         passed: PassedValues | None = None,
         late: LatePassed | None = None,
     ) -> None:
-        """`passed` gets what is not finite; None: nobody looks at what passes. `late` looks on a device."""
+        """`passed` gets the tensors that are not finite; None: tensors are not read. `late` reads those on a device."""
         self._groups = groups
         self._passed = passed
         self._late = late if passed is not None else None
@@ -130,7 +130,7 @@ class CollectivePatches:
         self._patches = PatchLedger(on_fault)
 
     def attach(self) -> None:
-        """Of this process's torch, if it was built with `torch.distributed`."""
+        """Replace the methods in this process's torch, if it was built with `torch.distributed`."""
         module = sys.modules.get("torch.distributed.distributed_c10d")
         if module is None:
             return
@@ -145,12 +145,12 @@ class CollectivePatches:
         self._note_after(module.ProcessGroup, "_end_coalescing", bundle_ended)
 
     def detach(self, failed: bool = False) -> None:
-        """Put back what was there, and take away what the table shows: it grows old. `failed`: the rank goes on."""
+        """Restore torch's methods and clear the table, which would become outdated. `failed`: the rank continues."""
         self._patches.undo()
         self._groups.clear(failed)
 
     def _fault(self, error: Exception) -> None:
-        """One error of ours is enough: this rank then shows nothing of its communication, rather than half of it."""
+        """Detach at the first error of ours: the table then shows no communication, rather than half of it."""
         self.detach(failed=True)
         self._on_fault("collectives", error)
 
@@ -236,7 +236,7 @@ class CollectivePatches:
             try:
                 result = before(self, *args, **kwargs)
             except BaseException:
-                with suppress(Exception):  # the error of the call is what goes on
+                with suppress(Exception):  # the error of the call is raised
                     groups.failed(place)
                 raise
             try:
@@ -253,7 +253,7 @@ class CollectivePatches:
             return lambda work, args: groups.waits_for(work)
 
         def begin(group: Any, args: tuple[Any, ...]) -> OperationPlace | None:
-            if method.tensor >= len(args):  # called with names: the group's own counter tells that it was
+            if method.tensor >= len(args):  # called with keywords: only the group's own counter counts it
                 return None
             tensor = args[method.tensor] if method.tensor >= 0 else None
             while tensor.__class__ is list:
@@ -274,7 +274,7 @@ class CollectivePatches:
     def _look_at_inputs(
         self, passed: PassedValues, place: OperationPlace, group: Any, method: ReplacedMethod, args: tuple[Any, ...]
     ) -> None:
-        """Look at what goes in, and remember where it will come out."""
+        """Read the inputs, and remember the output tensors."""
         is_root = place.root < 0 or place.root == group.rank()
         if 0 <= method.returned < len(args) and (is_root or not method.returned_at_root):
             place.outputs = refs_to(args[method.returned])
@@ -321,7 +321,7 @@ def _alive(place: OperationPlace) -> list[torch.Tensor]:
 def _named(call: Callable[..., Any], name: str, before: Any) -> FunctionType:
     """`call` in the place of `before`."""
     assert isinstance(call, FunctionType)
-    # pybind11 tells by its caller's name that a method's own override calls it, and then calls the base's
+    # pybind11 detects by its caller's name that an override calls it, and then calls the base's method
     code = call.__code__.replace(co_name=name)
     ours = FunctionType(code, call.__globals__, name, call.__defaults__, call.__closure__)
     ours.__doc__ = before.__doc__

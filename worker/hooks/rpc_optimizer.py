@@ -46,7 +46,7 @@ class ScriptedOptimizer:
     def __init__(self, name: str, parameters: list[torch.Tensor], settings: dict[str, Any]) -> None:
         self.gpuwatch_name = name
         self.state: dict[Any, Any] = {}
-        """TorchScript's own: not looked into."""
+        """Empty: the optimizer's state is inside of TorchScript, and is not read."""
         self.gradients: dict[int, torch.Tensor] = {}
         """id of a parameter -> the gradient that this step got. RPC does not put it into `.grad`."""
         self._parameters = [weakref.ref(parameter) for parameter in parameters]

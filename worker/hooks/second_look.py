@@ -1,10 +1,11 @@
-"""Looks at the module of an alarm once more: its weights, its shard of them, its buffers. It waits for the device.
+"""Reads the module of an alarm again: its weights, its own shard of them, and its buffers. It waits for the device.
 
-And at what the attributes of all modules hold: a value that one module leaves in an attribute and another takes out
-is in no frame.
+It also reads the attributes of all modules: no frame shows a value that one module leaves in an attribute and another
+takes out.
 
-A weight is read once per optimizer step, and a script may change it in between. The ranks of FSDP gather a weight from
-all of them, so only a rank's own shard tells whose it is. Called for the first alarm of a rank alone.
+A weight is read once per optimizer step, and a script may change it in between. Under FSDP every rank gathers a weight
+from all ranks, so only its own shard identifies the rank that a bad value belongs to. Called only for a rank's first
+alarm.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _CONTAINERS = (list, tuple, dict, deque)
 
 @dataclass(eq=False, repr=False)
 class SecondLook:
-    """Of one rank, at the module of its first alarm."""
+    """Reads the module of a rank's first alarm again."""
 
     _running: RunningCalls
     _policy: CompiledPolicy
@@ -74,12 +75,12 @@ class SecondLook:
         self._own = OwnPages(self._progress.recorder)
 
     def look(self, bad: NonFiniteRow) -> LookedAgain | None:
-        """At the module of an alarm; None if it is no module, or is gone and nothing is left."""
+        """Read the module of an alarm; None if it is no module, or is gone without a graph."""
         root, module = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)
         graph = without_modes(self._graph_of, bad)
-        if module is None:  # the script has ended, and the numbers came after that
+        if module is None:  # the numbers arrived after the script had ended
             return LookedAgain(same_step=False, graph=graph) if graph else None
-        self._late_passed.collect()  # what was read in that call is there, too
+        self._late_passed.collect()  # the readings of that call have arrived, too
         found = without_modes(_look_again, root, module)
         last = self._steps.last()
         same_step = self._progress.step == bad.page.step
@@ -114,7 +115,7 @@ class SecondLook:
         return next((each for each, info, name in owned if (info.root.id, info.name, info.cls, name) == place), None)
 
     def _own_code_of(self, bad: NonFiniteRow, module: torch.nn.Module) -> tuple[str, list[OwnCodeModule]]:
-        """(role, whose own code lies behind it) of the value that explains an alarm of a forward."""
+        """(role, the modules whose own code made it) of the value that explains an alarm of a forward."""
         page, frame = bad.page, bad.frame
         row = explaining_row(frame)
         # compiled code is one node, and the nodes of another thread have numbers of their own
@@ -135,7 +136,7 @@ class SecondLook:
         return row.role, sources_later(row, frame.module, graph, shown) if graph is not None else []
 
     def _graph_of(self, bad: NonFiniteRow) -> list[GraphNode]:
-        """What has used the tensor whose gradient is bad; empty for other rows, and where it is not known."""
+        """The nodes that used the tensor whose gradient is bad; empty for other rows, or if unknown."""
         if bad.frame.phase != "backward":
             return []
         known = (*self._gradients.graphs, *self._gradients.held)
@@ -154,8 +155,10 @@ class SecondLook:
         return graph_users(graphs, parameter) if parameter is not None else []
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:
-        """Weights that are not what they were when they were last read, the first few of them, and the first of those
-        that is not finite. Waits for a device."""
+        """The first few weights that changed since they were last read, and the first of these that is not finite.
+
+        Waits for a device.
+        """
         found: list[str] = []
         worst: BadWeight | None = None
         shown = self._weights_up_to(bad) if self._rows.device_buffer is not None else {}
@@ -168,7 +171,7 @@ class SecondLook:
             then = _extremes(numbers) if isinstance(numbers, TensorStats) else shown.get((info.name, role))
             if then is None or len(found) == _MOST_CHANGED or parameter.dtype not in FLOATS:
                 continue
-            if (version, step) != (version_of(parameter), self._progress.step):  # a step that nobody looked at
+            if (version, step) != (version_of(parameter), self._progress.step):  # not read after its last step
                 continue
             now = _extremes(measure(parameter))
             if now != then:
@@ -219,7 +222,7 @@ def _look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
 
 
 def _held(root: nn.Module) -> Iterator[HeldValue]:
-    """What attributes of all modules hold that is nan or +inf. A -inf is a mask's, a single inf a bound or a start."""
+    """nan or +inf in attributes of all modules. A -inf belongs to a mask, a single inf is a bound or a start value."""
     for name, module, key, tensor in islice(_attributes(root), _MOST_HELD):
         found = _found(tensor)
         if found not in ("", "finite", "-inf") and not (found == "+inf" and tensor.numel() == 1):
@@ -250,8 +253,8 @@ def _found(tensor: torch.Tensor) -> str:
 def _shards(root: nn.Module | None, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(parameter, this rank's part of it) of a module that FSDP2 shards.
 
-    Within a forward the module holds the whole parameter. The shard is known to the module that FSDP was applied to:
-    internals of torch 2.6 to 2.13, so whatever is missing there means that nothing is known.
+    Within a forward the module holds the whole parameter. The module that FSDP was applied to holds the shard, in
+    internals of torch 2.6 to 2.13. If one of these is missing, the shards are unknown.
     """
     for holder in root.modules() if root is not None else ():
         state: Any = getattr(holder, "_get_fsdp_state", None)

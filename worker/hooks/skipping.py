@@ -1,4 +1,4 @@
-"""Which batches and which roots are recorded, and what is recorded of a batch that is not."""
+"""Which batches and which roots are recorded, and the few rows kept of a skipped batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHAPE_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference
 
 @dataclass(eq=False, repr=False)
 class BatchSkipping:
-    """Of one rank. While a root runs that is not recorded, `root` is a weak reference to it; else None."""
+    """The skipped batches of one rank. `root` is a weak reference to a running root that is not recorded, else None."""
 
     _progress: RunProgress
     _roots: RankRoots
@@ -79,7 +79,7 @@ class BatchSkipping:
             return True
         made = isinstance(module, torch.fx.GraphModule) or type(module).__module__ == "torch._dynamo.utils"
         if made and _is_called_from("torch._functorch."):
-            return True  # torch.compile made it, of what is recorded as a graph
+            return True  # torch.compile made it from code that is recorded as a graph
         if _is_shape_inference():
             self.root, self._infers_shapes = weakref.ref(module), True
             return True
@@ -114,7 +114,7 @@ class BatchSkipping:
         return batch % 2 == 1 if self._cost is not None else batch % self._every != 0
 
     def take_cost(self) -> WatchCost | None:
-        """What watching costs (`--measure-cost`), once it is known."""
+        """The cost of watching (`--measure-cost`), once it is known."""
         found = self._cost.result(self._progress.where()) if self._cost is not None else None
         if found is not None:
             self._cost = None
@@ -139,7 +139,7 @@ class BatchSkipping:
         return False
 
     def ends(self, module: torch.nn.Module, output: Any) -> None:
-        """The skipped root has returned: record its output, and nothing else of it. May raise OverflowDetected."""
+        """Record only the output of the skipped root, which has returned. May raise OverflowDetected."""
         self.root = None
         inferred_shapes, self._infers_shapes = self._infers_shapes, False
         if output is None or inferred_shapes or self._cost is not None:
@@ -189,12 +189,12 @@ def _is_called_from(package: str, functions: tuple[str, ...] = ()) -> bool:
     return False
 
 
-# Which compiled regions are recorded, and what is said of those that are not.
+# Which compiled regions are recorded, and which event records the others.
 
 
 @dataclass(eq=False, repr=False)
 class CompiledPolicy:
-    """Of one rank."""
+    """Which compiled regions of one rank are recorded."""
 
     _running: RunningCalls
     _skipping: BatchSkipping
@@ -213,8 +213,8 @@ class CompiledPolicy:
         """Whether a compiled region is recorded: its `owner` is running, or no module outside of it is.
 
         `first` is the first module in it, and `owner` the one whose method is compiled. Others of its class may share
-        the graph: the one that runs is the one whose graph it is. Wrappers do not count. `known`: a graph of this class
-        is recorded already. The numbers of two that nothing outside tells apart could not be told apart.
+        the graph: a run belongs to the module that is running. Wrappers do not count. `known`: a graph of this class is
+        recorded already. Without a module outside that identifies the run, the numbers of two graphs would be mixed.
         """
         cls = class_of(first)
         inner = self._stack[-1] if self._stack else None
@@ -247,7 +247,7 @@ class CompiledPolicy:
                 tell(f"gpuwatch: {views.missing}")
 
     def not_looked_into(self, info: ModuleInfo | None, cls: str) -> None:
-        """Compiled code was not looked into: inside of this module, or, where none is known, of this class."""
+        """Record that no frame shows compiled code of this module, or, if the module is unknown, of this class."""
         self._note((info.name, info.cls, True) if info is not None else ("", cls, False))
 
     def _note(self, place: tuple[str, str, bool]) -> None:

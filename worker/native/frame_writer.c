@@ -103,7 +103,7 @@ static int output_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObjec
     return 1;
 }
 
-/* What the forward hook passes. */
+/* The arguments of the forward hook. */
 typedef struct {
     PyObject *info, *module, *args, *kwargs, *output, *page;
     int64_t parent, depth, phase, step;

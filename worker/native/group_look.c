@@ -1,4 +1,4 @@
-/* Looks at what passes between ranks: finite or not, and how large. Python is called for what is not finite only. */
+/* Reads the tensors that pass between ranks: finite or not, and how large. Calls Python only if one is not finite. */
 
 #include "group_look.h"
 
@@ -7,7 +7,7 @@
 
 typedef enum { NOWHERE, HERE, LATE } Looked;
 
-/* Where a tensor is looked at: here, by `late`, or not at all. */
+/* Who reads a tensor: this file, `late`, or nobody. */
 static Looked looked_at(const GroupWriter *self, PyObject *tensor, TensorView *view)
 {
     PyObject *type = (PyObject *)Py_TYPE(tensor);
@@ -90,7 +90,7 @@ static PyObject *tensor_at(const GroupWriter *self, PyObject *places, Py_ssize_t
     return tensor;
 }
 
-/* All of them that are looked at in one way, in a new list; what is looked at here is added to `look`, unless it is NULL.
+/* A new list of the tensors whose reader is `which`. Those that are read here are added to `look`, unless it is NULL.
    NULL with an exception set. */
 static PyObject *tensors_at(const GroupWriter *self, PyObject *places, Looked which, Look *look)
 {

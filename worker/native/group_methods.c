@@ -11,7 +11,7 @@
 typedef struct {
     PyObject_HEAD
     GroupWriter *writer;
-    PyObject *before, *name, *doc; /* before: what it calls */
+    PyObject *before, *name, *doc; /* before: the method that it calls */
     int call, is_rooted, given_at_root, returned_at_root; /* at root: no other rank gives, or is given, anything */
     int64_t operation;
     Py_ssize_t tensor, peer, tag, given, returned; /* positions of arguments, without the object; -1: none */
@@ -61,7 +61,7 @@ static int64_t integer_at(PyObject *const *args, Py_ssize_t given, Py_ssize_t po
     return position >= 0 && position + 1 < given && integer_from(args[position + 1], &number) ? number : otherwise;
 }
 
-/* Look at what goes in, and remember where it will come out. -1 with an exception set. */
+/* Read the inputs, and remember the output tensors. -1 with an exception set. */
 static int look_at_inputs(GroupMethod *self, PyObject *const *args, Py_ssize_t given, Place *place)
 {
     GroupWriter *writer = self->writer;
@@ -84,7 +84,7 @@ static int look_at_inputs(GroupMethod *self, PyObject *const *args, Py_ssize_t g
 /* As GroupTable's begin of the same call. `args` begins with the object. */
 static int begin(GroupMethod *self, PyObject *const *args, Py_ssize_t given, Place *place)
 {
-    if (given < 1 || self->tensor + 1 >= given) /* called with names: the group's own counter tells that it was */
+    if (given < 1 || self->tensor + 1 >= given) /* called with keywords: only the group's own counter counts it */
         return 0;
     if (self->call == CALL_WAIT)
         return waits_for(self->writer, args[0], place);
@@ -110,7 +110,7 @@ static int finish(GroupMethod *self, PyObject *object, PyObject *result, Place *
         return -1;
     if (self->call == CALL_WAIT || self->call == CALL_BARRIER)
         return ended(writer, place) < 0 ? -1 : look_at_outputs(writer, place);
-    /* nobody can wait for it alone: its backend has synchronised the stream, or it is one of a bundle of messages */
+    /* the script cannot wait for it alone: its backend has synchronised the stream, or it is one of a bundle of messages */
     const int has_no_work = result == Py_None || (self->call == CALL_P2P && place->message == NO_MESSAGE);
     if (has_no_work && look_at_issued(writer, place) < 0)
         return -1;
@@ -120,7 +120,7 @@ static int finish(GroupMethod *self, PyObject *object, PyObject *result, Place *
 static void note_failure(GroupMethod *self, const Place *place)
 {
     PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace); /* the error of the call is what goes on */
+    PyErr_Fetch(&type, &value, &trace); /* the error of the call is raised */
     if (failed(self->writer, place) < 0)
         PyErr_Clear();
     PyErr_Restore(type, value, trace);

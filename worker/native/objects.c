@@ -32,7 +32,7 @@ PyObject *wrong(const char *expected)
     return NULL;
 }
 
-/* The object of a weak reference, borrowed: somebody else holds it, or it is only compared. NULL if it is gone. */
+/* The object of a weak reference, borrowed: another owner holds it, or it is only compared. NULL if it is gone. */
 static PyObject *referent(PyObject *ref)
 {
     if (!PyWeakref_CheckRef(ref))

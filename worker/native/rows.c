@@ -136,7 +136,7 @@ static int plan_to_read(FrameWriter *self, Row *row)
     return in_storage >= 0;
 }
 
-/* What is remembered of a tensor: (ref, version, value, shape, dtype, kind, flags, high, meta, address on a device or 0) */
+/* The memory of a tensor: (ref, version, value, shape, dtype, kind, flags, high, meta, address on a device or 0) */
 static int is_memory(PyObject *seen)
 {
     return PyTuple_CheckExact(seen) && PyTuple_GET_SIZE(seen) == 10;

@@ -1,1 +1,1 @@
-"""On PYTHONPATH of every process below `gpuwatch run`. No module of the package: Python itself imports what is here."""
+"""On PYTHONPATH of every process below `gpuwatch run`. Python itself imports its modules: it is no part of gpuwatch."""

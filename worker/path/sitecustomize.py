@@ -14,7 +14,7 @@ _HERE = os.path.dirname(__file__)  # noqa: PTH120  # pathlib takes longer to imp
 
 
 class _AtTorch:
-    """A finder that finds nothing itself: once somebody looks for torch, gpuwatch comes in."""
+    """A finder that finds no module itself: at the first import of torch, it starts gpuwatch."""
 
     def find_spec(self, name: str, path: "list[str] | None" = None, target: object = None) -> object:
         if name != "torch":
@@ -79,7 +79,7 @@ def _tell(folder: str, error: Exception) -> None:
 sys.path[:] = [folder for folder in sys.path if folder != _HERE]
 _ON_PATH = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH100
 _OWN_PATH = [folder for folder in sys.path if folder not in _ON_PATH]
-"""What the script has not put there: its own folder comes after this."""
+"""Folders that the script did not put on sys.path; its own folder comes after these."""
 if _VARIABLE in os.environ:
     _finders.insert(0, _AtTorch())
 sys.path_importer_cache.pop(_HERE, None)

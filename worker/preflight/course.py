@@ -68,7 +68,7 @@ class PreflightRun:
         self._deadlines = deadlines
         self._say = say
         self._failure: RankStepReport | None = None
-        """This rank cannot go on. It only tells the others: its coordinator died or hung, or gpuwatch has an error."""
+        """This rank cannot continue and only reports why: its coordinator died or hung, or gpuwatch has an error."""
         self._next = "arrive"
         self._prefix = f"gpuwatch/{settings.round}"
         self._parts = RankTests(identity, settings, deadlines, self._prefix, script)
@@ -78,7 +78,7 @@ class PreflightRun:
         self._began = began
 
     def tell_others(self, step: str, report: RankStepReport) -> None:
-        """Have `run` do no more than to tell the other ranks, in this step."""
+        """Make `run` only report to the other ranks in this step."""
         self._next, self._failure = step, report
 
     def run(self) -> None:
@@ -90,7 +90,7 @@ class PreflightRun:
             while now.next:
                 now = self._take_softly(now, inventory)
             self._leave(now)
-        except ForeignValue as foreign:  # it accuses nobody of this job
+        except ForeignValue as foreign:  # it blames no rank of this job
             now = replace(now, findings=[*now.findings, foreign_finding(now.next, str(foreign))])
         except StoreLost as lost:
             now = self._end_alone(now, self._lost(now.next, lost))
@@ -268,7 +268,7 @@ class PreflightRun:
         return StepConclusion(findings=[*now.findings, finding], outcomes=[*others, own])
 
     def _lost(self, step: str, lost: StoreLost) -> PreflightFinding:
-        """The finding of a rank that lost the store. It cannot tell which side of the link is broken."""
+        """The finding of a rank that lost the store. The rank does not know which side of the link is broken."""
         me, stage = self._me, stage_of(step)
         host = self._parts.facts.host or host_name()
         where = f"{me.master_addr}:{me.master_port}"

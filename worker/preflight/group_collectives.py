@@ -67,7 +67,7 @@ def join(
         _set_up_nccl()
     ready = PrefixStore("ready", store)
     ready.set(str(rank), "")
-    # A rank whose device hangs does not come; without this, NCCL would only fail to connect.
+    # A rank whose device hangs does not arrive; without this, NCCL would only fail to connect.
     _wait_for(ready, ranks, deadline, "did not come to the process group")
     limit_s = left_s(deadline)
 
@@ -230,7 +230,7 @@ def exchange(group: GroupCollectives, name: str, mine: RankVote) -> dict[int, Ra
 
 
 def _vote(group: GroupCollectives) -> RankVote:
-    """Run the collectives: what this rank received."""
+    """Run the collectives. Returns the numbers that this rank received."""
     group.say("all_reduce")
     error = sum_error(group, group.ranks)
     group.say("all_gather")

@@ -30,7 +30,7 @@ class StoreLost(Exception):
 
 
 class ForeignValue(StoreLost):
-    """Somebody without the job's key writes into the store."""
+    """A process without the job's key writes into the store."""
 
 
 class NoConclusion(Exception):
@@ -46,7 +46,7 @@ class MetReports:
     leader_failed: bool = False
     """Rank 0 gave no conclusion, and a deputy reads the reports."""
     foreign: dict[int, str] = field(default_factory=dict)
-    """Ranks in whose place somebody without the job's key has written, and what is to be said of it."""
+    """Rank -> message: a process without the job's key has written in the place of this rank."""
 
 
 def connect(identity: RankIdentity, timeout_s: float) -> Any:

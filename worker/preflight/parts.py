@@ -47,7 +47,7 @@ def perform(test: Callable[..., Any], say: Say) -> Any:
 def look_at_health(
     uuid: str, rank: int, host: str, thresholds: str, deadline_s: float, device: torch.device
 ) -> HealthResult:
-    """What the driver reports of a GPU. `device` is the rank's own. On the CPU there is no load."""
+    """The driver's report of a GPU. `device` is the rank's own. On the CPU there is no load."""
     load = cuda_load(device.index) if device.type == "cuda" else None
     return check_health(uuid, rank, host, thresholds, deadline_s, load)
 
@@ -95,7 +95,7 @@ class RankTests:
         self.child.close()
 
     def inventory(self) -> RankStepReport:
-        """What this rank runs on. Fails if the child hangs or dies when it reads the GPU; other errors are unknown."""
+        """The rank's inventory. Fails if the child hangs or dies when it reads the GPU; other errors are unknown."""
         facts = gather(self.identity, self.script)
         self.facts = replace(facts, device=facts.device or "cpu")
         if facts.device == "cpu":
@@ -119,7 +119,7 @@ class RankTests:
         return torch.device(self.facts.device)
 
     def health(self) -> RankStepReport:
-        """What the driver reports of this rank's GPU. Values that cannot be read are unknown."""
+        """The driver's report of this rank's GPU. Values that cannot be read are unknown."""
         me, deadline_s = self.identity, self.deadlines.work("health")
         uuid = gpu_of_rank(self.facts.uuid, me.local_rank, os.environ)
         if not uuid and self.facts.device == "cpu":

@@ -28,7 +28,7 @@ from ..session import WorkerSession
 from .steps import Line, PreflightEnd, StageDeadlines, StageProgress, parse
 
 _MARGIN_S = 5.0
-"""Time for a coordinator to notice that one of its tests has hung, and to kill it."""
+"""Time for a coordinator to detect that one of its tests hangs, and to kill it."""
 _TELLER_S = 30.0
 """Time for a second coordinator to import torch and to connect to the store."""
 MOST_WRITTEN = 100
@@ -198,7 +198,7 @@ def _decide(session: WorkerSession, identity: RankIdentity, concluded: Preflight
 
 
 def _sentence(failures: list[PreflightFinding], *, check_only: bool) -> str:
-    """What this rank prints: the first failure."""
+    """The first failure, which this rank prints."""
     first = failures[0]
     more = f" (and {len(failures) - 1} more)" if failures[1:] else ""
     way_out = (

@@ -59,7 +59,7 @@ class TestEnding:
     """For `raised`: an error of gpuwatch's own test, of a type that neither torch nor the system raises."""
     said: str = ""
     value: Any = None
-    """For `ok`: what the test returned."""
+    """For `ok`: the result of the test."""
     output: str = ""
     """The end of the child's output in this test, if the test failed."""
 

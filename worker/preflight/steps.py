@@ -1,4 +1,4 @@
-"""The steps of a preflight: their order, how long each may take, and what is said in them. Pure.
+"""The steps of a preflight: their order, their deadlines, and their messages. Pure.
 
 A step is what the ranks do between two meetings. A stage, which the user sees, has one or more steps:
 
@@ -163,7 +163,7 @@ def parse(line: bytes) -> Line | None:
         return None
 
 
-# What a rank reports to the others in one step, and the conclusion that all of them get.
+# A rank's report to the others in one step, and the conclusion that all of them get.
 
 Kind = Literal["ok", "raised", "died", "hung", "fallen", "fault", "foreign", "idle"]
 """`fallen`: the rank's coordinator itself died or hung. `fault`: an error of gpuwatch. `idle`: the rank had no part."""
@@ -182,7 +182,7 @@ class RankAttendance(msgspec.Struct, frozen=True):
 
 
 class ComputeResult(msgspec.Struct, frozen=True):
-    """What one rank computed. Ranks with the same `device_type` must have the same bits."""
+    """The results of one rank. Ranks with the same `device_type` must have the same bits."""
 
     digest: str
     milliseconds: float
@@ -200,7 +200,7 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 
 
 class RankMeasurements(msgspec.Struct, frozen=True):
-    """What one rank measured. `links` are the links whose first rank it is."""
+    """The measurements of one rank. `links` are the links whose first rank it is."""
 
     rows: list[BandwidthRow]
     links: list[LinkSpeed] = []

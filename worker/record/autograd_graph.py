@@ -1,9 +1,9 @@
-"""Which autograd nodes each module call of one forward has made: torch numbers its nodes in the order of their making.
+"""Which autograd nodes each module call of one forward made: torch numbers its nodes in the order of creation.
 
     call of `norm`     nodes 4 to 5     NativeLayerNormBackward0
     call of `block`    nodes 4 to 9     ..., AddBackward0: the block's own code
 
-Two integers are taken for each call, and the graph itself is looked at only when there is an alarm.
+Each call records two integers. The graph itself is read only after an alarm.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ next_node: Callable[[], int] = name_in_torch("torch.autograd._get_sequence_nr", 
 
 
 MOST_NODES = 200_000
-"""Nodes of a graph that are looked at."""
+"""The most nodes of a graph that are read."""
 
 
 def shapes_of(node: Any) -> list[tuple[int, ...]]:
@@ -88,7 +88,7 @@ class AutogradGraph(NamedTuple):
     """The nodes at which the backward has begun."""
     calls: GraphCalls
     within: Any = None
-    """The node whose own backward has begun it: that of a reentrant activation checkpoint."""
+    """The node whose own backward began this one: the node of a reentrant activation checkpoint."""
     kept: bool = False
     """The backward leaves it as it is, or a part of it: the script may go back through it again."""
 
@@ -137,15 +137,15 @@ def outwards(start: FrameType, found: Callable[[FrameType], bool]) -> FrameType 
 
 # Whether a graph may be kept beyond its batch, until the numbers of its gradients have arrived from a device.
 #
-# A backward frees the tensors that its nodes have saved. What is left of them are names, shapes and edges: about 1 kB a
-# node. Three things would keep memory of the script's alive while the next batch needs it, so that a graph with one of
-# them is let go of when that begins:
+# A backward frees the tensors that its nodes have saved. Names, shapes and edges remain: about 1 kB a node. Three
+# things would keep the script's memory alive while the next batch needs it, so a graph with one of them is dropped when
+# that batch begins:
 #
 # - the script keeps the graph (retain_graph), or has gone back through a part of it: saved tensors are still there;
 # - a torch.autograd.Function keeps more than plain numbers on its `ctx`: `ctx.x = x` is freed with the node;
-# - a leaf is no parameter: a node holds what a reentrant checkpoint was handed, or an input that has a gradient.
+# - a leaf is no parameter: a node holds the input of a reentrant checkpoint, or an input that has a gradient.
 #
-# To look at all nodes takes about a microsecond for each. A model is looked at once, and again in one of 64 batches.
+# Reading all nodes takes about a microsecond for each. A model is checked once, and again in one of 64 batches.
 
 _AGAIN = 64
 _MOST_KNOWN = 256
@@ -155,7 +155,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, type, torch.dtype, torch.d
 
 
 class GraphHold:
-    """What is known of the graphs of a rank's models."""
+    """Which graphs of a rank's models may be kept after their backward."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], tuple[bool, int]] = {}
@@ -219,10 +219,10 @@ class _LeftGradient(NamedTuple):
 class LeftGradients:
     """What was in `.grad` before the first backward that was watched, for parameters that had a gradient then.
 
-    An earlier backward has left it, or the script, or a notebook's cell that is run again. A backward adds to what is
-    in `.grad`: a nan that was there is in the sum, and looks as if that backward had made it. Whether one was there is
-    computed once for each parameter, on its own device and without waiting for it, when its module is called for the
-    first time. It counts if the backward has found that very tensor, unchanged.
+    An earlier backward left it, or the script, or a notebook's cell that is run again. A backward adds to `.grad`: an
+    old nan is in the sum, and looks as if that backward had made it. Each parameter's old gradient is checked once, on
+    its own device and without waiting, when its module is called for the first time. The result counts if the backward
+    found that very tensor, unchanged.
     """
 
     def __init__(self) -> None:

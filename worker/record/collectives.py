@@ -1,8 +1,8 @@
-"""What this rank has issued on its process groups: the only clock that ranks share.
+"""The operations that this rank has issued on its process groups: the only clock that ranks share.
 
-`issued` counts everything, sends and receives too: between two places on this rank it tells whether a value can have
-come from another one. It is a sum, and says nothing about the order of two ranks. For that there is a moment for each
-of its numbers: the collectives on each group, and the messages to and from each peer.
+`issued` counts all operations, sends and receives too. If it grew between two places on this rank, a value may have
+arrived from another rank. It is a sum and does not order two ranks. For that, each of its values has a moment: the
+collectives on each group, and the messages to and from each peer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MOST_MOMENTS = 2048
 
 
 class _MomentHistory:
-    """The moments of this process, and what they are made of."""
+    """The moments of this process, and the counters that they are made from."""
 
     def __init__(self) -> None:
         self.seq = -1
-        """What `issued` has returned last."""
+        """The last result of `issued`."""
         self.groups = 0
-        """How many groups there were then."""
+        """The number of groups then."""
         self.moments: deque[IssuedMoment] = deque(maxlen=_MOST_MOMENTS)
         self.table: Callable[[], GroupTable | None] = lambda: None
         self.silent: dict[int, weakref.ref[Any]] = {}
@@ -43,12 +43,12 @@ _history = _MomentHistory()
 
 
 def count_with(table: GroupTable) -> None:
-    """From now on `table` tells collectives from messages."""
+    """Use `table` from now on to distinguish collectives from messages."""
     _history.table = weakref.ref(table)
 
 
 def issued() -> int:
-    """Sum of what was issued on all process groups that count; -1 if there is none. Takes about 0.2 us a group.
+    """Number of operations issued on all process groups that count; -1 if there is none. Takes about 0.2 us a group.
 
     Each group counts its own (`ProcessGroup._get_sequence_number_for_group`), including the bucket reductions of DDP.
     A receive counts once more when it has ended.
@@ -58,7 +58,7 @@ def issued() -> int:
         return -1
     history = _history
     try:
-        groups = module._pg_map  # what `_world.pg_map` returns, without the call of a property
+        groups = module._pg_map  # as `_world.pg_map`, without the call of a property
         if not groups:
             return -1
         number = len(groups)
@@ -90,7 +90,7 @@ def clock() -> dict[str, int]:
 
 
 def moment(seq: int) -> IssuedMoment:
-    """What had been issued when `issued` returned `seq`; without counts if that is not known any more."""
+    """The counts when `issued` returned `seq`; without counts if they are not kept any more."""
     found = next((one for one in reversed(_history.moments) if one.seq == seq), None)
     return found if found is not None else IssuedMoment(seq)
 
@@ -159,12 +159,12 @@ PeerCounts = dict[str, dict[int, int]]
 ANYONE = -1
 NO_MESSAGE = -1
 MOST_PENDING = 1024
-"""Operations that nobody waits for: beyond this many the oldest are forgotten."""
+"""The most operations that are kept until the script waits for them; beyond that the oldest are dropped."""
 _SEND = OPERATIONS.index("send")
 
 
 def message_of(message: int) -> tuple[int, int, int]:
-    """(number, rank of the peer in the group or ANYONE, tag) of what `GroupMessages.begun` has returned."""
+    """(number, rank of the peer in the group or ANYONE, tag) of a result of `GroupMessages.begun`."""
     return message >> 41, (message >> 1 & 0xF_FFFF) - 1, message >> 21 & 0xF_FFFF
 
 
@@ -184,14 +184,14 @@ class GroupMessages:
         self._bundle: dict[int, list[int]] = {}
         """Slot -> the messages of the bundle that it has begun."""
         self._bundles: dict[int, list[int]] = {}
-        """Those that somebody may wait for, by what `bundle_ended` has returned."""
+        """Result of `bundle_ended` -> messages of a bundle that the script may wait for."""
         self._last_bundle = NO_MESSAGE
         self._outputs: dict[int, list[tuple[Any, ...]]] = {}
-        """Slot, or what `bundle_ended` has returned -> what comes out once somebody has waited for that bundle."""
+        """Slot, or a result of `bundle_ended` -> outputs that are written when the script has waited for the bundle."""
         self.on_bundle: Callable[[tuple[Any, ...]], None] | None = None
-        """Called with each of those."""
+        """Called with each of these outputs."""
         self.received = 0
-        """In all groups that this process has been in."""
+        """Receives that have ended, in all groups that this process has been in."""
 
     def by_peer(self, slots: Mapping[int, GroupSlot]) -> tuple[PeerCounts, PeerCounts]:
         """(sends begun, receives that have ended) of the groups in these slots."""
@@ -221,11 +221,11 @@ class GroupMessages:
         message = (number & 0x3F_FFFF) << 41 | tag << 21 | (peer + 1 & 0xF_FFFF) << 1 | is_sent
         if bundle is None:
             return message
-        bundle.append(message)  # nobody waits for it alone
+        bundle.append(message)  # the script cannot wait for it alone
         return NO_MESSAGE
 
     def waited_for(self, slot: int, message: int) -> None:
-        """Somebody has waited for a message, or for a bundle of them; count what was received."""
+        """Count received messages, after the script has waited for a message or a bundle."""
         if message < NO_MESSAGE:
             for one in self._bundles.pop(message, ()):
                 self.waited_for(slot, one)
@@ -251,14 +251,14 @@ class GroupMessages:
         return messages[-1] if messages else NO_MESSAGE
 
     def keep_in_bundle(self, slot: int, outputs: tuple[Any, ...]) -> bool:
-        """Have `on_bundle` called with this once somebody has waited for the bundle. False if there is none."""
+        """Call `on_bundle` with this once the script has waited for the bundle. False if there is none."""
         if slot not in self._bundle:
             return False
         self._outputs.setdefault(slot, []).append(outputs)
         return True
 
     def bundle_ended(self, slot: int, has_work: bool) -> int:
-        """Returns an integer for `waited_for`; NO_MESSAGE if nothing is to be waited for."""
+        """Returns an integer for `waited_for`; NO_MESSAGE if there is nothing to wait for."""
         messages, outputs = self._bundle.pop(slot, None), self._outputs.pop(slot, None)
         if not (messages or outputs) or not has_work:
             return NO_MESSAGE

@@ -1,7 +1,7 @@
-"""What a rank reads on a device for its rows, and whether a mask is -inf throughout in one of its rows.
+"""Readings of a rank on a device, and whether a row of a mask is -inf throughout.
 
-Softmax makes nan of such a row. On a device the mask is gone when that is known: each call looks at those of its
-arguments that have held -inf in an earlier batch.
+Softmax turns such a row into nan. On a device the mask is gone when the numbers arrive, so each call reads those of its
+arguments that held -inf in an earlier batch.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class DeviceRows:
         return found
 
     def passed_on(self, device: torch.device) -> PassedReadings | None:
-        """What reads tensors on a device that pass between ranks; None if they cannot be read."""
+        """The reader of tensors on a device that pass between ranks; None if they cannot be read."""
         buffer = self._buffer_on(device)
         return buffer.passed if buffer is not None else None
 
     def _buffer_for(self, device: torch.device) -> DeviceStatsBuffer | None:
-        """The buffer for tensors on a device; None if they cannot be read. What was read before may be sent now."""
+        """The buffer for tensors on a device; None if they cannot be read. Earlier readings may be sent now."""
         buffer = self._buffer_on(device)
         if buffer is not None:
             self._send_before_a_collective(buffer)
@@ -120,7 +120,7 @@ class DeviceRows:
         return self.device_buffer
 
     def _send_before_a_collective(self, buffer: DeviceStatsBuffer) -> None:
-        """If a collective was issued since, it may hang: send now what was read before it."""
+        """Send the earlier readings if a collective was issued since: it may hang."""
         seq = issued()
         if seq != self._seq:
             self._seq = seq
@@ -168,16 +168,16 @@ class LateMasks:
         self._pages_left = _MOST_PAGES
         self._closed: dict[ClosedMask, None] = {}
         self.slots: set[int] = set()
-        """Of arguments that have held -inf and nothing else that is not finite."""
+        """Slots of arguments whose only values that are not finite were -inf."""
 
     def learn(self, own: OwnPages, page: OpenPage) -> None:
-        """Numbers of a page have come, and some are not finite: its masks are looked at from now on."""
+        """Read this page's masks from now on: some of its numbers, which have arrived, are not finite."""
         if self._pages_left:
             self._pages_left -= 1
             self.slots |= slots_of_masks(own, page, self._rows.argument_slots)
 
     def look(self, info: ModuleInfo, page: OpenPage, args: Any, kwargs: Any) -> None:
-        """Start to read whether a mask that a call was handed has such a row. Waits for nothing."""
+        """Start to read whether a mask among a call's arguments has such a row. Does not wait."""
         roles = {role for role, slot in info.slots.items() if slot in self.slots}
         for role, leaf in inputs_of(args, kwargs) if roles else ():
             if role in roles and type(leaf) is torch.Tensor and is_on_device(leaf) and _has_rows(leaf):
@@ -190,7 +190,7 @@ class LateMasks:
         try:
             readings.read([mask.detach().amax(-1).amin()], about)
         except Exception:
-            self.slots, self._pages_left = set(), 0  # one error is enough: no mask is looked at from now on
+            self.slots, self._pages_left = set(), 0  # after one error no mask is read any more
             raise
 
     def note(self, closed: ClosedMask) -> None:
@@ -200,7 +200,7 @@ class LateMasks:
         self._closed[closed] = None
 
     def closed_in(self, page: int, module: str) -> list[str]:
-        """The roles of such masks that the calls of a module in a page were handed."""
+        """The roles of such masks among the arguments of a module's calls in a page."""
         return [each.role for each in self._closed if (each.page, each.module) == (page, module)]
 
 

@@ -1,13 +1,13 @@
-"""Whose own code lies between a bad value of a forward and the tensors that frames show, as autograd's graph has it.
+"""Whose own code lies between a bad value of a forward and the tensors that frames show, from autograd's graph.
 
-A frame shows what a call was handed and what it returned. What goes from one module to another by an attribute, a list
-that is appended to or a closure, no frame shows, and the module that takes it out looks like its maker:
+A frame shows the arguments and results of a call. No frame shows a tensor that goes from one module to another through
+an attribute, a list or a closure, and the module that takes it out looks like its maker:
 
-    x + encoder.kept    x was handed to this call; encoder.kept was made by MulBackward0 of `encoder`, and not returned
+    x + encoder.kept    x is an argument of a call; encoder.kept was made by MulBackward0 of `encoder`, not returned
 
-The graph is followed from the bad tensor backwards, up to what frames show. While the forward runs, its tensors are at
-hand. When its numbers have come later, from a device, the graph of its backward is, and shapes tell whose a node is.
-Called for the first alarm of a rank alone.
+The search follows the graph backwards from the bad tensor, up to tensors that frames show. While the forward runs,
+its tensors are available. If the numbers arrive later, from a device, only the graph of its backward is, and shapes
+identify the call of a node. Called only for the first alarm of a rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ShownTensors(NamedTuple):
 
     handed: Mapping[str, int]
     returned: Mapping[str, int]
-    """Without those that a call inside of it has returned, or that it was handed."""
+    """Without its arguments, and without the results of calls inside of it."""
 
 
 def shown_in(frames: Iterable[Frame]) -> ShownTensors:
@@ -58,7 +58,7 @@ def shown_in(frames: Iterable[Frame]) -> ShownTensors:
 
 
 def explaining_row(frame: Frame) -> Row | None:
-    """The row that explains an alarm of a forward: a bad argument before what the call returned."""
+    """The row that explains an alarm of a forward: the first bad one. Arguments come before results."""
     bad = [row for row in frame.rows if not row.finite and row.role_kind in _KINDS]
     return next((row for row in bad if not row.only_neginf), bad[0] if bad else None)
 
@@ -72,11 +72,11 @@ def sources_now(
     running: Sequence[ModuleInfo],
     shown: ShownTensors,
 ) -> list[OwnCodeModule]:
-    """Of a row of a call of `module`, which has this name, in the forward that is running.
+    """The sources of a row of a call of `module`, which is called `named`, in the forward that is running.
 
-    `hook` is the code of the hook that torch has called now; it has the arguments and results of a call that has just
-    returned. That is the call of `module`, or one around it, which showed that the value leads somewhere. `calls` are
-    those that have returned, `running` those that have not, the outermost first. Empty if the graph does not tell.
+    `hook` is the code of the hook that torch is calling; its frame has the arguments and results of a call that has
+    just returned. That is the call of `module`, or one around it, which showed that the value spread. `calls` have
+    returned, `running` have not, the outermost first. Empty if the graph does not show the sources.
     """
     frame = outwards(sys._getframe(), lambda frame: frame.f_code is hook)
     if frame is None:
@@ -97,12 +97,12 @@ def sources_now(
     tensor = next((leaf for role, leaf in [*arguments, *outputs] if role == row.role), None)
     if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is None:
         return []
-    exact = ShownTensors({}, shown.returned)  # what this call and those around it were handed is known
+    exact = ShownTensors({}, shown.returned)  # the arguments of this call and those around it are known
     return _GraphSources(whole, [tensor.grad_fn], exact, handed).of(tensor.grad_fn)
 
 
 def sources_later(row: Row, module: str, graph: AutogradGraph, shown: ShownTensors) -> list[OwnCodeModule]:
-    """Of a row of a call of the module of this name, from the graph of its batch's backward."""
+    """The sources of a row of a call of the module of this name, from the graph of its batch's backward."""
     sources = _GraphSources(graph.calls, graph.roots, shown, set())
     start = sources.node_of(row, module)
     return sources.of(start) if start is not None else []
@@ -131,7 +131,7 @@ class _GraphSources:
                 self._shown |= {node for node in nodes if self._is_of_caller(node, name)}
 
     def _is_of_caller(self, node: Any, module: str) -> bool:
-        """Whether the own code of a module around made a node, as it makes what it hands to a call."""
+        """Whether the own code of a module around the call made a node, as for an argument of the call."""
         made = self._call(node)
         return made is None or made.info.name == "" or module.startswith(f"{made.info.name}.")
 
@@ -183,7 +183,7 @@ def _is_in(node: Any, call: NodesOfCall) -> bool:
 
 
 def _arguments(running: Sequence[ModuleInfo]) -> set[Any]:
-    """The nodes that made what the running calls were handed: it will be in their frames."""
+    """The nodes that made the arguments of the running calls, which will be in their frames."""
     modules = {id(info.ref()) for info in running}
     found: set[Any] = set()
     frame: FrameType | None = sys._getframe()

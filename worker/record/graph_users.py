@@ -1,12 +1,12 @@
-"""What has used a tensor whose gradient is bad, as autograd's graph has it. Called for the first alarm of a rank alone.
+"""Which nodes of autograd's graph used a tensor whose gradient is bad. Called only for the first alarm of a rank.
 
-The gradient of a tensor is the sum of what its users' backwards make. A module's frame shows which calls were handed
-a tensor, and not whether the code between the calls has used it as well. The graph shows both:
+The gradient of a tensor is the sum of the gradients that its users' backwards make. Frames show which calls took a
+tensor as an argument, but not whether the code between the calls used it as well. The graph shows both:
 
 x + f(norm(x))     x is used by NativeLayerNormBackward0 of `norm`, and by AddBackward0 of the block's own code
 
-The graph is followed from the tensor towards the loss, up to tensors that modules have returned: there are frames of
-their gradients. What the numbers in those frames then exclude is for the collector to say.
+The search follows the graph from the tensor towards the loss, up to tensors that modules returned: their gradients have
+frames. The collector decides which causes the numbers in those frames exclude.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _PASSES = re.compile(
     "SplitWithSizes|Squeeze|Stack|Sum|Swapaxes|T|Transpose|Unbind|UnsafeSplit|UnsafeView|Unsqueeze|View|Where)"
     "Backward[0-9]"
 )
-"""Operations whose backward moves or masks gradients: of finite ones it makes finite ones."""
+"""Operations whose backward moves or masks gradients: finite gradients stay finite."""
 _PRODUCT = "MulBackward0"
 _SUMS = frozenset(("AddBackward0", "SubBackward0"))
-"""They pass gradients on, unless they multiply by an alpha, or sum over what they have repeated (broadcasting)."""
+"""They pass gradients on, unless they multiply by an alpha, or sum over repeated elements (broadcasting)."""
 
 
 class BadOutput(NamedTuple):
-    """An output whose gradient is bad, and what is known of it to find its node."""
+    """An output whose gradient is bad, with the facts that identify its node."""
 
     module: int
     """The id of the module that returned it."""
     shape: tuple[int, ...] | None
     """None if it is not known."""
     is_only_one: bool
-    """The module returned nothing else. Of several outputs one may be used in the call itself, and nowhere else."""
+    """The module returned nothing else. If it returned several tensors, one may be used only inside the call itself."""
     maker: Any
-    """The node that is making the gradient now; None if its numbers have come later, from a device."""
+    """The node that is making the gradient now; None if the numbers arrived later, from a device."""
 
 
 def graph_users(graphs: Sequence[AutogradGraph], tensor: torch.Tensor | BadOutput) -> list[GraphNode]:
-    """What leads from the bad gradient of `tensor`, a parameter or an output, to the gradients above it.
+    """The nodes from the bad gradient of `tensor`, a parameter or an output, to the gradients above it.
 
-    Empty if that is not known. The first node is the one that has made the tensor. Each node names those that have used
-    what it returned by their positions in the list. `graphs` are those of one batch.
+    Empty if unknown. The first node made the tensor. Each node lists the positions of the nodes that used its outputs.
+    `graphs` are those of one batch.
     """
     users = _GraphUsers(graphs)
     made = users.of_output(tensor) if isinstance(tensor, BadOutput) else users.of_parameter(tensor)
@@ -59,13 +59,13 @@ def graph_users(graphs: Sequence[AutogradGraph], tensor: torch.Tensor | BadOutpu
 
 
 class _GraphUsers:
-    """The nodes of one batch's graphs, and what has used what each of them returned."""
+    """The nodes of one batch's graphs, and the users of each node's outputs."""
 
     def __init__(self, graphs: Sequence[AutogradGraph]) -> None:
         self._calls: dict[Any, GraphCalls] = {}
         """Node -> the calls among which it was made."""
         self._users: dict[Any, list[tuple[Any, int]]] = {}
-        """Node -> (node that has used it, which of its outputs that one used)."""
+        """Node -> (a node that used it, index of the output that was used)."""
         self._copied: dict[Any, Any] = {}
         """Node of a copy that a checkpoint has made -> the node that made the original."""
         self._roots = {root for graph in graphs for root in graph.roots}
@@ -91,7 +91,7 @@ class _GraphUsers:
                 self._users[used].append((node, output))
 
     def _join(self, graph: AutogradGraph) -> None:
-        """A checkpoint has run a stretch again, on a copy of what it was handed, and goes back through that."""
+        """Join the graph of a stretch that a checkpoint ran again, on a copy of its inputs, to the graph around it."""
         begun = graph.within
         leaves = [
             node
@@ -134,7 +134,7 @@ class _GraphUsers:
         return call.info.id if call is not None else -1
 
     def _is_output(self, node: Any) -> bool:
-        """Whether what the node returned was used outside of its call, or began the backward."""
+        """Whether the node's result was used outside of its call, or began the backward."""
         call, calls = self._call(node), self._calls[node]
         if node in self._roots and not self._users[node]:
             return True
@@ -143,10 +143,10 @@ class _GraphUsers:
             for user, _ in self._users[node]
         )
 
-    # -- what has used it ---------------------------------------------------------------------------------------
+    # -- users of a node ----------------------------------------------------------------------------------------
 
     def towards_the_loss(self, made: Any) -> list[GraphNode]:
-        """The nodes from one up to outputs of calls; empty if that is not known."""
+        """The nodes from `made` up to outputs of calls; empty if unknown."""
         if len({output for _, output in self._users[made]}) > 1:
             return []  # it returned several tensors, and which of their gradients is bad is not known
         order = [made]
@@ -180,7 +180,7 @@ class _GraphUsers:
         return told
 
     def _operands(self, node: Any, made: Any) -> list[str]:
-        """The modules that returned what a node was handed. `made` is known to have returned an output."""
+        """The modules that returned the inputs of a node. `made` is known to have returned an output."""
         found = []
         for each, _ in node.next_functions:
             used = self._copied.get(each, each)
@@ -200,12 +200,12 @@ def _passes(node: Any) -> bool:
 
 
 def _keeps_shape(node: Any) -> bool:
-    """Whether what a node was handed has the shape of what it returned: nothing was repeated."""
+    """Whether the inputs of a node have the shape of its result: no element was repeated."""
     shapes = [_shape(used, output) for used, output in node.next_functions if used is not None]
     return all(shape is not None and shape == _shape(node, 0) for shape in shapes)
 
 
 def _shape(node: Any, output: int) -> tuple[int, ...] | None:
-    """The shape of what a node returned; None if torch does not tell."""
+    """The shape of a node's result; None if torch does not report it."""
     shapes = shapes_of(node)
     return shapes[output] if output < len(shapes) else None

@@ -32,7 +32,7 @@ _COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), i
 
 
 class GroupCall(IntEnum):
-    """What a method of a process group, or of a work, does."""
+    """The kind of a method of a process group, or of a work."""
 
     COLLECTIVE = 0
     P2P = 1
@@ -71,15 +71,15 @@ class OperationPlace:
     slot: GroupSlot
     number: int
     message: int = NO_MESSAGE
-    """What `GroupMessages.begun` has returned."""
+    """The result of `GroupMessages.begun`."""
     operation: int = 0
     root: int = -1
     given: tuple[int, int] = (-1, 0)
     """passed.Look"""
     late: Any = None
-    """What LatePassed.look has returned of what goes in."""
+    """The result of LatePassed.look for the inputs."""
     outputs: list[weakref.ref[Any]] = field(default_factory=list)
-    """The tensors that it writes into, as far as they are looked at."""
+    """Those of its output tensors that can be read."""
 
 
 def described(tensor: Any) -> tuple[int, int]:
@@ -106,13 +106,13 @@ class GroupTable:
         """id of a work -> (weak reference, place)"""
         self.messages = GroupMessages()
         self._beside: dict[str, int] = {}
-        """Name of a group -> what its own counter has counted and is no collective, when the table was taken away."""
+        """Name of a group -> count of its own counter that was no collective, when the table was cleared."""
         self._failed = False
 
     def count_of(self, group: Any) -> int:
-        """How many collectives were issued on a group; -1 if that is not known. Sends and receives are none.
+        """How many collectives were issued on a group; -1 if unknown. Sends and receives do not count.
 
-        RuntimeError: its backend counts nothing.
+        Raises RuntimeError if the group's backend has no counter.
         """
         counted = int(group._get_sequence_number_for_group())
         if self._failed:
@@ -135,9 +135,9 @@ class GroupTable:
         return self.messages.by_peer(slots)
 
     def clear(self, failed: bool = False) -> None:
-        """Show nothing any more. In a process that was forked, nothing: the table is its parent's.
+        """Clear the table. A forked process leaves the table as it is: it belongs to the parent.
 
-        `failed`: this rank goes on communicating, and nobody tells its collectives from its messages.
+        `failed`: this rank continues to communicate, but its collectives are no longer distinguished from messages.
         """
         self._failed = self._failed or failed
         if self.shows and not self._failed:
@@ -148,12 +148,12 @@ class GroupTable:
         if self.native is not None:
             self.native.forget()
         if os.getpid() == self._pid:
-            with suppress(ValueError):  # the recorder is closed: nobody is shown anything
+            with suppress(ValueError):  # the recorder is closed
                 for slot in range(GROUPS):
                     self._fields[slot * GROUP_BYTES // 8] = 0
 
     def notice(self) -> None:
-        """Enter groups that were made meanwhile, and count what torch has issued on all of them."""
+        """Enter groups that were made meanwhile, and count the operations that torch has issued on all groups."""
         module = _modules.get("torch.distributed.distributed_c10d")
         if module is None or not self.shows:
             return
@@ -234,7 +234,7 @@ class GroupTable:
         return place
 
     def issued(self, place: OperationPlace, work: Any) -> None:
-        """The call that began an operation has returned `work`, which somebody may wait for."""
+        """The call that began an operation has returned `work`, which the script may wait for."""
         self._fields[place.slot.field + _STATE] = 0
         if work is not None:
             pending = self._pending
@@ -258,19 +258,19 @@ class GroupTable:
         self._fields[place.slot.field + _STATE] = _FAILED
 
     def count_again(self, place: OperationPlace, group: Any) -> None:
-        """The group's own counter may have counted what is no collective, or a collective by its messages."""
+        """Read the group's own counter again: it may count operations or messages that are no collectives."""
         self._fields[place.slot.field + _COUNTED] = group._get_sequence_number_for_group()
 
     # -- messages in bundles ------------------------------------------------------------------------------------
 
     def bundle_begun(self, group: Any) -> None:
-        """The messages that begin now on this group have one work for all, as `batch_isend_irecv` has it on NCCL."""
+        """The messages that begin now on this group share one work, as with `batch_isend_irecv` on NCCL."""
         slot = self.slot_of(group)
         if slot is not None:
             self.messages.bundle_begun(slot.number)
 
     def bundle_ended(self, group: Any, work: Any) -> None:
-        """`work` is what is waited for."""
+        """`work` is the one that the script waits for."""
         slot = self.slot_of(group)
         bundle = self.messages.bundle_ended(slot.number, work is not None) if slot is not None else NO_MESSAGE
         if slot is None or bundle == NO_MESSAGE:
@@ -310,7 +310,7 @@ class GroupTable:
         self._view[at : at + len(data)] = data
 
     def _count_unseen(self, slot: GroupSlot, counted: int) -> None:
-        """Count what torch has issued without Python."""
+        """Count the operations that torch has issued without Python."""
         fields, field = self._fields, slot.field
         unseen = counted - fields[field + _COUNTED]
         if unseen > 0:

@@ -1,4 +1,4 @@
-"""Bad values that lead nowhere as far as is known: of a weight without a gradient, of a model that nothing trains.
+"""Bad values without a known effect on the training: in a weight without a gradient, in a model that is not trained.
 
 a weight that no output shows          an alarm once it has a gradient; a notice when its root's others have one
 a metric, a teacher, without gradients a notice; and the first cause, if something else is bad in the same step
@@ -24,14 +24,14 @@ from ...core.roles import GRADIENTS, RoleKind, is_param_group, parse_role
 from ..patches import PatchLedger
 from .roots import ModuleInfo, RankRoots, RootInfo
 
-# What the script trains, as far as it is known when a value is bad: which model, which weight.
+# Which models and weights the script trains, as far as it is known when a value is bad.
 #
-# Asked about bad values alone. A gradient that was recorded is the proof; before the first one the optimizers tell that
-# were made since the hooks were attached.
+# Used for bad values alone. A recorded gradient is the proof. Before the first one, the optimizers that were made since
+# the hooks were attached show it.
 
 
 class TrainedModules:
-    """Which calls and weights of a rank belong to what is trained."""
+    """Which calls and weights of a rank belong to a module that is trained."""
 
     def __init__(self, roots: RankRoots) -> None:
         self._roots = roots
@@ -52,14 +52,14 @@ class TrainedModules:
         return init
 
     def noticed(self, optimizer: Any) -> None:
-        """An optimizer was made, or steps. One that cannot be held weakly is not: nothing of it reaches the script."""
+        """Note an optimizer that was made, or steps. One that cannot be held weakly is ignored, without an error."""
         with suppress(Exception):
             self._optimizers.add(optimizer)
 
     def is_apart(self, page: OpenPage, called: Frame) -> bool:
         """Whether nothing trains the module that the script has called: a metric, a teacher, a copy.
 
-        Only if the script trains something else. If it trains nothing, what a model returns is what it is for.
+        False if the script trains no other module: then the outputs of the model are its purpose.
         """
         root = self._root(page.root)
         key = (page.root, called.module)
@@ -128,13 +128,13 @@ class NonFiniteRow(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class HeldAlarm:
-    """What is held back from an alarm."""
+    """Rows that are not finite and raise no alarm yet."""
 
     _trained: TrainedModules
     _alarm: Callable[[NonFiniteRow], None]
     _notice: Callable[[NonFiniteRow, LedNowhere], None]
     _has_run: Callable[[int], bool]
-    """Whether a backward has reached what the root of the page of this number has returned."""
+    """Whether a backward has reached the outputs of the root of the page with this number."""
     _step: Callable[[], int]
     """Optimizer steps finished so far."""
     _with_gradients: bool
@@ -143,7 +143,7 @@ class HeldAlarm:
     def __post_init__(self) -> None:
         self._weights: list[NonFiniteRow] = []
         self._models: list[NonFiniteRow] = []
-        """Of models with parameters, since the last step."""
+        """Rows of models with parameters, since the last step."""
         self._apart: NonFiniteRow | None = None
         """The first of this step."""
         self._untrained: set[tuple[int, str, str]] = set()
@@ -154,7 +154,7 @@ class HeldAlarm:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def weight(self, bad: NonFiniteRow) -> bool:
-        """A weight is bad, and what its call returned is not, or no call did. Whether that is no alarm now."""
+        """Whether a bad weight is no alarm now. Its call returned finite values, or it was not called."""
         page, frame, row = bad
         trained = self._trained.weight(page, frame, row.role) if self._with_gradients else True
         if trained is None and len(self._weights) < _MOST:
@@ -187,7 +187,7 @@ class HeldAlarm:
     # -- models ---------------------------------------------------------------------------------------------------
 
     def returned(self, bad: NonFiniteRow, called: Frame) -> bool:
-        """The script is handed a bad value by the call `called` of a model. Whether that is no alarm now."""
+        """Whether a bad value that the call `called` of a model returns to the script is no alarm now."""
         page = bad.page
         if not self._trained.is_apart(page, called) or self._has_run(page.number) or len(self._models) >= _MOST:
             return False
@@ -207,24 +207,24 @@ class HeldAlarm:
         self._notice(bad, "not trained")
 
     def stepped(self, optimizer: Any) -> None:
-        """An optimizer has stepped, and no gradient was an alarm: what models returned before did not lead there."""
+        """Notice the held outputs of models: an optimizer stepped without a bad gradient, so they did not affect it."""
         self._trained.noticed(optimizer)
         models, self._models = self._models, []
         for bad in models:
             self._tell_of_model(bad)
 
     def backward_begins(self, page: int) -> None:
-        """A backward has reached what the model of this page has returned."""
+        """Raise the held alarms of a model whose outputs a backward has reached."""
         reached = [bad for bad in self._models if bad.page.number == page]
         self._models = [bad for bad in self._models if bad.page.number != page]
         for bad in reached:
             self._alarm(bad)
 
     def cause_of(self, bad: NonFiniteRow) -> NonFiniteRow | None:
-        """What was held back earlier in the same step: this alarm may come of it."""
+        """The row that was held back earlier in the same step: it may be the cause of this alarm."""
         held = self._apart
         if held is None or held.page.step != bad.page.step or held.page.number >= bad.page.number:
-            return None  # a device's numbers come late: a row of the step in an earlier page may be judged first
+            return None  # a device's numbers arrive late: a row of the step in an earlier page may be judged first
         self._apart = None
         return held
 
@@ -232,7 +232,7 @@ class HeldAlarm:
         """The next batch of this root begins."""
         weights = self._weights
         self._weights = [bad for bad in weights if bad.page is not page]
-        for bad in weights:  # no backward has gone through this model: what it holds is what it is for
+        for bad in weights:  # no backward has gone through this model: its outputs are its purpose
             if bad.page is page:
                 self._alarm(bad)
 

@@ -75,13 +75,13 @@ class AlarmRecorder:
     _masks: LateMasks
     _trained: TrainedModules
     has_run: InitVar[Callable[[int], bool]]
-    """Whether a backward has reached what the root of the page of this number has returned."""
+    """Whether a backward has reached the outputs of the root of the page with this number."""
     optimizer_of: Callable[[NonFiniteRow], OptimizerStep | None]
-    """Tells whose step has written a weight."""
+    """Finds the step that wrote a weight."""
     on_bad_weight: Callable[[OpenPage, Frame, str], None]
     """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
     look_again: Callable[[NonFiniteRow], LookedAgain | None]
-    """Looks at the module of the first alarm once more."""
+    """Reads the module of the first alarm again."""
 
     def __post_init__(self, has_run: Callable[[int], bool]) -> None:
         settings = self._progress.settings
@@ -109,7 +109,7 @@ class AlarmRecorder:
         """The last note of the device buffer that was recorded."""
         self._graph_fault_recorded = False
         self.held: HeldAlarm | None = None
-        """What is no alarm yet; None with --sync."""
+        """The rows that raise no alarm yet; None with --sync."""
         if not self._sync:
             step = lambda: self._progress.step  # noqa: E731
             with_gradients = "grads" in settings.watch
@@ -144,7 +144,7 @@ class AlarmRecorder:
         # else it is judged when the forward returns, after the frames in front of it
 
     def forward_ends(self, page: OpenPage) -> None:
-        """A forward, or a part of one that is run again, has returned or raised: nothing of it is undecided any more.
+        """Decide the undecided values of a forward, or of a part that ran again, after it returned or raised.
 
         The native writer has written frames after a notable one: they may show the same values again.
         """
@@ -159,7 +159,7 @@ class AlarmRecorder:
             self._decide(page, judged)
 
     def _decide(self, page: OpenPage, judged: _PageJudged) -> None:
-        """What is undecided leads somewhere, as far as can be known."""
+        """Raise the alarm if the forward ended with an undecided value: it may have spread."""
         found = judged.so_far.end() if judged.forward_ended else None
         if found is not None and found.alarm is not None and found.of is not None:
             self.alarm(NonFiniteRow(page, found.of, found.alarm))
@@ -237,7 +237,7 @@ class AlarmRecorder:
                     continue
                 self._judge(page, judged, frame)
                 if any(each.within is frame for each in bad.undecided) and all(row.finite for row in frame.outputs):
-                    around_is_known = False  # what it returned says nothing: the call around it decides
+                    around_is_known = False  # its results decide nothing: the call around it does
                     break
         judged.next = max(judged.next, end)
 
@@ -327,7 +327,7 @@ class AlarmRecorder:
     def _asked(
         self, what: str, where: RunPosition, ask: Callable[_P, _T], *args: _P.args, **named: _P.kwargs
     ) -> _T | None:
-        """What a part of the worker says about an alarm at `where`. If it fails, the alarm is recorded without it."""
+        """A worker part's facts about an alarm at `where`. If it fails, the alarm is recorded without them."""
         try:
             return ask(*args, **named)
         except Exception as error:

@@ -137,7 +137,7 @@ def inputs_of(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
 
 
 def outputs_of(output: Any) -> list[tuple[str, Any]]:
-    """(role, leaf) for every leaf of what a call returned."""
+    """(role, leaf) for every leaf of a call's result."""
     if output is None or isinstance(output, _TENSOR):
         return [("output", output)]
     found: list[tuple[str, Any]] = []
@@ -201,7 +201,7 @@ def leaves_of(value: Any, role: str, found: list[tuple[str, Any]], depth: int = 
 
 _BYTES = 8
 _MOST_BYTES = 1 << 28
-"""Of a larger tensor there is no digest: it would take a second."""
+"""A larger tensor gets no digest, which would take a second."""
 _MOST_DIGESTED = 16
 
 

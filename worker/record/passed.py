@@ -1,8 +1,8 @@
-"""What passes between ranks and is not finite: what goes into collectives, sends and receives, and what comes out.
+"""Inputs and outputs of collectives, sends and receives that are not finite.
 
-Tensors are looked at when the operation begins and when somebody has waited for it: those in host memory by worker/
-native/group_look.c, or `look_at`; others by LatePassed. A finite tensor leaves nothing behind.
-What is recorded here never raises an alarm.
+Tensors are read when the operation begins and after the script has waited for it: those in host memory by worker/
+native/group_look.c or `look_at`, others by LatePassed. Finite tensors are not recorded. These records never raise an
+alarm.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOTHING_LOOKED = PassedLook(NOT_LOOKED, 0)
 
 
 def look_at(tensors: Any) -> PassedLook:
-    """What is in the tensors of a list, or of lists in it. As worker/native/group_look.c."""
+    """Read the tensors of a list, or of lists in it. The same as worker/native/group_look.c."""
     found = NOTHING_LOOKED
     for tensor in tensors_in(tensors):
         place = _in_host_memory(tensor)
@@ -64,7 +64,7 @@ def look_at(tensors: Any) -> PassedLook:
 
 
 def refs_to(tensors: Any) -> list[weakref.ref[Any]]:
-    """Weak references to the tensors that may be looked at once they are written."""
+    """Weak references to the tensors that can be read once they are written."""
     return [weakref.ref(tensor) for tensor in tensors_in(tensors) if is_on_device(tensor) or in_memory(tensor)]
 
 
@@ -90,7 +90,7 @@ class NotedOperation(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class PassedValues:
-    """Records what passes and is not finite."""
+    """Records inputs and outputs that are not finite."""
 
     _progress: RunProgress
     _groups: GroupTable
@@ -111,7 +111,7 @@ class PassedValues:
         dtype: int,
         tensors: Any,
     ) -> None:
-        """Some of `tensors` are not finite: they go in, or they came out. `high`, `dtype`: of a `PassedLook`."""
+        """Record inputs or outputs of which some are not finite. `high` and `dtype` are those of a `PassedLook`."""
         passing = self.passing(slot, number, operation, root, message)
         worst = self._worst(tensors)
         if passing is not None and worst is not None:
@@ -185,32 +185,32 @@ def _measured(tensor: torch.Tensor) -> TensorStats:
     return numbers if numbers.kind == RowKind.MEASURED else TensorStats(0, 0, 0, numbers.kind)
 
 
-# What passes between ranks in the memory of a device: read there in its place, and recorded when the numbers arrive.
+# Tensors in a device's memory that pass between ranks: read on the device, and recorded when the numbers arrive.
 #
-# A collective or a message that is issued from a stream is read in that stream before it, and again when somebody has
-# waited for it. A backend that has synchronised the stream itself, as NCCL does, returns no work: what came out is then
-# read at once. Messages in a bundle have one work for all, and are read when somebody has waited for that.
+# A collective or a message that is issued from a stream is read in that stream before it, and again when the script has
+# waited for it. A backend that has synchronised the stream itself, as NCCL does, returns no work: the outputs are then
+# read at once. Messages in a bundle have one work for all, and are read when the script has waited for that work.
 
 
 _MESSAGES = {OPERATIONS.index("send"), OPERATIONS.index("recv")}
 
 
 class PassedWhen(IntEnum):
-    """When tensors are looked at."""
+    """When tensors are read."""
 
     GOES_IN = 0
     CAME_OUT = 1
-    """Somebody has waited for the work."""
+    """The script has waited for the work."""
     ISSUED = 2
-    """The call has returned, and nobody can wait for this operation alone."""
+    """The call has returned, and the script cannot wait for this operation alone."""
 
 
 Given = PassedReading | PassedLook | None
-"""What an operation was given, as far as it is known."""
+"""The reading of an operation's inputs, as far as it is known."""
 
 
 class _LateValues(NamedTuple):
-    """What a Reading is about."""
+    """The operation and the tensors of a reading."""
 
     passing: NotedOperation
     came_out: bool
@@ -222,7 +222,7 @@ class _LateValues(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class LatePassed:
-    """Reads what passes in the memory of a device, and hands what is not finite to PassedValues."""
+    """Reads inputs and outputs in the memory of a device, and hands those that are not finite to PassedValues."""
 
     _passed: PassedValues
     _rows: RowWriter
@@ -230,21 +230,21 @@ class LatePassed:
     _lock: RecorderLock
     _on_fault: Callable[[str, Exception], None]
     _masks: LateMasks
-    """They get the masks, which are read in the same way."""
+    """Gets the readings of masks, which are read in the same way."""
 
     def __post_init__(self) -> None:
         self._fields = self._groups.fields
         self._failed = False
         self._held: list[PassedReading] = []
-        """They wait for the numbers of what their operation was given."""
+        """Readings that wait for the numbers of their operation's inputs."""
         self._groups.messages.on_bundle = self._bundle_ended
 
     def look(
         self, slot: int, number: int, operation: int, root: int, message: int, when: int, given: Given, tensors: Any
     ) -> Given:
-        """Look at tensors that go into an operation of a place in the table, or came out of it.
+        """Read the inputs or outputs of an operation that has a place in the table.
 
-        `given`: what this has returned for what went in.
+        `given` is the result of this method for the inputs.
         """
         if self._failed:
             return None
@@ -297,16 +297,16 @@ class LatePassed:
         return reading
 
     def _bundle_ended(self, outputs: tuple[Any, ...]) -> None:
-        """Somebody has waited for the bundle in which this was issued."""
+        """The script has waited for the bundle in which this was issued."""
         slot, number, operation, root, message, given, refs = outputs
         alive = [tensor for ref in refs if (tensor := ref()) is not None]
         if alive:
             self.look(slot, number, operation, root, message, PassedWhen.CAME_OUT, given, alive)
 
-    # -- numbers that have come ---------------------------------------------------------------------------------
+    # -- numbers that have arrived ------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Record what is not finite among the numbers that have arrived. Never waits."""
+        """Record the numbers that have arrived and are not finite. Never waits."""
         buffer = self._rows.device_buffer
         if buffer is not None:
             self._collect(buffer.passed)
@@ -327,7 +327,7 @@ class LatePassed:
         self._held = []
         for reading in come:
             about: _LateValues | ClosedMask | None = reading.about
-            if about is None:  # an error came in between
+            if about is None:  # an error occurred in between
                 continue
             if isinstance(about, ClosedMask):
                 self._masks.note(about)

@@ -66,7 +66,7 @@ _OUTSIDE, _FORWARD, _BACKWARD, _WAITING, _OPTIMIZER = range(len(PARTS))
 
 
 class StepClock:
-    """Of one rank. Time that it has waited in calls of Python (`HeadField.WAITED_NS`) is waiting, in whichever part."""
+    """One rank's step time by part. Waits in Python calls (`HeadField.WAITED_NS`) count as waiting in any part."""
 
     def __init__(self, recorder: RecorderWriter) -> None:
         self._view = recorder.view
@@ -82,7 +82,7 @@ class StepClock:
         """The forward has ended, and its backward has not."""
 
     def forward_begins(self) -> None:
-        """A root's forward begins. What came before it was outside: the end of a step, or of another forward."""
+        """A root's forward begins. The time before it was outside: after a step, or after another forward."""
         self._spend(_OUTSIDE)
         self._forwards = True
 
@@ -97,7 +97,7 @@ class StepClock:
         self._is_forward_over = False
 
     def reduction_ends(self) -> None:
-        """What torch does at the end of a backward is over: DDP has waited for the gradients of all ranks."""
+        """torch's own work at the end of a backward is over: DDP has waited for the gradients of all ranks."""
         self._spend(_WAITING)
         self._reduced = True
 

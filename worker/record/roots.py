@@ -44,7 +44,7 @@ class ParameterSlots(dict[str, int]):
 
 
 class ModuleInfo:
-    """What the hooks know of a module. Does not keep it alive."""
+    """A module as the hooks know it. Does not keep it alive."""
 
     __slots__ = (
         "cls",
@@ -190,7 +190,7 @@ class RankRoots:
         return None
 
     def find(self, root_id: int, name: str, cls: str) -> tuple[nn.Module | None, nn.Module | None]:
-        """(the root, the module of that name and class in it); None for what is gone or unknown."""
+        """(the root, the module of that name and class in it); None for one that is gone or unknown."""
         for holder, root in self._roots:
             if root.id == root_id:
                 for info in list(root.modules.values()):

@@ -1,4 +1,4 @@
-"""Rows: what is recorded of a tensor. A page reads each distinct tensor once, and a weight once per optimizer step."""
+"""Rows: the records of tensors. A page reads each distinct tensor once, and a weight once per optimizer step."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class RowWriter(DeviceRows):
         return row._replace(notable=False) if row.notable else row
 
     def read_again(self, info: ModuleInfo, role: str, leaf: torch.Tensor) -> RecordedRow | None:
-        """The row of an argument in host memory that is not what it was when it was last read; None if it is."""
+        """The row of an argument in host memory that changed since it was last read; None if it did not."""
         if is_on_device(leaf):
             return None
         numbers = measure(leaf, self.count)

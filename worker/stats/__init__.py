@@ -1,1 +1,1 @@
-"""Readers of a tensor: abs min, abs max and what is non-finite, in host memory or on a device."""
+"""Readers of a tensor: abs min, abs max and non-finite kinds, in host memory or on a device."""

@@ -46,7 +46,7 @@ StreamKey = tuple[int, int]
 
 
 class StatsDevice(Protocol):
-    """What DeviceStatsBuffer needs of one kind of device. Only `wait` and `synchronize` wait for the device.
+    """The operations of a kind of device for DeviceStatsBuffer. Only `wait` and `synchronize` wait for the device.
 
     CudaDevice is the real one. LateDevice is a fake on CPU memory for tests.
     """

@@ -66,7 +66,7 @@ class DeviceStatsBuffer:
         self.device = device
         """The device of the first tensor that was measured."""
         self.note = ""
-        """What does not work as it should, and what that costs. Empty if all is well. It may grow."""
+        """A defect and its consequence; empty if all is well. It may grow."""
         self.not_seen_in_graphs = 0
         """Calls that measured nothing because the user captured a graph."""
         self._notable = notable or NotableFilter(WarningLimits())
@@ -84,7 +84,7 @@ class DeviceStatsBuffer:
         self._unsent: tuple[int, int] | None = None
         """A segment that ended while the user captured a graph: (offset of its values, page)."""
         self.passed = PassedReadings(self._driver, self._do)
-        """What passes between ranks. It is sent together with the rows."""
+        """Readings of tensors that pass between ranks. They are sent together with the rows."""
         self._copies = FileCopies(recorder, self._driver, device, self._notable, self._add_note)
         recorder.on_segment_end = self._segment_ended
 
@@ -163,12 +163,12 @@ class DeviceStatsBuffer:
         known: list[KnownWeight],
         count: bool,
     ) -> tuple[int, list[DeviceRow]] | None:
-        """As `frame`, for tensors and weights about which the native writer has found out all that there is.
+        """Like `frame`, for tensors and weights that the native writer has fully examined.
 
-        All are on the device of `tensor`. Each of `fresh` has so many `elements`, in one piece of its storage, in
-        order. The first `values` of them are no weights. `known` are weights that were read before. The values lie side
-        by side, those of `fresh` first. Returns the index of the first, and a row for each weight in `fresh`; None, and
-        nothing is done, if `frame` must do it.
+        All are on the device of `tensor`. `elements` are the sizes of the `fresh` tensors, each contiguous in its
+        storage. The first `values` of them are no weights. `known` are weights that were read before. The values lie
+        side by side, those of `fresh` first. Returns the index of the first, and a row for each weight in `fresh`. If
+        `frame` must do it, returns None and does nothing.
         """
         page = self._recorder.page
         assert page is not None
@@ -269,7 +269,7 @@ class DeviceStatsBuffer:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is measured in this context is read when it ends: by one launch for all tensors of a dtype and segment.
+        """Read the tensors of this context at its end, with one launch for all tensors of a dtype and segment.
 
         Nothing of the script may run in it: it could change the tensors, or free them.
         """
@@ -281,7 +281,7 @@ class DeviceStatsBuffer:
             self.read_waiting()
 
     def read_waiting(self) -> None:
-        """Read the tensors that wait for a launch. Those of a stream that is captured go on waiting."""
+        """Read the tensors that wait for a launch. Those of a stream that is being captured keep waiting."""
         first_error: Exception | None = None
         for buffer in self._buffers.values():
             if buffer.waiting or buffer.weights:

@@ -204,7 +204,7 @@ def _merge(
     DEEP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Merge the share that one of `programs` programs has in `total` elements into a row.
+    """Merge one program's share of `total` elements into a row. There are `programs` programs.
 
     A block is DEEP x WIDE elements: each thread issues DEEP loads at a time and reduces over them.
     """
@@ -398,4 +398,4 @@ def element(dtype):
 
 
 INTERPRETED = not isinstance(read, triton.JITFunction)
-"""Triton was told to run its kernels on the CPU (TRITON_INTERPRET=1)."""
+"""Triton runs its kernels on the CPU (TRITON_INTERPRET=1)."""

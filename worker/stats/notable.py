@@ -110,7 +110,7 @@ def near_bits(powers: float) -> dict[int, tuple[int, int]]:
         if largest is None or dtype.is_complex:
             continue
         limits = torch.tensor([largest * 2.0**-powers, largest], dtype=torch.float64, device="cpu").to(dtype)
-        # The judge compares logarithms, which do not tell neighbouring float64 numbers apart.
+        # The judge compares logarithms, which are equal for neighbouring float64 numbers.
         rounding = 1 << 12 if dtype is torch.float64 else 0
         found[code] = (measure(limits[0]).high - rounding, measure(limits[1]).high)
     return found
@@ -142,12 +142,12 @@ def frames_to_judge(
     *,
     everything: bool,
 ) -> tuple[list[int], int]:
-    """(indices of the frames from `start` on with a notable row, index of the first frame that was not looked at).
+    """(indices of the frames from `start` on with a notable row, index of the first frame that was not checked).
 
-    That is the first frame with a number that is on its way, unless `everything` that comes is there. `arguments` is an
-    array of bool by slot: a row of one of these is never notable by itself.
+    The search stops at the first frame with a number that has not arrived, unless `everything` has. `arguments` is an
+    array of bool by slot: a row of such an argument is never notable by itself.
 
-    The call around one with a bad value is found as well, finite or not: it decides what becomes of that. `undecided`
+    The call around one with a bad value is included as well, finite or not: it shows where that value went. `undecided`
     are the indices of earlier frames with such a value.
     """
     segments = list(own.segments(page))

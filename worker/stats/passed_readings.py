@@ -1,7 +1,7 @@
-"""Numbers of tensors on a device that belong to no frame: what passes between ranks.
+"""Numbers of tensors on a device that belong to no frame, such as those that pass between ranks.
 
-A tensor is read at once, on the stream that is current: a collective that is issued next from there, or one that was
-waited for, comes in the right order. The numbers are copied later, many in one copy, and `collect()` never waits.
+A tensor is read at once, on the current stream: this keeps the order with a collective that is issued next from that
+stream, or one that it has waited for. The numbers are copied later, many in one copy, and `collect()` never waits.
 
 Like the buffer beside it (device_buffer.py), it must be called by one thread at a time.
 """
@@ -35,11 +35,11 @@ class PassedReading:
     missing: int = 0
     """How many tensors' numbers are outstanding."""
     is_lost: bool = False
-    """They will not come."""
+    """The numbers will not arrive."""
 
     @property
     def numbers(self) -> list[tuple[int, int, int]] | None:
-        """(low, high, meta) of each tensor; None if they have not come."""
+        """(low, high, meta) of each tensor; None if they have not arrived."""
         if self.missing or self.is_lost:
             return None
         return [(int(low), int(high), int(meta)) for part in self.parts for low, high, meta in part]
@@ -59,7 +59,7 @@ class _StreamRows:
     read: ReadRows = field(default_factory=list)
     """Their copy was not started yet."""
     flying: deque[tuple[Any, torch.Tensor, torch.Tensor, ReadRows]] = field(default_factory=deque)
-    """(event, packed rows, the same in host memory, what was read into them)"""
+    """(event, packed rows, the same in host memory, the readings in them)"""
 
 
 class PassedReadings:
@@ -71,7 +71,7 @@ class PassedReadings:
         self._do = do
         self._streams: dict[StreamKey, _StreamRows] = {}
         self.unseen = False
-        """Something was not read, or its numbers are lost."""
+        """A tensor was not read, or its numbers are lost."""
 
     def read(self, tensors: Sequence[torch.Tensor], about: Any) -> tuple[PassedReading, list[torch.Tensor]] | None:
         """Start to read. Returns the reading and the tensors that it is of; None if there is nothing to read, or a
@@ -147,7 +147,7 @@ class PassedReadings:
                 raise
 
     def collect(self) -> list[PassedReading]:
-        """Those whose numbers have come since the last call and are not all finite, in the order of reading."""
+        """The readings whose numbers arrived since the last call and are not all finite, in the order of reading."""
         return without_modes(self._collect)
 
     def _collect(self) -> list[PassedReading]:
@@ -184,7 +184,7 @@ class PassedReadings:
 
     @property
     def outstanding(self) -> bool:
-        """Whether numbers have not come."""
+        """Whether numbers are outstanding."""
         return any(stream.read or stream.flying for stream in self._streams.values())
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class StreamBuffer:
         return dropped
 
     def take_readings(self) -> GroupedReadings:
-        """What waits for a launch. It waits no longer."""
+        """Take the readings that wait for a launch out of the queue."""
         waiting = self.waiting + self.weights
         self.waiting, self.weights = [], []
         return GroupedReadings(waiting, self.device)
@@ -111,7 +111,7 @@ def runs(positions: list[int]) -> list[tuple[int, int]]:
 
 
 class FileCopies:
-    """The outstanding copies of rows into the recorder's mapped file, and what has arrived there."""
+    """The outstanding copies of rows into the recorder's mapped file, and the rows that have arrived there."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class FileCopies:
         self.of_page: Counter[int] = Counter()
         """Page -> outstanding copies of its values."""
         self.notable_pages: set[int] = set()
-        """Pages in which notable numbers have arrived, until somebody takes them."""
+        """Pages in which notable numbers have arrived, until the caller takes them."""
         self._anchor: Any = ctypes.c_char.from_buffer(memory)  # prevents the memory from being unmapped
         try:
             refusal = driver.register(ctypes.addressof(self._anchor), len(memory), device)

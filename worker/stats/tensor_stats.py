@@ -26,7 +26,7 @@ class TensorStats(NamedTuple):
 
 
 class TensorReading(NamedTuple):
-    """The numbers and the shape of a tensor that a compiled graph has looked at."""
+    """The numbers and the shape of a tensor that a compiled graph has read."""
 
     numbers: TensorStats
     shape: tuple[int, ...]

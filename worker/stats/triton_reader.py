@@ -30,7 +30,7 @@ _OLDEST, _NEWEST = (3, 3), (3, 9)
 A compiled kernel does not check the number of its arguments, so other versions are launched in the ordinary way.
 """
 _OPTIONS = {"enable_fp_fusion": True}
-"""Of an ordinary launch. The kernels multiply no floats; Triton 3.9 warns the script if a launch leaves this open."""
+"""The options of an ordinary launch. The kernels multiply no floats; without it, Triton 3.9 warns the script."""
 _INT32 = 1 << 31
 _PACK_BLOCK = 128
 _ROWS, _ENTRY = 256, 8

@@ -48,7 +48,7 @@ static int is_known(PyObject *item)
 typedef struct {
     const Exchange *exchange;
     PyObject *types, *tensors, *earlier;
-    int64_t device_type, device_id; /* of the rows: what has moved to another device since is not read */
+    int64_t device_type, device_id; /* of the rows: a tensor that has moved to another device since is not read */
 } Launched;
 
 /* Fill the entry of a tensor; 0 if Python must do it. `tensor` becomes None if a known weight is on another device. */

@@ -8,7 +8,7 @@
 /* The fields of a frame, without its rows. */
 typedef struct {
     int64_t module, parent, depth, phase, seq, collectives;
-    int64_t rank_phase, rank_module; /* for the file's header: what the rank does, and in which module; -1: no change */
+    int64_t rank_phase, rank_module; /* for the file's header: the activity of the rank, and its module; -1: no change */
 } Call;
 
 /* Begin a frame: read the counts of the open segment. 0 if no segment is open or the recorder is closed. */

@@ -8,24 +8,24 @@
 /* As PassedWhen in worker/record/passed.py. */
 enum { GOES_IN = 0, CAME_OUT = 1, IS_ISSUED = 2 };
 
-/* Add what is in a tensor, or in lists of tensors, to `look`: floats in one piece of host memory. 1 if there are tensors that
-   `look_late` looks at, else 0. */
+/* Add a tensor, or lists of tensors, to `look`: floats in one piece of host memory. 1 if there are tensors that `look_late`
+   reads, else 0. */
 int look_at(const GroupWriter *self, PyObject *tensors, Look *look);
 
-/* Have `late` look at those that are not looked at here. -1 with an exception set. */
+/* Have `late` read the tensors that are not read here. -1 with an exception set. */
 int look_late(GroupWriter *self, Place *place, int when, PyObject *tensors);
 
-/* Likewise at those that an operation writes into, after its call: `late` knows when they are written. */
+/* Likewise the tensors that an operation writes into, after its call: `late` knows when they are written. */
 int look_at_issued(GroupWriter *self, Place *place);
 
-/* Of the tensors that these look at, a weak reference and the address, one after the other in a new list. NULL if
+/* A new list with a weak reference and the address of each tensor that these functions read, one after the other. NULL if
    there are none, or with an exception set. */
 PyObject *places_of(const GroupWriter *self, PyObject *tensors);
 
-/* Look at those that are alive, and tell `passed` of them if one is not finite. -1 with an exception set. */
+/* Read the tensors that are alive, and call `passed` if one is not finite. -1 with an exception set. */
 int look_at_outputs(GroupWriter *self, Place *place);
 
-/* Call `passed` for what goes in, or what came out. -1 with an exception set. */
+/* Call `passed` for the inputs or the outputs. -1 with an exception set. */
 int tell_passed(GroupWriter *self, const Place *place, int came_out, PyObject *tensors);
 
 #endif

@@ -1,4 +1,4 @@
-/* The methods of torch's ProcessGroup and Work, with what is noted before and after each call. */
+/* The methods of torch's ProcessGroup and Work, with the notes that each call makes before and after. */
 
 #ifndef GPUWATCH_GROUP_METHODS_H
 #define GPUWATCH_GROUP_METHODS_H

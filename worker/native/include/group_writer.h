@@ -14,9 +14,9 @@
    sequence number. describe(tensor) -> (code of the dtype, elements), of any tensor. find_slot(group): a group that is not
    known yet gets its slot there, with `enter`; or none. message_begun(slot, operation, peer, tag) -> message.
    message_received(slot, message). passed(slot, number, operation, root, message, came out?, high, dtype, tensors): some of
-   the tensors are not finite; high and dtype tell what went in. None: nothing is looked at. late(slot, number, operation,
-   root, message, when, given, tensors): looks at tensors that cannot be looked at here, and returns what is `given` to it
-   when they have come out: see worker/record/passed.py. on_fault(exception). */
+   the tensors are not finite; high and dtype describe the inputs. None: no tensor is read. late(slot, number, operation,
+   root, message, when, given, tensors): reads tensors that cannot be read here, and returns the `given` of the call that
+   reads the outputs: see worker/record/passed.py. on_fault(exception). */
 #define EACH_GROUP_PART(DO) \
     DO(memory) DO(tensor) DO(parameter) DO(group) DO(counter) DO(describe) DO(find_slot) \
     DO(message_begun) DO(message_received) DO(passed) DO(late) DO(on_fault)
@@ -42,14 +42,14 @@ typedef struct {
     int64_t message; /* what message_begun has returned; NO_MESSAGE */
     int64_t operation, root;
     Look given;
-    PyObject *outputs; /* places_of the tensors it writes into; NULL: they are not looked at. Owned */
-    PyObject *given_late; /* what `late` has returned of what goes in; NULL. Owned */
+    PyObject *outputs; /* places_of the tensors it writes into; NULL: they are not read. Owned */
+    PyObject *given_late; /* what `late` returned for the inputs; NULL. Owned */
 } Place;
 
 /* Let go of what a place owns. */
 void clear_place(Place *place);
 
-/* A work that somebody may wait for. `work` is only compared. */
+/* A work that the script may wait for. `work` is only compared. */
 typedef struct {
     PyObject *work, *ref;
     Place place;

@@ -29,14 +29,14 @@
     DO(PHASE_BACKWARD, 1) DO(PHASE_OPTIMIZER, 3)                                                             \
     DO(KIND_MEASURED, 0) DO(KIND_NONE, 1) DO(KIND_NOT_A_TENSOR, 2) DO(KIND_NOT_MEASURABLE, 3) DO(KIND_EMPTY, 4) \
     DO(MARK_SCALED, 4) DO(ENCODING_INTEGER, 0)                                                                                       \
-    /* zeros and subnormals are counted in one batch of so many */                                           \
+    /* zeros and subnormals are counted in one batch of COUNT_EVERY */                                       \
     DO(COUNT_EVERY, 10)                                                                                      \
     /* the table of process groups: sizes in bytes, and integers of a slot, by position */                   \
     DO(GROUPS_AT, 4096) DO(GROUPS, 16) DO(GROUP_BYTES, 512) DO(RECENT, 8) DO(RECENT_AT, 128) DO(OPERATION_BYTES, 32) \
     DO(G_BEGUN, 1) DO(G_STATE, 2) DO(G_AT, 3) DO(G_SINCE_NS, 4) DO(G_ENDED, 5)                               \
     DO(G_P2P, 6) DO(G_P2P_WHAT, 7) DO(G_P2P_ELEMENTS, 8) DO(G_COUNTED, 10)                                   \
     DO(GROUP_ISSUING, 1) DO(GROUP_WAITING, 2) DO(GROUP_FAILED, 3)                                            \
-    /* what a replaced method of a process group does */                                                     \
+    /* kinds of replaced methods of a process group */                                                       \
     DO(CALL_COLLECTIVE, 0) DO(CALL_P2P, 1) DO(CALL_BARRIER, 2) DO(CALL_WAIT, 3)
 
 #define AS_CONSTANT(NAME, NUMBER) NAME = NUMBER,

@@ -1,4 +1,4 @@
-/* What a launch on a device reads: worker/stats/torch_reader.py. */
+/* The tensors that a launch on a device reads: worker/stats/torch_reader.py. */
 
 #ifndef GPUWATCH_READINGS_H
 #define GPUWATCH_READINGS_H

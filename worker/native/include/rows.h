@@ -1,7 +1,7 @@
 /* The rows of one frame, before it is stored. worker/record/rows.py says what a row is.
 
-   A frame is made in four steps: gather (what each row is about, and what is known of it), read (the numbers of new
-   tensors), number (the index of each value), remember (what the next frames need). Each step may give up. Then nothing was
+   A frame is made in four steps: gather (the tensor of each row, and its earlier reading), read (the numbers of new
+   tensors), number (the index of each value), remember (what the next frames need). Each step may give up: then nothing is
    remembered, and Python writes the frame. */
 
 #ifndef GPUWATCH_ROWS_H
@@ -25,7 +25,7 @@ typedef struct {
     int64_t version, low, high, meta;
     TensorView view;
     void *address;                                 /* NULL if views of the same memory are not looked for */
-    PyObject *role, *object, *key, *seen, *place, *known; /* the tensor, and what is remembered of it */
+    PyObject *role, *object, *key, *seen, *place, *known; /* the tensor, and its earlier reading */
 } Row;
 
 typedef struct {

@@ -251,7 +251,7 @@ def _faults(
 
 
 def foreign_finding(step: str, sentence: str) -> PreflightFinding:
-    """Somebody else has written into the ranks' store: the preflight ends here, and accuses nobody of the job."""
+    """A stranger has written into the ranks' store: the preflight ends here, and blames no rank of the job."""
     next_ = "Look at who can reach the port at which the ranks meet: whoever can may write there."
     return PreflightFinding(stage_of(step), "unknown", "job", [], [], f"the preflight has ended: {sentence}", next_)
 
@@ -337,7 +337,7 @@ def _of_node(stage: str, node: int, ranks: list[int], roster: RankRoster, detail
 def _search(
     settings: WorkerSettings, heard: StepReports, now: StepConclusion, roster: RankRoster, detail: str
 ) -> StepConclusion:
-    """The group failed, and the ranks' reports blame nobody."""
+    """The group failed, and the ranks' reports blame no rank."""
     if heard.step == "bandwidth" or len(roster.ranks_by_node) == 1:
         where = f"inside node {roster.hosts[0]}" if len(roster.ranks_by_node) == 1 else "over all ranks"
         sentence = f"the process group {where} failed, at which rank is not known: {detail}"

@@ -52,7 +52,7 @@ def odd_ranks(sides: list[EqualRanks]) -> list[int]:
 
 
 def subject_of(sides: list[EqualRanks], facts: Facts) -> Subject:
-    """What differs from the majority: whole nodes or ranks. Without a majority it is the job."""
+    """The nodes or ranks that differ from the majority; without a majority, the job."""
     odd = odd_ranks(sides)
     if not odd:
         return "job"
@@ -88,7 +88,7 @@ def as_flag(value: str) -> str:
 
 
 def whether_detail(value: str) -> str:
-    """Of TORCH_DISTRIBUTED_DEBUG only DETAIL changes what is sent; INFO writes logs."""
+    """Only DETAIL of TORCH_DISTRIBUTED_DEBUG changes what ranks send; INFO writes logs."""
     return str(as_written(value) == "detail")
 
 
@@ -142,7 +142,7 @@ _OWN_TO_A_HOST = frozenset(
     TORCH_LOGS_FORMAT TORCH_TRACE TORCH_CPP_LOG_LEVEL TORCH_SHOW_CPP_STACKTRACES TORCH_CUDA_ARCH_LIST
     """.split()
 )
-"""What a host is reached by, and what is written of it and by whom."""
+"""Settings of a host's own network and logs, which may differ between hosts."""
 _ENDINGS_OF_PATHS = ("_FILE", "_DIR", "_PATH", "_HOME", "_CACHE")
 _PARTS_OF_A_RANK = {"LOCAL", "RANK"}
 

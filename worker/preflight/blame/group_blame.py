@@ -3,7 +3,7 @@
 A rank is to blame if it died, found a fault of its own, or is accused by others. Within a node, a rank that hung while
 the others gave up is also to blame. Between nodes it is not: the network can make a rank hang where torch's timeout has
 no effect, for example while it connects. A rank whose peers ended, or that timed out, is a victim. If all ranks are
-victims, nobody is named.
+victims, no rank is named.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..steps import RankStepReport
 
 @dataclass(frozen=True)
 class GroupBlame:
-    """`findings` is empty if nobody can be blamed. `failed` is whether the group failed at all."""
+    """`findings` is empty if no rank can be blamed. `failed` is whether the group failed at all."""
 
     failed: bool
     findings: list[PreflightFinding] = field(default_factory=list)
     victims: dict[int, str] = field(default_factory=dict)
-    """rank -> what it reported"""
+    """rank -> its report"""
 
     @property
     def detail(self) -> str:
@@ -120,7 +120,7 @@ def _seen(report: RankStepReport) -> str:
     return f"{report.detail}{f' (at {report.said})' if report.said and report.said not in report.detail else ''}"
 
 
-# What each rank received in the collectives, and which rank must be wrong if they differ. Pure.
+# The numbers that each rank received in the collectives, and which rank is wrong if they differ. Pure.
 #
 # Example with three ranks: in all_gather, ranks 0 and 2 got wrong numbers from rank 1, and rank 1 got right numbers
 # from both. So rank 1 sends wrong numbers. If only rank 0 got them wrong, the cause is rank 0, rank 1 or the link
@@ -128,7 +128,7 @@ def _seen(report: RankStepReport) -> str:
 
 
 class RankVote(msgspec.Struct, frozen=True):
-    """What one rank received. Ranks are global numbers."""
+    """The numbers that one rank received. Ranks are global numbers."""
 
     sum_error: str = ""
     """How its all_reduce was wrong; "" if it was right."""
@@ -141,7 +141,7 @@ class RankVote(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class VoteResult:
-    """The ranks that are wrong; none if that is undetermined. `search`: sums of pairs would tell more."""
+    """The ranks that are wrong; none if that is undetermined. `search`: sums of pairs may determine it."""
 
     sentence: str
     guilty: tuple[int, ...] = ()

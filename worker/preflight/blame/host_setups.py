@@ -10,7 +10,7 @@ from ....core.preflight import Grade, InventoryFacts, PreflightFinding, Subject
 from ....core.text import ranks_text
 
 Facts = Mapping[int, InventoryFacts]
-"""Rank -> what it runs on."""
+"""Rank -> its inventory."""
 
 _MOST_HOSTS = 3
 
@@ -34,7 +34,7 @@ def hosts_of(ranks: Iterable[int], facts: Facts) -> list[str]:
 
 
 def machine_of(known: InventoryFacts) -> str:
-    """Tells two machines apart, also two of one name."""
+    """Distinguishes two machines, even of the same name."""
     return known.boot_id or known.host
 
 

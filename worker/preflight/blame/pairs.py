@@ -31,7 +31,7 @@ PARTNERS = 8
 
 
 def next_pairs(results: Collection[PairResult], nodes: Collection[int]) -> list[Pair]:
-    """The pairs to try in the next round, each node in at most one of them. Empty if more pairs would tell nothing.
+    """The pairs to try in the next round, each node in at most one of them. Empty if more pairs would not help.
 
     Call it with all results so far, at most ROUNDS times.
     """
@@ -73,7 +73,7 @@ def blame(
 
 
 class _TriedNodes:
-    """What the results imply for each node."""
+    """The conclusion from the results about each node."""
 
     def __init__(self, results: Collection[PairResult], nodes: Collection[int]) -> None:
         self.count = len(nodes)
@@ -88,7 +88,7 @@ class _TriedNodes:
         return sorted(sum(pair) - node for pair in self.failed if node in pair)
 
     def is_bad(self, node: int) -> bool:
-        """Whether a suspect has failed with so many others that they cannot be the cause."""
+        """Whether a suspect has failed with enough partners to exclude them as the cause."""
         return len(self.failed_with(node)) >= min(self.count - 1, PARTNERS)
 
     def is_worth(self, pair: Pair) -> bool:
