@@ -37,7 +37,7 @@ ONE = 0x3F800000
 
 
 def make_rank(folder: Path, rank: int, ranks: int, frames: int) -> RecorderWriter:
-    """A recorder with the names of a model of so many modules."""
+    """A recorder with the names of a model of that many modules."""
     writer = RecorderWriter(folder / file_name(rank, 0), rank=rank, local_rank=rank, world_size=ranks, attempt=0)
     writer.fields[HeadField.HOOKS] = HooksState.ATTACHED
     writer.append(RootDef(0, "Net"), name=True)

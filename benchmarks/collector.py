@@ -10,7 +10,7 @@ product's own process; its processor time and memory are those that the system h
 
 With `--stopped S` the collector is stopped (SIGSTOP) for S seconds after a third of the pages. A rank meets an overflow
 meanwhile, and the verdict is waited for once the collector goes on. With `--share F` the collector may run for F of
-each tenth of a second, and is stopped for the rest. With `--at-once N` so many ranks overflow together after the pages.
+each tenth of a second, and is stopped for the rest. With `--at-once N`, N ranks overflow together after the pages.
 With any of them the first overflow after the pages does not wait until the backlog is gone.
 """
 
@@ -76,10 +76,10 @@ class Figures:
     seconds: float = 0.0
     bytes_sent: int = 0
     cpu_s: float = 0.0
-    """Of the collector, while the pages came."""
+    """Of the collector while pages arrived."""
     agents_cpu_s: float = 0.0
     peak_rss: int = 0
-    """Of the collector, its report included."""
+    """Of the collector, including its report."""
     names_s: float = 0.0
     """Until every rank's definitions were acknowledged."""
     names_cpu_s: float = 0.0
@@ -111,7 +111,7 @@ class Figures:
     last_verdict_s: float | None = None
     """From the last overflow to the verdict over it."""
     agent_bytes: int = 0
-    """The most that one agent's messages have taken."""
+    """The largest size of one agent's messages."""
     agents_rss: int = 0
     """By how much all agents together have made this process grow, divided by their number."""
     drain_s: float = 0.0
@@ -332,7 +332,7 @@ def measure(
     share: float = 1.0,
     at_once: int = 0,
 ) -> Figures:
-    """One job of so many ranks."""
+    """One job of `ranks` ranks."""
     figures = Figures(ranks)
     model = Model(frames)
     collector = Collector(folder / "runs")

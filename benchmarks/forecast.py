@@ -83,7 +83,7 @@ class Course(NamedTuple):
 def train(
     make: Callable[[], tuple[nn.Module, Step]], batches: int, *, as_float16: bool = False, seed: int = 0, every: int = 1
 ) -> Course:
-    """At most so many batches, or until an output is not finite. The agent sees one of `every`."""
+    """Trains for at most `batches` batches, or until an output is not finite. The agent sees one of `every`."""
     torch.manual_seed(seed)
     model, step = make()
     recorder, forecasts = Recorder(model, as_float16=as_float16), RootForecasts()
@@ -261,7 +261,7 @@ def weights() -> tuple[nn.Module, Step]:
 
 
 def high_rate_sgd() -> tuple[nn.Module, Step]:
-    """A linear model with a learning rate just above what is stable: the error swings ever further."""
+    """A linear model with a learning rate just above the stable limit: the error swings ever further."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     torch.manual_seed(1)
     x = torch.randn(64, WIDTH)

@@ -116,7 +116,7 @@ def why_no_gpu() -> str:
 
 
 def environment_of(device: str, folder: str) -> dict[str, str]:
-    """Of all that is started: gpuwatch can be imported, cuBLAS gives the same bits twice, a late device is late."""
+    """Environment of all children: gpuwatch is importable, cuBLAS gives the same bits twice, a late device is late."""
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     # of this run alone: a compilation elsewhere on the machine may be in the middle of writing a file
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(folder, "inductor")))
@@ -184,7 +184,7 @@ def needs_gpu(line: Line) -> Row:
 
 
 def gpu_tests(environment: dict[str, str], folder: str) -> Row:
-    """pytest -m gpu; a test file whose imports are not installed is told, not failed."""
+    """pytest -m gpu; a test file whose imports are not installed is reported and does not fail."""
     what = "tests marked gpu"
     if importlib.util.find_spec("pytest") is None:
         return Row(what, "skipped", note="pytest is not installed")

@@ -41,7 +41,7 @@ class RestingRank(SimulatedRank):
 
     comes = True
     pid = -1
-    """Of a process that sleeps, as a rank does that waits."""
+    """Process id of a sleeping process, which stands for a waiting rank."""
 
     def movement(self) -> tuple[int, ...]:
         return (BATCH,)
@@ -80,7 +80,7 @@ def answer(agent: NodeAgentLoop, answered: set[int]) -> None:
 
 
 def measure(ranks: int, limit_s: float, folder: Path) -> float:
-    """Seconds from the first rank that is told as stalled to the complete report at all agents."""
+    """Seconds from the first rank reported as stalled to the complete report at all agents."""
     missing = random.Random(ranks).randrange(ranks)
     collector = Collector(folder / "runs", on_hang="abort")
     nodes = Nodes(ranks, collector, folder / "nodes", Model(8), RestingRank, hang_timeout_s=limit_s)

@@ -62,7 +62,7 @@ PER_FRAME_US, PER_TENSOR_US = 10.0, 10.0
 """At most: above the floor, on the host path per frame, on the device path per measured tensor."""
 
 
-# -- what is trained ------------------------------------------------------------------------------------------------
+# -- the training ---------------------------------------------------------------------------------------------------
 
 
 def task(name: str) -> Task:
@@ -185,7 +185,7 @@ class Gpuwatch:
         self._hooks._call_frames.take = counted  # type: ignore[method-assign]
 
     def seen(self) -> Counts:
-        """What is in the last page: a watcher that sees nothing would be the cheapest of all. Raises on a fault."""
+        """Checks the last page: a watcher that sees nothing would be the cheapest of all. Raises on a fault."""
         pages, page, faults = recorded(self._path)
         if faults or page is None:
             raise SystemExit(f"{self._path.name}: {faults[:1] or 'no page'}")
@@ -368,7 +368,7 @@ def measure(model: str, rounds: int, steps: int) -> tuple[list[Variant], dict[st
     return found, counts
 
 
-# -- what is shown --------------------------------------------------------------------------------------------------
+# -- the output ----------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -66,9 +66,9 @@ TARGETS = {
     ("cuda", "compiled", "forward+weights"): 1.02,
     ("cuda", "compiled", "forward+weights+grads"): 1.02,
 }
-"""Of the step time: at most so many times plain."""
+"""Largest step time as a multiple of plain."""
 SHARE_OF_PEER = 1 / 8
-"""Of the time that the peer adds, with forward and weights watched, which is what the peer looks at."""
+"""Largest share of the time that the peer adds, with forward and weights watched, as by the peer."""
 MEMORY = 1.02
 
 STEPS = {"cpu": 40, "cuda": 200}
@@ -78,7 +78,7 @@ WARM_UP = {"cpu": 3, "cuda": 5}
 MEMORY_STEPS = 6
 
 
-# -- what is trained ------------------------------------------------------------------------------------------------
+# -- the training ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -187,7 +187,7 @@ class Gpuwatch:
         self._hooks.detach()
 
     def seen(self) -> str:
-        """What is in the recorder: a watcher that sees nothing would be the cheapest of all."""
+        """Checks the recorder: a watcher that sees nothing would be the cheapest of all."""
         pages, last, faults = recorded(self._path)
         frames = last.frames if last is not None else []
         rows = sum(len(frame.rows) for frame in frames)
@@ -215,7 +215,7 @@ class CompiledGpuwatch(Gpuwatch):
         """Put the entries back."""
         for table, entries in zip(_global_tables(), self._entries, strict=True):
             table.update(entries)
-        self._hooks._graphs.attach()  # a graph is looked into by who is there when it is traced
+        self._hooks._graphs.attach()  # only watchers attached at tracing see inside a graph
 
     def detach(self) -> None:
         """Take the entries out. Hooks on the model's own tensors stay: nobody else has them."""
@@ -375,7 +375,7 @@ def peaks(model: str, device: str, runs: int) -> dict[str, list[int]]:
     return found
 
 
-# -- what is shown --------------------------------------------------------------------------------------------------
+# -- the output ----------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -35,7 +35,7 @@ dist.destroy_process_group()
 """
 PLAIN, AGAIN, OFF, QUICK = "plain torchrun", "plain again", "preflight off", "preflight quick"
 TARGETS_S = {QUICK: 5.0}
-"""At most so many seconds more than plain torchrun."""
+"""Most seconds beyond plain torchrun."""
 TIMEOUT_S = 300
 
 
@@ -61,7 +61,7 @@ class Row:
 
 
 def commands(nproc: int, script: str) -> dict[str, list[str]]:
-    """What is started, by variant."""
+    """The command of each variant."""
     job = ["--standalone", "--nproc-per-node", str(nproc), script]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *job]
     launch = [sys.executable, "-m", "gpuwatch.cli.main", "launch"]

@@ -118,7 +118,7 @@ class Model:
 
 
 def _with_seq(segment: PageSegment, seq: int) -> PageSegment:
-    """Its frames after so many collectives."""
+    """The segment with its frames after `seq` collectives."""
     frames = numpy.frombuffer(bytearray(segment.frames), tables.FRAMES)
     frames["seq"] = seq
     return msgspec.structs.replace(segment, frames=frames.tobytes())
@@ -170,7 +170,7 @@ class SimulatedRank:
             self._due.append(NameDefinitions(rank, 0, entries[at : at + _DEFINITIONS_AT_ONCE]))
 
     def poll(self, now: float) -> list[AgentBody]:
-        """What is new."""
+        """New entries."""
         due, self._due = self._due, []
         return due
 

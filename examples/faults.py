@@ -22,7 +22,7 @@ WIDTH = 64
 
 
 class Activation(nn.Module):
-    """ReLU times `scale` squared; with `root` the square root of what is positive."""
+    """ReLU times `scale` squared; with `root` the square root of positive elements."""
 
     scale = 1.0
     root = False

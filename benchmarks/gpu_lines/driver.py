@@ -21,7 +21,7 @@ from .model import ALL, BAD_MODULE, FORWARD, PLAIN, Task, overflow, synchronize,
 _STEPS = 10
 _SHARED_MEMORY = Path("/dev/shm")
 _SHARE_OF_COPY = 0.5
-"""Of the device's own bandwidth, which a copy within it shows: what the reader should reach at least."""
+"""The reader's minimum share of the device's own bandwidth, which a copy within the device shows."""
 _LARGEST = 1 << 30
 _US_PER_LAUNCH = 20.0
 
@@ -222,7 +222,7 @@ def _steps(task: Task) -> None:
 
 
 def _step_ms(task: Task, how: str) -> float:
-    """The best of five blocks: what is measured here is the host."""
+    """The best of five blocks: this measures the host."""
     best = float("inf")
     with watched(how, task.net):
         _steps(task)
@@ -310,7 +310,7 @@ def _copy_s(raw: torch.Tensor) -> float:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    """Of one call, on the device's clock: the best of five."""
+    """Time of one call on the device's clock: the best of five."""
     call()
     best = float("inf")
     for _ in range(5):

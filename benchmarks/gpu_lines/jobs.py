@@ -94,7 +94,7 @@ def place_of(verdict: dict[str, Any]) -> str:
 
 
 def named_right(what: str, job: Job, batch: int, *, rank: int = 0, inside: bool = True) -> Row:
-    """Rank, module, value and batch. `inside` False: a module around it will do, as nothing in it was looked at."""
+    """Rank, module, value and batch. `inside` False: a module around it will do, as nothing in it was read."""
     verdict = job.verdict
     module = verdict.get("module") or ""
     right_module = module == BAD_MODULE if inside else BAD_MODULE.startswith(module)

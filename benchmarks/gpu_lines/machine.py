@@ -1,4 +1,4 @@
-"""What the lines run on, and what is missing; the native part, built where there is a compiler."""
+"""The machine that the lines run on, and its missing parts; the native part, built where there is a compiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BUILD_S = 120
 
 
 def environment(device: torch.device) -> Iterator[Row]:
-    """torch, the driver, the GPUs, and what is not there."""
+    """torch, the driver, the GPUs, and the missing packages."""
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
     note = f"missing: {', '.join(missing)}; put their unpacked wheels on PYTHONPATH" if missing else ""

@@ -118,7 +118,7 @@ class Task:
         if dtype == "bf16":
             self.net, self.x = self.net.to(torch.bfloat16), self.x.to(torch.bfloat16)
         self.call: nn.Module = self.net
-        """What is called: the model, or what torch.compile made of it."""
+        """The callable: the model, or its compiled form."""
         self.autocast = dtype == "fp16"
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-6)
         self.scaler = torch.amp.GradScaler(device.type) if dtype == "fp16" and scaled else None
@@ -145,7 +145,7 @@ class Task:
 
 
 def digest_of(net: nn.Module) -> str:
-    """Of the exact bits of all weights."""
+    """Hash of the exact bits of all weights."""
     found = hashlib.blake2b(digest_size=8)
     for weight in net.parameters():
         found.update(weight.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())

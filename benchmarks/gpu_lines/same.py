@@ -1,4 +1,4 @@
-"""The same bits with and without gpuwatch; and what is seen where a graph is replayed."""
+"""Compares the bits with and without gpuwatch, and checks what gpuwatch sees of a replayed graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bits(device: torch.device) -> Iterator[Row]:
     deterministic()
     dtypes: tuple[DType, ...] = ("bf16", "fp16")
     for dtype in dtypes:
-        # On the CPU a compiled kernel rounds to 16 bits only what leaves it, and what is watched leaves it earlier.
+        # On the CPU a compiled kernel rounds to 16 bits only values that leave it, and watched values leave it earlier.
         for way in ("eager",) if device.type == "cpu" else ("eager", "compiled"):
             what = f"same bits, {way}, {dtype}"
             try:
@@ -64,7 +64,7 @@ def _digest(dtype: DType, way: str, device: torch.device, how: str) -> str:
 def rounded_as_eager() -> AbstractContextManager[Any]:
     """Have a compiled graph round each result to its dtype, as eager does.
 
-    Otherwise the compiler rounds only what leaves a kernel. What it fuses into one kernel depends on what is watched.
+    Otherwise the compiler rounds only what leaves a kernel. What it fuses into one kernel depends on watched values.
     So a watched graph may have other last bits in fp16 and bf16.
     """
     if not hasattr(torch._inductor.config, "emulate_precision_casts"):  # torch 2.5
@@ -134,7 +134,7 @@ def _replay(device: torch.device, made: Callable[[Any, torch.Tensor], Any], how:
             loss.backward()
             optimizer.step()
         synchronize(device)
-        for _ in range(2):  # numbers that were on their way at the last step are looked at
+        for _ in range(2):  # numbers that were on their way at the last step are read
             torch.compiler.cudagraph_mark_step_begin()
             call(x)
             synchronize(device)
