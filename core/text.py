@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -219,6 +220,13 @@ def to_json(message: object) -> bytes:
 def from_json(data: bytes, kind: type[T]) -> T:
     """As msgspec.json.decode."""
     return given_back(msgspec.json.decode(data, type=kind), data, kind)
+
+
+def messages_among(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+    """The messages among the lines that a child has written; those that a library printed are left out."""
+    for line in lines:
+        with suppress(msgspec.DecodeError):
+            yield decoder.decode(line)
 
 
 def _plain(message: object) -> Any:

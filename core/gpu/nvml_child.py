@@ -21,6 +21,7 @@ import msgspec
 from ..events import GpuCounters, GpuXid
 from ..host import lines_until
 from ..own_imports import own_command
+from ..text import messages_among
 
 NO_ANSWER_YET = "not asked"
 
@@ -128,15 +129,8 @@ Line = (
     NvmlStarted | NvmlTrouble | NvmlQuestion | GpuReading | NvmlFinished | XidWatch | GpuXid | CountersLine | SampleLine
 )
 
-_decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
-
-
-def parse(line: bytes) -> Line | None:
-    """One line of a child; None for a line that a library printed."""
-    try:
-        return _decoder.decode(line)
-    except msgspec.DecodeError:
-        return None
+LINES: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+"""Of a child's output."""
 
 
 @dataclass
@@ -210,10 +204,8 @@ def _follow(child: subprocess.Popen[bytes], answer: ChildAnswer, end: float) -> 
     """Read its lines. Returns True when it has said all or closed its output, False at the deadline."""
     assert child.stdout is not None
     try:
-        for line in lines_until(child.stdout.fileno(), lambda: end):
-            parsed = parse(line)
-            if parsed is not None:
-                answer.take(parsed)
+        for line in messages_among(lines_until(child.stdout.fileno(), lambda: end), LINES):
+            answer.take(line)
             if answer.finished:
                 break
     except TimeoutError:

@@ -17,6 +17,7 @@ import msgspec
 
 from ...core.events import GpuCounters, GpuHealth, GpuXid
 from ...core.gpu.nvml_child import (
+    LINES,
     AskCounters,
     AskSamples,
     CountersLine,
@@ -25,8 +26,8 @@ from ...core.gpu.nvml_child import (
     SampleLine,
     XidWatch,
     command,
-    parse,
 )
+from ...core.text import messages_among
 
 BEGIN_S = 30.0
 """How long NVML may take to start: on a big node without the persistence daemon it is many seconds."""
@@ -80,10 +81,8 @@ class GpuWatch:
             self._give_up(f"the process that watches NVML has ended{self._how_it_ended()}")
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
-        for raw in lines:
-            line = parse(raw)
-            if line is not None:
-                self._take(line)
+        for line in messages_among(lines, LINES):
+            self._take(line)
 
     def anomaly(self, now: float) -> None:
         """A rank has met a non-finite value: what do the counters say?"""

@@ -15,11 +15,9 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 
-from ...core.events import CompiledUnseen
 from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
-from ...core.tell import tell
 from ...core.torch_names import NOT_SEEN_OF_BACKWARD
 from ..compile import traced_hooks
 from ..patches import after_import
@@ -124,7 +122,6 @@ class BackwardHooks:
         self._attached = False
         self._give_up: Callable[[], None] = lambda: None
         """Waits no longer for torch._dynamo."""
-        self._has_told_compiled = False
         self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self.local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """id of a gradient -> (weak reference, version when it was recorded)."""
@@ -162,11 +159,8 @@ class BackwardHooks:
             self._on_fault("compiled backward", error)
 
     def _is_compiled_as_a_whole(self) -> None:
-        if self._attached and not self._has_told_compiled:
-            self._has_told_compiled = True
-            self._progress.recorder.append(CompiledUnseen(self._progress.where(), NOT_SEEN_OF_BACKWARD, False))
-            if self._progress.rank == 0:
-                tell(f"gpuwatch: {NOT_SEEN_OF_BACKWARD}")
+        if self._attached:
+            self._progress.unseen_in_compiled(self._progress.where(), NOT_SEEN_OF_BACKWARD)
 
     def detach(self) -> None:
         """Remove the hooks of parameters. Those of outputs do nothing from now on and are freed with their graph."""
@@ -238,7 +232,7 @@ class BackwardHooks:
 
     def graph_begins(self, calls: GraphCalls) -> None:
         """A backward has reached an output of a root."""
-        if not self._attached or _is_compiling():
+        if not self._attached:
             return
         try:
             self._backwards.append(calls.page)

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from ...core.events import CompiledUnseen, NotLookedInto, WatchCost
+from ...core.events import NotLookedInto, WatchCost
 from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import HeadField
-from ...core.tell import tell
 from ..compile.kinds import RegionScope
 from ..compile.traced_hooks import is_a_backward
 from ..compile.views import CompiledViews
@@ -207,7 +206,6 @@ class CompiledPolicy:
         """Classes of modules whose forward runs compiled regions. The set stays the same."""
         self._not_looked_into: set[tuple[str, str, bool]] = set()
         """(module, class, whether a frame shows it) that run compiled code which no frame shows."""
-        self._has_told_unseen = False
 
     def may_open(self, first: torch.nn.Module, known: bool, owner: torch.nn.Module | None) -> RegionScope:
         """Whether a compiled region is recorded: its `owner` is running, or no module outside of it is.
@@ -240,11 +238,7 @@ class CompiledPolicy:
 
     def unseen(self, views: CompiledViews) -> None:
         """This torch does not let us see all of a graph."""
-        if not self._has_told_unseen:
-            self._has_told_unseen = True
-            self._progress.recorder.append(CompiledUnseen(self._running.where(), views.missing, not views.rows))
-            if self._progress.rank == 0:
-                tell(f"gpuwatch: {views.missing}")
+        self._progress.unseen_in_compiled(self._running.where(), views.missing, not views.rows)
 
     def not_looked_into(self, info: ModuleInfo | None, cls: str) -> None:
         """Record that no frame shows compiled code of this module, or, if the module is unknown, of this class."""

@@ -24,8 +24,9 @@ from ...core.preflight import PreflightFinding
 from ...core.recorder.layout import HeadField, RankPhase, seal
 from ...core.settings import VARIABLE
 from ...core.tell import tell
+from ...core.text import messages_among
 from ..session import WorkerSession
-from .steps import Line, PreflightEnd, StageDeadlines, StageProgress, parse
+from .steps import LINES, Line, PreflightEnd, StageDeadlines, StageProgress
 
 _MARGIN_S = 5.0
 """Time for a coordinator to detect that one of its tests hangs, and to kill it."""
@@ -61,11 +62,9 @@ class CoordinatorRun:
         pipe = self._process.stdout
         assert pipe is not None
         try:
-            for data in lines_until(pipe.fileno(), lambda: self._deadline):
-                line = parse(data)
-                if line is not None:
-                    self._note(line)
-                    yield line
+            for line in messages_among(lines_until(pipe.fileno(), lambda: self._deadline), LINES):
+                self._note(line)
+                yield line
         except TimeoutError:
             self.hung_s = self._limit_s
         self._end()

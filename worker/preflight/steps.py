@@ -151,16 +151,8 @@ class PreflightEnd(msgspec.Struct, frozen=True, tag="concluded"):
 
 StageEvent = PreflightBegan | PreflightStage | RankInventoryEvent | BandwidthRows | OwnFault
 Line = StageEvent | StageProgress | PreflightEnd
-
-_decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
-
-
-def parse(line: bytes) -> Line | None:
-    """Parse one line of a coordinator's output. None for a line that a library has printed."""
-    try:
-        return _decoder.decode(line)
-    except msgspec.DecodeError:
-        return None
+LINES: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+"""Of a coordinator's output."""
 
 
 # A rank's report to the others in one step, and the conclusion that all of them get.

@@ -10,11 +10,12 @@ from collections import deque
 
 import torch
 
-from ...core.events import RunPosition, WatchCost
+from ...core.events import CompiledUnseen, RunPosition, WatchCost
 from ...core.frames import Frame
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.settings import WorkerSettings
+from ...core.tell import tell
 from .collectives import issued, position
 from .group_slots import GroupTable
 from .roots import RootInfo
@@ -144,6 +145,7 @@ class RunProgress:
         """The root of the last page that was begun."""
         self.skipped = False
         """This batch is skipped (`--every`)."""
+        self._unseen: set[str] = set()
 
     def where(self, page: OpenPage | None = None, root: str | None = None) -> RunPosition:
         """The place in the run, for an event: now, or that of `page` of the root labelled `root`."""
@@ -152,6 +154,14 @@ class RunProgress:
         step = page.step if page is not None else self.step
         batch, number = (current.batch, current.number) if current is not None else (self.batch, -1)
         return position(issued(), self.rank, self.settings.attempt, step, batch, label, number)
+
+    def unseen_in_compiled(self, where: RunPosition, text: str, calls: bool = False) -> None:
+        """Record and print (rank 0) once a sentence on what is not seen of compiled code. `calls`: no call is seen."""
+        if text not in self._unseen:
+            self._unseen.add(text)
+            self.recorder.append(CompiledUnseen(where, text, calls))
+            if self.rank == 0:
+                tell(f"gpuwatch: {text}")
 
     def where_of(self, page: OpenPage, frame: Frame) -> RunPosition:
         """The place in the run of a frame, which may be some batches old."""
