@@ -206,17 +206,17 @@ def compute(device: torch.device) -> ComputeResult:
     """Multiply several times. Raises ProbeFailure if the results of this device differ."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        size = CUDA_SIZE
-    else:
+        size, dtype = CUDA_SIZE, torch.bfloat16
+    else:  # a CPU without bf16 instructions takes hundreds of times as long for bf16
         torch.set_num_threads(1)
-        size = CPU_SIZE
-    first, second = seeded(size, device, _SEED), seeded(size, device, _SEED + 1)
+        size, dtype = CPU_SIZE, torch.float32
+    first, second = (seeded(size, device, seed).to(dtype) for seed in (_SEED, _SEED + 1))
     product, again = torch.empty_like(first), torch.empty_like(first)
     torch.matmul(first, second, out=product)  # also the warm-up, in which the library selects its kernel
     times: list[float] = []
     for number in range(CUDA_REPEATS if device.type == "cuda" else CPU_REPEATS):
         times.append(timed(device, partial(torch.matmul, first, second, out=again)) * 1e3)
-        if not torch.equal(again.view(torch.int16), product.view(torch.int16)):
+        if _differing(again, product):
             raise ProbeFailure(
                 f"the same matmul on {device} gave other bits when it was repeated ({_differing(again, product)} of "
                 f"{product.numel()} numbers differ, repetition {number + 1})",
@@ -260,7 +260,8 @@ def device_type(device: torch.device) -> str:
 
 
 def _differing(one: torch.Tensor, other: torch.Tensor) -> int:
-    return int(torch.count_nonzero(one.view(torch.int16) != other.view(torch.int16)))
+    bits = torch.int16 if one.dtype is torch.bfloat16 else torch.int32
+    return int(torch.count_nonzero(one.view(bits) != other.view(bits)))
 
 
 def _cpu_model() -> str:
