@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## two ranks train until one overflows (a minute at most); prints the combined report and its path
+demo: $(READY)  ## two ranks train until one overflows (a minute or two); prints the combined report and its path
 	@echo "Two ranks train a small fp16 transformer; the learning rate is too high. Which rank and module overflows first?"
 	OMP_NUM_THREADS=1 $(BIN)/gpuwatch launch --nproc-per-node 2 examples/train_transformer.py \
 	    || { code=$$?; test $$code -eq 4 || exit $$code; }  # 4: overflow found, which is what the demo is for
