@@ -22,7 +22,7 @@ from gpuwatch.worker.record.progress import RunProgress
 from turns import in_turns, interval
 
 PLAIN, NATIVE, PYTHON = "plain", "native", "Python"
-SHOWN = "native, not looked into"
+SHOWN = "native, not inspected"
 AT_MOST_US = 1.0
 """What the native writer may add to a collective and its wait."""
 _CALLS = 200

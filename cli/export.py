@@ -143,7 +143,7 @@ def _two(ctx: click.Context, param: click.Parameter, value: str | None) -> _Side
     type=click.FloatRange(1.0),
     default=2.0,
     show_default=True,
-    help="The first difference between two abs max by more than this is told, too.",
+    help="The first difference between two abs max by more than this is reported, too.",
 )
 @click.option("--all", "every_row", is_flag=True, help="Show every tensor that differs.")
 @TEXT_OR_JSON

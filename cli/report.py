@@ -270,7 +270,7 @@ close to their limit."""
 def top(run: str | None, runs_dir: str, once: bool) -> int:
     """Look at a job while it runs: its ranks, who waits for whom, what comes close to its limit, and what happened.
 
-    Without RUN: the latest one. It only looks: the job is not told of it, and does not wait for it. q ends it.
+    Without RUN: the latest one. It only reads: the job does not notice it, and does not wait for it. q ends it.
     """
     from ..collector.live.publisher import ViewSubscriber
 

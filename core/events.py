@@ -84,7 +84,7 @@ class RunPosition(msgspec.Struct, frozen=True):
     sent: dict[str, dict[int, int]] = {}
     """Name of a process group -> rank of the peer (-1: not known) -> sends that the rank had begun."""
     received: dict[str, dict[int, int]] = {}
-    """Likewise the receives that had come to their end."""
+    """Likewise the receives that had reached their end."""
 
     @property
     def collectives(self) -> int:
@@ -353,7 +353,7 @@ class CompiledUnseen(RankEvent, frozen=True, tag="compiled_unseen"):
     """Modules were compiled, and gpuwatch cannot see everything inside them with this torch. Once for each process."""
 
     text: str
-    """torch 2.11: gradients inside of compiled modules are not looked into"""
+    """torch 2.11: gradients inside of compiled modules are not inspected"""
     calls: bool = False
     """The calls of the modules, too, and not their gradients alone."""
 

@@ -273,7 +273,7 @@ def anomaly_at(
         inputs_finite=all(entry.finite for entry in frame.inputs),
         weights_finite=all(entry.finite for entry in frame.weights),
         aborts=aborts,
-        cause=cause or ("not looked into: --every" if row.mark & RowMark.SKIPPED else ""),
+        cause=cause or ("not inspected: --every" if row.mark & RowMark.SKIPPED else ""),
         collectives=frame.collectives,
         optimizer=optimizer,
         again=again,

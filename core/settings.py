@@ -57,7 +57,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     check_only: bool = False
     """End after the preflight: there is no script."""
     node_hosts: list[str] = []
-    """The hosts of all nodes by node rank, as the launches have told each other; [] if unknown."""
+    """The hosts of all nodes by node rank, as the launches have sent them to each other; [] if unknown."""
     meets_at: str = ""
     """HOST:PORT at which ranks of several hosts meet for the preflight under `gpuwatch run`; "" if all are of one."""
     preflight: PreflightMode = "quick"
@@ -116,7 +116,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     near_overflow: Annotated[
         float,
         WorkerOption(
-            "warn of an output within so many powers of two of its dtype's largest number (%(default)g; 0: never)",
+            "warn if an output comes within this many powers of two of its dtype's maximum (%(default)g; 0: never)",
             "POWERS",
             most=64,
             of="powers of two",
@@ -134,7 +134,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     scaler_skips: Annotated[
         int,
         WorkerOption(
-            "after so many steps in a row that a GradScaler skipped, inf in gradients is an overflow (%(default)s)",
+            "report inf in gradients as an overflow if a GradScaler has skipped N steps in a row (%(default)s)",
             "N",
             least=1,
             of="a number of steps",
@@ -202,7 +202,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     slow_factor: Annotated[
         float,
         WorkerOption(
-            "warn of a device that computes so many times slower than the median of its type (%(default)g)",
+            "warn of a device that is this many times slower than the median of its type (%(default)g)",
             "FACTOR",
             least=1,
             most=1e3,

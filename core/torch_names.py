@@ -49,20 +49,20 @@ NOTHING_SEEN = "nothing of the training is recorded"
 KWARGS = "keyword arguments are not in the frames"
 NATIVE = "frames are written by Python, which takes longer"
 TRACING = "calls that torch.jit.trace makes are recorded as training"
-GRAPH = "which module's backward made a gradient is told less surely"
+GRAPH = "the module whose backward made a gradient is named with less certainty"
 FUNCTORCH = "tensors within torch.func cannot be told from others"
 MODES = "a script's own torch modes see gpuwatch's operations"
 DEVICE = "numbers of a GPU are not read"
 COMMS = "collectives are not seen"
-HANGS = "a hang is told without the collectives"
-SCALER = "steps that a GradScaler skips are not told"
+HANGS = "a hang is reported without the collectives"
+SCALER = "steps that a GradScaler skips are not reported"
 SHARDS = "weights that FSDP2 shards are looked up by name alone"
 RPC = "steps of DistributedOptimizer are not seen"
 CHILDREN = "a DataLoader's worker may be taken for a rank"
 RUN = "gpuwatch run does not hear which process is which rank"
 LAUNCH = "gpuwatch launch and check cannot start ranks"
 KEYS = "an elastic restart can wait for addresses of the attempt before it"
-COMPILED = "compiled modules are not looked into"
+COMPILED = "compiled modules are not inspected"
 MADE_BY_DYNAMO = "what compiled code calls is traced with it"
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -227,14 +227,14 @@ def not_seen_with(release: Release) -> list[str]:
     return list(dict.fromkeys([*lost, compiled] if compiled else lost))
 
 
-NOT_SEEN_OF_BACKWARD = "gradients of a backward that compiled autograd runs are not looked into"
+NOT_SEEN_OF_BACKWARD = "gradients of a backward that compiled autograd runs are not inspected"
 
 
 def not_seen_of_compiled(release: Release) -> str:
     """What a graph of torch.compile does not show with a release, which may be unknown; "" if it shows all."""
     if not ROWS_SINCE <= release <= NEWEST:
         return COMPILED
-    return "gradients inside of compiled modules are not looked into" if release < GRADIENTS_SINCE else ""
+    return "gradients inside of compiled modules are not inspected" if release < GRADIENTS_SINCE else ""
 
 
 def notes_on(version: str) -> list[str]:

@@ -133,7 +133,7 @@ _RUN: OptionTable = {
     "--preflight": {
         "choices": get_args(PreflightMode),
         "default": "off",
-        "help": "when all ranks have come to their first init_process_group, and before it: test memory, consistency "
+        "help": "when all ranks have reached their first init_process_group, and before it: test memory, consistency "
         "and communication (quick), as gpuwatch check does (full), or nothing (off, the default)",
     },
 }

@@ -136,7 +136,7 @@ class MeetingPlace:
             self._came = self._add("came", 0)
             missing = [rank for rank in range(size) if not self._store.check([f"{self._prefix}/came/{rank}"])]
             return (
-                f"{ranks_text(missing)} of {size} did not come to init_process_group within {self._timeout_s:.0f} s of "
+                f"{ranks_text(missing)} of {size} did not reach init_process_group within {self._timeout_s:.0f} s of "
                 "rank 0; to wait longer: --preflight-timeout"
             )
         names = [f"{self._prefix}/came/{rank}" for rank in range(size)]
@@ -185,7 +185,7 @@ class MeetingPlace:
             return False
 
         if not self._until(answers, deadline):
-            raise LeftOut(f"rank 0 did not come to init_process_group within {self._timeout_s:.0f} s")
+            raise LeftOut(f"rank 0 did not reach init_process_group within {self._timeout_s:.0f} s")
         host, port = found[0]
         self._store = self._open(host, port, is_master=False)
         return host

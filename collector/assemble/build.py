@@ -151,7 +151,9 @@ def _or_why(make: Callable[[], R | None], empty: R, what: str) -> R | None:
     try:
         return make()
     except Exception as error:
-        return msgspec.structs.replace(empty, trouble=f"{what} could not be told: {type(error).__name__}: {error}")
+        return msgspec.structs.replace(
+            empty, trouble=f"{what} could not be determined: {type(error).__name__}: {error}"
+        )
 
 
 def _run_info(

@@ -57,7 +57,9 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
         try:
             found += kind()
         except Exception as error:  # it is made of what came over the network; the report must be written all the same
-            found.append(_insight("unknown", f"one kind could not be told: {type(error).__name__}: {error}", [], []))
+            found.append(
+                _insight("unknown", f"one kind could not be determined: {type(error).__name__}: {error}", [], [])
+            )
     return sorted(found, key=lambda insight: list(MENDS).index(insight.kind))
 
 

@@ -215,7 +215,7 @@ def _of_its_work(rank: RankFacts) -> list[_Reason]:
     elif exit_ is not None and exit_.where.page < 0:
         found.append(_reason("left out every batch"))
     elif rank.pages and not any(page.num_frames for page in rank.pages.values()):
-        found.append(_reason("looked at no module in [its|their] batches (--modules: does a pattern match?)"))
+        found.append(_reason("watched no module in [its|their] batches (--modules: does a pattern match?)"))
     return found
 
 
@@ -230,7 +230,7 @@ def _of_its_losses(rank: RankFacts) -> Iterator[_Reason]:
     if state.rows_lost:
         yield _reason("had no room for {}", counted(state.rows_lost, "row"))
     for hidden in [hidden for hidden in rank.not_looked_into if not hidden.around][:1]:
-        yield _reason("ran compiled code of {} that was not looked into", module_text(hidden.module, hidden.cls))
+        yield _reason("ran compiled code of {} that was not inspected", module_text(hidden.module, hidden.cls))
     for loose in [loose for loose in rank.loose_parameters if loose.unread][:1]:
         parameters = counted(loose.unread, "parameter")
         yield _reason("trained {} on a device that no called module has ({})", parameters, loose.optimizer)
@@ -328,7 +328,7 @@ _NOTHING_CALLED = (
     "processes do that a script starts is not watched"
 )
 _BY_THE_MODULE = (
-    "To have what goes into a compiled module and comes out looked at, compile the module, torch.compile(model), in "
+    "To have the inputs and outputs of a compiled module inspected, compile the module, torch.compile(model), in "
     "place of a function that calls it."
 )
 
@@ -367,14 +367,14 @@ def _clean(facts: RunFacts) -> Verdict:
     scope = f"{_ranks_and_processes(ranks)}, {batches} batch{'es' if batches != 1 else ''}"
     if idle:
         scope += f" ({_looked_at(batches, idle)})"
-        finite = "every tensor that was looked at was finite"
+        finite = "every inspected tensor was finite"
     else:
         finite = "every watched tensor finite"
     statement = f"No overflow{' seen' if idle else ''}: {scope}, {finite}{_exceptions(ranks)}."
     hidden = sorted({module_text(each.module, each.cls) for rank in ranks for each in rank.not_looked_into})
     if hidden:
         more = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""
-        statement += f" Inside of {hidden[0]}{more}, compiled code was not looked into."
+        statement += f" Inside of {hidden[0]}{more}, compiled code was not inspected."
     statement += "".join(f" {text[0].upper()}{text[1:]}." for text in unseen_texts(ranks))
     loose = _loose_lines(ranks)
     if loose:
@@ -427,7 +427,7 @@ def _loose_lines(ranks: list[RankFacts]) -> list[str]:
     return [
         f"on {ranks_text(numbers)} {optimizer} stepped on {count} parameter{'' if count == 1 else 's'} that "
         f"belong{'s' if count == 1 else ''} to no module that was called: {'it was' if count == 1 else 'they were'} "
-        "looked at after each step, and nowhere else"
+        "read after each step, and nowhere else"
         for (optimizer, count), numbers in by_what.items()
     ]
 
@@ -443,7 +443,7 @@ def _ranks_and_processes(ranks: list[RankFacts]) -> str:
 def _looked_at(batches: int, idle: int) -> str:
     if 0 < idle < batches:
         every = round(batches / (batches - idle))
-        return f"only one in {every} was looked into"
+        return f"only one in {every} was inspected"
     return f"{idle} {'was' if idle == 1 else 'were'} left out"
 
 

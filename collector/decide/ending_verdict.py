@@ -35,7 +35,7 @@ _FATAL_TEXT = {
     "this host has. Compare the hosts' processors, and build it again.",
 }
 _ABORTED_AT_EXIT = (
-    "Its script had come to its end: torch with gloo aborts a process now and then while Python ends, without gpuwatch "
+    "Its script had reached its end: torch with gloo aborts a process now and then while Python ends, without gpuwatch "
     "too (pytorch/pytorch#179291). Let go of models and optimizers before dist.destroy_process_group(): train in a "
     "function of its own, then gc.collect()."
 )
@@ -102,7 +102,7 @@ def how_it_ended(rank: RankFacts) -> str:
 def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
     """All that raised lost a peer, and others had left before, with exit code 0; None if that is not all there is.
 
-    A rank that has issued fewer collectives than those that raised in one did not come to it.
+    A rank that has issued fewer collectives than those that raised in one never reached it.
     """
     ranks = facts.of_attempt(facts.last_attempt)
     left = []

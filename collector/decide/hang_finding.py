@@ -61,7 +61,7 @@ def missed_reduction(positions: Mapping[int, RankPosition], waiting: list[int], 
     away = [rank for rank, position in positions.items() if position.kind == "away"]
     found = absent(away, BACKWARD, waiting, waited, sure=False, what=positions[away[0]].what)
     next_ = (
-        f"Look at what {ranks_text(away)} did then. A stall that is told while it lasts shows the lines: "
+        f"Look at what {ranks_text(away)} did then. A stall that is reported while it lasts shows the lines: "
         "--hang-timeout below the group's timeout."
     )
     evidence = [f"{ranks_text([rank])} was {positions[rank].what}" for rank in away]
@@ -156,10 +156,10 @@ class _StackScene:
         if self.unseen > 0:
             who = who_waits(waiting, self.waited).capitalize()
             statement = (
-                f"{who} in {inside}, and {self.unseen} of the ranks did not tell where they stand: one of those did "
+                f"{who} in {inside}, and {self.unseen} of the ranks did not report their positions: one of those did "
                 "not come, or the link to its node is lost."
             )
-            next_ = "Look at the nodes that did not tell."
+            next_ = "Look at the nodes that did not report."
         elif DEVICE in operations:
             there = ranks_text([rank for rank in waiting if self.positions[rank].operation == DEVICE])
             statement = (
@@ -178,7 +178,7 @@ class _StackScene:
             )
         else:
             statement = (
-                f"All {len(waiting)} ranks have come to {most}, and none has moved for {self._still_s:.0f} s: no rank "
+                f"All {len(waiting)} ranks have reached {most}, and none has moved for {self._still_s:.0f} s: no rank "
                 "is missing, so their sizes or dtypes differ, or the network or a device does not bring it to an end."
             )
             next_ = "Compare the lines where they stand; if they are the same, test the links: gpuwatch check."
@@ -193,7 +193,7 @@ class _StackScene:
         for rank, position in self.positions.items():
             alike.setdefault((position.kind, position.operation, position.line), []).append(rank)
         lines = [_line(ranks, self.positions[ranks[0]]) for ranks in alike.values()]
-        return [*lines, *([f"{self.unseen} of the ranks did not tell where they stand"] if self.unseen > 0 else [])]
+        return [*lines, *([f"{self.unseen} of the ranks did not report their positions"] if self.unseen > 0 else [])]
 
 
 def _line(ranks: list[int], first: RankPosition) -> str:

@@ -52,7 +52,7 @@ def absent(
             statement += f" Or rank {waiting[0]} has issued one collective too many."
         next_ = f"{SAME_COLLECTIVES}: look for a loop that is shorter on it, or an early return."
     else:
-        statement = f"{who.capitalize()} did not come to {where}, in which {who_waits(waiting, waited)}."
+        statement = f"{who.capitalize()} never reached {where}, in which {who_waits(waiting, waited)}."
         statement += f" It is {what}." if one and what else ""
         next_ = f"Look at the line where {who} {'stands' if one else 'stand'}; all stacks are below."
     certainty = Certainty.ESTABLISHED if one and sure else Certainty.SUPPORTED
@@ -161,7 +161,7 @@ class _GroupScene:
             f"Rank {ranks[0]} is stopped in the middle of {meeting.text(self.world_size)}, in which "
             f"{who_waits(others, self.waited)}. It is {self.positions[ranks[0]].what}."
         )
-        return HangFinding(statement, Certainty.ESTABLISHED, ranks, ["Look at what has stopped it."])
+        return HangFinding(statement, Certainty.ESTABLISHED, ranks, ["Find out why it was stopped."])
 
     def did_not_come(self) -> HangFinding | None:
         """The ranks that wait for nobody and that others wait for, directly or over others."""
@@ -277,7 +277,7 @@ class _GroupScene:
         ranks = sorted({rank for meeting in complete for rank in meeting.waiting})
         everyone = "All ranks" if len(ranks) == self.world_size else f"All ranks that are needed ({ranks_text(ranks)})"
         statement = (
-            f"{everyone} have come to {text}, with the same sizes and dtypes as far as they show them, and "
+            f"{everyone} have reached {text}, with the same sizes and dtypes as far as they show them, and "
             f"{self.waited}: the network or a device does not bring it to an end.{self._further(ranks)}"
         )
         next_ = ["Test the links: gpuwatch check."]

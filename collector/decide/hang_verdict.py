@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
-    """None if no rank had stalled, if one has moved since, or if what the others waited for has told its own reason.
+    """None if no rank had stalled, if one has moved since, or if what the others waited for has given its own reason.
 
     `attempt`: by default the last one; one before it has not gone well.
     """

@@ -108,7 +108,7 @@ def _of_compiled(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
     doubts = [each.text for each in unseen] if first.phase == FramePhase.BACKWARD else []
     if is_compiled(facts, first):
         doubts.append(
-            f"inside of {place_of(first)}, compiled code was not looked into: a module in there can have made it"
+            f"inside of {place_of(first)}, compiled code was not inspected: a module in there can have made it"
         )
     return doubts
 
@@ -118,7 +118,7 @@ _HANDED = {
     "made": "it was made there, later",
     "outside": "it was handed that from outside of its model",
     "weight": "nobody saw it become bad",
-    "unread": "its weights were not looked at",
+    "unread": "its weights were not read",
     "changed": "a weight was changed there outside of forward, backward and step",
     "skipped": "that batch was skipped",
     "reduced": "it came out of a reduction over the ranks",
@@ -154,7 +154,7 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             since = f"after step {first.step}" if first.step else "before the first step"
             return [
                 f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; its weights were finite "
-                f"when they were last read, and not looked at since ({since})"
+                f"when they were last read, and not read since ({since})"
             ]
         return [f"{where}: inputs and weights of {place_of(first)} were finite, its {first.role} was not"]
     if first.phase == FramePhase.BACKWARD:

@@ -233,7 +233,7 @@ def _unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     if first.source == "weight" and first.seen_in == FramePhase.OPTIMIZER:
         return (
             f"{who} met {what} after the step of {batch} ({found_text(first)}); the gradients that went "
-            f"into that step were not looked at, so the first rank is unknown{cause}."
+            f"into that step were not read, so the first rank is unknown{cause}."
         )
     return (
         f"{who} met {what} in {batch} at the same point ({found_text(first)}); "

@@ -143,7 +143,7 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None, had: str)
             f"this rank's copy differs from the others'{since}"
         )
     if first.seen_in == FramePhase.OPTIMIZER:
-        return f"{had} after the step of {batch}; the gradient that went into that step was not looked at"
+        return f"{had} after the step of {batch}; the gradient that went into that step was not read"
     return f"{had} at the start of its forward in {batch}{f'; {first.history}' if first.history else ''}"
 
 

@@ -190,7 +190,7 @@ class _BackwardTrail:
         if not self._calls_of(module) and first.cls != "MultiheadAttention":  # it uses its `out_proj` itself
             note = (
                 f"no frame shows a call of {quoted(module)}: {quoted(first.module)} used its parameter itself, or ran "
-                "compiled code that was not looked into, and then a module in there can have made it"
+                "compiled code that was not inspected, and then a module in there can have made it"
             )
             return self._made_inside(first, note, below=True)
         if self._may_be_reduced(mine):

@@ -300,7 +300,7 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
 
 def is_skipped(anomaly: Anomaly) -> bool:
     """`--every` skipped this batch: only the root's output was read."""
-    return anomaly.cause.startswith("not looked into")
+    return anomaly.cause.startswith(("not inspected", "not looked into"))  # the words until November 2026
 
 
 def is_scalers(anomaly: Anomaly) -> bool:

@@ -116,7 +116,7 @@ class _ForwardTrail:
         if changed is not None:
             note = f"{changed.role} was finite when it was read after the last step"
             if not frame.weights:
-                note = "weights are not watched (--watch): it was looked at when the alarm was raised"
+                note = "weights are not watched (--watch): it was read when the alarm was raised"
             since = f"it was finite when it was last read, and {UNSEEN}" if frame.weights else ""
             found = self._of_weight(frame, changed)
             return replace(found, notes=(note,), changed_since=bool(frame.weights), history=since)
@@ -408,7 +408,7 @@ def _unseen_object(frame: Frame) -> tuple[str, ...]:
     if RowContent.NOT_A_TENSOR not in kinds or RowContent.MEASURED in kinds:
         return ()
     return (
-        f"{module_text(frame.module, frame.cls)} was handed an object that is not looked into: the value may have come "
+        f"{module_text(frame.module, frame.cls)} was handed an object that is not inspected: the value may have come "
         "in it",
     )
 

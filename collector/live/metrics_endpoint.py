@@ -116,7 +116,7 @@ class MetricsExporter:
 
     def failed(self, error: Exception) -> None:
         """Count an error of gpuwatch, and log it once. Scrapes call this in their threads, too."""
-        line = f"the metrics could not be told: {type(error).__name__}: {error}"
+        line = f"the metrics could not be computed: {type(error).__name__}: {error}"
         with self._counting:
             self.faults += 1
             is_new = line not in self._errors
@@ -257,7 +257,7 @@ def families(view: JobView, own: OwnNumbers) -> Iterator[Metric]:
     yield CounterMetricFamily("gpuwatch_collector_pages_not_kept", text, value=own.pages_not_kept)
     text = "Messages and clients that were not let in."
     yield _by_label(CounterMetricFamily, "gpuwatch_collector_turned_away", text, "reason", own.turned_away)
-    text = "How often these metrics could not be told."
+    text = "How often these metrics could not be computed."
     yield CounterMetricFamily("gpuwatch_metrics_faults", text, value=own.metrics_faults)
 
 

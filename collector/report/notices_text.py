@@ -49,7 +49,7 @@ def trouble_lines(report: RunReport) -> Iterator[str]:
             yield f"gpuwatch's own fault on {rank_name(rank.rank)}: {fault}"
     untold = report.collector.get("metrics_faults", 0)
     if untold:
-        yield f"gpuwatch's own fault in the collector: the metrics could not be told, {untold} times (its log says why)"
+        yield f"gpuwatch's own fault in the collector: the metrics could not be computed {untold} times (see its log)"
     unwritten = report.collector.get("unwritten", 0)
     if unwritten:
         yield f"{unwritten} messages could not be written to the run store (is the disk full?)"
@@ -196,7 +196,7 @@ def _skipped(ranks: list[RankReport]) -> Iterator[str]:
     skipped = max((rank.batches_skipped for rank in ranks), default=0)
     batches = max(((rank.batch or 0) + 1 for rank in ranks), default=0)
     if 0 < skipped < batches:
-        yield f"only one batch in {round(batches / (batches - skipped))} was looked at; {skipped} were skipped"
+        yield f"only one batch in {round(batches / (batches - skipped))} was inspected; {skipped} were skipped"
     elif skipped:
         yield f"{skipped} batches were skipped"
 

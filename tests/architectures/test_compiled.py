@@ -44,9 +44,9 @@ def test_the_graphs_stay_what_they_are_and_the_module_is_named(use_cache, with_l
     with gpuwatch.watch(model, on_overflow="continue") as handle:
         assert train(model, with_labels, faulty=False) == alone
         verdict = handle.verdict()
-        assert (verdict.kind, "not looked into" in verdict.statement) == ("clean", False), verdict.statement
+        assert (verdict.kind, "not inspected" in verdict.statement) == ("clean", False), verdict.statement
     with gpuwatch.watch(model, on_overflow="continue") as handle:
         train(model, with_labels, faulty=True)
         found = handle.verdict()
     assert (found.module, found.phase) == ("transformer.h.1.mlp.c_fc", "forward")
-    assert not any("not looked into" in line for line in found.evidence)
+    assert not any("not inspected" in line for line in found.evidence)

@@ -318,7 +318,7 @@ def attempt_compiled(architecture: Architecture, blocks: bool = False, faults: i
         for site in draw(names, faults, seed):
             left, verdict, ours = _train_compiled(architecture, blocks, site, phase)
             named = Named(site, phase, verdict, late=True)  # no graph of autograd's shows its backward
-            hidden = verdict.certainty == "supported" and any("not looked into" in line for line in verdict.evidence)
+            hidden = verdict.certainty == "supported" and any("not inspected" in line for line in verdict.evidence)
             no_gradient = verdict.kind == "clean" and all(bits.isfinite().all() for bits in left.bits)
             text = f"{phase} of {site}: {verdict.certainty}: {verdict.statement}"
             told = result.listed if named.listed or hidden or no_gradient else result.wrong

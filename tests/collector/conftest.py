@@ -221,7 +221,7 @@ class Batch:
         assert found is not None
         self._alarm(*found, cause)
 
-    def skipped_batch(self, cause="not looked into: --every 5"):
+    def skipped_batch(self, cause="not inspected: --every 5"):
         """The root's output was bad, in a batch that `--every` skips."""
         assert self.anomaly is not None
         self.anomaly = msgspec.structs.replace(self.anomaly, cause=cause)

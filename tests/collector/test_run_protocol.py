@@ -509,7 +509,7 @@ def test_what_all_of_them_show_is_told_when_the_last_has_answered(make):
     cluster.say("a1", look(1, ""), 401.2)
     (text,) = told(cluster.tick(401.3))
 
-    assert text.startswith("Rank 1 did not come to all_reduce, in which rank 0 has waited for 300 s.")
+    assert text.startswith("Rank 1 never reached all_reduce, in which rank 0 has waited for 300 s.")
     assert "the job is left as it is; to have it ended: --on-hang abort" in text
     assert told(cluster.tick(402.0)) == []
 
@@ -520,7 +520,7 @@ def test_a_node_that_does_not_answer_is_not_waited_for_for_ever(make):
     cluster.say("a0", look(0, "all_reduce"), 401.0)
     (text,) = told(cluster.tick(400.0 + ANSWER_S))
 
-    assert "1 of the ranks did not tell where they stand" in text
+    assert "1 of the ranks did not report their positions" in text
 
 
 def test_while_one_of_them_still_moves_it_is_no_hang(make):

@@ -26,19 +26,19 @@ def test_no_script_notices_us_and_what_this_torch_hides_is_told(bench, late):
     assert len(expected) > 12
     assert [name for name in expected if found[name] != expected[name]] == []
     views = compiled_views()
-    told = [line for line in watched.stderr.splitlines() if line.endswith("compiled modules are not looked into")]
+    told = [line for line in watched.stderr.splitlines() if line.endswith("compiled modules are not inspected")]
     assert told == ([f"gpuwatch: {views.missing}"] if views.missing else [])
     if views.rows:
         assert views.missing[1:] in watched.verdict["statement"]
         assert watched.verdict["kind"] == "clean"
     else:  # nothing was seen of a model that a compiled function calls
-        assert "not looked into" in watched.verdict["statement"]
+        assert "not inspected" in watched.verdict["statement"]
 
 
 @pytest.mark.sample(1, of="compiled autograd")
 @pytest.mark.parametrize("late", [pytest.param({}, id="host"), pytest.param({"GPUWATCH_LATE_DEVICE": "0"}, id="late")])
 def test_gradients_that_compiled_autograd_hides_are_told_and_found_where_the_optimizer_reads_them(bench, late):
-    said = "gradients of a backward that compiled autograd runs are not looked into"
+    said = "gradients of a backward that compiled autograd runs are not inspected"
     args = (str(bench.cwd / "watched.json"), "the_backward_alone_compiled")
     clean = bench.launch(SCRIPT, nproc=1, args=args, **late)
     assert clean.code == 0

@@ -33,7 +33,7 @@ def test_it_is_named_with_what_it_does(bench, how, place, line):
     verdict = run.verdict
     assert run.code == 5
     assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, "supported")
-    assert verdict["statement"].startswith("Rank 1 did not come to the backward's reduction of gradients")
+    assert verdict["statement"].startswith("Rank 1 never reached the backward's reduction of gradients")
     assert place in verdict["statement"]
     assert line in verdict["statement"]
     assert {entry["rank"] for entry in verdict["cascade"]} == {0, 2}
@@ -46,7 +46,7 @@ def test_in_a_collective_of_the_scripts_own_it_is_established(bench):
 
     verdict = run.verdict
     assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, "established")
-    assert verdict["statement"].startswith("Rank 1 did not come to barrier, in which ranks 0, 2 have waited")
+    assert verdict["statement"].startswith("Rank 1 never reached barrier, in which ranks 0, 2 have waited")
 
 
 @pytest.mark.sample(2, of="slow and healthy")
@@ -98,7 +98,7 @@ def test_a_rank_that_may_come_is_told_and_the_job_is_not_ended(bench, how):
 
     assert (run.code, run.verdict["kind"]) == (0, "clean")
     assert run.report["attempts"] == []
-    assert "Rank 1 did not come to the backward's reduction of gradients" in run.stderr
+    assert "Rank 1 never reached the backward's reduction of gradients" in run.stderr
     assert "the job is left as it is, as rank 1 may still go on" in run.stderr
     assert "to have it ended all the same: --on-hang abort" in run.stderr
 
@@ -133,7 +133,7 @@ def test_without_abort_the_job_goes_on_and_a_stall_that_passes_is_no_verdict(ben
 
     assert run.code == 0
     assert run.verdict["kind"] == "clean"
-    assert "Rank 1 did not come to the backward's reduction of gradients" in run.stderr
+    assert "Rank 1 never reached the backward's reduction of gradients" in run.stderr
     assert "to have it ended: --on-hang abort" in run.stderr
 
 
@@ -145,7 +145,7 @@ def test_an_attempt_that_stood_still_is_ended_and_the_next_one_starts(bench):
     (before,) = run.report["attempts"]
     assert before["attempt"] == 0
     assert (before["hang"]["kind"], before["hang"]["rank"]) == ("hang", 1)
-    assert before["statement"].startswith("Rank 1 did not come to the backward's reduction of gradients")
+    assert before["statement"].startswith("Rank 1 never reached the backward's reduction of gradients")
     assert before["statement"] in " ".join(run.stderr.split())
 
 

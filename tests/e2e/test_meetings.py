@@ -53,9 +53,9 @@ def test_what_ends_the_others_with_other_ranks_and_batches(bench, how, seed):
 @pytest.mark.parametrize(
     ("how", "nproc", "certainty", "sentence"),
     [
-        ("barrier", 3, "established", "did not come to barrier"),
-        ("monitored", 3, "established", "did not come to monitored_barrier"),
-        ("subgroup", 8, "established", "did not come to all_reduce of group"),
+        ("barrier", 3, "established", "never reached barrier"),
+        ("monitored", 3, "established", "never reached monitored_barrier"),
+        ("subgroup", 8, "established", "never reached all_reduce of group"),
         (
             "operation",
             3,
@@ -64,12 +64,12 @@ def test_what_ends_the_others_with_other_ranks_and_batches(bench, how, seed):
         ),
         ("skip", 3, "supported", "issued broadcast from the group's rank 0 of 3 elements of float32, where 2 other"),
         ("order", 3, "supported", "The ranks wait for each other in different groups"),
-        ("forward", 3, "established", "did not come to all_reduce"),
-        ("loader", 3, "established", "did not come to all_reduce"),
-        ("optimizer", 3, "established", "did not come to all_reduce"),
-        ("checkpoint", 4, "established", "did not come to all_reduce"),
-        ("stopped", 3, "established", "did not come to all_reduce"),
-        ("leaves slowly", 3, "established", "did not come to all_reduce"),
+        ("forward", 3, "established", "never reached all_reduce"),
+        ("loader", 3, "established", "never reached all_reduce"),
+        ("optimizer", 3, "established", "never reached all_reduce"),
+        ("checkpoint", 4, "established", "never reached all_reduce"),
+        ("stopped", 3, "established", "never reached all_reduce"),
+        ("leaves slowly", 3, "established", "never reached all_reduce"),
     ],
 )
 def test_while_the_job_stands_still(bench, how, nproc, certainty, sentence):
@@ -140,7 +140,7 @@ def test_a_groups_timeout_in_ddps_own_reduction_names_who_missed(bench, nproc):
 
     verdict = run.verdict
     assert (verdict["kind"], verdict["rank"], verdict["certainty"], run.code) == ("hang", 1, "supported", 5)
-    assert "did not come to the backward's reduction of gradients" in verdict["statement"]
+    assert "never reached the backward's reduction of gradients" in verdict["statement"]
     assert (verdict["phase"], verdict["step"], verdict["batch"]) == ("script", 3, 2)
 
 
@@ -180,5 +180,5 @@ def test_a_rank_that_is_late_and_comes_ends_nothing(bench):
     run, rank = run_of(bench, "slow", 3, 0, *TOLD)
 
     assert (run.code, run.verdict["kind"]) == (0, "clean")
-    assert f"Rank {rank} did not come to all_reduce" in run.stderr
+    assert f"Rank {rank} never reached all_reduce" in run.stderr
     assert f"as rank {rank} may still go on" in run.stderr

@@ -31,5 +31,5 @@ def test_a_weight_that_was_changed_between_two_steps_is_named(tmp_path, options)
     assert named == ("overflow", 1, "transformer.h.1.mlp.c_fc", "weight", "weight")
     assert verdict["certainty"] == "established"
     assert not any("learning rate that is too high" in line for line in verdict["next"])
-    assert "not looked into" not in str(verdict)
+    assert "not inspected" not in str(verdict)
     assert not any(rank["faults"] for rank in report["ranks"])

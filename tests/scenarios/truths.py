@@ -270,12 +270,12 @@ PLACES = [
         witness="",
     ),
     Scenario(
-        "inside of compiled code that is not looked into",
+        "inside of compiled code that is not inspected",
         "places.py",
         # the leaf is `body.up`; frames show `body` or the model around it, and it is said that no more is known
         {"kind": "overflow", "rank": 1, "phase": "forward", "batch": 2, "certainty": "supported"},
         args=("--fault", "hidden"),
-        evidence="compiled code was not looked into",
+        evidence="compiled code was not inspected",
         witness="",
     ),
     Scenario(
@@ -897,7 +897,7 @@ LESS_WATCHED = [
         "zero_length.py",
         {"kind": "unknown", "certainty": "unknown"},
         options=("--modules", "length.*"),
-        statement="looked at no module",
+        statement="watched no module",
         witness="rank=1 phase=backward module=length class=Length batch=2",
     ),
     Scenario(

@@ -1,4 +1,4 @@
-"""Jobs simulated by seed: whatever is lost, damaged or left out, none is told clean that was not looked at whole.
+"""Jobs simulated by seed: whatever is lost, damaged or left out, none is told clean that was not read whole.
 
 Nor is a rank named in which nothing was bad. `python -m pytest tests/simulation -m slow` runs 100,000 of them.
 """
@@ -73,7 +73,7 @@ def test_the_oracle_knows_a_false_clean():
 
     assert against_clean(judged=True) == ""
     assert against_clean(returned=False) == ""
-    assert against_clean("only one in 2 was looked into", skipped=True) == ""
+    assert against_clean("only one in 2 was inspected", skipped=True) == ""
     assert "nobody has judged ['rank 1']" in against_clean()
     assert "nobody has judged" in against_clean(skipped=True)
     assert "bad values" in against_clean(judged=True, bad=True)

@@ -92,7 +92,7 @@ def summary(outcome: Outcome) -> str:
     """The answer in a few words."""
     verdict = outcome.report["verdict"] if outcome.report is not None else None
     answer = f"{verdict['kind']}, {verdict['certainty']}" if verdict is not None else "no report"
-    return f"{outcome.job}: code {outcome.code}, {answer}{'' if outcome.failed else ' (did not come to it)'}"
+    return f"{outcome.job}: code {outcome.code}, {answer}{'' if outcome.failed else ' (never reached it)'}"
 
 
 def show(outcome: Outcome, verbose: bool) -> bool:

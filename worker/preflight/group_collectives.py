@@ -68,7 +68,7 @@ def join(
     ready = PrefixStore("ready", store)
     ready.set(str(rank), "")
     # A rank whose device hangs does not arrive; without this, NCCL would only fail to connect.
-    _wait_for(ready, ranks, deadline, "did not come to the process group")
+    _wait_for(ready, ranks, deadline, "did not reach the process group")
     limit_s = left_s(deadline)
 
     def make() -> None:

@@ -295,7 +295,7 @@ class AlarmRecorder:
         if earlier is not None:
             self.alarm(earlier)
         if not cause and bad.row.mark & RowMark.SKIPPED:
-            cause = f"not looked into: --every {self._progress.settings.every}"
+            cause = f"not inspected: --every {self._progress.settings.every}"
         where = self._progress.where_of(bad.page, bad.frame)
         stepped = (
             self._asked("the step of a weight", where, self.optimizer_of, bad)

@@ -45,7 +45,7 @@ def test_the_one_that_never_began_it_did_not_come():
 
     assert (found.rank, found.certainty, found.cause) == (1, "established", "did not come")
     assert found.statement == (
-        "Rank 1 did not come to all_reduce, in which ranks 0, 2 have waited for 300 s. "
+        "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited for 300 s. "
         "It is outside of a forward, after batch 4."
     )
     assert found.evidence == [
@@ -166,7 +166,7 @@ def test_a_send_that_nobody_receives():
 
     found = find(away(group(8)), sends, away(group(8)))
     assert (found.rank, found.certainty, found.cause) == (2, "supported", "did not come")
-    assert found.statement.startswith("Rank 2 did not come to the send of rank 1, in which rank 1 has waited")
+    assert found.statement.startswith("Rank 2 never reached the send of rank 1, in which rank 1 has waited")
 
 
 def test_a_send_and_its_receive_both_stand():
@@ -189,7 +189,7 @@ def test_a_chain_of_groups_is_followed_to_its_head():
     )
 
     assert (found.rank, found.certainty) == (3, "established")
-    assert found.statement.startswith("Rank 3 did not come to all_reduce of group 2 (ranks 2, 3), in which rank 2 has")
+    assert found.statement.startswith("Rank 3 never reached all_reduce of group 2 (ranks 2, 3), in which rank 2 has")
     assert found.statement.endswith("Ranks 0, 1 wait for those.")
 
 
@@ -235,7 +235,7 @@ def test_a_rank_whose_thread_waits_for_another_is_not_at_the_head_of_the_chain()
     found = find(waits(all_reduce(9)), writes, away(group(8), group(2, None, "all_reduce", **WRITERS)))
 
     assert (found.rank, found.certainty, found.cause) == (2, "supported", "did not come")
-    assert found.statement.startswith("Rank 2 did not come to all_reduce of group 1 (ranks 1, 2)")
+    assert found.statement.startswith("Rank 2 never reached all_reduce of group 1 (ranks 1, 2)")
     assert found.statement.endswith("Rank 0 waits for those.")
 
 

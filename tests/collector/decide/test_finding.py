@@ -59,7 +59,7 @@ def test_the_only_rank_that_is_elsewhere_did_not_come():
 
     assert (found.rank, found.certainty, found.others) == (1, "established", [])
     assert found.statement == (
-        "Rank 1 did not come to all_reduce, in which ranks 0, 2 have waited for 300 s. "
+        "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited for 300 s. "
         "It is outside of a forward, after batch 4, at data.py:7 in load: time.sleep(1)."
     )
     assert found.evidence == [
@@ -126,7 +126,7 @@ def test_several_that_did_not_come_are_all_told():
     found = find(*(look(rank, IN_ALL_REDUCE) for rank in (0, 3)), look(1, LOADING), look(2, LOADING))
 
     assert (found.rank, found.certainty, found.others) == (None, "supported", [1, 2])
-    assert found.statement.startswith("Ranks 1, 2 did not come to all_reduce")
+    assert found.statement.startswith("Ranks 1, 2 never reached all_reduce")
 
 
 def test_a_rank_that_has_left_while_others_wait():
@@ -176,7 +176,7 @@ def test_a_rank_that_was_never_seen_leaves_the_others_without_a_culprit():
     found = find(look(0, IN_ALL_REDUCE), look(2, IN_ALL_REDUCE), world=3)
 
     assert (found.rank, found.certainty) == (None, "unknown")
-    assert "1 of the ranks did not tell where they stand" in found.statement
+    assert "1 of the ranks did not report their positions" in found.statement
 
 
 def test_a_rank_that_was_never_seen_keeps_the_one_that_is_elsewhere_from_being_sure():
@@ -187,7 +187,7 @@ def test_all_came_names_nobody():
     found = find(*(look(rank, IN_ALL_REDUCE) for rank in range(4)))
 
     assert (found.rank, found.certainty, found.others) == (None, "unknown", [])
-    assert "All 4 ranks have come to all_reduce" in found.statement
+    assert "All 4 ranks have reached all_reduce" in found.statement
 
 
 def test_one_that_waits_in_another_operation_than_all_others():

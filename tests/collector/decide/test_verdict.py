@@ -281,7 +281,7 @@ LEFT = "left early: its process ended with exit code 0, outside of a forward, af
     [
         (24, ["raised", "ended"], "crash", 1, LEFT),
         (24, ["stopped"], "crash", 1, LEFT.replace("ranks 0 and 2", "rank 0")),
-        (26, ["raised", "ended"], "lost", None, "which one went first is unknown"),  # it had come to all that they had
+        (26, ["raised", "ended"], "lost", None, "which one went first is unknown"),  # it had reached all that they had
         (24, [], "lost", None, "which one went first is unknown"),  # and one was not heard
     ],
 )
@@ -308,7 +308,7 @@ def test_who_left_before_the_others_lost_a_peer_left_early(make, seq, third, kin
 @pytest.mark.parametrize(
     ("world", "kind"),
     [(4, "crash"), (5, "lost")],
-    ids=["behind in the group of all, ahead in its own", "it had come to all that they had"],
+    ids=["behind in the group of all, ahead in its own", "it had reached all that they had"],
 )
 def test_who_left_early_is_behind_in_a_group_and_not_in_a_sum_over_groups(make, world, kind):
     def ended(rank, code, own, begun, group):
@@ -577,7 +577,7 @@ def empty_batch(make):
             lambda make: make.broken_off(1, 0, phase="unwatched"),
             "rank 1 went on as another program (os.exec), which is not watched",
         ),
-        (lambda make: [*empty_batch(make), *make.finished(1)], "rank 1 looked at no module in its batches"),
+        (lambda make: [*empty_batch(make), *make.finished(1)], "rank 1 watched no module in its batches"),
         (lambda make: make.finished(1, last={"pending": 7}), "rank 1 ended before 7 numbers had come back"),
         (lambda make: make.finished(1, last={"rows_lost": 1}), "rank 1 had no room for 1 row"),
         (
@@ -611,7 +611,7 @@ def test_a_model_that_only_compiled_code_calls_is_unknown_with_what_to_do(make):
     assert verdict.kind == "unknown"
     assert verdict.missing[:2] == [
         "rank 1 called no module",
-        "rank 1 ran compiled code of the root module (Net) that was not looked into",
+        "rank 1 ran compiled code of the root module (Net) that was not inspected",
     ]
     (step,) = verdict.next
     assert "torch.compile(model), in place of a function that calls it" in step
@@ -628,7 +628,7 @@ def test_a_clean_run_says_which_compiled_code_nobody_looked_into(make):
     hidden = EventMessage(NotLookedInto(RunPosition(0), "model", "LlamaModel"))
     verdict = judge(make.hello(nproc=1), hidden, *make.finished(0), make.NodeBye("ok"))
     assert verdict.kind == "clean"
-    assert verdict.statement.endswith("Inside of `model` (LlamaModel), compiled code was not looked into.")
+    assert verdict.statement.endswith("Inside of `model` (LlamaModel), compiled code was not inspected.")
     assert "use_cache=False" in verdict.next[0]
 
 
@@ -710,7 +710,7 @@ def test_clean_is_not_established_where_an_optimizer_stepped_on_what_no_module_h
     verdict = judge(make.hello(), *make.finished(0), loose, *make.finished(1), make.NodeBye("ok"))
     assert (verdict.kind, verdict.certainty) == ("clean", "supported")
     told = "On rank 1 Adam stepped on 2 parameters that belong to no module that was called: "
-    assert verdict.statement.endswith(f"{told}they were looked at after each step, and nowhere else.")
+    assert verdict.statement.endswith(f"{told}they were read after each step, and nowhere else.")
 
 
 def test_a_script_without_any_module_says_what_its_optimizer_stepped_on(make):

@@ -532,7 +532,7 @@ def test_the_verdict_names_the_call_that_made_nan_of_a_mask_that_every_batch_has
 def left_out(make, rank, **place):
     batch = make.Batch(rank, **place)
     batch.call("", "Net", returned=[batch.tensor(make.NAN)])
-    batch.skipped_batch("not looked into: --every 5")
+    batch.skipped_batch("not inspected: --every 5")
     return batch
 
 
@@ -540,7 +540,7 @@ def test_a_batch_that_was_left_out_gives_the_rank_and_no_module(make):
     verdict = judge(make, left_out(make, 1, batch=7), nproc=1)
     assert (verdict.rank, verdict.module, verdict.cls, verdict.certainty) == (1, None, None, "supported")
     assert (verdict.phase, verdict.batch) == ("forward", 7)
-    assert "not looked into: --every 5" in verdict.statement
+    assert "not inspected: --every 5" in verdict.statement
     assert "--every 1" in verdict.statement
 
 
@@ -700,7 +700,7 @@ def test_compiled_code_that_was_not_looked_into_leaves_the_maker_open(make, hidd
         bodies.append(EventMessage(NotLookedInto(make.where(0), "model", "LlamaModel")))
     verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
     assert (verdict.module, verdict.certainty) == ("model", "supported" if hidden else "established")
-    assert any("compiled code was not looked into" in line for line in verdict.evidence) == hidden
+    assert any("compiled code was not inspected" in line for line in verdict.evidence) == hidden
     assert ("use_cache=False" in verdict.next[0]) == hidden
 
 

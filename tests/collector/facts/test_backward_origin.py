@@ -429,7 +429,7 @@ def test_a_parameter_of_a_module_with_children(make):
 
 
 def test_a_parameter_of_a_module_without_a_frame_is_not_named_for_sure(make):
-    """Code that was compiled, and not looked into, has no frames but those of its parameters' gradients."""
+    """Code that was compiled, and not inspected, has no frames but those of its parameters' gradients."""
     batch = make.Batch()
     x, y = batch.tensor(), batch.tensor()
     batch.call("", "Net", given=[x], returned=[y])
@@ -437,7 +437,7 @@ def test_a_parameter_of_a_module_without_a_frame_is_not_named_for_sure(make):
     batch.backward("embed", "Linear", "weight", make.NAN)
     found = find(batch)
     assert (found.module, found.sure, found.between) == ("", False, ("", "embed"))
-    assert "compiled code that was not looked into" in found.notes[0]
+    assert "compiled code that was not inspected" in found.notes[0]
 
 
 def test_a_parameter_of_a_module_that_is_never_called(make):

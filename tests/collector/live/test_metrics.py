@@ -251,7 +251,7 @@ def test_an_error_of_ours_is_counted_and_logged_once_and_costs_one_picture(serve
     served.show(lambda: (view_of_ranks(3), OwnNumbers(metrics_faults=served.faults)), 30.0)
     found = scrape(served.url)
     assert (found["gpuwatch_world_size"][()], found["gpuwatch_metrics_faults_total"][()]) == (3, 2)
-    assert capsys.readouterr().err == "the metrics could not be told: RuntimeError: no such thing\n"
+    assert capsys.readouterr().err == "the metrics could not be computed: RuntimeError: no such thing\n"
 
 
 def test_a_text_that_cannot_be_written_is_counted_too(served, monkeypatch, capsys):

@@ -324,6 +324,6 @@ def test_times_of_steps_that_cannot_be_told_cost_the_report_nothing_else(make, m
     times = [EventMessage(StepTimes(make.where(rank), 1, [0.1] * 5, pack_steps([]))) for rank in range(2)]
     report = report_of([*overflow(make), *times])
     assert report.verdict == report_of(overflow(make)).verdict
-    assert report.steps.trouble == "where the time goes could not be told: ZeroDivisionError: division by zero"
+    assert report.steps.trouble == "where the time goes could not be determined: ZeroDivisionError: division by zero"
     for shown in (render_text(report), render_html(report)):
-        assert "the time goes could not be told: ZeroDivisionError" in shown
+        assert "the time goes could not be determined: ZeroDivisionError" in shown

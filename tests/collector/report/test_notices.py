@@ -199,8 +199,7 @@ def test_several_rules_are_told_apart(make):
 def test_a_run_of_which_only_some_batches_were_looked_at_does_not_claim_the_others(make):
     report = report_of(run(make, batches=100, batches_skipped=80))
     assert report.verdict.statement == (
-        "No overflow seen: 2 ranks, 100 batches (only one in 5 was looked into), every tensor that was looked at was "
-        "finite."
+        "No overflow seen: 2 ranks, 100 batches (only one in 5 was inspected), every inspected tensor was finite."
     )
     assert "every watched tensor finite" not in text_of(report)
     assert report.verdict.next == ["Look into every batch with --every 1."]
@@ -208,7 +207,7 @@ def test_a_run_of_which_only_some_batches_were_looked_at_does_not_claim_the_othe
 
 
 def test_the_text_says_that_batches_were_left_out(make):
-    assert "only one batch in 5 was looked at; 80 were skipped" in text_of(
+    assert "only one batch in 5 was inspected; 80 were skipped" in text_of(
         report_of(run(make, batches=100, batches_skipped=80))
     )
 
@@ -222,7 +221,7 @@ def test_what_was_left_out_before_a_restart_is_said(make):
     again = [*make.finished(0, batch=3, attempt=1)]
 
     verdict = report_of([make.hello(nproc=1), *before, *again, make.NodeBye("ok")]).verdict
-    assert (verdict.kind, "only one in 2 was looked into" in verdict.statement) == ("clean", True)
+    assert (verdict.kind, "only one in 2 was inspected" in verdict.statement) == ("clean", True)
 
 
 def test_the_cost_of_watching_is_told_of_the_slowest_rank(make):

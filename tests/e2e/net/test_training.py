@@ -154,7 +154,7 @@ def test_what_happens_while_the_link_is_cut_is_in_the_report_once_it_is_back(tra
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_a_link_that_swallows_what_the_ranks_send_is_a_hang_without_a_culprit(training, seed):
-    """All have come to the collective, and the agents are heard: nobody can tell at which end it is."""
+    """All have reached the collective, and the agents are heard: nobody can tell at which end it is."""
     head, other = training.nodes if seed % 2 else reversed(training.nodes)
     training.start("--hang-timeout", "30", "--on-hang", "abort")
     training.reached("before")

@@ -395,7 +395,7 @@ def test_what_made_a_gradient_where_none_was_seen_is_not_made_up(on_host, frozen
         handle.remove()
     assert (verdict.kind, verdict.phase, verdict.certainty) == ("overflow", "backward", "supported"), verdict.statement
     assert verdict.module == "blocks.1", verdict.statement
-    assert any("blocks.1" in line and "not looked into" in line for line in verdict.evidence), verdict.evidence
+    assert any("blocks.1" in line and "not inspected" in line for line in verdict.evidence), verdict.evidence
 
 
 def test_a_model_that_is_not_watched_and_shares_a_graph_with_one_that_is():

@@ -489,7 +489,7 @@ class Inner(Plain):
 
 
 class HeadBehind(nn.Module):
-    """Its head is in no graph that is looked into. Its backward comes before that of the graph."""
+    """Its head is in no graph that is inspected. Its backward comes before that of the graph."""
 
     def __init__(self):
         super().__init__()

@@ -15,15 +15,15 @@ from torch._dynamo.utils import counters
 @pytest.mark.parametrize(
     ("version", "rows", "gradients", "through_data", "missing"),
     [
-        ("2.5.1", False, False, False, "torch 2.5: compiled modules are not looked into"),
-        ("2.7.1+cu126", False, False, False, "torch 2.7: compiled modules are not looked into"),
-        ("2.8.0", True, False, False, "torch 2.8: gradients inside of compiled modules are not looked into"),
-        ("2.11.0", True, False, False, "torch 2.11: gradients inside of compiled modules are not looked into"),
+        ("2.5.1", False, False, False, "torch 2.5: compiled modules are not inspected"),
+        ("2.7.1+cu126", False, False, False, "torch 2.7: compiled modules are not inspected"),
+        ("2.8.0", True, False, False, "torch 2.8: gradients inside of compiled modules are not inspected"),
+        ("2.11.0", True, False, False, "torch 2.11: gradients inside of compiled modules are not inspected"),
         ("2.13.0+cpu", True, True, False, ""),
         ("2.14.1", True, True, False, ""),
         ("2.15.0", True, True, True, ""),
-        ("2.16.0.dev20261101", False, False, False, "torch 2.16: compiled modules are not looked into"),
-        ("of my own", False, False, False, "torch 0.0: compiled modules are not looked into"),
+        ("2.16.0.dev20261101", False, False, False, "torch 2.16: compiled modules are not inspected"),
+        ("of my own", False, False, False, "torch 0.0: compiled modules are not inspected"),
     ],
 )
 def test_what_was_not_tried_is_not_traced(version, rows, gradients, through_data, missing):

@@ -434,7 +434,7 @@ shown["torchs"] = json.loads(_dump_fr_trace_json())["entries"]
 @pytest.mark.slow
 @pytest.mark.sample(1)
 def test_the_clock_of_a_frame_counts_collectives_and_messages_apart(both):
-    """A receive counts when it has come to its end. A group that counts nothing is left out, and blinds no other."""
+    """A receive counts when it has reached its end. A group that counts nothing is left out, and blinds no other."""
     shown = both(
         """
 from gpuwatch.worker.record.collectives import issued, moment

@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_to_the_group_is_named(run_ranks):
     assert outcomes[1]["kind"] == "hung"
     for rank in (0, 2):
         assert (outcomes[rank]["kind"], outcomes[rank]["peers"]) == ("raised", [1])
-        assert outcomes[rank]["detail"] == "rank 1 did not come to the process group"
+        assert outcomes[rank]["detail"] == "rank 1 did not reach the process group"
 
 
 def test_every_rank_puts_in_other_values_whose_sum_is_exact():

@@ -83,7 +83,7 @@ def test_every_n_misses_no_overflow_in_a_skipped_batch(watch, late):
         pass
     (anomaly,) = watched.anomalies
     assert (anomaly.where.batch, anomaly.module, anomaly.role) == (3, "", "output")
-    assert anomaly.cause == "not looked into: --every 5"
+    assert anomaly.cause == "not inspected: --every 5"
 
 
 @pytest.mark.parametrize("on_overflow", ["abort", "continue"])

@@ -144,7 +144,7 @@ def test_a_weight_upstream_that_was_changed_without_a_trace_is_told(watch, path)
 
 
 def test_the_weight_upstream_that_is_not_finite_any_more_is_told_by_itself(watch):
-    """As in compiled code that is not looked into: only the model's own output is seen."""
+    """As in compiled code that is not inspected: only the model's own output is seen."""
     watched = watch()
     model = _Around()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

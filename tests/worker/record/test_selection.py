@@ -163,11 +163,11 @@ def test_a_batch_that_is_left_out_is_looked_at_from_outside(watch):
     model = nn.Sequential(nn.Identity(), Multiplies(1.0))
     model(X)
     model[1].factor = math.nan
-    expected = r"nan in output of the root module \(Sequential\), forward of batch 1 \(not looked into"
+    expected = r"nan in output of the root module \(Sequential\), forward of batch 1 \(not inspected"
     with pytest.raises(OverflowDetected, match=expected):
         model(X)
     (anomaly,) = watched.anomalies
-    assert (anomaly.module, anomaly.cause) == ("", "not looked into: --every 10")
+    assert (anomaly.module, anomaly.cause) == ("", "not inspected: --every 10")
 
 
 def test_traced_batches_are_never_left_out(watch):

@@ -239,7 +239,7 @@ _OF_OTHERS: _Meanings = {
         "Look for the rank that hangs, or for packets that are dropped on the way to it.",
     ),
     r"wait timeout after (?P<ms>\d+)ms, keys|^Wait timeout|Socket Timeout": (
-        "another rank did not come to the group in time",
+        "another rank did not reach the group in time",
         "Look for the rank that failed or hangs before it.",
     ),
 }
