@@ -582,7 +582,7 @@ def empty_batch(make):
         (lambda make: make.finished(1, last={"rows_lost": 1}), "rank 1 had no room for 1 row"),
         (
             lambda make: [HIDDEN, *make.finished(1)],
-            "rank 1 ran compiled code of the root module (Net) that was not looked",
+            "rank 1 ran compiled code of the root module (Net) that was not inspected",
         ),
         (
             lambda make: [STEPPED, *make.finished(1)],
