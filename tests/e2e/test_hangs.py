@@ -58,7 +58,7 @@ def test_what_is_slow_and_healthy_is_not_told(bench, how):
 
     assert run.code == 0
     assert run.verdict["kind"] == "clean"
-    assert "did not come" not in run.stderr
+    assert "never reached" not in run.stderr
     assert "has not moved" not in run.stderr
 
 
@@ -87,7 +87,7 @@ def test_a_job_that_was_stopped_and_goes_on_is_no_stall(bench, whole):
     assert run.code == 0
     assert run.verdict["kind"] == "clean"
     assert "moved for" not in run.stderr
-    assert "did not come" not in run.stderr
+    assert "never reached" not in run.stderr
 
 
 @pytest.mark.sample(1, of="a rank that works in code that is not known")
