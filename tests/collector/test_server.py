@@ -356,7 +356,7 @@ def test_a_port_that_is_taken_is_an_error_at_once_and_leaves_nothing_open(runnin
 def test_exit_codes_are_a_contract(make, kind, signal, code):
     report = build_report(fold([]), run_id="x", started=None, ended=None)
     verdict = msgspec.structs.replace(
-        report.verdict, kind=VerdictKind(kind), signal=signal, missing=["rank 1 was never heard"]
+        report.verdict, kind=VerdictKind(kind), signal=signal, missing=["rank 1 was never heard from"]
     )
     assert exit_code(msgspec.structs.replace(report, verdict=verdict)) == code
 

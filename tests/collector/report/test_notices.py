@@ -118,7 +118,7 @@ def test_skipped_steps_are_counted_and_told(make):
     bodies = [skip(make, rank, 2.0**-n, n + 1, batch=n) for n in range(4) for rank in range(2)]
     report = report_of(run(make, *bodies, scaler_skips=4))
     assert report.verdict.kind == "clean"
-    assert "but for gradients whose step a GradScaler skipped on ranks 0 and 1" in report.verdict.statement
+    assert "except for gradients whose step a GradScaler skipped on ranks 0 and 1" in report.verdict.statement
     rank = report.ranks[1]
     assert (rank.scaler_skips, rank.scaler["last_scale"], rank.scaler["in_a_row"]) == (4, 0.125, 4)
     assert (rank.scaler["module"], rank.scaler["role"], rank.scaler["batch"]) == ("lower", "grad output", 0)
@@ -154,8 +154,8 @@ def test_what_led_nowhere_is_counted_and_told_with_its_place(make, why, by, said
     report = report_of(run(make, told, absorbed=3))
 
     assert (report.verdict.kind, report.verdict.certainty) == ("clean", "established")
-    first = "led nowhere (first: nan in output of `attn.log` (Log))" if why else "of nan out of masks"
-    assert f"but for 6 tensors {'that ' if why else ''}{first}" in report.verdict.statement
+    first = "had no effect (first: nan in output of `attn.log` (Log))" if why else "of nan from masks"
+    assert f"except for 6 tensors {'that ' if why else ''}{first}" in report.verdict.statement
     assert report.ranks[0].absorbed_first[0]["why"] == why
     assert f"absorbed: nan in output of `attn.log` (Log), {said}, first in batch 2" in text_of(report)
 
@@ -178,7 +178,7 @@ def test_what_a_rank_has_found_to_lead_nowhere_is_inferred_from_no_page(make, wh
 def test_hidden_rows_are_counted_and_told(make):
     report = report_of(run(make, hidden(make, 1, batch=2), hidden(make, 0, batch=5), ignored=6))
     assert (report.verdict.kind, report.ranks[0].ignored) == ("clean", 6)
-    assert "but for 12 rows that --ignore hides" in report.verdict.statement
+    assert "except for 12 rows that --ignore hides" in report.verdict.statement
     assert report.ranks[1].hidden == [
         {"pattern": "probe*", "module": "probe", "role": "output", "value": "+inf", "batch": 2}
     ]
@@ -202,7 +202,7 @@ def test_a_run_of_which_only_some_batches_were_looked_at_does_not_claim_the_othe
         "No overflow seen: 2 ranks, 100 batches (only one in 5 was inspected), every inspected tensor was finite."
     )
     assert "every watched tensor finite" not in text_of(report)
-    assert report.verdict.next == ["Look into every batch with --every 1."]
+    assert report.verdict.next == ["Inspect every batch with --every 1."]
     assert report.ranks[0].batches_skipped == 80
 
 
@@ -213,7 +213,7 @@ def test_the_text_says_that_batches_were_left_out(make):
 
 
 def test_batches_of_several_roots_are_not_made_into_a_ratio(make):
-    assert "(20 were left out)" in report_of(run(make, batches=8, batches_skipped=20)).verdict.statement
+    assert "(20 were skipped)" in report_of(run(make, batches=8, batches_skipped=20)).verdict.statement
 
 
 def test_what_was_left_out_before_a_restart_is_said(make):

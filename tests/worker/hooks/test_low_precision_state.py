@@ -112,7 +112,7 @@ def test_of_steps_that_were_not_read_any_can_have_made_it(way):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-4)
     verdict = watched_verdict(model, optimizer, 6, wild=(1,), state_every=4)
     assert (verdict.phase, verdict.batch, verdict.certainty) == ("optimizer", 4, "supported")
-    assert "any step up to there can have made it" in verdict.statement
+    assert "any step up to that point can have made it" in verdict.statement
 
 
 def test_a_state_that_was_finite_when_it_was_last_read(way):

@@ -155,7 +155,7 @@ def test_the_verdict_names_the_module_that_made_it_or_both(path, way, module):
     finally:
         handle.remove()
     assert (verdict.module, verdict.phase, verdict.certainty) == (module, "forward", "supported")
-    assert "made by the own code of `encoder`" in verdict.statement
+    assert "made by code of `encoder` itself" in verdict.statement
     assert ("`taker`" in verdict.statement.partition("own code")[2]) == (way == "a list")
     assert any("MulBackward0 of `encoder` (Encoder) behind it" in line for line in verdict.evidence)
 
