@@ -276,7 +276,7 @@ def test_what_a_viewer_sends_is_not_read_and_counted(running, connect, make):
     report = running.join()
     assert (report.collector["from_viewers"], report.collector["malformed"]) == (3, 0)
     assert report.nodes[0].state == "ok"
-    assert "the collector turned away: 3 messages of viewers" in render_text(report)
+    assert "the collector rejected: 3 messages of viewers" in render_text(report)
 
 
 def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(running, connect, make):

@@ -94,7 +94,7 @@ def test_a_table_of_warnings_shows_eight_and_counts_the_rest(make):
     assert "Rows close to trouble" in text
     assert "m07 Linear" in text
     assert "m08 Linear" not in text
-    assert "3 more of other places in report.json" in text
+    assert "3 more from other places in report.json" in text
     assert "80 such rows in all batches" in text
 
 
@@ -122,7 +122,7 @@ def test_skipped_steps_are_counted_and_told(make):
     rank = report.ranks[1]
     assert (rank.scaler_skips, rank.scaler["last_scale"], rank.scaler["in_a_row"]) == (4, 0.125, 4)
     assert (rank.scaler["module"], rank.scaler["role"], rank.scaler["batch"]) == ("lower", "grad output", 0)
-    assert "GradScaler skipped 4 steps on ranks 0 and 1 (expected, first for +inf in grad output of lower, scale " in (
+    assert "GradScaler skipped 4 steps on ranks 0 and 1 (expected, first for +inf in grad output of lower, last " in (
         text_of(report)
     )
 
@@ -142,10 +142,10 @@ def test_a_rank_without_a_scaler_has_none(make):
 @pytest.mark.parametrize(
     ("why", "by", "said"),
     [
-        ("", "attn", "made of a mask of -inf and taken away in `attn`"),
-        ("taken away", "attn", "taken away in `attn`"),
-        ("taken away", "", "taken away in the root module"),
-        ("no gradient", "", "which no output shows and which gets no gradient"),
+        ("", "attn", "made from a mask of -inf and removed in `attn`"),
+        ("taken away", "attn", "removed in `attn`"),
+        ("taken away", "", "removed in the root module"),
+        ("no gradient", "", "which reached no output and got no gradient"),
         ("not trained", "", "which no optimizer holds and no backward reached"),
     ],
 )
@@ -284,4 +284,4 @@ def test_of_two_anomalies_the_one_that_was_first_in_time_counts(make):
 def test_groups_without_room_are_told(make):
     states = [make.state(0, groups_not_shown=4), make.state(1, groups_not_shown=4), make.state(2)]
     text = text_of(report_of([make.hello(nproc=3), make.NodeBeat(states, {})]))
-    assert "4 process groups of ranks 0 and 1 found no room in the table of groups" in text
+    assert "4 process groups of ranks 0 and 1 did not fit in the table of groups" in text

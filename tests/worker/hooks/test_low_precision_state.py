@@ -103,7 +103,7 @@ def test_a_square_that_overflows_in_the_first_step_is_the_steps_work(way):
     )
     assert (verdict.value, verdict.dtype) == ("+inf", "float16")
     assert verdict.role in ("state exp_avg_sq weight", "state exp_avg_sq bias")
-    assert "exp_avg_sq that the optimizer keeps in float16 of" in verdict.statement
+    assert "exp_avg_sq that the optimizer keeps in float16 for" in verdict.statement
     assert "float32" in verdict.next[0]
 
 
