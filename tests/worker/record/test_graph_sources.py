@@ -155,7 +155,7 @@ def test_the_verdict_names_the_module_that_made_it_or_both(path, way, module):
     finally:
         handle.remove()
     assert (verdict.module, verdict.phase, verdict.certainty) == (module, "forward", "supported")
-    assert "made by code of `encoder` itself" in verdict.statement
+    assert "made by code of `encoder` " in verdict.statement
     assert ("`taker`" in verdict.statement.partition("made by code of")[2]) == (way == "a list")
     assert any("it depends on MulBackward0 of `encoder` (Encoder)" in line for line in verdict.evidence)
 
