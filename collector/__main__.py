@@ -55,7 +55,7 @@ def main() -> int:
             _refuse(CannotBind(False, str(error), is_told=True))
             server.close()
             return int(ExitCode.USAGE)
-        _tell(f"the run goes on without metrics: {error}")
+        _tell(f"the run continues without metrics: {error}")
     try:
         paths = RunPaths(Path(config.resume)) if config.resume else new_run(Path(config.runs_dir), config.run_name)
         fallback = Path(config.fallback) if config.fallback else None
@@ -152,7 +152,7 @@ def collect(
         f"gpuwatch: listening at {server.address} for {nodes} node(s); the report will be in {paths.folder}", file=out
     )
     if server.metrics is not None:
-        print(f"gpuwatch: metrics for a Prometheus are at {server.metrics.url}", file=out)
+        print(f"gpuwatch: Prometheus metrics are at {server.metrics.url}", file=out)
     out.flush()
     read_end, write_end = os.pipe()
 

@@ -59,7 +59,7 @@ class CurveAccess:
         """Whether an agent sent a message; ZeroMQ has recorded the key of its connection."""
         if str(frame.get("User-Id")).encode() == self._agent:
             return True
-        self.count("from_viewers", "a viewer has sent something, which was not read")
+        self.count("from_viewers", "ignored what a viewer sent")
         return False
 
     def count(self, reason: str, what: str) -> None:

@@ -255,10 +255,10 @@ class RunProtocol:
         if hello.agent != agent:
             return "its hello is another agent's"
         if hello.run not in ("", self.run_id):
-            return f"this is run {self.run_id}, and the node was taken into run {hello.run} before"
+            return f"this is run {self.run_id}, but the node joined run {hello.run} before"
         if any(node_of(other) == node_of(agent) and life_of(other) >= life_of(agent) for other in self.nodes):
             self.replays += 1
-            return "a later agent of its launch was here before"
+            return "a later agent of its launch has already joined"
         present = {
             node_of(name)
             for name, node in self.nodes.items()
@@ -266,7 +266,7 @@ class RunProtocol:
         }
         most = next(iter(self.nodes.values())).hello.max_nodes if self.nodes else 0
         if present and node_of(agent) not in present and len(present) >= most:
-            return f"all {len(present)} nodes of this job are here already"
+            return f"all {len(present)} nodes of this job have already joined"
         return ""
 
     def _enter(self, agent: str, hello: AgentHello, now: float) -> _NodeState:

@@ -171,6 +171,6 @@ def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
     return [
         EarlierLife(life.id, life.verdict.kind, life.verdict.statement)
         if life.verdict is not None
-        else EarlierLife(life.id, "", f"It has left no report; to make one: gpuwatch report --again {life.id}")
+        else EarlierLife(life.id, "", f"It left no report; to make one: gpuwatch report --again {life.id}")
         for life in lives
     ]

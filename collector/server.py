@@ -137,7 +137,7 @@ class CollectorServer:
             try:
                 self._view = ViewPublisher(self._context, self.address, keys, viewer)
             except zmq.ZMQError as error:  # no port can be had, which costs the view alone
-                log(f"nobody can look on: {error}")
+                log(f"viewers cannot connect: {error}")
         self._lines = StageLines()
         self._credit = -1
         self._pages = WaitingPages()

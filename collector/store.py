@@ -215,7 +215,7 @@ class RunStore:
     def _open_other(self, folder: Path) -> sqlite3.Connection:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         db = self._open(folder / self.path.name, True)
-        self._say(f"the run's store {self.path} cannot be written; it goes on in {folder}")
+        self._say(f"the run's store {self.path} cannot be written; it continues in {folder}")
         self.path = folder / self.path.name
         self._fallback = None
         return db
@@ -348,7 +348,7 @@ class RunStore:
             self._tried_at = 0.0
         elif not self._failed:
             self._failed = True
-            self._say(f"the run's store {self.path} cannot be written ({error}); what comes is kept in memory")
+            self._say(f"the run's store {self.path} cannot be written ({error}); new messages are kept in memory")
         return False
 
     def commit(self) -> bool:

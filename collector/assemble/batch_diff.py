@@ -190,7 +190,7 @@ def _batches(wish: SideRequest, rank: RankFacts) -> set[int]:
     if not rank.pages:
         raise UsageError(
             f"expected batches of rank {rank.rank} in the store of run {wish.run}, found none; a run keeps that of an "
-            "overflow, the one before it and the last of each rank; more: gpuwatch launch --trace-batches N,N"
+            "overflow, the one before it and the last of each rank; to keep more: gpuwatch launch --trace-batches N,N"
         )
     return {page.batch for page in rank.pages.values()}
 
@@ -208,7 +208,7 @@ def _page(wish: SideRequest, rank: RankFacts, batch: int, root: str | None) -> K
     if not pages:
         raise UsageError(
             f"--batch: expected a batch of rank {rank.rank} that is in the store of run {wish.run} "
-            f"({numbers_text(_batches(wish, rank))}), found {batch}; more: gpuwatch launch --trace-batches N,N"
+            f"({numbers_text(_batches(wish, rank))}), found {batch}; to keep more: gpuwatch launch --trace-batches N,N"
         )
     same = [page for page in pages if root is None or page.root == root]
     return max(same or pages, key=lambda page: page.num_frames)
@@ -281,7 +281,7 @@ def _sentence(row: RowDifference) -> str:
     if row.what in _SAID:
         return f"{where}: {_SAID[row.what].format(a=_of(row.a, row.what), b=_of(row.b, row.what))}"
     if row.factor == 1:
-        return f"{where}: abs max is {_number(row.a)} on both, and abs min or the zeros are not the same"
+        return f"{where}: abs max is {_number(row.a)} on both, but abs min or the zeros are not the same"
     a, b = _number(row.a), _number(row.b)
     if a == b and row.a is not None and row.b is not None:
         a, b = f"{row.a.abs_max:.9g}", f"{row.b.abs_max:.9g}"

@@ -30,7 +30,7 @@ MENDS = {
         "Compare its data and its weights with another rank's; if those are alike, test its GPU: gpuwatch check."
     ),
     "no_scaler": "Scale the loss (torch.amp.GradScaler), or compute in bfloat16.",
-    "dead_module": "It learns nothing: look at its inputs and at what is in front of its activation.",
+    "dead_module": "It learns nothing: look at its inputs and at what comes before its activation.",
     "scaler_too_small": "The GradScaler's scale is too small for them: look at why it does not grow.",
     "underflow": "Compute these modules in bfloat16 or float32, which reach further down.",
     "unknown": "",
@@ -199,7 +199,7 @@ def _drift_between(
     sizes = [format_number(after[number][module, role][1]).strip() for number in (one, other)]
     modules = list(dict.fromkeys(name for name, _ in differing))
     text = (
-        f"weights of {modules_text(modules)} are not the same {where_text(shared, everyone)} in batch {now.batch}, and "
+        f"weights of {modules_text(modules)} are not the same {where_text(shared, everyone)} in batch {now.batch}, but "
         f"all agreed in batch {then.batch}: {role} of `{module}` has abs max {sizes[0]} on rank {one}, "
         f"{sizes[1]} on rank {other}"
     )

@@ -103,10 +103,10 @@ CLOCKS_HELD = 0.10
 CPU_HELD = 0.25
 _AS_LARGE = 0.99
 _HELD = {
-    "clocks_hw_thermal": "the hardware held its clocks down because it was hot",
-    "clocks_sw_thermal": "the driver held its clocks down because it was hot",
-    "clocks_hw_power_brake": "the power supply held its clocks down",
-    "clocks_hw_slowdown": "the hardware held its clocks down",
+    "clocks_hw_thermal": "the hardware throttled its clocks because it was hot",
+    "clocks_sw_thermal": "the driver throttled its clocks because it was hot",
+    "clocks_hw_power_brake": "the power supply throttled its clocks",
+    "clocks_hw_slowdown": "the hardware throttled its clocks",
 }
 """Its power limit holds down the clocks of every GPU at full load."""
 
@@ -174,7 +174,7 @@ def _swapping(node: NodeSeries) -> Iterator[NodeFinding]:
 
 
 def _memory(node: NodeSeries) -> Iterator[NodeFinding]:
-    job = "the job used {} of the {} of memory that it may"
+    job = "the job used {} of the {} of memory that it may use"
     host = "{} of {} of memory were in use"
     for used, limit, text in (("job_memory_used", "job_memory_limit", job), ("memory_used", "memory_total", host)):
         full = _full(node, HOST, used, limit, MEMORY_FULL)
@@ -186,7 +186,7 @@ def _memory(node: NodeSeries) -> Iterator[NodeFinding]:
 def _held_back(node: NodeSeries) -> Iterator[NodeFinding]:
     held = node.get(HOST, "job_cpu_held")
     if held is not None and held.share >= CPU_HELD:
-        text = f"the job's own processor limit held it back in {share_text(held.share)} of the time"
+        text = f"the job's own processor limit throttled it in {share_text(held.share)} of the time"
         yield NodeFinding(HOST, "job_cpu_held", held.share, _last(held), text, lasted=True)
 
 
@@ -206,7 +206,7 @@ def _open_files(node: NodeSeries) -> Iterator[NodeFinding]:
     for of in node.of("open_files"):
         full = _full(node, of, "open_files", "open_files_limit", OPEN_FILES)
         if full is not None:
-            text = f"{of} had {full[0]:.0f} of {full[2]:.0f} files open that it may"
+            text = f"{of} had {full[0]:.0f} of at most {full[2]:.0f} files open"
             yield NodeFinding(of, "open_files", full[0], full[1], text)
 
 

@@ -245,7 +245,7 @@ _HOST = {
     "cpu": "{} of its processors in use",
     "steal": "{} stolen by other virtual machines",
     "iowait": "{} waiting for disks",
-    "job_cpu_held": "held back by the job's processor limit in {} of the time",
+    "job_cpu_held": "throttled by the job's processor limit in {} of the time",
 }
 _GPU: tuple[tuple[str, Value, str, str], ...] = (
     ("sm_clock", lambda series: series.values.mean(), "SM clock {:.0f} MHz on average", "{:.0f} MHz"),
@@ -295,7 +295,7 @@ def _gpu_line(node: NodeSeries, gpu: str, others: list[NodeSeries]) -> Iterator[
     for text, reasons in _HELD_DOWN.items():
         held = max(_known(node, own_gpu, what) or 0.0 for what in reasons)
         if held >= 0.005:
-            parts.append(f"its clocks held down for {share_text(held)} of the time because it was {text}")
+            parts.append(f"its clocks throttled for {share_text(held)} of the time because it was {text}")
     yield f"its GPU {own_gpu} over the run: {', '.join(parts)}"
 
 

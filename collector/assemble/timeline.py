@@ -85,10 +85,10 @@ def _depth(module: str) -> int:
 
 
 def passing_text(told: ModuleForecast | LimitForecast) -> str:
-    """`` `fc2` was at 4.10e+03, to pass it in about 40 batches (30 to 60) ``"""
+    """`` `fc2` was at 4.10e+03 and would pass it in about 40 batches (30 to 60) ``"""
     name = f"`{told.module}`" if told.module else "the root"
     size = format_number(told.abs_max).strip()
-    return f"{name} was at {size}, to pass it in about {told.after} batches ({told.earliest} to {told.latest})"
+    return f"{name} was at {size} and would pass it in about {told.after} batches ({told.earliest} to {told.latest})"
 
 
 def limit_text(limit: float) -> str:

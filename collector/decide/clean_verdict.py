@@ -63,12 +63,12 @@ def doubts_about(rank: RankFacts) -> list[str]:
         if fault.where.page <= last or last < 0:
             by_part.setdefault(fault.part, fault)
     lost = lost_faults(rank)
-    failed = [f"{fault.part} has failed {_since(fault)} ({fault.message})" for fault in by_part.values()]
+    failed = [f"{fault.part} failed {_since(fault)} ({fault.message})" for fault in by_part.values()]
     if lost:
-        failed.append(f"parts have failed {counted(lost, 'time')} more, its log had no room to tell where")
+        failed.append(f"parts failed {counted(lost, 'time')} more; its log had no room to record where")
     return [
         *(
-            f"rank {rank.rank}: gpuwatch's own {text}: what was not recorded since may be where the value was made"
+            f"rank {rank.rank}: gpuwatch's own {text}: the value may have been made in what was not recorded since"
             for text in failed
         ),
         *_unrecorded(rank, last),
@@ -90,8 +90,8 @@ def _unrecorded(rank: RankFacts, last: int) -> Iterator[str]:
         (
             state.hooks_gone,
             state.gone_page,
-            "the script, or a library, had cleared torch's global hooks, gpuwatch's with them; what ran until they "
-            "were put back is not recorded, and may have made the value",
+            "the script, or a library, had cleared torch's global hooks, including gpuwatch's; what ran until they "
+            "were restored is not recorded, and may have made the value",
         ),
     ):
         if times and not 0 <= last < first:
@@ -167,7 +167,7 @@ def _clauses(reasons: Mapping[int, list[_Reason]], silent: list[int]) -> list[st
         for reason in found:
             by_reason.setdefault(reason, []).append(number)
     if silent:
-        by_reason.setdefault(_reason("[was|were] never heard"), []).extend(silent)
+        by_reason.setdefault(_reason("[was|were] never heard from"), []).extend(silent)
     return [
         f"{numbers_text(numbers)} {one if len(numbers) == 1 else many}" for (one, many), numbers in by_reason.items()
     ]
@@ -189,16 +189,16 @@ def _of_its_end(rank: RankFacts, *, goes_on: bool = False) -> list[_Reason]:
     """Why its end was not heard, or it was not watched at all; [] if it was. `goes_on`: as a later attempt."""
     exit_, state = rank.exit, rank.state
     if exit_ is None or exit_.code is None:
-        place = f"after batch {batches_of(rank) - 1}" if batches_of(rank) > 0 else "to its end"
-        return [_reason("[was|were] not heard {}", place)]
+        place = f"after batch {batches_of(rank) - 1}" if batches_of(rank) > 0 else "at its end"
+        return [_reason("[was|were] not heard from {}", place)]
     if ran_another_program(rank) and not goes_on:
         if state is not None and state.hooks != "none":
-            return [_reason("went on as [another program|other programs] (os.exec), which [is|are] not watched")]
+            return [_reason("became [another program|other programs] (os.exec), which [is|are] not watched")]
         return [_reason("ran [a program that is|programs that are] not watched")]
     if state is None or (not state.final and exit_.phase == "starting"):
         return [_reason("had no [recorder|recorders]")]
     if not state.final:
-        return [_reason("[was|were] not heard to the [end of its recorder|ends of their recorders]")]
+        return [_reason("did not send the [end of its record|ends of their records]")]
     return [_reason("could not be watched: the hooks failed")] if state.hooks == "failed" else []
 
 
@@ -206,14 +206,14 @@ def _of_its_work(rank: RankFacts) -> list[_Reason]:
     exit_ = rank.exit
     found = []
     if exit_ is not None and left_silently(rank):
-        found.append(_reason("left with exit code 0 {}", doing(exit_)))
+        found.append(_reason("exited with code 0 {}", doing(exit_)))
     elif exit_ is not None and not (told_its_end(rank) or (rank.state is not None and rank.state.left)):
-        end = "the [end of its script was|ends of their scripts were] not heard"
+        end = "the [end of its script was|ends of their scripts were] not reported"
         found.append(_reason(f"ended with exit code {{}} {{}}: {end}", exit_.code, doing(exit_)))
     if batches_of(rank) <= 0:
         found.append(_reason("called no module"))
     elif exit_ is not None and exit_.where.page < 0:
-        found.append(_reason("left out every batch"))
+        found.append(_reason("skipped every batch"))
     elif rank.pages and not any(page.num_frames for page in rank.pages.values()):
         found.append(_reason("watched no module in [its|their] batches (--modules: does a pattern match?)"))
     return found
@@ -226,7 +226,7 @@ def _of_its_losses(rank: RankFacts) -> Iterator[_Reason]:
     if state.unseen_child:
         yield _reason("had a child process (pid {}) that trained and was not watched", state.unseen_child)
     if state.pending:
-        yield _reason("ended before {} had come back from the device", counted(state.pending, "number"))
+        yield _reason("ended before {} had been read back from the device", counted(state.pending, "number"))
     if state.rows_lost:
         yield _reason("had no room for {}", counted(state.rows_lost, "row"))
     for hidden in [hidden for hidden in rank.not_looked_into if not hidden.around][:1]:
@@ -235,18 +235,18 @@ def _of_its_losses(rank: RankFacts) -> Iterator[_Reason]:
         parameters = counted(loose.unread, "parameter")
         yield _reason("trained {} on a device that no called module has ({})", parameters, loose.optimizer)
     for fault in that_cost_frames(rank.faults)[:1]:
-        yield _reason("met an error of gpuwatch itself ({}: {})", fault.part, fault.message)
+        yield _reason("met an error in gpuwatch itself ({}: {})", fault.part, fault.message)
     if lost_faults(rank):
         errors = counted(lost_faults(rank), "error")
-        yield _reason("met {} of gpuwatch itself that [its|their] log had no room for", errors)
+        yield _reason("met {} in gpuwatch itself that [its|their] log had no room for", errors)
     if state.calls_left_out:
         calls, when = counted(state.calls_left_out, "module call"), "while another thread was in a forward"
         yield _reason("made {} in a thread {}: what they computed was not recorded", calls, when)
     if state.hooks_gone:
         who, times = "[its script|their scripts], or a library,", counted(state.hooks_gone, "time")
-        yield _reason(f"[was|were] without gpuwatch's hooks {{}}: {who} had cleared torch's global hooks", times)
+        yield _reason(f"lost gpuwatch's hooks {{}}: {who} cleared torch's global hooks", times)
     if state.hooks == "detached":
-        yield _reason("[was|were] watched no more after errors of gpuwatch itself: [its|their] hooks were removed")
+        yield _reason("[was|were] no longer watched after errors in gpuwatch itself: [its|their] hooks were removed")
     if state.events_lost:
         records = counted(state.events_lost, "record")
         yield _reason("lost {}: [its log was|their logs were] full, or [is|are] damaged", records)
@@ -277,16 +277,16 @@ def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
     found = []
     silent = wanted - len(hellos)
     if silent > 0:
-        found.append(f"{silent} of {counted(wanted, 'node')} {'was' if silent == 1 else 'were'} never heard")
+        found.append(f"{silent} of {counted(wanted, 'node')} {'was' if silent == 1 else 'were'} never heard from")
     elif not any_rank:
         notes = [node.bye.note for node in facts.nodes.values() if node.bye is not None and node.bye.note]
-        found.append("no rank was heard" + (f" ({notes[0]})" if notes else ""))
+        found.append("no rank was heard from" + (f" ({notes[0]})" if notes else ""))
     unended = {
         node.hello.host
         for agent, node in facts.nodes.items()
         if node.hello is not None and _may_have_failed(facts, agent)
     }
-    return [*found, *(f"how the job ended on {host} was not heard" for host in sorted(unended))]
+    return [*found, *(f"the end of the job on {host} was not reported" for host in sorted(unended))]
 
 
 def _may_have_failed(facts: RunFacts, agent: str) -> bool:
@@ -320,16 +320,16 @@ def lost_messages(facts: RunFacts) -> list[str]:
 
 _MOST_EVIDENCE = 12
 _BY_ANOTHER_PROGRAM = (
-    "gpuwatch launch watches the Python script that it runs itself. Every Python that another program starts is "
-    "watched by gpuwatch run: gpuwatch run -- torchrun, with the same arguments (--no-python python train.py)."
+    "gpuwatch launch watches only the Python script that it runs itself. To watch every Python that another program "
+    "starts, use gpuwatch run: gpuwatch run -- torchrun, with the same arguments (--no-python python train.py)."
 )
 _NOTHING_CALLED = (
-    "gpuwatch looks at what the modules of a rank's own process are given and return, and none was called; what other "
-    "processes do that a script starts is not watched"
+    "gpuwatch checks the inputs and outputs of the modules in a rank's own process, and none was called; it does not "
+    "watch other processes that a script starts"
 )
 _BY_THE_MODULE = (
-    "To have the inputs and outputs of a compiled module inspected, compile the module, torch.compile(model), in "
-    "place of a function that calls it."
+    "To have the inputs and outputs of a compiled module inspected, compile the module, torch.compile(model), instead "
+    "of a function that calls it."
 )
 
 
@@ -374,7 +374,7 @@ def _clean(facts: RunFacts) -> Verdict:
     hidden = sorted({module_text(each.module, each.cls) for rank in ranks for each in rank.not_looked_into})
     if hidden:
         more = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""
-        statement += f" Inside of {hidden[0]}{more}, compiled code was not inspected."
+        statement += f" Compiled code inside {hidden[0]}{more} was not inspected."
     statement += "".join(f" {text[0].upper()}{text[1:]}." for text in unseen_texts(ranks))
     loose = _loose_lines(ranks)
     if loose:
@@ -391,7 +391,7 @@ def _clean(facts: RunFacts) -> Verdict:
         attempt=facts.last_attempt,
         next=[
             *([step_for_compiled(ranks)] if hidden else []),
-            *(["Look into every batch with --every 1."] if idle and not any(rank.costs for rank in ranks) else []),
+            *(["Inspect every batch with --every 1."] if idle and not any(rank.costs for rank in ranks) else []),
         ],
     )
 
@@ -406,11 +406,11 @@ def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
     alone = len(numbers) == 1
     return Verdict(
         kind=VerdictKind.OVERFLOW,
-        statement=f"{ranks_text(numbers).capitalize()} saw an overflow; which module it was in is unknown.",
+        statement=f"{ranks_text(numbers).capitalize()} saw an overflow; its module is unknown.",
         certainty=Certainty.UNKNOWN,
         **(whose(facts, facts.one(attempt, numbers[0])) | {"device": None} if alone else {}),
         attempt=attempt,
-        evidence=["the header of the recorder says so, and the event itself was lost"],
+        evidence=["the recorder's header says so; the event itself was lost"],
     )
 
 
@@ -425,7 +425,7 @@ def _loose_lines(ranks: list[RankFacts]) -> list[str]:
             if not loose.unread:
                 by_what.setdefault((loose.optimizer, loose.parameters), []).append(rank.rank)
     return [
-        f"on {ranks_text(numbers)} {optimizer} stepped on {count} parameter{'' if count == 1 else 's'} that "
+        f"on {ranks_text(numbers)} {optimizer} updated {count} parameter{'' if count == 1 else 's'} that "
         f"belong{'s' if count == 1 else ''} to no module that was called: {'it was' if count == 1 else 'they were'} "
         "read after each step, and nowhere else"
         for (optimizer, count), numbers in by_what.items()
@@ -436,7 +436,7 @@ def _ranks_and_processes(ranks: list[RankFacts]) -> str:
     """`2 ranks`, `1 rank and 1 process that is no rank`."""
     known = sum(is_rank(rank.rank) for rank in ranks)
     lone = len(ranks) - known
-    others = f"{lone} processes that are no rank" if lone != 1 else "1 process that is no rank"
+    others = f"{lone} processes that are not ranks" if lone != 1 else "1 process that is not a rank"
     return " and ".join([*([counted(known, "rank")] if known or not lone else []), *([others] if lone else [])])
 
 
@@ -444,7 +444,7 @@ def _looked_at(batches: int, idle: int) -> str:
     if 0 < idle < batches:
         every = round(batches / (batches - idle))
         return f"only one in {every} was inspected"
-    return f"{idle} {'was' if idle == 1 else 'were'} left out"
+    return f"{idle} {'was' if idle == 1 else 'were'} skipped"
 
 
 def _led_nowhere(number: int, ranks: list[RankFacts]) -> str:
@@ -452,10 +452,10 @@ def _led_nowhere(number: int, ranks: list[RankFacts]) -> str:
     tensors = counted(number, "tensor")
     others = [told for rank in ranks for told in rank.absorbed if told.why]
     if not others:
-        return f"{tensors} of nan out of masks that the model took away"
+        return f"{tensors} of nan from masks, which the model discarded"
     first = others[0]
     place = f"{first.value} in {shown_name(first.role)} of {module_text(first.module, first.cls)}"
-    return f"{tensors} that led nowhere (first: {place})"
+    return f"{tensors} that had no effect (first: {place})"
 
 
 def _exceptions(ranks: list[RankFacts]) -> str:
@@ -469,4 +469,4 @@ def _exceptions(ranks: list[RankFacts]) -> str:
     absorbed = sum(rank.absorbed_rows for rank in ranks)
     if absorbed:
         found.append(_led_nowhere(absorbed, ranks))
-    return f", but for {' and '.join(found)}" if found else ""
+    return f", except for {' and '.join(found)}" if found else ""

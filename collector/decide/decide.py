@@ -93,7 +93,7 @@ def gpu_lines(gpu: GpuSincePreflight) -> list[str]:
     if not lines:
         lines.append(f"its GPU {gpu.device}: no error counter has grown since the preflight, and no XID was reported")
     if gpu.unknown:
-        lines.append(f"not read from it: {', '.join(sorted(gpu.unknown))}")
+        lines.append(f"could not be read from it: {', '.join(sorted(gpu.unknown))}")
     return lines
 
 
@@ -131,8 +131,8 @@ def advice(nodes: list[str], why: str, job: SchedulerJob) -> list[str]:
     reason = f"gpuwatch: {why}, job {job.job}"
     them = "it" if len(nodes) == 1 else "them"
     lines = (
-        (f"Drain {them}, or ask whoever may:", job.drain),
-        (f"Leave {them} out of the next run (gpuwatch submit --exclude-bad RUN does):", job.exclude),
+        (f"Drain {them}, or ask an administrator to:", job.drain),
+        (f"Leave {them} out of the next run (gpuwatch submit --exclude-bad RUN does this):", job.exclude),
     )
     return [f"{title}\n{fill_command(command, nodes, reason)}" for title, command in lines if command]
 

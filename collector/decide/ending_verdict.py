@@ -29,19 +29,19 @@ from .words import (
 )
 
 _FATAL_TEXT = {
-    "SIGBUS": "SIGBUS comes of mapped memory that is not there: /dev/shm or a disk is full, or a mapped file was cut "
-    "short. In a container give /dev/shm more room (docker run --shm-size), or use fewer workers of data loaders.",
-    "SIGILL": "SIGILL is an instruction that this processor does not know: an extension was built for another one than "
-    "this host has. Compare the hosts' processors, and build it again.",
+    "SIGBUS": "SIGBUS means an access to mapped memory that is not there: /dev/shm or a disk is full, or a mapped file "
+    "was truncated. In a container, enlarge /dev/shm (docker run --shm-size), or use fewer data loader workers.",
+    "SIGILL": "SIGILL means an instruction that this processor does not know: an extension was built for another "
+    "processor than this host's. Compare the hosts' processors, and rebuild it.",
 }
 _ABORTED_AT_EXIT = (
-    "Its script had reached its end: torch with gloo aborts a process now and then while Python ends, without gpuwatch "
-    "too (pytorch/pytorch#179291). Let go of models and optimizers before dist.destroy_process_group(): train in a "
-    "function of its own, then gc.collect()."
+    "Its script had finished: torch with gloo sometimes aborts a process while Python exits, without gpuwatch too "
+    "(pytorch/pytorch#179291). Release models and optimizers before dist.destroy_process_group(): train inside a "
+    "function, then call gc.collect()."
 )
 _PORT_TAKEN = (
-    "The port is taken, by an earlier run that still ends or by another job: ss -ltnp shows by whom. Choose another "
-    "one with --master-port (or MASTER_PORT), or --rdzv-endpoint HOST:0 on one node."
+    "The port is in use, by an earlier run that is still ending or by another job: ss -ltnp shows which. Choose "
+    "another one with --master-port (or MASTER_PORT), or --rdzv-endpoint HOST:0 on one node."
 )
 _FRAMES = "Its last frames are in the report: gpuwatch report --rank {rank}"
 _MOST_CALLS = 6
@@ -74,10 +74,10 @@ def ending_text(facts: RunFacts, attempt: int) -> str:
         return f"{ranks_text([first.rank, *(rank.rank for rank in endings.same)])} {how_it_ended(first)}"
     if endings.by_themselves:
         victims = ranks_text([rank.rank for rank in endings.by_themselves])
-        return f"{victims} lost the connection to another rank; which one went first is unknown"
+        return f"{victims} lost the connection to another rank; it is unknown which one failed first"
     ranks = facts.of_attempt(attempt)
     if ranks and all(rank.exit is not None and rank.exit.phase == "unwatched" for rank in ranks):
-        return "went on as another program"
+        return "became another program"
     if ranks and all(rank.script_exit is not None for rank in ranks):
         batches = max((rank.exit.where.batch + 1 for rank in ranks if rank.exit is not None), default=0)
         return f"finished after {batches} batches"
@@ -94,7 +94,7 @@ def how_it_ended(rank: RankFacts) -> str:
     if rank.exit is not None and was_killed(rank):
         return f"was killed by {signal_name(-(rank.exit.code or 0))} {doing(rank.exit)}"
     if rank.exit is not None and left_silently(rank):
-        return f"left with exit code 0 {doing(rank.exit)}"
+        return f"exited with code 0 {doing(rank.exit)}"
     code = rank.script_exit.code if rank.script_exit is not None else rank.exit.code if rank.exit is not None else None
     return f"ended with exit code {code}"
 
@@ -143,7 +143,7 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
                 if (error := own_error(rank)) is not None
             ),
         ],
-        next=[f"{SAME_COLLECTIVES}: look for a loop that is shorter on it, an early return, or os._exit."],
+        next=[f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, an early return, or os._exit."],
         cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in left}),
     )
 
@@ -163,7 +163,7 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
     who = ranks_text([rank.rank for rank in victims]).capitalize()
     return Verdict(
         kind=VerdictKind.LOST,
-        statement=f"{who} lost the connection to another rank; which one went first is unknown.",
+        statement=f"{who} lost the connection to another rank; it is unknown which one failed first.",
         certainty=Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         evidence=[
@@ -173,7 +173,7 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
             for rank in victims
         ],
         next=[
-            "Look at the ranks that are not among these: one of them, or the link to it, went first."
+            "Look at the ranks that are not among these: one of them, or the link to it, failed first."
             if len(victims) < max(facts.announced_ranks, len(facts.of_attempt(facts.last_attempt)))
             else "No rank ended for a reason of its own: compare what they raised, and test the links: gpuwatch check."
         ],
@@ -230,10 +230,8 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     short = ""
     if exit_.memory_kills:
         many = exit_.memory_kills
-        short = (
-            f": the kernel has ended {many} process{'es' if many > 1 else ''} of its memory cgroup for lack of memory"
-        )
-        hints.append(f"Give the job more memory on {host}, or let it use less: batch size, workers of data loaders.")
+        short = f": the kernel killed {many} process{'es' if many > 1 else ''} of its memory cgroup for lack of memory"
+        hints.append(f"Give the job more memory on {host}, or let it use less: batch size, data loader workers.")
     elif name == "SIGKILL":
         hints.append(
             f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
@@ -273,10 +271,10 @@ def _fatal_lines(exit_: WorkerExit) -> list[str]:
     if exit_.stack:
         calls = "; ".join(line.short for line in exit_.stack[:_MOST_CALLS])
         native = any(not line.line for line in exit_.stack)
-        why = "" if native else " (Python's calls alone: faulthandler tells native ones from Python 3.14 on)"
-        lines.append(f"it stood there, innermost call first: {calls}{why}")
+        why = "" if native else " (Python's calls only: faulthandler shows native ones from Python 3.14 on)"
+        lines.append(f"its stack, innermost call first: {calls}{why}")
     if exit_.shm_free >= 0:
-        lines.append(f"{exit_.shm_free / 1e6:.0f} MB were free in /dev/shm of its host when it had ended")
+        lines.append(f"{exit_.shm_free / 1e6:.0f} MB were free in /dev/shm of its host after it ended")
     return lines
 
 
@@ -288,13 +286,13 @@ def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankF
         kind=VerdictKind.LOST,
         statement=(
             f"{who.capitalize()} {'was' if len(ranks) == 1 else 'were'} ended by SIGABRT in a collective, "
-            f"{doing(first.exit) if first.exit is not None else ''}: which rank is at fault is unknown."
+            f"{doing(first.exit) if first.exit is not None else ''}: it is unknown which rank is at fault."
         ),
         certainty=Certainty.UNKNOWN,
         attempt=first.attempt,
         signal="SIGABRT",
         evidence=progress_of(facts, first.attempt),
-        next=["Look at the job's output for what the library of the collectives has printed before it ended."],
+        next=["Look in the job's output for what the communication library printed before the rank ended."],
         cascade=cascade_of(facts, first.attempt, set()),
     )
 
@@ -311,14 +309,14 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         where = error.where
     elif left_silently(first):
         assert first.exit is not None
-        statement = f"{who} left with exit code 0 {doing(first.exit)}, before its script had ended."
+        statement = f"{who} exited with code 0 {doing(first.exit)}, before its script had ended."
         evidence = [f"its process ended by itself, and its recorder says: {doing(first.exit)}"]
         where = first.exit.where
     else:
         code = first.script_exit.code if first.script_exit is not None else first.exit.code if first.exit else None
         statement = f"{who} ended with exit code {code}."
         seen = first.exit
-        evidence = [f"no exception of it was heard; its recorder says: {doing(seen)}"] if seen is not None else []
+        evidence = [f"it reported no exception; its recorder says: {doing(seen)}"] if seen is not None else []
         where = first.exit.where if first.exit is not None else RunPosition(first.rank, first.attempt)
     return Verdict(
         kind=VerdictKind.CRASH,
@@ -331,7 +329,7 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         next=[
             "Look for os._exit or sys.exit in what runs there."
             if left_silently(first)
-            else "The script failed by itself: the traceback is above, and as it is printed in the job's output."
+            else "The script itself failed: its traceback is above, and in the job's output."
         ],
         cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in endings.same)}),
     )
@@ -354,9 +352,9 @@ def lost_node_verdict(facts: RunFacts) -> Verdict | None:
         rank=ranks[0] if len(ranks) == 1 else None,
         host=hosts,
         attempt=facts.last_attempt,
-        evidence=[f"no message from the agent on {hosts} any more, and no goodbye"],
+        evidence=[f"the agent on {hosts} sent no more messages, and no goodbye"],
         cascade=cascade_of(facts, facts.last_attempt, set(ranks)),
-        next=[f"Look whether {hosts} is up; leave it out of the next run if not."],
+        next=[f"Check whether {hosts} is up; if not, leave it out of the next run."],
     )
 
 
@@ -382,7 +380,7 @@ def _down_verdict(facts: RunFacts) -> Verdict | None:
         host=names,
         attempt=facts.last_attempt,
         evidence=[f"{told_by} says that {names} is down", *progress_of(facts, facts.last_attempt)],
-        next=[f"Look whether {names} is up{f' and its {daemon} runs' if daemon else ''}."],
+        next=[f"Check whether {names} is up{f' and its {daemon} runs' if daemon else ''}."],
     )
 
 
@@ -418,7 +416,7 @@ def unexplained_verdict(facts: RunFacts) -> Verdict | None:
             statement=f"{starter} failed by itself: {first_line(error).rstrip('. ')}.",
             certainty=Certainty.SUPPORTED,
             attempt=facts.last_attempt,
-            evidence=progress_of(facts, facts.last_attempt) or ["no rank had begun"],
+            evidence=progress_of(facts, facts.last_attempt) or ["no rank had started"],
             next=[_PORT_TAKEN] if "EADDRINUSE" in error or "address already in use" in error.lower() else [],
         )
     return Verdict(

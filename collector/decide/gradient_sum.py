@@ -88,9 +88,9 @@ class GradientSum:
         shown = [f"{number_text(row.abs_max)} on rank {rank}" for rank, row in sorted(self.own.items())[:_MOST_SHOWN]]
         more = len(self.own) - len(shown)
         dtype = next(iter(self.got.values())).dtype
-        limit = f"; {dtype} ends at {number_text(DTYPE_MAX[dtype])}" if dtype in DTYPE_MAX else ""
+        limit = f"; {dtype} holds at most {number_text(DTYPE_MAX[dtype])}" if dtype in DTYPE_MAX else ""
         return (
-            f"abs max of the own gradients: {', '.join(shown)}{f', and {more} more ranks' if more else ''}; "
+            f"abs max of each rank's own gradient: {', '.join(shown)}{f', and {more} more ranks' if more else ''}; "
             f"their sum is at most {number_text(self.bound)}{limit}"
         )
 
@@ -130,7 +130,7 @@ def of_reduced(
     evidence = [f"rank {other.rank}: {found_text(other)}, batch {other.batch}" for other in tier[:8]]
     if settled:
         evidence.append(
-            f"{ranks_text([rank.rank for rank in ranks])}: the gradient was finite when the backward had made it"
+            f"{ranks_text([rank.rank for rank in ranks])}: the gradient was finite when the backward made it"
         )
         evidence += _sum_lines(found, first)
     put = passages.put_into_sum(first) if settled and found.answer != "sum" else None
@@ -163,12 +163,12 @@ def _statement(
     if found is None:
         return (
             f"{ranks_text([other.rank for other in tier]).capitalize()} met {what} before the step of batch "
-            f"{first.batch}, after gradients are reduced: it may have come from any rank."
+            f"{first.batch}, after the gradients were reduced: it may have come from any rank."
         )
     if found.answer == "sum":
         return (
             f"{what} came out of the reduction over the ranks in batch {first.batch}: every rank's own gradient was "
-            f"finite, their sum was not ({first.dtype})."
+            f"finite, but their sum was not ({first.dtype})."
         )
     if put is not None:
         return (
@@ -180,7 +180,7 @@ def _statement(
     return (
         f"{what} was made between the backward and the step of batch {first.batch} on {ranks_text(bad)}: every rank's "
         f"own gradient was finite, and {_NO_SUM[found.answer]}; code that no frame shows made it (the script's "
-        "clipping or normalisation, a communication hook), and which rank's is not known."
+        "clipping or normalisation, a communication hook), and on which rank is unknown."
     )
 
 
@@ -207,7 +207,7 @@ def _next(first: LocalDiagnosis, found: GradientSum, unseen: list[int]) -> list[
         ]
     if found.answer == "sum":
         return next_steps(first)
-    of_zero = "every own gradient was 0, so a division by a norm of them is one by 0" if found.all_zero() else ""
+    of_zero = "every own gradient was 0, so dividing by their norm divides by 0" if found.all_zero() else ""
     return [
         "Look at what the script does with gradients between backward() and step(), and at a communication hook: "
         f"{of_zero or 'a norm of 0, a count of 0 tokens, a scale of inf'}.",
@@ -225,13 +225,13 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
         **whose(facts, facts.one(first.attempt, first.rank)),
         statement=(
             f"Rank {first.rank}{f' on {host}' if host else ''} made {first.value} out of a finite gradient before its "
-            f"step: {first.role} of {place_of(first)}, batch {first.batch}{cause}; what runs between the backward "
+            f"step: {first.role} of {place_of(first)}, batch {first.batch}{cause}; code between the backward "
             "and the step did it (clipping, unscaling, the script's own code)."
         ),
         certainty=Certainty.ESTABLISHED if first.from_page and not failed else Certainty.SUPPORTED,
         phase=FramePhase.OPTIMIZER,
         evidence=[
-            f"rank {first.rank}: the gradient was finite when the backward had made it",
+            f"rank {first.rank}: the gradient was finite when the backward made it",
             *evidence,
             *first.notes,
             *failed,

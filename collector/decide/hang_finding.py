@@ -61,8 +61,8 @@ def missed_reduction(positions: Mapping[int, RankPosition], waiting: list[int], 
     away = [rank for rank, position in positions.items() if position.kind == "away"]
     found = absent(away, BACKWARD, waiting, waited, sure=False, what=positions[away[0]].what)
     next_ = (
-        f"Look at what {ranks_text(away)} did then. A stall that is reported while it lasts shows the lines: "
-        "--hang-timeout below the group's timeout."
+        f"Look at what {ranks_text(away)} did then. To see the lines, have the stall reported while it "
+        "lasts: set --hang-timeout below the group's timeout."
     )
     evidence = [f"{ranks_text([rank])} was {positions[rank].what}" for rank in away]
     return replace(found, next=[next_], evidence=evidence)
@@ -117,10 +117,10 @@ class _StackScene:
         why = f"since {'its' if len(ranks) == 1 else 'their'} script {'raised' if raised else 'ended'}"
         line = f" It is at {lines[0]}." if len(ranks) == 1 and lines[0] else ""
         return HangFinding(
-            f"{capital(ranks, 'has', 'have')} not ended for {self._still_s:.0f} s {why}.{line}",
+            f"{capital(ranks, 'has', 'have')} not exited for {self._still_s:.0f} s {why}.{line}",
             Certainty.ESTABLISHED,
             ranks,
-            ["Look for a thread that is not a daemon, a child process, or a function of atexit."],
+            ["Look for a non-daemon thread, a child process, or an atexit function."],
             cause="does not end",
             may_end=raised,
         )
@@ -132,20 +132,20 @@ class _StackScene:
             f"{position.what}.",
             Certainty.SUPPORTED if position.kind == "unknown" else Certainty.ESTABLISHED,
             [rank],
-            [f"Look at the line where rank {rank} stands."],
+            [f"Look at the line where rank {rank} is."],
             cause="last one",
         )
 
     def _nobody_waits(self, away: list[int]) -> HangFinding:
         if self.world_size == 1:
             statement = f"Rank 0 has not moved for {self._still_s:.0f} s. It is {self.positions[away[0]].what}."
-            next_ = ["Look at the line where it stands."]
+            next_ = ["Look at the line where it is."]
             return HangFinding(statement, Certainty.ESTABLISHED, [0], next_, may_end=False)
         statement = (
-            f"No rank has moved for {self._still_s:.0f} s, and none waits in a collective: which one it is about is "
-            "unknown."
+            f"No rank has moved for {self._still_s:.0f} s, and none waits in a collective: it is unknown which "
+            "rank is the cause."
         )
-        return HangFinding(statement, Certainty.UNKNOWN, [], ["Look at the lines where they stand."], may_end=False)
+        return HangFinding(statement, Certainty.UNKNOWN, [], ["Look at the lines where the ranks are."], may_end=False)
 
     def _all_wait(self, waiting: list[int]) -> HangFinding:
         operations = Counter(self.positions[rank].operation for rank in waiting)
@@ -156,15 +156,13 @@ class _StackScene:
         if self.unseen > 0:
             who = who_waits(waiting, self.waited).capitalize()
             statement = (
-                f"{who} in {inside}, and {self.unseen} of the ranks did not report their positions: one of those did "
-                "not come, or the link to its node is lost."
+                f"{who} in {inside}, and {self.unseen} of the ranks did not report their positions: one of those never "
+                "reached it, or the link to its node is lost."
             )
             next_ = "Look at the nodes that did not report."
         elif DEVICE in operations:
             there = ranks_text([rank for rank in waiting if self.positions[rank].operation == DEVICE])
-            statement = (
-                f"All ranks wait, and {there} in {DEVICE}: in which collective a GPU stands cannot be seen from here."
-            )
+            statement = f"All ranks wait, and {there} in {DEVICE}: gpuwatch cannot see in which collective a GPU is."
         elif odd and 2 * number > len(waiting) and "wait" not in operations and BACKWARD not in operations:
             statement = (
                 f"{capital(odd, 'waits', 'wait')} in {self._operations(odd)}, where {number} other ranks wait in "
@@ -173,15 +171,15 @@ class _StackScene:
             return HangFinding(statement, Certainty.SUPPORTED, odd, [IN_ORDER])
         elif odd:
             statement = (
-                f"All ranks wait, and not in the same operation ({inside}): the ranks do not issue the same "
-                "collectives, or wait in different ways for one. Which rank is the odd one is unknown."
+                f"All ranks wait, but not in the same operation ({inside}): the ranks do not issue the same "
+                "collectives, or wait for one in different ways. It is unknown which rank is the odd one."
             )
         else:
             statement = (
                 f"All {len(waiting)} ranks have reached {most}, and none has moved for {self._still_s:.0f} s: no rank "
-                "is missing, so their sizes or dtypes differ, or the network or a device does not bring it to an end."
+                "is missing, so their sizes or dtypes differ, or the network or a device does not complete it."
             )
-            next_ = "Compare the lines where they stand; if they are the same, test the links: gpuwatch check."
+            next_ = "Compare the lines where the ranks are stuck; if they are the same, test the links: gpuwatch check."
         return HangFinding(statement, Certainty.UNKNOWN, [], [next_])
 
     def _operations(self, ranks: list[int]) -> str:
@@ -203,7 +201,7 @@ def _line(ranks: list[int], first: RankPosition) -> str:
         verb = ("waits", "wait") if first.kind == "waits" else ("seems to wait", "seem to wait")
         what = f"{verb[not one]} in {first.operation}"
     elif first.kind == "unknown":
-        what += "; no stack could be had"
+        what += "; no stack could be read"
     return f"{ranks_text(ranks)} {what}" + (f": {first.line}" if first.line else "")
 
 
@@ -272,28 +270,28 @@ class HangAction:
 def ending_of(found: HangFinding, looks: Sequence[RankLook], on_hang: OnHang, limit_s: float) -> HangAction:
     """`limit_s` is the limit that the first rank has passed."""
     if on_hang == "report":
-        return HangAction(False, "the job is left as it is; to have it ended: --on-hang abort")
+        return HangAction(False, "gpuwatch leaves the job as it is; to end it: --on-hang abort")
     return _abort(found, looks, limit_s) if on_hang == "abort" else _auto(found, looks, limit_s)
 
 
 def _auto(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:
     outlook = found.outlook
     if outlook.kind == "may go on":
-        who = ranks_text(outlook.free) if outlook.free else "a rank that was not seen"
+        who = ranks_text(outlook.free) if outlook.free else "a rank that did not report"
         return HangAction(
             False,
-            f"the job is left as it is, as {who} may still go on; the timeouts of its process groups hold; to have it "
-            "ended all the same: --on-hang abort",
+            f"gpuwatch leaves the job as it is, because {who} may still go on; the timeouts of its process groups "
+            "still apply; to end it anyway: --on-hang abort",
         )
     if outlook.kind == "all wait" and not _have_rested(looks, PATIENCE_TIMES * limit_s):
-        return HangAction(False, f"if no rank moves, the job is ended after {PATIENCE_TIMES * limit_s:.0f} s")
+        return HangAction(False, f"if no rank moves, gpuwatch ends the job after {PATIENCE_TIMES * limit_s:.0f} s")
     return _END
 
 
 def _abort(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:
     """End all ranks if the others wait for one; a rank that computes gets more time, as it may finish."""
     if not found.may_end:
-        return HangAction(False, "the job is left as it is, as no rank is seen to wait for another")
+        return HangAction(False, "gpuwatch leaves the job as it is, because it sees no rank wait for another")
     patience_s = PATIENCE_TIMES * limit_s
     working = [look for look in looks if look.where.rank in found.ranks and computes(look)]
     early = [look for look in working if not _have_rested([look], patience_s)]
@@ -301,7 +299,9 @@ def _abort(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> Han
         return _END
     verb = "computes" if len(early) == 1 else "compute"
     who = ranks_text(sorted(look.where.rank for look in early))
-    return HangAction(False, f"the job is left as it is, as {who} {verb}; after {patience_s:.0f} s it is ended")
+    return HangAction(
+        False, f"gpuwatch leaves the job as it is, because {who} {verb}; it ends the job after {patience_s:.0f} s"
+    )
 
 
 def _have_rested(looks: Sequence[RankLook], seconds: float) -> bool:

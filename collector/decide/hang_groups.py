@@ -23,7 +23,7 @@ from .hang_model import (
 
 SAME_COLLECTIVES = "Every rank must issue the same collectives"
 IN_ORDER = f"{SAME_COLLECTIVES} in the same order: compare the lines below."
-COMPARE_LINES = "Compare the lines where they stand."
+COMPARE_LINES = "Compare the lines where the ranks are stuck."
 
 
 def absent(
@@ -50,11 +50,11 @@ def absent(
         )
         if len(waiting) == 1:  # they look the same
             statement += f" Or rank {waiting[0]} has issued one collective too many."
-        next_ = f"{SAME_COLLECTIVES}: look for a loop that is shorter on it, or an early return."
+        next_ = f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, or an early return."
     else:
         statement = f"{who.capitalize()} never reached {where}, in which {who_waits(waiting, waited)}."
         statement += f" It is {what}." if one and what else ""
-        next_ = f"Look at the line where {who} {'stands' if one else 'stand'}; all stacks are below."
+        next_ = f"Look at the line where {who} {'is' if one else 'are'}; all stacks are below."
     certainty = Certainty.ESTABLISHED if one and sure else Certainty.SUPPORTED
     return HangFinding(statement + further, certainty, ranks, [next_], cause=cause)
 
@@ -100,9 +100,9 @@ def _mismatch(found: OperationMismatch, world_size: int) -> HangFinding:
     parts = sorted(found.kinds.items(), key=lambda pair: (-len(pair[1]), pair[1]))
     issued = [(ranks_text(sorted(ranks)), kind_text(kind)) for kind, ranks in parts]
     statement = (
-        f"The ranks do not issue the same collectives: as number {found.number}{inside}, "
+        f"The ranks do not issue the same collectives: as collective {found.number}{inside}, "
         + ", ".join(f"{who} issued {what}" for who, what in issued)
-        + ". Which rank is the odd one is unknown."
+        + ". It is unknown which rank is the odd one."
     )
     if found.odd:
         statement = (
@@ -114,7 +114,7 @@ def _mismatch(found: OperationMismatch, world_size: int) -> HangFinding:
         statement,
         Certainty.SUPPORTED if found.odd else Certainty.UNKNOWN,
         found.odd,
-        [f"{SAME_COLLECTIVES} in the same order: look for one that is left out, or under an if."],
+        [f"{SAME_COLLECTIVES} in the same order: look for one that is skipped, or inside an if."],
         [f"{who} issued as collective {found.number}{inside}: {what}" for who, what in issued],
         "mismatch",
     )
@@ -219,11 +219,11 @@ class _GroupScene:
             odd = []
         if two:
             statement = f"The ranks wait for each other: {text}. A send and its receive do not match."
-            next_ = "For each send there must be a receive on the other rank, and none of both may wait for the other."
+            next_ = "For each send there must be a receive on the other rank, and neither may wait for the other."
         elif len({(meeting.group, meeting.members) for meeting in stuck}) > 1:
             statement = (
                 f"The ranks wait for each other in different groups: {text}. They issue the collectives of these "
-                "groups in different orders, or one of them has left one out."
+                "groups in different orders, or one of them has skipped one."
             )
             next_ = "All ranks of two groups must issue the collectives of both in the same order."
         else:
@@ -252,7 +252,7 @@ class _GroupScene:
             f"Rank {odd[0]} waits {text}: the ranks do not issue the same collectives."
             if odd
             else f"The ranks do not issue the same collectives: {self._stand_in(meeting)}, and rank {unplaced[0]} is "
-            f"{theirs}. Which rank is the odd one is unknown."
+            f"{theirs}. It is unknown which rank is the odd one."
         )
         certainty = Certainty.SUPPORTED if odd else Certainty.UNKNOWN
         return HangFinding(statement, certainty, odd, [IN_ORDER], cause="mismatch")
@@ -278,7 +278,7 @@ class _GroupScene:
         everyone = "All ranks" if len(ranks) == self.world_size else f"All ranks that are needed ({ranks_text(ranks)})"
         statement = (
             f"{everyone} have reached {text}, with the same sizes and dtypes as far as they show them, and "
-            f"{self.waited}: the network or a device does not bring it to an end.{self._further(ranks)}"
+            f"{self.waited}: the network or a device does not complete it.{self._further(ranks)}"
         )
         next_ = ["Test the links: gpuwatch check."]
         return HangFinding(statement, Certainty.UNKNOWN, [], next_, cause="all came")
@@ -288,7 +288,7 @@ class _GroupScene:
         if not self._all_placed:
             return None
         text = "; ".join(map(self._stand_in, self.meetings))
-        statement = f"All ranks wait: {text}. Which rank the others wait for is unknown."
+        statement = f"All ranks wait: {text}. It is unknown which rank the others wait for."
         return HangFinding(statement, Certainty.UNKNOWN, [], [COMPARE_LINES])
 
     def _name(self, meeting: PendingOperation) -> str:
@@ -298,8 +298,8 @@ class _GroupScene:
         return meeting.text(self.world_size)
 
     def _stand_in(self, meeting: PendingOperation) -> str:
-        """`ranks 0, 2 stand in all_reduce`"""
-        verb = "stands" if len(meeting.waiting) == 1 else "stand"
+        """`ranks 0, 2 wait in all_reduce`"""
+        verb = "waits" if len(meeting.waiting) == 1 else "wait"
         return f"{ranks_text(meeting.waiting)} {verb} in {meeting.text(self.world_size)}"
 
     def evidence(self) -> list[str]:
@@ -309,7 +309,7 @@ class _GroupScene:
             if meeting.number < 0:
                 continue
             line = f"{ranks_text(meeting.waiting)} {'has' if len(meeting.waiting) == 1 else 'have'} begun collective "
-            line += f"{meeting.number} and not ended it: {meeting.text(self.world_size)}"
+            line += f"{meeting.number} and not finished it: {meeting.text(self.world_size)}"
             begun = {
                 rank: next((group.begun for group in self.positions[rank].groups if group.name == meeting.group), 0)
                 for rank in meeting.missing

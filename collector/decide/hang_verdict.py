@@ -179,7 +179,7 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
         return None
     lines = [
         *(f"rank {rank.rank} raised {error.error}: {first_line(error.message)}" for rank, error in raised),
-        *(f"rank {rank.rank} left with an exit code after a collective had raised in it" for rank in hidden),
+        *(f"rank {rank.rank} exited with an error code after a collective had raised in it" for rank in hidden),
         *(f"rank {rank.rank} was aborted by SIGABRT" for rank in aborted),
     ]
     found = replace(found, evidence=[*found.evidence, *lines])

@@ -52,7 +52,7 @@ def evidence_of(
     later = [other for other in order.diagnoses if order.before(first, other)]
     for diagnosis in later[:_MAX_LINES]:
         when = f"batch {diagnosis.batch}, {place_of(diagnosis)}{reason(first, diagnosis)}"
-        lines.append(f"{rank_name(diagnosis.rank)} first saw one later: {when}")
+        lines.append(f"{rank_name(diagnosis.rank)} first saw a non-finite value later: {when}")
     if later and first.seq < 0:
         doubts.append("the ranks had no process group, so their batches alone put them in order")
     known = {first.rank, *(other.rank for other in concurrent), *(other.rank for other in later)}
@@ -83,7 +83,7 @@ def _of_silent_groups(order: DiagnosisOrder) -> list[str]:
     if not silent:
         return []
     several = f"groups {', '.join(silent)} count" if len(silent) > 1 else f"group {silent[0]} counts"
-    return [f"process {several} no collectives, or not those alone: no ranks were put in order by that"]
+    return [f"process {several} no collectives, or other operations too, which puts no ranks in order"]
 
 
 def _of_inputs(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
@@ -92,7 +92,7 @@ def _of_inputs(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
     if batch is None:
         return []
     digests = ", ".join(f"{role} {digest}" for role, digest in batch.digests.items())
-    return [f"{rank_name(first.rank)} was handed in batch {first.batch} (blake2b of the bytes, 8 long): {digests}"]
+    return [f"{rank_name(first.rank)} received in batch {first.batch} (blake2b of the bytes, 8 long): {digests}"]
 
 
 def is_compiled(facts: RunFacts, first: LocalDiagnosis) -> bool:
@@ -107,23 +107,21 @@ def _of_compiled(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
     unseen = facts.one(first.attempt, first.rank).compiled_unseen
     doubts = [each.text for each in unseen] if first.phase == FramePhase.BACKWARD else []
     if is_compiled(facts, first):
-        doubts.append(
-            f"inside of {place_of(first)}, compiled code was not inspected: a module in there can have made it"
-        )
+        doubts.append(f"compiled code inside {place_of(first)} was not inspected: a module inside it can have made it")
     return doubts
 
 
-_EXCLUDED = "what else autograd's graph shows to have used that tensor cannot have made it"
+_EXCLUDED = "the other users of that tensor in autograd's graph cannot have made it"
 _HANDED = {
     "made": "it was made there, later",
-    "outside": "it was handed that from outside of its model",
-    "weight": "nobody saw it become bad",
+    "outside": "the value came from outside its model",
+    "weight": "no frame shows when it became bad",
     "unread": "its weights were not read",
     "changed": "a weight was changed there outside of forward, backward and step",
     "skipped": "that batch was skipped",
     "reduced": "it came out of a reduction over the ranks",
     "received": "collectives ran there, so another rank can have sent it",
-    "carried": "its maker was not seen",
+    "carried": "its origin was not seen",
     "left": "it was in a gradient before that backward began",
 }
 
@@ -132,11 +130,10 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     where = f"{rank_name(first.rank)}, batch {first.batch}, frame {first.frame}"
     seen = module_text(first.at[0], first.at[1])
     if first.source == "carried":
-        return [f"{where}: {place_of(first)} was handed a non-finite value; its maker was not seen"]
+        return [f"{where}: {place_of(first)} received a non-finite value; its origin was not seen"]
     if first.source == "unread":
         return [
-            f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; "
-            "whether its weights were, nobody has looked"
+            f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; its weights were not checked"
         ]
     if first.source == "left":
         return [
@@ -160,7 +157,7 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     if first.phase == FramePhase.BACKWARD:
         line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
         if first.source == "outside":
-            return [line, f"the model returned what {seen} had returned: its gradient comes from outside of the model"]
+            return [line, f"the model returned what {seen} had returned: its gradient comes from outside the model"]
         if first.between is not None:
             if first.between[0]:
                 line += f"; that of `{first.between[0]}` was finite before"
@@ -171,7 +168,7 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             others = "; ".join(first.excluded[:_MAX_LINES])
             return [line, f"the gradient of what {place_of(first)} returned was finite; {_EXCLUDED}: {others}"]
         if first.own_code:
-            return [line, f"{place_of(first)} was handed that tensor, and the gradient of its own output was finite"]
+            return [line, f"{place_of(first)} received that tensor, and the gradient of its own output was finite"]
         return [line, f"{place_of(first)} alone used that tensor, and the gradient of its own output was finite"]
     if first.phase == FramePhase.OPTIMIZER and parse_role(first.at[2]).kind is RoleKind.STATE:
         return [f"{where}: {first.at[2]} of {seen} was not finite after the step"]
@@ -202,18 +199,18 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
         f"{'s' if odd.compared == 1 else ''} between the ranks",
         f"the copies agreed in batch {odd.agreed_in}, so one of them has changed on its own since"
         if odd.agreed_in is not None
-        else "no earlier batch was received, so it is not known since when they differ",
+        else "no earlier batch was received, so it is unknown when they began to differ",
         *_of_step(odd),
     ]
 
 
 def _of_step(odd: OddWeight) -> list[str]:
     if odd.changed:
-        return ["it is another one than its last step has left, on this rank alone"]
+        return ["it differs from what its last step left, on this rank alone"]
     if odd.gradient is None:
         return []
     size = number_text(odd.gradient) if math.isfinite(odd.gradient) else "not finite"
-    made = "no step makes that number of it" if odd.untrained else "a step on this rank alone can have made it"
+    made = "no step turns it into that number" if odd.untrained else "a step on this rank alone can have made it"
     return [f"its gradient in the batch before: abs max {size}; {made}"]
 
 
@@ -239,12 +236,12 @@ def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis], ranks
     if not concurrent:
         return []
     lines = [
-        f"{ranks_text([other.rank for other in concurrent])}: an origin of its own in the same stretch between two "
+        f"{ranks_text([other.rank for other in concurrent])}: a separate origin between the same two "
         "collectives; nothing puts them in order"
     ]
     apart = [other for other in concurrent if is_alike(first, other) and other.batch != first.batch]
     lines += [
-        f"{rank_name(other.rank)} numbers that batch {other.batch}: it has run other batches alone, or left some out"
+        f"{rank_name(other.rank)} numbers that batch {other.batch}: it ran extra batches, or skipped some"
         for other in apart[:_MAX_LINES]
     ]
     if all(is_alike(first, other) for other in concurrent) and len(concurrent) + 1 == ranks:
@@ -259,7 +256,7 @@ def _of_stages(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
     same = [number for number, page in peers(facts, first).items() if run_the_same_model(mine, page)]
     if len(same) == len(others):
         return []
-    return ["it is not known whether the other ranks run the same model: another stage may have sent that gradient"]
+    return ["it is unknown whether the other ranks run the same model: another stage may have sent that gradient"]
 
 
 def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
@@ -269,9 +266,9 @@ def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
     expected_nodes = max((hello.min_nodes for hello in hellos), default=1)
     missing = facts.announced_ranks - len(facts.of_attempt(attempt))
     if len(hellos) < expected_nodes:
-        reasons.append(f"{expected_nodes - len(hellos)} of {expected_nodes} nodes were never heard")
+        reasons.append(f"{expected_nodes - len(hellos)} of {expected_nodes} nodes were never heard from")
     if missing > 0:
-        reasons.append(f"{missing} ranks were never heard")
+        reasons.append(f"{missing} ranks were never heard from")
     return reasons
 
 

@@ -106,8 +106,8 @@ def _fed(
         batch=put.where.batch,
         statement=_fed_sentence(met, fed, facts.host(rank)),
         certainty=Certainty.SUPPORTED,
-        evidence=[*fed_lines(fed), *met.notes, f"rank {rank.rank}: no module call of its own is known to have made it"],
-        next=[f"Look at what rank {rank.rank} computes outside of its modules, or is handed, before {way_text(put)}."],
+        evidence=[*fed_lines(fed), *met.notes, f"rank {rank.rank}: none of its module calls is known to have made it"],
+        next=[f"Look at what rank {rank.rank} computes outside its modules, or receives, before {way_text(put)}."],
         cascade=cascade_of(facts, met.attempt, {rank.rank}),
     )
 
@@ -120,7 +120,7 @@ def _of_sum(facts: RunFacts, met: LocalDiagnosis, order: DiagnosisOrder, fed: Va
         met,
         **_OF_NO_MODULE,
         statement=f"{came.value} came out of {way_text(came)} in batch {met.batch}: what every rank put in was finite, "
-        f"their sum was not ({came.dtype}).",
+        f"but their sum was not ({came.dtype}).",
         certainty=Certainty.SUPPORTED if failed else Certainty.ESTABLISHED,
         evidence=[*fed_lines(fed), *met.notes, *failed],
         next=["Divide before the sum, or add up in float32 or bfloat16."],
@@ -132,7 +132,7 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
     """The diagnosis that blames the rank's copy of a weight for what looked like an overflow in its module."""
     if first.phase == FramePhase.WEIGHT and first.role == odd.row.role:
         return replace(first, sure=first.sure or bool(first.history))  # the other copies tell more than its own past
-    note = f"its {first.role} had {first.value}, out of finite inputs"
+    note = f"its {first.role} had {first.value}, from finite inputs"
     return replace(
         first, phase=FramePhase.WEIGHT, source="weight", role=odd.row.role, between=None, notes=(*first.notes, note)
     )
@@ -148,7 +148,7 @@ def _named(
     clues = clues_of(facts, first, odd, blamed, large[0] if large is not None else "")
     certainty, evidence = evidence_of(facts, first, order, rest, odd, clues.wild)
     if large is not None:
-        evidence.append(f"the largest weight up to there: {large[0]}, abs max {large[1]}")
+        evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
     return overflow_at(
         first,
         **whose(facts, facts.one(first.attempt, first.rank)),
@@ -212,7 +212,7 @@ def _unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     cause = f" ({first.cause})" if first.cause and first.source != "skipped" else ""
     batch = f"batch {first.batch}"
     if first.source == "skipped":
-        return f"{who} met {first.value} in {batch}, which was skipped ({first.cause}): where it came from is unknown."
+        return f"{who} met {first.value} in {batch}, which was skipped ({first.cause}): its origin is unknown."
     if first.source == "received":
         place = place_of(first)
         if first.between is not None and first.seen_in != FramePhase.BACKWARD:
@@ -237,7 +237,7 @@ def _unknown_sentence(tier: list[LocalDiagnosis]) -> str:
         )
     return (
         f"{who} met {what} in {batch} at the same point ({found_text(first)}); "
-        f"it was made before, where nobody looked, so the first rank is unknown{cause}."
+        f"it was made earlier, in code that was not watched, so the first rank is unknown{cause}."
     )
 
 
@@ -248,8 +248,8 @@ def _fed_sentence(met: LocalDiagnosis, fed: ValueArrival, host: str) -> str:
     who = one_on(put.where.rank, host)
     batch = f"batch {met.batch}" if met.batch >= 0 else "its first batch"
     return (
-        f"{who} put {put.value} into {way_text(put)}; rank {met.rank} was handed it in {batch} ({found_text(met)}). "
-        f"No module of rank {put.where.rank} was seen to make it: code that no frame shows did, or was handed it."
+        f"{who} put {put.value} into {way_text(put)}; rank {met.rank} received it in {batch} ({found_text(met)}). "
+        f"No module of rank {put.where.rank} was seen to make it: code that no frame shows made it, or received it."
     )
 
 
@@ -258,5 +258,5 @@ def _skipped_sentence(first: LocalDiagnosis, host: str) -> str:
     who = one_on(first.rank, host)
     return (
         f"{who} returned {first.value} from {first.root or 'its model'} in {batch_text(first)}, which was "
-        f"{first.cause}: the module is unknown; watch every batch with --every 1 to have it named."
+        f"{first.cause}: the module is unknown; to find it, watch every batch with --every 1."
     )

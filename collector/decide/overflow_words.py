@@ -22,8 +22,8 @@ from .words import between_text, place_of, seen_in
 
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
-_NOT_BY_RULE = "that step's rule cannot have made it"
-NOBODY_LOOKED = "whether its weights were finite, nobody has looked"
+_NOT_BY_RULE = "that step's update rule cannot have made it"
+NOBODY_LOOKED = "its weights were not checked"
 
 
 def sentence(
@@ -73,9 +73,12 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
             f"{first.history or _NOT_BY_RULE}"
         )
     if first.source == "carried":
-        return f"{who} handed {first.value} to {module} ({first.role}) in {batch}; where it was made was not seen"
+        return (
+            f"{who} handed {first.value} to {module} ({first.role}) in {batch}; the record does not show where it "
+            "was made"
+        )
     if first.source == "left":
-        return f"{had} before the backward of {batch} began: an earlier backward, or the script, has left it in .grad"
+        return f"{had} before the backward of {batch} began: an earlier backward, or the script, left it in .grad"
     if first.source == "unread":
         return f"{had} in {batch}, out of finite inputs; {NOBODY_LOOKED}"
     if first.phase == FramePhase.INPUT:
@@ -91,7 +94,7 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if first.own_code:
         own = _one_of([f"of {name}" for name in _named(first.own_code, "modules")])
         seen = f"{first.at[2]} of {module_text(*first.at[:2])}"
-        return f"{lead}{first.value} in {seen}, made by the own code {own}, forward, {batch}{again}"
+        return f"{lead}{first.value} in {seen}, made by code {own} itself, forward, {batch}{again}"
     if first.between is not None:
         stretch = between_text(first.between)
         return f"{lead}{first.value} in {module}'s own forward, {stretch}, {batch}{again}"
@@ -112,7 +115,7 @@ def _one_of(names: list[str]) -> str:
 def _of_step(first: LocalDiagnosis, who: str, lead: str, had: str) -> str:
     role, batch = parse_role(first.role), batch_text(first)
     if role.kind is RoleKind.STATE:
-        kept = f"{role.key} that the optimizer keeps in {first.dtype} of {role.name} of {place_of(first)}"
+        kept = f"{role.key} that the optimizer keeps in {first.dtype} for {role.name} of {place_of(first)}"
         if first.sure:
             return f"{lead}the step after {batch} made {first.value} in the {kept}, from finite gradients"
         since = f"; {first.history}" if first.history else ""
@@ -121,7 +124,7 @@ def _of_step(first: LocalDiagnosis, who: str, lead: str, had: str) -> str:
         made = f"{first.value} in the {first.role} of {place_of(first)}"
         return f"{lead}the step after {batch} made {made}, from finite gradients"
     return (
-        f"{had} after the step of {batch}, from finite gradients: the step made it, or something else has changed the "
+        f"{had} after the step of {batch}, from finite gradients: the step made it, or something else changed the "
         "weight after the forward"
     )
 
@@ -130,16 +133,16 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None, had: str)
     batch = batch_text(first)
     if odd is not None:
         made = "" if not odd.row.finite else f", which made {first.value}"
-        since = f", and agreed with them in batch {odd.agreed_in}" if odd.agreed_in is not None else ""
+        since = f", but agreed with them in batch {odd.agreed_in}" if odd.agreed_in is not None else ""
         if odd.untrained and odd.agreed_in is not None:
             since += ": a bit flip in its memory, or code that changes it on this rank alone"
         elif odd.agreed_in is not None:
             since += ": a step on this rank alone, or code that changes it there"
         else:
             flip = "a bit flip, " if odd.untrained else ""
-            since += f": {flip}another seed or checkpoint, or a broadcast that did not happen can explain that"
+            since += f": {flip}a different seed or checkpoint, or a missed broadcast, can explain that"
         return (
-            f"{who} has another {first.role} of {place_of(first)} than {ranks_text(odd.ranks)} in {batch}{made}; "
+            f"{who} has a different {first.role} of {place_of(first)} than {ranks_text(odd.ranks)} in {batch}{made}; "
             f"this rank's copy differs from the others'{since}"
         )
     if first.seen_in == FramePhase.OPTIMIZER:
@@ -153,7 +156,7 @@ def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
     if first.at[2] and parse_role(first.at[2]).kind is not RoleKind.GRAD_OUTPUT:
         gradient = f"{first.value} in the {first.at[2]} of {seen}"
     if first.source == "outside":
-        return f"{gradient}, handed in from outside of the model (the script's own loss), backward, {batch}"
+        return f"{gradient}, passed in from outside the model (the script's own loss), backward, {batch}"
     if first.between is not None:
         return f"{gradient}, made in {place_of(first)}'s backward{_by(first)}, {batch}"
     own = " or ".join(map(_own_code_of, first.own_code))
@@ -174,7 +177,7 @@ def _by(first: LocalDiagnosis) -> str:
 
 
 def _own_code_of(name: str) -> str:
-    return f"the own code of `{name}`" if name else "the root module's own code"
+    return f"code of `{name}` itself" if name else "the root module's own code"
 
 
 def batch_text(first: LocalDiagnosis) -> str:
@@ -191,10 +194,12 @@ def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
 # What to do next.
 
 _WHOLE_BATCHES = (
-    "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
+    "To see whole batches: gpuwatch launch --trace-batches N,N; to keep training past it: --on-overflow continue."
 )
 _NO_STEP = "No optimizer step has run yet: "
-_FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
+_FLOAT16 = (
+    "float16 holds at most 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
+)
 _SHOWN = (FramePhase.FORWARD, FramePhase.BACKWARD)
 
 
@@ -235,7 +240,7 @@ def clues_of(
 
 def wild_line(wild: WildWeight) -> str:
     """The line of evidence about a wild weight."""
-    return f"first wild number: {_wild_text(wild)}, abs max {number_text(wild.row.abs_max)}, against {wild.against}"
+    return f"first unusual value: {_wild_text(wild)}, abs max {number_text(wild.row.abs_max)}, against {wild.against}"
 
 
 def _wild_text(wild: WildWeight) -> str:
@@ -256,7 +261,7 @@ def _of_clues(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
         return _steps_for_odd(clues.odd)
     if clues.wild is not None:
         return [
-            f"Look first at what has made the {_wild_text(clues.wild)} so large, "
+            f"Look first for what made the {_wild_text(clues.wild)} so large, "
             f"{number_text(clues.wild.row.abs_max)} against {clues.wild.against}: the script, or a step with a "
             "large gradient. The overflow follows from it."
         ]
@@ -266,8 +271,8 @@ def _of_clues(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
         when = "between backward() and step()" if first.source == "changed" else "between two steps"
         own = "an update of its own or a compiled step, " if first.changed_since and first.step == 0 else ""
         return [
-            f"Look at what the script does with weights {when}: {own}an average, a clamp, a copy, a load. If nothing "
-            "does, check the memory of that GPU or host (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg)."
+            f"Look at what the script does with weights {when}: {own}an average, a clamp, a copy, a load. If it "
+            "does none of these, check the memory of that GPU or host (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg)."
         ]
     return []
 
@@ -285,14 +290,14 @@ def _steps_for_odd(odd: OddWeight) -> list[str]:
             "learning rate, a copy."
         ]
     return [
-        "Look whether every rank starts from the same seed and checkpoint; --trace-batches 0,N shows since when "
-        "they differ.",
-        *([f"If they started alike, run {memory}"] if odd.untrained else []),
+        "Check whether every rank starts from the same seed and checkpoint; --trace-batches 0,N shows when they "
+        "began to differ.",
+        *([f"If they started equal, run {memory}"] if odd.untrained else []),
     ]
 
 
 _OF_SOURCE = {
-    "skipped": "Run it again with --every 1 (or --trace-batches with that batch) to have the module named.",
+    "skipped": "Run it again with --every 1 (or --trace-batches with that batch) to find the module.",
     "received": "Look at what the ranks that send to this one, or share a collective with it, computed just before: it "
     "was made on one of them.",
     "reduced": "Divide gradients before they are summed, or reduce them in float32 or bfloat16.",
@@ -314,25 +319,25 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
         return ["Watch the weights, too: --watch forward,grads,weights."]
     if first.source == "carried":
         if first.from_page:
-            return ["Watch what runs before that module, too: leave --modules out, or let it match more."]
-        return ["Look at what is handed to that module: what ran before it in that batch was not received."]
+            return ["Watch what runs before that module, too: omit --modules, or let it match more modules."]
+        return ["Look at the inputs of that module: the frames of what ran before it in that batch were not received."]
     if first.phase == FramePhase.INPUT:
         if first.passed:
             return [
                 "Look at what this rank receives, and at what it calls before that model. If that is finite, look at "
                 "its data loader."
             ]
-        return ["Look at the data loader of this rank, or at the code that makes what the model is handed."]
+        return ["Look at the data loader of this rank, or at the code that makes the model's inputs."]
     if first.phase == FramePhase.BACKWARD:
         return [_step_for_backward(first)]
     if first.phase == FramePhase.OPTIMIZER and parse_role(first.role).kind is RoleKind.STATE:
         return [
             "Keep the optimizer's state in float32, or scale the gradients down: a square of a gradient overflows, and "
-            "a weight whose exp_avg_sq is inf is never changed again."
+            "a weight whose exp_avg_sq is inf is never updated again."
         ]
     if first.phase == FramePhase.OPTIMIZER:
         state = any(note.startswith("the optimizer's ") for note in first.notes)
-        also = ", and at the optimizer's state, of which the evidence has the extremes" if state else ""
+        also = ", and at the optimizer's state: its extremes are in the evidence" if state else ""
         return [f"Look at the learning rate and eps of this parameter's group{also}."]
     if first.source == "weight":
         return [_step_for_weight(first, clues)]
@@ -346,16 +351,16 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
 
 def _step_for_weight(first: LocalDiagnosis, clues: AdviceClues) -> str:
     if first.computed:
-        return "Look at the code that computes that weight, and at what it is computed of."
+        return "Look at the code that computes that weight, and at what it is computed from."
     if first.seen_in == FramePhase.OPTIMIZER:
         if clues.gradients:
-            return "Look at what else changes that weight: no gradient of it was seen in that batch, others were."
+            return "Look at what else changes that weight: that batch shows no gradient of it, but shows others."
         return "Watch the gradients, too: --watch forward,grads,weights."
     if first.step == 0:
         return _NO_STEP + "look at how that weight is initialised (torch.empty?), or at the checkpoint."
     return (
-        "What changed it was not seen: look at the gradients and the learning rate of the steps before, and at what "
-        "the script does with that weight: a copy, an average, a load."
+        "The record does not show what changed it: look at the gradients and the learning rate of the steps before, "
+        "and at what the script does with that weight: a copy, an average, a load."
     )
 
 

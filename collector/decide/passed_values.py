@@ -215,12 +215,14 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     if now > max(last, 0):
         when = "the forward's end" if is_backward else "what it did before" if last >= 0 else "its start"
         notes.append(
-            f"{now - max(last, 0)} collectives, sends or receives were issued by rank {found.rank} between {when} and "
-            "that: one can have brought it from another rank"
+            f"rank {found.rank} issued {now - max(last, 0)} collectives, sends or receives between {when} and that "
+            "call: one can have brought it from another rank"
         )
     others = sorted({f"`{other.root}`" for other in _other_models(facts, page, is_backward=is_backward)})
     if others:
-        notes.append(f"{', '.join(others)} was called in between, too: it can have been made of what that returned")
+        notes.append(
+            f"{', '.join(others)} was called in between, too: the value can have been made from what it returned"
+        )
     if not notes:
         return found
     if now > max(last, 0) and (_are_stages(facts, page) or _may_have_received_it(facts, found)):

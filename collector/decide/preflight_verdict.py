@@ -76,12 +76,12 @@ def _of_silence(facts: RunFacts, silent: str) -> Verdict:
     more = len(names) - _MAX_LINES
     return Verdict(
         kind=VerdictKind.PREFLIGHT,
-        statement=f"Preflight: {silent or 'it was stopped, and nobody said why'}.",
+        statement=f"Preflight: {silent or 'it was stopped, and no rank said why'}.",
         certainty=Certainty.ESTABLISHED if missing else Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         stage="arrive" if missing else None,
-        evidence=[f"heard: {', '.join(names[:_MAX_LINES])}{f' and {more} more' if more > 0 else ''}"],
-        next=["Look whether it was started on every node with the same options, and what it printed there."],
+        evidence=[f"heard from: {', '.join(names[:_MAX_LINES])}{f' and {more} more' if more > 0 else ''}"],
+        next=["Check whether it was started on every node with the same options, and what it printed there."],
     )
 
 
@@ -156,8 +156,8 @@ def _witnesses(ranks: list[RankFacts], first: PreflightFinding) -> list[str]:
     passed = [r.rank for r in ranks if any(s.stage == first.stage and s.grade != "fail" for s in r.stages)]
     passed = [rank for rank in passed if rank not in first.ranks and rank not in first.victims]
     stuck = [rank.rank for rank in ranks if unfinished_stage(rank) == first.stage]
-    lines = [f"{ranks_text(passed)} came through stage {first.stage}"] if passed else []
-    return [*lines, f"{ranks_text(stuck)} did not end it"] if stuck else lines
+    lines = [f"{ranks_text(passed)} passed stage {first.stage}"] if passed else []
+    return [*lines, f"{ranks_text(stuck)} did not finish it"] if stuck else lines
 
 
 def _victim_text(facts: RunFacts, number: int, first: PreflightFinding) -> str:

@@ -15,11 +15,11 @@ from ..report.model import CascadedRank, SeenIn
 from ..report.sentence_parts import coarse_share_text
 
 _COMPILED = (
-    "To have a module inside of the compiled code named, let torch.compile take the whole model in one graph "
-    "(fullgraph=True tells what breaks it; for transformers: use_cache=False), or run without torch.compile."
+    "To have a module inside the compiled code named, let torch.compile capture the whole model in one graph "
+    "(fullgraph=True shows what breaks it; for transformers: use_cache=False), or run without torch.compile."
 )
 _NOT_WITH_THIS_TORCH = (
-    "To have a module inside of the compiled code named, use a torch from 2.8 to 2.15, or run without torch.compile."
+    "To have a module inside the compiled code named, use torch 2.8 to 2.15, or run without torch.compile."
 )
 
 
@@ -163,9 +163,9 @@ def found_text(diagnosis: LocalDiagnosis) -> str:
     module, cls, role = diagnosis.at
     text = f"{diagnosis.value} in {role} of {module_text(module, cls)}"
     if diagnosis.source == "outside":
-        return f"{text}, from outside of the model"
+        return f"{text}, from outside the model"
     code = "backward" if diagnosis.seen_in == "backward" else "own code"
-    return f"{text}, {'made' if diagnosis.source == 'made' else 'brought'} in {place_of(diagnosis)}'s {code}"
+    return f"{text}, {'made' if diagnosis.source == 'made' else 'passed on'} in {place_of(diagnosis)}'s {code}"
 
 
 def seen_in(diagnosis: LocalDiagnosis) -> SeenIn | None:

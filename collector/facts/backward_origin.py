@@ -190,7 +190,7 @@ class _BackwardTrail:
         if not self._calls_of(module) and first.cls != "MultiheadAttention":  # it uses its `out_proj` itself
             note = (
                 f"no frame shows a call of {quoted(module)}: {quoted(first.module)} used its parameter itself, or ran "
-                "compiled code that was not inspected, and then a module in there can have made it"
+                "compiled code that was not inspected, in which case a module inside it can have made it"
             )
             return self._made_inside(first, note, below=True)
         if self._may_be_reduced(mine):
@@ -213,7 +213,7 @@ class _BackwardTrail:
                 own_code=(first.module,),
             )
         if self._is_too_large_for(mine):
-            note = "what it was handed is too small for that: the loss, or other code, may have used the parameter, too"
+            note = "what it received is too small for that: the loss, or other code, may have used the parameter, too"
             return self._diagnosis(module, self._frame.cls, sure=False, notes=(note,))
         return self._diagnosis(module, self._frame.cls)
 
@@ -234,7 +234,7 @@ class _BackwardTrail:
 
     def _of_unseen(self, call: Frame, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
         """A call that received a finite gradient and has none inside: a graph, whose runs overwrite them."""
-        note = f"no gradient was seen inside of {quoted(call.module)}: whatever is in there can have made it"
+        note = f"no gradient was seen inside {quoted(call.module)}: anything inside it can have made it"
         return self._made_inside(call, note, own_code)
 
     def _made_inside(
@@ -282,7 +282,7 @@ class _BackwardTrail:
             if not self._cannot_overflow(maker, of[0]):
                 calls[maker] = of[0]
             else:
-                excluded.append(f"{quoted(maker.module)}, whose numbers are too small")
+                excluded.append(f"{quoted(maker.module)}, whose values are too small")
         if not calls or any(call.collectives for call in calls.values()) or self._may_be_received([*calls.values()]):
             return None
         if len(calls) > 1:

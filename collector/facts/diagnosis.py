@@ -242,12 +242,12 @@ def _around(anomaly: Anomaly, again: LookedAgain) -> list[str]:
     found += [
         f"attribute {each.name} of {module_text(each.module, each.cls)} holds {each.value}" for each in again.held
     ]
-    found += [f"changed since it was last read, by no step that was seen: {text}" for text in again.changed]
+    found += [f"changed since it was last read, and not by a recorded step: {text}" for text in again.changed]
     if again.autocast:
         found.append(f"autocast was on: {again.autocast}")
     if again.optimizer is not None and "lr" in again.optimizer.settings:
         name = again.optimizer.cls.rpartition(".")[2]
-        found.append(f"the last step before was of {name}, learning rate {again.optimizer.settings['lr']:g}")
+        found.append(f"the last step before was by {name}, learning rate {again.optimizer.settings['lr']:g}")
     return found
 
 

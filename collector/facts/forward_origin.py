@@ -57,7 +57,8 @@ def _of_gradient(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis:
         return found
     first = explain_gradient(alarm, *found)
     note = (
-        "a GradScaler was to catch it, and the optimizer was called without it: scaler.step(optimizer) skips that step"
+        "a GradScaler should have caught it, but the optimizer was called without it: scaler.step(optimizer) "
+        "skips that step"
     )
     return replace(first, notes=(*first.notes, note))
 
@@ -80,7 +81,7 @@ def _by_another_way(found: LocalDiagnosis, alarm: AlarmPage, first: Frame) -> Lo
     scope = common(list(own_code))
     classes = {frame.module: frame.cls for frame in alarm.frames} | {name: each.cls for name, each in makers.items()}
     notes = [
-        f"autograd's graph has {each.op} of {module_text(each.module, each.cls)} behind it, and no frame in between"
+        f"in autograd's graph it depends on {each.op} of {module_text(each.module, each.cls)}, with no frame in between"
         for each in makers.values()
         if each.module != found.module
     ]
@@ -143,9 +144,9 @@ class _ForwardTrail:
         if given.at != (frame.module, frame.cls, mask.role):
             notes.append(f"the -inf in {mask.role} came from {given.at[2]} of {module_text(*given.at[:2])}")
         if before is not None:
-            notes.append(f"{mask.role} held -inf in batch {before.batch} as well, and no nan came of it")
+            notes.append(f"{mask.role} held -inf in batch {before.batch} as well, and caused no nan")
         else:
-            notes.append(f"no earlier batch was received, so it is not known whether {mask.role} always holds -inf")
+            notes.append(f"no earlier batch was received, so it is unknown whether {mask.role} always holds -inf")
         text = f"a row of {mask.role} is -inf throughout" if closed else f"{mask.role} held -inf"
         return self._diagnosis(frame, output, "made", sure=before is not None or closed, notes=notes, mask=text)
 
@@ -162,7 +163,9 @@ class _ForwardTrail:
         if frame.weights and len(frame.inputs) == 1 and not self._calls.children(frame):
             return self._trace_input(frame, given)
         found = self._made_in(frame, output)
-        note = f"{given.role} of {module_text(frame.module, frame.cls)} held -inf: the value may have been made of that"
+        note = (
+            f"{given.role} of {module_text(frame.module, frame.cls)} held -inf: the value may have been made from that"
+        )
         return replace(found, sure=False, mask=found.mask or f"{given.role} held -inf", notes=(*found.notes, note))
 
     def _of_weight(self, frame: Frame, bad: Row) -> LocalDiagnosis:
@@ -176,7 +179,7 @@ class _ForwardTrail:
         computed, sure = mine and name in self._again.computed, True
         history = WeightHistory()
         if computed:
-            notes.append(f"the script has computed {bad.role} from other tensors: look at what it was computed of")
+            notes.append(f"the script computed {bad.role} from other tensors: look at what it was computed from")
         elif bad.shape is not None:  # without a shape: no row of a page
             history = history_of(self._alarm.page, frame, bad, self._alarm.earlier)
             sure = bool(shard) or not history.text
@@ -254,15 +257,15 @@ class _ForwardTrail:
         if not self._again.without_graph or frame.module != self._anomaly.module:
             return ()
         return (
-            f"{module_text(frame.module, frame.cls)} ran without gradients: no graph of autograd's tells whether it "
-            "took a value from elsewhere than its arguments",
+            f"{module_text(frame.module, frame.cls)} ran without gradients: autograd's graph does not show whether it "
+            "took a value from anywhere but its arguments",
         )
 
     def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
         """Notes on a call's weights if they were not read when it ran; empty if they were."""
         calls = self._calls
         if self._anomaly.again is None and not calls.children(frame) and not any(f.weights for f in calls.frames):
-            return ("no weight was read in this batch, and no later look at one is known",)
+            return ("no weight was read in this batch, and no later reading of one is known",)
         if frame.weights or frame.module != self._anomaly.module or self._again.same_step:
             return ()
         late = ", ".join(f"{name} was {found}" for name, found in self._again.weights.items())
@@ -282,7 +285,7 @@ class _ForwardTrail:
         while around is not None and around.outputs:
             if all(row.finite for row in around.outputs):
                 value = name_of(NonFinite(output.flags))
-                return (f"{module_text(around.module, around.cls)} took it away: it returned no {value}",)
+                return (f"{module_text(around.module, around.cls)} removed it: it returned no {value}",)
             around = self._calls.parent(around)
         return ()
 
@@ -320,22 +323,22 @@ class _ForwardTrail:
         if returns(holder, bad.value):
             sure = False
             notes.append(
-                f"{module_text(holder.module, holder.cls)} returned the very tensor that it was handed: "
-                "if it writes into it, it is the maker itself"
+                f"{module_text(holder.module, holder.cls)} returned the same tensor that it received: "
+                "if it writes into it, it made the value itself"
             )
         for other in self._calls.older_siblings(holder):
             if any(row.value == bad.value and not row.finite for row in other.inputs):
                 sure = False
                 notes.append(
-                    f"{module_text(other.module, other.cls)} was handed the same tensor before, and it was non-finite "
-                    "when that returned: if it writes into it, it is the maker itself"
+                    f"{module_text(other.module, other.cls)} received the same tensor before, and it was non-finite "
+                    "when that call returned: if it writes into it, it made the value itself"
                 )
         unseen = _unseen_object(parent) if parent is not None else ()
         sure = sure and not unseen
         notes += unseen
         if parent is not None and not bad.only_neginf:
             masks = [row for row in parent.inputs if row.only_neginf]
-            notes += [f"{module_text(parent.module, parent.cls)} had been handed -inf in {mask.role}" for mask in masks]
+            notes += [f"{module_text(parent.module, parent.cls)} had received -inf in {mask.role}" for mask in masks]
         return self._diagnosis(
             holder,
             bad,
@@ -408,7 +411,7 @@ def _unseen_object(frame: Frame) -> tuple[str, ...]:
     if RowContent.NOT_A_TENSOR not in kinds or RowContent.MEASURED in kinds:
         return ()
     return (
-        f"{module_text(frame.module, frame.cls)} was handed an object that is not inspected: the value may have come "
+        f"{module_text(frame.module, frame.cls)} received an object that is not inspected: the value may have come "
         "in it",
     )
 

@@ -207,7 +207,7 @@ def _explain_weight(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Ro
         if step is not None and "lr" in step.settings:
             notes.append(f"the step: {step.cls.rpartition('.')[2]}, learning rate {step.settings['lr']:g}")
         if can is False and before is not None:
-            rule = "that step's rule gives no such number"
+            rule = "that step's update rule gives no such number"
             notes.append(f"from a weight of at most {number_text(before.abs_max)} and these gradients, {rule}")
         elif can is None:
             notes.append(_OPEN)
@@ -225,8 +225,8 @@ def _explain_state(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Row
         notes.append(f"the gradient of {row.parsed_role.name} in that step: abs max {number_text(largest)}")
         only = alarm.page.step == 0 or (last is not None and alarm.page.step - last[0].step == 1)
         sure = only and square_overflows(alarm.anomaly.optimizer, key, largest, row.dtype)
-    rarely = "states are read after few steps (--state-every)"
-    history = f"any step up to there can have made it: {rarely}"
+    rarely = "states are read only after some steps (--state-every)"
+    history = f"any step up to that point can have made it: {rarely}"
     if last is not None:
         batch = last[0].batch
         when = f"after the step of batch {batch}: abs max {number_text(last[1].abs_max)}"
@@ -256,7 +256,7 @@ def _was_left_out(frames: list[Frame], frame: Frame, row: Row) -> bool:
 
 
 _OPEN = (
-    "it is not known whether that step's rule can give it: the step can have made it, or something else has changed "
+    "it is unknown whether that step's update rule can give it: the step can have made it, or something else changed "
     "the weight after the forward"
 )
 

@@ -236,26 +236,28 @@ def families(view: JobView, own: OwnNumbers) -> Iterator[Metric]:
     )
     silent = sum(node.lost for node in view.nodes)
     for name, text, number in (
-        ("gpuwatch_view_timestamp_seconds", "When these numbers were taken.", view.time_ns / 1e9),
+        ("gpuwatch_view_timestamp_seconds", "Unix time of these numbers.", view.time_ns / 1e9),
         ("gpuwatch_world_size", "Ranks of the job.", view.world_size),
-        ("gpuwatch_nodes", "Nodes of the job that were heard.", len(view.nodes)),
+        ("gpuwatch_nodes", "Nodes of the job that have reported.", len(view.nodes)),
         ("gpuwatch_nodes_silent", "Nodes of the job that are silent now.", silent),
     ):
         yield GaugeMetricFamily(name, text, value=number)
     yield from _ranks(view)
     yield from _modules(view)
-    yield _by_label(CounterMetricFamily, "gpuwatch_events", "What happened.", "kind", view.events_by_kind)
+    yield _by_label(CounterMetricFamily, "gpuwatch_events", "Events by kind.", "kind", view.events_by_kind)
     values = {value: view.anomalies_by_value.get(value, 0) for value in ("nan", "+inf", "-inf")}
     yield _by_label(CounterMetricFamily, "gpuwatch_anomalies", "Anomalies.", "value", values)
-    yield _by_label(CounterMetricFamily, "gpuwatch_lost", "Dropped for want of room.", "what", view.lost)
+    yield _by_label(
+        CounterMetricFamily, "gpuwatch_lost", "Records dropped because there was no room for them.", "what", view.lost
+    )
     kinds = {str(kind): int(kind == view.kind) for kind in VerdictKind}
     yield _by_label(GaugeMetricFamily, "gpuwatch_verdict", "1: the verdict so far.", "kind", kinds)
-    text = "Received, and not on the disk yet."
+    text = "Received, but not on the disk yet."
     yield GaugeMetricFamily("gpuwatch_collector_waiting_messages", text, value=own.waiting_messages)
     yield GaugeMetricFamily("gpuwatch_collector_waiting_bytes", text, value=own.waiting_bytes)
-    text = "For want of memory and disk."
+    text = "Pages not kept because memory and disk were short."
     yield CounterMetricFamily("gpuwatch_collector_pages_not_kept", text, value=own.pages_not_kept)
-    text = "Messages and clients that were not let in."
+    text = "Messages and clients that the collector rejected."
     yield _by_label(CounterMetricFamily, "gpuwatch_collector_turned_away", text, "reason", own.turned_away)
     text = "How often these metrics could not be computed."
     yield CounterMetricFamily("gpuwatch_metrics_faults", text, value=own.metrics_faults)
@@ -274,16 +276,18 @@ def _ranks(view: JobView) -> Iterator[Metric]:
         state.add_metric([label_of(rank.rank), rank.host, states[rank.rank]], 1)
     yield state
     batches = [(rank, max(0, rank.batch + 1)) for rank in everyone]
-    yield _of_ranks(CounterMetricFamily, "gpuwatch_rank_batches", "Batches that the rank has begun.", batches)
+    yield _of_ranks(CounterMetricFamily, "gpuwatch_rank_batches", "Batches that the rank has started.", batches)
     steps = [(rank, max(0, rank.step)) for rank in everyone]
     yield _of_ranks(CounterMetricFamily, "gpuwatch_rank_steps", "Optimizer steps that it has finished.", steps)
     still = [(rank, rank.still_s) for rank in everyone if not rank.ended]
-    yield _of_ranks(GaugeMetricFamily, "gpuwatch_rank_still_seconds", "Since it last recorded something.", still)
+    yield _of_ranks(
+        GaugeMetricFamily, "gpuwatch_rank_still_seconds", "Seconds since the rank last recorded something.", still
+    )
     use = [(rank, rank.gpu_use) for rank in view.ranks if rank.gpu_use >= 0]
-    text = "Of the time in which a kernel ran on the rank's GPU."
+    text = "Share of the time in which a kernel ran on the rank's GPU."
     yield _of_ranks(GaugeMetricFamily, "gpuwatch_rank_gpu_use_share", text, use)
     memory = [(rank, rank.gpu_memory) for rank in view.ranks if rank.gpu_memory >= 0]
-    yield _of_ranks(GaugeMetricFamily, "gpuwatch_rank_gpu_memory_share", "Of its GPU's memory in use.", memory)
+    yield _of_ranks(GaugeMetricFamily, "gpuwatch_rank_gpu_memory_share", "Share of its GPU's memory in use.", memory)
     slow = [(view.slow, view.slow.cost)] if view.slow is not None else []
     text = "Share of the job's time that the others wait for this rank."
     yield _of_ranks(GaugeMetricFamily, "gpuwatch_straggler_share", text, slow)
@@ -300,13 +304,17 @@ def _modules(view: JobView) -> Iterator[Metric]:
     left = GaugeMetricFamily(
         "gpuwatch_module_headroom", "Powers of two from its output's abs max to its dtype's limit.", labels=_MODULE
     )
-    largest = GaugeMetricFamily("gpuwatch_module_abs_max", "Of its output in the last batch.", labels=_MODULE)
+    largest = GaugeMetricFamily(
+        "gpuwatch_module_abs_max", "Largest absolute value of its output in the last batch.", labels=_MODULE
+    )
     for hot in view.hot:
         left.add_metric([hot.module, hot.dtype], hot.left)
         largest.add_metric([hot.module, hot.dtype], hot.abs_max)
     yield from (left, largest)
     passing = GaugeMetricFamily(
-        "gpuwatch_forecast_batch", "In which its output passes its dtype's limit.", labels=[*_MODULE, "bound"]
+        "gpuwatch_forecast_batch",
+        "Batch in which its output is forecast to pass its dtype's limit.",
+        labels=[*_MODULE, "bound"],
     )
     for told in view.passing:
         for bound, batch in (("earliest", told.earliest), ("middle", told.batch), ("latest", told.latest)):

@@ -100,7 +100,7 @@ class ViewPublisher:
         try:
             picture = encode_view(make())
         except Exception as error:  # it costs the view alone
-            tell(f"what a viewer sees could not be made: {type(error).__name__}: {error}")
+            tell(f"the snapshot for viewers could not be made: {type(error).__name__}: {error}")
             self._pace.took(math.inf, now)
             return
         with suppress(zmq.ZMQError):

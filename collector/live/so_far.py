@@ -205,7 +205,7 @@ class LiveStragglers:
         self._told = slow
         if slow is None:
             assert before is not None
-            self._say(f"Rank {before.rank} is no longer the one that the others wait for.")
+            self._say(f"The others no longer wait for rank {before.rank}.")
             return
         where = f" on {host}" if host else ""
         part = f" Most of the difference is {PART_TEXT[slow.part]}." if slow.part else ""

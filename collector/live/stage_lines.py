@@ -125,7 +125,7 @@ class StageLines:
         ranks, nodes = counted(self.ranks, "rank"), counted(len(self._hosts), "node")
         noted = ""
         if grade == "fail":
-            noted = ", failed, and training starts all the same"
+            noted = ", failed, and training starts anyway"
         elif findings:
             noted = f", with {counted(len(findings), 'finding')}"
         text = f"preflight {grade}: {ranks} on {nodes} in {max(seconds.values(), default=0.0):.1f} s{noted}"

@@ -61,7 +61,9 @@ class TopModel:
     def screen(self, width: int) -> TopScreen:
         """For a terminal of this width; no line is longer."""
         if not self._views:
-            return TopScreen([ScreenLine("waiting for the collector's first picture")], ScreenLine(""), [], [], [])
+            return TopScreen(
+                [ScreenLine("waiting for the first update from the collector")], ScreenLine(""), [], [], []
+            )
         view = self._views[-1]
         rates = self._rates()
         behind = behind_of(view.ranks)
@@ -121,12 +123,12 @@ def _head(view: JobView, rates: dict[int, float], behind: set[int]) -> list[Scre
 
 
 def _waiting(view: JobView, behind: set[int]) -> ScreenLine:
-    """`rank 2 is waited for: it has stood for 41 s in forward, `net.fc1`; 3 ranks wait`"""
+    """`rank 2 is waited for: it has not moved for 41 s in forward, `net.fc1`; 3 ranks wait`"""
     one = next(rank for rank in view.ranks if rank.rank in behind)
     names = f"rank{'s' if len(behind) > 1 else ''} {numbers_text(sorted(behind))}"
     where = one.phase + (f", `{one.module}`" if one.module else "")
     waiting = sum(not rank.ended for rank in view.ranks) - len(behind)
-    stood = "it has stood" if len(behind) == 1 else f"rank {one.rank} has stood"
+    stood = "it has not moved" if len(behind) == 1 else f"rank {one.rank} has not moved"
     return ScreenLine(
         f"{names} {'is' if len(behind) == 1 else 'are'} waited for: {stood} for {one.still_s:.0f} s in {where}; "
         f"{counted(waiting, 'rank')} wait{'s' if waiting == 1 else ''}",

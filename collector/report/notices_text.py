@@ -25,7 +25,7 @@ _CLOCK_OFF_S = 1.0
 _TURNED_AWAY = {
     "refused": "clients with another key or of another run",
     "from_viewers": "messages of viewers",
-    "replayed": "hellos that were heard before",
+    "replayed": "repeated hellos",
     "disbelieved": "messages about another node's ranks",
     "malformed": "messages that could not be read",
 }
@@ -42,7 +42,7 @@ def trouble_lines(report: RunReport) -> Iterator[str]:
     for node in report.nodes:
         if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
             off = -node.clock_offset_ns / 1e9
-            yield f"the clock of {node.host} is {off:+.1f} s off the collector's: mind it in logs"
+            yield f"the clock of {node.host} is {off:+.1f} s off the collector's: allow for it when you compare logs"
     yield from notes_on(report.run.versions.get("torch", ""))
     for rank in report.everyone:
         for fault in rank.faults:
@@ -55,7 +55,7 @@ def trouble_lines(report: RunReport) -> Iterator[str]:
         yield f"{unwritten} messages could not be written to the run store (is the disk full?)"
     found = [f"{report.collector[key]} {what}" for key, what in _TURNED_AWAY.items() if report.collector.get(key)]
     if found:
-        yield f"the collector turned away: {', '.join(found)}"
+        yield f"the collector rejected: {', '.join(found)}"
 
 
 def notice_lines(report: RunReport) -> list[str]:
@@ -79,7 +79,7 @@ def node_notes(report: RunReport) -> Iterator[Text]:
         return
     first = list({notable.what: notable for notable in reversed(telemetry.notable)}.values())[::-1]
     for notable in first[:_MAX_NOTABLE]:
-        alike = f"; so on {counted(notable.alike, 'other node')}" if notable.alike else ""
+        alike = f"; the same on {counted(notable.alike, 'other node')}" if notable.alike else ""
         yield Text(f"  - {notable.text}{alike}")
     if len(first) > _MAX_NOTABLE:
         yield Text(f"{len(first) - _MAX_NOTABLE} more in report.json")
@@ -127,7 +127,7 @@ def warned_rows_table(report: RunReport) -> Iterator[Table | Text]:
     yield table
     left_out = len(found) - min(len(found), _MAX_WARNINGS)
     rows = sum(rank.warned for rank in report.ranks)
-    more = [f"{left_out} more of other places in report.json"] if left_out else []
+    more = [f"{left_out} more from other places in report.json"] if left_out else []
     more += [f"{rows} such rows in all batches"] if rows > len(found) else []
     if more:
         yield Text("; ".join(more))
@@ -149,7 +149,7 @@ def _scaler(ranks: list[RankReport]) -> Iterator[str]:
         where = ""
         if details.get("role") is not None:
             where = f", first for {details['value']} in {details['role']} of {details['module'] or 'the root'}"
-        scale = f", scale {details['last_scale']:g} at the last" if details.get("last_scale") is not None else ""
+        scale = f", last scale {details['last_scale']:g}" if details.get("last_scale") is not None else ""
         yield (
             f"GradScaler skipped {counted(count, 'step')} on {ranks_text([r.rank for r in alike])} "
             f"(expected{where}{scale})"
@@ -184,12 +184,12 @@ def _absorbed(ranks: list[RankReport]) -> Iterator[str]:
 
 def _led_nowhere(told: dict[str, Any]) -> str:
     if told["why"] == "no gradient":
-        return "which no output shows and which gets no gradient"
+        return "which reached no output and got no gradient"
     if told["why"] == "not trained":
         return "which no optimizer holds and no backward reached"
     by = f"`{shown_name(told['by'])}`" if told["by"] else "the root module"
-    made = "made of a mask of -inf and " if not told["why"] else ""
-    return f"{made}taken away in {by}"
+    made = "made from a mask of -inf and " if not told["why"] else ""
+    return f"{made}removed in {by}"
 
 
 def _skipped(ranks: list[RankReport]) -> Iterator[str]:
@@ -205,8 +205,8 @@ def _thinned(ranks: list[RankReport]) -> Iterator[str]:
     pages = [rank.traces_thinned for rank in ranks if rank.traces_thinned > 0]
     if pages:
         yield (
-            f"{sum(pages)} traced batches of {counted(len(pages), 'rank')} were recorded and not kept: a job's store "
-            "takes 1 GiB of them. Those around an overflow and the last of each rank are there; name fewer in "
+            f"{sum(pages)} traced batches of {counted(len(pages), 'rank')} were recorded but not kept: a job's store "
+            "holds 1 GiB of them. Those around an overflow and the last of each rank are kept; name fewer in "
             "--trace-batches"
         )
 
@@ -216,7 +216,7 @@ def _groups(ranks: list[RankReport]) -> Iterator[str]:
     if without:
         groups = counted(max(rank.groups_not_shown for rank in without), "process group")
         who = ranks_text([rank.rank for rank in without])
-        yield f"{groups} of {who} found no room in the table of groups: the report says less of a hang in one of them"
+        yield f"{groups} of {who} did not fit in the table of groups: the report shows less of a hang in them"
 
 
 def _cost(ranks: list[RankReport]) -> Iterator[str]:

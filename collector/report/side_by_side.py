@@ -176,7 +176,7 @@ def stacks_text(ranks: Iterable[RankReport]) -> Iterator[str]:
     """Lines: ranks that stand at the same place share one stack."""
     for stack, alike in grouped((rank for rank in ranks if rank.stack), lambda rank: tuple(rank.stack)).items():
         names = ranks_text(rank.rank for rank in alike)
-        yield f"Where {names} stood, innermost call first (calls inside of torch are left out)"
+        yield f"Stack of {names}, innermost call first (calls inside torch are left out)"
         yield from (f"  {line}" for line in own_lines(list(stack))[:MOST_LINES])
         threads = next((rank.threads for rank in alike if rank.threads), [])
         yield from (f"  other {line}" for line in threads[:_MOST_THREADS])

@@ -310,7 +310,7 @@ def _traces(console: Console, report: RunReport, asked: int | None) -> None:
             title = f"Rank {rank.rank}, batch {page.batch} of {page.root}, traced: all frames"
             _block(console, title, frames_text(page.frames))
         if rank.traces_left_out:
-            left = f"{rank.traces_left_out} traced batches of rank {rank.rank} are in the run's store alone"
+            left = f"{rank.traces_left_out} traced batches of rank {rank.rank} are only in the run's store"
             console.print(Text(f"{left}: gpuwatch report --rank {rank.rank}"))
 
 

@@ -126,8 +126,8 @@ def test_an_agent_of_another_job_is_refused_and_counted(make):
     [
         ("a9", {"schema": 99}, "version 99; install the same gpuwatch on every node"),
         ("a9", {"agent": "a1"}, "another agent's"),
-        ("a9", {}, "all 2 nodes of this job are here already"),
-        ("a9", {"run": "yesterday's"}, "this is run run, and the node was taken into run yesterday's before"),
+        ("a9", {}, "all 2 nodes of this job have already joined"),
+        ("a9", {"run": "yesterday's"}, "this is run run, but the node joined run yesterday's before"),
     ],
 )
 def test_a_hello_that_is_not_of_this_job_is_refused_and_ends_nothing(two, make, agent, hello, reason):
@@ -510,7 +510,7 @@ def test_what_all_of_them_show_is_told_when_the_last_has_answered(make):
     (text,) = told(cluster.tick(401.3))
 
     assert text.startswith("Rank 1 never reached all_reduce, in which rank 0 has waited for 300 s.")
-    assert "the job is left as it is; to have it ended: --on-hang abort" in text
+    assert "gpuwatch leaves the job as it is; to end it: --on-hang abort" in text
     assert told(cluster.tick(402.0)) == []
 
 
@@ -597,7 +597,7 @@ def test_where_all_wait_and_nothing_says_that_it_never_comes_the_job_is_ended_la
             cluster.say(f"a{rank}", look(rank, "all_reduce", still_s=still_s, number=number), at + 1)
         actions = cluster.tick(at + 1.1)
         (text,) = told(actions)
-        assert ("if no rank moves, the job is ended after 1200 s" in text) == (not stops)
+        assert ("if no rank moves, gpuwatch ends the job after 1200 s" in text) == (not stops)
         assert len([a for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)]) == stops
 
 
@@ -612,7 +612,7 @@ def test_what_computes_while_the_others_wait_is_told_and_ended_later(make):
         cluster.say("a1", look(1, "", still_s=still_s - 2, number=number, busy=0.9), at + 1)
         actions = cluster.tick(at + 1.1)
         (text,) = told(actions)
-        assert ("as rank 1 computes; after 1200 s it is ended" in text) == (not stops)
+        assert ("because rank 1 computes; it ends the job after 1200 s" in text) == (not stops)
         assert len([a for a in actions if isinstance(a, SendMessage) and isinstance(a.message, StopRanks)]) == stops
 
 

@@ -276,7 +276,7 @@ def test_what_a_viewer_sends_is_not_read_and_counted(running, connect, make):
     report = running.join()
     assert (report.collector["from_viewers"], report.collector["malformed"]) == (3, 0)
     assert report.nodes[0].state == "ok"
-    assert "the collector turned away: 3 messages of viewers" in render_text(report)
+    assert "the collector rejected: 3 messages of viewers" in render_text(report)
 
 
 def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(running, connect, make):
@@ -356,7 +356,7 @@ def test_a_port_that_is_taken_is_an_error_at_once_and_leaves_nothing_open(runnin
 def test_exit_codes_are_a_contract(make, kind, signal, code):
     report = build_report(fold([]), run_id="x", started=None, ended=None)
     verdict = msgspec.structs.replace(
-        report.verdict, kind=VerdictKind(kind), signal=signal, missing=["rank 1 was never heard"]
+        report.verdict, kind=VerdictKind(kind), signal=signal, missing=["rank 1 was never heard from"]
     )
     assert exit_code(msgspec.structs.replace(report, verdict=verdict)) == code
 

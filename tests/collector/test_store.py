@@ -161,7 +161,7 @@ def test_a_store_on_a_full_disk_goes_on_in_the_other_folder(small_disk, tmp_path
     assert (store.unwritten, store.path) == (0, tmp_path / "other" / "run.sqlite")
     assert sorted(readable(small_disk / "run.sqlite") + readable(store.path)) == list(range(1, 401))
     assert [n for _, n, _ in store.messages()] == list(range(1, 401))
-    assert f"it goes on in {tmp_path / 'other'}" in said[0]
+    assert f"it continues in {tmp_path / 'other'}" in said[0]
     assert ((tmp_path / "other").stat().st_mode & 0o777, RunStore(store.path).get("started")) == (0o700, "now")
     store.close()
 

@@ -42,7 +42,7 @@ def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
     [
         ("SIGBUS", "memory[0] = 1", "/dev/shm or a disk is full"),
         ("SIGSEGV", "ctypes.string_at(0)", "Its last frames"),
-        ("SIGILL", "os.kill(os.getpid(), getattr(signal, how))", "an extension was built for another one"),
+        ("SIGILL", "os.kill(os.getpid(), getattr(signal, how))", "an extension was built for another processor"),
     ],
 )
 def test_a_rank_that_a_fatal_signal_ends_is_told_with_the_line_where_it_came(bench, name, line, hint):
@@ -116,7 +116,7 @@ def test_a_rank_that_the_kernel_ends_for_lack_of_memory_is_told_so(bench):
         )
         run = Run(0, "", "", bench.cwd)
         assert (run.verdict["kind"], run.verdict["rank"], run.verdict["signal"]) == ("lost", 1, "SIGKILL")
-        assert "the kernel has ended 1 process of its memory cgroup for lack of memory" in run.verdict["statement"]
+        assert "the kernel killed 1 process of its memory cgroup for lack of memory" in run.verdict["statement"]
     finally:
         folder.rmdir()
 

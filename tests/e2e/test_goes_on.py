@@ -15,7 +15,7 @@ def test_it_is_watched_again_below_gpuwatch_run(bench, how, bad):
 
     kind, rank = watched.verdict["kind"], watched.report["ranks"][0]
     assert watched.report["run"]["attempts"] == 2
-    assert [each["statement"] for each in watched.report["attempts"]] == ["went on as another program"]
+    assert [each["statement"] for each in watched.report["attempts"]] == ["became another program"]
     if bad:
         assert (watched.code, kind, watched.verdict["value"]) == (4, "overflow", "nan")
     else:
@@ -28,4 +28,4 @@ def test_it_is_not_clean_below_gpuwatch_launch(bench):
 
     assert (watched.code, watched.stdout) == (6, "went on\n")
     assert (watched.verdict["kind"], watched.report["ranks"][0]["state"]) == ("unknown", "unwatched")
-    assert watched.verdict["missing"] == ["rank 0 went on as another program (os.exec), which is not watched"]
+    assert watched.verdict["missing"] == ["rank 0 became another program (os.exec), which is not watched"]

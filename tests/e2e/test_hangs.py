@@ -99,8 +99,8 @@ def test_a_rank_that_may_come_is_told_and_the_job_is_not_ended(bench, how):
     assert (run.code, run.verdict["kind"]) == (0, "clean")
     assert run.report["attempts"] == []
     assert "Rank 1 never reached the backward's reduction of gradients" in run.stderr
-    assert "the job is left as it is, as rank 1 may still go on" in run.stderr
-    assert "to have it ended all the same: --on-hang abort" in run.stderr
+    assert "gpuwatch leaves the job as it is, because rank 1 may still go on" in run.stderr
+    assert "to end it anyway: --on-hang abort" in run.stderr
 
 
 @pytest.mark.soak
@@ -124,7 +124,7 @@ def test_where_all_wait_and_nothing_says_that_it_never_comes_the_job_is_ended_af
     run = bench.launch("hang.py", *TOLD, nproc=3, args=("--how", "passes"))
 
     assert (run.code, run.verdict["kind"], run.verdict["rank"]) == (5, "hang", 1)
-    assert "if no rank moves, the job is ended after 40 s" in run.stderr
+    assert "if no rank moves, gpuwatch ends the job after 40 s" in run.stderr
 
 
 def test_without_abort_the_job_goes_on_and_a_stall_that_passes_is_no_verdict(bench):
@@ -134,7 +134,7 @@ def test_without_abort_the_job_goes_on_and_a_stall_that_passes_is_no_verdict(ben
     assert run.code == 0
     assert run.verdict["kind"] == "clean"
     assert "Rank 1 never reached the backward's reduction of gradients" in run.stderr
-    assert "to have it ended: --on-hang abort" in run.stderr
+    assert "to end it: --on-hang abort" in run.stderr
 
 
 def test_an_attempt_that_stood_still_is_ended_and_the_next_one_starts(bench):

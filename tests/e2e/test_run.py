@@ -342,7 +342,7 @@ def test_of_two_processes_that_train_by_themselves_both_are_in_the_report(bench,
     assert watched.code == 0
     verdict = watched.verdict
     assert (verdict["kind"], verdict["certainty"]) == ("clean", "established")
-    assert "1 rank and 1 process that is no rank, 20 batches" in verdict["statement"]
+    assert "1 rank and 1 process that is not a rank, 20 batches" in verdict["statement"]
     assert [(one["rank"], one["batch"]) for one in watched.report["ranks"]] == [(0, 19)]
     (process,) = watched.report["processes"]
     assert (process["rank"] < 0, process["batch"], process["exit"]) == (True, 19, 0)

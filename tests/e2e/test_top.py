@@ -54,7 +54,7 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
 
         (tmp_path / "stand").touch()
         screen = until(job, link, model, lambda screen: "is waited for" in str(screen.head))
-        assert any(line.text.startswith("rank 2 is waited for: it has stood for") for line in screen.head)
+        assert any(line.text.startswith("rank 2 is waited for: it has not moved for") for line in screen.head)
         assert any(line.text.endswith("3 ranks wait") for line in screen.head)
         assert screen.ranks[0].text.split()[0] == "2"
         seen = scraped(port)

@@ -306,7 +306,7 @@ def test_an_overflow_on_a_full_runs_folder_is_told_and_its_store_is_kept_elsewhe
     node.start_agent(node.start_collector())
     for number in range(500):
         chatter(node.ranks[number % 2], number)
-    node.heard("it goes on in")
+    node.heard("it continues in")
     node.ranks[1].batch(2)
     node.ranks[1].writer.append(ANOMALY)
     node.end_ranks()

@@ -81,7 +81,7 @@ LEAF = _forward(1, "body.up", dtype="float32", batch=2, certainty="established")
 ZERO_LENGTH = _backward(1, "length", "Length", dtype="float32", batch=2)
 
 _SCALE = "rank=1 phase=backward module=block.scale class=Scale batch=2"
-_NOT_SEEN = "where it was made was not seen"
+_NOT_SEEN = "the record does not show where it was made"
 
 FORWARD = [
     Scenario("leaf", "forward_leaf.py", LEAF),
@@ -259,7 +259,7 @@ PLACES = [
         # `up` is where it overflows; that `enter` has a wild weight is the line beside it
         {"kind": "overflow", "rank": 1, "batch": 2, "certainty": "supported", "module": "body.up"},
         args=("--fault", "wild"),
-        evidence="changed since it was last read, by no step that was seen: weight of `enter`",
+        evidence="changed since it was last read, and not by a recorded step: weight of `enter`",
         witness="rank=1 phase=forward module=body.up class=Linear batch=2",
     ),
     Scenario(
@@ -275,7 +275,7 @@ PLACES = [
         # the leaf is `body.up`; frames show `body` or the model around it, and it is said that no more is known
         {"kind": "overflow", "rank": 1, "phase": "forward", "batch": 2, "certainty": "supported"},
         args=("--fault", "hidden"),
-        evidence="compiled code was not inspected",
+        evidence="compiled code inside .* was not inspected",
         witness="",
     ),
     Scenario(
@@ -284,7 +284,7 @@ PLACES = [
         # what was not recorded cannot be excluded
         _forward(1, "body.up", batch=2, certainty="supported"),
         args=("--fault", "lazy"),
-        evidence="own forward hook has failed in batch 1 .*not computed yet",
+        evidence="own forward hook failed in batch 1 .*not computed yet",
         own_faults=1,
     ),
     Scenario(
@@ -301,7 +301,7 @@ PLACES = [
         # which of the two has made it, no number tells: the smallest module that holds both is the model
         {"kind": "overflow", "rank": 1, "phase": "forward", "module": "", "batch": 2, "certainty": "supported"},
         args=("--way", "list"),
-        statement="made by the own code of `encoder` or of `taker`",
+        statement="made by code of `encoder` or of `taker` itself",
         witness="rank=1 phase=forward module=taker class=Taker batch=2",
     ),
     Scenario(
@@ -310,7 +310,7 @@ PLACES = [
         # `encoder` has made it, and no frame and no graph tells: nothing of `taker` is proven
         {"kind": "overflow", "rank": 1, "phase": "forward", "batch": 2, "certainty": "supported"},
         args=("--way", "list", "--gradients", "0"),
-        evidence="ran without gradients: no graph",
+        evidence="ran without gradients: autograd's graph",
         witness="rank=1 phase=forward module=taker class=Taker batch=2",
     ),
     Scenario(
@@ -318,7 +318,7 @@ PLACES = [
         "places.py",
         {"kind": "crash", "rank": 1, "batch": 2, "certainty": "established"},
         args=("--fault", "exit"),
-        statement="left with exit code 0 in the forward of batch 2, in `leave` ",
+        statement="exited with code 0 in the forward of batch 2, in `leave` ",
         witness="",
     ),
 ]
@@ -547,7 +547,7 @@ STEP = [
         "before_step.py",
         _found("optimizer", 1, "body.up", "Linear", role="weight", value="+inf", batch=2, certainty="supported"),
         args=("--optimizer", "own"),
-        statement="the step made it, or something else has changed the weight",
+        statement="the step made it, or something else changed the weight",
         witness="rank=1 phase=weight module=body.up class=Linear batch=3",
     ),
     Scenario(
@@ -720,7 +720,7 @@ EXPECTED = [
         CLEAN,
         witness="rank=0 phase=forward module=attend.softmax class=Softmax batch=0",
         counts={0: {"absorbed": 3}, 1: {"absorbed": 3}},
-        statement="6 tensors of nan out of masks that the model took away",
+        statement="6 tensors of nan from masks, which the model discarded",
     ),
     Scenario(
         "rows masked whole, kept",
@@ -742,7 +742,7 @@ EXPECTED = [
         CLEAN,
         args=("--fault", "log"),
         witness="rank=1 phase=forward module=attend.log class=Log batch=2",
-        statement=r"that led nowhere \(first: nan in output of `attend.log`",
+        statement=r"that had no effect \(first: nan in output of `attend.log`",
     ),
     Scenario(
         "mask handed in with a closed row",
@@ -849,7 +849,7 @@ LESS_WATCHED = [
         "zero_length.py",
         {"kind": "overflow", "rank": None, "phase": "weight", "batch": 3, "certainty": "unknown"},
         options=("--every", "3"),
-        statement="where nobody looked",
+        statement="in code that was not watched",
     ),
     *(
         Scenario(
@@ -972,7 +972,7 @@ COMMUNICATION = [
             "certainty": "established",
         },
         args=("--way", "sum"),
-        statement="what every rank put in was finite, their sum was not",
+        statement="what every rank put in was finite, but their sum was not",
     ),
     *(
         Scenario(

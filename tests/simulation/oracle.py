@@ -45,7 +45,7 @@ class Oracle:
             return ""
         if bad:
             return f"bad values in {bad}, and it is told: {verdict.statement}"
-        skips_said = "inspected" in verdict.statement or "left out" in verdict.statement
+        skips_said = "inspected" in verdict.statement or "skipped)" in verdict.statement
         unseen = [
             call.who for call in self.calls if call.returned and not call.judged and not (call.skipped and skips_said)
         ]

@@ -88,4 +88,4 @@ def test_a_value_that_may_have_come_in_an_object_leaves_a_doubt(take, make):
 
     verdict = verdict_of(train)
     assert (verdict.module, verdict.between, verdict.certainty) == ("", ("first", "second"), "supported")
-    assert any("was handed an object that is not inspected" in line for line in verdict.evidence)
+    assert any("received an object that is not inspected" in line for line in verdict.evidence)

@@ -120,7 +120,7 @@ def along_the_calls(report: RunReport) -> OutputChart | None:
         f"abs max of the {found.what}, call by call, in batch {found.batch}",
         f"A line for each of {len(ranks)} ranks. Rank {shown.rank} is the thick one; it ends at "
         f"{report.verdict.module or 'the root'}.",
-        "calls in their order",
+        "calls in order",
         ranks[::-1],
         [(n, "") for n in range(len(found.rows))],
         (dtype, DTYPE_MAX.get(dtype)),
@@ -174,7 +174,7 @@ def _draw(
         lines,
         marks,
         place(first, largest)[1] if largest is not None else None,
-        f"{dtype} ends at {format_number(largest).strip()}" if largest is not None else "",
+        f"{dtype} holds at most {format_number(largest).strip()}" if largest is not None else "",
         [(place(x, 1)[0], text) for x, text in x_ticks],
         [(place(first, 10.0**power)[1], f"1e{power:+03d}") for power in powers(low, high)],
         place(guide, 1)[0],
@@ -200,9 +200,9 @@ def _growth(told: ModuleForecast, batch: int, last: float, place: Callable[[floa
         _path([start, towards(middle)]),
         _path([*edge, towards(latest)]) + "Z",
         start,
-        f"told in batch {told.batch}",
-        f"forecast, told in batch {told.batch} of rank {told.rank}: to pass the limit in batch {middle} ({earliest} to "
-        f"{latest}); it did in batch {batch}, {where} that range",
+        f"forecast in batch {told.batch}",
+        f"forecast made in batch {told.batch} of rank {told.rank}: the output passes the limit in batch {middle} "
+        f"({earliest} to {latest}); it did in batch {batch}, {where} that range",
     )
 
 

@@ -58,7 +58,7 @@ def rank_grid(report: RunReport) -> RankGrid | None:
     squares = [
         (rank.rank, n % columns * side, n // columns * side, looks[rank.rank]) for n, rank in enumerate(report.ranks)
     ]
-    title = "Where each rank stands" if hang else "What became of each rank"
+    title = "Where each rank is" if hang else "How each rank ended"
     return RankGrid(title, squares, side, _WIDTH, _height(num, side), groups)
 
 
@@ -74,7 +74,7 @@ def _ending(rank: RankReport) -> str:
 
 def _place(rank: RankReport) -> str:
     lines = own_lines(rank.stack)
-    return (lines[1] if len(lines) > 1 else lines[0]) if lines else "did not say where it stands"
+    return (lines[1] if len(lines) > 1 else lines[0]) if lines else "did not report its position"
 
 
 _MOST_NODES = 12

@@ -24,7 +24,7 @@ def test_a_hot_gpu_stands_beside_the_others(make):
     assert beside_slow(slow, "h1-1", others) == [
         "its host h1 over the run: 50% of its processors in use (the others: 50%)",
         "its GPU GPU-h1-1 over the run: SM clock 1410 MHz on average (the others: 1980 MHz), up to 88 C (the others: "
-        "62 C), its clocks held down for 40% of the time because it was hot",
+        "62 C), its clocks throttled for 40% of the time because it was hot",
     ]
 
 

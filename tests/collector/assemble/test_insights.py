@@ -187,7 +187,7 @@ def test_weights_that_agreed_once_and_differ_now_are_a_drift(make):
     (found,) = insights_of(replicas(make, [1.0, 1.0, 1.0], [1.5, 1.5, 1.75]))
     assert found.kind == "replica_drift"
     assert found.text == (
-        "weights of `fc` are not the same on all 3 ranks in batch 9, and all agreed in batch 0: weight of `fc` has abs "
+        "weights of `fc` are not the same on all 3 ranks in batch 9, but all agreed in batch 0: weight of `fc` has abs "
         "max 1.50e+00 on rank 0, 1.75e+00 on rank 2"
     )
 

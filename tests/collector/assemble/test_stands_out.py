@@ -95,15 +95,15 @@ NEAR = (EVENT - 7,)
         ),
         (
             {"job_memory_used": level(40 * GIB, at=(EVENT + 2,), peak=64 * GIB)},
-            "the job used 64 GiB of the 64 GiB of memory that it may, 10 s after the overflow",
+            "the job used 64 GiB of the 64 GiB of memory that it may use, 10 s after the overflow",
         ),
         (
             {"job_cpu_held": counts(0.4)},
-            "the job's own processor limit held it back in 40% of the time around the overflow",
+            "the job's own processor limit throttled it in 40% of the time around the overflow",
         ),
         (
             {"clocks_sw_thermal": counts(0, at=range(EVENT - 8, EVENT), peak=1.0), "temperature": level(91)},
-            "GPU-0: the driver held its clocks down because it was hot (up to 91 C, SM clock down to 1755 of 1980 "
+            "GPU-0: the driver throttled its clocks because it was hot (up to 91 C, SM clock down to 1755 of 1980 "
             "MHz), for 40 s of the 155 s around the overflow",
         ),
         ({"ecc_uncorrected": counts(0, at=NEAR, peak=0.4)}, "2 new uncorrectable ECC errors on GPU-0, 35 s before"),
@@ -111,7 +111,7 @@ NEAR = (EVENT - 7,)
         ({"ib_errors": counts(0, at=NEAR, peak=1.0)}, "5 new errors of its InfiniBand port mlx5_0/1, 35 s before"),
         ({"net_errors": counts(0, at=NEAR, peak=1.0)}, "5 new errors of its network interfaces, 35 s before"),
         ({"disk_free": level(3 * GIB, at=NEAR, peak=GIB)}, "1 GiB were left in its runs-dir, 35 s before"),
-        ({"open_files": level(300, at=NEAR, peak=1000)}, "rank 1 had 1000 of 1024 files open that it may, 35 s before"),
+        ({"open_files": level(300, at=NEAR, peak=1000)}, "rank 1 had 1000 of at most 1024 files open, 35 s before"),
     ],
 )
 def test_what_is_far_from_healthy_is_told_with_its_number_and_when(make, changed, expected):
@@ -128,7 +128,7 @@ def test_the_reason_that_says_most_is_told_once(make):
     """The hardware's slowdown is set together with its reason."""
     found = told(make, clocks_hw_slowdown=counts(1.0), clocks_hw_thermal=counts(1.0), clocks_sw_thermal=counts(0.5))
     assert len(found) == 1
-    assert "the hardware held its clocks down because it was hot" in found[0]
+    assert "the hardware throttled its clocks because it was hot" in found[0]
 
 
 def test_the_worst_is_told_first(make):

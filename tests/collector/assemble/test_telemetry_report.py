@@ -134,7 +134,7 @@ def test_many_nodes_alike_are_counted(make):
     report = report_of(*job)
     assert (report.telemetry.notable[0].host, report.telemetry.notable[0].alike) == ("h5", 19)
     assert len(report.telemetry.notable) == MOST_ALIKE
-    assert "(steal), at the overflow; so on 19 other nodes" in " ".join(render_text(report).split())
+    assert "(steal), at the overflow; the same on 19 other nodes" in " ".join(render_text(report).split())
 
 
 def test_of_many_nodes_the_named_one_and_those_that_stand_out_are_shown(make):

@@ -49,7 +49,7 @@ def test_the_one_that_never_began_it_did_not_come():
         "It is outside of a forward, after batch 4."
     )
     assert found.evidence == [
-        "ranks 0, 2 have begun collective 9 and not ended it: all_reduce; rank 1 has begun none after 8"
+        "ranks 0, 2 have begun collective 9 and not finished it: all_reduce; rank 1 has begun none after 8"
     ]
 
 
@@ -162,7 +162,7 @@ def test_a_send_that_nobody_receives():
     )
     found = find(waits(all_reduce(9)), sends, waits(all_reduce(9)))
     assert (found.rank, found.certainty) == (None, "unknown")
-    assert "rank 1 stands in send to rank 2" in found.statement
+    assert "rank 1 waits in send to rank 2" in found.statement
 
     found = find(away(group(8)), sends, away(group(8)))
     assert (found.rank, found.certainty, found.cause) == (2, "supported", "did not come")

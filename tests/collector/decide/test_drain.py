@@ -46,9 +46,9 @@ def test_a_node_that_the_preflight_blames(make):
     found = verdict(make, **failed(make, finding))
     assert found.bad_nodes == ["gpu-2"]
     assert found.next[-2:] == [
-        "Drain it, or ask whoever may:\n"
+        "Drain it, or ask an administrator to:\n"
         "scontrol update nodename=gpu-2 state=drain reason='gpuwatch: preflight compute, job 17'",
-        "Leave it out of the next run (gpuwatch submit --exclude-bad RUN does):\n--exclude=gpu-2",
+        "Leave it out of the next run (gpuwatch submit --exclude-bad RUN does this):\n--exclude=gpu-2",
     ]
 
 
@@ -101,14 +101,14 @@ def test_a_node_that_slurm_has_lost_is_named_though_it_still_speaks(make):
     assert (found.kind, found.certainty, found.rank, found.bad_nodes) == ("lost", "established", 1, ["gpu-2"])
     assert found.statement == "SLURM has lost node gpu-2 (rank 1) and ended the job."
     assert found.evidence[0] == "sinfo says that gpu-2 is down"
-    assert found.next[0] == "Look whether gpu-2 is up and its slurmd runs."
+    assert found.next[0] == "Check whether gpu-2 is up and its slurmd runs."
 
 
 def test_another_scheduler_needs_no_word_here(make):
     """PBS has no option of its own that leaves a node out."""
     job = SchedulerJob("PBS", "8", "n1", ["n1", "n2"], "pbsnodes -o -C {reason} {nodes}")
     assert advice(["n1"], "lost", job) == [
-        "Drain it, or ask whoever may:\npbsnodes -o -C 'gpuwatch: lost, job 8' n1",
+        "Drain it, or ask an administrator to:\npbsnodes -o -C 'gpuwatch: lost, job 8' n1",
     ]
     ended = EventMessage(NodeSignal(15, 1, "PBS: a node of the job is down", ["n2"]))
     hellos = [

@@ -39,13 +39,13 @@ def test_when_it_is_ended(on_hang, outlook, ends_from_s):
 
 
 def test_a_rank_that_computes_has_four_times_the_limit_where_all_is_ended():
-    assert "as rank 1 computes; after 400 s it is ended" in ending("abort", FREE, 100, busy=1.0).text
+    assert "because rank 1 computes; it ends the job after 400 s" in ending("abort", FREE, 100, busy=1.0).text
     assert ending("abort", FREE, 400, busy=1.0).now
 
 
 @pytest.mark.parametrize(("busy", "state"), [(0.26, "R"), (0.26, "S"), (0.0, "R"), (1.0, "S")])
 def test_a_rank_that_computes_on_a_crowded_node_has_four_times_the_limit_as_well(busy, state):
-    assert "after 400 s it is ended" in ending("abort", FREE, 100, busy=busy, state=state).text
+    assert "it ends the job after 400 s" in ending("abort", FREE, 100, busy=busy, state=state).text
     assert ending("abort", FREE, 400, busy=busy, state=state).now
 
 
@@ -59,8 +59,8 @@ def test_where_nobody_waits_for_another_nothing_is_ended():
 
 def test_what_is_left_to_the_process_group_is_said_with_the_option_that_changes_it():
     assert ending("auto", FREE, 100).text == (
-        "the job is left as it is, as rank 1 may still go on; the timeouts of its process groups hold; to have it "
-        "ended all the same: --on-hang abort"
+        "gpuwatch leaves the job as it is, because rank 1 may still go on; the timeouts of its process groups still "
+        "apply; to end it anyway: --on-hang abort"
     )
-    assert "a rank that was not seen may still go on" in ending("auto", HangPrognosis("may go on"), 100).text
-    assert ending("auto", WAIT, 100).text == "if no rank moves, the job is ended after 400 s"
+    assert "a rank that did not report may still go on" in ending("auto", HangPrognosis("may go on"), 100).text
+    assert ending("auto", WAIT, 100).text == "if no rank moves, gpuwatch ends the job after 400 s"

@@ -132,7 +132,7 @@ def test_an_exit_code_after_a_collective_has_raised_is_no_reason_of_ones_own(hid
     assert (judged(ready, RAISES).rank, judged(ready, RAISES).kind) == (0, "crash")
     assert (
         judged(ready, RAISES).evidence[0]
-        == "no exception of it was heard; its recorder says: outside of a forward, after batch 3"
+        == "it reported no exception; its recorder says: outside of a forward, after batch 3"
     )
 
 

@@ -216,7 +216,7 @@ def test_on_a_gpu_a_rank_waits_where_it_asks_its_device():
 
     found = find(*(look(rank, at_item, busy=1.0) for rank in range(3)))
     assert (found.rank, found.certainty) == (None, "unknown")
-    assert "in which collective a GPU stands cannot be seen" in found.statement
+    assert "gpuwatch cannot see in which collective a GPU is" in found.statement
 
 
 def test_ranks_that_compute_and_wait_for_nobody_are_no_hang():
@@ -230,7 +230,7 @@ def test_a_rank_that_does_not_end(phase, may_end):
     found = find(look(1, held, phase=phase), ended=left(0) | left(2), world=3)
 
     assert (found.rank, found.certainty, found.may_end) == (1, "established", may_end)
-    assert found.statement.startswith("Rank 1 has not ended for 300 s since its script")
+    assert found.statement.startswith("Rank 1 has not exited for 300 s since its script")
 
 
 @pytest.mark.parametrize(

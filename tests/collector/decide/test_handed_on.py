@@ -42,7 +42,7 @@ def test_replicas_that_have_issued_a_collective_leave_a_doubt(make):
     verdict = judge(make, *ranks(make, 7))
     assert (verdict.rank, verdict.phase, verdict.certainty) == (1, "input", "supported")
     assert (
-        "2 collectives, sends or receives were issued by rank 1 between what it did before and that: one can have "
+        "rank 1 issued 2 collectives, sends or receives between what it did before and that call: one can have "
         "brought it from another rank"
     ) in verdict.evidence
     assert verdict.next[0].startswith("Look at what this rank receives")
@@ -72,7 +72,7 @@ def test_a_stage_that_has_received_something_is_not_named(make):
     verdict = judge(make, *first, *second)
     assert (verdict.rank, verdict.phase, verdict.certainty) == (None, "collective", "unknown")
     assert "it may have come from any rank" in verdict.statement
-    assert any("1 collectives, sends or receives were issued by rank 1" in line for line in verdict.evidence)
+    assert any("rank 1 issued 1 collectives, sends or receives" in line for line in verdict.evidence)
     assert not any("data loader" in line for line in verdict.next)
 
 

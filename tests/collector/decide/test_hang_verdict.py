@@ -227,7 +227,7 @@ def test_of_two_ranks_that_issued_different_collectives_neither_is_named(verdict
     verdict = verdict_of(*raised, *aborted, ranks=2)
 
     assert (verdict.rank, verdict.certainty) == (None, "unknown")
-    assert "rank 1 stands in all_reduce, and rank 0 is in the backward's reduction of gradients" in verdict.statement
+    assert "rank 1 waits in all_reduce, and rank 0 is in the backward's reduction of gradients" in verdict.statement
 
 
 def test_a_rank_that_computes_in_its_backward_is_not_accused_where_no_backward_reduces(verdict_of):
@@ -319,7 +319,7 @@ def leaving(rank, phase, seq=9):
 def test_ranks_that_have_not_ended_are_a_hang(verdict_of):
     verdict = verdict_of(*(leaving(rank, "raised") for rank in range(3)), *ENDED)
     assert verdict.kind == "hang"
-    assert verdict.statement == "Ranks 0-2 have not ended for 8 s since their script raised."
+    assert verdict.statement == "Ranks 0-2 have not exited for 8 s since their script raised."
 
 
 def test_ranks_that_were_slow_to_end_on_a_loaded_machine_are_no_hang(verdict_of):

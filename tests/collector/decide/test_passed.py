@@ -48,7 +48,7 @@ def test_the_sender_is_named_and_not_who_was_handed_it(make):
         [put(make, 0, "send", 5, peer=1, tag=2), tells(make, 1, "recv", 5, peer=0, tag=2)],
     )
     assert (verdict.rank, verdict.module, verdict.phase, verdict.certainty) == (0, None, "collective", "supported")
-    assert "put +inf into message 5 from rank 0 to rank 1; rank 1 was handed it" in verdict.statement
+    assert "put +inf into message 5 from rank 0 to rank 1; rank 1 received it" in verdict.statement
 
 
 def test_it_is_followed_from_rank_to_rank(make):
@@ -99,7 +99,7 @@ def summed(make, *sizes, value="+inf", members="0-1"):
 def test_a_sum_of_finite_numbers_is_no_ranks_fault(make):
     verdict = verdict_of(make, fed(make, 0), fed(make, 1), summed(make, HUGE, HUGE))
     assert (verdict.rank, verdict.phase, verdict.certainty) == (None, "collective", "established")
-    assert "what every rank put in was finite, their sum was not (float32)" in verdict.statement
+    assert "what every rank put in was finite, but their sum was not (float32)" in verdict.statement
 
 
 def of_gradient(make, rank, own, got, **more):

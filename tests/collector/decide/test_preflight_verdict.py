@@ -98,7 +98,7 @@ def test_who_came_through_and_who_is_stuck_is_evidence(make):
     bodies = [make.hello(host="alpha", nproc=4), make.began(1, "compute")]
     bodies += [make.stage(rank, "compute") for rank in (0, 2, 3)]
     verdict = judge(*bodies, *(make.concluded(rank, [finding]) for rank in range(4)), make.NodeBye("failed"))
-    assert verdict.evidence == ["ranks 0, 2, 3 came through stage compute", "rank 1 did not end it"]
+    assert verdict.evidence == ["ranks 0, 2, 3 passed stage compute", "rank 1 did not finish it"]
 
 
 def test_findings_that_did_not_stop_the_job_are_no_verdict(make):
@@ -155,7 +155,7 @@ def test_a_node_that_was_never_heard_fails_a_check(make):
     verdict, code = checked(make, nproc=8, nodes=4, outcome="failed")
     assert (verdict.kind, verdict.stage, code) == ("preflight", "arrive", 3)
     assert "3 of 4 nodes did not arrive" in verdict.statement
-    assert verdict.evidence == ["heard: alpha"]
+    assert verdict.evidence == ["heard from: alpha"]
 
 
 @pytest.mark.parametrize("outcome", ["ok", "failed"])

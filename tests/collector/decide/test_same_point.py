@@ -148,5 +148,5 @@ def test_the_same_place_is_the_same_place_although_rank_0_has_evaluated_alone(ma
     ends = [make.ended(0, 1, batch=8, step=2), make.ended(1, 1, batch=2, step=2)]
     verdict = report_of(facts_of(make, *ranks, ends=ends)).verdict
     assert words in verdict.statement
-    numbered = "rank 1 numbers that batch 2: it has run other batches alone, or left some out"
+    numbered = "rank 1 numbers that batch 2: it ran extra batches, or skipped some"
     assert (numbered in verdict.evidence) == (words.startswith("All"))

@@ -122,7 +122,7 @@ def test_the_rank_with_fewer_collectives_was_first(make):
     first, second = leaf_origin(make, 1, batch=5, seq=9), leaf_origin(make, 0, batch=6, seq=12)
     verdict = judge(make.hello(), *second.messages(), *first.messages())
     assert (verdict.rank, verdict.certainty, verdict.concurrent) == (1, "established", [])
-    assert any("rank 0 first saw one later" in line for line in verdict.evidence)
+    assert any("rank 0 first saw a non-finite value later" in line for line in verdict.evidence)
 
 
 def test_two_ranks_between_the_same_two_collectives_are_concurrent(make):
@@ -281,8 +281,14 @@ LEFT = "left early: its process ended with exit code 0, outside of a forward, af
     [
         (24, ["raised", "ended"], "crash", 1, LEFT),
         (24, ["stopped"], "crash", 1, LEFT.replace("ranks 0 and 2", "rank 0")),
-        (26, ["raised", "ended"], "lost", None, "which one went first is unknown"),  # it had reached all that they had
-        (24, [], "lost", None, "which one went first is unknown"),  # and one was not heard
+        (
+            26,
+            ["raised", "ended"],
+            "lost",
+            None,
+            "it is unknown which one failed first",
+        ),  # it had reached all that they had
+        (24, [], "lost", None, "it is unknown which one failed first"),  # and one was not heard
     ],
 )
 def test_who_left_before_the_others_lost_a_peer_left_early(make, seq, third, kind, named, said):
@@ -334,7 +340,9 @@ def test_the_ranks_that_are_not_among_these_are_spoken_of_where_there_are_any(ma
     ended = [make.ended(rank, 1, seq=26) for rank in range(2)]
     verdict = judge(make.hello(nproc=nproc), *lost, *ended, make.NodeBye("failed"))
 
-    assert verdict.statement == "Ranks 0 and 1 lost the connection to another rank; which one went first is unknown."
+    assert (
+        verdict.statement == "Ranks 0 and 1 lost the connection to another rank; it is unknown which one failed first."
+    )
     assert ("not among these" in verdict.next[0]) == others
 
 
@@ -426,7 +434,7 @@ def test_a_node_that_went_silent_while_the_job_ended_well_is_not_lost_and_not_cl
     messages += [("a0", n, body) for n, body in enumerate(make.finished(0, last={"world_size": 2}), 3)]
     verdict = decide(fold(messages, ["a1"]))
     assert (verdict.kind, verdict.certainty, verdict.rank) == ("unknown", "unknown", None)
-    assert verdict.missing == ["rank 1 was not heard after batch 41"]
+    assert verdict.missing == ["rank 1 was not heard from after batch 41"]
     assert "No overflow seen" in verdict.statement
     assert verdict.missing[0] in verdict.statement
 
@@ -502,19 +510,19 @@ EARLIER_FAULT = EventMessage(OwnFault(RunPosition(0), "forward hook", "TypeError
         (lambda make: make.broken_off(0, -15, "torchrun", phase="forward"), None),
         (lambda make: make.broken_off(0, batch=-1, page=-1), None),
         (lambda make: [], None),
-        (lambda make: make.broken_off(0, last={"hooks": "detached"}), "rank 0 was watched no more after errors"),
+        (lambda make: make.broken_off(0, last={"hooks": "detached"}), "rank 0 was no longer watched after errors"),
         (lambda make: make.broken_off(0, last={"hooks": "failed"}), "rank 0 could not be watched"),
         (lambda make: make.broken_off(0, last={"records_lost": 2}), "rank 0 lost 2 records"),
-        (lambda make: make.broken_off(0, last={"faults": 1}), "rank 0 met 1 error of gpuwatch itself that its log"),
-        (lambda make: [EARLIER_FAULT, *make.broken_off(0)], "rank 0 met an error of gpuwatch itself (forward hook"),
+        (lambda make: make.broken_off(0, last={"faults": 1}), "rank 0 met 1 error in gpuwatch itself that its log"),
+        (lambda make: [EARLIER_FAULT, *make.broken_off(0)], "rank 0 met an error in gpuwatch itself (forward hook"),
         (lambda make: make.broken_off(0, last={"rows_lost": 2}), "rank 0 had no room for 2 rows"),
-        (lambda make: make.broken_off(0, last={"pending": 2}), "rank 0 ended before 2 numbers had come back"),
+        (lambda make: make.broken_off(0, last={"pending": 2}), "rank 0 ended before 2 numbers had been read back"),
         (lambda make: make.broken_off(0, last={"calls_left_out": 2}), "rank 0 made 2 module calls in a thread"),
-        (lambda make: make.broken_off(0, last={"world_size": 2}), "rank 1 was never heard"),
-        (lambda make: make.broken_off(0, last={"final": False}), "rank 0 was not heard to the end of its recorder"),
+        (lambda make: make.broken_off(0, last={"world_size": 2}), "rank 1 was never heard from"),
+        (lambda make: make.broken_off(0, last={"final": False}), "rank 0 did not send the end of its record"),
         (lambda make: [make.ended(0, 1, phase="starting")], "rank 0 had no recorder"),
         (lambda make: [make.ended(0, 1, phase="unwatched")], "rank 0 ran a program that is not watched"),
-        (lambda make: [make.NodeBeat([make.state(0, batch=4)], {})], "rank 0 was not heard after batch 4"),
+        (lambda make: [make.NodeBeat([make.state(0, batch=4)], {})], "rank 0 was not heard from after batch 4"),
     ],
 )
 def test_what_was_lost_before_a_restart_keeps_a_run_from_being_clean(make, first_attempt, lacking):
@@ -556,29 +564,29 @@ def empty_batch(make):
 @pytest.mark.parametrize(
     ("end_of_rank_1", "lacking"),
     [
-        (lambda make: [], "rank 1 was never heard"),
-        (lambda make: [make.NodeBeat([make.state(1, batch=41)], {})], "rank 1 was not heard after batch 41"),
-        (lambda make: [make.ended(1, None, batch=41)], "rank 1 was not heard after batch 41"),
-        (lambda make: [make.ended(1, None, batch=-1)], "rank 1 was not heard to its end"),
+        (lambda make: [], "rank 1 was never heard from"),
+        (lambda make: [make.NodeBeat([make.state(1, batch=41)], {})], "rank 1 was not heard from after batch 41"),
+        (lambda make: [make.ended(1, None, batch=41)], "rank 1 was not heard from after batch 41"),
+        (lambda make: [make.ended(1, None, batch=-1)], "rank 1 was not heard from at its end"),
         (lambda make: [make.ended(1, 0, phase="unwatched")], "rank 1 ran a program that is not watched"),
-        (lambda make: make.finished(1, last={"final": False}), "rank 1 was not heard to the end of its recorder"),
+        (lambda make: make.finished(1, last={"final": False}), "rank 1 did not send the end of its record"),
         (lambda make: make.finished(1, last={"hooks": "failed"}), "rank 1 could not be watched: the hooks failed"),
         (lambda make: make.finished(1, batch=-1, page=-1), "rank 1 called no module"),
-        (lambda make: make.finished(1, page=-1), "rank 1 left out every batch"),
+        (lambda make: make.finished(1, page=-1), "rank 1 skipped every batch"),
         (
             lambda make: make.broken_off(1, 0, batch=4),
-            "rank 1 ended with exit code 0 outside of a forward, after batch 4: the end of its script was not heard",
+            "rank 1 ended with exit code 0 outside of a forward, after batch 4: the end of its script was not reported",
         ),
         (
             lambda make: [EventMessage(LeftGroup(make.where(1, batch=3))), *make.broken_off(1, 0, batch=4)],
-            "rank 1 ended with exit code 0 outside of a forward, after batch 4: the end of its script was not heard",
+            "rank 1 ended with exit code 0 outside of a forward, after batch 4: the end of its script was not reported",
         ),
         (
             lambda make: make.broken_off(1, 0, phase="unwatched"),
-            "rank 1 went on as another program (os.exec), which is not watched",
+            "rank 1 became another program (os.exec), which is not watched",
         ),
         (lambda make: [*empty_batch(make), *make.finished(1)], "rank 1 watched no module in its batches"),
-        (lambda make: make.finished(1, last={"pending": 7}), "rank 1 ended before 7 numbers had come back"),
+        (lambda make: make.finished(1, last={"pending": 7}), "rank 1 ended before 7 numbers had been read back"),
         (lambda make: make.finished(1, last={"rows_lost": 1}), "rank 1 had no room for 1 row"),
         (
             lambda make: [HIDDEN, *make.finished(1)],
@@ -588,15 +596,15 @@ def empty_batch(make):
             lambda make: [STEPPED, *make.finished(1)],
             "rank 1 trained 3 parameters on a device that no called module has (SGD)",
         ),
-        (lambda make: [FAULT, *make.finished(1)], "rank 1 met an error of gpuwatch itself (hook: TypeError: x)"),
+        (lambda make: [FAULT, *make.finished(1)], "rank 1 met an error in gpuwatch itself (hook: TypeError: x)"),
         (
             lambda make: [FAULT, *make.finished(1, last={"faults": 3})],
-            "rank 1 met 2 errors of gpuwatch itself that its log had no room for",
+            "rank 1 met 2 errors in gpuwatch itself that its log had no room for",
         ),
         (lambda make: make.finished(1, last={"records_lost": 1}), "rank 1 lost 1 record: its log was full"),
-        (lambda make: make.finished(1, last={"hooks": "detached"}), "rank 1 was watched no more after errors of"),
-        (lambda make: make.finished(1, last={"world_size": 4}), "ranks 2, 3 were never heard"),
-        (lambda make: make.finished(1, last={"world_size": (1 << 63) - 1}), "ranks 2-65 were never heard"),
+        (lambda make: make.finished(1, last={"hooks": "detached"}), "rank 1 was no longer watched after errors in"),
+        (lambda make: make.finished(1, last={"world_size": 4}), "ranks 2, 3 were never heard from"),
+        (lambda make: make.finished(1, last={"world_size": (1 << 63) - 1}), "ranks 2-65 were never heard from"),
     ],
 )
 def test_what_could_hold_an_overflow_and_was_not_heard_keeps_a_run_from_being_clean(make, end_of_rank_1, lacking):
@@ -614,7 +622,7 @@ def test_a_model_that_only_compiled_code_calls_is_unknown_with_what_to_do(make):
         "rank 1 ran compiled code of the root module (Net) that was not inspected",
     ]
     (step,) = verdict.next
-    assert "torch.compile(model), in place of a function that calls it" in step
+    assert "torch.compile(model), instead of a function that calls it" in step
 
 
 def test_a_log_without_room_for_names_alone_is_clean(make):
@@ -628,19 +636,19 @@ def test_a_clean_run_says_which_compiled_code_nobody_looked_into(make):
     hidden = EventMessage(NotLookedInto(RunPosition(0), "model", "LlamaModel"))
     verdict = judge(make.hello(nproc=1), hidden, *make.finished(0), make.NodeBye("ok"))
     assert verdict.kind == "clean"
-    assert verdict.statement.endswith("Inside of `model` (LlamaModel), compiled code was not inspected.")
+    assert verdict.statement.endswith("Compiled code inside `model` (LlamaModel) was not inspected.")
     assert "use_cache=False" in verdict.next[0]
 
 
 def test_a_node_that_was_never_heard_keeps_a_run_from_being_clean(make):
     verdict = judge(make.hello(nproc=1, nodes=2), *make.finished(0), make.NodeBye("ok"))
-    assert (verdict.kind, verdict.missing[0]) == ("unknown", "1 of 2 nodes was never heard")
+    assert (verdict.kind, verdict.missing[0]) == ("unknown", "1 of 2 nodes was never heard from")
 
 
 def test_ranks_that_lack_the_same_share_a_clause(make):
     bodies = [body for rank in range(4) for body in make.finished(rank, last={"pending": 2})]
     verdict = judge(make.hello(nproc=4), *bodies, make.NodeBye("ok"))
-    assert verdict.missing == ["ranks 0-3 ended before 2 numbers had come back from the device"]
+    assert verdict.missing == ["ranks 0-3 ended before 2 numbers had been read back from the device"]
 
 
 def process(pid: int = 4242) -> int:
@@ -662,9 +670,9 @@ def test_a_process_that_is_no_rank_is_looked_at_to_its_end_or_the_run_is_not_cle
     ends = [*make.finished(0), *make.finished(process())]
     verdict = judge(make.hello(nproc=0), *ends, make.NodeBye("ok"))
     assert (verdict.kind, verdict.certainty) == ("clean", "established")
-    assert "1 rank and 1 process that is no rank" in verdict.statement
+    assert "1 rank and 1 process that is not a rank" in verdict.statement
     lost = judge(make.hello(nproc=0), *make.finished(0), make.ended(process(), None, batch=3), make.NodeBye("ok"))
-    assert lost.missing == ["process 4242 (no rank) was not heard after batch 3"]
+    assert lost.missing == ["process 4242 (no rank) was not heard from after batch 3"]
 
 
 def test_a_process_that_is_no_rank_and_failed_is_named_where_no_rank_did(make):
@@ -709,7 +717,7 @@ def test_clean_is_not_established_where_an_optimizer_stepped_on_what_no_module_h
     loose = EventMessage(LooseParameters(RunPosition(1), "Adam", 2))
     verdict = judge(make.hello(), *make.finished(0), loose, *make.finished(1), make.NodeBye("ok"))
     assert (verdict.kind, verdict.certainty) == ("clean", "supported")
-    told = "On rank 1 Adam stepped on 2 parameters that belong to no module that was called: "
+    told = "On rank 1 Adam updated 2 parameters that belong to no module that was called: "
     assert verdict.statement.endswith(f"{told}they were read after each step, and nowhere else.")
 
 
@@ -717,7 +725,7 @@ def test_a_script_without_any_module_says_what_its_optimizer_stepped_on(make):
     loose = EventMessage(LooseParameters(RunPosition(0), "SGD", 1))
     verdict = judge(make.hello(nproc=1), loose, *make.finished(0, batch=-1, page=-1), make.NodeBye("ok"))
     assert verdict.kind == "unknown"
-    assert "on rank 0 SGD stepped on 1 parameter that belongs to no module that was called" in verdict.evidence[-1]
+    assert "on rank 0 SGD updated 1 parameter that belongs to no module that was called" in verdict.evidence[-1]
 
 
 def test_a_child_that_trained_unseen_keeps_a_run_from_being_clean(make):
@@ -876,7 +884,7 @@ def test_before_the_first_step_no_learning_rate_is_to_blame(make):
     verdict = judge(make.hello(nproc=1), *never_initialised(make, 1e31, batch=0, step=0).messages())
     told = " ".join([*verdict.evidence, *verdict.next])
     assert "learning rate" not in told
-    assert "the largest weight up to there: weight of `fc1` (Linear), abs max 1.00e+31" in verdict.evidence
+    assert "the largest weight up to that point: weight of `fc1` (Linear), abs max 1.00e+31" in verdict.evidence
     assert "look at the initialisation of the weight of `fc1` (Linear)." in verdict.next[0]
     assert "weight of `fc1` (Linear)" in verdict.next[0]
     ordinary = judge(make.hello(nproc=1), *never_initialised(make, 0.5, batch=0, step=0).messages())
@@ -903,7 +911,7 @@ def test_a_rank_that_leaves_with_code_0_in_the_middle_of_a_forward_is_named(make
     )
     assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 0, "established")
     assert verdict.statement == (
-        "Rank 0 on alpha left with exit code 0 in the forward of batch 6, in `layer.1` (Linear), before its script had "
+        "Rank 0 on alpha exited with code 0 in the forward of batch 6, in `layer.1` (Linear), before its script had "
         "ended."
     )
 
@@ -932,7 +940,7 @@ def test_a_program_that_went_on_as_another_one_is_clean_if_that_was_watched(make
         *make.finished(0, attempt=1, last={} if same else {"pid": 4242}),
     ]
     verdict = judge(make.hello(nproc=1), *bodies, make.NodeBye("ok"))
-    lacking = "in attempt 0, rank 0 went on as another program (os.exec), which is not watched"
+    lacking = "in attempt 0, rank 0 became another program (os.exec), which is not watched"
     assert (verdict.kind, verdict.missing) == (("clean", []) if same else ("unknown", [lacking]))
 
 
@@ -944,4 +952,4 @@ def test_a_run_with_a_rank_that_left_in_a_forward_is_not_clean(make):
         make.NodeBye("ok"),
     )
     assert verdict.kind == "unknown"
-    assert "left with exit code 0 in the forward of batch 2" in verdict.statement
+    assert "exited with code 0 in the forward of batch 2" in verdict.statement

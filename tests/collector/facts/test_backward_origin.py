@@ -240,7 +240,7 @@ def test_only_the_modules_own_code_used_it(make):
     assert (found.suspects, found.own_code) == (("block.leave",), ("block",))
 
 
-@pytest.mark.parametrize("others", ["none", "weights", "what it was handed"])
+@pytest.mark.parametrize("others", ["none", "weights", "what it received"])
 def test_what_a_module_has_returned_beside_something_else_it_may_have_used_itself(make, others):
     """Attention returns its weights, and nobody outside uses them: `self.out` and its own code have.
 
@@ -248,7 +248,7 @@ def test_what_a_module_has_returned_beside_something_else_it_may_have_used_itsel
     """
     batch = make.Batch()
     x, v, w, mixed, o, y = (batch.tensor(number) for number in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
-    beside = {"none": [], "weights": [o], "what it was handed": [x]}[others]
+    beside = {"none": [], "weights": [o], "what it received": [x]}[others]
     batch.call("block.attn.v", "Linear", given=[x], returned=[v], parent="block.attn")
     batch.call("block.attn.out", "Linear", given=[mixed], returned=[o], parent="block.attn")
     batch.call("block.attn", "Attention", given=[x], returned=[*beside, w], parent="block")

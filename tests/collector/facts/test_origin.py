@@ -303,7 +303,7 @@ def test_a_mask_that_is_neginf_in_every_batch_is_no_cause(make, closed):
         "made",
     )
     assert found.sure
-    assert "kwargs.mask held -inf in batch 4 as well, and no nan came of it" in found.notes
+    assert "kwargs.mask held -inf in batch 4 as well, and caused no nan" in found.notes
     assert found.mask == ("a row of kwargs.mask is -inf throughout" if closed else "kwargs.mask held -inf")
 
 
@@ -337,7 +337,7 @@ def test_it_is_told_who_took_a_nan_away(make):
     batch.call("", "Net", given=[x], returned=[batch.tensor()])
     found = find(batch)
     assert (found.module, found.sure) == ("block.log", True)
-    assert found.notes == ("`block` (Block) took it away: it returned no nan",)
+    assert found.notes == ("`block` (Block) removed it: it returned no nan",)
 
 
 def test_own_code_right_after_a_call_that_returned_neginf(make):
@@ -396,7 +396,7 @@ def test_a_call_that_may_have_written_into_what_it_was_handed(make):
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
     found = find(batch)
     assert (found.module, found.between, found.sure) == ("", ("fc", "square"), False)
-    assert "`square` (Square) returned the very tensor" in found.notes[0]
+    assert "`square` (Square) returned the same tensor" in found.notes[0]
 
 
 def test_what_is_around_it_is_not_watched(make):
@@ -547,7 +547,7 @@ def test_a_weight_that_was_changed_upstream_leaves_the_maker_open(make):
     text = "weight of `enter` (Linear), abs max 1.00e+00 then, 1.00e+38 now"
     found = _looked_again(make, LookedAgain(weights={"weight": "finite"}, changed=[text]))
     assert (found.module, found.source, found.sure) == ("fc", "made", False)
-    assert found.notes == (f"changed since it was last read, by no step that was seen: {text}",)
+    assert found.notes == (f"changed since it was last read, and not by a recorded step: {text}",)
 
 
 @pytest.mark.parametrize(
@@ -658,7 +658,7 @@ def test_a_module_that_was_handed_the_tensor_before_may_have_written_into_it(mak
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
     found = find(batch)
     assert not found.sure
-    assert any("`norm_` (Norm) was handed the same tensor before" in note for note in found.notes)
+    assert any("`norm_` (Norm) received the same tensor before" in note for note in found.notes)
 
 
 # -- by another way than frames show -------------------------------------------------------------------------------

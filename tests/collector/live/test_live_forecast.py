@@ -39,8 +39,8 @@ def report_of(bodies) -> RunReport:
 def test_it_is_said_once_for_a_run(make):
     said = hear([make.hello(), told(make, 1), told(make, 0), told(make, 1, "")])
     assert said == [
-        "rank 1: outputs grow towards float16's limit of 65504: in batch 112 `fc2` was at 4.10e+03, to pass it in "
-        "about 40 batches (30 to 60), if it goes on as since batch 80"
+        "rank 1: outputs grow towards float16's limit of 65504: in batch 112 `fc2` was at 4.10e+03 and would pass it "
+        "in about 40 batches (30 to 60), if it goes on as since batch 80"
     ]
 
 
@@ -73,11 +73,14 @@ def test_it_is_one_line_of_the_report(make):
     (insight,) = report.insights
     assert insight.text == (
         "outputs of `<b>` and `fc2` grew towards float16's limit of 65504 on both ranks: in batch 112 of rank 0, `<b>` "
-        "was at 4.10e+03, to pass it in about 40 batches (30 to 60)"
+        "was at 4.10e+03 and would pass it in about 40 batches (30 to 60)"
     )
-    assert "to pass it in about 40 batches" in " ".join(render_text(report).split())
+    assert "and would pass it in about 40 batches" in " ".join(render_text(report).split())
     page = render_html(report)
-    assert "to pass it in about 40 batches" in page and "<b>" not in page.split("Close to trouble")[1].split("</ul>")[0]
+    assert (
+        "and would pass it in about 40 batches" in page
+        and "<b>" not in page.split("Close to trouble")[1].split("</ul>")[0]
+    )
     assert json.loads(to_json(report))["forecasts"][0]["earliest"] == 30
 
 

@@ -92,7 +92,7 @@ def test_it_is_told_when_it_has_changed():
     job = Job(4)
     job.runs((2, 1.5), stretches=4)
     assert [text[:15] for text in job.runs((3, 1.5), stretches=4)] == ["WARNING: Rank 3"]
-    assert job.runs(stretches=4) == ["Rank 3 is no longer the one that the others wait for."]
+    assert job.runs(stretches=4) == ["The others no longer wait for rank 3."]
     assert job.runs(stretches=4) == []
 
 

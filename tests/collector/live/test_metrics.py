@@ -358,7 +358,7 @@ def test_a_collector_that_is_started_again_goes_on_without_a_port_that_was_taken
         collector = HeadCollector(again, said.append, lambda line: None)
         try:
             assert isinstance(collector.answer, CollectorBound) and collector.answer.metrics == ""
-            assert any(line.startswith("the run goes on without metrics: --metrics-port: expected") for line in said)
+            assert any(line.startswith("the run continues without metrics: --metrics-port: expected") for line in said)
             end_job(collector.answer.address)
         finally:
             collector.end(WAIT_S)

@@ -58,7 +58,7 @@ def test_the_rank_that_the_others_wait_for_stands_in_the_head_and_first(picture)
     ranks = [picture.rank(n, still=30.0, waits=True) for n in range(4)]
     ranks[2] = picture.rank(2, still=41.0, begun=38)
     screen = seen(picture.view(ranks))
-    said = "rank 2 is waited for: it has stood for 41 s in forward, `net.fc1`; 3 ranks wait"
+    said = "rank 2 is waited for: it has not moved for 41 s in forward, `net.fc1`; 3 ranks wait"
     assert (said, "bad") in screen.head
     assert "WAITED FOR" in screen.ranks[0].text and screen.ranks[0].text.split()[0] == "2"
     assert seen(picture.view(ranks), by_number=True).ranks[0].text.split()[0] == "0"
@@ -124,4 +124,4 @@ def test_a_thousand_ranks_are_one_line_each_and_as_text_a_few(picture):
 
 
 def test_before_the_first_picture_it_says_so():
-    assert "waiting for the collector" in plain(TopModel().screen(80), 5)
+    assert "waiting for the first update" in plain(TopModel().screen(80), 5)

@@ -251,4 +251,4 @@ def test_a_picture_that_cannot_be_made_costs_the_view_alone(publisher, link, cap
 
     for _ in range(2):
         publisher.show(broken, 1e9)
-    assert capsys.readouterr().err == "what a viewer sees could not be made: RuntimeError: no such thing\n"
+    assert capsys.readouterr().err == "the snapshot for viewers could not be made: RuntimeError: no such thing\n"

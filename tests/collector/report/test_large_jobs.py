@@ -82,7 +82,7 @@ def test_traced_batches_are_held_as_far_as_there_is_room(make, monkeypatch):
     assert (left[BAD], left[0], left[39]) == (1, 3, 3)
     asked = next(rank for rank in report_of(messages, rank=39).ranks if rank.rank == 39)
     assert (len(asked.traces), asked.traces_left_out) == (3, 0)
-    assert "1 traced batches of rank 17 are in the run's store alone" in render_text(report)
+    assert "1 traced batches of rank 17 are only in the run's store" in render_text(report)
 
 
 def test_the_table_of_a_large_job_shows_the_ranks_that_differ(make, monkeypatch):

@@ -94,7 +94,7 @@ def test_a_table_of_warnings_shows_eight_and_counts_the_rest(make):
     assert "Rows close to trouble" in text
     assert "m07 Linear" in text
     assert "m08 Linear" not in text
-    assert "3 more of other places in report.json" in text
+    assert "3 more from other places in report.json" in text
     assert "80 such rows in all batches" in text
 
 
@@ -118,11 +118,11 @@ def test_skipped_steps_are_counted_and_told(make):
     bodies = [skip(make, rank, 2.0**-n, n + 1, batch=n) for n in range(4) for rank in range(2)]
     report = report_of(run(make, *bodies, scaler_skips=4))
     assert report.verdict.kind == "clean"
-    assert "but for gradients whose step a GradScaler skipped on ranks 0 and 1" in report.verdict.statement
+    assert "except for gradients whose step a GradScaler skipped on ranks 0 and 1" in report.verdict.statement
     rank = report.ranks[1]
     assert (rank.scaler_skips, rank.scaler["last_scale"], rank.scaler["in_a_row"]) == (4, 0.125, 4)
     assert (rank.scaler["module"], rank.scaler["role"], rank.scaler["batch"]) == ("lower", "grad output", 0)
-    assert "GradScaler skipped 4 steps on ranks 0 and 1 (expected, first for +inf in grad output of lower, scale " in (
+    assert "GradScaler skipped 4 steps on ranks 0 and 1 (expected, first for +inf in grad output of lower, last " in (
         text_of(report)
     )
 
@@ -142,10 +142,10 @@ def test_a_rank_without_a_scaler_has_none(make):
 @pytest.mark.parametrize(
     ("why", "by", "said"),
     [
-        ("", "attn", "made of a mask of -inf and taken away in `attn`"),
-        ("taken away", "attn", "taken away in `attn`"),
-        ("taken away", "", "taken away in the root module"),
-        ("no gradient", "", "which no output shows and which gets no gradient"),
+        ("", "attn", "made from a mask of -inf and removed in `attn`"),
+        ("taken away", "attn", "removed in `attn`"),
+        ("taken away", "", "removed in the root module"),
+        ("no gradient", "", "which reached no output and got no gradient"),
         ("not trained", "", "which no optimizer holds and no backward reached"),
     ],
 )
@@ -154,8 +154,8 @@ def test_what_led_nowhere_is_counted_and_told_with_its_place(make, why, by, said
     report = report_of(run(make, told, absorbed=3))
 
     assert (report.verdict.kind, report.verdict.certainty) == ("clean", "established")
-    first = "led nowhere (first: nan in output of `attn.log` (Log))" if why else "of nan out of masks"
-    assert f"but for 6 tensors {'that ' if why else ''}{first}" in report.verdict.statement
+    first = "had no effect (first: nan in output of `attn.log` (Log))" if why else "of nan from masks"
+    assert f"except for 6 tensors {'that ' if why else ''}{first}" in report.verdict.statement
     assert report.ranks[0].absorbed_first[0]["why"] == why
     assert f"absorbed: nan in output of `attn.log` (Log), {said}, first in batch 2" in text_of(report)
 
@@ -178,7 +178,7 @@ def test_what_a_rank_has_found_to_lead_nowhere_is_inferred_from_no_page(make, wh
 def test_hidden_rows_are_counted_and_told(make):
     report = report_of(run(make, hidden(make, 1, batch=2), hidden(make, 0, batch=5), ignored=6))
     assert (report.verdict.kind, report.ranks[0].ignored) == ("clean", 6)
-    assert "but for 12 rows that --ignore hides" in report.verdict.statement
+    assert "except for 12 rows that --ignore hides" in report.verdict.statement
     assert report.ranks[1].hidden == [
         {"pattern": "probe*", "module": "probe", "role": "output", "value": "+inf", "batch": 2}
     ]
@@ -202,7 +202,7 @@ def test_a_run_of_which_only_some_batches_were_looked_at_does_not_claim_the_othe
         "No overflow seen: 2 ranks, 100 batches (only one in 5 was inspected), every inspected tensor was finite."
     )
     assert "every watched tensor finite" not in text_of(report)
-    assert report.verdict.next == ["Look into every batch with --every 1."]
+    assert report.verdict.next == ["Inspect every batch with --every 1."]
     assert report.ranks[0].batches_skipped == 80
 
 
@@ -213,7 +213,7 @@ def test_the_text_says_that_batches_were_left_out(make):
 
 
 def test_batches_of_several_roots_are_not_made_into_a_ratio(make):
-    assert "(20 were left out)" in report_of(run(make, batches=8, batches_skipped=20)).verdict.statement
+    assert "(20 were skipped)" in report_of(run(make, batches=8, batches_skipped=20)).verdict.statement
 
 
 def test_what_was_left_out_before_a_restart_is_said(make):
@@ -284,4 +284,4 @@ def test_of_two_anomalies_the_one_that_was_first_in_time_counts(make):
 def test_groups_without_room_are_told(make):
     states = [make.state(0, groups_not_shown=4), make.state(1, groups_not_shown=4), make.state(2)]
     text = text_of(report_of([make.hello(nproc=3), make.NodeBeat(states, {})]))
-    assert "4 process groups of ranks 0 and 1 found no room in the table of groups" in text
+    assert "4 process groups of ranks 0 and 1 did not fit in the table of groups" in text

@@ -107,7 +107,7 @@ def test_a_node_that_never_starts_did_not_arrive(job, static):
 
     assert [run.code for run in runs] == [STOPPED] * 2
     assert "1 of 3 nodes did not arrive" in runs[0].verdict["statement"]
-    assert runs[0].verdict["evidence"] == ["heard: node-0, node-1"]
+    assert runs[0].verdict["evidence"] == ["heard from: node-0, node-1"]
 
 
 @sample(1, of="a node that is not there")
@@ -119,7 +119,7 @@ def test_a_node_that_is_cut_off_before_the_start_did_not_arrive(job):
 
     assert [run.code for run in runs] == [STOPPED] * 3
     assert "1 of 3 nodes did not arrive" in runs[0].verdict["statement"]
-    assert runs[0].verdict["evidence"] == ["heard: node-0, node-1"]
+    assert runs[0].verdict["evidence"] == ["heard from: node-0, node-1"]
 
 
 def test_a_node_that_is_cut_off_after_its_arrival_is_named(job):

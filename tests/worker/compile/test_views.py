@@ -73,7 +73,7 @@ def test_what_a_torch_hides_is_told_once(watch, as_torch, capfd, version, calls,
     assert [(each.module, each.cls) for each in watched.of(NotLookedInto)] == hidden
     verdict = watched.verdict()
     assert (verdict.kind, missing[1:] in verdict.statement, watched.faults) == ("clean", True, [])
-    assert ("use a torch from 2.8" in " ".join(verdict.next)) == calls
+    assert ("use torch 2.8" in " ".join(verdict.next)) == calls
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")

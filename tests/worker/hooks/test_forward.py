@@ -732,7 +732,7 @@ def test_errors_of_ours_are_counted_although_the_log_is_full(watch, monkeypatch)
     assert (state.faults, state.hooks) == (20, "detached")
     verdict = watched.verdict()
     assert verdict.kind == "unknown"
-    assert "rank 0 met 20 errors of gpuwatch itself that its log had no room for" in verdict.missing
+    assert "rank 0 met 20 errors in gpuwatch itself that its log had no room for" in verdict.missing
 
 
 def test_after_an_error_of_ours_the_next_root_is_a_root(watch, monkeypatch):

@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 X = torch.ones(2, 4)
 BAD = torch.full((2, 4), math.nan)
-CLAUSE = "rank 0 was without gpuwatch's hooks {}: its script, or a library, had cleared torch's global hooks"
+CLAUSE = "rank 0 lost gpuwatch's hooks {}: its script, or a library, cleared torch's global hooks"
 PRE, POST = "_global_forward_pre_hooks", "_global_forward_hooks"
 FLAGS = tuple(
     name

@@ -103,7 +103,7 @@ def test_a_square_that_overflows_in_the_first_step_is_the_steps_work(way):
     )
     assert (verdict.value, verdict.dtype) == ("+inf", "float16")
     assert verdict.role in ("state exp_avg_sq weight", "state exp_avg_sq bias")
-    assert "exp_avg_sq that the optimizer keeps in float16 of" in verdict.statement
+    assert "exp_avg_sq that the optimizer keeps in float16 for" in verdict.statement
     assert "float32" in verdict.next[0]
 
 
@@ -112,7 +112,7 @@ def test_of_steps_that_were_not_read_any_can_have_made_it(way):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-4)
     verdict = watched_verdict(model, optimizer, 6, wild=(1,), state_every=4)
     assert (verdict.phase, verdict.batch, verdict.certainty) == ("optimizer", 4, "supported")
-    assert "any step up to there can have made it" in verdict.statement
+    assert "any step up to that point can have made it" in verdict.statement
 
 
 def test_a_state_that_was_finite_when_it_was_last_read(way):

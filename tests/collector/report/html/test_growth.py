@@ -25,10 +25,10 @@ def points(path):
 def test_it_is_said_what_came_true(report_of, earliest, latest, where):
     chart = over_the_batches(told(report_of("growing"), earliest=earliest, latest=latest))
     assert chart.growth.text == (
-        f"forecast, told in batch -22 of rank 1: to pass the limit in batch 4 ({earliest - 22} to {latest - 22}); it "
-        f"did in batch 0, {where} that range"
+        f"forecast made in batch -22 of rank 1: the output passes the limit in batch 4 ({earliest - 22} to "
+        f"{latest - 22}); it did in batch 0, {where} that range"
     )
-    assert chart.growth.label == "told in batch -22"
+    assert chart.growth.label == "forecast in batch -22"
 
 
 def test_it_begins_on_the_line_and_ends_at_the_limit(report_of):
