@@ -152,7 +152,7 @@ def collect(
         f"gpuwatch: listening at {server.address} for {nodes} node(s); the report will be in {paths.folder}", file=out
     )
     if server.metrics is not None:
-        print(f"gpuwatch: metrics for a Prometheus are at {server.metrics.url}", file=out)
+        print(f"gpuwatch: Prometheus metrics are at {server.metrics.url}", file=out)
     out.flush()
     read_end, write_end = os.pipe()
 
