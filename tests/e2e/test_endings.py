@@ -296,7 +296,7 @@ def test_a_machine_with_little_shared_memory_says_so_and_records_on_a_disk(bench
     assert done.returncode == 0, done.stderr
     assert "/dev/shm has 8 MiB free, and 2 recorders need 12 MiB" in done.stderr
     assert done.stderr.index("/dev/shm has") < done.stderr.index("running under torchrun")
-    assert f"they are in {bench.cwd}" in done.stderr
+    assert f"the recorders are in {bench.cwd}" in done.stderr
     assert "VERDICT  clean" in done.stderr
 
 

@@ -117,7 +117,7 @@ def test_without_any_name_the_command_runs_unwatched(places, monkeypatch):
             link.unlink()
     assert (ended.returncode, ended.stdout) == (3, "hello\n")
     said = (
-        "gpuwatch: the tasks of this host have no folder in which to find each other, and go on unwatched: all names "
-        "are"
+        "gpuwatch: the tasks of this host have no folder in which to find each other, and go on unwatched: other users "
+        "have taken all names, such as"
     )
-    assert ended.stderr == f"{said} taken by other users, as {links[0]} is\n"
+    assert ended.stderr == f"{said} {links[0]}\n"
