@@ -75,9 +75,7 @@ def export(
             elif write is None:
                 assert output is not None
                 if output.exists() and (not output.is_dir() or any(output.iterdir())):
-                    raise UsageError(
-                        f"--output: expected a new or an empty folder, found {output} with something in it"
-                    )
+                    raise UsageError(f"--output: expected a new or an empty folder, found {output}, which is not empty")
                 frame_export.write_tensorboard(rows, output)
             elif output is None:
                 write(rows, sys.stdout)
@@ -88,7 +86,7 @@ def export(
             if output is None:
                 raise
             raise UsageError(
-                f"--output: expected a place that can be written, found {output}: {error.strerror}"
+                f"--output: expected a path that can be written, found {output}: {error.strerror}"
             ) from error
     return 0
 
@@ -143,7 +141,7 @@ def _two(ctx: click.Context, param: click.Parameter, value: str | None) -> _Side
     type=click.FloatRange(1.0),
     default=2.0,
     show_default=True,
-    help="The first difference between two abs max by more than this is reported, too.",
+    help="Also report the first tensor whose abs max differs by more than this factor.",
 )
 @click.option("--all", "every_row", is_flag=True, help="Show every tensor that differs.")
 @TEXT_OR_JSON
@@ -156,10 +154,10 @@ def diff(
     every_row: bool,
     form: str,
 ) -> int:
-    """Tell where the numbers of two runs first differ, in the order of the calls.
+    """Show where the numbers of two runs first differ, in the order of the calls.
 
-    With one RUN: two ranks of it (--rank 0,1), or two batches of it (--batch 4,5). Without --batch, the batch of
-    RUN_A's overflow is taken if both have it, else the last that both have. To keep more batches: gpuwatch launch
+    With one RUN: two ranks of it (--rank 0,1), or two batches of it (--batch 4,5). Without --batch, diff compares the
+    batch of RUN_A's overflow if both have it, else the last batch that both have. To keep more batches: gpuwatch launch
     --trace-batches N,N
 
     Exit codes: 0 the same, 1 different, 2 wrong usage.

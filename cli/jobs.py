@@ -100,17 +100,17 @@ def check(arguments: tuple[str, ...]) -> int:
     type=click.Choice(["shell", "json", "dotenv"]),
     default="shell",
     show_default=True,
-    help="shell: export lines. dotenv: lines NAME=VALUE, as DeepSpeed's .deepspeed_env has them.",
+    help="shell: export lines. dotenv: NAME=VALUE lines, as in DeepSpeed's .deepspeed_env.",
 )
 def env(form: str) -> int:
-    """Print the variables to hand on to ranks, where a launcher starts them in an environment of its own.
+    """Print the variables that ranks need if a launcher starts them in an environment of its own.
 
-    To be called below `gpuwatch run`; with `--other-hosts` there, ranks of other hosts join.
+    Call it below `gpuwatch run`; with `gpuwatch run --other-hosts`, ranks of other hosts can join.
     """
     variables = env_of_run()
     if not variables:
         raise UsageError(
-            "expected to be called below gpuwatch run, found no run; for example: "
+            "expected a call below gpuwatch run, found no run; for example: "
             "gpuwatch run --other-hosts -- sh -c 'gpuwatch env > run.env && ...'"
         )
     if form == "json":
@@ -119,7 +119,7 @@ def env(form: str) -> int:
         for name, value in variables.items():
             click.echo(f"{name}={value}" if form == "dotenv" else f"export {name}={shlex.quote(value)}")
     if JOIN_VARIABLE not in variables:
-        click.echo("gpuwatch: these serve on this host alone; for others: gpuwatch run --other-hosts", err=True)
+        click.echo("gpuwatch: these variables work on this host only; for others: gpuwatch run --other-hosts", err=True)
     return 0
 
 
@@ -135,19 +135,27 @@ def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | Non
 @click.command(name="collect")
 @click.option("--bind", default="tcp://*:29401", show_default=True, help="Where to listen: tcp://ADDRESS:PORT.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes of the job.")
-@click.option("--rdzv-id", default="none", show_default=True, help="The job's rendezvous id, as its launches have it.")
+@click.option(
+    "--rdzv-id", default="none", show_default=True, help="The job's rendezvous id, the same as in its launches."
+)
 @click.option(
     "--secret-file", default=None, help="File with the job's shared secret (or the variable GPUWATCH_SECRET)."
 )
 @click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder for the runs' folders.")
-@click.option("--max-frames", type=click.IntRange(min=1), default=21, show_default=True, help="Frames shown of a rank.")
+@click.option(
+    "--max-frames",
+    type=click.IntRange(min=1),
+    default=21,
+    show_default=True,
+    help="Frames that the report shows for each rank.",
+)
 @click.option(
     "--metrics-port",
     default=None,
     metavar="[HOST:]PORT",
     callback=_metrics_address,
-    help="Serve metrics for a Prometheus at this port, of 127.0.0.1 unless HOST is another address of this host "
-    "(0.0.0.0: all). It needs the extra `metrics`.",
+    help="Serve Prometheus metrics on this port of 127.0.0.1, or of HOST, another address of this host (0.0.0.0: "
+    "all). Needs the extra `metrics`.",
 )
 def collect(
     bind: str,
@@ -160,8 +168,8 @@ def collect(
 ) -> int:
     """Wait for the node agents of one job, write its report, and exit with its exit code.
 
-    The launches of the job are given --collector tcp://THIS_HOST:PORT and the same secret. Ctrl-C ends it early, with
-    the report of what has arrived.
+    Start the job's launches with --collector tcp://THIS_HOST:PORT and the same secret. Ctrl-C ends the collector early,
+    with a report of what has arrived.
     """
     from ..collector.__main__ import collect as collect_by_hand
     from ..launcher.plan import job_secret

@@ -19,16 +19,16 @@ from ..core.tell import end_process, expect_answer, guard_streams, tell  # noqa:
 
 COMMANDS = {
     "launch": "Run a training script under torchrun and name the first rank and module to overflow.",
-    "run": "Run a command as it stands, whatever starts its ranks, and watch them as launch does.",
-    "env": "Print the variables of a run, for launchers that start ranks in an environment of their own.",
-    "top": "Look at a job while it runs.",
+    "run": "Run a command as it stands, whatever starts its ranks, and watch the ranks as launch does.",
+    "env": "Print the variables that ranks need, for launchers that start ranks in an environment of their own.",
+    "top": "Watch a running job in the terminal.",
     "submit": "Submit a training script to SLURM, with all of sbatch's options.",
     "check": "Test the ranks, GPUs, nodes and links of a job, and say which one is to blame.",
     "report": "Print the combined report of a run.",
     "runs": "List the runs of a folder with their verdicts.",
-    "diff": "Tell where the numbers of two runs, ranks or batches first differ.",
+    "diff": "Show where the numbers of two runs, ranks or batches first differ.",
     "export": "Write the numbers of a run as JSON lines, CSV, Parquet or for TensorBoard.",
-    "collect": "Run a collector by hand, for launches that are given --collector.",
+    "collect": "Run a collector by hand, for launches with --collector.",
 }
 _BESIDE = {"launch": "jobs", "run": "jobs", "check": "jobs", "env": "jobs", "collect": "jobs"}
 _BESIDE |= {"runs": "report", "top": "report", "diff": "export"}
@@ -89,7 +89,7 @@ def cli(ctx: click.Context) -> None:
     gpuwatch check --nproc-per-node 8
 
     Exit codes: 0 clean; 1 the script failed by itself; 2 wrong usage; 3 preflight failed; 4 overflow found; 5 a rank
-    hung or was lost; 6 unknown, for records that could show an overflow did not arrive; 128 + N ended by signal N.
+    hung or was lost; 6 unknown: records that could show an overflow did not arrive; 128 + N ended by signal N.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)

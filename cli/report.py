@@ -43,21 +43,30 @@ def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -
 @click.command(name="report")
 @click.argument("runs", nargs=-1, metavar="[RUN]", shell_complete=complete_runs)
 @RUNS_DIR
-@click.option("--rank", type=int, default=None, help="Whose frames to show (default: the one that the verdict names).")
-@click.option("--batch", type=click.IntRange(0), default=None, help="Which batch's frames to show, if it was received.")
-@click.option("--module", default=None, metavar="PATTERN", help="Only the frames of modules like this: `*.wo`.")
+@click.option(
+    "--rank", type=int, default=None, help="Show the frames of this rank (default: the one that the verdict names)."
+)
+@click.option(
+    "--batch", type=click.IntRange(0), default=None, help="Show the frames of this batch, if they were received."
+)
+@click.option(
+    "--module",
+    default=None,
+    metavar="PATTERN",
+    help="Show only the frames of modules whose name matches, such as `*.wo`.",
+)
 @click.option(
     "--format",
     "form",
     type=click.Choice(["text", "json", "html"]),
     default="text",
     show_default=True,
-    help="What to print. html is one file that needs nothing beside it.",
+    help="What to print. html is one self-contained file.",
 )
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Write it to this file."
 )
-@click.option("--warnings", is_flag=True, help="With the text: each value near overflow or in underflow.")
+@click.option("--warnings", is_flag=True, help="In the text report, list each value near overflow or in underflow.")
 @click.option("--open", "open_", is_flag=True, help="Show the page in a browser.")
 @click.option("--again", is_flag=True, help="Make report.json, report.txt and report.html again from the run's store.")
 @click.option(
@@ -150,8 +159,9 @@ def _of_batch(report: RunReport, batch: int, rank: int | None) -> RunReport:
     if not any(each.frames for each in report.ranks if rank is None or each.rank == rank):
         whose = "" if rank is None else f" of rank {rank}"
         raise UsageError(
-            f"--batch: expected a batch{whose} that is in the store, found {batch}; an ordinary run stores that of "
-            "an overflow, the one before it and the last of each rank; more: gpuwatch launch --trace-batches N,N"
+            f"--batch: expected a batch{whose} that is in the store, found {batch}; by default a run stores the "
+            "batch of an overflow, the one before it and each rank's last; to store more: gpuwatch launch "
+            "--trace-batches N,N"
         )
     return report
 
@@ -164,7 +174,7 @@ def _only_modules(report: RunReport, pattern: str) -> RunReport:
         known = sorted({frame.module for rank in report.ranks for frame in rank.frames if frame.module})
         some = f"modules there: {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}" if known else "it has none"
         raise UsageError(
-            f"--module: expected a pattern that fits a module of the report's frames, found {pattern!r} ({some})"
+            f"--module: expected a pattern that matches a module in the report's frames, found {pattern!r} ({some})"
         )
     return found
 
@@ -204,7 +214,7 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
         if candidate.is_dir() and ((candidate / "run.sqlite").exists() or (candidate / "report.json").exists()):
             return candidate.resolve()
     known = sorted(path.parent.name for path in runs_dir.glob("*/run.sqlite") if not path.parent.is_symlink())
-    there = f"runs there: {', '.join(known[-5:])}" if known else f"no run is in {runs_dir}"
+    there = f"runs there: {', '.join(known[-5:])}" if known else f"there is no run in {runs_dir}"
     wanted = f"{run!r}" if run is not None else f"{runs_dir / 'latest'}"
     raise UsageError(
         f"expected a run's folder, its name, or a {SUFFIX} file, found none at {wanted} "
@@ -226,12 +236,14 @@ def text_width() -> int:
 
 @click.command(name="runs")
 @RUNS_DIR
-@click.option("-n", "--last", type=click.IntRange(1), default=20, show_default=True, help="So many, the newest last.")
+@click.option(
+    "-n", "--last", type=click.IntRange(1), default=20, show_default=True, help="Show the last N runs, newest last."
+)
 @TEXT_OR_JSON
 def runs(runs_dir: str, last: int, form: str) -> int:
-    """List the runs of a folder with what they came to.
+    """List the runs in a folder with their verdicts.
 
-    A run without a report is still going on, or its report could not be made: gpuwatch report --again RUN.
+    A run without a report is still running, or its report could not be made: gpuwatch report --again RUN.
     """
     from ..collector.run_files import list_runs
 
@@ -240,7 +252,7 @@ def runs(runs_dir: str, last: int, form: str) -> int:
         echo_json(runs[-last:])
         return 0
     if not runs:
-        click.echo(f"no run is in {runs_dir} (elsewhere: --runs-dir DIR)")
+        click.echo(f"there is no run in {runs_dir} (elsewhere: --runs-dir DIR)")
         return 0
     width = max(80, shutil.get_terminal_size((110, 24)).columns)
     names = max(len(run.id) for run in runs[-last:])
@@ -253,7 +265,7 @@ def runs(runs_dir: str, last: int, form: str) -> int:
         line = shown(line)
         click.echo(line if len(line) <= width else f"{line[: width - 3]}...")
     if len(runs) > last:
-        click.echo(f"{len(runs) - last} older runs: --last N")
+        click.echo(f"{len(runs) - last} older runs not shown: --last N")
     return 0
 
 
@@ -266,11 +278,12 @@ close to their limit."""
 @click.command(name="top")
 @click.argument("run", required=False, shell_complete=complete_runs)
 @RUNS_DIR
-@click.option("--once", is_flag=True, help="Print one picture as text and end. It needs no textual.")
+@click.option("--once", is_flag=True, help="Print one snapshot as text and exit. Does not need textual.")
 def top(run: str | None, runs_dir: str, once: bool) -> int:
-    """Look at a job while it runs: its ranks, who waits for whom, what comes close to its limit, and what happened.
+    """Watch a running job: its ranks, which rank waits for which, which values come close to their limit, and its
+    events.
 
-    Without RUN: the latest one. It only reads: the job does not notice it, and does not wait for it. q ends it.
+    Without RUN: the latest one. top only reads: the job does not notice it and never waits for it. Press q to quit.
     """
     from ..collector.live.publisher import ViewSubscriber
 
@@ -279,8 +292,8 @@ def top(run: str | None, runs_dir: str, once: bool) -> int:
     try:
         if not link.is_shown:
             raise UsageError(
-                f"expected a run that goes on, found no collector that shows {path.name}; what it came to: "
-                f"gpuwatch report {path.name}"
+                f"expected a run in progress, found no collector that shows {path.name}; for its result: gpuwatch "
+                f"report {path.name}"
             )
         if once:
             return _print_once(link, path.name)
@@ -294,7 +307,7 @@ def _print_once(link: ViewSubscriber, run: str) -> int:
 
     view = link.newest(_PATIENCE_S)
     if view is None:
-        raise GpuwatchError(f"the collector of {run} shows nothing for {_PATIENCE_S:.0f} s; is its host in reach?")
+        raise GpuwatchError(f"the collector of {run} has sent nothing for {_PATIENCE_S:.0f} s; can this host reach it?")
     model = TopModel()
     model.see(view)
     for _ in range(_MORE):
@@ -314,7 +327,7 @@ def _watch(link: ViewSubscriber, run: str) -> int:
     if find_spec("textual") is None:
         raise UsageError(
             "expected textual, which draws the screen, found it not installed; install it with: pip install "
-            '"gpuwatch-cluster[top]", or print one picture: gpuwatch top --once'
+            '"gpuwatch-cluster[top]", or print one snapshot: gpuwatch top --once'
         )
     from ..collector.live.top_app import TopApp
 

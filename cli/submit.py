@@ -32,8 +32,8 @@ Usage: gpuwatch submit [OPTIONS] [OPTIONS OF SBATCH] [OPTIONS OF GPUWATCH LAUNCH
 
   gpuwatch submit --nodes 2 --gpus-per-node 8 --time 4:00:00 --wait train.py --lr 1e-4
 
-  Options of sbatch go to sbatch, all others to the launch. -t is sbatch's --time, -m is torchrun's --module. An option
-  of your site is handed to sbatch when it is written as --name=value.
+  Options of sbatch go to sbatch, all others to the launch. -t is sbatch's --time, -m is torchrun's --module. Write an
+  option of your site as --name=value: it goes to sbatch, too.
 
 Options:
   --print            Print the batch script and submit nothing. Without SCRIPT: the template, for sbatch alone.
@@ -145,7 +145,7 @@ def _follow(slurm: LocalSlurm, job: str, submission: SbatchCommand, started: str
         tasks = JobFollower(slurm, _say, time.sleep).follow(job)
         return max((_conclude(task, submission, started) for task in tasks), default=1)
     except KeyboardInterrupt:
-        _say(f"job {job} goes on; to end it: scancel {job}")
+        _say(f"job {job} keeps running; to end it: scancel {job}")
         return 130
 
 
@@ -153,7 +153,7 @@ def _conclude(task: JobTask, submission: SbatchCommand, started: str) -> int:
     """Print the report of a job that is over; its exit code is SLURM's, or the run's where SLURM has ended the job."""
     paths = _run_of(task, Path(submission.runs_dir or RUNS_DIR), started)
     if paths is None:
-        _say(f"job {task.id} ended as {task.state.lower()} and has left no report; see what it has printed")
+        _say(f"job {task.id} ended as {task.state.lower()} and left no report; see its output")
         return task.exit_code or int(task.state != "COMPLETED")
     click.echo(f"{paths.report_text.read_text()}\nreport: {paths.report_json}\nas a page: {paths.report_html}")
     return task.exit_code if task.state in ("COMPLETED", "FAILED") else int(paths.exit_code.read_text())

@@ -690,7 +690,7 @@ class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
     signal: int
     time_ns: int = 0
     reason: str = ""
-    """Why the scheduler ends the job, if it gives a reason: `SLURM: its time limit is reached`."""
+    """Why the scheduler ends the job, if it gives a reason: `SLURM: the job has reached its time limit`."""
     down_nodes: list[str] = []
     """Nodes of the job that the scheduler has lost."""
     told_by: str = ""

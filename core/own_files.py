@@ -156,7 +156,7 @@ def expect_regular(path: Path) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
@@ -165,11 +165,11 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123  # a descriptor
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
-            raise OSError(errno.EFBIG, f"it has {size} bytes, and {most_bytes} are the most", str(path))
+            raise OSError(errno.EFBIG, f"it has {size} bytes; the limit is {most_bytes}", str(path))
         try:
             return file.read(most_bytes)
         except MemoryError:
-            raise OSError(errno.ENOMEM, f"its {size} bytes are more than there is memory for", str(path)) from None
+            raise OSError(errno.ENOMEM, f"its {size} bytes do not fit into memory", str(path)) from None
 
 
 def write_whole(path: Path, data: bytes) -> None:

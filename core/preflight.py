@@ -122,7 +122,7 @@ class WordSeal:
             return sealed
         mac, value = sealed[:_MAC_CHARACTERS], sealed[_MAC_CHARACTERS:]
         if not hmac.compare_digest(mac, self._mac(name, value).encode()):
-            raise SealBroken(f"what stands in the store as {name} was not written by this job")
+            raise SealBroken(f"the store's entry {name} was not written by this job")
         return value
 
     def _mac(self, name: str, value: bytes) -> str:

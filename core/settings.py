@@ -69,7 +69,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     watch: Annotated[
         tuple[Watched, ...],
         WorkerOption(
-            "what to look at: forward (inputs and outputs), grads, weights, comms (what passes between ranks); all",
+            "what to watch: forward (inputs and outputs), grads, weights, comms (what passes between ranks); "
+            "default: all",
             "WHAT,WHAT",
             form="watched",
         ),
@@ -77,7 +78,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     modules: Annotated[
         list[str],
         WorkerOption(
-            "give frames only to modules whose name matches, such as 'encoder.*'; may be given several times",
+            "record frames only of modules whose name matches, such as 'encoder.*'; may be given several times",
             "PATTERN",
             form="module_pattern",
             repeats=True,
@@ -86,7 +87,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     every: Annotated[
         int,
         WorkerOption(
-            "look at one batch of N (%(default)s); of the others only at what the model returns",
+            "inspect one batch in N (%(default)s); in the others, read only what the model returns",
             "N",
             least=1,
             of="a number of batches",
@@ -95,19 +96,19 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     sync: Annotated[
         bool,
         WorkerOption(
-            "look, and raise, in the failing module itself: the traceback shows the line; waits for the device"
+            "check and raise in the failing module itself, so that the traceback shows the line; waits for the device"
         ),
     ] = False
     guard_optimizer: Annotated[
         bool,
         WorkerOption(
-            "look at all gradients before each optimizer step and let no non-finite one in; waits for the device"
+            "check all gradients before each optimizer step and let no step use a non-finite one; waits for the device"
         ),
     ] = False
     ignore: Annotated[
         list[str],
         WorkerOption(
-            "no alarm for modules whose name matches, or 'MODULE:ROLE' for one row; counted in the report",
+            "raise no alarm for modules whose name matches, or 'MODULE:ROLE' for one row; the report counts them",
             "PATTERN",
             form="row_pattern",
             repeats=True,
@@ -125,7 +126,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     underflow_share: Annotated[
         float,
         WorkerOption(
-            "warn of a tensor of low precision with so large a share of subnormal numbers (%(default)g; 1: never)",
+            "warn if at least this share of the values of a low-precision tensor is subnormal (%(default)g; 1: never)",
             "SHARE",
             most=1,
             of="a share",
@@ -143,8 +144,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     state_every: Annotated[
         int,
         WorkerOption(
-            "after an optimizer's first step and one in N of the others (%(default)s; 0: never), look at what it keeps "
-            "in 16 bits or less: inf there ends all updates",
+            "after an optimizer's first step and one in N of the others (%(default)s; 0: never), read the state that "
+            "it keeps in 16 bits or less: inf there stops all updates",
             "N",
             of="a number of steps",
         ),
@@ -192,7 +193,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     min_busbw: Annotated[
         float,
         WorkerOption(
-            "fail where the bus bandwidth at the largest size, as nccl-tests defines it, is below this (0: never)",
+            "fail if the bus bandwidth at the largest size, as nccl-tests defines it, is below this (0: never)",
             "GB/S",
             most=1e6,
             of="a bandwidth in GB/s",
@@ -202,7 +203,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     slow_factor: Annotated[
         float,
         WorkerOption(
-            "warn of a device that is this many times slower than the median of its type (%(default)g)",
+            "warn about a device that is this many times slower than the median of its type (%(default)g)",
             "FACTOR",
             least=1,
             most=1e3,
@@ -213,7 +214,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     nccl_debug: Annotated[
         str,
         WorkerOption(
-            "write what NCCL says in the preflight to a file per rank, in the logs/ of the run's folder",
+            "write NCCL's log of the preflight to one file per rank, in logs/ of the run's folder",
             part="preflight",
         ),
     ] = ""
@@ -221,7 +222,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     health_thresholds: Annotated[
         str,
         WorkerOption(
-            "TOML or JSON file with limits of the GPUs' health, in place of the built-in ones",
+            "TOML or JSON file with GPU health limits, in place of the built-in ones",
             "FILE",
             form="thresholds",
             part="preflight",
@@ -229,7 +230,10 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     ] = ""
     on_preflight_failure: Annotated[
         OnPreflightFailure,
-        WorkerOption("end the job with exit code 3 (stop, the default), or record it and train", part="failure"),
+        WorkerOption(
+            "when the preflight fails: end the job with exit code 3 (stop, the default), or record it and train",
+            part="failure",
+        ),
     ] = "stop"
 
     def to_json(self) -> str:

@@ -45,25 +45,25 @@ class TorchName(NamedTuple):
 
 # -- what the report lacks without a name -----------------------------------------------------------------------------
 
-NOTHING_SEEN = "nothing of the training is recorded"
+NOTHING_SEEN = "the training is not recorded"
 KWARGS = "keyword arguments are not in the frames"
-NATIVE = "frames are written by Python, which takes longer"
+NATIVE = "Python writes the frames, which takes longer"
 TRACING = "calls that torch.jit.trace makes are recorded as training"
 GRAPH = "the module whose backward made a gradient is named with less certainty"
-FUNCTORCH = "tensors within torch.func cannot be told from others"
+FUNCTORCH = "tensors inside torch.func cannot be distinguished from others"
 MODES = "a script's own torch modes see gpuwatch's operations"
 DEVICE = "numbers of a GPU are not read"
 COMMS = "collectives are not seen"
 HANGS = "a hang is reported without the collectives"
 SCALER = "steps that a GradScaler skips are not reported"
-SHARDS = "weights that FSDP2 shards are looked up by name alone"
+SHARDS = "weights that FSDP2 shards are looked up only by name"
 RPC = "steps of DistributedOptimizer are not seen"
 CHILDREN = "a DataLoader's worker may be taken for a rank"
-RUN = "gpuwatch run does not hear which process is which rank"
+RUN = "gpuwatch run does not learn which process is which rank"
 LAUNCH = "gpuwatch launch and check cannot start ranks"
 KEYS = "an elastic restart can wait for addresses of the attempt before it"
 COMPILED = "compiled modules are not inspected"
-MADE_BY_DYNAMO = "what compiled code calls is traced with it"
+MADE_BY_DYNAMO = "functions that compiled code calls are traced with it"
 
 _C10D = "torch.distributed.distributed_c10d"
 _GROUP = f"{_C10D}.ProcessGroup"
@@ -203,8 +203,8 @@ _BY_PATH = {one.path: one for one in NAMES}
 
 # What a run says once about its version of torch.
 #
-# torch 2.5: keyword arguments are not in the frames; frames are written by Python, which takes longer
-# torch 2.16 is newer than the newest that gpuwatch was tried with, 2.15
+# torch 2.5: keyword arguments are not in the frames; Python writes the frames, which takes longer
+# torch 2.16 is newer than the newest release that gpuwatch was tested with, 2.15
 
 ROWS_SINCE, GRADIENTS_SINCE = (2, 8), (2, 13)
 """The first releases whose graphs show inputs and outputs, and gradients: worker/compile/views.py has the reasons."""
@@ -244,6 +244,6 @@ def notes_on(version: str) -> list[str]:
         return []
     name = f"torch {release[0]}.{release[1]}"
     if release > NEWEST:
-        return [f"{name} is newer than the newest that gpuwatch was tried with, {NEWEST[0]}.{NEWEST[1]}"]
+        return [f"{name} is newer than the newest release that gpuwatch was tested with, {NEWEST[0]}.{NEWEST[1]}"]
     lost = not_seen_with(release)
     return [f"{name}: {'; '.join(lost)}"] if lost else []

@@ -36,11 +36,11 @@ class ReportSection(WordEnum):
     VERDICT = "verdict", "Verdict"
     ATTEMPTS = "attempts", "Other attempts and earlier lives"
     RANKS = "ranks", "Ranks"
-    STACKS = "stacks", "Where the ranks stood"
+    STACKS = "stacks", "Stacks of the ranks"
     ERRORS = "errors", "Exceptions"
     PREFLIGHT = "preflight", "Preflight"
-    NOTES = "notes", "What else to know"
-    NODES = "nodes", "On the nodes"
+    NOTES = "notes", "Notes"
+    NODES = "nodes", "Node telemetry"
     STEPS = "steps", "Where the time goes"
     INSIGHTS = "insights", "Close to trouble"
     WARNINGS = "warnings", "Rows close to trouble"
@@ -48,7 +48,7 @@ class ReportSection(WordEnum):
     TIMELINE = "timeline", "Timeline"
     FRAMES = "frames", "Last frames"
     BY_RANK = "by-rank", "Frames, rank by rank"
-    LOST = "lost", "What was lost"
+    LOST = "lost", "Lost records"
     VERSIONS = "versions", "Nodes and versions"
 
     heading: str

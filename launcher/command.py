@@ -221,7 +221,7 @@ def run_as_guest(
     if attended.ended_by is not None:
         return int(ExitCode.SIGNAL) + int(attended.ended_by)
     if scratch is None:
-        say("the task that has this node's agent has ended: this one goes on unwatched")
+        say("the task that runs this node's agent has ended: this task goes on unwatched")
     attended.start(scratch)
     tasks.say(TaskCommand(attended.pid))
     while (code := attended.turn()) is None:

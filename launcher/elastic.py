@@ -277,12 +277,12 @@ def run_to_its_end(args: argparse.Namespace, listener: TorchrunRanks) -> LaunchD
         return LaunchDone("failed")
     except (ValueError, AssertionError) as error:
         if not listener.any_started:
-            raise UsageError(f"torchrun does not take these options: {error}") from error
+            raise UsageError(f"torchrun rejected these options: {error}") from error
         traceback.print_exc()
         return LaunchDone("failed")
     except Exception as error:
         if args.check_only and isinstance(error, RendezvousError | DistError):
-            say(f"torchrun could not bring the nodes together: {type(error).__name__}: {error}".rstrip(": "))
+            say(f"torchrun's rendezvous failed: {type(error).__name__}: {error}".rstrip(": "))
         else:
             traceback.print_exc()
         return LaunchDone("failed", error=error_text(error))

@@ -187,7 +187,7 @@ def _fill_nodes(args: argparse.Namespace, job: SchedulerFacts) -> None:
     if job.nodes is None:
         if job.scheduler is not None:
             raise UsageError(
-                f"this is {job.name}, and nothing says of how many nodes; hand {variables(job, 'nodes')} "
+                f"this is {job.name}, but its number of nodes is unknown; pass {variables(job, 'nodes')} "
                 "on into the container, or pass --nnodes N"
             )
         return
@@ -247,13 +247,13 @@ def _fill_this_node(args: argparse.Namespace, given: set[str], job: SchedulerFac
     most = parse_nnodes(args.nnodes)[1]
     if node_rank is None and job.scheduler is not None:
         raise UsageError(
-            f"this is {job.name} of {most} nodes, and nothing says which of them this is; hand "
+            f"this is {job.name} of {most} nodes, but the rank of this node is unknown; pass "
             f"{variables(job, 'node_rank')} on into the container, or pass --node-rank N"
         )
     if node_rank is not None and not 0 <= node_rank < most:
         raise UsageError(
             f"the rank of this node: expected 0 to {most - 1} with {most} nodes, found {node_rank}; pass --nnodes or "
-            f"--node-rank, or mend {variables(job, 'nodes')} or {variables(job, 'node_rank')}"
+            f"--node-rank, or correct {variables(job, 'nodes')} or {variables(job, 'node_rank')}"
         )
     if args.rdzv_backend == "c10d" and node_rank is not None:
         # torchrun would compare names and addresses, and dies on a node that does not know its own

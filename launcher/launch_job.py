@@ -188,7 +188,10 @@ class TorchrunRanks(RankStarter):
     # -- a torchrun that does not come back: in a thread of its own -----------------------------------------------
 
     def _leave_torchrun(self) -> None:
-        say("the ranks of this node have ended, but torchrun waits for a rendezvous that is silent: leaving it")
+        say(
+            "the ranks of this node have ended, but torchrun still waits for a rendezvous that does not answer: "
+            "leaving torchrun"
+        )
         self._leave(LaunchDone("failed"), int(ExitCode.SCRIPT_FAILED))
 
     def _leave_for_signal(self, number: signal.Signals) -> None:

@@ -42,8 +42,8 @@ _CHILD_END_S = 20.0
 _LAST_LINE_S = 2.0
 """How long to wait for the collector's last line, which it wrote before it sent the verdict."""
 WITHOUT_C = (
-    "gpuwatch was installed without its part in C, and Python does the same: that takes about four times as much of "
-    "the processor for each module call (docs/cost.md); to have it, install gpuwatch again where there is a C compiler"
+    "gpuwatch was installed without its C extension, so Python does that work: each module call takes about four "
+    "times as much processor time (docs/cost.md); to build it, install gpuwatch again where there is a C compiler"
 )
 
 
@@ -228,13 +228,13 @@ class JobLife:
             self.run_dir = Path(answer.run_dir)
             self._say(f"the report will be in {_relative(answer.run_dir)}")
             if answer.metrics:
-                self._say(f"metrics for a Prometheus are at {answer.metrics}")
+                self._say(f"Prometheus metrics are at {answer.metrics}")
             return plan.connect or answer.address
         if answer is not None and answer.is_told:
             raise UsageError(answer.reason)
         if answer is None or answer.may_pass:
             why = f": {answer.reason}" if answer is not None else ""
-            self._say(f"the collector did not start{why}; training on, and this node's own records will be kept")
+            self._say(f"the collector did not start{why}; the training goes on, and this node keeps its own records")
         elif not answer.in_use:
             raise UsageError(
                 f"expected to start a collector at {plan.bind}, found: {answer.reason}; "

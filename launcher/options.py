@@ -26,28 +26,28 @@ _AGENT: OptionTable = {
         "type": parsers.at_least(1, "a number of frames"),
         "default": 21,
         "metavar": "N",
-        "help": "frames that the report shows of each rank (%(default)s)",
+        "help": "frames that the report shows for each rank (%(default)s)",
     },
     "--hang-timeout": {
         "type": parsers.hang_timeout,
         "metavar": "SECONDS",
-        "help": "when a rank has not moved for so long (auto: ten times the slowest of its last steps, and at least "
-        "60; 300 until three steps are known; 0: never), ask all ranks where they stand and say which one the others "
-        "wait for; four times as long before the first batch, and three times the longest rest that a rank has come "
-        "back from",
+        "help": "when a rank has made no progress for this long (auto: ten times its slowest recent step, and at "
+        "least 60; 300 until three steps are known; 0: never), ask all ranks for their positions and report which "
+        "one the others wait for; the limit is four times as long before the first batch, and at least three times "
+        "the longest pause after which the rank moved again",
     },
     "--on-hang": {
         "choices": get_args(OnHang),
         "default": "auto",
-        "help": "when no rank moves any more: only say so, or end the ranks, too, which --max-restarts may start "
-        "again; auto (the default) ends them only where no rank can go on by itself, as in a deadlock",
+        "help": "when no rank makes progress any more: only report it, or end the ranks, too (--max-restarts can "
+        "start them again); auto (the default) ends them only if no rank can go on by itself, as in a deadlock",
     },
     "--telemetry": {
         "type": parsers.telemetry,
         "default": 5.0,
         "metavar": "SECONDS",
-        "help": "how often to read the figures of each node: processors, memory, network, disks, GPUs (%(default)g; 0: "
-        "never); the report says what stood out around the event",
+        "help": "how often to read each node's figures: processors, memory, network, disks, GPUs (%(default)g; 0: "
+        "never); the report shows what stood out around the event",
     },
 }
 _COLLECTOR: OptionTable = {
@@ -74,15 +74,15 @@ _COLLECTOR: OptionTable = {
     },
     "--secret-file": {
         "metavar": "FILE",
-        "help": "file with a secret that all nodes share, for the encryption (or the variable GPUWATCH_SECRET)",
+        "help": "file with the secret for the encryption, the same on all nodes (or the variable GPUWATCH_SECRET)",
     },
 }
 _METRICS: OptionTable = {
     "--metrics-port": {
         "type": parsers.metrics_address,
         "metavar": "[HOST:]PORT",
-        "help": "on the head node, serve metrics for a Prometheus at this port, of 127.0.0.1 unless HOST is another "
-        "address of that node (0.0.0.0: all); it needs the extra `metrics`",
+        "help": "on the head node, serve Prometheus metrics on this port of 127.0.0.1, or of HOST, another address "
+        "of that node (0.0.0.0: all); needs the extra `metrics`",
     },
 }
 _LAUNCH: OptionTable = {
@@ -99,11 +99,11 @@ _CHECK: OptionTable = {
         "const": "quick",
         "default": "full",
         "dest": "preflight",
-        "help": "only what every launch tests: a few seconds",
+        "help": "run only the tests that every launch runs: a few seconds",
     },
     "--slurm": {
         "action": "store_true",
-        "help": "as a job of SLURM, with sbatch's options (gpuwatch submit --help)",
+        "help": "submit the check as a SLURM job, with sbatch's options (gpuwatch submit --help)",
     },
     "--format": {
         "choices": ["text", "json"],
@@ -114,26 +114,27 @@ _CHECK: OptionTable = {
 _RUN: OptionTable = {
     "--nnodes": {
         "metavar": "N",
-        "help": "nodes of the job, each with a gpuwatch run (as the scheduler or MPI says; else 1)",
+        "help": "number of nodes, each with its own gpuwatch run (default: from the scheduler or MPI, else 1)",
     },
     "--node-rank": {
         "type": int,
         "metavar": "N",
-        "help": "which of them this is; the first, 0, has the report (as the scheduler or MPI says)",
+        "help": "rank of this node; node 0 has the report (default: from the scheduler or MPI)",
     },
     "--head": {
         "metavar": "HOST[:PORT]",
-        "help": "the first node, by a name that all others reach it by (as the scheduler says, or MASTER_ADDR)",
+        "help": "the first node, under a name by which all others reach it (default: from the scheduler, or "
+        "MASTER_ADDR)",
     },
     "--other-hosts": {
         "action": "store_true",
-        "help": "let ranks of other hosts join, which the command itself reaches (Ray, DeepSpeed, mpirun, ssh): they "
-        "need the variables that gpuwatch env prints; --head says by which name they reach this host",
+        "help": "let ranks join that the command starts on other hosts (Ray, DeepSpeed, mpirun, ssh): they need the "
+        "variables that gpuwatch env prints; --head gives the name by which they reach this host",
     },
     "--preflight": {
         "choices": get_args(PreflightMode),
         "default": "off",
-        "help": "when all ranks have reached their first init_process_group, and before it: test memory, consistency "
+        "help": "when all ranks have reached their first init_process_group, before it runs, test memory, consistency "
         "and communication (quick), as gpuwatch check does (full), or nothing (off, the default)",
     },
 }
@@ -310,7 +311,7 @@ def check_together(args: argparse.Namespace) -> None:
             "itself; drop one of them"
         )
     if args.sync and args.on_overflow == "continue":
-        raise UsageError("expected --on-overflow abort with --sync, which raises where it finds one; found continue")
+        raise UsageError("expected --on-overflow abort with --sync, which raises in the failing module, found continue")
     last = args.abort_after_batch
     unreached = [batch for batch in args.trace_batches if last is not None and batch > last]
     if unreached:

@@ -193,7 +193,7 @@ def run_plan(args: argparse.Namespace, job: SchedulerFacts | None) -> CollectorP
     if not args.standalone and args.collector is None:
         args.rdzv_endpoint = _head(args, job)
         if node_rank is None:
-            raise UsageError(f"{nnodes} nodes, and nothing says which of them this is; pass --node-rank N")
+            raise UsageError(f"{nnodes} nodes, but the rank of this node is unknown; pass --node-rank N")
     return make_plan(args, lambda host: False, loopback())
 
 
@@ -223,5 +223,5 @@ def _head(args: argparse.Namespace, job: SchedulerFacts | None) -> str:
         host, port = split_endpoint(args.head, C10D_DEFAULT_PORT)
         return f"{bracketed(host)}:{port}"
     if job is None or not job.head:
-        raise UsageError(f"{args.nnodes} nodes need a place to meet: pass --head HOST[:PORT], the same on every node")
+        raise UsageError(f"{args.nnodes} nodes need a meeting point: pass --head HOST[:PORT], the same on every node")
     return f"{bracketed(job.head)}:{job.port if job.port is not None else C10D_DEFAULT_PORT}"

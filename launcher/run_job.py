@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
     try:
         tasks = _tasks(args, job, plan)
     except NoFolder as error:
-        say(f"the tasks of this host have no folder to hear of each other, and go on unwatched: {error}")
+        say(f"the tasks of this host have no folder in which to find each other, and go on unwatched: {error}")
         return run_unwatched(args.command, block_signals(), job=job)
     unblocked = block_signals()
     try:
@@ -201,7 +201,7 @@ class CommandRanks(RankStarter):
             if ends and not told:
                 self._ranks.signal(signal.SIGTERM)
             elif not told:
-                say(f"the command has ended, and {len(self._ranks.running)} of its ranks go on: waiting for them")
+                say(f"the command has ended, but {len(self._ranks.running)} of its ranks still run: waiting for them")
             told = True
             if ends and time.monotonic() >= kill_at:
                 self._ranks.signal(signal.SIGKILL)
@@ -228,7 +228,7 @@ class CommandRanks(RankStarter):
         if any(signals):
             return LaunchDone("signal", next(filter(None, signals)))
         if self._code < 0 and not self._ranks.has(self._command.pid) and not self._ranks.any_failed:
-            return LaunchDone("signal", -self._code, reason="it was sent to the command")
+            return LaunchDone("signal", -self._code, reason="the signal was sent to the command")
         return LaunchDone("failed")
 
     def _why_no_rank(self) -> str:
@@ -237,8 +237,8 @@ class CommandRanks(RankStarter):
             has_none = "ModuleNotFoundError" in why or "ImportError" in why
             return f"{why}: install gpuwatch into that Python, too" if has_none else why
         return (
-            "no Python below the command has imported torch and made a model or joined a process group, as far as can "
-            "be seen: python -S, -I and -E, env -i and containers hide it"
+            "no Python process below the command was seen to import torch and make a model or join a process group; "
+            "python -S, -I and -E, env -i and containers hide such a process"
         )
 
     def _unwatched(self) -> list[tuple[str, str]]:

@@ -67,20 +67,23 @@ class SeenOverflows:
         ranks = [rank for number, rank in self._seen if number == attempt]
         known = [found for (number, _), found in self._seen.items() if number == attempt and found is not None]
         if not known:
-            return f"{ranks_text(ranks)} saw an overflow, and where is unknown"
+            return f"{ranks_text(ranks)} saw an overflow; the place is unknown"
         first = min(known, key=lambda anomaly: (anomaly.where.batch, anomaly.where.collectives, anomaly.where.rank))
         module = module_text(first.module, first.cls)
         place = f"{first.value} in {shown_name(first.role)} of {module}, {first.phase} of batch {first.where.batch}"
         if len(ranks) == 1:
             return f"{ranks_text(ranks)} saw an overflow: {place}"
-        return f"{ranks_text(ranks)} saw an overflow; of the earliest batch, on rank {first.where.rank}: {place}"
+        return f"{ranks_text(ranks)} saw an overflow; in the earliest batch, on rank {first.where.rank}: {place}"
 
 
 def where_it_is(verdict: JobResult | None) -> str:
     """Where to find an overflow that the verdict lacks, as a sentence."""
     if verdict is not None and verdict.overflow_in:
-        return f"no report has it yet; make one of this node's spool with: gpuwatch report {quote(verdict.overflow_in)}"
-    return "no report has it: its event was lost on the way"
+        return (
+            "no report shows it yet; make one from this node's spool with: gpuwatch report "
+            f"{quote(verdict.overflow_in)}"
+        )
+    return "the report lacks this overflow: its event was lost in transit"
 
 
 def _first_of(recorder: Path) -> tuple[bool | None, Anomaly | None]:
@@ -109,5 +112,5 @@ def tell_left_behind(scratch: Path, say: Callable[[str], object], patience_s: fl
         many = len(left) > 1
         say(
             f"{len(left)} process{'es' if many else ''} that a rank had started {'have' if many else 'has'} outlived "
-            f"it, such as a data loader's worker that is stuck, and may hold memory: kill {pids}"
+            f"the rank (a stuck data loader worker, for example) and may hold memory: kill {pids}"
         )

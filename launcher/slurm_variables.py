@@ -72,7 +72,7 @@ def _too_long(text: str) -> UsageError:
 
 PORTS = range(20000, 29000)
 """Where the rendezvous of a job is: below the ports that Linux hands out, and apart from torchrun's defaults."""
-TIME_LIMIT = "SLURM: its time limit is reached"
+TIME_LIMIT = "SLURM: the job has reached its time limit"
 
 _STEPS_OF_A_JOB = 1 << 20
 """SLURM numbers the batch script, the interactive shell and the like as steps from far above."""

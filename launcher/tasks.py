@@ -97,7 +97,7 @@ class HostTasks:
                 trouble = trouble if isinstance(error, FileExistsError) else error
             if _is_private(folder):
                 return folder
-        why = str(trouble) if trouble is not None else f"all names are taken by other users, as {places[0]} is"
+        why = str(trouble) if trouble is not None else f"other users have taken all names, such as {places[0]}"
         raise NoFolder(why)
 
     def _enter(self) -> bool:

@@ -98,7 +98,7 @@ def _sbatch(script: str, options: list[str]) -> subprocess.CompletedProcess[str]
     """Raises UsageError when sbatch does not take the job."""
     done = _run(["sbatch", *options], script)
     if done.returncode:
-        raise UsageError(f"sbatch does not take the job: {_said(done.stderr)}")
+        raise UsageError(f"sbatch rejected the job: {_said(done.stderr)}")
     return done
 
 
@@ -107,8 +107,8 @@ def _run(command: list[str], text: str | None = None) -> subprocess.CompletedPro
         return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
     except FileNotFoundError as error:
         raise UsageError(
-            f"expected SLURM's {command[0]} on this machine, found none; run this where jobs are submitted, or take "
-            "the script elsewhere: gpuwatch submit --print"
+            f"expected SLURM's {command[0]} on this machine, found none; run this where jobs are submitted, or print "
+            "the script and submit it there: gpuwatch submit --print"
         ) from error
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"{command[0]} does not answer within {_ANSWER_S:.0f} s")
@@ -116,7 +116,7 @@ def _run(command: list[str], text: str | None = None) -> subprocess.CompletedPro
 
 def _said(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines) or "it says nothing"
+    return "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines) or "it printed no reason"
 
 
 # sbatch's own options: which take a value. From the manual pages of SLURM 20.11 to 26.05.
@@ -166,7 +166,7 @@ REFUSED = {
         "ntasks ntasks-per-node tasks-per-node ntasks-per-core ntasks-per-gpu ntasks-per-socket".split(),
         "gpuwatch starts the ranks of a node itself, as one task of SLURM; for the number of ranks: --nproc-per-node N",
     ),
-    "wrap": "the script is what stands after the options",
+    "wrap": "write the script after the options",
     "usage": "all options: gpuwatch submit --help",
 }
 """What makes no sense here, and what to do in its place."""

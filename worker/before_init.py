@@ -106,7 +106,7 @@ def leave_out(session: WorkerSession, reason: str) -> None:
     """Say so, in the report and on stderr; "": another rank says it there."""
     session.recorder.append(PreflightResult(session.where(), "skipped", detail=reason))
     if reason:
-        tell(f"gpuwatch: the preflight is left out: {reason}")
+        tell(f"gpuwatch: the preflight is skipped: {reason}")
 
 
 def _script() -> str:

@@ -101,7 +101,7 @@ class MeetingPlace:
         except (RuntimeError, OSError) as error:  # torch raises DistNetworkError, older versions RuntimeError
             self._store = None
             self._leave(0.0)
-            raise LeftOut(f"the ranks' meeting broke: {_first_line(error)}") from error
+            raise LeftOut(f"the ranks' meeting failed: {_first_line(error)}") from error
 
     def __exit__(self, *_: object) -> None:
         self._leave(_LEAVE_S)
@@ -119,7 +119,7 @@ class MeetingPlace:
         if entry.rank == 0:
             self._set("go", msgspec.json.encode(self._decide(deadline)))
         elif not self._until(lambda: self._store.check([f"{self._prefix}/go"]), deadline + _MARGIN_S):
-            raise LeftOut(f"rank 0 gave no sign within {self._timeout_s:.0f} s")
+            raise LeftOut(f"rank 0 did not answer within {self._timeout_s:.0f} s")
         try:
             go = self._seal.open(f"{self._prefix}/go", self._store.get(f"{self._prefix}/go"))
         except SealBroken as error:
@@ -273,7 +273,7 @@ def identity_of(entry: GroupEntry, places: list[RankMeetingPlace], store_host: s
 
 
 def _foreign(error: SealBroken) -> str:
-    return f"{error}; look at who can reach the port at which the ranks meet"
+    return f"{error}; check who can reach the port at which the ranks meet"
 
 
 def _boot_id() -> str:

@@ -124,7 +124,7 @@ class PatchLedger:
         before = vars(owner).get(name)
         if before is None:
             lost = f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
-            self._on_fault("attach", LookupError(f"this torch has no {lost}: what is called by it is not seen"))
+            self._on_fault("attach", LookupError(f"this torch has no {lost}: calls through it are not seen"))
             return
         patch = _ReplacedFunction(owner, name, around, before, around(before))
         setattr(owner, name, patch.ours)

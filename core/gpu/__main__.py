@@ -31,11 +31,11 @@ from .nvml_child import (
 )
 
 _TODO = {
-    "old": "Update the NVIDIA driver, or install the nvidia-ml-py of its time.",
+    "old": "Update the NVIDIA driver, or install an nvidia-ml-py release as old as the driver.",
     "absent": "It comes with the NVIDIA driver; in a container, start it with the `utility` driver capability.",
-    "permission": "Ask whoever looks after the node for access to /dev/nvidiactl.",
+    "permission": "Ask the node's administrator for access to /dev/nvidiactl.",
     "driver": "Load the NVIDIA driver, or look at the kernel log for why it is not (dmesg).",
-    "mismatch": "Reboot the node, or reload the driver: its library is of another version than its kernel module.",
+    "mismatch": "Reboot the node, or reload the driver: its library and its kernel module have different versions.",
 }
 
 _lock = threading.Lock()
@@ -64,7 +64,7 @@ def start() -> NvmlStarted | NvmlTrouble:
             pynvml.NVML_ERROR_NO_PERMISSION: ("NVML may not be used here (permission denied)", _TODO["permission"]),
             pynvml.NVML_ERROR_DRIVER_NOT_LOADED: ("the NVIDIA driver is not loaded", _TODO["driver"]),
             pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-                "NVML is of another version than the driver",
+                "NVML and the driver have different versions",
                 _TODO["mismatch"],
             ),
             pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (f"NVML is too old: {error}", _TODO["old"]),
@@ -143,7 +143,7 @@ def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue
         devices = {uuid_of(handle): handle for handle in found}
         events = ask("nvmlEventSetCreate")
     except NotKnown as error:
-        say(NvmlTrouble(f"NVML does not let events be watched: {error}"))
+        say(NvmlTrouble(f"NVML refuses to watch events: {error}"))
         return
     for uuid, handle in devices.items():
         try:
@@ -170,7 +170,7 @@ def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
             if error.is_timeout:
                 continue
             if not error.gpu_is_lost:
-                say(NvmlTrouble(f"NVML does not wait for events any more: {error}"))
+                say(NvmlTrouble(f"NVML no longer waits for events: {error}"))
                 return
             time.sleep(_WAIT_MS / 1000)  # one of them is lost; the others are still watched
             continue
@@ -209,9 +209,13 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", action="append", default=[], help="UUID; default: all")
     parser.add_argument(
-        "--loaded", action="store_true", help="the GPU is at work: look at its clocks and its PCIe link, and only there"
+        "--loaded",
+        action="store_true",
+        help="the GPU is under load: read its clocks and its PCIe link, and nothing else",
     )
-    parser.add_argument("--watch", action="store_true", help="tell XIDs as they come, and counters when asked on stdin")
+    parser.add_argument(
+        "--watch", action="store_true", help="print XIDs as they arrive, and counters when asked on stdin"
+    )
     options = parser.parse_args()
     if options.watch:
         watch()

@@ -76,7 +76,7 @@ def difference(before: GpuCounters, after: GpuCounters) -> list[CounterChange]:
         if first is None or last is None or first == last:
             continue
         if last < first:
-            changes.append(CounterChange(name, first, last, "ok", f"{words}: {first} -> {last}, counted anew"))
+            changes.append(CounterChange(name, first, last, "ok", f"{words}: {first} -> {last}, counter restarted"))
             continue
         sentence = f"{words}: {first} -> {last}"
         if name in RATES:
@@ -155,10 +155,10 @@ _SCRIPT = (
 _RESTART = "Start the job again; if it comes back on this GPU, take the GPU out and report it."
 _RESET = "Take the GPU out of the job and reset it (nvidia-smi -r); if it comes back, report the GPU."
 _REBOOT = "Take the node out and restart it; look at its kernel log for PCIe errors; if it comes back, report the GPU."
-_REPORT = "The job may go on; report the GPU to whoever looks after the node."
+_REPORT = "The job may go on; report the GPU to the node's administrator."
 _NVLINK = "Look at nvidia-smi nvlink -e on this GPU and on its peers: the fault may be at the other end; reset both."
 _OTHERS = "A consequence: look at the XIDs before it."
-_NOTHING = "Nothing has to be done."
+_NOTHING = "No action is needed."
 
 
 _x = XidMeaning

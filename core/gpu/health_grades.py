@@ -94,7 +94,7 @@ def grade(
     ]
     unknown = [one for one in judged if one.grade == "unknown" and not one.optional]
     if unknown:
-        sentence = f"{who}: NVML does not tell of {_reasons(unknown)}"
+        sentence = f"{who}: NVML does not report {_reasons(unknown)}"
         findings.append(
             PreflightFinding(STAGE, "unknown", "gpu", ranks, [host], sentence, _how_to_know(unknown), reading.device)
         )
@@ -111,7 +111,7 @@ def _reasons(unknown: list[HealthGrade]) -> str:
 
 def _how_to_know(unknown: list[HealthGrade]) -> str:
     if any("Permission" in one.sentence for one in unknown):
-        return "Some of it only root may read; ask whoever looks after the node, if it matters."
+        return "Only root may read some of these values; if they matter, ask the node's administrator."
     return ""
 
 

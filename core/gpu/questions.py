@@ -245,7 +245,7 @@ def _processes(device: Any, whole: Any, asked: GpuReading) -> None:
             except psutil.NoSuchProcess:
                 unseen += 1
         if unseen and not asked.processes:
-            raise NotKnown(f"{unseen} process(es) that are not to be seen from here, as in a container")
+            raise NotKnown(f"{unseen} process(es) that cannot be seen from here, as in a container")
         asked.values["other_processes"] = len(asked.processes)
 
 

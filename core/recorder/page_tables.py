@@ -62,14 +62,14 @@ class PageTables:
         self.values = _joined([segment.values for segment in segments], VALUES)
         self._segments = segments
         if len(self.frames) and self.frames["phase"].max() > _LAST_PHASE:
-            raise ValueError("a frame is of no known phase")
+            raise ValueError("a frame has an unknown phase")
         if len(self.rows) and self.rows["kind"].max() > _LAST_KIND:
-            raise ValueError("a row is of no known kind")
+            raise ValueError("a row has an unknown kind")
         self.flags = (self.values["meta"] & 0xFF).astype(numpy.uint8)
         most = _MOST_BITS[self.values["meta"] >> 8 & 0xFF]
         for bits in ("low", "high"):
             if (self.values[bits].view(numpy.uint64) > most).any():
-                raise ValueError("a value is of no known encoding")
+                raise ValueError("a value has an unknown encoding")
         order = sorted(
             (segment.value_base, len(segment.values) // layout.VALUE.size, n) for n, segment in enumerate(segments)
         )

@@ -60,8 +60,8 @@ def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence:
     if not takes_files and _free(_SHARED_MEMORY) >= 0:
         lacks = f"{_files_free(_SHARED_MEMORY)} inodes free, and {recorders} recorders may need {files}"
     say(
-        f"{_SHARED_MEMORY} has {lacks} and should leave as much to the script: they are in {base}, where a batch takes "
-        "longer to record"
+        f"{_SHARED_MEMORY} has {lacks}, and the script should have as much left: the recorders are in {base}, where "
+        "a batch takes longer to record"
     )
     if _free(base) < size:
         say(
@@ -159,8 +159,8 @@ def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: 
     except OSError:
         return None
     say(
-        f"the runs' folder took no more: the store and what was written beside it have moved from {source} to "
-        f"{folder}; read it with: gpuwatch report {folder}"
+        f"the runs' folder could not be written any more: the store and the files beside it have moved from {source} "
+        f"to {folder}; read it with: gpuwatch report {folder}"
     )
     return folder
 
@@ -202,7 +202,7 @@ def _read_owner(path: Path) -> str:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{path} is no file")
+            raise OSError(f"{path} is not a file")
         return os.read(fd, 200).decode("ascii", "replace")
     finally:
         os.close(fd)

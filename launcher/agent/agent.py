@@ -513,7 +513,7 @@ def _run() -> int:
         NodeAgentLoop(config, sys.stdout.buffer).run()
     except ForgottenMessages:
         write_line(
-            sys.stdout.buffer, UserNotice("the collector has lost what it had received; this node tells it again")
+            sys.stdout.buffer, UserNotice("the collector has lost what it had received; this node sends it again")
         )
         return 1
     return 0

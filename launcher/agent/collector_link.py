@@ -108,7 +108,7 @@ class CollectorLink:
             try:
                 message = decode_collector(self._socket.recv())
             except WireError as error:
-                self._tell(UserNotice(f"the collector sent what this agent does not understand: {error}"))
+                self._tell(UserNotice(f"the collector sent a message that this agent does not understand: {error}"))
                 continue
             self.heard = now
             self.welcomed = True
@@ -158,7 +158,7 @@ class CollectorLink:
             self._tell(
                 UserNotice(
                     f"no collector answers at {self._address} after {UNREACHABLE_S:.0f} s; the training goes on and "
-                    "this node's records are kept; if that is the wrong place, pass --collector tcp://HOST:PORT or "
+                    "this node's records are kept; if that is the wrong address, pass --collector tcp://HOST:PORT or "
                     "--collector-port PORT"
                 )
             )

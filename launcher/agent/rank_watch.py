@@ -93,7 +93,8 @@ class RankWatch:
     def _give_up(self, error: Exception) -> AgentBody:
         self._broken = True
         note = (
-            f"the recorder of {rank_name(self.rank)} is damaged and is read no further: {type(error).__name__}: {error}"
+            f"the recorder of {rank_name(self.rank)} is damaged, and gpuwatch stopped reading it: "
+            f"{type(error).__name__}: {error}"
         )
         return EventMessage(OwnFault(RunPosition(self.rank, self.attempt), "recorder", note))
 
@@ -313,7 +314,7 @@ class RankWatch:
                 reader.rank, reader.attempt = self.rank, self.attempt
             if (reader.rank, reader.attempt) != (self.rank, self.attempt):
                 reader.close()
-                raise ValueError(f"it says that it is of rank {reader.rank}, attempt {reader.attempt}")
+                raise ValueError(f"it claims to belong to rank {reader.rank}, attempt {reader.attempt}")
             self._reader = reader
         return self._reader
 

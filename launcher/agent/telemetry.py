@@ -199,7 +199,7 @@ class NodeTelemetry:
         try:
             self._turn(pids, now)
         except Exception as error:  # such as a limit on threads: the agent goes on without it
-            self._troubles["own"] = f"no more was read: {type(error).__name__}: {error}"
+            self._troubles["own"] = f"reading stopped: {type(error).__name__}: {error}"
             self._interval_s = 0
 
     def _turn(self, pids: Callable[[], Pids], now: float) -> None:

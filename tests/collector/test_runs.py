@@ -60,7 +60,7 @@ def test_every_run_has_a_line_with_its_verdict(runs):
 
 def test_the_last_ones_are_shown_and_the_others_counted(runs):
     lines = shown("runs", "--runs-dir", runs, "--last", 1).splitlines()
-    assert len(lines) == 2 and lines[1] == "2 older runs: --last N"
+    assert len(lines) == 2 and lines[1] == "2 older runs not shown: --last N"
 
 
 def test_as_json(runs):
@@ -84,7 +84,7 @@ def test_a_statement_with_control_characters_stays_a_line(runs):
 
 
 def test_a_folder_without_runs(tmp_path):
-    assert "no run is in" in shown("runs", "--runs-dir", tmp_path)
+    assert "there is no run in" in shown("runs", "--runs-dir", tmp_path)
 
 
 def test_only_the_frames_of_some_modules(runs):

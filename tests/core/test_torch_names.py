@@ -160,5 +160,5 @@ def test_what_a_known_release_lacks_is_one_line():
 def test_a_release_that_is_newer_than_all_that_were_tried_is_one_line():
     newest = f"{NEWEST[0]}.{NEWEST[1]}"
     assert notes_on(f"{NEWEST[0]}.{NEWEST[1] + 1}.0a0+git") == [
-        f"torch {NEWEST[0]}.{NEWEST[1] + 1} is newer than the newest that gpuwatch was tried with, {newest}"
+        f"torch {NEWEST[0]}.{NEWEST[1] + 1} is newer than the newest release that gpuwatch was tested with, {newest}"
     ]

@@ -11,7 +11,7 @@ from gpuwatch.core.torch_names import notes_on
 from gpuwatch.launcher import say
 from gpuwatch.worker.compile.views import compiled_views
 
-NEWER = "torch 9.1 is newer than the newest that gpuwatch was tried with"
+NEWER = "torch 9.1 is newer than the newest release that gpuwatch was tested with"
 
 
 @pytest.mark.parametrize(("version", "line"), [("2.5.1+cu124", "torch 2.5: keyword"), ("9.1.0", NEWER), ("2.15.0", "")])

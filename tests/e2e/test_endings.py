@@ -88,7 +88,7 @@ def test_a_data_loaders_worker_that_outlives_its_rank_is_told_and_left_alone(ben
     left.kill()
 
     assert (run.code, run.verdict["kind"], run.verdict["rank"]) == (5, "lost", 0)
-    assert "1 process that a rank had started has outlived it, such as a data loader's worker" in run.stderr
+    assert "1 process that a rank had started has outlived the rank (a stuck data loader worker" in run.stderr
     assert f"and may hold memory: kill {left.pid}\n" in run.stderr
 
 
@@ -239,7 +239,7 @@ def test_without_any_agent_the_launch_still_tells_what_its_rank_has_said(bench, 
 
     assert run.code == 4
     assert "rank 1: +inf in output of" in run.stderr.replace("rank 1 saw an overflow", "rank 1")
-    assert "`block.widen` (Linear), forward of batch 2; no report has it" in run.stderr
+    assert "`block.widen` (Linear), forward of batch 2; no report shows it" in run.stderr
     assert "VERDICT" not in run.stderr
 
 
@@ -296,7 +296,7 @@ def test_a_machine_with_little_shared_memory_says_so_and_records_on_a_disk(bench
     assert done.returncode == 0, done.stderr
     assert "/dev/shm has 8 MiB free, and 2 recorders need 12 MiB" in done.stderr
     assert done.stderr.index("/dev/shm has") < done.stderr.index("running under torchrun")
-    assert f"they are in {bench.cwd}" in done.stderr
+    assert f"the recorders are in {bench.cwd}" in done.stderr
     assert "VERDICT  clean" in done.stderr
 
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("torch", "functorch", "triton", "__editable__", "gpuwatch", "__pycache__")
-WITHOUT_C = "gpuwatch was installed without its part in C"
+WITHOUT_C = "gpuwatch was installed without its C extension"
 
 
 def linked_package(folder: Path, without: str = "") -> None:

@@ -32,7 +32,12 @@ def grades(run, rank: int) -> dict[str, str]:
 
 DIES = ("dies", "node group", "died at all_gather: killed by SIGKILL", NEVER)
 COORDINATOR_DIES = (
-    ("coordinator dies", "inventory", "died in stage inventory at the look at its device: killed by SIGKILL", NEVER)
+    (
+        "coordinator dies",
+        "inventory",
+        "died in stage inventory at the inspection of its device: killed by SIGKILL",
+        NEVER,
+    )
     if torch.version.cuda  # it looks at the GPU in a child, which is its first one
     else ("coordinator dies", "allocation", "died in stage allocation: killed by SIGKILL", NEVER)
 )

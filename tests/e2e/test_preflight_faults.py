@@ -19,12 +19,18 @@ def run_wrong(bench, way: str, command: str, nproc: int):
 @pytest.mark.parametrize(
     ("way", "command", "nproc", "stage", "words"),
     [
-        ("adds wrong", "launch", 2, "node group", "rank 1 adds wrong: all_reduce over 2 ranks gave"),
-        ("puts in wrong", "launch", 3, "node group", "in every pair, while the other ranks add right with each other"),
+        ("adds wrong", "launch", 2, "node group", "rank 1 computes wrong sums: all_reduce over 2 ranks gave"),
+        (
+            "puts in wrong",
+            "launch",
+            3,
+            "node group",
+            "in every pair, while the other ranks compute right sums with each other",
+        ),
         ("sends wrong", "launch", 2, "node group", "sends wrong values in all_gather"),
         ("broadcasts wrong", "check", 3, "node group", "sends wrong values in broadcast"),
-        ("another matmul", "check", 3, "compute", "computes another matmul"),
-        ("full", "launch", 2, "allocation", "64 MiB could not be allocated on cpu: the largest block"),
+        ("another matmul", "check", 3, "compute", "gets a different matmul result"),
+        ("full", "launch", 2, "allocation", "64 MiB could not be allocated on cpu: the largest available block"),
     ],
 )
 def test_the_wrong_rank_is_named(bench, way, command, nproc, stage, words):

@@ -128,7 +128,7 @@ def test_a_collector_whose_store_was_lost_is_told_everything_again(node):
     for path in node.run_dir.glob("run.sqlite*"):
         path.unlink()
     kill(node.collector)
-    node.heard("the collector has lost what it had received; this node tells it again")
+    node.heard("the collector has lost what it had received; this node sends it again")
     node.end_ranks(4)
     verdict = node.verdict()
     assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text

@@ -71,7 +71,7 @@ def test_without_a_collector_the_agent_waits_for_none_and_keeps_what_it_has_seen
     assert (verdict.exit_code, verdict.kind) == (6, "unknown")
     (spool,) = node.runs.glob("*.spool")
     assert f"no collector could be started; this node's records are in {spool}" in verdict.text
-    assert where_it_is(verdict) == "no report has it: its event was lost on the way"
+    assert where_it_is(verdict) == "the report lacks this overflow: its event was lost in transit"
 
 
 def test_an_overflow_that_only_a_spool_has_is_told_with_the_command_that_makes_its_report(make_node):
@@ -83,7 +83,7 @@ def test_an_overflow_that_only_a_spool_has_is_told_with_the_command_that_makes_i
     told = where_it_is(node.verdict())
 
     before, _, command = told.partition(": ")
-    assert before == "no report has it yet; make one of this node's spool with"
+    assert before == "no report shows it yet; make one from this node's spool with"
     program, *arguments = shlex.split(command)
     made = subprocess.run(
         [sys.executable, "-m", "gpuwatch.cli.main", *arguments], capture_output=True, text=True, check=False

@@ -56,7 +56,7 @@ def test_of_several_ranks_the_earliest_batch_is_told(record, tmp_path):
     overflows = SeenOverflows(tmp_path)
     overflows.look(0, {0: 0, 1: 0})
     assert overflows.sentence == (
-        "ranks 0, 1 saw an overflow; of the earliest batch, on rank 1: "
+        "ranks 0, 1 saw an overflow; in the earliest batch, on rank 1: "
         "+inf in output of `fc` (Linear), forward of batch 3"
     )
 
@@ -64,11 +64,11 @@ def test_of_several_ranks_the_earliest_batch_is_told(record, tmp_path):
 def test_an_exit_code_or_a_damaged_header_is_told_without_a_place(record, tmp_path):
     overflows = SeenOverflows(tmp_path)
     overflows.look(0, {4: RANK_OVERFLOW})
-    assert overflows.sentence == "rank 4 saw an overflow, and where is unknown"
+    assert overflows.sentence == "rank 4 saw an overflow; the place is unknown"
     other = SeenOverflows(tmp_path)
     record(2).fields[HeadField.ANOMALY] = AnomalyFlag.SEEN
     other.look(0, {2: 0})
-    assert other.sentence == "rank 2 saw an overflow, and where is unknown"
+    assert other.sentence == "rank 2 saw an overflow; the place is unknown"
 
 
 def test_the_code_of_a_script_is_no_overflow_where_the_recorder_says_none(record, tmp_path):

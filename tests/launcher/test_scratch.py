@@ -54,7 +54,7 @@ def test_without_room_in_shared_memory_a_disk_takes_it_and_that_is_said(bases, s
     assert scratch.make_scratch(2, said.append).parent == bases[1]
     (sentence,) = said
     assert f"{small_disk} has 0 MiB free, and 2 recorders need 12 MiB" in sentence
-    assert f"they are in {bases[1]}" in sentence
+    assert f"the recorders are in {bases[1]}" in sentence
 
 
 def test_half_of_the_shared_memory_is_left_to_the_script(bases, monkeypatch):

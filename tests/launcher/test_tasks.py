@@ -116,5 +116,8 @@ def test_without_any_name_the_command_runs_unwatched(places, monkeypatch):
         for link in links:
             link.unlink()
     assert (ended.returncode, ended.stdout) == (3, "hello\n")
-    said = "gpuwatch: the tasks of this host have no folder to hear of each other, and go on unwatched: all names are"
-    assert ended.stderr == f"{said} taken by other users, as {links[0]} is\n"
+    said = (
+        "gpuwatch: the tasks of this host have no folder in which to find each other, and go on unwatched: other users "
+        "have taken all names, such as"
+    )
+    assert ended.stderr == f"{said} {links[0]}\n"

@@ -89,7 +89,7 @@ def test_options_of_its_own():
         (["--run-name", "x"], "--run-name: the runs of a job are named after it"),
         (["--ntasks-per-node", "8"], "--ntasks-per-node: gpuwatch starts the ranks of a node itself"),
         (["-n", "16"], "--ntasks: gpuwatch starts the ranks"),
-        (["--wrap=date"], "--wrap: the script is what stands after the options"),
+        (["--wrap=date"], "--wrap: write the script after the options"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(typed, sentence):

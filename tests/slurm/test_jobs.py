@@ -274,7 +274,7 @@ def test_submit_of_what_slurm_does_not_take_is_one_sentence(user):
 
     assert done.returncode == 2
     (sentence,) = done.stderr.splitlines()
-    assert sentence.startswith("gpuwatch: sbatch does not take the job: ")
+    assert sentence.startswith("gpuwatch: sbatch rejected the job: ")
     assert user.jobs() == []
 
 

@@ -137,7 +137,7 @@ def test_without_slurm_it_says_what_to_do(commands):
 
 def test_what_sbatch_refuses_is_said_in_its_own_words(commands):
     write(commands / "sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1")
-    with pytest.raises(UsageError, match="sbatch does not take the job: Batch job submission failed: Invalid account"):
+    with pytest.raises(UsageError, match="sbatch rejected the job: Batch job submission failed: Invalid account"):
         LocalSlurm().submit("#!/bin/sh\n", [])
 
 

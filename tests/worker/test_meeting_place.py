@@ -15,7 +15,7 @@ from gpuwatch.worker.meeting_place import GroupEntry, LeftOut, MeetingPlace
 
 from ..ports import ports_of_this_test
 
-LOOK = "look at who can reach the port at which the ranks meet"
+LOOK = "check who can reach the port at which the ranks meet"
 
 
 def entry(rank: int) -> GroupEntry:
@@ -70,14 +70,14 @@ def test_who_comes_in_a_ranks_place_is_told_by_the_seal(folder, port):
         stranger.add(f"{PREFIX}/came", 1)
         stranger.add(f"{PREFIX}/left", 1)
         said = first.result()
-    assert said == f"what stands in the store as {PREFIX}/came/1 was not written by this job; {LOOK}"
+    assert said == f"the store's entry {PREFIX}/came/1 was not written by this job; {LOOK}"
 
 
 def test_who_decides_in_rank_0s_place_is_told_by_the_seal(folder, port):
     stranger = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     stranger.set(f"{PREFIX}/go", '"there is none, as I say"')
     said = meet(1, folder, f"127.0.0.1:{port}")
-    assert said == f"what stands in the store as {PREFIX}/go was not written by this job; {LOOK}"
+    assert said == f"the store's entry {PREFIX}/go was not written by this job; {LOOK}"
 
 
 def test_two_ranks_with_the_jobs_key_meet_on_several_hosts(folder, port):

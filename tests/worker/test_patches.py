@@ -70,7 +70,7 @@ def test_what_this_torch_does_not_have_is_a_fault(watch: Callable[..., Any], mon
     monkeypatch.delattr(torch.distributed.ProcessGroup, "allreduce")
     watched = watch()
     faults = {(fault.part, fault.message.split("no ")[-1]) for fault in watched.faults}
-    lost = "what is called by it is not seen"
+    lost = "calls through it are not seen"
     assert faults == {
         ("attach", f"torch.export.export: {lost}"),
         ("attach", f"{torch.distributed.ProcessGroup.__module__}.ProcessGroup.allreduce: {lost}"),

@@ -49,7 +49,7 @@ def _coordinate() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True, help="the worker's process id: it ends with that")
     parser.add_argument("--script", default="", help="the file whose digest is to be the same on all ranks")
-    parser.add_argument("--fallen", default="", help="only tell the others that this rank fell out in this step")
+    parser.add_argument("--fallen", default="", help="only report to the others that this rank failed in this step")
     parser.add_argument("--stage", default="")
     parser.add_argument("--detail", default="")
     options = parser.parse_args()

@@ -120,7 +120,7 @@ class PreflightRun:
         """The coordinator announced this stage before it imported torch."""
         limit_s = self._deadlines.work("inventory")
         # a new deadline after the import of torch
-        self._say(StageProgress("arrive", "the look at its device", limit_s))
+        self._say(StageProgress("arrive", "the inspection of its device", limit_s))
         report = self._parts.inventory()
         facts = self._parts.facts
         self._say(RankInventoryEvent(self._where, facts.device, facts.versions, facts))
@@ -279,7 +279,7 @@ class PreflightRun:
     def _no_conclusion(self, step: str) -> PreflightFinding:
         stage = stage_of(step)
         hosts = self._roster.hosts[:1] if self._roster else []
-        sentence = f"rank {LEADER} gave no conclusion in stage {stage}"
+        sentence = f"rank {LEADER} sent no conclusion in stage {stage}"
         next_ = f"Look at the host of rank {LEADER}: what ended or stopped its processes?"
         return failure(stage, "rank", [LEADER], hosts, sentence, next_, victims=[self._me.rank])
 

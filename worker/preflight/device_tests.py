@@ -66,7 +66,10 @@ def allocate(
         free, total = torch.cuda.mem_get_info(device)
         if free < total * CUDA_LEAST_FREE:
             scarce = f"only {_mib(free)} of {_mib(total)} free on {device}: others hold the rest"
-            next_ = "If the training runs out of memory, end what `nvidia-smi` shows on this GPU and is not yours."
+            next_ = (
+                "If the training runs out of memory, end the processes that `nvidia-smi` shows on this GPU and that "
+                "are not yours."
+            )
         wanted = (amount or (CUDA_QUICK if quick else CUDA_FULL)).of(free // sharers)
         if amount is None and quick:
             wanted = min(wanted, CUDA_QUICK_MOST)
@@ -83,7 +86,7 @@ def allocate(
             raise
         had = largest_block(lambda size: _can_have(size, device), min(free, wanted))
         raise ProbeFailure(
-            f"{_mib(wanted)} could not be allocated on {device}: the largest block to be had was {_mib(had)}, "
+            f"{_mib(wanted)} could not be allocated on {device}: the largest available block was {_mib(had)}, "
             f"and the {'driver' if device.type == 'cuda' else 'system'} reports {_mib(free)} free",
             next="Look for other processes on this GPU (`nvidia-smi`), or ask for less with --alloc."
             if device.type == "cuda"
@@ -218,9 +221,9 @@ def compute(device: torch.device) -> ComputeResult:
         times.append(timed(device, partial(torch.matmul, first, second, out=again)) * 1e3)
         if _differing(again, product):
             raise ProbeFailure(
-                f"the same matmul on {device} gave other bits when it was repeated ({_differing(again, product)} of "
-                f"{product.numel()} numbers differ, repetition {number + 1})",
-                next="Take this device out of service: it computes wrong now and then.",
+                f"the same matmul on {device} gave different bits when it was repeated ({_differing(again, product)} "
+                f"of {product.numel()} numbers differ, repetition {number + 1})",
+                next="Take this device out of service: it sometimes computes wrong results.",
             )
         if device.type == "cpu" and sum(times) > _CPU_MOST_S * 1e3:
             break

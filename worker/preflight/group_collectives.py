@@ -217,14 +217,14 @@ def check_group(group: GroupCollectives) -> str:
             pass  # the verdict without the pairs is worth more than their error
     if verdict is not None:
         raise _failure(verdict, group.rank)
-    return f"all_reduce, all_gather, broadcast and barrier over {len(votes)} ranks came out right ({group.backend})"
+    return f"all_reduce, all_gather, broadcast and barrier over {len(votes)} ranks gave right results ({group.backend})"
 
 
 def exchange(group: GroupCollectives, name: str, mine: RankVote) -> dict[int, RankVote]:
     """The votes of all ranks. Raises ProbeFailure with the ranks that give none in time."""
     store = PrefixStore(name, group.store)
     store.set(str(group.rank), msgspec.json.encode(mine).decode())
-    _wait_for(store, group.ranks, group.deadline, "did not say what came out of the test")
+    _wait_for(store, group.ranks, group.deadline, "did not report the result of the test")
     votes = store.multi_get([str(rank) for rank in group.ranks])
     return {rank: msgspec.json.decode(vote, type=RankVote) for rank, vote in zip(group.ranks, votes, strict=True)}
 
@@ -281,7 +281,7 @@ def sum_error(collectives: GroupCollectives, ranks: Sequence[int], group: dist.P
             wrong = (got != due).nonzero().flatten()
             first = int(wrong[0])
             errors.append(
-                f"all_reduce over {len(ranks)} ranks gave {got[first].item():g} where {due[first].item():g} was due "
+                f"all_reduce over {len(ranks)} ranks gave {got[first].item():g} instead of {due[first].item():g} "
                 f"({len(wrong)} of {count} numbers wrong)"
             )
     return errors[0] if errors else ""

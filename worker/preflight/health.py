@@ -40,7 +40,7 @@ def check_health(
     need load are unknown. `thresholds` is the file of --health-thresholds. Raises UsageError for an invalid file."""
     limits = load_thresholds(thresholds)
     if not uuid:
-        sentence = f"the health of the GPU of rank {rank} on {host} is unknown: CUDA does not tell its UUID"
+        sentence = f"the health of the GPU of rank {rank} on {host} is unknown: CUDA does not report its UUID"
         return HealthResult([PreflightFinding(STAGE, "unknown", "rank", [rank], [host], sentence)], "not asked")
     end = time.monotonic() + deadline_s
     answer = ask_nvml([uuid], deadline_s)

@@ -105,7 +105,7 @@ class RankTests:
         ending = self.child.run(partial(gather_device, facts, index), self.deadlines.work("inventory"))
         if ending.kind != "ok":
             grade: Grade = "unknown" if ending.kind == "raised" else "fail"
-            sentence = f"rank {self.identity.rank} ({facts.host}) could not look at its GPU: {ending.detail}"
+            sentence = f"rank {self.identity.rank} ({facts.host}) could not inspect its GPU: {ending.detail}"
             next_ = f"Run nvidia-smi on {facts.host}: if it hangs, too, the node needs a reset."
             finding = PreflightFinding("inventory", grade, "rank", [self.identity.rank], [facts.host], sentence, next_)
             self.facts = replace(self.facts, device_error=ending.detail)

@@ -169,7 +169,7 @@ def _tell_others(session: WorkerSession, identity: RankIdentity, fell: Coordinat
 def _unheard(identity: RankIdentity, stage: str, detail: str) -> PreflightEnd:
     """The conclusion of a rank that cannot inform the others: they only find that it is missing."""
     host = host_name()
-    sentence = f"rank {identity.rank} ({host}) {detail}; it could not tell the others"
+    sentence = f"rank {identity.rank} ({host}) {detail}; it could not report this to the others"
     finding = PreflightFinding(stage, "fail", "rank", [identity.rank], [host], sentence)
     return PreflightEnd([finding], [RankOutcome(identity.rank, "failed", stage, detail)])
 
@@ -203,7 +203,7 @@ def _sentence(failures: list[PreflightFinding], *, check_only: bool) -> str:
     way_out = (
         ""
         if check_only
-        else " To start the training all the same: --on-preflight-failure continue; without the test: --preflight off"
+        else " To start the training anyway: --on-preflight-failure continue; without the test: --preflight off"
     )
     return f"preflight failed in stage {first.stage}: {first.sentence}{more}.{way_out}"
 

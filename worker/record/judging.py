@@ -186,7 +186,7 @@ class AlarmRecorder:
         unseen = self._rows.captured_unseen or (buffer is not None and buffer.not_seen_in_graphs > 0)
         if unseen and not self._graph_fault_recorded:
             self._graph_fault_recorded = True
-            message = "graph: not seen. A CUDA graph was captured, and what its replays compute is not read"
+            message = "graph: not seen. A CUDA graph was captured, and gpuwatch does not read what its replays compute"
             self._recorder.append(OwnFault(self._progress.where(), "graph", message))
         if buffer is None:
             return True

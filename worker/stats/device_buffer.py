@@ -466,6 +466,6 @@ def _source_of(tensor: torch.Tensor, elements: int) -> TensorSource | None:
 
 def _no_kernel(why: str) -> str:
     return (
-        f"no kernel of our own ({why}): torch's operations read each tensor instead, in about 30 launches for one and "
-        "several passes over it. Triton needs a C compiler and Python.h on the machine that trains"
+        f"gpuwatch's own kernel is not available ({why}): torch's operations read each tensor instead, with about 30 "
+        "launches and several passes for each. Triton needs a C compiler and Python.h on the machine that trains"
     )

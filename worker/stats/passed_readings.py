@@ -134,7 +134,7 @@ class PassedReadings:
         count, stream.used = stream.used, 0
         try:
             if len(stream.flying) >= _MOST_FLYING:
-                raise RuntimeError("the device does not bring its numbers")
+                raise RuntimeError("the device does not deliver its numbers")
             assert rows is not None
             packed = self._do("pack", rows[:count], count)
             staging = self._driver.staging(*packed.shape, dtype=packed.dtype)

@@ -145,9 +145,9 @@ class FileCopies:
         self._registered = not refusal
         if refusal:
             add_note(
-                f"the driver does not take the recorder's memory ({refusal}; {recorder.path} is on "
-                f"{file_system_of(recorder.path)}): its numbers come through pinned memory, and a rank that "
-                "hangs or dies loses those that it has not yet fetched from there"
+                f"the driver cannot register the recorder's memory ({refusal}; {recorder.path} is on "
+                f"{file_system_of(recorder.path)}): its numbers come through pinned memory, and a rank that hangs or "
+                "dies loses those not yet fetched from there"
             )
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class FileCopies:
 
         Its segments stay in `of_segment`, since the device may still write into them.
         """
-        self._add_note(f"the device does not bring its numbers any more: {first_line(error)}")
+        self._add_note(f"the device no longer delivers its numbers: {first_line(error)}")
         for copy in buffer.flying:
             self._fields[HeadField.ROWS_LOST] += len(copy.positions)
             self._page_done(copy.page)

@@ -44,7 +44,7 @@ def test_what_stands_out_is_told_from_the_event(make):
     assert (notable.host, notable.of, notable.what, notable.value, notable.unit) == ("h0", "", "steal", 0.3, "share")
     assert -120 <= notable.at_s <= 30
     text = " ".join(render_text(report).split())
-    assert "On the nodes - h0: other virtual machines took 30% of its processors (steal)," in text
+    assert "Node telemetry - h0: other virtual machines took 30% of its processors (steal)," in text
     (node,) = report.telemetry.nodes
     assert node.at_s[0] >= -300
     assert node.at_s[-1] <= 60
@@ -68,7 +68,7 @@ def test_a_clean_run_has_figures_and_nothing_stands_out(make):
     assert (report.telemetry.event, report.telemetry.notable) == ("", [])
     (node,) = report.telemetry.nodes
     assert node.at_s[-1] == -1.0, "before its last message"
-    assert "On the nodes" not in render_text(report)
+    assert "Node telemetry" not in render_text(report)
 
 
 def test_clocks_of_hosts_are_brought_together(make):

@@ -32,13 +32,20 @@ def stopped(make, findings, outcomes=None, nproc=4) -> Verdict:
 
 def test_a_bad_gpu_is_named_with_its_rank_host_and_device(make):
     finding = make.found(
-        "compute", "fail", "gpu", [2], ["alpha"], "rank 2 computes another matmul", next="Leave it out.", device="GPU-7"
+        "compute",
+        "fail",
+        "gpu",
+        [2],
+        ["alpha"],
+        "rank 2 gets a different matmul result",
+        next="Leave it out.",
+        device="GPU-7",
     )
     verdict = stopped(make, [finding])
 
     assert (verdict.kind, verdict.certainty, verdict.stage) == ("preflight", "established", "compute")
     assert (verdict.rank, verdict.host, verdict.device) == (2, "alpha", "GPU-7")
-    assert verdict.statement == "Preflight, stage compute: rank 2 computes another matmul."
+    assert verdict.statement == "Preflight, stage compute: rank 2 gets a different matmul result."
     assert verdict.next == ["Leave it out."]
 
 
@@ -111,7 +118,7 @@ def test_findings_that_did_not_stop_the_job_are_no_verdict(make):
 def test_without_any_conclusion_the_ranks_own_words_decide(make):
     verdict = judge(
         make.hello(host="alpha"),
-        make.preflight(0, "victim", "compute", "rank 0 gave no conclusion"),
+        make.preflight(0, "victim", "compute", "rank 0 sent no conclusion"),
         make.preflight(1, "failed", "allocation", "no memory"),
         make.NodeBye("failed"),
     )

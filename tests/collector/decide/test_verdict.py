@@ -456,7 +456,10 @@ def test_a_signal_from_outside_is_an_interruption(make):
     ("signal", "why"),
     [
         (NodeSignal(15), "by SIGTERM; no"),
-        (NodeSignal(15, 1, "SLURM: its time limit is reached"), "by SIGTERM (SLURM: its time limit is reached); no"),
+        (
+            NodeSignal(15, 1, "SLURM: the job has reached its time limit"),
+            "by SIGTERM (SLURM: the job has reached its time limit); no",
+        ),
         (NodeSignal(12), "by SIGUSR2 (the scheduler's warning: the time limit is near); no"),
     ],
 )

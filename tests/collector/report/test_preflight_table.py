@@ -147,7 +147,9 @@ def test_the_clock_of_a_node_is_that_of_its_best_exchange(make):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_order_of_arrival_gives_the_same_report(make, seed):
-    finding = make.found("compute", "fail", "gpu", [3], ["gpu-001"], "rank 3 computes another matmul", victims=[0])
+    finding = make.found(
+        "compute", "fail", "gpu", [3], ["gpu-001"], "rank 3 gets a different matmul result", victims=[0]
+    )
     other = make.found("health", "warn", "gpu", [0], ["gpu-000"], "hot")
     messages = check(make, findings=[finding, other], marks={("compute", 3): "fail"}, unended={("bandwidth", 1)})
     shuffled = list(messages)
@@ -157,7 +159,9 @@ def test_any_order_of_arrival_gives_the_same_report(make, seed):
 
 
 def test_the_report_is_read_back_as_it_was(make):
-    finding = make.found("compute", "fail", "gpu", [3], ["gpu-001"], "rank 3 computes another matmul", victims=[0])
+    finding = make.found(
+        "compute", "fail", "gpu", [3], ["gpu-001"], "rank 3 gets a different matmul result", victims=[0]
+    )
     report = report_of(check(make, findings=[finding]))
     assert msgspec.json.decode(to_json(report), type=RunReport) == report
     told = json.loads(to_json(report))["preflight"]
@@ -193,7 +197,9 @@ def test_a_row_per_node_and_a_column_per_stage(make):
 
 
 def test_512_ranks_on_64_nodes_are_readable(make):
-    finding = make.found("compute", "fail", "gpu", [77], ["gpu-009"], "rank 77 computes another matmul", next="Look.")
+    finding = make.found(
+        "compute", "fail", "gpu", [77], ["gpu-009"], "rank 77 gets a different matmul result", next="Look."
+    )
     warning = make.found("health", "warn", "gpu", [3], ["gpu-000"], "4 ECC errors")
     text = render_text(report_of(check(make, 64, 8, [finding, warning], {("compute", 77): "fail"})))
 
@@ -224,10 +230,10 @@ def test_hundreds_of_victims_share_a_line(make):
 
 
 def test_what_the_verdict_says_is_not_said_twice(make):
-    finding = make.found("compute", "fail", "rank", [1], ["gpu-000"], "rank 1 computes another matmul")
+    finding = make.found("compute", "fail", "rank", [1], ["gpu-000"], "rank 1 gets a different matmul result")
     difference = make.found("consistency", "warn", "node", [2, 3], ["gpu-001"], "NCCL_DEBUG differs")
     text = render_text(report_of(check(make, findings=[finding, difference])), width=160)
-    assert text.count("rank 1 computes another matmul") == 1
+    assert text.count("rank 1 gets a different matmul result") == 1
     assert text.count("NCCL_DEBUG differs") == 1
     assert "Differences between ranks\n  - warn: NCCL_DEBUG differs." in text
 

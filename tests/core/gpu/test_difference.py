@@ -43,7 +43,7 @@ def test_a_counter_that_begins_anew_is_told_and_blamed_for_nothing():
     (change,) = difference(
         counters("before", 0, ecc_uncorrected_volatile=5), counters("end", 9, ecc_uncorrected_volatile=0)
     )
-    assert (change.grade, change.sentence) == ("ok", "uncorrectable ECC errors: 5 -> 0, counted anew")
+    assert (change.grade, change.sentence) == ("ok", "uncorrectable ECC errors: 5 -> 0, counter restarted")
 
 
 def test_a_gpu_that_was_lost_meanwhile_is_a_failure():

@@ -286,7 +286,7 @@ def test_an_old_nvidia_ml_py_lacks_functions_and_the_rest_is_read(nvml, first, t
 TROUBLES = [
     ("init error 4", "", "NVML may not be used here (permission denied)"),
     ("init error 9", "", "the NVIDIA driver is not loaded"),
-    ("init error 18", "", "NVML is of another version than the driver"),
+    ("init error 18", "", "NVML and the driver have different versions"),
     ("init error 17", "", "NVML cannot be initialised: The operating system has blocked the request."),
     ("", "ANCIENT", "NVML is too old: this driver has no nvmlInit"),
 ]

@@ -137,7 +137,7 @@ def test_a_node_that_is_cut_off_after_its_arrival_is_named(job):
     assert [run.code for run in runs[:2]] == [PREFLIGHT] * 2, "silence alone is no loss: its stage ends at its deadline"
     verdict = runs[0].verdict
     assert (verdict["kind"], verdict["stage"]) == ("preflight", "allocation")
-    assert f"rank 2 ({last.host}) gave no more word" in verdict["statement"]
+    assert f"rank 2 ({last.host}) stopped reporting" in verdict["statement"]
     assert "lost the store" in runs[2].stderr or "heard nothing from the store" in runs[2].stderr
     assert runs[2].code != 0
 

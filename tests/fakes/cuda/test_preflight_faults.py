@@ -16,8 +16,8 @@ OPTIONS = ("--nproc-per-node", "2", "--alloc", "16MiB", "--bandwidth-size", "1Mi
     ("fault", "rank", "words"),
     [
         ("", None, ""),
-        ("1:bad-sum", 1, "rank 1 adds wrong"),
-        ("1:hang-init", None, "at whose fault is not known"),
+        ("1:bad-sum", 1, "rank 1 computes wrong sums"),
+        ("1:hang-init", None, "the rank at fault is unknown"),
     ],
 )
 def test_a_fault_of_nccl_is_laid_to_its_rank_or_to_none(tmp_path, fault, rank, words):

@@ -180,7 +180,7 @@ def test_an_error_of_ours_ends_the_telemetry_and_nothing_else(make):
     assert node.host.asked.get(timeout=WAIT_S)
     assert node.host.asked.empty(), "it is not tried again"
     message, seconds, _ = node.sent()
-    assert (seconds, message.troubles) == ([0.0], ["no more was read: RuntimeError: can't start new thread"])
+    assert (seconds, message.troubles) == ([0.0], ["reading stopped: RuntimeError: can't start new thread"])
 
 
 def test_it_can_be_turned_off(make):

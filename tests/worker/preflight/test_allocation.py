@@ -103,7 +103,10 @@ def test_a_limit_on_the_memory_is_told_with_what_could_be_had(run_ranks, quick):
 
     assert outcomes[0]["kind"] == "ok"
     assert (outcomes[1]["kind"], outcomes[1]["known"], outcomes[1]["peers"]) == ("raised", True, None)
-    assert f"{64 if quick else 256} MiB could not be allocated on cpu: the largest block" in outcomes[1]["detail"]
+    assert (
+        f"{64 if quick else 256} MiB could not be allocated on cpu: the largest available block"
+        in outcomes[1]["detail"]
+    )
     assert "ulimit -v" in outcomes[1]["next"]
 
 

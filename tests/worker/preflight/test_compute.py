@@ -42,14 +42,14 @@ def test_a_rank_that_computes_another_matmul_is_named(run_ranks):
     (finding,) = odd_digests(results_of(run_ranks("compute", [0, 1, 2], {1: "another matmul"})), HOSTS)
 
     assert (finding.grade, finding.subject, finding.ranks, finding.hosts) == ("fail", "rank", [1], ["node-0"])
-    assert finding.sentence.startswith("rank 1 on node-0 computes another matmul")
+    assert finding.sentence.startswith("rank 1 on node-0 gets a different matmul result")
 
 
 def test_a_rank_that_contradicts_itself_needs_no_other(run_ranks):
     (outcome,) = run_ranks("compute", [0], {0: "now and then"}).values()
 
     assert (outcome["known"], outcome["peers"]) == (True, None)
-    assert "gave other bits when it was repeated (1 of 589824 numbers differ, repetition 1)" in outcome["detail"]
+    assert "gave different bits when it was repeated (1 of 589824 numbers differ, repetition 1)" in outcome["detail"]
 
 
 def test_a_slow_rank_is_named(run_ranks):

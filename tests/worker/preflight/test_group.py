@@ -13,7 +13,8 @@ def test_a_healthy_group_passes(run_ranks):
 
     assert {outcome["kind"] for outcome in outcomes.values()} == {"ok"}
     assert outcomes[0]["said"] == ["init", "all_reduce", "all_gather", "broadcast", "barrier", "votes"]
-    assert outcomes[2]["value"] == "all_reduce, all_gather, broadcast and barrier over 3 ranks came out right (gloo)"
+    rank_2 = "all_reduce, all_gather, broadcast and barrier over 3 ranks gave right results (gloo)"
+    assert outcomes[2]["value"] == rank_2
 
 
 def test_some_ranks_of_a_larger_job_form_a_group(run_ranks):
@@ -25,11 +26,11 @@ def test_some_ranks_of_a_larger_job_form_a_group(run_ranks):
 @pytest.mark.parametrize(
     ("ranks", "fault", "words"),
     [
-        ([0, 1], "adds wrong", "rank 1 adds wrong: all_reduce over 2 ranks gave"),
-        ([0, 1, 2], "adds wrong", "rank 1 adds wrong: all_reduce over 3 ranks gave"),
-        ([0, 1, 2], "puts in wrong", "rank 1 adds wrong"),
-        ([0, 1, 2], "puts in wrong in large messages", "rank 1 adds wrong"),
-        ([0, 1, 2, 3, 4], "puts in wrong", "in every pair, while the other ranks add right with each other"),
+        ([0, 1], "adds wrong", "rank 1 computes wrong sums: all_reduce over 2 ranks gave"),
+        ([0, 1, 2], "adds wrong", "rank 1 computes wrong sums: all_reduce over 3 ranks gave"),
+        ([0, 1, 2], "puts in wrong", "rank 1 computes wrong sums"),
+        ([0, 1, 2], "puts in wrong in large messages", "rank 1 computes wrong sums"),
+        ([0, 1, 2, 3, 4], "puts in wrong", "in every pair, while the other ranks compute right sums with each other"),
         ([0, 1, 2], "adds wrong in large groups", None),
         ([0, 1], "sends wrong", "rank 1 sends wrong values in all_gather (seen by rank 0)"),
         ([0, 1, 2], "sends wrong", "rank 1 sends wrong values in all_gather (seen by ranks 0, 2)"),
@@ -45,7 +46,7 @@ def test_the_wrong_rank_is_named_by_all(run_ranks, ranks, fault, words):
     (sentence,) = {outcome["detail"] for outcome in outcomes.values()}
     if words is None:
         assert {str(outcome["peers"]) for outcome in outcomes.values()} == {"[]"}
-        assert "undetermined which rank adds wrong (pairs of ranks do not tell" in sentence
+        assert "undetermined which rank computes wrong sums (tests of pairs do not show" in sentence
     else:
         assert words in sentence
         assert {rank: outcome["peers"] for rank, outcome in outcomes.items()} == {
@@ -64,7 +65,7 @@ def test_two_that_poison_the_same_sum_blame_nobody_by_name(run_ranks):
 def test_two_wrong_ranks_are_both_named(run_ranks):
     outcomes = run_ranks("group", [0, 1, 2, 3, 4], {1: "puts in wrong", 4: "adds wrong"})
 
-    assert "ranks 1, 4 add wrong" in outcomes[0]["detail"]
+    assert "ranks 1, 4 compute wrong sums" in outcomes[0]["detail"]
     assert [outcome["peers"] for outcome in outcomes.values()] == [[1, 4], None, [1, 4], [1, 4], None]
 
 
@@ -72,13 +73,13 @@ def test_one_wrong_transfer_between_two_ranks_leaves_open_which(run_ranks):
     outcomes = run_ranks("group", [0, 1, 2, 3], {2: "gets first wrong"})
 
     assert {str(outcome["peers"]) for outcome in outcomes.values()} == {"[]"}
-    assert "the values of rank 0 came out wrong at rank 2 in all_gather; undetermined" in outcomes[3]["detail"]
+    assert "the values of rank 0 arrived wrong at rank 2 in all_gather; undetermined" in outcomes[3]["detail"]
 
 
 def test_a_barrier_that_is_none_is_told(run_ranks):
     outcomes = run_ranks("group", [0, 1], {0: "skips barrier", 1: "comes late to the barrier"})
 
-    assert "rank 0 came through the barrier too early: 1 of 2 ranks had reached it" in outcomes[0]["detail"]
+    assert "rank 0 left the barrier too early: 1 of 2 ranks had reached it" in outcomes[0]["detail"]
     assert [outcome["peers"] for outcome in outcomes.values()] == [None, [0]]
 
 

@@ -184,7 +184,7 @@ def test_a_report_that_somebody_without_the_key_has_written_is_no_ranks_word(ser
     assert ranks.seat(0, "the job's").meet("arrive", b"{}", draw, **LONG) == b"{}"
     (reports,) = heard
     assert (reports.by_rank, reports.silent) == ({0: b"{}"}, [])
-    assert reports.foreign == {1: f"what stands in the store as {ranks.prefix}/arrive/1 was not written by this job"}
+    assert reports.foreign == {1: f"the store's entry {ranks.prefix}/arrive/1 was not written by this job"}
 
 
 def test_a_conclusion_that_somebody_without_the_key_has_drawn_is_not_believed(server):

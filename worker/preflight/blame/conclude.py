@@ -204,7 +204,7 @@ def _silent(heard: StepReports, now: StepConclusion, roster: RankRoster | None) 
         ranks, host = [rank for rank in of_node if rank in silent], roster.hosts_by_node[node]
         if ranks:
             subject: Subject = "node" if ranks == of_node and len(roster.ranks_by_node) > 1 else "rank"
-            sentence = f"{ranks_text(ranks)} ({host}) gave no more word in stage {stage}"
+            sentence = f"{ranks_text(ranks)} ({host}) stopped reporting in stage {stage}"
             next_ = f"Look at {host}: is it up, and what ended the ranks there?"
             findings.append(failure(stage, subject, ranks, [host], sentence, next_, victims=sorted(heard.reports)))
     waited = f"waited for {ranks_text(heard.silent)}"
@@ -214,7 +214,7 @@ def _silent(heard: StepReports, now: StepConclusion, roster: RankRoster | None) 
 def _no_conclusion(heard: StepReports, now: StepConclusion, host: str) -> StepConclusion:
     stage, victims = stage_of(heard.step), [rank for rank in heard.reports if rank != LEADER]
     next_ = f"Look at {host or 'its host'}: what ended or stopped the processes of rank {LEADER} there?"
-    return _blame(now, [rank_failed(stage, LEADER, host, f"gave no conclusion in stage {stage}", next_, victims)])
+    return _blame(now, [rank_failed(stage, LEADER, host, f"sent no conclusion in stage {stage}", next_, victims)])
 
 
 def _fallen(heard: StepReports, now: StepConclusion, roster: RankRoster | None) -> StepConclusion:
@@ -252,7 +252,7 @@ def _faults(
 
 def foreign_finding(step: str, sentence: str) -> PreflightFinding:
     """A stranger has written into the ranks' store: the preflight ends here, and blames no rank of the job."""
-    next_ = "Look at who can reach the port at which the ranks meet: whoever can may write there."
+    next_ = "Check who can reach the port at which the ranks meet: anyone who can reach it can write there."
     return PreflightFinding(stage_of(step), "unknown", "job", [], [], f"the preflight has ended: {sentence}", next_)
 
 
@@ -329,7 +329,7 @@ def _inside_nodes(stage: str, heard: StepReports, now: StepConclusion, roster: R
 
 def _of_node(stage: str, node: int, ranks: list[int], roster: RankRoster, detail: str) -> PreflightFinding:
     host = roster.hosts_by_node[node]
-    sentence = f"{ranks_text(ranks)} inside node {host} do not work together, at whose fault is not known: {detail}"
+    sentence = f"{ranks_text(ranks)} inside node {host} do not work together; the rank at fault is unknown: {detail}"
     next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
     return failure(stage, "node", [], [host], sentence, next_, victims=ranks)
 
@@ -340,7 +340,7 @@ def _search(
     """The group failed, and the ranks' reports blame no rank."""
     if heard.step == "bandwidth" or len(roster.ranks_by_node) == 1:
         where = f"inside node {roster.hosts[0]}" if len(roster.ranks_by_node) == 1 else "over all ranks"
-        sentence = f"the process group {where} failed, at which rank is not known: {detail}"
+        sentence = f"the process group {where} failed; the rank at fault is unknown: {detail}"
         next_ = "Run `gpuwatch check --nccl-debug` and read the log."
         stage, victims = stage_of(heard.step), sorted(heard.reports)
         return _blame(now, [failure(stage, "job", [], [], sentence, next_, victims=victims)])

@@ -127,9 +127,9 @@ _POLICIES = {
 _TABLE = {name: policy for names, policy in _POLICIES.items() for name in names.split()}
 
 _BY_PREFIX = {
-    "NCCL_": SettingPolicy("warn", "NCCL has its own value for it on each rank: the slowest rank sets the pace"),
+    "NCCL_": SettingPolicy("warn", "the ranks then run NCCL with different values, and the slowest rank sets the pace"),
     "TORCH_": SettingPolicy(
-        "warn", "torch has its own value for it on each rank: ranks may compute or fail in other ways"
+        "warn", "the ranks then run torch with different values, and may compute or fail in different ways"
     ),
 }
 
@@ -193,14 +193,14 @@ COMPARED = (
         "torch",
         "fail",
         _version("torch"),
-        "two releases of torch need not send the same collectives in the same order",
+        "two releases of torch may send different collectives, or in a different order",
         _ONE_ENVIRONMENT,
     ),
     ComparedProperty(
         "the script file",
         "fail",
         _script,
-        "ranks that run different code send different collectives, or compute something else",
+        "ranks that run different code send different collectives, or compute different results",
         "Copy the script to all nodes again, or start it from a file system that they share",
     ),
     ComparedProperty(
@@ -210,14 +210,14 @@ COMPARED = (
         "the driver",
         "warn",
         lambda facts: facts.driver,
-        "NCCL then uses only what the oldest driver can do, or fails in the ways of a version that nobody tested",
+        "NCCL then uses only what the oldest driver supports, or fails in untested ways",
         "Install one driver version on all nodes, or leave the odd ones out",
     ),
     ComparedProperty(
         "Python",
         "warn",
         _python_minor,
-        "pickled objects, which torch sends between ranks, need not be readable by another minor version",
+        "another minor version may not be able to read the pickled objects that torch sends between ranks",
         _ONE_ENVIRONMENT,
     ),
     ComparedProperty(

@@ -168,13 +168,13 @@ def judge_sums_of_pairs(votes: Mapping[int, RankVote], bad: Collection[int]) -> 
     if bad:
         shown = next((rank for rank in sorted(bad) if votes[rank].sum_error), wrong[0])
         return VoteResult(
-            f"{ranks_text(bad)} {'adds' if len(bad) == 1 else 'add'} wrong: {votes[shown].sum_error}, in the whole "
-            f"group and in every pair, while the other ranks add right with each other",
+            f"{ranks_text(bad)} {'computes' if len(bad) == 1 else 'compute'} wrong sums: {votes[shown].sum_error}, "
+            "in the whole group and in every pair, while the other ranks compute right sums with each other",
             tuple(sorted(bad)),
         )
     if len(wrong) == 1:
         return _wrong_alone(wrong[0], votes)
-    return _sum_undetermined(wrong, votes, "pairs of ranks do not tell which rank adds wrong")
+    return _sum_undetermined(wrong, votes, "tests of pairs do not show which rank computes wrong sums")
 
 
 def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int, RankVote]) -> VoteResult | None:
@@ -209,7 +209,7 @@ def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int
         )
     to, of = min(errors)
     return VoteResult(
-        f"the values of rank {of} came out wrong at rank {to} in {kind}; undetermined whether rank {of}, rank {to} or "
+        f"the values of rank {of} arrived wrong at rank {to} in {kind}; undetermined whether rank {of}, rank {to} or "
         f"the way between them is at fault"
     )
 
@@ -229,14 +229,14 @@ def _judge_sums(votes: Mapping[int, RankVote]) -> VoteResult | None:
 
 def _wrong_alone(rank: int, votes: Mapping[int, RankVote]) -> VoteResult:
     others = ranks_text(other for other in votes if other != rank)
-    return VoteResult(f"rank {rank} adds wrong: {votes[rank].sum_error}, while {others} got it right", (rank,))
+    return VoteResult(f"rank {rank} computes wrong sums: {votes[rank].sum_error}, while {others} got it right", (rank,))
 
 
 def _sum_undetermined(wrong: list[int], votes: Mapping[int, RankVote], why: str = "") -> VoteResult:
     who = "all ranks" if len(wrong) == len(votes) else ranks_text(wrong)
     return VoteResult(
-        f"{votes[wrong[0]].sum_error}, at {who}, although every rank's own values arrive; undetermined which rank adds "
-        f"wrong" + (f" ({why})" if why else "")
+        f"{votes[wrong[0]].sum_error}, at {who}, although every rank's own values arrive; undetermined which rank "
+        "computes wrong sums" + (f" ({why})" if why else "")
     )
 
 
@@ -244,6 +244,4 @@ def _judge_barrier(votes: Mapping[int, RankVote]) -> VoteResult | None:
     early = [rank for rank in sorted(votes) if votes[rank].barrier_error]
     if not early:
         return None
-    return VoteResult(
-        f"{ranks_text(early)} came through the barrier too early: {votes[early[0]].barrier_error}", tuple(early)
-    )
+    return VoteResult(f"{ranks_text(early)} left the barrier too early: {votes[early[0]].barrier_error}", tuple(early))

@@ -248,7 +248,7 @@ def _shared_finding(shared: list[tuple[str, list[int]]], facts: Facts) -> Prefli
     about = ", ".join(word for word in (known.device_name, known.pci_bus) if word)
     more = f", and {len(shared) - 1} more GPUs of this host are shared, too" if len(shared) > 1 else ""
     allowed = all(_may_share(facts, rank) for _, members in shared for rank in members)
-    means = "NCCL was told to allow it" if allowed else "NCCL refuses it, or hangs on it"
+    means = "NCCL is set to allow it" if allowed else "NCCL refuses it, or hangs on it"
     everyone = [rank for _, members in shared for rank in members]
     return finding(
         "warn" if allowed else "fail",

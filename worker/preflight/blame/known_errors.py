@@ -57,7 +57,8 @@ _OF_THE_WRITER: _Meanings = {
     ),
     r"uncorrectable ECC error": (
         "the GPU met a memory error that ECC could not correct",
-        "Reset the GPU (nvidia-smi -r) and read `nvidia-smi -q -d ECC,ROW_REMAPPER`; if it comes again, take it out.",
+        "Reset the GPU (nvidia-smi -r) and read `nvidia-smi -q -d ECC,ROW_REMAPPER`; if the error comes back, take "
+        "the GPU out.",
     ),
     _CUDA + r"out of memory|Failed to CUDA (?:host )?[cm]?alloc": (
         "the GPU had no memory left for NCCL's own buffers",
@@ -84,7 +85,7 @@ _OF_THE_WRITER: _Meanings = {
         "Let every rank of a node see all of its GPUs: no CUDA_VISIBLE_DEVICES or --gpus-per-task per rank.",
     ),
     r"CUDA-capable device\(s\) is/are busy or unavailable": (
-        "the GPU is busy or unavailable: another process has it for itself, or it needs a reset",
+        "the GPU is busy or unavailable: another process has exclusive use of it, or it needs a reset",
         "Look at its compute mode and processes (nvidia-smi -q -d COMPUTE,PIDS), and at dmesg for a reset required.",
     ),
     _CUDA + r"(?P<what>unspecified launch failure|an illegal memory access was encountered)": (
@@ -106,7 +107,7 @@ _OF_THE_WRITER: _Meanings = {
         "what earlier runs left in /dev/shm/nccl-*.",
     ),
     r"while attaching to shared memory segment \S+ .*No such file": (
-        "a rank could not open the shared memory of another one on its host: they have not the same /dev/shm",
+        "a rank could not open the shared memory of another one on its host: the two do not share one /dev/shm",
         "Start the ranks of a node in one container; to try without: NCCL_CUMEM_HOST_ENABLE=0 or NCCL_SHM_DISABLE=1.",
     ),
     r"Too many open files": (
@@ -118,15 +119,15 @@ _OF_THE_WRITER: _Meanings = {
         "Set NCCL_SOCKET_IFNAME to an interface that `ip addr` lists here, or unset it.",
     ),
     r"Unable to find (?:address|interface) for: (?P<name>\S+)": (
-        "gloo was told to use the interface {name}, which this host does not have",
+        "gloo is set to use the interface {name}, which this host does not have",
         "Set GLOO_SOCKET_IFNAME to an interface that `ip addr` lists here, or unset it.",
     ),
     (
         r"Using the loopback\s+address as fallback|SO_ERROR: Connection refused, remote=\[127\."
         r"|connect \[127\.[\d.]+\]:\d+: Connection refused"
     ): (
-        "gloo takes the loopback address for a host's own: the name of the host does not lead to its real address",
-        "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or mend the host's line in /etc/hosts.",
+        "gloo takes the loopback address for a host's own: the host's name does not resolve to its real address",
+        "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or correct the host's line in /etc/hosts.",
     ),
     # -- InfiniBand and RoCE ------------------------------------------------------------------------------------------
     r"ibv_reg_(?:mr|mr_iova2|dmabuf_mr) failed with (?:error )?(?:\d+ )?Cannot allocate memory": (
@@ -184,7 +185,7 @@ _OF_OTHERS: _Meanings = {
         "Compare the NCCL versions and NCCL_* settings of all ranks; they must be the same.",
     ),
     r"wrong type \d+ != \d+": (
-        "a connection to NCCL came from somebody who did not belong to it: another job, or a scan of the ports",
+        "a process outside of the group connected to NCCL: another job, or a port scan",
         "Compare the NCCL versions and settings of all ranks, and keep other jobs and scanners off these hosts' ports.",
     ),
     # -- the network --------------------------------------------------------------------------------------------------
@@ -194,7 +195,8 @@ _OF_OTHERS: _Meanings = {
     ),
     _CONNECT + r".*Network is unreachable": (
         "there is no network{to_peer}",
-        "Set NCCL_SOCKET_IFNAME to the interface between the nodes: the address of another one was handed out.",
+        "Set NCCL_SOCKET_IFNAME to the interface between the nodes: the other ranks were given the address of "
+        "another one.",
     ),
     _CONNECT + r".*Software caused connection abort": (
         "connections{to_peer} were refused or cut off while they were made",
@@ -216,7 +218,7 @@ _OF_OTHERS: _Meanings = {
     (
         r"socketProgress: Connection closed by remote peer (?P<peer>\S+)"
         r"|Connection closed by peer \[(?P<peer_2>[^\]]+)\]"
-    ): ("the rank at {peer} went away", "Look at what that rank said last: it has failed first."),
+    ): ("the rank at {peer} went away", "Read the last output of that rank: it failed first."),
     r"Got completion (?:from peer (?P<peer>\S+) )?with (?:error |status=)(?P<status>\d+)": (
         "an RDMA transfer{with_peer} failed (status {status}): its connection broke, most often after another error",
         "Look for the first failure in the logs of both hosts.",
@@ -251,7 +253,7 @@ _GENERAL: _Meanings = {
         "Look for an XID in dmesg, and run again with --nccl-debug.",
     ),
     r"unhandled (?P<what>cuda|system) error": (
-        "NCCL met a {what} error of which it says no more here",
+        "NCCL met a {what} error and gives no details here",
         "Run again with --nccl-debug, which writes NCCL's own log.",
     ),
 }

@@ -86,7 +86,7 @@ def _odd(
 ) -> PreflightFinding:
     mine = results[rank]
     sentence = (
-        f"{_who(rank, hosts)} computes another matmul: its bits ({mine.digest}) are not those on which "
+        f"{_who(rank, hosts)} gets a different matmul result: its bits ({mine.digest}) differ from those on which "
         f"{ranks_text(right)} with the same kind of device agree ({results[right[0]].digest})"
     )
     thing = f"GPU {mine.uuid}" if mine.uuid else "this GPU" if _is_gpu(mine) else "this host's CPU"
@@ -102,7 +102,10 @@ def _undetermined(camps: Sequence[list[int]], device_type: str, hosts: Mapping[i
         f"the same matmul has {len(camps)} different results on devices of one kind ({device_type}); {sides}{more} "
         f"contradict each other, so it is undetermined which is wrong"
     )
-    next_ = "Run `gpuwatch check` with another node or GPU of the same kind: whoever it contradicts computes wrong."
+    next_ = (
+        "Run `gpuwatch check` with another node or GPU of the same kind: the device that it contradicts computes "
+        "wrong results."
+    )
     return _finding("compute", "fail", "job", sorted(rank for camp in camps for rank in camp), hosts, sentence, next_)
 
 

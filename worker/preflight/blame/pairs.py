@@ -154,7 +154,7 @@ class _PairSentences:
             f"{self._tried.details[first]}); node undetermined, as there is no good node to try the others with"
         )
         next_ = (
-            "Look at what the nodes share: the switch, a firewall, and whether NCCL_SOCKET_IFNAME or "
+            "Check what the nodes share: the switch, a firewall, and whether NCCL_SOCKET_IFNAME or "
             "GLOO_SOCKET_IFNAME names an interface by which they reach each other."
         )
         return self._finding("job", sorted(self._ranks), sentence, next_)

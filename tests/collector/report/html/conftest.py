@@ -100,7 +100,7 @@ def crash(make):
 
 
 def preflight(make):
-    bad = make.found("compute", ranks=[1], hosts=["h0"], sentence="rank 1 on h0 computes another matmul")
+    bad = make.found("compute", ranks=[1], hosts=["h0"], sentence="rank 1 on h0 gets a different matmul result")
     bodies = [make.hello(nproc=2)]
     for rank in range(2):
         bodies += [make.began(rank, "inventory"), make.stage(rank, "inventory"), make.began(rank, "compute")]

@@ -94,7 +94,7 @@ def test_a_rank_that_goes_silent_ends_it_at_once(step):
     job = Job(2, fault=lambda at, rank, before: RankStepReport(detail="silent") if (at, rank) == (step, 2) else None)
     assert job.steps[-1] == step
     (found,) = job.failures
-    assert (found.ranks, found.sentence) == ([2], f"rank 2 (node-1) gave no more word in stage {step}")
+    assert (found.ranks, found.sentence) == ([2], f"rank 2 (node-1) stopped reporting in stage {step}")
     assert job.standings == {0: "victim", 1: "victim", 2: "failed", 3: "victim"}
 
 
@@ -138,7 +138,7 @@ def test_a_leader_that_draws_no_conclusion_is_named_only_if_it_waits_for_nobody(
         None,
     )
     assert all_there.next == ""
-    assert all_there.findings[0].sentence == "rank 0 (node-0) gave no conclusion in stage arrive"
+    assert all_there.findings[0].sentence == "rank 0 (node-0) sent no conclusion in stage arrive"
     waits = conclude(
         settings(),
         StepReports("arrive", reports, [2], leader_failed=True),

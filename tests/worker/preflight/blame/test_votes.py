@@ -54,7 +54,7 @@ def test_a_single_wrong_transfer_names_nobody(count, data):
     verdict = judge({rank: RankVote(gather_errors=[sender] if rank == receiver else []) for rank in range(count)})
 
     assert verdict.guilty == ()
-    assert f"rank {sender} came out wrong at rank {receiver}" in verdict.sentence
+    assert f"rank {sender} arrived wrong at rank {receiver}" in verdict.sentence
 
 
 @given(st.integers(3, 9), st.data())
@@ -115,4 +115,4 @@ def test_pairs_that_all_add_right_leave_the_one_with_the_wrong_sum():
 def test_a_barrier_that_lets_through_is_told():
     verdict = judge({0: RankVote(barrier_error="1 of 2 ranks had reached it"), 1: RankVote()})
 
-    assert verdict.sentence == "rank 0 came through the barrier too early: 1 of 2 ranks had reached it"
+    assert verdict.sentence == "rank 0 left the barrier too early: 1 of 2 ranks had reached it"
