@@ -472,7 +472,7 @@ def test_a_recorder_of_another_rank_is_not_believed(writer, make_watch):
     writer.identify(RANK + 1, 0, 1, ATTEMPT)
     watch = make_watch()
     (fault,) = watch.poll(0)
-    assert f"of rank {RANK + 1}" in fault.event.message
+    assert f"to rank {RANK + 1}" in fault.event.message
     assert (fault.event.where.rank, watch.poll(1), watch.state()) == (RANK, [], None)
     (last,) = watch.end(0, "itself", 2)
     assert last.event == WorkerExit(RunPosition(RANK, ATTEMPT), 0, "itself", "starting")
