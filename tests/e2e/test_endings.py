@@ -239,7 +239,7 @@ def test_without_any_agent_the_launch_still_tells_what_its_rank_has_said(bench, 
 
     assert run.code == 4
     assert "rank 1: +inf in output of" in run.stderr.replace("rank 1 saw an overflow", "rank 1")
-    assert "`block.widen` (Linear), forward of batch 2; no report shows it" in run.stderr
+    assert "`block.widen` (Linear), forward of batch 2; the report lacks this overflow" in run.stderr
     assert "VERDICT" not in run.stderr
 
 

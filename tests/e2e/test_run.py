@@ -293,7 +293,7 @@ def test_ranks_that_cannot_be_seen_are_never_told_clean(bench, command):
 
     assert (watched.code, watched.verdict["kind"]) == (6, "unknown")
     assert (
-        "no rank was heard (no Python process below the command was seen to import torch"
+        "no rank was heard from (no Python process below the command was seen to import torch"
         in watched.verdict["statement"]
     )
     assert watched.stdout == "trained\n"
