@@ -149,8 +149,9 @@ class BackwardHooks:
 
     def _show_to_dynamo(self) -> None:
         try:
-            from ..compile.untraced import as_constant
+            from ..compile.untraced import as_constant, leave_alone
 
+            leave_alone((_as_hook(print),))  # all of its functions have one code
             told = weakref.WeakMethod(self._is_compiled_as_a_whole)  # what dynamo traces outlives the hooks
             traced_hooks.backward = as_constant(lambda: (tell_it := told()) and tell_it())
             if trace_hooks_as is not None:
