@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.utils.checkpoint
+from gpuwatch.core.events import ReplacedFunctions
 from gpuwatch.worker.patches import PatchLedger, replaced
 from torch import nn
 
@@ -53,14 +54,15 @@ def test_after_the_detach_every_function_is_torchs_own(watch: Callable[..., Any]
     watched = [watch(), watch()]
     train()
     within = functions()
-    names = {name for _, name in replaced()}
+    names = {name for owned in replaced().values() for name in owned}
     assert changed(before, within) == names, "what is replaced is in the ledger"
     assert {"allreduce", "wait", "export", "step", "scale", "__init__"} <= names
+    assert [each.of(ReplacedFunctions)[0].names for each in watched] == [replaced()] * 2, "all of it is recorded"
     for each in watched:  # not in the reverse order
         each.hooks.detach()
         each.hooks.detach()
     assert changed(before, functions()) == set()
-    assert replaced() == []
+    assert replaced() == {}
     train()
     assert [each.faults for each in watched] == [[], []]
 
@@ -98,7 +100,7 @@ def test_watchers_leave_in_any_order(order: tuple[int, ...]) -> None:
         ledgers[number].undo()
         left.remove(str(number))
     assert holder.call is before
-    assert replaced() == []
+    assert replaced() == {}
 
 
 def test_what_somebody_else_has_put_around_ours_stays() -> None:
@@ -108,7 +110,7 @@ def test_what_somebody_else_has_put_around_ours_stays() -> None:
     holder.call = theirs = adds("theirs")(holder.call)
     ledger.undo()
     assert holder.call is theirs
-    assert replaced() == []
+    assert replaced() == {}
 
 
 def test_what_is_replaced_for_the_whole_process_is_in_the_ledger() -> None:
@@ -116,7 +118,7 @@ def test_what_is_replaced_for_the_whole_process_is_in_the_ledger() -> None:
         "from gpuwatch.worker.rank_process import hear_of_ends\n"
         "from gpuwatch.worker.patches import replaced; import os\n"
         "hear_of_ends(lambda: (lambda: None), lambda: None, lambda variables: {})\n"
-        "print(sorted({name for _, name in replaced()}))"
+        "print(replaced())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout == "['_exit', 'execv', 'execve']\n", done.stderr
+    assert done.stdout == f"{dict.fromkeys(('os', 'posix'), ['_exit', 'execv', 'execve'])}\n", done.stderr
