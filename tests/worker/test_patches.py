@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch.utils.checkpoint
-from gpuwatch.core.events import ReplacedFunctions
 from gpuwatch.worker.patches import PatchLedger, replaced
 from torch import nn
 
@@ -57,7 +57,6 @@ def test_after_the_detach_every_function_is_torchs_own(watch: Callable[..., Any]
     names = {name for owned in replaced().values() for name in owned}
     assert changed(before, within) == names, "what is replaced is in the ledger"
     assert {"allreduce", "wait", "export", "step", "scale", "__init__"} <= names
-    assert [each.of(ReplacedFunctions)[0].names for each in watched] == [replaced()] * 2, "all of it is recorded"
     for each in watched:  # not in the reverse order
         each.hooks.detach()
         each.hooks.detach()
@@ -114,11 +113,12 @@ def test_what_somebody_else_has_put_around_ours_stays() -> None:
 
 
 def test_what_is_replaced_for_the_whole_process_is_in_the_ledger() -> None:
+    names = ["_exit", "execv", "execve"]
     code = (
         "from gpuwatch.worker.rank_process import hear_of_ends\n"
-        "from gpuwatch.worker.patches import replaced; import os\n"
+        "from gpuwatch.worker.patches import replaced; import json\n"
         "hear_of_ends(lambda: (lambda: None), lambda: None, lambda variables: {})\n"
-        "print(replaced())"
+        "print(json.dumps(replaced()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout == f"{dict.fromkeys(('os', 'posix'), ['_exit', 'execv', 'execve'])}\n", done.stderr
+    assert json.loads(done.stdout) == {"os": names, "posix": names}, done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...core.events import OwnFault, ReplacedFunctions, RunPosition
+from ...core.events import OwnFault, RunPosition
 from ...core.frames import Phase
 from ...core.judge import WarningLimits
 from ...core.recorder.layout import NOTHING, HeadField, HooksState, seal
@@ -19,7 +19,7 @@ from ...core.recorder.writer import RecorderWriter
 from ...core.settings import WorkerSettings
 from ..compile.apart import apart_from_dynamo
 from ..compile.attach import CompiledRegions
-from ..patches import PatchLedger, replaced
+from ..patches import PatchLedger
 from ..record.device_rows import LateMasks
 from ..record.held_alarms import TrainedModules
 from ..record.judging import AlarmRecorder, FrameWriter
@@ -153,7 +153,6 @@ class ModuleHooks:
             progress.groups, fault, passed=passed if looks else None, late=late_passed
         )
         self._exports = ExportPatches(global_hooks)
-        self._replaced: dict[str, list[str]] = {}
 
     # -- attach and detach --------------------------------------------------------------------------------------
 
@@ -178,7 +177,6 @@ class ModuleHooks:
         self._steps.attach(self._patches)
         self._exports.attach(self._patches)
         self._trained.attach(self._patches)
-        self._record_replaced()
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
         os.register_at_fork(after_in_child=lambda: (method := detach()) and method())
@@ -191,13 +189,6 @@ class ModuleHooks:
         """Remove the hooks and release the recorder's memory, so that it can be unmapped."""
         self.detach()
         self.rows.close()
-
-    def _record_replaced(self) -> None:
-        """Record which functions are replaced, unless that is recorded: imports may have added some."""
-        names = replaced()
-        if names != self._replaced:
-            self._replaced = names
-            self._recorder.append(ReplacedFunctions(self.where(), names))
 
     # -- place in the run ---------------------------------------------------------------------------------------
 
@@ -218,11 +209,10 @@ class ModuleHooks:
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
         self.put_back()
-        for part, note in ("process groups", self.progress.groups.notice), ("attach", self._record_replaced):
-            try:
-                note()
-            except Exception as error:
-                self._faults.record(part, error)
+        try:
+            self.progress.groups.notice()
+        except Exception as error:
+            self._faults.record("process groups", error)
         with self.progress.lock:
             self._graphs.take()
             for root in self._roots.infos():
