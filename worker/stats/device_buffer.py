@@ -318,6 +318,11 @@ class DeviceStatsBuffer:
             self._add_note(_no_kernel(first_line(error)))
             return done
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether rows were read whose copy was not started."""
+        return self._queued > 0
+
     # -- copies to the host -------------------------------------------------------------------------------------
 
     def flush(self) -> None:
