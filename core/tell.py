@@ -30,9 +30,25 @@ def flush_streams() -> None:
             stream.flush()
 
 
-def end_process(code: int) -> NoReturn:
-    """End it as `multiprocessing` ends its children: threads, exit functions, streams, and no module is taken down."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+def end_process(code: int, longest_s: float | None = None) -> NoReturn:
+    """End it as `multiprocessing` ends its children: threads, exit functions, streams, and no module is taken down.
+
+    Waits for threads that are no daemons, at most `longest_s` seconds; None: as long as they take.
+    """
+    if longest_s is not None:
+        late = threading.Timer(longest_s, _leave, (code,))
+        late.daemon = True
+        late.start()
+    threading._shutdown()  # type: ignore[attr-defined]
+    _leave(code)
+
+
+_leaving = threading.Lock()
+"""Never released: one thread runs the exit functions."""
+
+
+def _leave(code: int) -> NoReturn:
+    _leaving.acquire()
     atexit._run_exitfuncs()
     flush_streams()
     os._exit(code)

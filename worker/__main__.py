@@ -41,6 +41,10 @@ except ImportError:  # installed without a C compiler: the hooks' share of the r
         """The frames below the caller are ours: it is to be the first one (worker/native/recursion.c)."""
 
 
+_LONGEST_THREADS_S = 30.0
+"""How long a rank with an overflow waits for its threads: one may save a checkpoint, and one may never end."""
+
+
 def main() -> NoReturn:
     """Run one rank. Ends the process."""
     arguments = sys.argv[1:]
@@ -224,5 +228,5 @@ def _die_of(error: BaseException) -> NoReturn:
     if isinstance(error, OverflowDetected):
         # its process groups still exist: a normal exit would run their destructors last, and those of gloo sometimes
         # abort the process (torch 2.13), so that the rank would be reported as lost
-        end_process(RANK_OVERFLOW)
+        end_process(RANK_OVERFLOW, _LONGEST_THREADS_S)
     sys.exit(1)
