@@ -8,6 +8,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -443,7 +444,8 @@ class RecorderWriter:
         if self._segment >= 0:
             self._seg.release()
         self._bytes.release()
-        self._map.close()
+        with suppress(BufferError):  # a device may still write there
+            self._map.close()
 
 
 def _shortened(anomaly: Anomaly) -> Anomaly:

@@ -46,7 +46,7 @@ StreamKey = tuple[int, int]
 
 
 class StatsDevice(Protocol):
-    """The operations of a kind of device for DeviceStatsBuffer. Only `wait` and `synchronize` wait for the device.
+    """The operations of a kind of device for DeviceStatsBuffer. Only `wait` waits for the device.
 
     CudaDevice is the real one. LateDevice is a fake on CPU memory for tests.
     """
@@ -87,9 +87,6 @@ class StatsDevice(Protocol):
     def wait(self, event: Any, timeout_s: float | None) -> bool:
         """Wait until an event is done; False after `timeout_s` seconds (None: no limit)."""
 
-    def synchronize(self, stream: Any) -> None:
-        """Wait for everything that was started on a stream."""
-
     def register(self, address: int, size: int, device: torch.device) -> str:
         """Allow copies directly into a range of host memory. Returns the reason if this is refused, else ""."""
 
@@ -102,6 +99,7 @@ class StatsDevice(Protocol):
 
 _PORTABLE = 1  # cudaHostRegisterPortable: valid in the contexts of all devices
 _LONGEST_SLEEP_S = 1e-3
+CLOSE_S = 10.0
 _NOTHING = nullcontext()
 
 
@@ -165,9 +163,6 @@ class CudaDevice:
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
         return True
 
-    def synchronize(self, stream: Any) -> None:
-        stream.synchronize()
-
     def register(self, address: int, size: int, device: torch.device) -> str:
         with torch.cuda.device(device):  # else the call creates a context on device 0
             result = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))  # type: ignore[no-untyped-call]  # likewise
@@ -184,6 +179,15 @@ class CudaDevice:
     def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         # torch caches pinned memory: only the first calls reach the driver. The script may have another default device.
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+
+def has_ended(driver: StatsDevice, key: StreamKey, stream: Any) -> bool:
+    """Whether everything that was started on a stream has ended. Waits for it, `CLOSE_S` seconds at most.
+
+    Raises what the driver raises if the device has failed or a graph is being captured.
+    """
+    with driver.use(key, stream):
+        return driver.wait(driver.record(stream), CLOSE_S)
 
 
 def _record_stream(tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream) -> None:

@@ -26,7 +26,7 @@ from ...core.recorder import layout
 from ...core.recorder.layout import HeadField, SegmentField
 from ...core.recorder.writer import RecorderWriter
 from ...core.values import PENDING
-from .device import StatsDevice, StreamKey, device_for, without_modes
+from .device import CLOSE_S, StatsDevice, StreamKey, device_for, has_ended, without_modes
 from .notable import NotableFilter
 from .passed_readings import PassedReadings
 from .stream_buffer import DeviceRow as DeviceRow
@@ -46,6 +46,8 @@ from .torch_reader import (
 from .triton_reader import TritonReader
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
+_kept: list[tuple[FileCopies, PassedReadings]] = []
+"""Closed, but copies are still outstanding: their memory is kept as long as the process lives."""
 
 
 class DeviceStatsBuffer:
@@ -105,20 +107,27 @@ class DeviceStatsBuffer:
             self.note = f"{self.note}; {what}" if self.note else what
 
     def close(self) -> None:
-        """Release the recorder's memory, so that it can be unmapped. Waits for the outstanding copies."""
+        """Release the recorder's memory, so that it can be unmapped. Waits some seconds for the outstanding copies.
+
+        The memory that the others go to is never unmapped: the device may still write there.
+        """
         self._recorder.on_segment_end = None
-        self.passed.close()
+        all_arrived = self.passed.close()
         for buffer in self._buffers.values():
-            with self._driver.use(buffer.key, buffer.stream):
-                try:
-                    self._driver.synchronize(buffer.stream)
-                except Exception as error:
-                    self._copies.stream_failed(buffer, error)
+            try:
+                if not has_ended(self._driver, buffer.key, buffer.stream):
+                    all_arrived = False
+                    raise TimeoutError(f"a stream has not ended within {CLOSE_S:g} s")
+            except Exception as error:
+                self._copies.stream_failed(buffer, error)
         without_modes(self._copies.take_arrived, self._buffers.values())
         self._buffers.clear()
         self._queued = 0
         self._last = self._unsent = None
-        self._copies.close()
+        if all_arrived:
+            self._copies.close()
+        else:
+            _kept.append((self._copies, self.passed))
 
     # -- the tensors of a frame ---------------------------------------------------------------------------------
 

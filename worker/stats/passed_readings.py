@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .device import StatsDevice, StreamKey, without_modes
+from .device import StatsDevice, StreamKey, has_ended, without_modes
 from .torch_reader import GroupedReadings, TensorSource, WaitingTensors, fresh_rows, source_of
 
 _CAPACITY = 256
@@ -188,15 +188,15 @@ class PassedReadings:
         """Whether numbers are outstanding."""
         return any(stream.read or stream.flying for stream in self._streams.values())
 
-    def close(self) -> None:
-        """Wait for the outstanding copies: their memory may go then."""
-        for key, stream in self._streams.items():
-            with self._driver.use(key, stream.stream):
-                try:
-                    self._driver.synchronize(stream.stream)
-                except Exception:  # the device has failed
-                    stream.flying.clear()
-        self._streams.clear()
+    def close(self) -> bool:
+        """Wait for the outstanding copies, but not for ever. Returns whether all have arrived."""
+        for key, stream in list(self._streams.items()):
+            try:
+                if has_ended(self._driver, key, stream.stream):
+                    del self._streams[key]
+            except Exception:  # the device has failed
+                del self._streams[key]
+        return not self._streams
 
 
 def _is_bad(reading: PassedReading) -> bool:

@@ -930,6 +930,23 @@ def test_closing_lets_go_of_the_file(recorder, device):
     assert pages.flying == 0
 
 
+def test_closing_does_not_wait_for_ever_and_the_device_may_still_write(recorder):
+    driver = LateDevice()
+    pages = device_buffer(recorder, "cpu", driver=driver)
+    driver.held.add(0)
+    page_with(recorder, pages, torch.ones(1))
+    recorder.begin_page(0, 1, 0)  # ends the segment: the copy is started
+    recorder.pause_page()
+    assert pages.flying
+    memory = recorder.memory
+    pages.close()
+    assert "a stream has not ended" in pages.note
+    assert recorder.fields[HeadField.ROWS_LOST] == 1
+    recorder.close()
+    assert not memory.closed
+    driver.synchronize(0)  # the copy arrives
+
+
 # -- on CUDA only ---------------------------------------------------------------------------------------------------
 
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
