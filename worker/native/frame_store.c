@@ -55,7 +55,7 @@ int follow_segment(FrameWriter *self, Frame *frame)
 
 static void put_value(char *segment, int64_t position, const Row *row)
 {
-    const int64_t numbers[] = {row->low, row->high, row->meta};
+    const int64_t numbers[] = {row->numbers.low, row->numbers.high, row->numbers.meta};
     memcpy(segment + VALUES_AT + position * VALUE_BYTES, numbers, sizeof numbers);
 }
 
