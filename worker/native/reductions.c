@@ -90,11 +90,11 @@ FOR_EACH_WIDTH(BELOW, int16_t, 16)
 FOR_EACH_WIDTH(BELOW, int32_t, 32)
 FOR_EACH_WIDTH(BELOW, int64_t, 64)
 
-static void reduce(const void *memory, size_t count, long bytes, Reading *found)
+static void reduce(const void *memory, size_t count, uint8_t dtype, Reading *found)
 {
-    if (bytes == 4)
+    if (float_bytes[dtype] == 4)
         CHOOSE(extremes32)(memory, count, found);
-    else if (bytes == 2)
+    else if (float_bytes[dtype] == 2)
         CHOOSE(extremes16)(memory, count, found);
     else
         CHOOSE(extremes64)(memory, count, found);
@@ -154,22 +154,22 @@ static int read_integers(const TensorView *view, Numbers *numbers)
 
 typedef struct {
     const char *memory;
-    long bytes;
+    uint8_t dtype;
     struct { Reading reading; char apart[64]; } found[MOST_PARTS];
 } Parts;
 
-static void read_part(void *argument, int part, size_t first, size_t count)
+static void read_part(void *about, int part, size_t first, size_t count)
 {
-    Parts *parts = argument;
-    reduce(parts->memory + first * (size_t)parts->bytes, count, parts->bytes, &parts->found[part].reading);
+    Parts *parts = about;
+    reduce(parts->memory + first * (size_t)float_bytes[parts->dtype], count, parts->dtype, &parts->found[part].reading);
 }
 
 void read_floats(const void *memory, size_t count, uint8_t dtype, Numbers *numbers)
 {
     Parts parts;
     parts.memory = memory;
-    parts.bytes = float_bytes[dtype];
-    const int number = read_parts(count, parts.bytes, read_part, &parts);
+    parts.dtype = dtype;
+    const int number = read_parts(count, float_bytes[dtype], read_part, &parts);
     Reading all = parts.found[0].reading;
     for (int i = 1; i < number; i++)
         merge(&all, &parts.found[i].reading);
@@ -184,9 +184,9 @@ int read_plain(const TensorView *view, Numbers *numbers)
     return numbers->high < inf_bits[view->dtype];
 }
 
-int64_t largest_of(const void *memory, size_t count, long bytes)
+int64_t largest_of(const TensorView *view)
 {
     Reading found;
-    reduce(memory, count, bytes, &found);
+    reduce(view->address, (size_t)view->count, view->dtype, &found);
     return found.high;
 }

@@ -21,8 +21,8 @@ void read_floats(const void *memory, size_t count, uint8_t dtype, Numbers *numbe
    finite, or is the smallest number of its type, which has no absolute value. */
 int read_plain(const TensorView *view, Numbers *numbers);
 
-/* The largest of `count` integers of 2, 4 or 8 bytes, with the sign bit cleared. Read by this thread alone. */
-int64_t largest_of(const void *memory, size_t count, long bytes);
+/* `high` of a tensor that `is_plain`. This thread reads it alone, and does not release the lock. */
+int64_t largest_of(const TensorView *view);
 
 /* Add to `zeros` how many are 0, and to `small` how many are below `limit` (0 included), with the sign bit cleared. */
 void reduce_below(const void *memory, size_t count, long bytes, int64_t limit, int64_t *zeros, int64_t *small);
