@@ -146,15 +146,8 @@ class RowStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Powers of two between abs max and the dtype's largest number."""
 
 
-class ShownStatistic(NamedTuple):
-    """A field of RowStatistics that the frames of text and page show where it is neither None nor 0."""
-
-    name: str
-    label: str
-    is_share: bool
-
-
-SHOWN_STATISTICS = (ShownStatistic("zeros", "zeros", True), ShownStatistic("subnormals", "subnormal", True))
+SHOWN_STATISTICS = ("zeros", "zeros", True), ("subnormals", "subnormal", True)
+"""(field, label, whether it is a share) of the statistics that text and page show in a frame where they are not 0."""
 
 DTYPE_MAX = {
     "float64": 1.7976931348623157e308,

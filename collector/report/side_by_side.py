@@ -39,7 +39,7 @@ def frames_text(frames: list[Frame]) -> str:
 
 
 def _statistics_text(row: Row) -> str:
-    shown = [(each.label, getattr(row, each.name), each.is_share) for each in SHOWN_STATISTICS]
+    shown = [(label, getattr(row, name), is_share) for name, label, is_share in SHOWN_STATISTICS]
     return "".join(f" {label} {coarse_share_text(n) if is_share else f'{n:.2e}'}" for label, n, is_share in shown if n)
 
 

@@ -55,8 +55,7 @@ int follow_segment(FrameWriter *self, Frame *frame)
 
 static void put_value(char *segment, int64_t position, const Row *row)
 {
-    const int64_t numbers[] = {row->numbers.low, row->numbers.high, row->numbers.meta};
-    memcpy(segment + VALUES_AT + position * VALUE_BYTES, numbers, sizeof numbers);
+    memcpy(segment + VALUES_AT + position * VALUE_BYTES, &row->numbers, sizeof row->numbers);
 }
 
 static void put_rows(char *segment, const Frame *frame)

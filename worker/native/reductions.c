@@ -5,7 +5,7 @@
 #include "layout.h"
 #include "threads.h"
 
-/* What a pass over floats finds. A new statistic is a field here, and has its part in EXTREMES, `merge` and `meta_of`. */
+/* What a pass over floats finds. A new statistic is a field here, and has its part in EXTREMES, `merge` and `read_floats`. */
 typedef struct {
     int64_t low, high; /* with the sign bit cleared. Of no floats at all: the largest number of the type, and 0 */
 } Reading;
@@ -14,12 +14,6 @@ static void merge(Reading *all, const Reading *part)
 {
     all->low = part->low < all->low ? part->low : all->low;
     all->high = part->high > all->high ? part->high : all->high;
-}
-
-static int64_t meta_of(const Reading *reading, uint8_t dtype)
-{
-    (void)reading;
-    return encodings[dtype] << 8;
 }
 
 #if defined(__GNUC__) && defined(__x86_64__)
@@ -132,24 +126,6 @@ INTEGERS(int16_t, INT16_MIN)
 INTEGERS(int32_t, INT32_MIN)
 INTEGERS(int64_t, INT64_MIN)
 
-static int read_integers(const TensorView *view, Numbers *numbers)
-{
-    const void *memory = view->address;
-    const size_t count = (size_t)view->count;
-    switch (view->dtype) {
-    case DTYPE_INT64:
-        return integers_int64_t(memory, count, numbers);
-    case DTYPE_INT32:
-        return integers_int32_t(memory, count, numbers);
-    case DTYPE_INT16:
-        return integers_int16_t(memory, count, numbers);
-    case DTYPE_INT8:
-        return integers_int8_t(memory, count, numbers);
-    default: /* uint8, bool */
-        return integers_uint8_t(memory, count, numbers);
-    }
-}
-
 /* -- whole tensors ---------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -173,15 +149,21 @@ void read_floats(const void *memory, size_t count, uint8_t dtype, Numbers *numbe
     Reading all = parts.found[0].reading;
     for (int i = 1; i < number; i++)
         merge(&all, &parts.found[i].reading);
-    *numbers = (Numbers){all.low, all.high, meta_of(&all, dtype)};
+    *numbers = (Numbers){all.low, all.high, encodings[dtype] << 8};
 }
 
 int read_plain(const TensorView *view, Numbers *numbers)
 {
-    if (view->dtype >= FLOATS_END)
-        return read_integers(view, numbers);
-    read_floats(view->address, (size_t)view->count, view->dtype, numbers);
-    return numbers->high < inf_bits[view->dtype];
+    const size_t count = (size_t)view->count;
+    if (view->dtype < FLOATS_END) {
+        read_floats(view->address, count, view->dtype, numbers);
+        return numbers->high < inf_bits[view->dtype];
+    }
+    return (view->dtype == DTYPE_INT64   ? integers_int64_t
+            : view->dtype == DTYPE_INT32 ? integers_int32_t
+            : view->dtype == DTYPE_INT16 ? integers_int16_t
+            : view->dtype == DTYPE_INT8  ? integers_int8_t
+                                         : integers_uint8_t)(view->address, count, numbers); /* uint8, bool */
 }
 
 int64_t largest_of(const TensorView *view)

@@ -34,17 +34,6 @@ static void read_own_part(void *argument)
     shared->read(shared->about, (int)thread, first, rest < stretch ? rest : stretch);
 }
 
-static void read_shared(Shared *shared, size_t bytes)
-{
-    int threads = 1;
-    if (omp_parallel != NULL && bytes >= LARGE && !omp_is_parallel())
-        threads = omp_most_threads();
-    if (threads <= 1)
-        shared->read(shared->about, 0, 0, shared->count);
-    else
-        omp_parallel(read_own_part, shared, (unsigned)(threads < MOST_PARTS ? threads : MOST_PARTS), 0);
-}
-
 /* A thread that releases the lock while another one runs Python code gets it back after 5 ms. So the lock is released
    only for tensors that take about as long to read. One thread reads 64 MiB in 2 ms and 128 MiB in 4.6 ms. With a second
    thread in Python code, 64 MiB took 32 ms with the lock released and 11 ms without (medians of 15 on a busy machine with
@@ -52,13 +41,15 @@ static void read_shared(Shared *shared, size_t bytes)
 int read_parts(size_t count, long bytes, void (*read)(void *about, int part, size_t first, size_t count), void *about)
 {
     Shared shared = {count, read, about, 1};
-    if (count * (size_t)bytes < RELEASE_FROM) {
-        read_shared(&shared, count * (size_t)bytes);
-        return shared.parts;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    read_shared(&shared, count * (size_t)bytes);
-    Py_END_ALLOW_THREADS
+    const size_t size = count * (size_t)bytes;
+    PyThreadState *released = size >= RELEASE_FROM ? PyEval_SaveThread() : NULL;
+    const int threads = omp_parallel != NULL && size >= LARGE && !omp_is_parallel() ? omp_most_threads() : 1;
+    if (threads <= 1)
+        read(about, 0, 0, count);
+    else
+        omp_parallel(read_own_part, &shared, (unsigned)(threads < MOST_PARTS ? threads : MOST_PARTS), 0);
+    if (released != NULL)
+        PyEval_RestoreThread(released);
     return shared.parts;
 }
 

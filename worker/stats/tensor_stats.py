@@ -175,12 +175,9 @@ def _measure(tensor: torch.Tensor) -> TensorStats:
     bits = tensor.view(kind.bits)
     if tensor.is_cpu:
         flat = _flat(bits).contiguous()
-        low, high, meta = read_floats(flat.data_ptr(), flat.numel(), kind.code)
-    else:  # this waits for the device
-        low, high = (int(number.item()) for number in torch.aminmax(bits.bitwise_and(kind.mask)))
-        meta = kind.meta
-    if high >= kind.inf:
-        meta |= _non_finite_flags(tensor)
+        return stats_in_memory(tensor, flat.data_ptr(), flat.numel(), kind, False)
+    low, high = (int(number.item()) for number in torch.aminmax(bits.bitwise_and(kind.mask)))  # waits for the device
+    meta = kind.meta | (_non_finite_flags(tensor) if high >= kind.inf else 0)
     return TensorStats(low, high, meta, RowKind.MEASURED)
 
 

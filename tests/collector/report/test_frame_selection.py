@@ -7,7 +7,6 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report import side_by_side
 from gpuwatch.collector.report.side_by_side import frames_text
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.values import ShownStatistic
 
 
 def trained(make, rank, bad=1.0, *, first="left"):
@@ -128,7 +127,7 @@ def test_shares_that_were_counted_stand_at_the_end_of_a_row(make):
 
 
 def test_a_statistic_that_is_no_share_stands_there_as_a_number(make, monkeypatch):
-    monkeypatch.setattr(side_by_side, "SHOWN_STATISTICS", [ShownStatistic("headroom", "left", False)])
+    monkeypatch.setattr(side_by_side, "SHOWN_STATISTICS", [("headroom", "left", False)])
     batch = make.Batch(0)
     batch.call("fc", "Linear", returned=[batch.tensor(1.0)])
     (frame,) = batch.decoded().frames
