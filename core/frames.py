@@ -16,7 +16,7 @@ import msgspec
 
 from .roles import GRADIENTS, Role, RoleKind, parse_role
 from .text import WordEnum, shown_name
-from .values import NonFinite
+from .values import NonFinite, RowStatistics
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
 NAME_INDENT = " " * 17
@@ -85,7 +85,7 @@ class RowKind(IntEnum):
     PENDING = 6
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(RowStatistics, frozen=True):
     """One tensor in a frame.
 
     `abs_min` and `abs_max` are None where there are no numbers and, in JSON, where they are non-finite.
@@ -105,12 +105,6 @@ class Row(msgspec.Struct, frozen=True):
     """Index of the measured value in the page. Two rows with the same index are about the same tensor."""
     mark: int = 0
     """`RowMark`"""
-    zeros: float | None = None
-    """Share of elements that are zero, 0 to 1; None where they were not counted."""
-    subnormals: float | None = None
-    """Share of elements below the dtype's smallest normal number, without the zeros."""
-    headroom: float | None = None
-    """Powers of two between abs max and the dtype's largest number."""
 
     @property
     def parsed_role(self) -> Role:

@@ -17,6 +17,8 @@ import struct
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
+import msgspec
+
 
 class NonFinite(IntFlag):
     """The kinds of non-finite numbers in a tensor. `INF` is an inf whose sign is unknown."""
@@ -129,6 +131,23 @@ class Value(NamedTuple):
         """Share of the elements that are too small for the dtype's full precision, 0 to 1; None as above."""
         return (self.meta >> 32 & SHARE) / SHARE if self.meta & COUNTED else None
 
+
+class RowStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What a row (core/frames.py) and a row of the export say of a tensor, beside its extremes.
+
+    A field that is also a property of `Value` is filled in from there (core/recorder/pages.py).
+    """
+
+    zeros: float | None = None
+    """Share of elements that are zero, 0 to 1; None where they were not counted."""
+    subnormals: float | None = None
+    """Share of elements below the dtype's smallest normal number, without the zeros."""
+    headroom: float | None = None
+    """Powers of two between abs max and the dtype's largest number."""
+
+
+SHOWN_STATISTICS = ("zeros", "zeros", True), ("subnormals", "subnormal", True)
+"""(field, label, whether it is a share) of the statistics that text and page show in a frame where they are not 0."""
 
 DTYPE_MAX = {
     "float64": 1.7976931348623157e308,

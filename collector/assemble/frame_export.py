@@ -14,7 +14,7 @@ import msgspec
 from ...core.frames import Row
 from ...core.identity import is_rank, pid_of_number
 from ...core.recorder.page_tables import whole
-from ...core.values import NonFinite
+from ...core.values import NonFinite, RowStatistics
 from ...core.wire.columns import NO_NUMBER
 from ..decide.decide import decide
 from ..facts.facts import RankFacts, RunFacts
@@ -22,8 +22,8 @@ from ..facts.facts import RankFacts, RunFacts
 TABLES = ("verdict", "frames", "history")
 
 
-class ExportRow(msgspec.Struct, frozen=True):
-    """One row. What a table does not have is null. docs/export.md says what the columns mean."""
+class TensorColumns(RowStatistics, frozen=True):
+    """The columns up to the statistics of a tensor, which are the last of these."""
 
     table: str
     run: str
@@ -43,9 +43,11 @@ class ExportRow(msgspec.Struct, frozen=True):
     abs_min: float | None = None
     abs_max: float | None = None
     nonfinite: str | None = None
-    zeros: float | None = None
-    subnormals: float | None = None
-    headroom: float | None = None
+
+
+class ExportRow(TensorColumns, frozen=True, kw_only=True):
+    """One row. What a table does not have is null. docs/export.md says what the columns mean."""
+
     seq: int | None = None
     text: str | None = None
     certainty: str | None = None
@@ -107,8 +109,8 @@ def _frames(rank: RankFacts, run: str) -> Iterator[ExportRow]:
                     *(frame.index, frame.phase, frame.module, frame.cls, row.role, row.kind, row.dtype),
                     "x".join(map(str, row.shape)) if row.shape is not None else None,
                     *(_finite(row.abs_min), _finite(row.abs_max), _nonfinite(row)),
-                    *(row.zeros, row.subnormals, row.headroom),
-                    frame.seq if frame.seq >= 0 else None,
+                    **{name: getattr(row, name) for name in RowStatistics.__struct_fields__},
+                    seq=frame.seq if frame.seq >= 0 else None,
                     process=process,
                 )
 

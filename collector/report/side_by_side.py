@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ...core.frames import HEADER, NAME_INDENT, Frame, FramePhase, RowContent, format_number, format_row
+from ...core.frames import HEADER, NAME_INDENT, Frame, FramePhase, Row, RowContent, format_number, format_row
 from ...core.stalls import is_users
 from ...core.text import ranks_text
+from ...core.values import SHOWN_STATISTICS
 from .model import RankReport, RunReport
 from .sentence_parts import coarse_share_text, grouped
 
@@ -33,10 +34,13 @@ def frames_text(frames: list[Frame]) -> str:
         if (frame.module, frame.phase) != before or frame.phase == FramePhase.FORWARD:
             lines.append(f"{NAME_INDENT} {title_of(frame)}")
         before = (frame.module, frame.phase)
-        for row in frame.rows:
-            shares = (("zeros", row.zeros), ("subnormal", row.subnormals))
-            lines.append(format_row(row) + "".join(f" {name} {coarse_share_text(n)}" for name, n in shares if n))
+        lines += [format_row(row) + _statistics_text(row) for row in frame.rows]
     return "\n".join(lines)
+
+
+def _statistics_text(row: Row) -> str:
+    shown = [(label, getattr(row, name), is_share) for name, label, is_share in SHOWN_STATISTICS]
+    return "".join(f" {label} {coarse_share_text(n) if is_share else f'{n:.2e}'}" for label, n, is_share in shown if n)
 
 
 def title_of(frame: Frame) -> str:

@@ -144,7 +144,6 @@ _STATISTICS = [
     name for name in Row.__struct_fields__ if isinstance(vars(Value).get(name), property) and name != "flags"
 ]
 """The numbers of a row: its fields that a value has, too."""
-_NO_STATISTICS: dict[str, Any] = dict.fromkeys(_STATISTICS)
 
 
 def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: NameTable) -> Row:
@@ -158,9 +157,7 @@ def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: N
     if value is not None and value.meta == PENDING:
         kind, value = RowKind.PENDING, None
     flags = value.flags if value is not None else NonFinite.NONE
-    statistics: dict[str, Any] = (
-        {name: getattr(value, name) for name in _STATISTICS} if value is not None else _NO_STATISTICS
-    )
+    statistics: dict[str, Any] = {name: getattr(value, name, None) for name in _STATISTICS}  # None has none of them
     name = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else "unknown"
     return Row(
         role=slot.role if slot else f"<slot {slot_id}>",

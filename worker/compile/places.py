@@ -8,18 +8,16 @@ import torch
 from torch._dynamo import mark_static_address
 
 from ..stats import device as devices
+from ..stats.torch_reader import GRAPH_NUMBERS
 from .graph_op import SEEN, new_place
-
-NUMBERS = 3
-"""Numbers in a buffer: smallest, largest and smallest absolute value, as float64."""
 
 
 class _GraphBuffers:
     """The tensors that graphs write to, one attribute each. A graph has guards only on those that it uses.
 
-    place_7 holds the numbers of a tensor on a device. token_8 is the token of the `gpuwatch::look` that writes SEEN[8].
-    Each read has its own token: DDP may split a trace into several graphs. If two of these changed the same tensor,
-    autograd would refuse the backward of the first, which has saved the tensor.
+    place_7 holds the `graph_numbers` of a tensor on a device. token_8 is the token of the `gpuwatch::look` that writes
+    SEEN[8]. Each read has its own token: DDP may split a trace into several graphs. If two of these changed the same
+    tensor, autograd would refuse the backward of the first, which has saved the tensor.
     """
 
 
@@ -49,7 +47,7 @@ def place_on(device: str) -> int:
     if in_host_memory(device):
         _keep(f"token_{place}", torch.zeros(1))
     else:
-        _keep(f"place_{place}", torch.zeros(NUMBERS, dtype=torch.float64, device=device))
+        _keep(f"place_{place}", torch.zeros(GRAPH_NUMBERS, dtype=torch.float64, device=device))
     return place
 
 

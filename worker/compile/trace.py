@@ -6,7 +6,7 @@ cost nothing later. The graph reads and changes no Python state, so there is no 
 
     traced_before(module)                      -> adds nothing to the graph
     traced_after(module, args, kwargs, output) -> in host memory: gpuwatch::look(x, token_7, 7)
-                                                  on a device: place_7.copy_(stack(amin(x), amax(x), amin(abs(x))))
+                                                  on a device: place_7.copy_(graph_numbers(x))
 
 views.py lists the versions of torch that take this. Blocks of a model that are compiled one by one share a graph, and
 its rows belong to the module whose call runs it (region_calls.py). So no code here may make dynamo distinguish one
@@ -23,6 +23,7 @@ import torch
 from torch._dynamo import assume_constant_result
 
 from ...core.frames import RowKind
+from ..stats.torch_reader import graph_numbers
 from . import places
 from .dynamo import current_graph, hook_begins, hook_ends, is_closed, traced_value
 from .places import BUFFERS
@@ -230,7 +231,7 @@ def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
         if _in_host_memory(device):
             torch.ops.gpuwatch.look(detached, getattr(BUFFERS, f"token_{place}"), place)
         else:
-            getattr(BUFFERS, f"place_{place}").copy_(_numbers(detached))
+            getattr(BUFFERS, f"place_{place}").copy_(graph_numbers(detached))
         _read_ends(place)
     if returned or known >= 0:
         setattr(tensor, MARK, place)
@@ -241,18 +242,14 @@ def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
             if _in_host_memory(device):
                 torch.ops.gpuwatch.look(grad.detach(), getattr(BUFFERS, f"token_{gradient}"), gradient)
             elif _THROUGH_DATA:
-                getattr(BUFFERS, f"place_{gradient}").data.copy_(_numbers(grad.detach()))
+                getattr(BUFFERS, f"place_{gradient}").data.copy_(graph_numbers(grad.detach()))
             else:
-                getattr(BUFFERS, f"place_{gradient}").copy_(_numbers(grad.detach()))
+                getattr(BUFFERS, f"place_{gradient}").copy_(graph_numbers(grad.detach()))
             return grad  # compiled autograd takes None for the gradient itself
 
         _hook_begins()
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no annotation there
         _hook_ends()
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.stack((tensor.amin(), tensor.amax(), tensor.abs().amin())).to(torch.float64)
 
 
 assert (RowKind.NONE, RowKind.NOT_A_TENSOR, RowKind.NOT_MEASURABLE, RowKind.MEASURED) == (1, 2, 3, 0)

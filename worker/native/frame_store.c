@@ -55,8 +55,7 @@ int follow_segment(FrameWriter *self, Frame *frame)
 
 static void put_value(char *segment, int64_t position, const Row *row)
 {
-    const int64_t numbers[] = {row->low, row->high, row->meta};
-    memcpy(segment + VALUES_AT + position * VALUE_BYTES, numbers, sizeof numbers);
+    memcpy(segment + VALUES_AT + position * VALUE_BYTES, &row->numbers, sizeof row->numbers);
 }
 
 static void put_rows(char *segment, const Frame *frame)

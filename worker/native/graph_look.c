@@ -5,7 +5,6 @@
 #include "layout.h"
 #include "rows.h"
 #include "tensor_view.h"
-#include "threads.h"
 #include "types.h"
 
 #define EACH_PART(DO) DO(seen) DO(cls) DO(numbers) DO(tensor) DO(otherwise)
@@ -20,16 +19,13 @@ typedef struct {
 static PyObject *look_at_bits(Look *self, PyObject *tensor, const TensorView *view)
 {
     PyTypeObject *stats = (PyTypeObject *)self->numbers;
-    int64_t low = 0, high = 0;
+    Numbers numbers = {0};
     const int in_storage = is_in_storage(tensor, view);
     if (in_storage < 0)
         return NULL;
     if (in_storage == 0)
-        return stats_of(stats, 0, 0, 0, KIND_NOT_MEASURABLE);
-    read_extremes(view->address, (size_t)view->count, view->dl.dtype.bits / 8, &low, &high);
-    if (high >= inf_bits[view->dtype])
-        return NULL;
-    return stats_of(stats, low, high, encodings[view->dtype] << 8, KIND_MEASURED);
+        return stats_of(stats, &numbers, KIND_NOT_MEASURABLE);
+    return read_plain(view, &numbers) ? stats_of(stats, &numbers, KIND_MEASURED) : NULL;
 }
 
 /* 1 if it was an ordinary tensor; else 0, with no exception set */

@@ -26,8 +26,7 @@ static Looked looked_at(const GroupWriter *self, PyObject *tensor, TensorView *v
 
 static void add_to(Look *look, const TensorView *view)
 {
-    int64_t low, high;
-    reduce_extremes(view->address, (size_t)view->count, view->dl.dtype.bits / 8, &low, &high);
+    const int64_t high = largest_of(view);
     if (high >= inf_bits[view->dtype])
         look->high = NOT_FINITE;
     else if (look->high == NOT_LOOKED || (look->high != NOT_FINITE && look->dtype == view->dtype && look->high < high)) {

@@ -8,6 +8,9 @@ const int64_t inf_bits[FLOATS_END] = {EACH_FLOAT(INF_OF)};
 #define ENCODING_OF(NAME, CODE, ENCODING, INF, TYPE, BITS) [CODE] = ENCODING,
 const int64_t encodings[FLOATS_END] = {EACH_FLOAT(ENCODING_OF)};
 
+#define BYTES_OF(NAME, CODE, ENCODING, INF, TYPE, BITS) [CODE] = BITS / 8,
+const long float_bytes[FLOATS_END] = {EACH_FLOAT(BYTES_OF)};
+
 static int add(PyObject *numbers, const char *name, int64_t number)
 {
     PyObject *value = PyLong_FromLongLong(number);

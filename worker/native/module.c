@@ -15,35 +15,30 @@
 #include "threads.h"
 #include "types.h"
 
-static PyObject *pair(int64_t first, int64_t second)
-{
-    return Py_BuildValue("(LL)", (long long)first, (long long)second);
-}
-
-/* (address, count, bytes per element) of the arguments; -1 with an exception set */
-static int memory_of(PyObject *const *args, void **memory, size_t *count, long *bytes)
+/* (address, count, what the elements are) of the arguments; 0 with an exception set */
+static int memory_of(PyObject *const *args, void **memory, size_t *count, long *elements)
 {
     *memory = PyLong_AsVoidPtr(args[0]);
     *count = PyLong_AsSize_t(args[1]);
-    *bytes = PyLong_AsLong(args[2]);
-    if (!PyErr_Occurred() && *bytes != 4 && *bytes != 2 && *bytes != 8)
-        wrong("expected elements of 2, 4 or 8 bytes");
-    return PyErr_Occurred() ? -1 : 0;
+    *elements = PyLong_AsLong(args[2]);
+    return !PyErr_Occurred();
 }
 
-static PyObject *extremes(PyObject *module, PyObject *const *args, Py_ssize_t given)
+static PyObject *floats(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     void *memory;
     size_t count;
-    long bytes;
-    int64_t low = 0, high = 0;
+    long dtype;
+    Numbers numbers;
     (void)module;
     if (given != 3)
-        return wrong("expected extremes(address, count, bytes)");
-    if (memory_of(args, &memory, &count, &bytes) < 0)
+        return wrong("expected read_floats(address, count, dtype)");
+    if (!memory_of(args, &memory, &count, &dtype))
         return NULL;
-    read_extremes(memory, count, bytes, &low, &high);
-    return pair(low, high);
+    if (dtype <= 0 || dtype >= FLOATS_END)
+        return wrong("expected the code of float32, float16, bfloat16 or float64");
+    read_floats(memory, count, (uint8_t)dtype, &numbers);
+    return with_integers(PyTuple_New(3), 0, &numbers.low, 3);
 }
 
 static PyObject *below(PyObject *module, PyObject *const *args, Py_ssize_t given)
@@ -51,20 +46,23 @@ static PyObject *below(PyObject *module, PyObject *const *args, Py_ssize_t given
     void *memory;
     size_t count;
     long bytes;
-    int64_t zeros = 0, small = 0;
+    int64_t found[2] = {0};
     (void)module;
     if (given != 4)
         return wrong("expected below(address, count, bytes, limit)");
     const int64_t limit = PyLong_AsLongLong(args[3]);
-    if (memory_of(args, &memory, &count, &bytes) < 0)
+    if (!memory_of(args, &memory, &count, &bytes))
         return NULL;
-    reduce_below(memory, count, bytes, limit, &zeros, &small);
-    return pair(zeros, small);
+    if (bytes != 4 && bytes != 2 && bytes != 8)
+        return wrong("expected elements of 2, 4 or 8 bytes");
+    reduce_below(memory, count, bytes, limit, &found[0], &found[1]);
+    return with_integers(PyTuple_New(2), 0, found, 2);
 }
 
 static PyObject *may_be_notable(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
-    enum { ENCODINGS = 256, MORE = ~0xFF00 }; /* MORE: bits that say more than the encoding */
+    enum { ENCODINGS = 256 };
+    const int64_t look_at = 0xFF | INT64_C(1) << 48; /* the flags, and core/values.py's COUNTED */
     Py_buffer values, limits;
     int found = 0;
     (void)module;
@@ -79,7 +77,7 @@ static PyObject *may_be_notable(PyObject *module, PyObject *const *args, Py_ssiz
     const int64_t *value = values.buf, *end = value + values.len / (Py_ssize_t)sizeof *value / 3 * 3, *limit = limits.buf;
     if (limits.len == (Py_ssize_t)(ENCODINGS * sizeof *limit))
         for (; value < end && !found; value += 3)
-            found = (value[2] & (int64_t)MORE) != 0 || value[1] >= limit[value[2] >> 8 & 0xFF];
+            found = (value[2] & look_at) != 0 || value[1] >= limit[value[2] >> 8 & 0xFF];
     else
         wrong("expected a limit for each of 256 encodings");
     PyBuffer_Release(&values);
@@ -107,16 +105,16 @@ static int add_numbers(PyObject *module)
 }
 
 static PyMethodDef methods[] = {
-    {"extremes", METHOD(extremes), METH_FASTCALL,
-     "extremes(address, count, bytes) -> (low, high)\n\n"
-     "Smallest and largest of `count` integers of `bytes` bytes each, with the sign bit cleared. Raises TypeError."},
+    {"read_floats", METHOD(floats), METH_FASTCALL,
+     "read_floats(address, count, dtype) -> (low, high, meta)\n\n"
+     "The numbers of `count` floats (core/values.py), without the flags of non-finite ones. Raises TypeError."},
     {"below", METHOD(below), METH_FASTCALL,
      "below(address, count, bytes, limit) -> (zeros, small)\n\n"
      "Count the integers that are 0 and those below `limit` (0 included), with the sign bit cleared. Raises TypeError."},
     {"may_be_notable", METHOD(may_be_notable), METH_FASTCALL,
      "may_be_notable(values, limits) -> bool\n\n"
-     "Whether one of the values, (n, 3) of int64 (low, high, meta), has a meta that is more than an encoding, or a high\n"
-     "from the limit of its encoding on. Raises TypeError and BufferError."},
+     "Whether one of the values, (n, 3) of int64 (low, high, meta), is non-finite, counted, or has a high from the limit\n"
+     "of its encoding on. Raises TypeError and BufferError."},
     {"readings", METHOD(readings), METH_FASTCALL,
      "readings(exchange, types, waiting, at, tensors, earlier, device type, device id) -> (bytes, next)\n\n"
      "The entries of GroupedReadings (worker/stats/torch_reader.py) for the\n"

@@ -2,6 +2,20 @@
 
 #include "reductions.h"
 
+#include "layout.h"
+#include "threads.h"
+
+/* What a pass over floats finds. A new statistic is a field here, and has its part in EXTREMES, `merge` and `read_floats`. */
+typedef struct {
+    int64_t low, high; /* with the sign bit cleared. Of no floats at all: the largest number of the type, and 0 */
+} Reading;
+
+static void merge(Reading *all, const Reading *part)
+{
+    all->low = part->low < all->low ? part->low : all->low;
+    all->high = part->high > all->high ? part->high : all->high;
+}
+
 #if defined(__GNUC__) && defined(__x86_64__)
 #define FOR_EACH_WIDTH(LOOP, TYPE, BITS)                                                   \
     LOOP(TYPE, BITS, plain, )                                                              \
@@ -29,19 +43,18 @@ void choose_width(void)
 #endif
 }
 
-#define EXTREMES(TYPE, BITS, NAME, TARGET)                                                                 \
-    TARGET static void extremes##BITS##_##NAME(const void *memory, size_t count, int64_t *low, int64_t *high) \
-    {                                                                                                      \
-        const TYPE *data = memory;                                                                         \
-        const TYPE mask = INT##BITS##_MAX;                                                                 \
-        TYPE least = mask, most = 0;                                                                       \
-        for (size_t i = 0; i < count; i++) {                                                               \
-            TYPE bits = data[i] & mask;                                                                    \
-            least = bits < least ? bits : least;                                                           \
-            most = bits > most ? bits : most;                                                              \
-        }                                                                                                  \
-        *low = least;                                                                                      \
-        *high = most;                                                                                      \
+#define EXTREMES(TYPE, BITS, NAME, TARGET)                                                                  \
+    TARGET static void extremes##BITS##_##NAME(const void *memory, size_t count, Reading *found)            \
+    {                                                                                                       \
+        const TYPE *data = memory;                                                                          \
+        const TYPE mask = INT##BITS##_MAX;                                                                  \
+        TYPE least = mask, most = 0;                                                                        \
+        for (size_t i = 0; i < count; i++) {                                                                \
+            TYPE bits = data[i] & mask;                                                                     \
+            least = bits < least ? bits : least;                                                            \
+            most = bits > most ? bits : most;                                                               \
+        }                                                                                                   \
+        *found = (Reading){.low = least, .high = most};                                                     \
     }
 
 FOR_EACH_WIDTH(EXTREMES, int16_t, 16)
@@ -71,14 +84,14 @@ FOR_EACH_WIDTH(BELOW, int16_t, 16)
 FOR_EACH_WIDTH(BELOW, int32_t, 32)
 FOR_EACH_WIDTH(BELOW, int64_t, 64)
 
-void reduce_extremes(const void *memory, size_t count, long bytes, int64_t *low, int64_t *high)
+static void reduce(const void *memory, size_t count, uint8_t dtype, Reading *found)
 {
-    if (bytes == 4)
-        CHOOSE(extremes32)(memory, count, low, high);
-    else if (bytes == 2)
-        CHOOSE(extremes16)(memory, count, low, high);
+    if (float_bytes[dtype] == 4)
+        CHOOSE(extremes32)(memory, count, found);
+    else if (float_bytes[dtype] == 2)
+        CHOOSE(extremes16)(memory, count, found);
     else
-        CHOOSE(extremes64)(memory, count, low, high);
+        CHOOSE(extremes64)(memory, count, found);
 }
 
 void reduce_below(const void *memory, size_t count, long bytes, int64_t limit, int64_t *zeros, int64_t *small)
@@ -92,7 +105,7 @@ void reduce_below(const void *memory, size_t count, long bytes, int64_t limit, i
 }
 
 #define INTEGERS(TYPE, LEAST)                                                                      \
-    static int integers_##TYPE(const void *memory, size_t count, int64_t *low, int64_t *high)      \
+    static int integers_##TYPE(const void *memory, size_t count, Numbers *numbers)                 \
     {                                                                                              \
         const TYPE *data = memory;                                                                 \
         int64_t least = INT64_MAX, most = 0;                                                       \
@@ -103,8 +116,7 @@ void reduce_below(const void *memory, size_t count, long bytes, int64_t limit, i
             least = size < least ? size : least;                                                   \
             most = size > most ? size : most;                                                      \
         }                                                                                          \
-        *low = least;                                                                              \
-        *high = most;                                                                              \
+        *numbers = (Numbers){least, most, ENCODING_INTEGER << 8};                                  \
         return 1;                                                                                  \
     }
 
@@ -114,13 +126,49 @@ INTEGERS(int16_t, INT16_MIN)
 INTEGERS(int32_t, INT32_MIN)
 INTEGERS(int64_t, INT64_MIN)
 
-int reduce_integers(const void *memory, size_t count, long bytes, int is_signed, int64_t *low, int64_t *high)
+/* -- whole tensors ---------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const char *memory;
+    uint8_t dtype;
+    struct { Reading reading; char apart[64]; } found[MOST_PARTS];
+} Parts;
+
+static void read_part(void *about, int part, size_t first, size_t count)
 {
-    if (bytes == 8)
-        return integers_int64_t(memory, count, low, high);
-    if (bytes == 4)
-        return integers_int32_t(memory, count, low, high);
-    if (bytes == 2)
-        return integers_int16_t(memory, count, low, high);
-    return (is_signed ? integers_int8_t : integers_uint8_t)(memory, count, low, high);
+    Parts *parts = about;
+    reduce(parts->memory + first * (size_t)float_bytes[parts->dtype], count, parts->dtype, &parts->found[part].reading);
+}
+
+void read_floats(const void *memory, size_t count, uint8_t dtype, Numbers *numbers)
+{
+    Parts parts;
+    parts.memory = memory;
+    parts.dtype = dtype;
+    const int number = read_parts(count, float_bytes[dtype], read_part, &parts);
+    Reading all = parts.found[0].reading;
+    for (int i = 1; i < number; i++)
+        merge(&all, &parts.found[i].reading);
+    *numbers = (Numbers){all.low, all.high, encodings[dtype] << 8};
+}
+
+int read_plain(const TensorView *view, Numbers *numbers)
+{
+    const size_t count = (size_t)view->count;
+    if (view->dtype < FLOATS_END) {
+        read_floats(view->address, count, view->dtype, numbers);
+        return numbers->high < inf_bits[view->dtype];
+    }
+    return (view->dtype == DTYPE_INT64   ? integers_int64_t
+            : view->dtype == DTYPE_INT32 ? integers_int32_t
+            : view->dtype == DTYPE_INT16 ? integers_int16_t
+            : view->dtype == DTYPE_INT8  ? integers_int8_t
+                                         : integers_uint8_t)(view->address, count, numbers); /* uint8, bool */
+}
+
+int64_t largest_of(const TensorView *view)
+{
+    Reading found;
+    reduce(view->address, (size_t)view->count, view->dtype, &found);
+    return found.high;
 }

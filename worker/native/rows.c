@@ -6,8 +6,6 @@
 
 #include "device_rows.h"
 #include "objects.h"
-#include "reductions.h"
-#include "threads.h"
 
 void clear_frame(Frame *frame)
 {
@@ -289,15 +287,13 @@ static int from_known(FrameWriter *self, PyObject *known, Row *row)
     if ((PyObject *)Py_TYPE(stats) != self->numbers)
         return 0;
     const int64_t kind = item(stats, 3);
-    row->low = item(stats, 0);
-    row->high = item(stats, 1);
-    row->meta = item(stats, 2);
+    row->numbers = (Numbers){item(stats, 0), item(stats, 1), item(stats, 2)};
     row->kind = (uint8_t)kind;
     row->is_new = 1;
     row->has_value = kind == KIND_MEASURED;
     if (!row->has_value)
         row->value = NOTHING;
-    return (kind == KIND_MEASURED || kind == KIND_NOT_MEASURABLE || kind == KIND_EMPTY) && (row->meta & 0xFF) == 0 &&
+    return (kind == KIND_MEASURED || kind == KIND_NOT_MEASURABLE || kind == KIND_EMPTY) && (row->numbers.meta & 0xFF) == 0 &&
            !PyErr_Occurred();
 }
 
@@ -345,7 +341,8 @@ int gradient_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *rol
 
 static int is_near_overflow(const FrameWriter *self, const Row *row)
 {
-    return row->dtype < FLOATS_END && self->near[row->dtype] <= row->high && row->high < self->largest[row->dtype];
+    return row->dtype < FLOATS_END && self->near[row->dtype] <= row->numbers.high &&
+           row->numbers.high < self->largest[row->dtype];
 }
 
 /* Whether zeros and subnormals are counted, which Python does: for low precision, in one of COUNT_EVERY batches. */
@@ -354,28 +351,14 @@ static int is_counted(const Frame *frame, const Row *row)
     return (row->dtype == DTYPE_FLOAT16 || row->dtype == DTYPE_BFLOAT16) && frame->batch % COUNT_EVERY == 0;
 }
 
-/* Smallest and largest absolute value; 0 if the tensor is left to Python, as a non-finite one is */
-static int read_here(Row *row)
-{
-    const TensorView *view = &row->view;
-    const long bytes = view->dl.dtype.bits / 8;
-    if (row->dtype >= FLOATS_END) {
-        const int is_signed = row->dtype != DTYPE_UINT8 && row->dtype != DTYPE_BOOL;
-        row->meta = ENCODING_INTEGER << 8;
-        return reduce_integers(view->address, (size_t)view->count, bytes, is_signed, &row->low, &row->high);
-    }
-    row->meta = encodings[row->dtype] << 8;
-    read_extremes(view->address, (size_t)view->count, bytes, &row->low, &row->high);
-    return row->high < inf_bits[row->dtype];
-}
-
 /* Read the tensors in host memory; 0 if one of them is left to Python */
 static int read_host_rows(FrameWriter *self, Frame *frame)
 {
     for (int i = 0; i < frame->used; i++) {
         Row *row = &frame->rows[i];
-        if (row->to_read && ((!row->is_weight && is_counted(frame, row)) || !read_here(row) ||
-                             (row->is_output && is_near_overflow(self, row))))
+        if (row->to_read &&
+            ((!row->is_weight && is_counted(frame, row)) || !read_plain(&row->view, &row->numbers) ||
+             (row->is_output && is_near_overflow(self, row))))
             return 0;
     }
     return 1;
@@ -415,9 +398,9 @@ int read_rows(FrameWriter *self, Frame *frame, int64_t step)
 
 /* -- remember --------------------------------------------------------------------------------------------------- */
 
-PyObject *stats_of(PyTypeObject *type, int64_t low, int64_t high, int64_t meta, int64_t kind)
+PyObject *stats_of(PyTypeObject *type, const Numbers *numbers, int64_t kind)
 {
-    const int64_t fields[] = {low, high, meta, kind};
+    const int64_t fields[] = {numbers->low, numbers->high, numbers->meta, kind};
     return with_integers(type->tp_alloc(type, 4), 0, fields, 4);
 }
 
@@ -426,7 +409,7 @@ static PyObject *memory_of(const Row *row, PyObject *ref)
 {
     const int64_t address = row->on_device ? (int64_t)(intptr_t)row->address : 0;
     const int64_t numbers[] = {row->version, row->value, row->shape, row->dtype, row->kind,
-                               0,            row->high,  row->meta,  address};
+                               0,            row->numbers.high, row->numbers.meta, address};
     PyObject *memory = with_integers(PyTuple_New(10), 1, numbers, 9);
     if (memory == NULL)
         Py_DECREF(ref);
@@ -446,7 +429,7 @@ int make_memories(FrameWriter *self, Frame *frame, int64_t step)
         if (ref == NULL)
             return 0;
         if (row->is_weight && row->known == NULL && !row->on_device) {
-            PyObject *numbers = stats_of((PyTypeObject *)self->numbers, row->low, row->high, row->meta, row->kind);
+            PyObject *numbers = stats_of((PyTypeObject *)self->numbers, &row->numbers, row->kind);
             row->known = known_of(row, ref, step, numbers);
             row->is_known_new = 1;
             if (row->known == NULL) {

@@ -10,68 +10,47 @@
 #include <string.h>
 
 #include "objects.h"
-#include "reductions.h"
 
 static void (*omp_parallel)(void (*part)(void *), void *shared, unsigned threads, unsigned flags);
 static int (*omp_most_threads)(void), (*omp_is_parallel)(void), (*omp_thread)(void), (*omp_team)(void);
 
-enum { MOST_THREADS = 64, LARGE = 1 << 18 };
+enum { LARGE = 1 << 18 };
 
 typedef struct {
-    const char *memory;
     size_t count;
-    long bytes;
-    struct { int64_t low, high, apart[6]; } found[MOST_THREADS];
+    void (*read)(void *about, int part, size_t first, size_t count);
+    void *about;
+    int parts;
 } Shared;
 
-static void extremes_of_part(void *argument)
+static void read_own_part(void *argument)
 {
     Shared *shared = argument;
     const size_t team = (size_t)omp_team(), thread = (size_t)omp_thread();
     const size_t stretch = (shared->count + team - 1) / team, start = thread * stretch;
-    if (start >= shared->count)
-        return;
-    const size_t count = shared->count - start < stretch ? shared->count - start : stretch;
-    reduce_extremes(shared->memory + start * (size_t)shared->bytes, count, shared->bytes, &shared->found[thread].low,
-                    &shared->found[thread].high);
-}
-
-static void read_shared(const void *memory, size_t count, long bytes, int64_t *low, int64_t *high)
-{
-    int threads = 1;
-    if (omp_parallel != NULL && count * (size_t)bytes >= LARGE && !omp_is_parallel())
-        threads = omp_most_threads();
-    if (threads <= 1) {
-        reduce_extremes(memory, count, bytes, low, high);
-        return;
-    }
-    if (threads > MOST_THREADS)
-        threads = MOST_THREADS;
-    Shared shared = {memory, count, bytes, {{0}}};
-    for (int i = 0; i < threads; i++)
-        shared.found[i].low = INT64_MAX;
-    omp_parallel(extremes_of_part, &shared, (unsigned)threads, 0);
-    *low = INT64_MAX;
-    *high = 0;
-    for (int i = 0; i < threads; i++) {
-        *low = shared.found[i].low < *low ? shared.found[i].low : *low;
-        *high = shared.found[i].high > *high ? shared.found[i].high : *high;
-    }
+    const size_t first = start < shared->count ? start : shared->count, rest = shared->count - first;
+    if (thread == 0)
+        shared->parts = (int)team;
+    shared->read(shared->about, (int)thread, first, rest < stretch ? rest : stretch);
 }
 
 /* A thread that releases the lock while another one runs Python code gets it back after 5 ms. So the lock is released
    only for tensors that take about as long to read. One thread reads 64 MiB in 2 ms and 128 MiB in 4.6 ms. With a second
    thread in Python code, 64 MiB took 32 ms with the lock released and 11 ms without (medians of 15 on a busy machine with
    2 cores). */
-void read_extremes(const void *memory, size_t count, long bytes, int64_t *low, int64_t *high)
+int read_parts(size_t count, long bytes, void (*read)(void *about, int part, size_t first, size_t count), void *about)
 {
-    if (count * (size_t)bytes < RELEASE_FROM) {
-        read_shared(memory, count, bytes, low, high);
-        return;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    read_shared(memory, count, bytes, low, high);
-    Py_END_ALLOW_THREADS
+    Shared shared = {count, read, about, 1};
+    const size_t size = count * (size_t)bytes;
+    PyThreadState *released = size >= RELEASE_FROM ? PyEval_SaveThread() : NULL;
+    const int threads = omp_parallel != NULL && size >= LARGE && !omp_is_parallel() ? omp_most_threads() : 1;
+    if (threads <= 1)
+        read(about, 0, 0, count);
+    else
+        omp_parallel(read_own_part, &shared, (unsigned)(threads < MOST_PARTS ? threads : MOST_PARTS), 0);
+    if (released != NULL)
+        PyEval_RestoreThread(released);
+    return shared.parts;
 }
 
 PyObject *use_threads(PyObject *module, PyObject *const *args, Py_ssize_t given)

@@ -30,6 +30,7 @@ from ..stats.tensor_stats import (
     stats_in_memory,
     version_of,
 )
+from ..stats.torch_reader import FROM_GRAPH, GRAPH_EXTREMES
 from .collectives import issued
 from .device_rows import DeviceRows
 from .names import ModuleSelection, inputs_of
@@ -311,9 +312,8 @@ class RowWriter(DeviceRows):
         """The row of a tensor of type `dtype` that was read inside a compiled region.
 
         `source` is one of three things: the numbers and dims of a tensor in host memory; an earlier row about the same
-        tensor; or a device tensor with the smallest, the largest and the smallest absolute value of the tensor. This
-        device tensor is read in place of the tensor: it has the same extremes and the same non-finite values. The
-        shape of the row is then unknown.
+        tensor; or a device tensor with the `graph_numbers` of the tensor, which is read in its place. The shape of the
+        row is then unknown.
         """
         slot = info.slots.get(role)
         if slot is None:
@@ -328,7 +328,8 @@ class RowWriter(DeviceRows):
             again = (slot, packed[1], packed[2], code, packed[4], mark)
             return _new(RecordedRow, (again, flags, False, high, meta, flags != 0))
         if isinstance(source, torch.Tensor):
-            packed, flags, _, high, meta, notable = self._row(slot, source, mark)
+            numbers = None if is_on_device(source) else measure(source[:GRAPH_EXTREMES])
+            packed, flags, _, high, meta, notable = self._row(slot, source, mark, numbers, FROM_GRAPH)
             return _new(
                 RecordedRow, ((slot, packed[1], NOTHING, code, packed[4], mark), flags, True, high, meta, notable)
             )
@@ -386,9 +387,11 @@ class RowWriter(DeviceRows):
         packed = (slot, value, self._shape(tensor), code, 0, mark)
         return _new(RecordedRow, (packed, meta & 0xFF, True, high, meta, self.notable.value(code, high, meta)))
 
-    def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | None = None) -> RecordedRow:
+    def _row(
+        self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | None = None, elements: int = 0
+    ) -> RecordedRow:
         if numbers is None and is_on_device(tensor):
-            return self._device_row(slot, tensor, mark, self._device_frame([tensor], [0], [])[0][0])
+            return self._device_row(slot, tensor, mark, self._device_frame([tensor], [elements], [])[0][0])
         value, flags = NOTHING, 0
         code = CODES.get(tensor.dtype, 0)
         low, high, meta, kind = numbers if numbers is not None else measure(tensor, self.count)

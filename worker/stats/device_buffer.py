@@ -33,6 +33,7 @@ from .stream_buffer import DeviceRow as DeviceRow
 from .stream_buffer import FileCopies, StreamBuffer, first_line, remember
 from .tensor_stats import version_of
 from .torch_reader import (
+    FROM_GRAPH,
     KnownWeight,
     PackedRows,
     TensorReader,
@@ -41,6 +42,7 @@ from .torch_reader import (
     WaitingTensors,
     dense,
     fresh_rows,
+    graph_source,
     source_of,
 )
 from .triton_reader import TritonReader
@@ -138,8 +140,8 @@ class DeviceStatsBuffer:
 
         Returns for each tensor the index of its value in the page, None if it cannot be measured; and for each weight
         the row to pass in as `earlier` the next time. `elements`: how many lie in one piece of the tensor's memory, in
-        order; 0 if the caller does not know. `count`: also count zeros and subnormals, of dtypes of low precision.
-        Gradients must be off.
+        order; 0 if the caller does not know, FROM_GRAPH if these are the numbers that a compiled graph left of a
+        tensor. `count`: also count zeros and subnormals, of dtypes of low precision. Gradients must be off.
 
         With the row of an earlier reading a weight keeps the numbers of that reading, unless something that was
         read before it in this segment is non-finite. Then it is read again: something other than the optimizer may have
@@ -474,7 +476,7 @@ def _is_packed(row: Any, buffer: StreamBuffer) -> bool:
 def _source_of(tensor: torch.Tensor, elements: int) -> TensorSource | None:
     """As `source_of`. `elements`: see `DeviceStatsBuffer.frame`."""
     if elements:
-        return dense(tensor, elements)
+        return dense(tensor, elements) if elements != FROM_GRAPH else graph_source(tensor)
     try:
         return source_of(tensor)
     except Exception:  # an unknown tensor class

@@ -1,4 +1,4 @@
-"""Reductions over the bits of host memory: `extremes` and `below` of worker/native, or of NumPy without it.
+"""Reductions over the bits of host memory: `read_floats` and `below` of worker/native, or of NumPy without it.
 
 torch's operations would make several passes and a temporary as large as the tensor. The NumPy functions run in the
 calling thread. The native ones read large tensors with torch's own threads.
@@ -14,12 +14,16 @@ from typing import Any
 import numpy
 import torch
 
+from ...core.values import DTYPE_CODES, SIGN_MASK
+
 CHUNK = 1 << 16
 """Elements that are read at once: the scratch array fits in the cache, and no temporary is as large as the tensor."""
 
 _SMALL = 1 << 13
 _OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_in_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _TYPES = {2: "<i2", 4: "<i4", 8: "<i8"}
+_FLOATS = {DTYPE_CODES[encoding.name.lower()]: (mask, encoding << 8) for encoding, mask in SIGN_MASK.items()}
+"""Code of a dtype (core/values.py) -> all its bits but the sign, and the `meta` of a finite tensor."""
 
 
 class _HostMemory:
@@ -47,15 +51,17 @@ _scratches = threading.local()
 """Scratch arrays of CHUNK elements by their types: autograd may call from several threads."""
 
 
-def slow_extremes(address: int, count: int, size: int) -> tuple[int, int]:
-    """Smallest and largest of `count` signed integers of `size` bytes, without their sign bits. Raises TypeError."""
-    array = _array(address, count, size)
-    mask = (1 << (8 * size - 1)) - 1
+def slow_read_floats(address: int, count: int, dtype: int) -> tuple[int, int, int]:
+    """(low, high, meta) of `count` floats (core/values.py), without the flags of non-finite ones. Raises TypeError."""
+    if dtype not in _FLOATS:
+        raise TypeError("expected the code of float32, float16, bfloat16 or float64")
+    mask, meta = _FLOATS[dtype]
+    array = _array(address, count, (mask.bit_length() + 1) // 8)
     if count <= _SMALL:
         if not count:
-            return mask, 0
+            return mask, 0, meta
         clear = array & mask
-        return int(clear.min()), int(clear.max())
+        return int(clear.min()), int(clear.max()), meta
     scratches: dict[str, Any] = vars(_scratches)
     scratch = scratches.get(array.dtype.str)
     if scratch is None:
@@ -67,7 +73,7 @@ def slow_extremes(address: int, count: int, size: int) -> tuple[int, int]:
         clear = numpy.bitwise_and(part, mask, out=scratch[: part.size])
         low = min(low, int(clear.min()))
         high = max(high, int(clear.max()))
-    return low, high
+    return low, high, meta
 
 
 def slow_below(address: int, count: int, size: int, limit: int) -> tuple[int, int]:
@@ -95,9 +101,9 @@ def _use_threads() -> None:
 
 try:
     from ..native.core import below as below
-    from ..native.core import extremes as extremes
+    from ..native.core import read_floats as read_floats
     from ..native.core import use_threads as use_threads
 except ImportError:  # gpuwatch was installed without a C compiler
-    below, extremes = slow_below, slow_extremes
+    below, read_floats = slow_below, slow_read_floats
 else:
     _use_threads()

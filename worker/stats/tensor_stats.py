@@ -13,7 +13,7 @@ import torch
 from ...core.frames import RowKind
 from ...core.torch_names import name_in_torch
 from ...core.values import COUNTED, DTYPE_CODES, INF_BITS, MIN_NORMAL_BITS, SHARE, SIGN_MASK, NonFinite, ValueEncoding
-from .host_reduce import below, extremes
+from .host_reduce import below, read_floats
 
 
 class TensorStats(NamedTuple):
@@ -137,8 +137,7 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None:
 
 def stats_in_memory(tensor: torch.Tensor, address: int, count: int, kind: FloatFormat, shares: bool) -> TensorStats:
     """TensorStats of a tensor at the place that `in_memory` returned. `shares`: also count zeros and subnormals."""
-    low, high = extremes(address, count, kind.size)
-    meta = kind.meta
+    low, high, meta = read_floats(address, count, kind.code)
     if high >= kind.inf:
         meta |= _non_finite_flags(tensor)
     if shares and kind.low:
@@ -176,12 +175,9 @@ def _measure(tensor: torch.Tensor) -> TensorStats:
     bits = tensor.view(kind.bits)
     if tensor.is_cpu:
         flat = _flat(bits).contiguous()
-        low, high = extremes(flat.data_ptr(), flat.numel(), kind.size)
-    else:  # this waits for the device
-        low, high = (int(number.item()) for number in torch.aminmax(bits.bitwise_and(kind.mask)))
-    meta = kind.meta
-    if high >= kind.inf:
-        meta |= _non_finite_flags(tensor)
+        return stats_in_memory(tensor, flat.data_ptr(), flat.numel(), kind, False)
+    low, high = (int(number.item()) for number in torch.aminmax(bits.bitwise_and(kind.mask)))  # waits for the device
+    meta = kind.meta | (_non_finite_flags(tensor) if high >= kind.inf else 0)
     return TensorStats(low, high, meta, RowKind.MEASURED)
 
 

@@ -142,6 +142,26 @@ def _runs(tensor: torch.Tensor) -> TensorSource | None:
     return TensorSource(tensor, inner * outer, inner, stride)
 
 
+# A compiled graph reads its tensors on a device itself, and leaves numbers that a reader reads in place of a tensor.
+
+GRAPH_EXTREMES = 3
+"""The first of these numbers, as elements, have the extremes and the non-finite values of the tensor."""
+GRAPH_NUMBERS = GRAPH_EXTREMES
+"""All of them. A statistic that cannot be read from the elements is a number behind them."""
+FROM_GRAPH = -1
+"""The stride of their source, by which a reader can tell them from a tensor of float64."""
+
+
+def graph_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor, in float64. Dynamo traces this function."""
+    return torch.stack((tensor.amin(), tensor.amax(), tensor.abs().amin())).to(torch.float64)
+
+
+def graph_source(numbers: torch.Tensor) -> TensorSource:
+    """Where the elements are among these numbers."""
+    return TensorSource(numbers, GRAPH_EXTREMES, GRAPH_EXTREMES, FROM_GRAPH)
+
+
 class PackedRows(NamedTuple):
     """Packed rows on the device."""
 
@@ -316,7 +336,7 @@ class TorchReader:
 
 def _flat(source: TensorSource) -> torch.Tensor:
     tensor, elements, inner, stride = source
-    if stride == 0:
+    if stride == 0 or stride == FROM_GRAPH:
         return tensor.as_strided((elements,), (1,))
     return tensor.as_strided((elements // inner, inner), (stride, 1)).reshape(-1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.report import side_by_side
 from gpuwatch.collector.report.side_by_side import frames_text
 from gpuwatch.collector.report.text_report import render_text
 
@@ -123,6 +124,15 @@ def test_shares_that_were_counted_stand_at_the_end_of_a_row(make):
     batch.call("fc", "Linear", given=[none], returned=[lost])
     lines = frames_text(batch.decoded().frames).splitlines()
     assert lines[-2:] == ["1.00e+00 1.00e+00 input[0]", "1.00e+00 1.00e+00 output zeros 12% subnormal 3%"]
+
+
+def test_a_statistic_that_is_no_share_stands_there_as_a_number(make, monkeypatch):
+    monkeypatch.setattr(side_by_side, "SHOWN_STATISTICS", [("headroom", "left", False)])
+    batch = make.Batch(0)
+    batch.call("fc", "Linear", returned=[batch.tensor(1.0)])
+    (frame,) = batch.decoded().frames
+    (row,) = frame.rows
+    assert frames_text([frame]).splitlines()[-1] == f"1.00e+00 1.00e+00 output left {row.headroom:.2e}"
 
 
 def test_the_title_of_the_frames_says_forward_only_where_they_are(make):

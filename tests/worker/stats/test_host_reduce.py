@@ -8,43 +8,56 @@ import sys
 
 import numpy
 import pytest
+from gpuwatch.core.values import DTYPE_CODES, ValueEncoding
 from gpuwatch.worker.stats import host_reduce as bits
 from hypothesis import given
 from hypothesis import strategies as st
 
 TYPES = {2: numpy.int16, 4: numpy.int32, 8: numpy.int64}
+CODES = {DTYPE_CODES[name]: size for name, size in (("float16", 2), ("bfloat16", 2), ("float32", 4), ("float64", 8))}
+FLOAT32 = DTYPE_CODES["float32"]
+META = {DTYPE_CODES[encoding.name.lower()]: encoding << 8 for encoding in list(ValueEncoding)[1:]}
+
+
+def numbers(read, array, dtype):
+    """Low, high and encoding. `meta` may have further bits."""
+    low, high, meta = read(array.ctypes.data, array.size, dtype)
+    return low, high, meta & 0xFFFF
+
 
 compiled = pytest.mark.skipif(
-    bits.extremes is bits.slow_extremes, reason="worker/native was not built where gpuwatch was installed"
+    bits.read_floats is bits.slow_read_floats, reason="worker/native was not built where gpuwatch was installed"
 )
 
 
 @compiled
 @given(
     data=st.binary(max_size=8 * 400),
-    size=st.sampled_from(sorted(TYPES)),
+    dtype=st.sampled_from(sorted(CODES)),
     skipped=st.integers(0, 9),
     repeated=st.sampled_from([1, 1, 50]),
     limit=st.integers(0, (1 << 15) - 1),
 )
-def test_both_loops_see_the_same(data, size, skipped, repeated, limit):
+def test_both_loops_see_the_same(data, dtype, skipped, repeated, limit):
+    size = CODES[dtype]
     array = numpy.frombuffer(data[: len(data) // size * size] * repeated, TYPES[size])[skipped:]
-    place = (array.ctypes.data, array.size, size)
+    place = (array.ctypes.data, array.size)
 
-    assert bits.extremes(*place) == bits.slow_extremes(*place)
-    assert bits.below(*place, limit) == bits.slow_below(*place, limit)
+    assert bits.read_floats(*place, dtype) == bits.slow_read_floats(*place, dtype)
+    assert bits.below(*place, size, limit) == bits.slow_below(*place, size, limit)
 
 
-@pytest.mark.parametrize("extremes", [pytest.param(bits.extremes, marks=compiled), bits.slow_extremes])
-@pytest.mark.parametrize("size", sorted(TYPES))
-def test_one_element_among_many_is_found(extremes, size):
+@pytest.mark.parametrize("read", [pytest.param(bits.read_floats, marks=compiled), bits.slow_read_floats])
+@pytest.mark.parametrize("dtype", sorted(CODES))
+def test_one_element_among_many_is_found(read, dtype):
+    size, meta = CODES[dtype], META[dtype]
     mask = int(numpy.iinfo(TYPES[size]).max)
     array = numpy.full(3 * bits.CHUNK + 17, 5, TYPES[size])
     for position in (0, 63, 64, 16383, 16384, bits.CHUNK, array.size - 1):
         array[position] = -1  # all bits set: with the sign cleared, the largest there is
-        assert extremes(array.ctypes.data, array.size, size) == (5, mask)
+        assert numbers(read, array, dtype) == (5, mask, meta)
         array[position] = 0
-        assert extremes(array.ctypes.data, array.size, size) == (0, 5)
+        assert numbers(read, array, dtype) == (0, 5, meta)
         array[position] = 5
 
 
@@ -58,11 +71,18 @@ def test_more_zeros_than_an_element_could_count(below, size):
     assert below(array.ctypes.data, array.size, size, 4) == (array.size - count, array.size)
 
 
-@pytest.mark.parametrize("extremes", [pytest.param(bits.extremes, marks=compiled), bits.slow_extremes])
-def test_wrong_arguments_are_refused(extremes):
-    for arguments in ((0, 0, 3), (0, 0), ("here", 1, 4)):
+@pytest.mark.parametrize("read", [pytest.param(bits.read_floats, marks=compiled), bits.slow_read_floats])
+def test_wrong_arguments_are_refused(read):
+    for arguments in ((0, 0, 0), (0, 0, DTYPE_CODES["int64"]), (0, 0, -1), (0, 0), ("here", 1, DTYPE_CODES["float32"])):
         with pytest.raises(TypeError):
-            extremes(*arguments)
+            read(*arguments)
+
+
+@pytest.mark.parametrize("below", [pytest.param(bits.below, marks=compiled), bits.slow_below])
+def test_wrong_arguments_of_a_count_are_refused(below):
+    for arguments in ((0, 0, 3, 1), (0, 0, 4), ("here", 1, 4, 1)):
+        with pytest.raises(TypeError):
+            below(*arguments)
 
 
 # -- with several threads -----------------------------------------------------------------------------------------
@@ -105,8 +125,9 @@ LARGE = 1 << 18
 
 @compiled
 @pytest.mark.parametrize(("most", "given"), [(2, 2), (3, 3), (7, 7), (64, 64), (5, 2), (4, 1)])
-@pytest.mark.parametrize("size", sorted(TYPES))
-def test_every_element_is_in_the_part_of_some_thread(size, most, given):
+@pytest.mark.parametrize("dtype", sorted(CODES))
+def test_every_element_is_in_the_part_of_some_thread(dtype, most, given):
+    size, meta = CODES[dtype], META[dtype]
     mask = int(numpy.iinfo(TYPES[size]).max)
     array = numpy.full(LARGE // size + 5, 3, TYPES[size])
     stretch = -(-array.size // given)
@@ -114,9 +135,9 @@ def test_every_element_is_in_the_part_of_some_thread(size, most, given):
     with Team(most, given) as team:
         for position in [array.size - 1, *(edge for edge in edges if 0 <= edge < array.size)]:
             array[position] = -1
-            assert bits.extremes(array.ctypes.data, array.size, size) == (3, mask)
+            assert numbers(bits.read_floats, array, dtype) == (3, mask, meta)
             array[position] = 0
-            assert bits.extremes(array.ctypes.data, array.size, size) == (0, 3)
+            assert numbers(bits.read_floats, array, dtype) == (0, 3, meta)
             array[position] = 3
     assert set(team.asked) == {most}
 
@@ -133,7 +154,7 @@ def test_every_element_is_in_the_part_of_some_thread(size, most, given):
 def test_nobody_else_is_asked(elements, team):
     array = numpy.full(elements, 3, numpy.int32)
     with team:
-        assert bits.extremes(array.ctypes.data, array.size, 4) == (3, 3)
+        assert bits.read_floats(array.ctypes.data, array.size, FLOAT32)[:2] == (3, 3)
     assert team.asked == []
 
 
@@ -141,7 +162,7 @@ def test_nobody_else_is_asked(elements, team):
 def test_more_threads_than_are_ever_used():
     array = numpy.arange(1, LARGE + 1, dtype=numpy.int32)
     with Team(200, 64) as team:
-        assert bits.extremes(array.ctypes.data, array.size, 4) == (1, LARGE)
+        assert bits.read_floats(array.ctypes.data, array.size, FLOAT32)[:2] == (1, LARGE)
     assert team.asked == [64]
 
 
@@ -152,8 +173,8 @@ torch.set_num_threads(2)
 tensor = torch.full((1 << 22,), 2.0)
 tensor[-1] = float("-inf")
 def look():
-    return bits.extremes(tensor.data_ptr(), tensor.numel(), 4)
-expected = (0x40000000, 0x7F800000)
+    return bits.read_floats(tensor.data_ptr(), tensor.numel(), 1)
+expected = (0x40000000, 0x7F800000, 2 << 8)
 def threads():
     return len(os.listdir("/proc/self/task"))
 (tensor + 1).sum()  # torch's threads have begun by now
@@ -187,6 +208,6 @@ def test_a_torch_without_openmp_is_read_by_one_thread(monkeypatch):
         bits.use_threads()
         monkeypatch.setattr(bits, "_OPENMP", ("no_such_function",))
         bits._use_threads()
-        assert bits.extremes(array.ctypes.data, array.size, 4) == (3, 3)
+        assert bits.read_floats(array.ctypes.data, array.size, FLOAT32)[:2] == (3, 3)
         monkeypatch.undo()
     assert team.asked == []

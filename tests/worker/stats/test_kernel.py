@@ -31,6 +31,8 @@ from gpuwatch.worker.stats.torch_reader import (
     WaitingTensors,
     _runs,
     fresh_rows,
+    graph_numbers,
+    graph_source,
     source_of,
 )
 from gpuwatch.worker.stats.triton_reader import _OLDEST, _OPTIONS, TritonReader, _constants, _release
@@ -415,6 +417,22 @@ def test_many_tensors_get_the_rows_of_single_launches(reader, device, dtype, cou
     maker.read_many(GroupedReadings(waiting, rows.device), rows)
     assert rows.tolist() == expected_rows
     assert rows[0::2].tolist() == fresh_rows(len(tensors) + 1, rows.device).tolist()
+
+
+@each_reader
+@pytest.mark.parametrize("value", [0.25, math.inf, -math.inf, math.nan], ids=str)
+def test_what_a_graph_leaves_is_read_in_place_of_the_tensor(reader, device, value):
+    maker = reader_of(reader)
+    tensor = torch.tensor([-2.0, 3.0, value, 0.5], device=device)
+    left = torch.cat((graph_numbers(tensor), torch.full((1,), 99.0, dtype=torch.float64, device=device)))
+    rows = fresh_rows(2, tensor.device)
+    maker.read(graph_source(left), rows, 0, True)
+    maker.read_many(GroupedReadings([WaitingTensors([graph_source(left)], 1, True)], rows.device), rows)
+    packed = [tuple(row) for row in maker.pack(rows, 2).tolist()]
+    if math.isnan(value):  # a graph says nothing of the others then
+        assert [meta & 7 for *_, meta in packed] == [1, 1]
+    else:
+        assert packed == [expected(tensor.double())] * 2
 
 
 @each_reader

@@ -26,11 +26,11 @@ NAN, INF = math.nan, math.inf
 @pytest.fixture(autouse=True, scope="module", params=["compiled", "numpy"])
 def loops(request):
     """Everything here holds for either kind of loop."""
-    if request.param == "compiled" and bits.extremes is bits.slow_extremes:
+    if request.param == "compiled" and bits.read_floats is bits.slow_read_floats:
         pytest.skip("worker/native was not built where gpuwatch was installed")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "numpy":
-            patch.setattr(measure_module, "extremes", bits.slow_extremes)
+            patch.setattr(measure_module, "read_floats", bits.slow_read_floats)
             patch.setattr(measure_module, "below", bits.slow_below)
         yield
 

@@ -65,8 +65,9 @@ enum { EACH_FLOAT(AS_FLOAT) FLOATS_END };
 #define AS_OTHER(NAME, CODE, TYPE, BITS) DTYPE_##NAME = CODE,
 enum { EACH_OTHER(AS_OTHER) };
 
-/* dtype code -> the bits of inf, and its encoding */
+/* dtype code -> the bits of inf, its encoding, and its size */
 extern const int64_t inf_bits[FLOATS_END], encodings[FLOATS_END];
+extern const long float_bytes[FLOATS_END];
 
 /* Write a number that another process reads. A process that sees it also sees all that was stored before it. */
 static inline void publish(int64_t *place, int64_t number)

@@ -1,21 +1,28 @@
-/* Loops over a tensor's bits, each in one pass. A float's bits with the sign cleared sort as integers: core/values.py. */
+/* The numbers of a tensor in host memory, each read in one pass. A float's bits with the sign cleared sort as integers. */
 
 #ifndef GPUWATCH_REDUCTIONS_H
 #define GPUWATCH_REDUCTIONS_H
 
-#include <stddef.h>
-#include <stdint.h>
+#include "tensor_view.h"
+
+/* What a row holds of a tensor: core/values.py */
+typedef struct {
+    int64_t low, high, meta;
+} Numbers;
 
 /* Choose the widest registers of this processor. Once, before any of the others. */
 void choose_width(void);
 
-/* Smallest and largest of `count` integers of 2, 4 or 8 bytes, with the sign bit cleared. For no integers at all, these are
-   the largest number of the type and 0. */
-void reduce_extremes(const void *memory, size_t count, long bytes, int64_t *low, int64_t *high);
+/* Read `count` floats of a dtype of EACH_FLOAT. The flags of non-finite numbers are left out of `meta`. The caller keeps the
+   memory alive and holds the interpreter's lock: see `read_parts`. */
+void read_floats(const void *memory, size_t count, uint8_t dtype, Numbers *numbers);
 
-/* Smallest and largest absolute value of integers of 1, 2, 4 or 8 bytes. Only those of 1 byte may be unsigned. 0 if one of
-   them is the smallest number of its type, which has no absolute value. */
-int reduce_integers(const void *memory, size_t count, long bytes, int is_signed, int64_t *low, int64_t *high);
+/* Read a tensor that `is_plain` or `is_plain_integer`, as above. 0 if its numbers are left to Python: one of them is not
+   finite, or is the smallest number of its type, which has no absolute value. */
+int read_plain(const TensorView *view, Numbers *numbers);
+
+/* `high` of a tensor that `is_plain`. This thread reads it alone, and does not release the lock. */
+int64_t largest_of(const TensorView *view);
 
 /* Add to `zeros` how many are 0, and to `small` how many are below `limit` (0 included), with the sign bit cleared. */
 void reduce_below(const void *memory, size_t count, long bytes, int64_t limit, int64_t *zeros, int64_t *small);

@@ -8,6 +8,7 @@
 #define GPUWATCH_ROWS_H
 
 #include "frame_writer.h"
+#include "reductions.h"
 
 enum { MOST_ROWS = 32, NO_ROW = -1 };
 
@@ -22,7 +23,8 @@ typedef struct {
     int is_known_new;       /* `known` is not what FrameWriter.weights holds */
     int is_output;
     int same;               /* the earlier row about the same elements, or NO_ROW */
-    int64_t version, low, high, meta;
+    int64_t version;
+    Numbers numbers;
     TensorView view;
     void *address;                                 /* NULL if views of the same memory are not looked for */
     PyObject *role, *object, *key, *seen, *place, *known; /* the tensor, and its earlier reading */
@@ -58,6 +60,6 @@ void remember(FrameWriter *self, Frame *frame);
 PyObject *known_of(const Row *row, PyObject *ref, int64_t step, PyObject *numbers);
 
 /* A TensorStats of Python (core's `numbers`); NULL with an exception set. */
-PyObject *stats_of(PyTypeObject *type, int64_t low, int64_t high, int64_t meta, int64_t kind);
+PyObject *stats_of(PyTypeObject *type, const Numbers *numbers, int64_t kind);
 
 #endif

@@ -6,14 +6,16 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stddef.h>
-#include <stdint.h>
 
 /* Tensors of at least this many bytes are read with the interpreter's lock released. threads.c has the measurement. */
 #define RELEASE_FROM ((size_t)1 << 27)
 
-/* `reduce_extremes` of memory that the caller keeps alive. The caller holds the interpreter's lock. It is released for
-   RELEASE_FROM bytes and more, so another thread may run then. */
-void read_extremes(const void *memory, size_t count, long bytes, int64_t *low, int64_t *high);
+enum { MOST_PARTS = 64 };
+
+/* Call `read` for the parts of `count` elements of `bytes` bytes each, of which `first` is the first of `count`; a part may
+   have none. Returns how many parts there are. The caller holds the interpreter's lock. It is released for RELEASE_FROM bytes
+   and more, so another thread may run then. */
+int read_parts(size_t count, long bytes, void (*read)(void *about, int part, size_t first, size_t count), void *about);
 
 /* use_threads(parallel, most, is_parallel, thread, team), for Python. */
 PyObject *use_threads(PyObject *module, PyObject *const *args, Py_ssize_t given);
