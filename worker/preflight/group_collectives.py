@@ -208,7 +208,14 @@ def check_group(group: GroupCollectives) -> str:
     """
     vote = _vote(group)
     group.say("votes")
-    votes = exchange(group, "votes", vote)
+    try:
+        votes = exchange(group, "votes", vote)
+    except ProbeFailure as silent:
+        if vote == RankVote():
+            raise
+        # its own collectives may have returned too early, and the others wait for it
+        detail = f"{silent.detail}, and rank {group.rank} got wrong values itself; undetermined which rank is at fault"
+        raise ProbeFailure(detail, peers=[]) from silent
     verdict = judge(votes)
     if verdict is not None and verdict.search and len(votes) <= SMALL:
         try:

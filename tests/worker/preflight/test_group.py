@@ -83,6 +83,14 @@ def test_a_barrier_that_is_none_is_told(run_ranks):
     assert [outcome["peers"] for outcome in outcomes.values()] == [None, [0]]
 
 
+def test_a_rank_whose_collectives_do_nothing_accuses_nobody(run_ranks):
+    """It alone has an answer in time: the others wait for it, and are silent."""
+    outcomes = run_ranks("group", [0, 1, 2], {1: "does nothing"}, timeout_s=1.0)
+
+    assert not any(outcome["peers"] for outcome in outcomes.values()), outcomes
+    assert "rank 1 got wrong values itself; undetermined" in outcomes[1]["detail"]
+
+
 def test_a_rank_that_dies_leaves_errors_of_torch(run_ranks):
     outcomes = run_ranks("group", [0, 1], {1: "dies"}, timeout_s=5.0)
 
