@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -25,89 +24,13 @@ from ..record.collectives import NO_MESSAGE, count_with
 from ..record.group_slots import GroupCall, GroupTable, OperationPlace, described
 from ..record.passed import NOT_FINITE, LatePassed, PassedValues, PassedWhen, look_at, refs_to, tensors_in
 from ..stats.device import is_on_device, late_device
+from .group_calls import METHODS, NOT_EVERYWHERE, WAIT, ReplacedMethod
 from .native_writer import difference
 
 try:
     from ..native.core import LAYOUT, GroupWriter
 except ImportError:  # gpuwatch was installed without a C compiler
     LAYOUT, GroupWriter = {}, None  # type: ignore[assignment,misc]
-
-
-@dataclass(frozen=True)
-class ReplacedMethod:
-    """One that is replaced."""
-
-    name: str
-    call: GroupCall
-    operation: str = ""
-    tensor: int = -1
-    """Which argument has the tensor that all ranks have alike; -1: none."""
-    peer: int = -1
-    """Which argument is the other rank; -1: none."""
-    is_rooted: bool = False
-    """Its last argument has `rootRank`."""
-    tag: int = -1
-    """Which argument is a message's tag; -1: none."""
-    given: int = -1
-    """Which argument has the tensors that go in; -1: none."""
-    returned: int = -1
-    """Which argument has the tensors that it writes into; -1: none."""
-    given_at_root: bool = False
-    returned_at_root: bool = False
-    """No other rank gives anything, or is given anything."""
-
-
-def _collective(name: str, operation: str, tensor: int = 0, is_rooted: bool = False, given: int = 1) -> ReplacedMethod:
-    return ReplacedMethod(
-        name,
-        GroupCall.COLLECTIVE,
-        operation,
-        tensor,
-        is_rooted=is_rooted,
-        given=given,
-        returned=0,
-        given_at_root=operation == "broadcast",
-        returned_at_root=operation == "reduce",
-    )
-
-
-METHODS = (
-    _collective("allreduce", "all_reduce", given=0),
-    _collective("allreduce_coalesced", "all_reduce", given=0),
-    _collective("broadcast", "broadcast", is_rooted=True, given=0),
-    _collective("reduce", "reduce", is_rooted=True, given=0),
-    _collective("allgather", "all_gather", 1),
-    _collective("allgather_coalesced", "all_gather", 1),
-    _collective("allgather_into_tensor_coalesced", "all_gather", 1),
-    _collective("_allgather_base", "all_gather", 1),
-    _collective("all_gather_single", "all_gather", 1),
-    _collective("all_gather_single_coalesced", "all_gather", 1),
-    _collective("reduce_scatter", "reduce_scatter"),
-    _collective("reduce_scatter_tensor_coalesced", "reduce_scatter", 1),
-    _collective("_reduce_scatter_base", "reduce_scatter", 1),
-    _collective("reduce_scatter_single", "reduce_scatter", 1),
-    _collective("reduce_scatter_single_coalesced", "reduce_scatter", 1),
-    _collective("gather", "gather", 1, is_rooted=True),
-    _collective("gather_single", "gather", 1, is_rooted=True),
-    _collective("gather_into_tensor", "gather", 1, is_rooted=True),
-    _collective("scatter", "scatter", is_rooted=True),
-    _collective("alltoall", "all_to_all", 1),
-    _collective("alltoall_base", "all_to_all", 1),
-    _collective("all_to_all_single", "all_to_all", 1),
-    ReplacedMethod("barrier", GroupCall.COLLECTIVE, "barrier"),
-    ReplacedMethod("send", GroupCall.P2P, "send", tensor=0, peer=1, tag=2, given=0),
-    ReplacedMethod("recv", GroupCall.P2P, "recv", tensor=0, peer=1, tag=2, returned=0),
-    ReplacedMethod("recv_anysource", GroupCall.P2P, "recv", tensor=0, tag=1, returned=0),
-    ReplacedMethod("monitored_barrier", GroupCall.BARRIER, "monitored_barrier"),
-)
-"""The replaced methods of a process group."""
-_NOT_EVERYWHERE = {
-    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    *("gather_single", "gather_into_tensor", "all_to_all_single"),
-}
-"""Some of the supported versions of torch (2.5 to 2.15) lack these."""
-WAIT = ReplacedMethod("wait", GroupCall.WAIT)
-"""The replaced method of a work."""
 
 
 class CollectivePatches:
@@ -182,7 +105,7 @@ class CollectivePatches:
             return None
 
     def _replace(self, owner: Any, method: ReplacedMethod) -> None:
-        if method.name not in _NOT_EVERYWHERE or method.name in vars(owner):
+        if method.name not in NOT_EVERYWHERE or method.name in vars(owner):
             self._patches.replace(owner, method.name, lambda before: self._instead_of(before, method))
 
     def _instead_of(self, before: Any, method: ReplacedMethod) -> Any:
