@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -167,7 +168,17 @@ def _character(character: str) -> str:
 
 
 class WordEnum(str, Enum):
-    """Python 3.11's StrEnum: as text, in JSON and on the wire a member is its word alone."""
+    """Python 3.11's StrEnum: as text, in JSON and on the wire a member is its word alone.
+
+    A member may be a row of a table: its word, and the columns that the class annotates, in their order.
+    """
+
+    def __new__(cls, word: str, *columns: object) -> WordEnum:  # noqa: D102  # a member's row
+        member = str.__new__(cls, word)
+        member._value_ = word
+        for name, value in zip(cls.__annotations__, columns, strict=True):
+            setattr(member, name, value)
+        return member
 
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]  # as StrEnum has it
@@ -217,9 +228,9 @@ def to_json(message: object) -> bytes:
         return msgspec.json.encode(carried(message))
 
 
-def from_json(data: bytes, kind: type[T]) -> T:
+def from_json(data: bytes, kind: type[T] | UnionType) -> T:
     """As msgspec.json.decode."""
-    return given_back(msgspec.json.decode(data, type=kind), data, kind)
+    return given_back(cast(T, msgspec.json.decode(data, type=kind)), data, kind)
 
 
 def messages_among(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterator[T]:

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
+from ..core.text import from_json
 from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import (
     CannotBind,
@@ -19,7 +20,6 @@ from ..core.wire.pipe import (
     PreflightOver,
     StageLine,
     UserNotice,
-    read_from_collector,
 )
 from .helper_processes import HelperLives, RestartedHelper
 
@@ -96,7 +96,7 @@ class HeadCollector(RestartedHelper):
     def _messages(self) -> Iterator[FromCollector]:
         for line in self._lines():
             try:
-                message = read_from_collector(line)
+                message: FromCollector = from_json(line, FromCollector)
             except msgspec.DecodeError:  # it was killed in the middle of a line
                 continue
             if isinstance(message, UserNotice):

@@ -16,9 +16,10 @@ from msgspec.structs import replace
 
 from ..core.host import OwnClock
 from ..core.own_imports import own_command
+from ..core.text import from_json
 from ..core.wire.keys import new_identity
 from ..core.wire.messages import StopRanks
-from ..core.wire.pipe import AgentConfig, FromAgent, JobResult, NodeWelcomed, UserNotice, read_from_agent, write_line
+from ..core.wire.pipe import AgentConfig, FromAgent, JobResult, NodeWelcomed, UserNotice, write_line
 
 LIVED_S = 10.0
 MOST_SHORT_LIVES = 10
@@ -254,7 +255,7 @@ class NodeAgent(RestartedHelper):
     def _listen(self) -> bool:
         for line in self._lines():
             with suppress(msgspec.DecodeError):  # it was killed in the middle of a line
-                self._hear(read_from_agent(line))
+                self._hear(from_json(line, FromAgent))
         return self.verdict is not None or self._ending.is_set()
 
     def _hear(self, message: FromAgent) -> None:

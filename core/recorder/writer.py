@@ -8,6 +8,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -48,42 +49,27 @@ def _value_bytes(meta: int) -> bytes:
     return layout.VALUE.pack(0, 0, meta)
 
 
+@dataclass(eq=False, slots=True)
 class OpenPage:
     """The rows of one batch so far. Whoever holds it may write on in it: the backward comes after other pages."""
 
-    __slots__ = (
-        "batch",
-        "ended",
-        "frames",
-        "held",
-        "judged",
-        "number",
-        "root",
-        "segment",
-        "segments",
-        "step",
-        "values",
-        "with_gradients",
-    )
-
-    def __init__(self, number: int, root: int, batch: int, step: int) -> None:
-        self.number = number
-        self.root = root
-        self.batch = batch
-        self.step = step
-        self.frames = 0
-        self.values = 0
-        """Counts of frames and values, without those of the open segment."""
-        self.segments = 0
-        self.segment = -1
-        """Its last segment, counted from the beginning of the run."""
-        self.held: list[int] = []
-        """All its segments, counted likewise."""
-        self.judged: object = None
-        """How far it has been judged, for the judge's own use."""
-        self.ended = False
-        self.with_gradients = True
-        """Its forward records a graph for a backward."""
+    number: int
+    root: int
+    batch: int
+    step: int
+    frames: int = 0
+    values: int = 0
+    """Counts of frames and values, without those of the open segment."""
+    segments: int = 0
+    segment: int = -1
+    """Its last segment, counted from the beginning of the run."""
+    held: list[int] = field(default_factory=list)
+    """All its segments, counted likewise."""
+    judged: object = None
+    """How far it has been judged, for the judge's own use."""
+    ended: bool = False
+    with_gradients: bool = True
+    """Its forward records a graph for a backward."""
 
 
 class RecorderWriter:
@@ -142,30 +128,24 @@ class RecorderWriter:
         self.on_segment_end: Callable[[int, int], None] | None = None
         """Called with (offset of its values in the file, number of the page) when a segment is done."""
 
-        fields = self.fields
-        for field, value in (
-            (HeadField.VERSION, layout.VERSION),
-            (HeadField.PID, os.getpid()),
-            (HeadField.STARTED_NS, time.time_ns()),
-            (HeadField.LOG_BYTES, log_bytes),
-            (HeadField.SEGMENTS, segments),
-            (HeadField.PHASE, RankPhase.STARTING),
-            (HeadField.ANOMALY, AnomalyFlag.NONE),
-            (HeadField.HOOKS, HooksState.NONE),
-            (HeadField.ABORT, layout.seal(0)),
-            (HeadField.LEFT, layout.seal(0)),
-            (HeadField.PASSED_UNSEEN, layout.seal(0)),
-            (HeadField.BATCH, -1),
-            (HeadField.PAGE, -1),
-            (HeadField.ROOT, -1),
-            (HeadField.MODULE, -1),
-            (HeadField.SEQ, -1),
-            (HeadField.SEGMENT, -1),
-            (HeadField.MOVED_NS, time.monotonic_ns()),
-        ):
-            fields[field] = value
+        first = {
+            HeadField.VERSION: layout.VERSION,
+            HeadField.PID: os.getpid(),
+            HeadField.STARTED_NS: time.time_ns(),
+            HeadField.LOG_BYTES: log_bytes,
+            HeadField.SEGMENTS: segments,
+            HeadField.PHASE: RankPhase.STARTING,
+            HeadField.ANOMALY: AnomalyFlag.NONE,
+            HeadField.HOOKS: HooksState.NONE,
+            **dict.fromkeys((HeadField.ABORT, HeadField.LEFT, HeadField.PASSED_UNSEEN), layout.seal(0)),
+            **dict.fromkeys((HeadField.BATCH, HeadField.PAGE, HeadField.ROOT), -1),
+            **dict.fromkeys((HeadField.MODULE, HeadField.SEQ, HeadField.SEGMENT), -1),
+            HeadField.MOVED_NS: time.monotonic_ns(),
+        }
+        for at, value in first.items():
+            self.fields[at] = value
         self.identify(rank, local_rank, world_size, attempt)
-        fields[HeadField.MAGIC] = layout.MAGIC  # last: a reader waits for it
+        self.fields[HeadField.MAGIC] = layout.MAGIC  # last: a reader waits for it
 
     def identify(self, rank: int, local_rank: int, world_size: int, attempt: int) -> None:
         """Say whose the file is. A reader that comes in between finds it not ready."""

@@ -487,17 +487,8 @@ _agent_decoder = msgspec.msgpack.Decoder(AgentMessage)
 _collector_decoder: msgspec.msgpack.Decoder[CollectorMessage] = msgspec.msgpack.Decoder(CollectorMessage)
 
 
-def encode(message: AgentMessage | CollectorMessage) -> bytes:
-    """Bytes for one ZeroMQ frame."""
-    return _encoded(message)
-
-
-def encode_body(body: AgentBody) -> bytes:
-    """The body alone, to be put in its envelope when it is sent."""
-    return _encoded(body)
-
-
-def _encoded(message: msgspec.Struct) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
+    """Bytes for one ZeroMQ frame; of a body alone, to be put in its envelope when it is sent."""
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:  # a name of a file

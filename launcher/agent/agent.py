@@ -36,6 +36,7 @@ from ...core.recorder.layout import file_name
 from ...core.recorder.run_folder import PROCESSES
 from ...core.recorder.scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch
 from ...core.tell import flush_streams
+from ...core.text import from_json
 from ...core.verdicts import VerdictKind
 from ...core.wire.keys import agent_name, new_identity
 from ...core.wire.messages import (
@@ -62,12 +63,12 @@ from ...core.wire.pipe import (
     JobResult,
     LaunchDone,
     NodeWelcomed,
+    ToAgent,
     UserNotice,
     VerdictWait,
     WorkersEnded,
     WorkersStarted,
     read_config,
-    read_to_agent,
     write_line,
 )
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
@@ -250,7 +251,7 @@ class NodeAgentLoop:
 
     def hear_launch(self, line: bytes, now: float) -> None:
         """A line of the launch's pipe."""
-        message = read_to_agent(line)
+        message: ToAgent = from_json(line, ToAgent)
         if isinstance(message, WorkersStarted):
             self._free_recorders(message.attempt - KEPT_ATTEMPTS - 1)
             for rank, pid in message.pids.items():

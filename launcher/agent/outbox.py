@@ -27,7 +27,7 @@ from ...core.wire.messages import (
     PageMessage,
     RankHistoryMessage,
     TelemetryMessage,
-    encode_body,
+    encode,
     envelope,
 )
 
@@ -80,7 +80,7 @@ class MessageOutbox:
 
     def put(self, body: AgentBody, *, needed: bool = False) -> bytes:
         """Keep a message. Returns it for the spool, which counts for itself. `needed` is said of a page."""
-        data = encode_body(body)
+        data = encode(body)
         if isinstance(body, PageMessage):
             of = body.attempt, body.batch
             self._wait(_WaitingPage(data, body.rank, of), needed or of in self._needed_batches)
@@ -116,7 +116,7 @@ class MessageOutbox:
     def change_first(self, body: AgentBody) -> None:
         """If the first message has to be sent again, send this in its place: a hello that knows its run by then."""
         if 1 in self._kept:
-            self._kept[1] = encode_body(body), False
+            self._kept[1] = encode(body), False
 
     def _number(self, data: bytes, *, on_credit: bool = False) -> None:
         self._kept[self._next] = data, on_credit
