@@ -35,25 +35,25 @@ def loopback() -> str:
 
 def versions() -> dict[str, str]:
     """The versions of gpuwatch, Python and the torch that is installed. Ranks that have a preflight say theirs."""
-    found = {"gpuwatch": gpuwatch_version(), "python": platform.python_version()}
-    torch = installed_torch()
-    return {**found, "torch": torch} if torch else found
+    found = {"gpuwatch": gpuwatch_version(), "python": platform.python_version(), "torch": installed_torch()}
+    return {name: version for name, version in found.items() if version}
 
 
 def gpuwatch_version() -> str:
     """The installed distribution's version; "unknown" when run from a checkout that was never installed."""
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    return installed_version(DISTRIBUTION) or "unknown"
 
 
 def installed_torch() -> str:
     """The version of torch in this environment, without an import of it; "" if there is none that pip knows."""
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return ""
+    return installed_version("torch")
+
+
+def installed_version(distribution: str) -> str:
+    """ "" if it is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(distribution)
+    return ""
 
 
 def stat_fields(process: Path) -> list[str]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from types import UnionType
 from typing import Any, TypeVar, cast
 
@@ -137,7 +138,9 @@ def shown(text: str) -> str:
     >>> shown("fc\\x1b[2J\\nVERDICT clean")
     'fc\\\\x1b[2J\\\\nVERDICT clean'
     """
-    return text if text.isprintable() else "".join(map(_character, text))
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 def shown_name(name: str, most: int = MOST_OF_A_NAME) -> str:
@@ -161,10 +164,6 @@ def is_shown(name: str) -> bool:
 def shown_lines(text: str) -> str:
     """A text of several lines, such as a traceback: each line is shown, and stays a line."""
     return "\n".join(map(shown, text.split("\n")))
-
-
-def _character(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode()
 
 
 class WordEnum(str, Enum):
@@ -216,7 +215,8 @@ def given_back(message: T, data: bytes, kind: Any) -> T:
     """The message as it was before `carried`. `data` is what it was decoded from, `kind` its type."""
     if not any(mark in data for mark in _MARKS):
         return message
-    back: T = msgspec.convert(_map(_plain(message), _give_back), kind, builtin_types=(bytes,))
+    give_back = partial(_CARRIERS.sub, lambda found: chr(ord(found[0]) - _CARRIED + _FIRST))
+    back: T = msgspec.convert(_map(_plain(message), give_back), kind, builtin_types=(bytes,))
     return back
 
 
@@ -253,13 +253,8 @@ def _map(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _carry(text: str) -> str:
-    return _SURROGATES.sub(lambda found: _carrier(ord(found[0])), text)
+    def carrier(found: re.Match[str]) -> str:
+        byte = ord(found[0]) - _FIRST
+        return chr(_CARRIED + byte) if 0 <= byte < 0x80 else f"\\u{ord(found[0]):04x}"
 
-
-def _carrier(surrogate: int) -> str:
-    byte = surrogate - _FIRST
-    return chr(_CARRIED + byte) if 0 <= byte < 0x80 else f"\\u{surrogate:04x}"
-
-
-def _give_back(text: str) -> str:
-    return _CARRIERS.sub(lambda found: chr(ord(found[0]) - _CARRIED + _FIRST), text)
+    return _SURROGATES.sub(carrier, text)

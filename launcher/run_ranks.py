@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +21,7 @@ from ..core.host import host_name, stat_fields
 from ..core.identity import is_rank, number_of_process
 from ..core.recorder.layout import HeadField, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from ..core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS, tell_unwatched
+from ..core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS, pid_of_file, tell_unwatched
 from ..core.wire.pipe import WorkersEnded, WorkersStarted
 
 # A process that somebody else started: when it ends, and with which code.
@@ -39,16 +40,8 @@ class WatchedRankProcess:
         self.pid = pid
         self._fd = os.pidfd_open(pid)
         self._status: int | None = None
-        self._ended = threading.Event()
+        self.ended = threading.Event()
         threading.Thread(target=self._wait, daemon=True, name=f"gpuwatch-{pid}").start()
-
-    def has_ended(self) -> bool:
-        """Whether it has."""
-        return self._ended.is_set()
-
-    def ends_within(self, seconds: float) -> bool:
-        """Wait for its end."""
-        return self._ended.wait(seconds)
 
     def code(self) -> int | None:
         """Its exit code, negative for a signal; None if that cannot be known any more."""
@@ -62,7 +55,7 @@ class WatchedRankProcess:
         self._status = self._status_of_zombie()
         if self._status is None:
             self._status = self._status_of_ended()
-        self._ended.set()
+        self.ended.set()
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""
@@ -71,7 +64,7 @@ class WatchedRankProcess:
 
     def close(self) -> None:
         """Let go of it, if it has ended."""
-        if self._ended.is_set():
+        if self.ended.is_set():
             os.close(self._fd)
 
     def _status_of_ended(self) -> int | None:
@@ -106,24 +99,17 @@ class _RunRank:
     ended: bool = False
 
 
-@dataclass(frozen=True)
-class _RecorderHead:
+class _RecorderHead(NamedTuple):
     """What a recorder says of its process."""
 
     rank: int
-    world_size: int
     attempt: int
     pid: int
     started_ns: int
-    trains: bool
-    """It has made an optimizer step, or met an overflow."""
     ran: bool
-    """It has done so, or called a module."""
-
-    @property
-    def is_alone(self) -> bool:
-        """It trains, and nothing says that it is one of several."""
-        return self.trains and self.world_size == 1
+    """It has called a module, made an optimizer step, or met an overflow."""
+    is_alone: bool
+    """It trains, and nothing says that it is one of several."""
 
 
 class HostRanks:
@@ -141,7 +127,8 @@ class HostRanks:
         """By process id: those that may become a rank. None for one that had ended before it was seen."""
         self._taken: set[Path] = set()
         """Recorders of processes that have become ranks, or are in the report as processes that are none."""
-        self._waited = False
+        self._last_end = 0.0
+        """How long ends are waited for, once the command has ended."""
         self.any_failed = False
         """A rank has ended badly."""
         self.stopping = False
@@ -189,18 +176,12 @@ class HostRanks:
             self._adopt(lambda header: True)
             self.look(own_codes)
         self._tell_of_processes(lambda header: True)
-        self._wait_for_processes()
-        self._find_ended(own_codes)
-
-    def _wait_for_processes(self) -> None:
-        """Once: what the command has waited for has ended with it. What it has left behind is not waited for."""
-        if self._waited:
-            return
-        self._waited = True
-        deadline = time.monotonic() + _LAST_END_S
+        # once: what the command has waited for has ended with it; what it has left behind is not waited for
+        self._last_end = self._last_end or time.monotonic() + _LAST_END_S
         for rank in self._ranks.values():
             if not rank.ended and not is_rank(rank.rank) and rank.process is not None:
-                rank.process.ends_within(max(0.0, deadline - time.monotonic()))
+                rank.process.ended.wait(max(0.0, self._last_end - time.monotonic()))
+        self._find_ended(own_codes)
 
     def signal(self, number: int) -> None:
         """Send it to all that run."""
@@ -244,13 +225,13 @@ class HostRanks:
     def _look_at_processes(self) -> None:
         """Notice how they end, from early on."""
         for path in self._folder.glob(PROCESSES):
-            pid = int(path.stem.rpartition("-")[2])
+            pid = pid_of_file(path)
             if pid not in self._processes and path not in self._taken:
                 self._processes[pid] = _process(pid)
 
     def _is_over(self, pid: int, own_codes: dict[int, int | None]) -> bool:
         process = self._processes.get(pid)
-        return own_codes.get(pid) is not None or process is None or process.has_ended()
+        return own_codes.get(pid) is not None or process is None or process.ended.is_set()
 
     def _tell_of_processes(self, is_due: Callable[[_RecorderHead], bool]) -> None:
         """Report processes that ran a module and are no rank. Each is watched, and has its own row in the report."""
@@ -296,7 +277,7 @@ def _has_ended(rank: _RunRank, own_codes: dict[int, int | None]) -> bool:
         return not rank.ended
     if rank.pid in own_codes:
         return own_codes[rank.pid] is not None
-    return rank.process.has_ended()
+    return rank.process.ended.is_set()
 
 
 def _process(pid: int) -> WatchedRankProcess | None:
@@ -307,13 +288,7 @@ def _process(pid: int) -> WatchedRankProcess | None:
 
 def _read(path: Path) -> _RecorderHead | None:
     with suppress(OSError, NotReady), closing(RecorderReader(path)) as reader:
-        return _RecorderHead(
-            reader.rank,
-            reader[HeadField.WORLD_SIZE],
-            reader.attempt,
-            reader.pid,
-            reader[HeadField.STARTED_NS],
-            trains := reader[HeadField.STEP] > 0 or reader.overflow_seen,
-            trains or reader[HeadField.BATCH] >= 0,
-        )
+        trains = reader[HeadField.STEP] > 0 or reader.overflow_seen
+        ran, is_alone = trains or reader[HeadField.BATCH] >= 0, trains and reader[HeadField.WORLD_SIZE] == 1
+        return _RecorderHead(reader.rank, reader.attempt, reader.pid, reader[HeadField.STARTED_NS], ran, is_alone)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -60,11 +60,8 @@ class GpuSincePreflight(msgspec.Struct, frozen=True):
     def grade(self) -> Grade:
         """The worst of all."""
         grades = {change.grade for change in self.changes} | {xid.grade for xid in self.xids}
-        if "fail" in grades:
-            return "fail"
-        if "warn" in grades:
-            return "warn"
-        return "ok" if self.known else "unknown"
+        order: tuple[Grade, ...] = ("fail", "warn")
+        return next((grade for grade in order if grade in grades), "ok" if self.known else "unknown")
 
 
 def difference(before: GpuCounters, after: GpuCounters) -> list[CounterChange]:
@@ -94,7 +91,11 @@ def since_preflight(events: Iterable[GpuXid | GpuCounters | GpuHealth], device: 
     """What happened to a GPU since the training began. `device` is what its rank calls it: the UUID of the GPU or of
     a MIG device on it, with or without `GPU-`."""
     events = list(events)
-    readings = [event for event in events if isinstance(event, GpuCounters) and _is(event, device)]
+    readings = [
+        event
+        for event in events
+        if isinstance(event, GpuCounters) and _bare(device) in map(_bare, (event.device, *event.mig))
+    ]
     readings.sort(key=lambda reading: reading.time_ns)
     whole = readings[0].device if readings else device
     xids = sorted(
@@ -110,10 +111,6 @@ def since_preflight(events: Iterable[GpuXid | GpuCounters | GpuHealth], device: 
     unknown = {name: why for name, why in {**before.unknown, **after.unknown}.items() if name in _WORDS}
     seconds = (after.time_ns - before.time_ns) / 1e9
     return GpuSincePreflight(whole, True, difference(before, after), xids, unknown, round(seconds, 3))
-
-
-def _is(reading: GpuCounters, device: str) -> bool:
-    return _bare(device) in map(_bare, (reading.device, *reading.mig))
 
 
 def _bare(uuid: str) -> str:
@@ -140,8 +137,7 @@ def gpu_of_rank(uuid: str, local_rank: int, environment: Mapping[str, str]) -> s
 # https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html
 
 
-@dataclass(frozen=True)
-class XidMeaning:
+class XidMeaning(NamedTuple):
     """`grade` is the GPU's: `ok` if the script is the likely cause."""
 
     meaning: str
@@ -159,8 +155,6 @@ _REPORT = "The job may go on; report the GPU to the node's administrator."
 _NVLINK = "Look at nvidia-smi nvlink -e on this GPU and on its peers: the fault may be at the other end; reset both."
 _OTHERS = "A consequence: look at the XIDs before it."
 _NOTHING = "No action is needed."
-
-
 _x = XidMeaning
 
 XIDS: dict[int, XidMeaning] = {

@@ -80,10 +80,6 @@ class GpuReading(msgspec.Struct, tag="told"):
             self.values.pop(name, None)
             self.unknown[name] = why
 
-    def why_unknown(self, fact: str) -> str:
-        """Why a fact is not in `values`."""
-        return self.unknown.get(fact, NO_ANSWER_YET)
-
 
 class NvmlFinished(msgspec.Struct, frozen=True, tag="finished"):
     """Everything has been asked."""

@@ -104,6 +104,11 @@ def process_file(pid: int, programs: int = 0) -> str:
     return _PROCESS.format(pid=f"{programs}-{pid}" if programs else pid)
 
 
+def pid_of_file(path: Path) -> int:
+    """Whose recorder it is, or whose reason."""
+    return int(path.stem.rpartition("-")[2])
+
+
 # How the runs of a scheduler's job are named: the batch script names them, and who looks for them reads the names.
 #
 # 20261121-091533-slurm-17              job 17

@@ -96,15 +96,16 @@ class RecorderWriter:
         try:
             # Without this, a full /dev/shm kills the training with SIGBUS at the first touch of a missing page.
             os.posix_fallocate(fd, 0, size)
-            self._map = RecorderMap(fd, size)
+            self.memory = RecorderMap(fd, size)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         finally:
             os.close(fd)
-        self._bytes = memoryview(self._map)
-        self.fields = self._bytes[: layout.FIXED_BYTES].cast("q")
-        self.groups = self._bytes[layout.GROUPS_AT : layout.STEPS_AT].cast("q")
+        self.view = memoryview(self.memory)
+        """The whole file."""
+        self.fields = self.view[: layout.FIXED_BYTES].cast("q")
+        self.groups = self.view[layout.GROUPS_AT : layout.STEPS_AT].cast("q")
         """The table of process groups (group_table.py)."""
         self._encoder = msgspec.msgpack.Encoder()
         self._log_at = layout.HEADER_BYTES
@@ -155,16 +156,6 @@ class RecorderWriter:
         fields[HeadField.WORLD_SIZE], fields[HeadField.ATTEMPT] = world_size, attempt
         fields[HeadField.CHECK] = layout.check_of(fields[: HeadField.CHECK].tolist())
 
-    @property
-    def memory(self) -> RecorderMap:
-        """The mapped file."""
-        return self._map
-
-    @property
-    def view(self) -> memoryview:
-        """The whole file."""
-        return self._bytes
-
     def segment_at(self, number: int) -> int | None:
         """Offset in the file of a segment, counted from the beginning of the run; None if it was overwritten."""
         if not 0 <= self._segment - number < self._segments:
@@ -195,19 +186,16 @@ class RecorderWriter:
         """
         if isinstance(record, Definition):
             self.names.add((record,))
-        if isinstance(record, Anomaly):
+        elif isinstance(record, Anomaly):
             self.note_first_anomaly(record)
-        if isinstance(record, OwnFault):
+        elif isinstance(record, OwnFault):
             self.count_fault(record.part)
         payload = self._encode(record)
-        if payload is None:
-            self.fields[HeadField.RECORDS_LOST] += 1
-            return False
-        size = (layout.ENTRY.size + len(payload) + 7) & ~7
+        size = (layout.ENTRY.size + len(payload or b"") + 7) & ~7
         room = self._log_bytes - (_EVENT_RESERVE if name and self._log_bytes > 2 * _EVENT_RESERVE else 0)
-        if self._log_end + size > room:
+        if payload is None or self._log_end + size > room:
             self.fields[HeadField.RECORDS_LOST] += 1
-            self.fields[HeadField.NAMES_LOST] += isinstance(record, Definition)
+            self.fields[HeadField.NAMES_LOST] += payload is not None and isinstance(record, Definition)
             return False
         self._write_entry(self._log_at + self._log_end, payload)
         self._log_end += size
@@ -240,8 +228,8 @@ class RecorderWriter:
 
     def _write_entry(self, at: int, payload: bytes) -> None:
         start = at + layout.ENTRY.size
-        layout.ENTRY.pack_into(self._bytes, at, len(payload), zlib.crc32(payload))
-        self._bytes[start : start + len(payload)] = payload
+        layout.ENTRY.pack_into(self.view, at, len(payload), zlib.crc32(payload))
+        self.view[start : start + len(payload)] = payload
 
     def _encode(self, record: LogEntry) -> bytes | None:
         """Bytes of a record; None for one that cannot be written at all (an integer beyond 64 bits)."""
@@ -288,9 +276,8 @@ class RecorderWriter:
         page.ended = True
         if self.page is page:
             self.pause_page()
-        elif self._segment - page.segment < self._segments:  # else it has been overwritten
-            at = self._segments_at + (page.segment % self._segments) * layout.SEGMENT_BYTES
-            with self._bytes[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as head:
+        elif (at := self.segment_at(page.segment)) is not None:  # else it has been overwritten
+            with self.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as head:
                 head[SegmentField.CLOSED] = SegmentEnd.PAGE_END
 
     def value(self, low: int, high: int, meta: int) -> int:
@@ -301,7 +288,7 @@ class RecorderWriter:
         if used == _VALUES_PER_SEGMENT:
             seg = self.continue_segment()
             used = 0
-        _pack_value(self._bytes, self._values_at + used * 24, low, high, meta)
+        _pack_value(self.view, self._values_at + used * 24, low, high, meta)
         seg[_VALUES] = used + 1
         return seg[_VALUE_BASE] + used
 
@@ -317,7 +304,7 @@ class RecorderWriter:
             seg = self.continue_segment()
             used = 0
         at = self._values_at + used * 24
-        self._bytes[at : at + count * 24] = _value_bytes(meta) * count
+        self.view[at : at + count * 24] = _value_bytes(meta) * count
         seg[_VALUES] = used + count
         return seg[_VALUE_BASE] + used, used
 
@@ -336,7 +323,7 @@ class RecorderWriter:
         if frames == _FRAMES_PER_SEGMENT or used + count > _ROWS_PER_SEGMENT:
             seg = self.continue_segment()
             frames = used = 0
-        data = self._bytes
+        data = self.view
         if count:
             _rows_of(count).pack_into(data, self._rows_at + used * 16, *chain.from_iterable(rows))
         index = seg[_FRAME_BASE] + frames
@@ -387,7 +374,7 @@ class RecorderWriter:
     def _next_segment(self, page: OpenPage) -> None:
         self._segment += 1
         at = self._segments_at + (self._segment % self._segments) * layout.SEGMENT_BYTES
-        seg = self._seg = self._bytes[at : at + layout.SEGMENT_HEADER_BYTES].cast("q")
+        seg = self._seg = self.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q")
         generation = seg[SegmentField.GENERATION]
         seg[SegmentField.GENERATION] = generation + 1
         seg[SegmentField.PAGE] = page.number
@@ -414,7 +401,7 @@ class RecorderWriter:
 
     def close(self) -> None:
         """Unmap. The file stays for its readers; whoever made its folder removes it."""
-        if self._map.closed:
+        if self.memory.closed:
             return
         self.page = None
         self.cursor[0] = -1
@@ -422,8 +409,8 @@ class RecorderWriter:
         self.groups.release()
         if self._segment >= 0:
             self._seg.release()
-        self._bytes.release()
-        self._map.close()
+        self.view.release()
+        self.memory.close()
 
 
 def _shortened(anomaly: Anomaly) -> Anomaly:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
@@ -108,12 +109,11 @@ def others_may_read(secret_file: str | None) -> str:
     """A sentence where other users of the host may read the secret's file, with the mend; "" where they may not."""
     if secret_file is None:
         return ""
-    try:
-        mode = Path(secret_file).stat().st_mode & 0o777
-    except OSError:  # it was read a moment ago
-        return ""
-    mend = f"chmod 600 {quote(secret_file)}"
-    return f"--secret-file: other users may read {secret_file} (mode {mode:04o}): {mend}" if mode & 0o077 else ""
+    with suppress(OSError):  # it was read a moment ago
+        if (mode := Path(secret_file).stat().st_mode & 0o777) & 0o077:
+            mend = f"chmod 600 {quote(secret_file)}"
+            return f"--secret-file: other users may read {secret_file} (mode {mode:04o}): {mend}"
+    return ""
 
 
 # What lets ranks of other hosts join a run: a file of the run's folder, for its user alone. It has the job's keys.

@@ -12,21 +12,12 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from contextlib import suppress
 
 import msgspec
 
 from ...core.events import GpuCounters, GpuHealth, GpuXid
-from ...core.gpu.nvml_child import (
-    LINES,
-    AskCounters,
-    AskSamples,
-    CountersLine,
-    Line,
-    NvmlTrouble,
-    SampleLine,
-    XidWatch,
-    command,
-)
+from ...core.gpu import nvml_child
 from ...core.text import messages_among
 
 BEGIN_S = 30.0
@@ -48,17 +39,17 @@ class GpuWatch:
         self._events: list[Event] = []
         self._rest = b""
         self._began = now
-        self._watching: XidWatch | None = None
+        self._watching: nvml_child.XidWatch | None = None
         self._asked: list[tuple[str, float]] = []
         """Moments that are not answered yet, and when they were asked."""
-        self._samples: list[SampleLine] = []
+        self._samples: list[nvml_child.SampleLine] = []
         self._last_anomaly = -AGAIN_S
         self._killed: subprocess.Popen[bytes] | None = None
         """Stuck in the driver, it goes when the driver lets it."""
         self._child: subprocess.Popen[bytes] | None = None
         try:
             self._child = subprocess.Popen(
-                command("--watch"),
+                nvml_child.command("--watch"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -78,10 +69,11 @@ class GpuWatch:
         assert self._child.stdout is not None
         data = os.read(self._child.stdout.fileno(), 1 << 16)
         if not data:
-            self._give_up(f"the process that watches NVML has ended{self._how_it_ended()}")
+            code = self._child.poll()
+            self._give_up(f"the process that watches NVML has ended{'' if code is None else f' (exit code {code})'}")
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in messages_among(lines, LINES):
+        for line in messages_among(lines, nvml_child.LINES):
             self._take(line)
 
     def anomaly(self, now: float) -> None:
@@ -92,9 +84,9 @@ class GpuWatch:
 
     def ask_samples(self) -> bool:
         """Whether NVML was asked how the GPUs do. It is not while it starts, without GPUs, and once it was given up."""
-        return self._tell(AskSamples())
+        return self._tell(nvml_child.AskSamples())
 
-    def samples(self) -> list[SampleLine] | None:
+    def samples(self) -> list[nvml_child.SampleLine] | None:
         """The samples of all GPUs that `ask_samples` asked for; None until they are complete."""
         if not self._samples or not self._samples[-1].last:
             return None
@@ -132,31 +124,26 @@ class GpuWatch:
             self._reap(wait_s)
             return
         for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    pass
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
         child.kill()
         self._killed = child
         self._reap(wait_s)
 
     def _reap(self, wait_s: float) -> None:
-        if self._killed is None:
-            return
-        try:
-            self._killed.wait(wait_s)
-            self._killed = None
-        except subprocess.TimeoutExpired:
-            pass
+        if self._killed is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._killed.wait(wait_s)
+                self._killed = None
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _ask(self, moment: str, now: float) -> None:
-        if self._tell(AskCounters(moment)):
+        if self._tell(nvml_child.AskCounters(moment)):
             self._asked.append((moment, now))
 
-    def _tell(self, question: AskCounters | AskSamples) -> bool:
+    def _tell(self, question: nvml_child.AskCounters | nvml_child.AskSamples) -> bool:
         if self._child is None or self._watching is None or not self._watching.devices:
             return False
         assert self._child.stdin is not None
@@ -167,8 +154,8 @@ class GpuWatch:
             return False  # `hear` will meet the end of its output
         return True
 
-    def _take(self, line: Line) -> None:
-        if isinstance(line, XidWatch):
+    def _take(self, line: nvml_child.Line) -> None:
+        if isinstance(line, nvml_child.XidWatch):
             self._watching = line
             detail = f"watching {len(line.devices)} GPU(s) for XIDs" if line.devices else "NVML shows no GPU here"
             grade = "ok" if line.devices and not line.unwatched else "unknown"
@@ -176,20 +163,16 @@ class GpuWatch:
                 detail += f"; not {', '.join(f'{uuid} ({why})' for uuid, why in line.unwatched.items())}"
             self._events.append(GpuHealth(grade, detail, line.driver, line.devices, line.unwatched, time.time_ns()))
             self._ask("before", time.monotonic())
-        elif isinstance(line, NvmlTrouble):
+        elif isinstance(line, nvml_child.NvmlTrouble):
             self._give_up(line.why)
         elif isinstance(line, GpuXid):
             self._events.append(line)
-        elif isinstance(line, SampleLine):
+        elif isinstance(line, nvml_child.SampleLine):
             self._samples.append(line)
-        elif isinstance(line, CountersLine):
+        elif isinstance(line, nvml_child.CountersLine):
             self._events.append(line.event)
             if line.last:
                 self._asked = [asked for asked in self._asked if asked[0] != line.event.moment]
-
-    def _how_it_ended(self) -> str:
-        code = self._child.poll() if self._child is not None else None
-        return "" if code is None else f" (exit code {code})"
 
     def _unknown(self, why: str) -> None:
         devices = self._watching.devices if self._watching is not None else {}

@@ -19,17 +19,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from ...core.wire.messages import (
-    FIRST_CREDIT,
-    AgentBody,
-    NameDefinitions,
-    NodeBye,
-    PageMessage,
-    RankHistoryMessage,
-    TelemetryMessage,
-    encode,
-    envelope,
-)
+from ...core.wire import messages
 
 PAGE_BYTES = 12 << 20
 """Pages that wait for credit, and those that were sent and are not stored, may take this much memory together."""
@@ -64,7 +54,7 @@ class MessageOutbox:
         self._page_bytes = self._other_bytes = 0
         """Bytes of all waiting pages, and of those that nothing needs."""
         self._bye: bytes | None = None
-        self._credit = FIRST_CREDIT
+        self._credit = messages.FIRST_CREDIT
         self._on_the_way = 0
         self._kept_bytes = 0
         """Bytes of messages that have taken credit and are not acknowledged."""
@@ -78,26 +68,26 @@ class MessageOutbox:
         self.pages_dropped: dict[int, int] = {}
         """rank -> pages and histories that were dropped"""
 
-    def put(self, body: AgentBody, *, needed: bool = False) -> bytes:
+    def put(self, body: messages.AgentBody, *, needed: bool = False) -> bytes:
         """Keep a message. Returns it for the spool, which counts for itself. `needed` is said of a page."""
-        data = encode(body)
-        if isinstance(body, PageMessage):
+        data = messages.encode(body)
+        if isinstance(body, messages.PageMessage):
             of = body.attempt, body.batch
             self._wait(_WaitingPage(data, body.rank, of), needed or of in self._needed_batches)
-        elif isinstance(body, RankHistoryMessage | TelemetryMessage):
-            page = _WaitingPage(data, body.rank if isinstance(body, RankHistoryMessage) else -1, (-1, -1))
+        elif isinstance(body, messages.RankHistoryMessage | messages.TelemetryMessage):
+            page = _WaitingPage(data, body.rank if isinstance(body, messages.RankHistoryMessage) else -1, (-1, -1))
             if self._page_bytes + len(data) <= self._page_limit // 2:  # it displaces no page
                 self._wait(page, needed=True)
             else:
                 self._count_dropped(page)
-        elif isinstance(body, NameDefinitions):
+        elif isinstance(body, messages.NameDefinitions):
             self._names.append(data)
-        elif isinstance(body, NodeBye):  # after everything else
+        elif isinstance(body, messages.NodeBye):  # after everything else
             self._bye = data
         else:
             self._number(data)
         self._spooled += 1
-        return envelope(self._spooled, self._spooled - 1, data)
+        return messages.envelope(self._spooled, self._spooled - 1, data)
 
     def need(self, attempt: int, batch: int) -> None:
         """A rank has met something in this batch: the pages of it go first, and are dropped last."""
@@ -113,10 +103,10 @@ class MessageOutbox:
             self._other_bytes -= sum(len(page.data) for page in found)
             self._needed.extend(found)
 
-    def change_first(self, body: AgentBody) -> None:
+    def change_first(self, body: messages.AgentBody) -> None:
         """If the first message has to be sent again, send this in its place: a hello that knows its run by then."""
         if 1 in self._kept:
-            self._kept[1] = encode(body), False
+            self._kept[1] = messages.encode(body), False
 
     def _number(self, data: bytes, *, on_credit: bool = False) -> None:
         self._kept[self._next] = data, on_credit
@@ -174,7 +164,7 @@ class MessageOutbox:
         return [(number, self._enveloped(number)) for number in range(self._sent + 1, self._next)]
 
     def _enveloped(self, number: int) -> bytes:
-        return envelope(number, number - 1, self._kept[number][0])
+        return messages.envelope(number, number - 1, self._kept[number][0])
 
     def sent(self, number: int) -> None:
         """Everything up to `number` is on its way."""
@@ -231,4 +221,7 @@ class MessageOutbox:
         numbered = [self._enveloped(number) for number in self._kept]
         pages = [page.data for page in (*self._needed, *self._others)]
         waiting = [*self._names, *pages, *([self._bye] if self._bye is not None else [])]
-        return [*numbered, *(envelope(number, number - 1, data) for number, data in enumerate(waiting, self._next))]
+        return [
+            *numbered,
+            *(messages.envelope(number, number - 1, data) for number, data in enumerate(waiting, self._next)),
+        ]

@@ -66,13 +66,9 @@ def threads_of(pid: int, root: Path = Path("/")) -> list[ThreadSeen]:
         for task in tasks[:MOST_THREADS]:
             with suppress(OSError, IndexError):
                 state = stat_fields(task)[0]
-                found.append(ThreadSeen(_line(task / "comm"), state, _wchan(task), _system_call(task)))
+                waits_in = _line(task / "wchan").strip("0")  # 0 where it does not wait, or may not be seen
+                found.append(ThreadSeen(_line(task / "comm"), state, waits_in, _system_call(task)))
     return found
-
-
-def _wchan(task: Path) -> str:
-    """ "" where it does not wait, or may not be seen: the kernel then says 0."""
-    return _line(task / "wchan").strip("0")
 
 
 def _system_call(task: Path) -> str:
@@ -203,22 +199,18 @@ def parse_spied(data: bytes, pid: int) -> StacksSeen | None:
     stack: list[StackLine] = []
     for frame in main.frames:
         line = _py_spy_line(frame)
-        if not _is_native(frame):
-            if not is_around_collectives(frame.filename):
+        if line.line:
+            if not is_around_collectives(line.file):
                 stack.append(line)
-        elif not stack and not frame.name.startswith("0x"):
+        elif not stack and not line.function.startswith("0x"):
             native.append(line)
     others = [ThreadSeen(thread.thread_name or "", at=_place(thread)) for thread in threads if thread is not main]
     return StacksSeen(stack[:MOST_LINES], native[:_MOST_NATIVE], others[:_MOST_OTHERS])
 
 
-def _is_native(frame: _StackFrame) -> bool:
-    """An interpreter that was built with debugging information has lines of C."""
-    return frame.line <= 0 or frame.filename.endswith(_NATIVE)
-
-
 def _py_spy_line(frame: _StackFrame) -> StackLine:
-    if _is_native(frame):
+    """Line 0: it is native. An interpreter that was built with debugging information has lines of C."""
+    if frame.line <= 0 or frame.filename.endswith(_NATIVE):
         return StackLine(frame.filename, 0, frame.name)
     text = linecache.getline(frame.filename, frame.line).strip()[:200]
     return StackLine(frame.filename, frame.line, frame.name.rpartition(".")[2], text)
@@ -226,7 +218,7 @@ def _py_spy_line(frame: _StackFrame) -> StackLine:
 
 def _place(thread: _ThreadStack) -> str:
     """The innermost line of the user's own files; where there is none, of any file."""
-    lines = [_py_spy_line(frame) for frame in thread.frames if not _is_native(frame)]
+    lines = [line for line in map(_py_spy_line, thread.frames) if line.line]
     line = next((line for line in lines if is_users(line.shown)), lines[0] if lines else None)
     return line.short if line is not None else ""
 
@@ -251,13 +243,9 @@ class StackLook:
         self._busy: float | None = None
         """Share of one core, once the process has had its time to answer."""
         self._answer: list[StackLine] = []
-        self._spy: PySpy | None = None
+        self.spy: PySpy | None = None
+        """It is at work for this look."""
         _ask(pid, self._file)
-
-    @property
-    def is_spying(self) -> bool:
-        """py-spy is at work for it."""
-        return self._spy is not None
 
     def is_due(self, now: float, *, may_spy: bool = True) -> bool:
         """Whether it has had its time. `may_spy`: py-spy may be asked, should the process not have answered."""
@@ -269,8 +257,8 @@ class StackLook:
             self._busy = round(max(0.0, spent_s / (now - self._began)), 2)
             self._answer = self._stack()
             if not self._answer and may_spy:
-                self._spy = PySpy(self._pid, state, now)
-        return self._spy is None or self._spy.is_done(now)
+                self.spy = PySpy(self._pid, state, now)
+        return self.spy is None or self.spy.is_done(now)
 
     def result(self) -> StacksSeen:
         """What it has shown, once it is due."""
@@ -279,40 +267,36 @@ class StackLook:
         if self._answer:
             return StacksSeen(self._answer, [], [], state, self._busy)
         threads = threads_of(self._pid)
-        seen = self._spy.result() if self._spy is not None else None
+        seen = self.spy.result() if self.spy is not None else None
         if seen is None:
             return StacksSeen([], [], threads, state, self._busy)
         return seen._replace(threads=[*threads[:1], *seen.threads], state=state, busy=self._busy)
 
     def close(self) -> None:
         """End py-spy if it still runs, without a result."""
-        if self._spy is not None:
-            self._spy.close()
+        if self.spy is not None:
+            self.spy.close()
 
     def _stack(self) -> list[StackLine]:
-        try:
-            with self._file.open("rb") as file:
-                file.seek(self._size)
-                text = file.read(_MOST_BYTES).decode("utf-8", "replace")
-        except OSError:
-            return []
-        linecache.checkcache()
-        return parse_stack(text, linecache.getline)
+        return parse_stack(_read_from(self._file, self._size)[0], linecache.getline)
 
 
 def fatal_stack(folder: Path, rank: int, attempt: int) -> tuple[list[StackLine], int]:
     """Where a rank stood when a fatal signal ended it, and when that was (nanoseconds); ([], 0) if it left no stack."""
     file = folder / stack_file_name(rank, attempt)
-    try:
-        with file.open("rb") as opened:
-            when_ns = os.fstat(opened.fileno()).st_mtime_ns
-            opened.seek(max(0, _size(file) - _MOST_BYTES))
-            text = opened.read(_MOST_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return [], 0
-    linecache.checkcache()
+    text, when_ns = _read_from(file, max(0, _size(file) - _MOST_BYTES))
     stack = parse_fatal(text, linecache.getline)
     return stack, when_ns if stack else 0
+
+
+def _read_from(file: Path, start: int) -> tuple[str, int]:
+    """(the text behind `start`, when it was written); ("", 0) if it cannot be read."""
+    linecache.checkcache()
+    with suppress(OSError), file.open("rb") as opened:
+        opened.seek(start)
+        text = opened.read(_MOST_BYTES).decode("utf-8", "replace")
+        return text, os.fstat(opened.fileno()).st_mtime_ns
+    return "", 0
 
 
 def _ask(pid: int, file: Path) -> None:
@@ -323,41 +307,35 @@ def _ask(pid: int, file: Path) -> None:
     try:
         ctypes.CDLL(None).tgkill(pid, pid, number)  # its main thread has the process's own number
     except AttributeError:  # another C library than glibc, or one before 2.30
-        try:
+        with suppress(OSError):
             os.kill(pid, number)
-        except OSError:
-            pass
 
 
 def _is_ours(file: Path) -> bool:
     """Whether the handler is that of worker/stack_file.py. Another one could end the process."""
-    try:
+    with suppress(OSError):
         return bool(file.stat().st_mode & MAY_BE_ASKED)
-    except OSError:
-        return False
+    return False
 
 
 def _catches(pid: int, number: int) -> bool:
     """SigCgt in /proc/PID/status: a mask of the signals that the process has handlers for. (man 5 proc)"""
-    try:
+    with suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(mask, 16) >> (number - 1) & 1)
+        mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+        return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
 
 
 def _stat(pid: int) -> tuple[str, int]:
     """(state, clock ticks used) of a process; ("", 0) if it cannot be read. (man 5 proc, /proc/PID/stat)"""
-    try:
+    with suppress(OSError, ValueError, IndexError):
         fields = stat_fields(Path(f"/proc/{pid}"))
         return fields[0], int(fields[11]) + int(fields[12])
-    except (OSError, ValueError, IndexError):
-        return "", 0
+    return "", 0
 
 
 def _size(file: Path) -> int:
-    try:
+    with suppress(OSError):
         return file.stat().st_size
-    except OSError:
-        return 0
+    return 0
