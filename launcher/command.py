@@ -8,7 +8,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ..core.errors import ExitCode
@@ -54,18 +55,13 @@ def start_command(
 
     Raises OSError as exec does.
     """
-    return subprocess.Popen(command, env=environ, close_fds=False, preexec_fn=_prepare(blocked))
-
-
-def _prepare(blocked: Collection[int]) -> Callable[[], None]:
-    """Returns the function to call between fork and exec. Everything that can be loaded before is loaded here."""
     follow_parent = signal_at_parents_end(signal.SIGTERM)
 
-    def prepare() -> None:
+    def prepare() -> None:  # between fork and exec: everything that can be loaded before is loaded
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         follow_parent()
 
-    return prepare
+    return subprocess.Popen(command, env=environ, close_fds=False, preexec_fn=prepare)
 
 
 def exit_code(own: int, verdict: int, kind: VerdictKind, *, stopped: bool) -> int:
@@ -149,8 +145,12 @@ class AttendedCommand:
             if now >= due:
                 del self._relay_at[number]
                 process.send_signal(number)
-        if self.stop.is_set():
-            self._end_it(process, now)
+        if self.stop.is_set():  # first in a way that it can hear, then in one that it cannot
+            if not self._kill_at:
+                self._kill_at = now + GRACE_S
+                process.terminate()
+            elif now >= self._kill_at:
+                process.kill()
         return process.poll()
 
     def take_signal(self) -> signal.Signals | None:
@@ -178,23 +178,13 @@ class AttendedCommand:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
-    def _end_it(self, process: subprocess.Popen[bytes], now: float) -> None:
-        """First in a way that it can hear, then in one that it cannot."""
-        if not self._kill_at:
-            self._kill_at = now + GRACE_S
-            process.terminate()
-        elif now >= self._kill_at:
-            process.kill()
-
 
 def _has_sent_to_all(job: SchedulerFacts, sender: int) -> bool:
     """Whether it signals each process of a step; of a batch script, the shell alone. 0 is outside of this container."""
-    if not job.in_step or job.scheduler is None:
-        return False
-    try:
-        return not sender or Path(f"/proc/{sender}/comm").read_text().strip() == job.scheduler.signals_by
-    except OSError:  # it has ended, as `kill` does
-        return False
+    if job.in_step and job.scheduler is not None:
+        with suppress(OSError):  # it has ended, as `kill` does
+            return not sender or Path(f"/proc/{sender}/comm").read_text().strip() == job.scheduler.signals_by
+    return False
 
 
 def leaves_at_once() -> bool:
@@ -225,14 +215,11 @@ def run_as_guest(
     attended.start(scratch)
     tasks.say(TaskCommand(attended.pid))
     while (code := attended.turn()) is None:
-        if tasks.why_stop():
+        if tasks.is_stopped():
             attended.stop.set()
     tasks.say(TaskCommand(attended.pid, code, int(attended.ended_by or 0)))
-    verdict = tasks.verdict()
-    while verdict is None and tasks.owner_lives():
-        if leaves_at_once():
-            break
-        verdict = tasks.verdict()
+    while (verdict := tasks.verdict()) is None and tasks.owner_lives() and not leaves_at_once():
+        pass
     own = shell_code(code)
     if verdict is None:
         return own or int(ExitCode.UNKNOWN)

@@ -109,13 +109,13 @@ def _purge_together(worker_group: Any, attempt: int) -> None:
     """Every node has reached this call, so no rank runs: the first node clears the store, the others wait."""
     done = f"gpuwatch/purged/{attempt}"
     try:
-        if worker_group.group_rank == 0:
-            try:
-                purge_group_keys(worker_group.master_addr, worker_group.master_port)
-            finally:
-                worker_group.store.set(done, "1")
-        else:
+        if worker_group.group_rank != 0:
             worker_group.store.wait([done], timedelta(seconds=30))
+            return
+        try:
+            purge_group_keys(worker_group.master_addr, worker_group.master_port)
+        finally:
+            worker_group.store.set(done, "1")
     except Exception as error:
         say(f"the store of the last attempt could not be cleared ({type(error).__name__}: {error})")
 
@@ -222,11 +222,10 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         return {ranks[local_rank]: handler.proc.poll() for local_rank, handler in handlers.items()}
 
     def _gpuwatch_ended(self, worker_group: Any) -> None:
-        if not self._gpuwatch_running or self._pcontext is None:
-            return
-        self._gpuwatch_running = False
-        codes = self._gpuwatch_codes(worker_group)
-        self._gpuwatch_listener.ended(self._gpuwatch_attempt, codes, self._gpuwatch_failed)
+        if self._gpuwatch_running and self._pcontext is not None:
+            self._gpuwatch_running = False
+            codes = self._gpuwatch_codes(worker_group)
+            self._gpuwatch_listener.ended(self._gpuwatch_attempt, codes, self._gpuwatch_failed)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -89,13 +90,11 @@ class HeadCollector(RestartedHelper):
 
     def _messages(self) -> Iterator[pipe.FromCollector]:
         for line in self._lines():
-            try:
+            with suppress(msgspec.DecodeError):  # it was killed in the middle of a line
                 message: pipe.FromCollector = from_json(line, pipe.FromCollector)
-            except msgspec.DecodeError:  # it was killed in the middle of a line
-                continue
-            if isinstance(message, pipe.UserNotice):
-                self._say(message.text)
-            yield message
+                if isinstance(message, pipe.UserNotice):
+                    self._say(message.text)
+                yield message
 
     def _listen(self) -> bool:
         for message in self._messages():
@@ -107,10 +106,10 @@ class HeadCollector(RestartedHelper):
         return self._ending.is_set() or (self._child is not None and self._child.ended_well)
 
     def _start_again(self) -> bool:
-        listens = isinstance(self._first_answer(), pipe.CollectorBound)
-        if listens:
-            self._say("the collector had ended; it was started again and goes on with what it had received")
-        return listens
+        if not isinstance(self._first_answer(), pipe.CollectorBound):
+            return False
+        self._say("the collector had ended; it was started again and goes on with what it had received")
+        return True
 
 
 # Where the collector of a job is: the handshake of its encryption tells it from any other.

@@ -74,10 +74,9 @@ class HelperProcess:
     @property
     def ended_well(self) -> bool:
         """Whether it ends by itself, now that its output is closed."""
-        try:
+        with suppress(subprocess.TimeoutExpired):
             return self._process.wait(5.0) == 0
-        except subprocess.TimeoutExpired:
-            return False
+        return False
 
     def end(self, timeout_s: float, *, kill: bool = True) -> int | None:
         """Close its input and wait for it to finish. After `timeout_s` it is killed, or left to itself.
@@ -211,7 +210,9 @@ class NodeAgent(RestartedHelper):
         """Wait until it has a verdict or is given up."""
         clock, lines, heard, was_ended = OwnClock(), self._heard, 0.0, False
         while not self._over.wait(_TICK_S):
-            self._tell_the_rest()
+            with self._lock, suppress(OSError, ValueError):  # what its pipe did not take at first
+                if self._child is not None:
+                    self._child.stdin.flush()
             now = clock.now()
             if lines != self._heard:
                 lines, heard = self._heard, now
@@ -223,12 +224,6 @@ class NodeAgent(RestartedHelper):
                 with self._lock:
                     if self._child is not None:  # whoever follows it starts another one
                         self._child.kill()
-
-    def _tell_the_rest(self) -> None:
-        """What its pipe did not take at first."""
-        with self._lock, suppress(OSError, ValueError):
-            if self._child is not None:
-                self._child.stdin.flush()
 
     def end(self, timeout_s: float) -> None:
         """It has nothing more to do: close its input and wait for it, see `HelperProcess.end`."""

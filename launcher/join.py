@@ -75,10 +75,8 @@ def _answer(scratch: str) -> int:
 
 
 def _told_by_the_watcher(tasks: HostTasks) -> Path | None:
-    scratch = tasks.scratch()
-    while scratch is None and tasks.owner_lives():
+    while (scratch := tasks.scratch()) is None and tasks.owner_lives():
         time.sleep(_LOOK_S)
-        scratch = tasks.scratch()
     return scratch
 
 
@@ -153,14 +151,13 @@ class JoinedRanks(RankStarter):
         return found or addresses[0]
 
     def _watch(self, agent: NodeAgent) -> None:
-        next_look = 0.0
-        kill_at = None
+        next_look = kill_at = 0.0
         while not agent.is_over:
             self._ranks.look({})
             now = time.monotonic()
             if self._stop.wait(_LOOK_S):
                 time.sleep(_LOOK_S)
-                if kill_at is None:
+                if not kill_at:
                     kill_at = now + GRACE_S
                     self._ranks.stopping = True
                     self._ranks.signal(signal.SIGTERM)

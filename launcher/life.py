@@ -106,11 +106,6 @@ class JobTerms:
         )
 
 
-def _relative(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
-
-
 class RankStarter:
     """Starts the ranks of this node, and hears the user."""
 
@@ -218,7 +213,8 @@ class JobLife:
         answer = self._collector.answer
         if isinstance(answer, pipe.CollectorBound):
             self.run_dir = Path(answer.run_dir)
-            self._say(f"the report will be in {_relative(answer.run_dir)}")
+            relative = os.path.relpath(answer.run_dir)
+            self._say(f"the report will be in {answer.run_dir if relative.startswith('..') else relative}")
             if answer.metrics:
                 self._say(f"Prometheus metrics are at {answer.metrics}")
             return plan.connect or answer.address
@@ -252,8 +248,7 @@ class JobLife:
         if not self._ranks.wait(self):
             self.hurry = True
             return self._exit_code(done, None, left=True)
-        verdict = self.verdict
-        self._ranks.conclude(verdict)
+        self._ranks.conclude(verdict := self.verdict)
         if verdict is None:
             self._say("no verdict: the node agent ended without one")
         return self._exit_code(done, verdict, left=False)

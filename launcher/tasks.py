@@ -129,11 +129,9 @@ class HostTasks:
         """How this task's command is."""
         os.pwrite(self._mine, msgspec.json.encode(task).ljust(200), 0)  # in place: the lock is on this file
 
-    def why_stop(self) -> str:
-        """Why the commands are to end; "" as long as they are not."""
-        with suppress(OSError):
-            return (self._folder / "stop").read_text()
-        return ""
+    def is_stopped(self) -> bool:
+        """Whether the commands are to end."""
+        return (self._folder / "stop").exists()
 
     def close(self) -> None:
         """This task leaves. The owner takes the folder away once the others have left."""
@@ -243,11 +241,10 @@ def _is_private(folder: Path) -> bool:
 
 
 def _lock(fd: int) -> bool:
-    try:
+    with suppress(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -258,11 +255,6 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not _lock(fd)
-    finally:
-        os.close(fd)
+    with suppress(OSError), path.open("rb") as file:
+        return not _lock(file.fileno())
+    return False

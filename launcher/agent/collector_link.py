@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -158,11 +159,10 @@ class CollectorLink:
 
     def _try_send(self, data: bytes) -> bool:
         self._used = True
-        try:
+        with suppress(zmq.Again):
             self._socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+            return True
+        return False
 
     def close(self) -> None:
         """Let go of the socket, once it has sent what it holds."""

@@ -62,7 +62,8 @@ class MessageOutbox:
         """By number, without a gap: body, and whether it has taken credit."""
         self._next = 1
         self._spooled = 0
-        self._sent = 0
+        self.last_sent = 0
+        """The highest number sent so far."""
         self._received = 0
         self._acknowledged = 0
         self.pages_dropped: dict[int, int] = {}
@@ -75,7 +76,7 @@ class MessageOutbox:
             of = body.attempt, body.batch
             self._wait(_WaitingPage(data, body.rank, of), needed or of in self._needed_batches)
         elif isinstance(body, messages.RankHistoryMessage | messages.TelemetryMessage):
-            page = _WaitingPage(data, body.rank if isinstance(body, messages.RankHistoryMessage) else -1, (-1, -1))
+            page = _WaitingPage(data, getattr(body, "rank", -1), (-1, -1))
             if self._page_bytes + len(data) <= self._page_limit // 2:  # it displaces no page
                 self._wait(page, needed=True)
             else:
@@ -120,16 +121,13 @@ class MessageOutbox:
         self._page_bytes += len(page.data)
         self._other_bytes += 0 if needed else len(page.data)
         while len(self._others) > 1 and self._other_bytes > self._other_limit:
-            self._drop(self._others)
+            self._count_dropped(self._take(self._others))
         while self._page_bytes + self._kept_bytes > self._page_limit and len(self._needed) + len(self._others) > 1:
             if self._others and (self._needed or len(self._others) > 1):
-                self._drop(self._others)
+                self._count_dropped(self._take(self._others))
             else:
                 later = (n for n, each in enumerate(self._needed) if each.of not in self._first_needed)
-                self._drop(self._needed, next(later, -1))
-
-    def _drop(self, pages: deque[_WaitingPage], number: int = 0) -> None:
-        self._count_dropped(self._take(pages, number))
+                self._count_dropped(self._take(self._needed, next(later, -1)))
 
     def _count_dropped(self, page: _WaitingPage) -> None:
         if page.rank != -1:
@@ -161,14 +159,14 @@ class MessageOutbox:
     def due(self) -> list[tuple[int, bytes]]:
         """(number, bytes) of the messages to send now, in order."""
         self._release()
-        return [(number, self._enveloped(number)) for number in range(self._sent + 1, self._next)]
+        return [(number, self._enveloped(number)) for number in range(self.last_sent + 1, self._next)]
 
     def _enveloped(self, number: int) -> bytes:
         return messages.envelope(number, number - 1, self._kept[number][0])
 
     def sent(self, number: int) -> None:
         """Everything up to `number` is on its way."""
-        self._sent = max(self._sent, number)
+        self.last_sent = max(self.last_sent, number)
 
     def acknowledged(self, number: int, credit: int = -1, received: int = -1) -> bool:
         """The collector has stored everything up to `number`, and has room for `credit` bytes; -1: it does not say.
@@ -179,32 +177,25 @@ class MessageOutbox:
             self._credit = credit
         number = min(number, self._next - 1)
         news = number > self._acknowledged
-        self._free_credit(min(max(number, received), self._next - 1))
+        received = min(max(number, received), self._next - 1)
+        for come in range(self._received + 1, received + 1):
+            data, on_credit = self._kept[come]
+            self._on_the_way -= len(data) if on_credit else 0
+        self._received = max(self._received, received)
         for old in range(self._acknowledged + 1, number + 1):
             data, on_credit = self._kept.pop(old)
             self._kept_bytes -= len(data) if on_credit else 0
         self._acknowledged = max(self._acknowledged, number)
-        self._sent = max(self._sent, self._acknowledged)
+        self.last_sent = max(self.last_sent, self._acknowledged)
         return news
 
     def is_forgotten(self, number: int) -> bool:
         """Whether a collector that has everything up to `number` has lost what it had acknowledged before."""
         return number < self._acknowledged
 
-    def _free_credit(self, received: int) -> None:
-        for number in range(self._received + 1, received + 1):
-            data, on_credit = self._kept[number]
-            self._on_the_way -= len(data) if on_credit else 0
-        self._received = max(self._received, received)
-
-    @property
-    def last_sent(self) -> int:
-        """The highest number sent so far."""
-        return self._sent
-
     def send_again(self) -> None:
         """Whatever is not acknowledged may have been lost on the way."""
-        self._sent = self._acknowledged
+        self.last_sent = self._acknowledged
 
     @property
     def empty(self) -> bool:

@@ -78,10 +78,9 @@ class ProcessEnds:
 
 
 def _is_ending(statm: int) -> bool:
-    try:
+    with suppress(OSError):  # it is gone
         return os.pread(statm, 2, 0) in (b"0 ", b"")
-    except OSError:  # it is gone
-        return True
+    return True
 
 
 def _close(watched: _WatchedProcess) -> None:

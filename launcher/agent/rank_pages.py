@@ -26,7 +26,6 @@ EARLIER_PAGES = 3
 LAST_PAGES = 8
 """How many of the pages that are unfinished when a rank ends are sent: one for each root that was at work."""
 
-
 STORE_BYTES = 1 << 30
 """The most bytes of traced batches, all nodes together."""
 _MOST_BATCHES = 4096
