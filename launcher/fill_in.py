@@ -162,7 +162,10 @@ def fill_in(
     if job is None:
         return False
     if "nproc_per_node" not in given:
-        _fill_processes(args, job, count_gpus)
+        if job.nproc is not None:
+            args.nproc_per_node = job.nproc
+        elif job.scheduler is not None and (gpus := count_gpus()) > 0:
+            args.nproc_per_node = str(gpus)
     if args.standalone:
         return False
     if "nnodes" not in given:
@@ -174,13 +177,6 @@ def fill_in(
     if job.scheduler is not None and not given & {"rdzv_backend", "rdzv_endpoint", "master_addr", "master_port"}:
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"  # any free port: a node may have several jobs
     return False
-
-
-def _fill_processes(args: argparse.Namespace, job: SchedulerFacts, count_gpus: Callable[[], int]) -> None:
-    if job.nproc is not None:
-        args.nproc_per_node = job.nproc
-    elif job.scheduler is not None and (gpus := count_gpus()) > 0:
-        args.nproc_per_node = str(gpus)
 
 
 def _fill_nodes(args: argparse.Namespace, job: SchedulerFacts) -> None:
@@ -210,7 +206,11 @@ def _on_each(job: SchedulerFacts, number: int) -> str:
 
 
 def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: SchedulerFacts) -> bool:
-    if "rdzv_backend" not in given and not _means_static(given, job):
+    # what means torchrun's static rendezvous, which is its default
+    is_static = given & {"master_addr", "master_port"} or (
+        "rdzv_endpoint" in given and (job.scheduler is None or "node_rank" in given)
+    )
+    if "rdzv_backend" not in given and not is_static:
         args.rdzv_backend = "c10d"
     if args.rdzv_backend == "static" and "node_rank" not in given and job.node_rank is not None:
         args.node_rank = job.node_rank
@@ -232,13 +232,6 @@ def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: Schedule
     if ours:
         _fill_this_node(args, given, job)
     return ours
-
-
-def _means_static(given: set[str], job: SchedulerFacts) -> bool:
-    """Whether the given options mean torchrun's static rendezvous, which is its default."""
-    if given & {"master_addr", "master_port"}:
-        return True
-    return "rdzv_endpoint" in given and (job.scheduler is None or "node_rank" in given)
 
 
 def _fill_this_node(args: argparse.Namespace, given: set[str], job: SchedulerFacts) -> None:

@@ -80,18 +80,19 @@ def _is_run_name(text: str) -> bool:
     return bool(text) and not text.startswith((".", "-")) and set(text) <= _OF_A_NAME
 
 
-def _is_port(text: str) -> bool:
+def is_port(text: str) -> bool:
+    """Whether it is a TCP port."""
     return is_number(text) and 0 < int(text) < 65536
 
 
 def _is_address(text: str) -> bool:
     host, _, digits = text.removeprefix("tcp://").rpartition(":")
-    return text.startswith("tcp://") and bool(host) and _is_port(digits)
+    return text.startswith("tcp://") and bool(host) and is_port(digits)
 
 
 def _is_metrics_address(text: str) -> bool:
     host, colon, digits = text.rpartition(":")
-    return bool(not colon or (host and ("[" in host) == (":" in host))) and _is_port(digits)
+    return bool(not colon or (host and ("[" in host) == (":" in host))) and is_port(digits)
 
 
 def _metrics_address(text: str) -> str:
@@ -119,7 +120,7 @@ watched = _form(f"some of {','.join(get_args(Watched))}", lambda text: {*_parts(
 module_pattern = _form("a module's name or a pattern such as 'encoder.*'", str.strip, str)
 row_pattern = _form("MODULE or MODULE:ROLE, such as 'mask.*:output'", _is_row_pattern, str)
 run_name = _form("a name of letters, digits, '.', '-' and '_'", _is_run_name, str)
-port = _form("a port from 1 to 65535", _is_port, int)
+port = _form("a port from 1 to 65535", is_port, int)
 address = _form("tcp://HOST:PORT", _is_address, str)
 metrics_address = _form("[HOST:]PORT with a port from 1 to 65535", _is_metrics_address, _metrics_address)
 """As `HOST:PORT`."""

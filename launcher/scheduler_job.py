@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ..core.errors import UsageError
 from ..core.wire.messages import SchedulerJob
-from .option_types import is_number, parse_nnodes
+from .option_types import is_number, is_port, parse_nnodes
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def whole(text: str) -> int:
 
 def port(text: str) -> int:
     """A variable that is a port. Raises ValueError with what was expected."""
-    if not is_number(text) or not 0 < int(text) < 65536:
+    if not is_port(text):
         raise ValueError("a port from 1 to 65535")
     return int(text)
 

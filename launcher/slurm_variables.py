@@ -108,12 +108,8 @@ def _gpus(text: str) -> int | None:
 
 def _devices(text: str) -> int:
     """How many devices CUDA takes from a list: those before the first that is none."""
-    count = 0
-    for device in text.split(","):
-        if not device.strip() or device.strip().startswith("-"):
-            break
-        count += 1
-    return count
+    devices = [device.strip() for device in text.split(",")]
+    return len(list(itertools.takewhile(lambda device: device and not device.startswith("-"), devices)))
 
 
 _VARIABLES = {
@@ -135,16 +131,13 @@ _VARIABLES = {
 def read_slurm_job(environ: Mapping[str, str]) -> SchedulerFacts:
     """The job that SLURM's variables describe. Raises UsageError on a senseless value."""
     facts = read_facts(_VARIABLES, environ)
-    step = facts["step"]
-    in_step = (
-        step is not None
-        and step < _STEPS_OF_A_JOB
-        and _is_of_this_step(facts["hosts"], facts["node_rank"], facts["node"])
-    )
+    step, hosts, rank, node = (facts[name] for name in ("step", "hosts", "node_rank", "node"))
+    # a job that was submitted from inside another one's step inherits the variables of that step
+    inherits = hosts and rank is not None and node is not None and node not in hosts[rank : rank + 1]
+    in_step = step is not None and step < _STEPS_OF_A_JOB and not inherits
     if not in_step:
-        facts = read_facts(
-            _VARIABLES, {name: value for name, value in environ.items() if not name.startswith("SLURM_STEP")}
-        )
+        outside = {name: value for name, value in environ.items() if not name.startswith("SLURM_STEP")}
+        facts = read_facts(_VARIABLES, outside)
     hosts = facts["hosts"] or ()
     restart = facts["restart"] or 0
     number = step if in_step else None
@@ -165,13 +158,6 @@ def read_slurm_job(environ: Mapping[str, str]) -> SchedulerFacts:
         ends=facts["ends"],
         tasks_here=(facts["tasks_here"] or facts["tasks_per_node"] or 1) if in_step else 1,
     )
-
-
-def _is_of_this_step(hosts: tuple[str, ...] | None, rank: int | None, node: str | None) -> bool:
-    """A job that was submitted from inside another one's step inherits the variables of that step."""
-    if not hosts or rank is None or node is None:
-        return True
-    return node in hosts[rank : rank + 1]
 
 
 def _processes(gpus: int | None, visible: int | None) -> int | None:
@@ -206,11 +192,8 @@ def why_it_ends(job: SchedulerFacts) -> EndReason:
 
 def down_nodes(sinfo: str) -> list[str]:
     """Nodes that are down or do not answer, of lines such as `gpu-2 down*`."""
-    found = []
-    for line in sinfo.splitlines():
-        name, _, state = line.strip().partition(" ")
-        if state.startswith(_GONE) or state.endswith("*"):
-            found.append(name)
+    states = (line.strip().partition(" ")[::2] for line in sinfo.splitlines())
+    found = [name for name, state in states if state.startswith(_GONE) or state.endswith("*")]
     return list(dict.fromkeys(found))  # a node has a line for each of its partitions
 
 

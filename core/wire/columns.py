@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from ..events import Definition, SlotDef
-from ..frames import Phase, RowKind
+from ..frames import RowKind
 from ..metrics import is_count
 from ..recorder.layout import PARTS, TimedStep
 from ..recorder.page_tables import PageTables
@@ -73,9 +73,7 @@ class OutputSlots:
         )
         positions = page.positions
         meta = page.values["meta"][numpy.maximum(positions, 0)] if len(page.values) else numpy.zeros(len(rows), "<i8")
-        wanted = (
-            (columns >= 0) & (positions >= 0) & (rows["kind"] == RowKind.MEASURED) & page.rows_of_phase(Phase.FORWARD)
-        )
+        wanted = (columns >= 0) & (positions >= 0) & (rows["kind"] == RowKind.MEASURED) & page.forward_rows
         pending = (meta >> 8 & 0xFF) == 0xFF
         chosen = wanted & ~pending
         codes = _codes(page.values["high"][positions[chosen]], meta[chosen]) if chosen.any() else numpy.zeros(0, "<u2")
