@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
 
-from .text import given_back, to_json
+from .text import carried, given_back
 
-_NOT_ASCII = re.compile("[^\x00-\x7f]")
 VARIABLE = "GPUWATCH_WORKER"
 """The worker removes it from its environment, so that the script's own child processes do not act as workers."""
 
@@ -227,7 +225,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
     def to_json(self) -> str:
         """The value of the environment variable: ASCII, as a locale may have nothing else."""
-        return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], to_json(self).decode())
+        return json.dumps(carried(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, data: bytes) -> WorkerSettings:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from itertools import groupby
 from types import UnionType
 from typing import Any, TypeVar, cast
 
@@ -100,26 +101,17 @@ def numbers_text(numbers: Iterable[int], most: int = MOST_PIECES) -> str:
     >>> numbers_text([])
     'none'
     """
-    pieces = _pieces(sorted(set(numbers)))
-    shown = pieces[:most]
+    pieces = list(_pieces(sorted(set(numbers))))
     left = sum(last - first + 1 for first, last in pieces[most:])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in shown)
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in pieces[:most])
     return (text or "none") + (f" and {left} more" if left else "")
 
 
-def _pieces(ordered: list[int]) -> list[tuple[int, int]]:
+def _pieces(ordered: list[int]) -> Iterator[tuple[int, int]]:
     """(first, last) of each run. Two neighbours are two pieces: `0, 1` reads better than `0-1`."""
-    rows: list[tuple[int, int]] = []
-    for rank in ordered:
-        if rows and rows[-1][1] == rank - 1:
-            rows[-1] = (rows[-1][0], rank)
-        else:
-            rows.append((rank, rank))
-    return [
-        piece
-        for first, last in rows
-        for piece in ([(first, last)] if last != first + 1 else [(first, first), (last, last)])
-    ]
+    for _, run in groupby(enumerate(ordered), lambda each: each[1] - each[0]):
+        numbers = [number for _, number in run]
+        yield from [(numbers[0], numbers[-1])] if len(numbers) > 2 else zip(numbers, numbers, strict=True)
 
 
 # Text that a script controls, made safe to show: names of modules, classes and arguments, messages of exceptions.

@@ -187,7 +187,7 @@ def _fill_nodes(args: argparse.Namespace, job: SchedulerFacts) -> None:
                 "on into the container, or pass --nnodes N"
             )
         return
-    least, most = job.nodes
+    most = job.nodes[1]
     if job.tasks_per_node > 1:
         raise UsageError(
             f"expected one task on each node, which starts the ranks of all its GPUs, found {job.tasks_per_node} tasks "
@@ -198,7 +198,7 @@ def _fill_nodes(args: argparse.Namespace, job: SchedulerFacts) -> None:
             f"{job.name} has {most} nodes, and this runs on one of them only; to run on all: {_on_each(job, most)} "
             "gpuwatch ...; on this one alone: --nnodes 1"
         )
-    args.nnodes = str(most) if least == most else f"{least}:{most}"
+    args.nnodes = job.nnodes
 
 
 def _on_each(job: SchedulerFacts, number: int) -> str:

@@ -4,6 +4,7 @@ pipe tells them that the launch is gone, and Ctrl-C in the terminal does not rea
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import threading
 import time
@@ -17,7 +18,6 @@ from msgspec.structs import replace
 from ..core.host import OwnClock
 from ..core.own_imports import own_command
 from ..core.text import from_json
-from ..core.wire.keys import new_identity
 from ..core.wire.messages import StopRanks
 from ..core.wire.pipe import AgentConfig, FromAgent, JobResult, NodeWelcomed, UserNotice, write_line
 
@@ -186,7 +186,7 @@ class NodeAgent(RestartedHelper):
         self.verdict: JobResult | None = None
         self.welcomed = threading.Event()
         """The collector has taken this node into its run."""
-        self._config = replace(config, identity=new_identity())
+        self._config = replace(config, identity=secrets.token_hex(16))
         self._stop = stop
         self._told: list[msgspec.Struct] = []
         self._lock = threading.Lock()

@@ -58,7 +58,8 @@ def main() -> int:
         tasks = HostTasks(f"join {path} {host.host_name()}", 1)
         if tasks.is_owner:
             return _become_the_watcher(path, join, tasks)
-        scratch = _told_by_the_watcher(tasks)
+        while (scratch := tasks.scratch()) is None and tasks.owner_lives():  # the watcher tells it
+            time.sleep(_LOOK_S)
         tasks.close()
     except (GpuwatchError, OSError) as error:
         tell(str(error))
@@ -72,12 +73,6 @@ def _answer(scratch: str) -> int:
         return int(ExitCode.UNKNOWN)
     print(scratch, flush=True)
     return 0
-
-
-def _told_by_the_watcher(tasks: HostTasks) -> Path | None:
-    while (scratch := tasks.scratch()) is None and tasks.owner_lives():
-        time.sleep(_LOOK_S)
-    return scratch
 
 
 def _become_the_watcher(path: Path, join: RunInvitation, tasks: HostTasks) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import string
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -15,11 +15,10 @@ from ..core.host import loopback
 from ..core.settings import Watched
 from ..core.text import parse_amount, parse_size
 
-_OF_A_NAME = frozenset(f"{string.ascii_letters}{string.digits}._-")
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _LEAST_TESTED = 1 << 10
 _LEAST_ALLOCATED = 1 << 20
 """A bare `80` was meant as `80%`."""
-
 
 T = TypeVar("T")
 
@@ -76,10 +75,6 @@ def _is_row_pattern(text: str) -> bool:
     return bool(module.strip() and (not colon or role.strip()))
 
 
-def _is_run_name(text: str) -> bool:
-    return bool(text) and not text.startswith((".", "-")) and set(text) <= _OF_A_NAME
-
-
 def is_port(text: str) -> bool:
     """Whether it is a TCP port."""
     return is_number(text) and 0 < int(text) < 65536
@@ -119,7 +114,7 @@ telemetry = _form(
 watched = _form(f"some of {','.join(get_args(Watched))}", lambda text: {*_parts(text)} <= {*get_args(Watched)}, _parts)
 module_pattern = _form("a module's name or a pattern such as 'encoder.*'", str.strip, str)
 row_pattern = _form("MODULE or MODULE:ROLE, such as 'mask.*:output'", _is_row_pattern, str)
-run_name = _form("a name of letters, digits, '.', '-' and '_'", _is_run_name, str)
+run_name = _form("a name of letters, digits, '.', '-' and '_'", _NAME.fullmatch, str)
 port = _form("a port from 1 to 65535", is_port, int)
 address = _form("tcp://HOST:PORT", _is_address, str)
 metrics_address = _form("[HOST:]PORT with a port from 1 to 65535", _is_metrics_address, _metrics_address)

@@ -170,7 +170,9 @@ _LAST_PORT = 65535
 
 def run_plan(args: argparse.Namespace, job: SchedulerFacts | None) -> CollectorPlan:
     """Completes `args` with what torchrun's parser would have of them. Raises UsageError where something is missing."""
-    nnodes = args.nnodes if args.nnodes is not None else _nodes(job)
+    # one node for each `gpuwatch run` that a scheduler starts; else this one alone
+    of_job = job.nnodes if job is not None and job.in_step else None
+    nnodes = args.nnodes if args.nnodes is not None else of_job or "1"
     node_rank = args.node_rank if args.node_rank is not None else job.node_rank if job is not None else None
     args.nnodes = nnodes
     args.node_rank = node_rank or 0
@@ -196,14 +198,6 @@ def meeting_place(args: argparse.Namespace, plan: CollectorPlan, collector: str)
     meets = args.head or args.rdzv_endpoint
     host = split_endpoint(meets, C10D_DEFAULT_PORT)[0] if meets else host_name() if plan.local else named.strip("[]")
     return f"{bracketed(host)}:{int(port) + 1 if int(port) < _LAST_PORT else int(port) - 1}"
-
-
-def _nodes(job: SchedulerFacts | None) -> str:
-    """One for each `gpuwatch run` that a scheduler starts on a node; else this one alone."""
-    if job is None or job.nodes is None or not job.in_step:
-        return "1"
-    least, most = job.nodes
-    return str(most) if least == most else f"{least}:{most}"
 
 
 def _head(args: argparse.Namespace, job: SchedulerFacts | None) -> str:

@@ -92,6 +92,11 @@ class SchedulerFacts:
         return f"{self.scheduler.words.scheduler} job {self.job_id}" if self.scheduler is not None else "this job"
 
     @property
+    def nnodes(self) -> str | None:
+        """The nodes, as --nnodes takes them."""
+        return ":".join(map(str, dict.fromkeys(self.nodes))) if self.nodes is not None else None
+
+    @property
     def on_the_wire(self) -> SchedulerJob | None:
         """The job's facts for the collector; None where no scheduler runs it."""
         if self.scheduler is None or self.job_id is None:

@@ -20,7 +20,6 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -77,15 +76,13 @@ class HostTasks:
     def _path_of_mine(self) -> Path:
         return self._folder / self._mine_name
 
-    def _places(self) -> Iterator[Path]:
-        """Where the folder may be, in the order in which all tasks try."""
-        for base in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
-            yield base / self._name
-            yield from (base / f"{self._name}-{number}" for number in range(1, _MOST_NAMES))
-
     def _find_folder(self) -> Path:
         """The one that is there, even if a name before its own is free by now; else a new one. Raises NoFolder."""
-        places = list(self._places())
+        places = [  # in the order in which all tasks try
+            base / (f"{self._name}-{number}" if number else self._name)
+            for base in (_SHARED_MEMORY, Path(tempfile.gettempdir()))
+            for number in range(_MOST_NAMES)
+        ]
         for folder in places:
             if _is_private(folder):
                 return folder

@@ -25,15 +25,15 @@ DCGM = "https://docs.nvidia.com/datacenter/dcgm/ (health checks)"
 HEALTH_VALIDATION = "https://docs.nvidia.com/health-validation/reference/checks/"
 OURS = "gpuwatch's own choice"
 
-LOADED_FACTS = (
-    "clocks_hw_slowdown",
-    "clocks_hw_thermal",
-    "clocks_hw_power_brake",
-    "clocks_sw_thermal",
-    "clocks_sw_power_cap",
-    "pcie_generation",
-    "pcie_width",
-)
+CLOCK_REASONS = {
+    "clocks_hw_slowdown": 0x08,
+    "clocks_sw_thermal": 0x20,
+    "clocks_hw_thermal": 0x40,
+    "clocks_hw_power_brake": 0x80,
+    "clocks_sw_power_cap": 0x04,
+}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons; the older name of that function gives the same."""
+LOADED_FACTS = (*CLOCK_REASONS, "pcie_generation", "pcie_width")
 """An idle GPU lowers its clocks and PCIe link, so that these facts mean nothing without load."""
 
 Facts = Mapping[str, int]

@@ -14,20 +14,12 @@ from typing import Any
 import psutil
 import pynvml
 
+from .limits import CLOCK_REASONS
 from .nvml import NotKnown, ask, constant, field_value, uuid_of, whole_gpu
 from .nvml_child import GpuProcess, GpuReading, SampleLine
 
 _LOADED_SAMPLES = 10
 _LOADED_STEP_S = 0.05
-
-CLOCK_REASONS = {
-    "clocks_hw_slowdown": 0x08,
-    "clocks_sw_thermal": 0x20,
-    "clocks_hw_thermal": 0x40,
-    "clocks_hw_power_brake": 0x80,
-    "clocks_sw_power_cap": 0x04,
-}
-"""Bits of nvmlDeviceGetCurrentClocksEventReasons; the older name of that function gives the same."""
 
 _FABRIC_MASKS = {
     # fact: (shift, width) in healthMask, nvml.h's NVML_GPU_FABRIC_HEALTH_MASK_*; 1 true, 2 false, 0 not supported

@@ -70,11 +70,6 @@ def random_secret() -> str:
     return secrets.token_urlsafe(32)
 
 
-def new_identity() -> str:
-    """Random, for the agents of one launch."""
-    return secrets.token_hex(16)
-
-
 def agent_name(identity: bytes) -> str:
     """What the agent with this identity, `random.life`, is called. Raises UnicodeDecodeError.
 

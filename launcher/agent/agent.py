@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import select
 import signal
 import sys
@@ -39,7 +40,7 @@ from ...core.tell import flush_streams
 from ...core.text import from_json
 from ...core.verdicts import VerdictKind
 from ...core.wire import messages, pipe
-from ...core.wire.keys import agent_name, new_identity
+from ...core.wire.keys import agent_name
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
 from .collector_link import CollectorLink, ForgottenMessages
 from .gpus import GpuWatch
@@ -85,7 +86,7 @@ class NodeAgentLoop:
         self._config = config
         self._to_launch = to_launch
         self._folder = Path(config.recorder_dir)
-        self._identity = f"{config.identity or new_identity()}.{config.life}".encode()
+        self._identity = f"{config.identity or secrets.token_hex(16)}.{config.life}".encode()
         self._id = agent_name(self._identity)
         self.traces = TracedBatches(config.hello.max_nodes)
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")

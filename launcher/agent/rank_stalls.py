@@ -166,12 +166,8 @@ class StallWatch:
                 phase=state.phase,
                 module=state.module,
                 cls=state.cls,
-                state=found.state,
-                busy=found.busy,
-                stack=found.stack,
                 groups=watch.groups(),
-                native=found.native,
-                threads=found.threads,
+                **found._asdict(),
                 limit_s=round(rest.limit_s(state.batch, self._limit(watch), takes_long=takes_long(found.stack)), 1),
             )
 

@@ -32,27 +32,10 @@ from ...core.stalls import (
 # What Linux says of the threads of a process that does not answer: state, and what they wait for in the kernel.
 
 MOST_THREADS = 16
-_X86_64 = {
-    0: "read",
-    1: "write",
-    7: "poll",
-    16: "ioctl",
-    23: "select",
-    24: "sched_yield",
-    35: "nanosleep",
-    45: "recvfrom",
-    47: "recvmsg",
-    61: "wait4",
-    72: "fcntl",
-    73: "flock",
-    74: "fsync",
-    75: "fdatasync",
-    202: "futex",
-    230: "clock_nanosleep",
-    232: "epoll_wait",
-    257: "openat",
-    271: "ppoll",
-}
+_X86_64 = (
+    "0=read 1=write 7=poll 16=ioctl 23=select 24=sched_yield 35=nanosleep 45=recvfrom 47=recvmsg 61=wait4 72=fcntl "
+    "73=flock 74=fsync 75=fdatasync 202=futex 230=clock_nanosleep 232=epoll_wait 257=openat 271=ppoll"
+)
 """System calls in which threads wait. (arch/x86/entry/syscalls/syscall_64.tbl)"""
 
 
@@ -76,8 +59,8 @@ def _system_call(task: Path) -> str:
     number = _line(task / "syscall").partition(" ")[0]
     if not number.isdigit():  # it runs, or may not be seen
         return ""
-    name = _X86_64.get(int(number)) if platform.machine() == "x86_64" else None
-    return name or f"number {number}"
+    names = dict(entry.split("=") for entry in _X86_64.split()) if platform.machine() == "x86_64" else {}
+    return names.get(number, f"number {number}")
 
 
 def _line(file: Path) -> str:
@@ -114,7 +97,7 @@ class _ThreadStack(msgspec.Struct, frozen=True):
 
 
 class StacksSeen(NamedTuple):
-    """The result of one look at a process."""
+    """The result of one look at a process. The fields are those of RankLook."""
 
     stack: list[StackLine]
     """The main thread's Python calls, innermost first."""
