@@ -61,15 +61,12 @@ class HelperProcess:
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self.pid = self._process.pid
+        """It may have ended."""
         self.stdin: IO[bytes] = self._process.stdin
         self.stdout: IO[bytes] = self._process.stdout
         if not write_line(self.stdin, config):
             self._process.kill()
-
-    @property
-    def pid(self) -> int:
-        """It may have ended."""
-        return self._process.pid
 
     @property
     def ended_well(self) -> bool:

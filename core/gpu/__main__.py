@@ -124,6 +124,8 @@ _WAIT_MS = 1000
 _NO_INSTANCE = 0xFFFFFFFF
 _XID_EVENT = 8
 """nvmlEventTypeXidCriticalError"""
+_TIMEOUT = 10
+"""NVML_ERROR_TIMEOUT: nothing has happened"""
 
 
 def watch() -> None:
@@ -176,7 +178,7 @@ def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
         try:
             event = ask("nvmlEventSetWait", events, _WAIT_MS)
         except NotKnown as error:
-            if error.is_timeout:
+            if error.code == _TIMEOUT:
                 continue
             if not error.gpu_is_lost:
                 say(NvmlTrouble(f"NVML no longer waits for events: {error}"))

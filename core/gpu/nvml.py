@@ -35,11 +35,6 @@ class NotKnown(Exception):
             pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
         )
 
-    @property
-    def is_timeout(self) -> bool:
-        """Nothing has happened."""
-        return bool(self.code == pynvml.NVML_ERROR_TIMEOUT)
-
 
 def ask(function: str, *arguments: Any) -> Any:
     """Call a function of nvidia-ml-py by its name. Raises NotKnown."""

@@ -244,12 +244,9 @@ class RecorderWriter:
 
     def begin_page(self, root: int, batch: int, step: int) -> OpenPage:
         """Start a page. Pages are counted from 0 over all roots of this rank."""
-        self.pause_page()
         page = OpenPage(self._pages, root, batch, step)
         self._pages += 1
-        self.page = page
-        self._next_segment(page)
-        self._say_where(page)
+        self.resume_page(page)
         return page
 
     def pause_page(self) -> None:
@@ -269,7 +266,9 @@ class RecorderWriter:
         self.pause_page()
         self.page = page
         self._next_segment(page)
-        self._say_where(page)
+        fields = self.fields
+        fields[HeadField.BATCH], fields[HeadField.ROOT], fields[HeadField.PAGE] = page.batch, page.root, page.number
+        fields[HeadField.MOVED_NS] = time.monotonic_ns()
 
     def end_page(self, page: OpenPage) -> None:
         """The batch has ended: nothing more is expected in its page."""
@@ -336,13 +335,6 @@ class RecorderWriter:
         seg[_ROWS] = used + count
         seg[_FRAMES] = frames + 1
         return index
-
-    def _say_where(self, page: OpenPage) -> None:
-        fields = self.fields
-        fields[HeadField.BATCH] = page.batch
-        fields[HeadField.ROOT] = page.root
-        fields[HeadField.PAGE] = page.number
-        fields[HeadField.MOVED_NS] = time.monotonic_ns()
 
     def continue_segment(self) -> memoryview:
         """End the open segment, one of whose tables is full, and begin the next one. Returns its header."""

@@ -474,14 +474,6 @@ class WireError(GpuwatchError):
     """Bytes that are not one of these messages."""
 
 
-class _RawAgentMessage(msgspec.Struct, frozen=True):
-    """AgentMessage with a body that was encoded before."""
-
-    n: int
-    body: msgspec.Raw
-    after: int = 0
-
-
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder = msgspec.msgpack.Decoder(AgentMessage)
 _collector_decoder: msgspec.msgpack.Decoder[CollectorMessage] = msgspec.msgpack.Decoder(CollectorMessage)
@@ -497,7 +489,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 def envelope(n: int, after: int, body: bytes) -> bytes:
     """An AgentMessage around an encoded body."""
-    return _encoder.encode(_RawAgentMessage(n, msgspec.Raw(body), after))
+    return _encoder.encode(AgentMessage(n, msgspec.Raw(body), after))  # type: ignore[arg-type]
 
 
 def decode_agent(data: bytes) -> AgentMessage:

@@ -59,11 +59,9 @@ class LaunchDone(NodeBye, frozen=True, tag="done"):
     """torchrun, or the command, has ended: what the agent says as its goodbye, and why it did."""
 
     reason: str = ""
-    """Why the scheduler sent the signal, if it gives a reason."""
+    """This and the next two are for a NodeSignal."""
     down_nodes: list[str] = msgspec.field(default_factory=list)
-    """Nodes of the job that the scheduler has lost."""
     told_by: str = ""
-    """The scheduler's command that reported it."""
 
 
 ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone

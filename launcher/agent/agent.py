@@ -19,10 +19,10 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn
 
-import msgspec
 import psutil
 import zmq
 from msgspec.structs import replace
@@ -84,7 +84,7 @@ class NodeAgentLoop:
     ) -> None:
         """`gpus` and `context` are made here unless they are given: many agents of one process share a context."""
         self._config = config
-        self._to_launch = to_launch
+        self._tell = partial(pipe.write_line, to_launch)
         self._folder = Path(config.recorder_dir)
         self._identity = f"{config.identity or secrets.token_hex(16)}.{config.life}".encode()
         self._id = agent_name(self._identity)
@@ -426,9 +426,6 @@ class NodeAgentLoop:
         text = f"gpuwatch: no verdict: {why}{kept}"
         saw = spool if self._worst is ExitCode.OVERFLOW else None
         self._tell(pipe.JobResult(code, VerdictKind.UNKNOWN, text, "", overflow_in=str(saw or "")))
-
-    def _tell(self, message: msgspec.Struct) -> None:
-        pipe.write_line(self._to_launch, message)
 
 
 class LineReader:

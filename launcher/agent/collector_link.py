@@ -57,6 +57,8 @@ class CollectorLink:
         self._own_context = context is None
         self._context = context if context is not None else zmq.Context()
         self._socket = self._connect(config, identity)
+        self.fd = int(self._socket.FD)
+        """For polling: readable when a message has arrived."""
         self._used = True
         """It was used since the last `hear`. Its descriptor may then hide an arrival: ZMQ_FD, zmq_getsockopt(3)."""
 
@@ -79,11 +81,6 @@ class CollectorLink:
         if config.collector:  # else the launch could not start one
             socket.connect(config.collector)
         return socket
-
-    @property
-    def fd(self) -> int:
-        """For polling: readable when a message has arrived."""
-        return int(self._socket.FD)
 
     def hear(self, now: float, *, readable: bool, may_start_over: bool) -> Iterator[messages.CollectorMessage]:
         """Yield the messages that have arrived, except acknowledgements, which are handled here.

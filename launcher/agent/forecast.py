@@ -47,12 +47,10 @@ class LimitCrossing(NamedTuple):
     """
 
     abs_max: float
-    """In the last batch."""
     after: int
     earliest: int
     latest: int
     since: int
-    """The first batch of the window."""
 
 
 def forecast(batches: Sequence[int], numbers: Any, limit: float) -> LimitCrossing | None:

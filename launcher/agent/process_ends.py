@@ -35,14 +35,11 @@ class ProcessEnds:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
+        """Readable when a process is gone. Then call `look`."""
         self._watched: list[_WatchedProcess] = []
         self._looked_ns = time.time_ns()
         self._ended: dict[RankKey, tuple[int, int]] = {}
-
-    @property
-    def fd(self) -> int:
-        """Readable when a process is gone. Then call `look`."""
-        return self._epoll.fileno()
 
     def watch(self, key: RankKey, pid: int) -> None:
         """Watch a process from now on. One that cannot be watched, or is gone already, gets no time of its end."""

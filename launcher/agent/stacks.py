@@ -100,15 +100,10 @@ class StacksSeen(NamedTuple):
     """The result of one look at a process. The fields are those of RankLook."""
 
     stack: list[StackLine]
-    """The main thread's Python calls, innermost first."""
     native: list[StackLine]
-    """By py-spy: native calls inside of the innermost of them, innermost first."""
     threads: list[ThreadSeen]
-    """The threads of a process that did not answer."""
     state: str = ""
-    """Letter as in /proc/PID/stat; "" if it could not be read."""
     busy: float = 0.0
-    """Share of one core."""
 
 
 class PySpy:
