@@ -34,14 +34,20 @@ _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 
 
 class WatchedRankProcess:
-    """Raises ProcessLookupError from the constructor if there is no such process any more."""
+    """`pid` is 0 for one that had ended before it was seen."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._fd = os.pidfd_open(pid)
+        self._fd = -1
         self._status: int | None = None
         self.ended = threading.Event()
-        threading.Thread(target=self._wait, daemon=True, name=f"gpuwatch-{pid}").start()
+        try:
+            self._fd = os.pidfd_open(pid)
+        except OSError:
+            self.pid = 0
+            self.ended.set()
+        else:
+            threading.Thread(target=self._wait, daemon=True, name=f"gpuwatch-{pid}").start()
 
     def code(self) -> int | None:
         """Its exit code, negative for a signal; None if that cannot be known any more."""
@@ -64,7 +70,7 @@ class WatchedRankProcess:
 
     def close(self) -> None:
         """Let go of it, if it has ended."""
-        if self.ended.is_set():
+        if self.pid and self.ended.is_set():
             os.close(self._fd)
 
     def _status_of_ended(self) -> int | None:
@@ -94,8 +100,7 @@ class _RunRank:
     rank: int
     attempt: int
     pid: int
-    process: WatchedRankProcess | None
-    """None if it had ended before it was seen."""
+    process: WatchedRankProcess
     ended: bool = False
 
 
@@ -123,8 +128,8 @@ class HostRanks:
         self._tell = tell
         self._told_end = ended
         self._ranks: dict[Path, _RunRank] = {}
-        self._processes: dict[int, WatchedRankProcess | None] = {}
-        """By process id: those that may become a rank. None for one that had ended before it was seen."""
+        self._processes: dict[int, WatchedRankProcess] = {}
+        """By process id: those that may become a rank."""
         self._taken: set[Path] = set()
         """Recorders of processes that have become ranks, or are in the report as processes that are none."""
         self._last_end = 0.0
@@ -136,7 +141,7 @@ class HostRanks:
 
     def has(self, pid: int) -> bool:
         """Whether a process is a rank."""
-        return any(rank.process is not None and rank.process.pid == pid for rank in self._ranks.values())
+        return any(rank.process.pid == pid for rank in self._ranks.values())
 
     @property
     def running(self) -> list[int]:
@@ -165,7 +170,13 @@ class HostRanks:
         self._find_ended(own_codes)
 
     def _find_ended(self, own_codes: dict[int, int | None]) -> None:
-        ended = [(rank, self._code(rank, own_codes)) for rank in self._ranks.values() if _has_ended(rank, own_codes)]
+        ended = []
+        for rank in self._ranks.values():
+            own, is_over = own_codes.get(rank.pid), rank.process.ended.is_set()
+            if rank.pid in own_codes and rank.process.pid:  # whoever has started it says so, and knows it first
+                is_over = own is not None
+            if is_over and not rank.ended:
+                ended.append((rank, own if own is not None else rank.process.code()))
         for rank, code in sorted(ended, key=lambda entry: entry[1] == -signal.SIGTERM):
             self._end(rank, code, rank.pid in own_codes)
 
@@ -179,24 +190,20 @@ class HostRanks:
         # once: what the command has waited for has ended with it; what it has left behind is not waited for
         self._last_end = self._last_end or time.monotonic() + _LAST_END_S
         for rank in self._ranks.values():
-            if not rank.ended and not is_rank(rank.rank) and rank.process is not None:
+            if not rank.ended and not is_rank(rank.rank):
                 rank.process.ended.wait(max(0.0, self._last_end - time.monotonic()))
         self._find_ended(own_codes)
 
     def signal(self, number: int) -> None:
         """Send it to all that run."""
         for rank in self._ranks.values():
-            if not rank.ended and rank.process is not None:
+            if not rank.ended:
                 rank.process.signal(number)
 
     def close(self) -> None:
         """Let go of their processes."""
-        for rank in self._ranks.values():
-            if rank.process is not None:
-                rank.process.close()
-        for process in self._processes.values():
-            if process is not None:
-                process.close()
+        for process in (*(rank.process for rank in self._ranks.values()), *self._processes.values()):
+            process.close()
 
     def _end_programs(self) -> None:
         """If a rank's process went on as another program (os.exec), the program is a later attempt: end the earlier."""
@@ -227,7 +234,7 @@ class HostRanks:
         for path in self._folder.glob(PROCESSES):
             pid = pid_of_file(path)
             if pid not in self._processes and path not in self._taken:
-                self._processes[pid] = _process(pid)
+                self._processes[pid] = WatchedRankProcess(pid)
 
     def _is_over(self, pid: int, own_codes: dict[int, int | None]) -> bool:
         process = self._processes.get(pid)
@@ -251,14 +258,10 @@ class HostRanks:
                 pass
 
     def _start(self, path: Path, number: int, header: _RecorderHead) -> None:
-        process = self._processes.pop(header.pid, None) or _process(header.pid)
+        process = self._processes.pop(header.pid, None) or WatchedRankProcess(header.pid)
         attempt = header.attempt if is_rank(number) else 0
         self._ranks[path] = _RunRank(number, attempt, header.pid, process)
         self._tell(WorkersStarted(attempt, {number: header.pid}))
-
-    def _code(self, rank: _RunRank, own_codes: dict[int, int | None]) -> int | None:
-        code = own_codes.get(rank.pid)
-        return rank.process.code() if code is None and rank.process is not None else code
 
     def _end(self, rank: _RunRank, code: int | None, is_own: bool) -> None:
         """Whoever started the ranks ends the others once one has failed: by SIGTERM, which nobody can tell from one
@@ -269,21 +272,6 @@ class HostRanks:
         self.any_failed = self.any_failed or (bool(code) and not stopped)
         self._told_end(rank.attempt, rank.rank, code)
         self._tell(WorkersEnded(rank.attempt, {rank.rank: code}, [] if stopped else [rank.rank]))
-
-
-def _has_ended(rank: _RunRank, own_codes: dict[int, int | None]) -> bool:
-    """Whether it has since the last look; of a command, whoever has started it says so, and knows it first."""
-    if rank.ended or rank.process is None:
-        return not rank.ended
-    if rank.pid in own_codes:
-        return own_codes[rank.pid] is not None
-    return rank.process.ended.is_set()
-
-
-def _process(pid: int) -> WatchedRankProcess | None:
-    with suppress(OSError):
-        return WatchedRankProcess(pid)
-    return None
 
 
 def _read(path: Path) -> _RecorderHead | None:

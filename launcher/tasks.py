@@ -72,10 +72,6 @@ class HostTasks:
         while not self._enter():
             pass  # tasks of an earlier life of this job were about to take the folder away
 
-    @property
-    def _path_of_mine(self) -> Path:
-        return self._folder / self._mine_name
-
     def _find_folder(self) -> Path:
         """The one that is there, even if a name before its own is free by now; else a new one. Raises NoFolder."""
         places = [  # in the order in which all tasks try
@@ -100,6 +96,7 @@ class HostTasks:
     def _enter(self) -> bool:
         """False if the folder was taken away meanwhile."""
         self._folder = self._find_folder()
+        self._path_of_mine = self._folder / self._mine_name
         try:
             self._owner = self._open("owner")
             self._mine = self._open(f".{self._path_of_mine.name}")

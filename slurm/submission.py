@@ -77,19 +77,15 @@ def _long(word: str, rest: list[str], options: LaunchOptions, found: SbatchComma
         if value is not None:
             raise UsageError(f"--{dashed}: expected no value, found {value!r}")
         setattr(found, {"print": "print_only"}.get(dashed, dashed), True)
-    elif dashed in _OWN_VALUES:
-        text = _value(typed, value, rest)
-        if dashed == "program":
-            found.program = text
-        else:
-            found.exclude_bad.append(text)
+    elif dashed == "exclude-bad":
+        found.exclude_bad.append(_value(typed, value, rest))
+    elif dashed in ("program", "runs-dir"):
+        setattr(found, dashed.replace("-", "_"), _value(typed, value, rest))
     elif dashed == "nnodes":  # as torchrun has it
         nodes = _value(typed, value, rest)
         if _NNODES.fullmatch(nodes) is None:
             raise UsageError(f"--nnodes: expected a number of nodes or MIN:MAX, found {nodes!r}")
         found.sbatch.append(SbatchOption("nodes", nodes.replace(":", "-")))
-    elif dashed == "runs-dir":
-        found.runs_dir = _value(typed, value, rest)
     elif dashed == "run-name":
         raise UsageError("--run-name: the runs of a job are named after it; drop it")
     elif typed in options.with_value:

@@ -185,8 +185,6 @@ class PageTables:
         bad[found[~_is_one_of(self.rows["slot"][found], names.argument_slots)]] = True
         return bad
 
-    # -- inside -------------------------------------------------------------------------------------------------
-
     def _forward(self) -> Any:
         return self.frames["phase"] == Phase.FORWARD
 

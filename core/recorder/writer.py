@@ -389,8 +389,6 @@ class RecorderWriter:
         self.cursor[0] = at
         self.fields[HeadField.SEGMENT] = self._segment
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Unmap. The file stays for its readers; whoever made its folder removes it."""
         if self.memory.closed:

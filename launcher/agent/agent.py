@@ -224,15 +224,9 @@ class NodeAgentLoop:
                     watch.remove()
                     del self._ranks[key]
             for rank, pid in message.pids.items():
-                self._ranks[rank, message.attempt] = RankWatch(
-                    self._folder,
-                    rank,
-                    message.attempt,
-                    pid,
-                    self._config.hello.trace_batches,
-                    len(message.pids),
-                    self.traces,
-                )
+                traced, ranks = self._config.hello.trace_batches, len(message.pids)
+                watch = RankWatch(self._folder, rank, message.attempt, pid, traced, ranks, self.traces)
+                self._ranks[rank, message.attempt] = watch
                 self._ends.watch((rank, message.attempt), pid)
         elif isinstance(message, pipe.WorkersEnded):
             for rank, code in message.codes.items():
@@ -318,8 +312,6 @@ class NodeAgentLoop:
                     self._done.outcome, self._done.signal, self._done.note, self._done.unwatched, self._done.error
                 )
             )
-
-    # -- the GPUs -----------------------------------------------------------------------------------------------
 
     def _poll_gpus(self, poller: select.poll, ready: dict[int, int], now: float) -> None:
         fd = self._gpus.fd

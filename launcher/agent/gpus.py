@@ -137,8 +137,6 @@ class GpuWatch:
                 self._killed.wait(wait_s)
                 self._killed = None
 
-    # -- inside -------------------------------------------------------------------------------------------------
-
     def _ask(self, moment: str, now: float) -> None:
         if self._tell(nvml_child.AskCounters(moment)):
             self._asked.append((moment, now))

@@ -12,18 +12,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from ...core.events import (
-    Anomaly,
-    Definition,
-    GroupState,
-    LimitForecast,
-    OwnFault,
-    RunPosition,
-    ScriptError,
-    ScriptExit,
-    WorkerEvent,
-    WorkerExit,
-)
+from ...core import events
 from ...core.identity import is_rank, rank_name
 from ...core.recorder.layout import HeadField, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
@@ -78,7 +67,7 @@ class RankWatch:
         self.steps = RankStepTimes()
         self._asked = False
         """Whether a batch of it was asked for, by its own anomaly or by the collector."""
-        self._faults: dict[str, OwnFault | None] = {}
+        self._faults: dict[str, events.OwnFault | None] = {}
         """By part: errors of ours that cost no frame; None once reported."""
 
     def poll(self, now: float) -> list[AgentBody]:
@@ -98,25 +87,24 @@ class RankWatch:
         )
 
     def _fault(self, note: str) -> AgentBody:
-        return EventMessage(OwnFault(RunPosition(self.rank, self.attempt), "recorder", note))
+        return EventMessage(events.OwnFault(events.RunPosition(self.rank, self.attempt), "recorder", note))
 
     def _poll(self, now: float) -> list[AgentBody]:
         reader = self._open()
         if reader is None:
             return []
         header = reader.header()
-        definitions, events = reader.new_entries() if reader.has_more(header) else ([], [])
+        definitions, recorded = reader.new_entries() if reader.has_more(header) else ([], [])
         messages: list[AgentBody] = []
         if definitions:
             messages.append(NameDefinitions(self.rank, self.attempt, definitions))
         messages += self._look_back(reader, header, definitions, now)
-        events = [self._of_this_rank(event) for event in events]
-        messages += [EventMessage(event) for event in events]
-        for event in events:
-            if isinstance(event, ScriptExit | ScriptError):
+        for event in map(self._of_this_rank, recorded):
+            messages.append(EventMessage(event))
+            if isinstance(event, events.ScriptExit | events.ScriptError):
                 self._script_ended = True
-                self._script_code = event.code if isinstance(event, ScriptExit) else 1
-            if isinstance(event, Anomaly):
+                self._script_code = event.code if isinstance(event, events.ScriptExit) else 1
+            if isinstance(event, events.Anomaly):
                 self._anomaly_sent = self._asked = True
                 self._pages.want_of(event, now)
         messages += self._pages.due(reader, now)
@@ -133,7 +121,7 @@ class RankWatch:
         self._even_damaged = True  # nobody writes it any more: its head will not get better
         messages = self.poll(now)
         self.ended = self._pages.ended = True
-        bare = EventMessage(WorkerExit(RunPosition(self.rank, self.attempt), code, by, "starting"))
+        bare = EventMessage(events.WorkerExit(events.RunPosition(self.rank, self.attempt), code, by, "starting"))
         reader = self._reader
         if reader is None:
             return [*messages, bare]
@@ -155,13 +143,13 @@ class RankWatch:
         state = replace(reader.state(), final=True, pending=pending, traces_thinned=self._pages.thinned)
         root = reader.roots.get(reader[HeadField.ROOT])
         label, page = root.label if root is not None else "", reader[HeadField.PAGE]
-        where = RunPosition(self.rank, self.attempt, state.step, state.batch, label, page, state.seq)
+        where = events.RunPosition(self.rank, self.attempt, state.step, state.batch, label, page, state.seq)
         if state.phase == "finished" and not self._script_ended and code is not None and code >= 0:
             # its own Python could not tell the code that its script ended with (worker/joining.py)
-            messages.append(EventMessage(ScriptExit(where, code)))
+            messages.append(EventMessage(events.ScriptExit(where, code)))
         if code is None and by == "itself":  # nobody could see it
             code = self._script_code
-        exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
+        exit_ = events.WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
         if by == "itself" and code is not None and -code in _FATAL:
             stack, when_ns = fatal_stack(self._path.parent, self.rank, self.attempt)
             exit_ = replace(exit_, stack=stack, ended_ns=when_ns)
@@ -172,7 +160,7 @@ class RankWatch:
             messages.append(EventMessage(times))
         return [*messages, *self._history_of(reader, code), NodeBeat([state], {}), EventMessage(exit_)]
 
-    def _of_this_rank(self, event: WorkerEvent) -> WorkerEvent:
+    def _of_this_rank(self, event: events.WorkerEvent) -> events.WorkerEvent:
         """What a process has recorded before it was known which rank it is, is this rank's."""
         where = event.where
         if (where.rank, where.attempt) == (self.rank, self.attempt):
@@ -180,10 +168,10 @@ class RankWatch:
         return replace(event, where=replace(where, rank=self.rank, attempt=self.attempt))
 
     def _look_back(
-        self, reader: RecorderReader, header: tuple[int, ...], definitions: list[Definition], now: float
+        self, reader: RecorderReader, header: tuple[int, ...], definitions: list[events.Definition], now: float
     ) -> list[AgentBody]:
         """The history's forecasts, and faults: it and the times of steps decide nothing, and all else goes on."""
-        forecasts: list[LimitForecast] = []
+        forecasts: list[events.LimitForecast] = []
         try:
             self.steps.look(reader, header)
         except Exception as error:
@@ -202,8 +190,8 @@ class RankWatch:
 
     def _failed(self, part: str, error: Exception) -> None:
         """Report an error of ours that costs no frame, once for each part."""
-        where = RunPosition(self.rank, self.attempt)
-        self._faults.setdefault(part, OwnFault(where, part, f"{type(error).__name__}: {error}"))
+        where = events.RunPosition(self.rank, self.attempt)
+        self._faults.setdefault(part, events.OwnFault(where, part, f"{type(error).__name__}: {error}"))
 
     def _new_faults(self) -> list[EventMessage]:
         found = [EventMessage(fault) for fault in self._faults.values() if fault is not None]
@@ -254,7 +242,7 @@ class RankWatch:
         """What changes when the rank moves; () without a recorder."""
         return self._read(RecorderReader.movement, ())
 
-    def groups(self) -> list[GroupState]:
+    def groups(self) -> list[events.GroupState]:
         """What the rank does in its process groups; [] if that cannot be read."""
         return self._read(RecorderReader.groups, [])
 
@@ -266,9 +254,11 @@ class RankWatch:
             self._failed("hottest modules", error)
             return []
 
-    def where(self, state: RankState) -> RunPosition:
+    def where(self, state: RankState) -> events.RunPosition:
         """The place of a state."""
-        return RunPosition(self.rank, self.attempt, state.step, state.batch, seq=state.seq, time_ns=time.time_ns())
+        return events.RunPosition(
+            self.rank, self.attempt, state.step, state.batch, seq=state.seq, time_ns=time.time_ns()
+        )
 
     @property
     def was_removed(self) -> bool:

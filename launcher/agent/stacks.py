@@ -16,18 +16,9 @@ from typing import IO, NamedTuple
 
 import msgspec
 
+from ...core import stalls
 from ...core.events import StackLine, ThreadSeen
 from ...core.host import stat_fields
-from ...core.stalls import (
-    MAY_BE_ASKED,
-    MOST_LINES,
-    asking_signal,
-    is_around_collectives,
-    is_users,
-    parse_fatal,
-    parse_stack,
-    stack_file_name,
-)
 
 # What Linux says of the threads of a process that does not answer: state, and what they wait for in the kernel.
 
@@ -178,12 +169,12 @@ def parse_spied(data: bytes, pid: int) -> StacksSeen | None:
     for frame in main.frames:
         line = _py_spy_line(frame)
         if line.line:
-            if not is_around_collectives(line.file):
+            if not stalls.is_around_collectives(line.file):
                 stack.append(line)
         elif not stack and not line.function.startswith("0x"):
             native.append(line)
     others = [ThreadSeen(thread.thread_name or "", at=_place(thread)) for thread in threads if thread is not main]
-    return StacksSeen(stack[:MOST_LINES], native[:_MOST_NATIVE], others[:_MOST_OTHERS])
+    return StacksSeen(stack[: stalls.MOST_LINES], native[:_MOST_NATIVE], others[:_MOST_OTHERS])
 
 
 def _py_spy_line(frame: _StackFrame) -> StackLine:
@@ -197,7 +188,7 @@ def _py_spy_line(frame: _StackFrame) -> StackLine:
 def _place(thread: _ThreadStack) -> str:
     """The innermost line of the user's own files; where there is none, of any file."""
     lines = [line for line in map(_py_spy_line, thread.frames) if line.line]
-    line = next((line for line in lines if is_users(line.shown)), lines[0] if lines else None)
+    line = next((line for line in lines if stalls.is_users(line.shown)), lines[0] if lines else None)
     return line.short if line is not None else ""
 
 
@@ -213,7 +204,7 @@ class StackLook:
     """
 
     def __init__(self, folder: Path, rank: int, attempt: int, pid: int, now: float) -> None:
-        self._file = folder / stack_file_name(rank, attempt)
+        self._file = folder / stalls.stack_file_name(rank, attempt)
         self._pid = pid
         self._began = now
         self._ticks = _stat(pid)[1]
@@ -256,14 +247,14 @@ class StackLook:
             self.spy.close()
 
     def _stack(self) -> list[StackLine]:
-        return parse_stack(_read_from(self._file, self._size)[0], linecache.getline)
+        return stalls.parse_stack(_read_from(self._file, self._size)[0], linecache.getline)
 
 
 def fatal_stack(folder: Path, rank: int, attempt: int) -> tuple[list[StackLine], int]:
     """Where a rank stood when a fatal signal ended it, and when that was (nanoseconds); ([], 0) if it left no stack."""
-    file = folder / stack_file_name(rank, attempt)
+    file = folder / stalls.stack_file_name(rank, attempt)
     text, when_ns = _read_from(file, max(0, _size(file) - _MOST_BYTES))
-    stack = parse_fatal(text, linecache.getline)
+    stack = stalls.parse_fatal(text, linecache.getline)
     return stack, when_ns if stack else 0
 
 
@@ -279,7 +270,7 @@ def _read_from(file: Path, start: int) -> tuple[str, int]:
 
 def _ask(pid: int, file: Path) -> None:
     """Signal the main thread, if the process has our handler: without one, the signal would end it."""
-    number = asking_signal()
+    number = stalls.asking_signal()
     if number is None or not _is_ours(file) or not _catches(pid, number):
         return
     try:
@@ -292,7 +283,7 @@ def _ask(pid: int, file: Path) -> None:
 def _is_ours(file: Path) -> bool:
     """Whether the handler is that of worker/stack_file.py. Another one could end the process."""
     with suppress(OSError):
-        return bool(file.stat().st_mode & MAY_BE_ASKED)
+        return bool(file.stat().st_mode & stalls.MAY_BE_ASKED)
     return False
 
 
