@@ -218,12 +218,6 @@ def release_of(version: str) -> Release | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def not_seen_with(release: Release) -> list[str]:
-    """What the report lacks with a known release, each item once."""
-    lost = [one.lost for one in NAMES if not one.instead and not one.is_in(release)]
-    return list(dict.fromkeys(filter(None, [*lost, not_seen_of_compiled(release)])))
-
-
 NOT_SEEN_OF_BACKWARD = "gradients of a backward that compiled autograd runs are not inspected"
 
 
@@ -242,5 +236,6 @@ def notes_on(version: str) -> list[str]:
     name = f"torch {release[0]}.{release[1]}"
     if release > NEWEST:
         return [f"{name} is newer than the newest release that gpuwatch was tested with, {NEWEST[0]}.{NEWEST[1]}"]
-    lost = not_seen_with(release)
+    lost = [one.lost for one in NAMES if not one.instead and not one.is_in(release)]
+    lost = list(dict.fromkeys(filter(None, [*lost, not_seen_of_compiled(release)])))  # each item once
     return [f"{name}: {'; '.join(lost)}"] if lost else []

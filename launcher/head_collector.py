@@ -54,7 +54,6 @@ class HeadCollector(RestartedHelper):
             if pause_s is None or not isinstance(self.answer, pipe.CollectorBound):
                 break
             time.sleep(pause_s)
-            lives.began()
             if not self._start_again():  # it gives nothing more
                 self._let_go()
                 break

@@ -36,12 +36,11 @@ class HelperLives:
 
     def ended(self) -> float | None:
         """The one that ran has ended. Returns the pause in seconds; None if it is not to be started again."""
-        self.short = self.short + 1 if time.monotonic() - self._began < LIVED_S else 1
-        return min(0.05 * 2**self.short, _LONGEST_PAUSE_S) if self.short < MOST_SHORT_LIVES else None
-
-    def began(self) -> None:
-        """Another one is started."""
-        self._began = time.monotonic()
+        now = time.monotonic()
+        self.short = self.short + 1 if now - self._began < LIVED_S else 1
+        pause_s = min(0.05 * 2**self.short, _LONGEST_PAUSE_S)
+        self._began = now + pause_s
+        return pause_s if self.short < MOST_SHORT_LIVES else None
 
 
 class HelperProcess:
@@ -150,7 +149,6 @@ class RestartedHelper:
                 self._say(f"the {self._name} has ended {lives.short} times in a row and is not started again")
                 break
             time.sleep(pause_s)
-            lives.began()
             if self._ending.is_set():
                 break
             self._start_again()

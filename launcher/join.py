@@ -160,13 +160,12 @@ class JoinedRanks(RankStarter):
                     self._ranks.signal(signal.SIGKILL)
             if now >= next_look:
                 next_look = now + _ANY_LEFT_S
-                if not self._ranks.running and not self._anybody_left():
+                # a process here may still become a rank of this run: none does once the command has ended
+                if not self._ranks.running and not (
+                    Path(self._path).exists() and any(processes_with(JOIN_VARIABLE, self._path.__eq__))
+                ):
                     break
         self._ranks.last_look({})
-
-    def _anybody_left(self) -> bool:
-        """Whether a process here may still become a rank of this run: none does once the command has ended."""
-        return Path(self._path).exists() and any(processes_with(JOIN_VARIABLE, self._path.__eq__))
 
     def _end(self, reason: str, restart: bool) -> None:
         self._say(f"stopping the ranks of this host: {reason}")

@@ -58,9 +58,15 @@ class WatchedRankProcess:
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         poll.poll()
-        self._status = self._status_of_zombie()
+        with suppress(OSError, ValueError, IndexError):  # the last field, as long as its parent has not waited for it
+            fields = stat_fields(Path(f"/proc/{self.pid}"))
+            self._status = int(fields[49]) if fields[0] == "Z" else None
         if self._status is None:
-            self._status = self._status_of_ended()
+            data = bytearray(_INFO.pack(_HAS_EXIT, *[0] * 13))
+            with suppress(OSError):
+                fcntl.ioctl(self._fd, _GET_INFO, data)
+                mask, *_, status = _INFO.unpack(data)
+                self._status = int(status) if mask & _HAS_EXIT else None
         self.ended.set()
 
     def signal(self, number: int) -> None:
@@ -72,21 +78,6 @@ class WatchedRankProcess:
         """Let go of it, if it has ended."""
         if self.pid and self.ended.is_set():
             os.close(self._fd)
-
-    def _status_of_ended(self) -> int | None:
-        data = bytearray(_INFO.pack(_HAS_EXIT, *[0] * 13))
-        with suppress(OSError):
-            fcntl.ioctl(self._fd, _GET_INFO, data)
-            mask, *_, status = _INFO.unpack(data)
-            return int(status) if mask & _HAS_EXIT else None
-        return None
-
-    def _status_of_zombie(self) -> int | None:
-        """The last field of /proc/PID/stat, as long as its parent has not waited for it."""
-        with suppress(OSError, ValueError, IndexError):
-            fields = stat_fields(Path(f"/proc/{self.pid}"))
-            return int(fields[49]) if fields[0] == "Z" else None
-        return None
 
 
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)

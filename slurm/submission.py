@@ -209,14 +209,11 @@ class JobFollower:
                 silent = False
                 for task in tasks:
                     if task.id not in known or known[task.id].state != task.state:
-                        self._tell(task)
+                        why = f" ({task.reason})" if task.reason not in ("", "None") else ""
+                        where = f" on {task.nodes}" if task.nodes and task.state == "RUNNING" else ""
+                        self.say(f"job {task.id}: {task.state.lower()}{where}{why}")
                     known[task.id] = task
                 if all(task.over for task in tasks):  # 17_3 before 17_10
                     return sorted(known.values(), key=lambda task: [int(n) for n in task.id.split("_") if n.isdigit()])
             self.sleep(pause_s)
             pause_s = min(_LATER_LOOKS_S, pause_s * _SLOWER)
-
-    def _tell(self, now: JobTask) -> None:
-        why = f" ({now.reason})" if now.reason not in ("", "None") else ""
-        where = f" on {now.nodes}" if now.nodes and now.state == "RUNNING" else ""
-        self.say(f"job {now.id}: {now.state.lower()}{where}{why}")

@@ -50,10 +50,9 @@ def write_settings(folder: Path, settings: WorkerSettings) -> None:
 
 def read_settings(folder: Path) -> WorkerSettings | None:
     """None if that run is over."""
-    try:
+    with suppress(OSError):
         return WorkerSettings.from_json((folder / _SETTINGS).read_bytes())
-    except OSError:
-        return None
+    return None
 
 
 def write_meeting_key(folder: Path, key: str) -> None:

@@ -51,18 +51,14 @@ class JobKeys(NamedTuple):
 
 def derive_keys(secret: str, job: str) -> JobKeys:
     """Keys of the job named `job` (its rendezvous) from `secret`."""
-    return JobKeys(*(_pair(secret, f"{job}/{role}") for role in JobKeys._fields))
+    salts = (f"gpuwatch/{job}/{role}".encode() for role in JobKeys._fields)
+    seeds = (hashlib.scrypt(secret.encode(), salt=salt, n=1 << 12, r=8, p=1, dklen=32) for salt in salts)
+    return JobKeys(*(KeyPair(zmq.curve_public(private), private) for private in map(z85.encode, seeds)))
 
 
 def meeting_key(keys: JobKeys) -> str:
     """What the ranks of a job seal the values with that they meet by (core/preflight.py)."""
     return hashlib.sha256(b"gpuwatch meeting " + keys.agent.private).hexdigest()
-
-
-def _pair(secret: str, salt: str) -> KeyPair:
-    seed = hashlib.scrypt(secret.encode(), salt=f"gpuwatch/{salt}".encode(), n=1 << 12, r=8, p=1, dklen=32)
-    private = z85.encode(seed)
-    return KeyPair(zmq.curve_public(private), private)
 
 
 def random_secret() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -323,18 +324,15 @@ def closest_modules(found: Iterable[HotModule], most: int) -> list[HotModule]:
     """The `most` modules with the least left, the closest first. A module that several ranks report counts once."""
     chosen: dict[str, HotModule] = {}
     for hot in sorted(found, key=lambda hot: hot.left):
-        if len(chosen) == most:
-            break
         chosen.setdefault(hot.module, hot)
-    return list(chosen.values())
+    return list(chosen.values())[:most]
 
 
 def unpack_list(data: bytes, kind: type[T]) -> list[T]:
     """Unpack such a list from a beat. [] for bytes that no agent sends."""
-    try:
+    with suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return msgspec.msgpack.decode(data, type=list[kind]) if data else []  # type: ignore[valid-type]
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return []
+    return []
 
 
 def node_of(agent: str) -> str:

@@ -6,6 +6,7 @@ there.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -141,7 +142,6 @@ _decoder = msgspec.msgpack.Decoder(JobView)
 
 def decode_view(data: bytes) -> JobView | None:
     """What `encode` (messages.py) has made; None for bytes that are no view."""
-    try:
+    with suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return None
+    return None

@@ -124,7 +124,8 @@ class RankHistory:
 
     def told(self, rank: int, attempt: int) -> list[LimitForecast]:
         """The forecasts that were made since the last call: a module before the ones around it."""
-        told, self._told = sorted(self._told, key=_depth, reverse=True), []
+        told = sorted(self._told, key=lambda each: each.module.count(".") + (each.module != ""), reverse=True)
+        self._told = []
         return [replace(each, where=replace(each.where, rank=rank, attempt=attempt)) for each in told]
 
     def hottest(self, rank: int, most: int) -> list[HotModule]:
@@ -204,10 +205,6 @@ class RankHistory:
             slots, dtypes = [self._slots.slots[n] for n in used], bytes(self._dtypes[n] for n in used)
             found.append(RankHistoryMessage(rank, attempt, root, batches, steps, slots, dtypes, pack(codes)))
         return found
-
-
-def _depth(forecast: LimitForecast) -> int:
-    return forecast.module.count(".") + (forecast.module != "")
 
 
 def _size(row: BatchRow) -> int:

@@ -123,7 +123,10 @@ class StallWatch:
 
     def stalled(self, watches: Collection[RankWatch], now: float) -> Iterator[RankStall]:
         """Ranks that have rested for too long, each once."""
-        self._notice_pause(now)
+        if self._looked and now - self._looked > _PAUSED_S:
+            for rest in self._rests.values():
+                rest.paused(now - self._looked)
+        self._looked = now
         if now < self._next or self._timeout_s == 0:
             return
         self._next = now + _EVERY_S
@@ -179,12 +182,6 @@ class StallWatch:
 
     def _limit(self, watch: RankWatch) -> HangLimit:
         return learned_limit(watch.steps.last_s) if self._timeout_s is None else fixed_limit(self._timeout_s)
-
-    def _notice_pause(self, now: float) -> None:
-        if self._looked and now - self._looked > _PAUSED_S:
-            for rest in self._rests.values():
-                rest.paused(now - self._looked)
-        self._looked = now
 
     def _rest(self, watch: RankWatch, batch: int, now: float) -> RankRest:
         rest = self._rests.setdefault((watch.rank, watch.attempt), RankRest(now))

@@ -224,7 +224,7 @@ class StackLook:
             state, ticks = _stat(self._pid)
             spent_s = (ticks - self._ticks) / os.sysconf("SC_CLK_TCK")
             self._busy = round(max(0.0, spent_s / (now - self._began)), 2)
-            self._answer = self._stack()
+            self._answer = stalls.parse_stack(_read_from(self._file, self._size)[0], linecache.getline)
             if not self._answer and may_spy:
                 self.spy = PySpy(self._pid, state, now)
         return self.spy is None or self.spy.is_done(now)
@@ -245,9 +245,6 @@ class StackLook:
         """End py-spy if it still runs, without a result."""
         if self.spy is not None:
             self.spy.close()
-
-    def _stack(self) -> list[StackLine]:
-        return stalls.parse_stack(_read_from(self._file, self._size)[0], linecache.getline)
 
 
 def fatal_stack(folder: Path, rank: int, attempt: int) -> tuple[list[StackLine], int]:

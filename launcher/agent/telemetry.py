@@ -150,18 +150,15 @@ class NodeTelemetry:
         if self._interval_s == 0:
             return
         try:
-            self._turn(pids, now)
+            self._take()
+            if not self._waits or now >= self._next:
+                self._close_sample()
+            if now >= self._next:
+                self._next = now + self._interval_s
+                self._ask(pids(), now)
         except Exception as error:  # such as a limit on threads: the agent goes on without it
             self._troubles["own"] = f"reading stopped: {type(error).__name__}: {error}"
             self._interval_s = 0
-
-    def _turn(self, pids: Callable[[], Pids], now: float) -> None:
-        self._take()
-        if not self._waits or now >= self._next:
-            self._close_sample()
-        if now >= self._next:
-            self._next = now + self._interval_s
-            self._ask(pids(), now)
 
     def _ask(self, pids: Pids, now: float) -> None:
         self._asked_ns = self._time_ns()
