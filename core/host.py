@@ -95,17 +95,33 @@ class OwnClock:
 # Child processes: what they print is heard until a deadline, and they end with their parent, however it ends.
 
 
+class LineReader:
+    """Lines from a pipe that is polled, beside sockets maybe."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.closed = False
+        self._rest = b""
+
+    def lines(self) -> list[bytes]:
+        """The complete lines that are there; `closed` once the other side is gone."""
+        data = os.read(self.fd, 1 << 16)
+        if not data:
+            self.closed = True
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+
 def lines_until(fd: int, deadline: Callable[[], float]) -> Iterator[bytes]:
     """The lines of a pipe, until it is closed. Raises TimeoutError at the deadline, monotonic time that may move."""
-    rest = b""
+    reader = LineReader(fd)
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)
         while selector.select(max(0.0, deadline() - time.monotonic())):
-            data = os.read(fd, 1 << 16)
-            if not data:
+            yield from reader.lines()
+            if reader.closed:
                 return
-            *lines, rest = (rest + data).split(b"\n")
-            yield from lines
     raise TimeoutError
 
 

@@ -63,12 +63,11 @@ class FrameJudgement(NamedTuple):
     """What this call has taken away that calls inside of it have returned."""
 
 
-_NOTHING: frozenset[int] = frozenset()
 NO_LIMITS = WarningLimits()
 
 
 def judge(
-    frame: Frame, limits: WarningLimits = NO_LIMITS, waived: Set[int] = _NOTHING, returned: Set[int] = _NOTHING
+    frame: Frame, limits: WarningLimits = NO_LIMITS, waived: Set[int] = frozenset(), returned: Set[int] = frozenset()
 ) -> FrameJudgement:
     """Judge one frame.
 

@@ -29,10 +29,10 @@ from .slurm_variables import SLURM
 _SCHEDULERS = (SLURM,)
 
 _PLAIN = {
-    "nodes": JobVariable(("NNODES",), nodes),
-    "node_rank": JobVariable(("NODE_RANK",), whole),
+    "nodes": nodes(("NNODES",)),
+    "node_rank": whole(("NODE_RANK",)),
     "head": JobVariable(("MASTER_ADDR",)),
-    "port": JobVariable(("MASTER_PORT",), port),
+    "port": port(("MASTER_PORT",)),
     "nproc": JobVariable(("NPROC_PER_NODE",)),
 }
 
@@ -61,12 +61,12 @@ def variables(job: SchedulerFacts, fact: str) -> str:
 # user gives this host's --node-rank.
 
 _MPI = {
-    "size": JobVariable(("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"), whole),
-    "rank": JobVariable(("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK"), whole),
-    "tasks_here": JobVariable(("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"), whole),
+    "size": whole(("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")),
+    "rank": whole(("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")),
+    "tasks_here": whole(("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")),
     "job_id": JobVariable(("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVS")),
     "head": JobVariable(("MASTER_ADDR",)),
-    "port": JobVariable(("MASTER_PORT",), port),
+    "port": port(("MASTER_PORT",)),
 }
 
 

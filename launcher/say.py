@@ -55,10 +55,8 @@ class SeenOverflows:
         """The ranks of this attempt have ended with these codes: read their recorders."""
         for rank, code in codes.items():
             seen, first = code == RANK_OVERFLOW, None  # a script may have that code of its own: a recorder tells
-            with (
-                suppress(OSError, NotReady),
-                closing(RecorderReader(self._folder / file_name(rank, attempt))) as reader,
-            ):
+            recorder = self._folder / file_name(rank, attempt)
+            with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
                 seen, first = reader.overflow_seen, reader.first_anomaly()
             if seen:
                 self._seen[attempt, rank] = first

@@ -85,18 +85,11 @@ _GONE = ("down", "fail", "no_respond")
 # -- the environment ----------------------------------------------------------------------------------------------
 
 
-def _hosts(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(expand_nodelist(text))
-    except UsageError:
-        raise ValueError("a SLURM node list such as gpu-[001-003,7]") from None
-
-
 def _tasks(text: str) -> int:
     """`8(x2),4`: at most 8 on a node"""
     counts = [re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", part) for part in text.split(",")]
     if None in counts:
-        raise ValueError("numbers of tasks such as 1(x2)")
+        raise ValueError
     return max(int(count[1]) for count in counts if count)
 
 
@@ -113,18 +106,24 @@ def _devices(text: str) -> int:
 
 
 _VARIABLES = {
-    "job_id": JobVariable(("SLURM_JOB_ID", "SLURM_JOBID"), whole),
-    "restart": JobVariable(("SLURM_RESTART_COUNT",), whole),
-    "step": JobVariable(("SLURM_STEP_ID", "SLURM_STEPID"), whole),
-    "nodes": JobVariable(("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
-    "hosts": JobVariable(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"), _hosts),
-    "node_rank": JobVariable(("SLURM_NODEID",), whole),
+    "job_id": whole(("SLURM_JOB_ID", "SLURM_JOBID")),
+    "restart": whole(("SLURM_RESTART_COUNT",)),
+    "step": whole(("SLURM_STEP_ID", "SLURM_STEPID")),
+    "nodes": nodes(("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
+    "hosts": JobVariable(
+        ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        lambda text: tuple(expand_nodelist(text)),
+        "a SLURM node list such as gpu-[001-003,7]",
+    ),
+    "node_rank": whole(("SLURM_NODEID",)),
     "node": JobVariable(("SLURMD_NODENAME",)),
     "gpus": JobVariable(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), _gpus),
     "visible_gpus": JobVariable(("CUDA_VISIBLE_DEVICES",), _devices, may_be_empty=True),
-    "tasks_per_node": JobVariable(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), _tasks),
+    "tasks_per_node": JobVariable(
+        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), _tasks, "numbers of tasks such as 1(x2)"
+    ),
     "tasks_here": JobVariable(("SLURM_GTIDS",), lambda text: len(text.split(","))),
-    "ends": JobVariable(("SLURM_JOB_END_TIME",), whole),
+    "ends": whole(("SLURM_JOB_END_TIME",)),
 }
 
 

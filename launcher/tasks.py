@@ -53,12 +53,6 @@ class TaskCommand(msgspec.Struct, frozen=True):
     """The signal that has ended this task's run; 0 for none."""
 
 
-class _SharedVerdict(msgspec.Struct, frozen=True):
-    """The verdict, from the task that has it to the others."""
-
-    verdict: JobResult | None
-
-
 class HostTasks:
     """The tasks of one host and job, as one of them sees them. `number` is how many the job starts here."""
 
@@ -181,7 +175,7 @@ class HostTasks:
 
     def share_verdict(self, verdict: JobResult | None) -> None:
         """The end, for all."""
-        write_whole(self._folder / "verdict", to_json(_SharedVerdict(verdict)))
+        write_whole(self._folder / "verdict", to_json(verdict))
 
     # -- the others ---------------------------------------------------------------------------------------------
 
@@ -201,7 +195,8 @@ class HostTasks:
     def verdict(self) -> JobResult | None:
         """None as long as there is none."""
         with suppress(OSError):
-            return from_json((self._folder / "verdict").read_bytes(), _SharedVerdict).verdict
+            verdict: JobResult | None = from_json((self._folder / "verdict").read_bytes(), JobResult | None)
+            return verdict
         return None
 
     # -- files --------------------------------------------------------------------------------------------------

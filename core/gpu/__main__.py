@@ -19,8 +19,7 @@ from ..events import GpuCounters, GpuXid
 from ..text import from_json
 from .counters import meaning_of
 from .nvml_child import (
-    AskCounters,
-    AskSamples,
+    AskGpus,
     CountersLine,
     GpuReading,
     Line,
@@ -130,19 +129,16 @@ _TIMEOUT = 10
 
 def watch() -> None:
     """Until stdin is closed."""
-    questions: queue.SimpleQueue[AskCounters] = queue.SimpleQueue()
-    samples: queue.SimpleQueue[AskSamples] = queue.SimpleQueue()
+    questions: queue.SimpleQueue[str] = queue.SimpleQueue()
+    samples: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_begin, args=(questions, samples), daemon=True).start()
     for line in sys.stdin.buffer:
-        question: AskCounters | AskSamples = from_json(line, AskCounters | AskSamples)
-        if isinstance(question, AskSamples):
-            samples.put(question)
-        else:
-            questions.put(question)
+        moment = from_json(line, AskGpus).moment
+        (questions if moment else samples).put(moment)
     os._exit(0)  # the threads may be in a driver that never returns
 
 
-def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue[AskSamples]) -> None:
+def _begin(questions: queue.SimpleQueue[str], samples: queue.SimpleQueue[str]) -> None:
     begun = start()
     if isinstance(begun, NvmlTrouble):
         say(begun)
@@ -167,7 +163,7 @@ def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue
         threading.Thread(target=_tell_xids, args=(events, devices), daemon=True).start()
     threading.Thread(target=_tell_samples, args=(samples, devices), daemon=True).start()
     while True:
-        _tell_counters(questions.get().moment, devices)
+        _tell_counters(questions.get(), devices)
 
 
 def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
@@ -192,7 +188,7 @@ def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
             say(GpuXid(uuid, number, time.time_ns(), *meaning_of(number), mig))
 
 
-def _tell_samples(samples: queue.SimpleQueue[AskSamples], devices: dict[str, Any]) -> None:
+def _tell_samples(samples: queue.SimpleQueue[str], devices: dict[str, Any]) -> None:
     from .questions import GpuSampler
 
     samplers = {uuid: GpuSampler(uuid, handle) for uuid, handle in devices.items()}

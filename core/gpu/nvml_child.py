@@ -101,14 +101,10 @@ class CountersLine(msgspec.Struct, frozen=True, tag="counters"):
     last: bool
 
 
-class AskCounters(msgspec.Struct, frozen=True, tag="ask"):
-    """To a watching child: read the counters of all GPUs."""
+class AskGpus(msgspec.Struct, frozen=True):
+    """To a watching child: read the counters of all GPUs; without a moment their figures, a `SampleLine` each."""
 
-    moment: str
-
-
-class AskSamples(msgspec.Struct, frozen=True, tag="ask_samples"):
-    """To a watching child: read the figures of all GPUs, a `SampleLine` each."""
+    moment: str = ""
 
 
 class SampleLine(msgspec.Struct, frozen=True, tag="sample"):

@@ -9,9 +9,10 @@ import time
 import weakref
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from ..events import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, WorkerEvent
 from ..own_files import OwnDescriptor
@@ -32,11 +33,7 @@ _INTEGER = struct.Struct("<q")
 _FIELDS = struct.Struct(f"<{max(HeadField) + 1}q")
 _SEGMENT_FIELDS = struct.Struct(f"<{len(SegmentField)}q")
 
-_HOOKS: dict[int, HooksText] = {
-    HooksState.ATTACHED: "attached",
-    HooksState.FAILED: "failed",
-    HooksState.DETACHED: "detached",
-}
+_HOOKS: dict[int, HooksText] = dict(zip(HooksState, get_args(HooksText), strict=True))
 
 
 class NotReady(Exception):
@@ -232,12 +229,11 @@ class RecorderReader:
             if not _is_garbage(fields):
                 break
         module = self.modules.get(fields[HeadField.MODULE])
-        as_they_are: dict[str, Any] = {field.name.lower(): fields[field] for field in _SHOWN_AS_THEY_ARE}
-        return RankState(
+        as_they_are: dict[str, Any] = {name: fields[field] for name, field in _SHOWN_AS_THEY_ARE.items()}
+        return replace(
+            RankState(**as_they_are),
             rank=self.rank,
-            local_rank=self.local_rank,
             attempt=self.attempt,
-            pid=self.pid,
             phase=_phase(fields[HeadField.PHASE]).name.lower(),
             module=module.name if module is not None else None,
             cls=module.cls if module is not None else None,
@@ -249,7 +245,6 @@ class RecorderReader:
             left=fields[HeadField.LEFT] == layout.seal(1),
             passed_unseen=fields[HeadField.PASSED_UNSEEN] != layout.seal(0),
             groups_not_shown=max(0, fields[HeadField.GROUPS_NOT_SHOWN]),
-            **as_they_are,
         )
 
     # -- pages --------------------------------------------------------------------------------------------------
@@ -383,16 +378,12 @@ _COUNTED = (
     HeadField.UNSEEN_CHILD,
 )
 """Fields that are never below 0."""
-_SHOWN_AS_THEY_ARE = (
-    *(field for field in _COUNTED if field not in (HeadField.RECORDS_LOST, HeadField.UNSEEN_CHILD)),
-    HeadField.STEP,
-    HeadField.BATCH,
-    HeadField.SEQ,
-    HeadField.WORLD_SIZE,
-    HeadField.LEFT_OUT_PAGE,
-    HeadField.GONE_PAGE,
-)
-"""Fields that RankState has by the same name."""
+_SHOWN_AS_THEY_ARE = {
+    name: HeadField[name.upper()]
+    for name in RankState.__struct_fields__
+    if name.upper() in HeadField.__members__ and name != "steps_timed"
+}
+"""Fields that RankState has by the same name. Its count of timed steps is of those that the agent has taken."""
 _MOVING = (
     HeadField.PHASE,
     HeadField.STEP,

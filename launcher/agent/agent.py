@@ -31,7 +31,7 @@ from ...core import host
 from ...core.errors import ExitCode, GpuwatchError
 from ...core.events import Anomaly, Event, GpuCounters, GpuHealth, GpuXid, NodeSignal, PreflightResult, WorkerExit
 from ...core.gpu.nvml_child import KILLED_S
-from ...core.host import OwnClock
+from ...core.host import LineReader, OwnClock
 from ...core.identity import is_rank
 from ...core.recorder.layout import file_name
 from ...core.recorder.run_folder import PROCESSES, pid_of_file
@@ -418,24 +418,6 @@ class NodeAgentLoop:
         text = f"gpuwatch: no verdict: {why}{kept}"
         saw = spool if self._worst is ExitCode.OVERFLOW else None
         self._tell(pipe.JobResult(code, VerdictKind.UNKNOWN, text, "", overflow_in=str(saw or "")))
-
-
-class LineReader:
-    """Lines from a pipe that is polled beside sockets."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.closed = False
-        self._rest = b""
-
-    def lines(self) -> list[bytes]:
-        """The complete lines that are there; `closed` once the other side is gone."""
-        data = os.read(self.fd, 1 << 16)
-        if not data:
-            self.closed = True
-            return []
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return lines
 
 
 def main() -> NoReturn:

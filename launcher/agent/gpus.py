@@ -1,6 +1,6 @@
 """The node agent's eyes on its GPUs: holds the child that watches NVML, and turns its lines into events.
 
-    agent --{"type":"ask","moment":"anomaly"}--> child
+    agent --{"moment":"anomaly"}--> child
     agent <--{"type":"xid","device":"GPU-...","number":79,...}-- child          an event, as it is sent on
 
 The child is started once. Should it die or not answer, that is said once, as `unknown`, and the training goes on:
@@ -9,16 +9,15 @@ nothing here ever waits for it.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from contextlib import suppress
 
-import msgspec
-
 from ...core.events import GpuCounters, GpuHealth, GpuXid
 from ...core.gpu import nvml_child
+from ...core.host import LineReader
 from ...core.text import messages_among
+from ...core.wire.pipe import write_line
 
 BEGIN_S = 30.0
 """How long NVML may take to start: on a big node without the persistence daemon it is many seconds."""
@@ -37,7 +36,6 @@ class GpuWatch:
 
     def __init__(self, now: float) -> None:
         self._events: list[Event] = []
-        self._rest = b""
         self._began = now
         self._watching: nvml_child.XidWatch | None = None
         self._asked: list[tuple[str, float]] = []
@@ -55,26 +53,23 @@ class GpuWatch:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+            assert self._child.stdout is not None
+            self._output = LineReader(self._child.stdout.fileno())
         except OSError as error:
             self._unknown(f"the process that watches NVML could not be started: {error}")
 
     @property
     def fd(self) -> int | None:
         """Where the child speaks, to be polled; None once there is nothing more to hear."""
-        return self._child.stdout.fileno() if self._child is not None and self._child.stdout is not None else None
+        return self._output.fd if self._child is not None else None
 
     def hear(self) -> None:
         """There is something to read at `fd`."""
-        assert self._child is not None
-        assert self._child.stdout is not None
-        data = os.read(self._child.stdout.fileno(), 1 << 16)
-        if not data:
+        for line in messages_among(self._output.lines(), nvml_child.LINES):
+            self._take(line)
+        if self._output.closed and self._child is not None:
             code = self._child.poll()
             self._give_up(f"the process that watches NVML has ended{'' if code is None else f' (exit code {code})'}")
-            return
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in messages_among(lines, nvml_child.LINES):
-            self._take(line)
 
     def anomaly(self, now: float) -> None:
         """A rank has met a non-finite value: what do the counters say?"""
@@ -84,7 +79,7 @@ class GpuWatch:
 
     def ask_samples(self) -> bool:
         """Whether NVML was asked how the GPUs do. It is not while it starts, without GPUs, and once it was given up."""
-        return self._tell(nvml_child.AskSamples())
+        return self._tell("")
 
     def samples(self) -> list[nvml_child.SampleLine] | None:
         """The samples of all GPUs that `ask_samples` asked for; None until they are complete."""
@@ -120,15 +115,13 @@ class GpuWatch:
         """End the child. Only the end of the agent waits for it, and not for long: it may be stuck in the driver."""
         child, self._child = self._child, None
         self._asked.clear()
-        if child is None:
-            self._reap(wait_s)
-            return
-        for pipe in (child.stdin, child.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
-        child.kill()
-        self._killed = child
+        if child is not None:
+            for pipe in (child.stdin, child.stdout):
+                assert pipe is not None
+                with suppress(BrokenPipeError):
+                    pipe.close()
+            child.kill()
+            self._killed = child
         self._reap(wait_s)
 
     def _reap(self, wait_s: float) -> None:
@@ -138,19 +131,15 @@ class GpuWatch:
                 self._killed = None
 
     def _ask(self, moment: str, now: float) -> None:
-        if self._tell(nvml_child.AskCounters(moment)):
+        if self._tell(moment):
             self._asked.append((moment, now))
 
-    def _tell(self, question: nvml_child.AskCounters | nvml_child.AskSamples) -> bool:
+    def _tell(self, moment: str) -> bool:
         if self._child is None or self._watching is None or not self._watching.devices:
             return False
         assert self._child.stdin is not None
-        try:
-            self._child.stdin.write(msgspec.json.encode(question) + b"\n")
-            self._child.stdin.flush()
-        except BrokenPipeError:
-            return False  # `hear` will meet the end of its output
-        return True
+        # if its input is closed, `hear` will meet the end of its output
+        return write_line(self._child.stdin, nvml_child.AskGpus(moment))
 
     def _take(self, line: nvml_child.Line) -> None:
         if isinstance(line, nvml_child.XidWatch):
