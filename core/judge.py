@@ -34,6 +34,8 @@ from .values import DTYPE_MAX, NonFinite, name_of
 
 FORWARDS = (FramePhase.FORWARD, FramePhase.RECOMPUTE)
 """Phases in which calls are made, each within another one."""
+_ARGUMENTS = (RoleKind.INPUT, RoleKind.BEFORE)
+"""What a call was handed, now or before it changed that."""
 EXPECTED = RowMark.IGNORED | RowMark.SCALED
 
 
@@ -79,7 +81,7 @@ def judge(
     warnings: list[tuple[str, Row]] = []
     for row in frame.rows:
         if row.flags:
-            if row.mark & RowMark.IGNORED and not is_argument(row):
+            if row.mark & RowMark.IGNORED and row.role_kind not in _ARGUMENTS:
                 hidden.append(row)
             elif row.mark & RowMark.SCALED and row.role_kind in GRADIENTS and scaled is None:
                 scaled = row
@@ -132,11 +134,6 @@ class PageSoFar:
 
 def _with(found: FrameJudgement, bad: BadValue | None) -> FrameJudgement:
     return found._replace(alarm=bad.row, of=bad.frame) if bad is not None else found._replace(alarm=None)
-
-
-def is_argument(row: Row) -> bool:
-    """Whether a row is about what a call was handed, now or before the call changed it."""
-    return row.role_kind in (RoleKind.INPUT, RoleKind.BEFORE)
 
 
 def _alarm(frame: Frame, waived: Set[int]) -> Row | None:

@@ -65,8 +65,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     preflight: PreflightMode = "quick"
 
     on_overflow: Annotated[
-        OnOverflow,
-        WorkerOption("when a rank finds inf or nan: end the job (the default), or record it and train on"),
+        OnOverflow, WorkerOption("when a rank finds inf or nan: end the job (the default), or record it and train on")
     ] = "abort"
     watch: Annotated[
         tuple[Watched, ...],
@@ -182,8 +181,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         ),
     ] = ""
     bandwidth_size: Annotated[
-        int,
-        _OfPreflight("largest size of the bandwidth test (256MiB on CUDA, 16MiB on the CPU)", "SIZE", form="size"),
+        int, _OfPreflight("largest size of the bandwidth test (256MiB on CUDA, 16MiB on the CPU)", "SIZE", form="size")
     ] = 0
     min_busbw: Annotated[
         float,
@@ -205,8 +203,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         ),
     ] = 1.5
     nccl_debug: Annotated[
-        str,
-        _OfPreflight("write NCCL's log of the preflight to one file per rank, in logs/ of the run's folder"),
+        str, _OfPreflight("write NCCL's log of the preflight to one file per rank, in logs/ of the run's folder")
     ] = ""
     """That folder; "" writes none."""
     health_thresholds: Annotated[

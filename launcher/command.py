@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ..core.host import signal_at_parents_end
 from ..core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
 from ..core.verdicts import VerdictKind
 from ..core.wire.keys import SECRET_VARIABLE
+from ..core.wire.pipe import JobResult
 from .agent.process_ends import GRACE_S
 from .say import say
 from .scheduler_job import SchedulerFacts
@@ -46,35 +47,6 @@ def why_not_started(program: str) -> tuple[str, int] | None:
     if not path.exists():
         return "no such file", _NOT_FOUND
     return ("is a directory" if path.is_dir() else "permission denied"), _NOT_EXECUTABLE
-
-
-def start_command(
-    command: Sequence[str], environ: Mapping[str, str], blocked: Collection[int]
-) -> subprocess.Popen[bytes]:
-    """Start it with these signals blocked. The kernel sends it SIGTERM when this process ends, however that is.
-
-    Raises OSError as exec does.
-    """
-    follow_parent = signal_at_parents_end(signal.SIGTERM)
-
-    def prepare() -> None:  # between fork and exec: everything that can be loaded before is loaded
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        follow_parent()
-
-    return subprocess.Popen(command, env=environ, close_fds=False, preexec_fn=prepare)
-
-
-def exit_code(own: int, verdict: int, kind: VerdictKind, *, stopped: bool) -> int:
-    """What a run exits with: as its command has, unless there was an overflow, or the run has ended it (`stopped`).
-
-    `own` is the command's code as a shell has it, `verdict` and `kind` are the verdict's. The verdict's counts, too,
-    where the command itself has nothing to tell: it has left with 0, and something is wrong or not proven.
-    """
-    if kind.outranks:
-        return verdict
-    if kind == VerdictKind.INTERRUPTED:
-        return own
-    return verdict if own == 0 or (stopped and verdict) else own
 
 
 def shell_code(returncode: int) -> int:
@@ -129,11 +101,18 @@ class AttendedCommand:
     def start(self, scratch: Path | None, join: Path | None = None) -> None:
         """With `scratch` as the folder of its ranks' recorders; None: unwatched. Raises OSError as exec does.
 
-        `join` is the file by which other hosts may join.
+        `join` is the file by which other hosts may join. The kernel sends the command SIGTERM when this process ends,
+        however that is.
         """
         own = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
         environ = environment_of_ranks(scratch, join, own) if scratch is not None else own
-        self._process = start_command(self._command, environ, self._unblocked)
+        follow_parent = signal_at_parents_end(signal.SIGTERM)
+
+        def prepare() -> None:  # between fork and exec: everything that can be loaded before is loaded
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
+            follow_parent()
+
+        self._process = subprocess.Popen(self._command, env=environ, close_fds=False, preexec_fn=prepare)
 
     def turn(self) -> int | None:
         """Wait a moment for what happens. Returns its exit code, negative for a signal; None while it runs."""
@@ -172,6 +151,20 @@ class AttendedCommand:
             self._relay_at.setdefault(number, time.monotonic() + (_IN_STEP_S if self._job is not None else 0.0))
         elif self._job is None or not _has_sent_to_all(self._job, sender):
             self._relay_at.setdefault(number, time.monotonic())
+
+    def exit_code(self, code: int, verdict: JobResult | None, *, left: bool) -> int:
+        """What a run exits with: as its command has, unless there was an overflow, or the run has ended it.
+
+        The verdict's code counts, too, where the command itself has nothing to tell: it has left with 0, and something
+        is wrong or not proven. `code` is negative for a signal; `left`: the user would not wait for the verdict.
+        """
+        own, unknown = shell_code(code), JobResult(int(ExitCode.UNKNOWN), VerdictKind.UNKNOWN, "", "")
+        verdict = verdict or unknown
+        if verdict.kind.outranks:
+            return verdict.exit_code
+        if left or verdict.kind == VerdictKind.INTERRUPTED:
+            return own
+        return verdict.exit_code if own == 0 or (self.stop.is_set() and verdict.exit_code) else own
 
     def terminate(self) -> None:
         """End the command after an error of ours, so that it does not stay behind."""
@@ -220,10 +213,9 @@ def run_as_guest(
     tasks.say(TaskCommand(attended.pid, code, int(attended.ended_by or 0)))
     while (verdict := tasks.verdict()) is None and tasks.owner_lives() and not leaves_at_once():
         pass
-    own = shell_code(code)
     if verdict is None:
-        return own or int(ExitCode.UNKNOWN)
-    return exit_code(own, verdict.exit_code, verdict.kind, stopped=attended.stop.is_set())
+        return shell_code(code) or int(ExitCode.UNKNOWN)
+    return attended.exit_code(code, verdict, left=False)
 
 
 def run_unwatched(command: list[str], unblocked: set[int | signal.Signals], *, job: SchedulerFacts | None) -> int:

@@ -178,7 +178,15 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         return replace(settings, attempt=attempt, round=name, node_hosts=hosts)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
-        self._gpuwatch_end_ranks()
+        # the ranks end where the job cannot go on elsewhere, or this attempt stands still: then they may start again
+        job_is_over = self._gpuwatch_listener.job_is_over.is_set()
+        if job_is_over:
+            self._remaining_restarts = 0
+        if (job_is_over or self._gpuwatch_listener.attempt_is_over.is_set()) and not self._gpuwatch_told_to_stop:
+            self._gpuwatch_told_to_stop = True
+            for pid in self._pcontext.pids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         # torchrun's own list of failures also holds those that it stopped
         failed = [rank for rank, code in self._gpuwatch_codes(worker_group).items() if code]
         result = super()._monitor_workers(worker_group)
@@ -195,17 +203,6 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         elif result.state is agent_api.WorkerState.SUCCEEDED:
             self._gpuwatch_ended(worker_group)
         return result
-
-    def _gpuwatch_end_ranks(self) -> None:
-        """Where the job cannot go on elsewhere, or this attempt stands still: then they may be started again."""
-        job_is_over = self._gpuwatch_listener.job_is_over.is_set()
-        if job_is_over:
-            self._remaining_restarts = 0
-        if (job_is_over or self._gpuwatch_listener.attempt_is_over.is_set()) and not self._gpuwatch_told_to_stop:
-            self._gpuwatch_told_to_stop = True
-            for pid in self._pcontext.pids().values():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
 
     def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(worker_group, *args, **kwargs)

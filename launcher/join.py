@@ -212,10 +212,7 @@ def close_run(join: Path) -> None:
 
 def _addresses() -> list[str]:
     """This host's, as others may reach it: IPv4 first."""
-    found: dict[socket.AddressFamily, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            of_family = found.get(entry.family)
-            if of_family is not None and name != "lo" and not entry.address.startswith(_LINK_LOCAL):
-                of_family.append(entry.address)
-    return [address for addresses in found.values() for address in addresses]
+    entries = [entry for name, found in psutil.net_if_addrs().items() if name != "lo" for entry in found]
+    entries = [entry for entry in entries if not entry.address.startswith(_LINK_LOCAL)]
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [entry.address for family in families for entry in entries if entry.family == family]

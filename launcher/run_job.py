@@ -12,25 +12,15 @@ from pathlib import Path
 
 from msgspec.structs import replace as with_fields
 
-from ..core.errors import ExitCode, UsageError
+from ..core.errors import UsageError
 from ..core.host import host_name, loopback
 from ..core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
 from ..core.settings import WorkerSettings
 from ..core.tell import tell
-from ..core.verdicts import VerdictKind
 from ..core.wire.keys import meeting_key, read_secret
 from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine
 from .agent.process_ends import GRACE_S
-from .command import (
-    AttendedCommand,
-    block_signals,
-    exit_code,
-    leaves_at_once,
-    run_as_guest,
-    run_unwatched,
-    shell_code,
-    why_not_started,
-)
+from .command import AttendedCommand, block_signals, leaves_at_once, run_as_guest, run_unwatched, why_not_started
 from .fill_in import read_task
 from .join import close_run, open_plan, open_run
 from .life import JobLife, JobTerms, RankStarter
@@ -262,11 +252,7 @@ class CommandRanks(RankStarter):
 
     def exit_code(self, done: LaunchDone, verdict: JobResult | None, left: bool) -> int:
         """The command's own exit code, unless the verdict replaces it."""
-        own = shell_code(self._code)
-        if verdict is not None:
-            return exit_code(own, verdict.exit_code, verdict.kind, stopped=self._command.stop.is_set())
-        stopped = self._command.stop.is_set()
-        return own if left else exit_code(own, int(ExitCode.UNKNOWN), VerdictKind.UNKNOWN, stopped=stopped)
+        return self._command.exit_code(self._code, verdict, left=left)
 
     def close(self) -> None:
         """The command, too."""

@@ -153,7 +153,9 @@ class HostRanks:
             if path not in self._ranks and (header := _read(path)) is not None:
                 self._start(path, header.rank, header)
         self._end_programs()
-        self._look_at_processes()
+        for path in self._folder.glob(PROCESSES):  # how they end is noticed from early on
+            if (pid := pid_of_file(path)) not in self._processes and path not in self._taken:
+                self._processes[pid] = WatchedRankProcess(pid)
         if not self._ranks:
             self._adopt(lambda header: header.is_alone)
         else:
@@ -219,13 +221,6 @@ class HostRanks:
             with suppress(OSError):  # there is one
                 (self._folder / file_name(header.rank, header.attempt)).hardlink_to(path)
                 self._taken.add(path)
-
-    def _look_at_processes(self) -> None:
-        """Notice how they end, from early on."""
-        for path in self._folder.glob(PROCESSES):
-            pid = pid_of_file(path)
-            if pid not in self._processes and path not in self._taken:
-                self._processes[pid] = WatchedRankProcess(pid)
 
     def _is_over(self, pid: int, own_codes: dict[int, int | None]) -> bool:
         process = self._processes.get(pid)

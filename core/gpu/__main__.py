@@ -22,7 +22,6 @@ from .nvml_child import (
     AskGpus,
     CountersLine,
     GpuReading,
-    Line,
     NvmlFinished,
     NvmlQuestion,
     NvmlStarted,
@@ -57,7 +56,7 @@ _REFUSALS = {
 _lock = threading.Lock()
 
 
-def say(line: Line) -> None:
+def say(line: msgspec.Struct) -> None:
     """Print one line for the parent process."""
     with _lock:
         sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")

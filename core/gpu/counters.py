@@ -197,13 +197,10 @@ XIDS: dict[int, XidMeaning] = {
     140: _x("unrecovered ECC error", _RESET, "fail"),
     141: _x("CUDA fast path error", _REPORT, "warn"),
     143: _x("GPU initialization error", _RESET, "fail"),
-    144: _x("NVLink error (SAW)", _NVLINK, "fail"),
-    145: _x("NVLink error (RLW)", _NVLINK, "fail"),
-    146: _x("NVLink error (TLW)", _NVLINK, "fail"),
-    147: _x("NVLink error (TREX)", _NVLINK, "fail"),
-    148: _x("NVLink error (NVLPW_CTRL)", _NVLINK, "fail"),
-    149: _x("NVLink error (NETIR)", _NVLINK, "fail"),
-    150: _x("NVLink error (MSE)", _NVLINK, "fail"),
+    **{
+        number: _x(f"NVLink error ({unit})", _NVLINK, "fail")
+        for number, unit in enumerate(("SAW", "RLW", "TLW", "TREX", "NVLPW_CTRL", "NETIR", "MSE"), 144)
+    },
     151: _x("key rotation error", "Restart the virtual machine; if it comes back, report the GPU.", "fail"),
     154: _x(
         "the recovery that the GPU asks for has changed", "Look at the GPU Recovery Action in nvidia-smi -q.", "fail"

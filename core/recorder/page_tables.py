@@ -104,11 +104,7 @@ class PageTables:
     @property
     def arrived(self) -> int:
         """Rows in frames that have their numbers."""
-        positions = self.positions
-        meta = (
-            self.values["meta"][numpy.maximum(positions, 0)] if len(self.values) else numpy.zeros(len(positions), "<i8")
-        )
-        there = (positions >= 0) & (meta >> 8 & 0xFF != 0xFF) & (self.rows["kind"] == RowKind.MEASURED)
+        there = (self.positions >= 0) & (self.metas >> 8 & 0xFF != 0xFF) & (self.rows["kind"] == RowKind.MEASURED)
         return int((there & self._rows_of(numpy.ones(len(self.frames), bool))).sum())
 
     # -- frames as objects --------------------------------------------------------------------------------------
@@ -213,6 +209,11 @@ class PageTables:
         begun = numpy.bincount(starts[chosen], minlength=most)
         ended = numpy.bincount(ends[chosen], minlength=most)
         return numpy.cumsum((begun - ended)[:-1]) > 0
+
+    @property
+    def metas(self) -> Any:
+        """`meta` of the value of each row; it says nothing where that is not there."""
+        return self.values["meta"][self.positions] if len(self.values) else numpy.zeros(len(self.rows), "<i8")
 
     @cached_property
     def positions(self) -> Any:

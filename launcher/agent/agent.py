@@ -60,13 +60,7 @@ NEVER_CAME_S = 15.0
 WAITING_S = 5.0
 """How often, at the end, the agent reports to its launch that it is alive."""
 
-_THE_WORST_LAST = (
-    ExitCode.CLEAN,
-    ExitCode.SCRIPT_FAILED,
-    ExitCode.LOST,
-    ExitCode.OVERFLOW,
-    ExitCode.PREFLIGHT_FAILED,
-)
+_THE_WORST_LAST = (ExitCode.CLEAN, ExitCode.SCRIPT_FAILED, ExitCode.LOST, ExitCode.OVERFLOW, ExitCode.PREFLIGHT_FAILED)
 _M_MMAP_THRESHOLD = -3
 """mallopt(3)"""
 
@@ -266,7 +260,7 @@ class NodeAgentLoop:
         self._tell_signal(done)
         self._done = done
         self._done_at = now
-        self._put_telemetry(self._telemetry.ended())
+        self._put(self._telemetry.ended())
         self._gpus.end(now)
         if done.outcome == "failed":
             self._saw(ExitCode.SCRIPT_FAILED)
@@ -332,7 +326,7 @@ class NodeAgentLoop:
         if self._done is None:
             for stalled in self._stalls.stalled(self._of_ranks, now):
                 self._put(messages.EventMessage(stalled))
-                self._put_telemetry(self._telemetry.told("stall", now))
+                self._put(self._telemetry.told("stall", now))
             for look in self._stalls.seen(now):
                 self._put(messages.EventMessage(look))
 
@@ -344,12 +338,10 @@ class NodeAgentLoop:
     def _running(self) -> list[tuple[int, int]]:
         return [(watch.rank, watch.pid) for watch in self._ranks.values() if not watch.ended]
 
-    def _put_telemetry(self, message: messages.TelemetryMessage | None) -> None:
-        if message is not None:
-            self._put(message)
-
-    def _put(self, body: messages.AgentBody, *, needed: bool = False) -> None:
-        """`needed`: it is one of the last pages of its rank."""
+    def _put(self, body: messages.AgentBody | None, *, needed: bool = False) -> None:
+        """None: there is nothing to send. `needed`: it is one of the last pages of its rank."""
+        if body is None:
+            return
         if isinstance(body, messages.EventMessage):
             self._note(body.event)
         self._spool.append(
@@ -362,7 +354,7 @@ class NodeAgentLoop:
         if isinstance(event, Anomaly):
             self.outbox.need(event.where.attempt, event.where.batch)
             self._gpus.anomaly(self._now)
-            self._put_telemetry(self._telemetry.told("anomaly", self._now))
+            self._put(self._telemetry.told("anomaly", self._now))
             self._saw(ExitCode.OVERFLOW)
         elif isinstance(event, PreflightResult) and event.stops:
             self._saw(ExitCode.PREFLIGHT_FAILED)
@@ -384,7 +376,7 @@ class NodeAgentLoop:
                 watch.want(message, now)
         elif isinstance(message, messages.LookAtRanks):
             self._stalls.look(self._of_ranks, message.number, now)
-            self._put_telemetry(self._telemetry.told("stall", now))
+            self._put(self._telemetry.told("stall", now))
         elif isinstance(message, messages.StopRanks):
             self._tell(message)
         elif isinstance(message, pipe.JobResult):

@@ -165,7 +165,7 @@ def closest(rows: Sequence[BatchRow], dtypes: dict[int, int], most: int) -> list
     for column in numpy.argsort(left, kind="stable")[:most].tolist():
         if left[column] < _NO_LIMIT >> 1:
             change = (now[column] - then[column]) / 128 / batches if then[column] > 0 else 0.0
-            number = _number(int(now[column]))
+            number = float(numpy.uint32(int(now[column]) << 16).view(numpy.float32))
             to_go = math.log2(DTYPE_MAX[DTYPE_NAMES[dtypes[column]]]) - math.log2(number)
             found.append((column, number, to_go, float(change)))
     return found
@@ -229,10 +229,6 @@ def _limits(dtypes: dict[int, int]) -> Any:
             with numpy.errstate(over="ignore"):  # what float32 cannot hold is its inf
                 limits[column] = int(numpy.float32(largest).view(numpy.uint32)) >> 16
     return limits
-
-
-def _number(code: int) -> float:
-    return float(numpy.uint32(code << 16).view(numpy.float32))
 
 
 def _spread(row: BatchRow, size: int) -> Any:

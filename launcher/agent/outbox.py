@@ -202,11 +202,6 @@ class MessageOutbox:
         """The collector has everything."""
         return not (self._kept or self._names or self._needed or self._others or self._bye)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all messages that the collector has not stored."""
-        return sum(map(len, self._names)) + self._page_bytes + sum(len(data) for data, _ in self._kept.values())
-
     def unacknowledged(self) -> list[bytes]:
         """For the spool, when the collector never came back."""
         numbered = [self._enveloped(number) for number in self._kept]

@@ -231,12 +231,10 @@ class RankWatch:
         return replace(state, begun=max(groups, key=lambda group: group.size).begun, waits=waits)
 
     def _read(self, read: Callable[[RecorderReader], T], otherwise: T) -> T:
-        if self._reader is None or self._broken:
-            return otherwise
-        try:
-            return read(self._reader)
-        except OSError:  # the next `poll` reports it
-            return otherwise
+        if self._reader is not None and not self._broken:
+            with suppress(OSError):  # the next `poll` reports it
+                return read(self._reader)
+        return otherwise
 
     def movement(self) -> tuple[int, ...]:
         """What changes when the rank moves; () without a recorder."""

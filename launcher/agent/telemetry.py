@@ -14,7 +14,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +29,6 @@ from .host_figures import Values, read_cgroup, read_disks, read_host, read_infin
 
 Pids = Sequence[tuple[int, int]]
 """(rank, pid)"""
-
-
-def read_all(folders: dict[str, Path], pids: Pids) -> Values:
-    """Everything that is read of a host without its GPUs: disks last, which may never answer."""
-    return {**read_host(), **read_cgroup(), **read_ranks(pids), **read_infiniband(), **read_disks(folders)}
 
 
 # The samples of one node, in bounded memory for any length of run: the older, the further apart. Pure.
@@ -128,7 +122,9 @@ class NodeTelemetry:
         self._interval_s = interval_s
         self._gpus = gpus
         self._time_ns = time_ns
-        self._read = read if read is not None else partial(read_all, folders)
+        self._read = read or (  # disks last, which may never answer
+            lambda pids: read_host() | read_cgroup() | read_ranks(pids) | read_infiniband() | read_disks(folders)
+        )
         self._answers: deque[Values] = deque()
         """Of the host, as long as nobody has taken them."""
         self._record = NodeRecord()
