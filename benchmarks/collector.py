@@ -41,14 +41,15 @@ import psutil
 import zmq
 from gpuwatch.core.own_imports import own_command
 from gpuwatch.core.settings import OnHang
+from gpuwatch.core.text import from_json
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import AgentHello
 from gpuwatch.core.wire.pipe import (
     AgentConfig,
     CollectorBound,
     CollectorConfig,
+    FromCollector,
     LaunchDone,
-    read_from_collector,
     write_line,
 )
 from gpuwatch.launcher.agent.agent import NodeAgentLoop
@@ -140,7 +141,7 @@ class Collector:
                 on_hang=on_hang,
             ),
         )
-        bound = read_from_collector(self._child.stdout.readline())
+        bound = from_json(self._child.stdout.readline(), FromCollector)
         assert isinstance(bound, CollectorBound), bound
         self.address, self.run = bound.address, Path(bound.run_dir)
         self._process = psutil.Process(self._child.pid)

@@ -15,7 +15,10 @@ there on, even if an earlier call had taken it away.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 from .frames import Frame, FramePhase, Row, RowContent, is_inside
 from .roles import RoleKind
@@ -95,9 +98,7 @@ class BadValues:
         readable = all(row.kind in (RowContent.MEASURED, RowContent.EMPTY, RowContent.NONE) for row in outputs) and any(
             row.kind == RowContent.MEASURED for row in outputs
         )
-        flags = NonFinite(0)
-        for row in outputs:
-            flags |= row.flags
+        flags = _flags_of(outputs)
         taken: list[BadValue] = []
         left: list[BadValue] = []
         for bad in self.undecided:
@@ -137,12 +138,13 @@ class BadValues:
         return found
 
 
+def _flags_of(rows: Iterable[Row]) -> NonFinite:
+    return reduce(or_, (NonFinite(row.flags) for row in rows))
+
+
 def _may_lead_to(bad: BadValue, frame: Frame, alarm: Row) -> bool:
     """Whether a bad value that the call was handed may have caused its output."""
-    flags = NonFinite(alarm.flags)
-    if alarm.role_kind is RoleKind.WEIGHT:
-        for row in frame.outputs:
-            flags |= row.flags
+    flags = _flags_of([alarm, *frame.outputs] if alarm.role_kind is RoleKind.WEIGHT else [alarm])
     return _may_come_of(bad, flags) and not (bad.out_of_mask and flags & _INFINITE)
 
 

@@ -12,7 +12,6 @@ import msgspec
 
 from .frames import FramePhase
 from .preflight import BandwidthRow, Grade, InventoryFacts, PreflightFinding
-from .text import WordEnum
 
 
 class RootDef(msgspec.Struct, frozen=True, tag="root"):
@@ -460,74 +459,38 @@ class RankInventoryEvent(RankEvent, frozen=True, tag="inventory"):
     facts: InventoryFacts | None = None
 
 
-class FaultPart(WordEnum):
-    """The parts of gpuwatch that can fail, and whether frames may be missing after that: one may be bad, or the maker.
-
-    A part that is not in the table, of another version, counts as one that costs frames.
-    """
-
-    FORWARD_PRE_HOOK = "forward pre-hook", True
-    FORWARD_HOOK = "forward hook", True
-    BEFORE_STEP = "before the optimizer step", True
-    AFTER_STEP = "after the optimizer step", True
-    RPC_OPTIMIZER = "an optimizer of RPC", True
-    GRAD_SCALER = "GradScaler", True
-    GRADIENT_HOOK = "gradient hook", True
-    PARAMETER_HOOK = "parameter hook", True
-    END_OF_BACKWARD = "end of the backward", True
-    COMPILED_FORWARD = "a compiled forward", True
-    COMPILED_MODULES = "compiled modules", True
-    COMPILED_BACKWARD = "compiled backward", True
-    DETECT_OVERFLOW = "detect_overflow", True
-    PROCESS_GROUPS = "process groups", True
-    PASSED = "what passes", True
-    DEVICE = "device", True
-    GRAPH = "graph", True
-    SECOND_LOOK = "a second look", True
-    WEIGHTS_OF_STEP = "the weights of a step", True
-    STEP_OF_WEIGHT = "the step of a weight", True
-    ATTACH = "attach", True
-    SETTLE = "settle", True
-    RUN = "run", True
-    RECORDER = "recorder", True
-    PREFLIGHT = "preflight", False
-    COLLECTIVES = "collectives", False
-    """Without them, or without stacks, the explanation of a hang has less evidence."""
-    STACKS = "stacks", False
-    HOOKS = "hooks", False
-    """This and the next three are notes about how frames are read and written."""
-    NAMES_OF_TORCH = "names of torch", False
-    DEVICE_NOTE = "device note", False
-    NATIVE_WRITER = "native frame writer", False
-    STEP_TIMES = "step times", False
-    """This and the next three are the node agent's: they look back at frames that it has."""
-    HISTORY = "history", False
-    FORECASTS = "forecasts", False
-    HOTTEST_MODULES = "hottest modules", False
-
-    costs_frames: bool
-
-    def __new__(cls, word: str, costs_frames: bool) -> FaultPart:  # noqa: D102  # a row of the table
-        part = str.__new__(cls, word)
-        part._value_, part.costs_frames = word, costs_frames
-        return part
+_COST_FRAMES = (
+    "forward pre-hook, forward hook, before the optimizer step, after the optimizer step, an optimizer of RPC, "
+    "GradScaler, gradient hook, parameter hook, end of the backward, a compiled forward, compiled modules, "
+    "compiled backward, detect_overflow, process groups, what passes, device, graph, a second look, "
+    "the weights of a step, the step of a weight, attach, settle, run, recorder"
+)
+_COST_EVIDENCE = "preflight, collectives, stacks"
+"""Without them the explanation of a hang has less evidence."""
+_NOTES = "hooks, names of torch, device note, native frame writer"
+"""About how frames are read and written."""
+_LOOK_BACK = "step times, history, forecasts, hottest modules"
+"""The node agent's: they look back at frames that it has."""
+FAULT_PARTS = dict.fromkeys(_COST_FRAMES.split(", "), True) | dict.fromkeys(
+    ", ".join((_COST_EVIDENCE, _NOTES, _LOOK_BACK)).split(", "), False
+)
+"""The parts of gpuwatch that can fail, and whether frames may be missing after that: one may be bad, or the maker."""
 
 
 def costs_frames(part: str) -> bool:
-    """Whether frames may be missing after a fault of this part.
+    """Whether frames may be missing after a fault of this part, or of one that only another version has.
 
     >>> costs_frames("forward hook"), costs_frames("stacks")
     (True, False)
     """
-    known = next((each for each in FaultPart if each == part), None)
-    return known is None or known.costs_frames
+    return FAULT_PARTS.get(part, True)
 
 
 class OwnFault(RankEvent, frozen=True, tag="fault"):
     """An error of gpuwatch itself. It is recorded and shown, and the training goes on."""
 
     part: str
-    """A `FaultPart`; of another version, a word of its own."""
+    """One of FAULT_PARTS; of another version, a word of its own."""
     message: str
 
 

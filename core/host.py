@@ -35,25 +35,25 @@ def loopback() -> str:
 
 def versions() -> dict[str, str]:
     """The versions of gpuwatch, Python and the torch that is installed. Ranks that have a preflight say theirs."""
-    found = {"gpuwatch": gpuwatch_version(), "python": platform.python_version()}
-    torch = installed_torch()
-    return {**found, "torch": torch} if torch else found
+    found = {"gpuwatch": gpuwatch_version(), "python": platform.python_version(), "torch": installed_torch()}
+    return {name: version for name, version in found.items() if version}
 
 
 def gpuwatch_version() -> str:
     """The installed distribution's version; "unknown" when run from a checkout that was never installed."""
-    try:
-        return metadata.version(DISTRIBUTION)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    return installed_version(DISTRIBUTION) or "unknown"
 
 
 def installed_torch() -> str:
     """The version of torch in this environment, without an import of it; "" if there is none that pip knows."""
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return ""
+    return installed_version("torch")
+
+
+def installed_version(distribution: str) -> str:
+    """ "" if it is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(distribution)
+    return ""
 
 
 def stat_fields(process: Path) -> list[str]:
@@ -95,17 +95,33 @@ class OwnClock:
 # Child processes: what they print is heard until a deadline, and they end with their parent, however it ends.
 
 
+class LineReader:
+    """Lines from a pipe that is polled, beside sockets maybe."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.closed = False
+        self._rest = b""
+
+    def lines(self) -> list[bytes]:
+        """The complete lines that are there; `closed` once the other side is gone."""
+        data = os.read(self.fd, 1 << 16)
+        if not data:
+            self.closed = True
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+
 def lines_until(fd: int, deadline: Callable[[], float]) -> Iterator[bytes]:
     """The lines of a pipe, until it is closed. Raises TimeoutError at the deadline, monotonic time that may move."""
-    rest = b""
+    reader = LineReader(fd)
     with selectors.DefaultSelector() as selector:
         selector.register(fd, selectors.EVENT_READ)
         while selector.select(max(0.0, deadline() - time.monotonic())):
-            data = os.read(fd, 1 << 16)
-            if not data:
+            yield from reader.lines()
+            if reader.closed:
                 return
-            *lines, rest = (rest + data).split(b"\n")
-            yield from lines
     raise TimeoutError
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _DEVICE = "GPUWATCH_DEVICE"
+_NUMBERS = {name: name.upper() for name in ("rank", "local_rank", "world_size", "local_world_size", "master_port")}
+"""Field -> variable."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,8 @@ class RankIdentity:
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RankIdentity:
         """Read torchrun's variables. Raises KeyError for a missing one."""
         return cls(
-            rank=int(environ["RANK"]),
-            local_rank=int(environ["LOCAL_RANK"]),
-            world_size=int(environ["WORLD_SIZE"]),
-            local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
+            **{field: int(environ[variable]) for field, variable in _NUMBERS.items()},
             master_addr=environ["MASTER_ADDR"],
-            master_port=int(environ["MASTER_PORT"]),
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True",
             node=int(environ.get("GROUP_RANK", "0")),
             device=int(environ[_DEVICE]) if _DEVICE in environ else None,
@@ -43,17 +41,12 @@ class RankIdentity:
 
     def to_environment(self) -> dict[str, str]:
         """The variables for a process that is to read them."""
-        device = {_DEVICE: str(self.device)} if self.device is not None else {}
         return {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            **{variable: str(getattr(self, field)) for field, variable in _NUMBERS.items()},
             "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.agent_store),
             "GROUP_RANK": str(self.node),
-            **device,
+            **({_DEVICE: str(self.device)} if self.device is not None else {}),
         }
 
 

@@ -21,6 +21,8 @@ Recorded, and no alarm:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from .bad_values import NAMED_BY_SCRIPT as NAMED_BY_SCRIPT
@@ -32,6 +34,8 @@ from .values import DTYPE_MAX, NonFinite, name_of
 
 FORWARDS = (FramePhase.FORWARD, FramePhase.RECOMPUTE)
 """Phases in which calls are made, each within another one."""
+_ARGUMENTS = (RoleKind.INPUT, RoleKind.BEFORE)
+"""What a call was handed, now or before it changed that."""
 EXPECTED = RowMark.IGNORED | RowMark.SCALED
 
 
@@ -61,12 +65,11 @@ class FrameJudgement(NamedTuple):
     """What this call has taken away that calls inside of it have returned."""
 
 
-_NOTHING: frozenset[int] = frozenset()
 NO_LIMITS = WarningLimits()
 
 
 def judge(
-    frame: Frame, limits: WarningLimits = NO_LIMITS, waived: Set[int] = _NOTHING, returned: Set[int] = _NOTHING
+    frame: Frame, limits: WarningLimits = NO_LIMITS, waived: Set[int] = frozenset(), returned: Set[int] = frozenset()
 ) -> FrameJudgement:
     """Judge one frame.
 
@@ -78,7 +81,7 @@ def judge(
     warnings: list[tuple[str, Row]] = []
     for row in frame.rows:
         if row.flags:
-            if row.mark & RowMark.IGNORED and not is_argument(row):
+            if row.mark & RowMark.IGNORED and row.role_kind not in _ARGUMENTS:
                 hidden.append(row)
             elif row.mark & RowMark.SCALED and row.role_kind in GRADIENTS and scaled is None:
                 scaled = row
@@ -133,44 +136,25 @@ def _with(found: FrameJudgement, bad: BadValue | None) -> FrameJudgement:
     return found._replace(alarm=bad.row, of=bad.frame) if bad is not None else found._replace(alarm=None)
 
 
-def is_argument(row: Row) -> bool:
-    """Whether a row is about what a call was handed, now or before the call changed it."""
-    return row.role_kind in (RoleKind.INPUT, RoleKind.BEFORE)
-
-
 def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
     weights, outputs, gradients = frame.weights, frame.outputs, frame.gradients
     states = frame.states if not weights else []  # beside a weight they are evidence
     if not any(row.flags for row in (*weights, *outputs, *gradients, *states)):
         return None
-    input_flags = 0
-    handed: set[int] = set()
-    was_finite: set[str] = set()
-    for row in frame.rows:
-        if row.role_kind is RoleKind.BEFORE and not row.flags and row.kind == RowContent.MEASURED:
-            was_finite.add(row.parsed_role.name)
-    for row in frame.inputs:
-        input_flags |= row.flags
-        if row.value >= 0 and row.role not in was_finite:
-            handed.add(row.value)
+    before = [row for row in frame.rows if row.role_kind is RoleKind.BEFORE]
+    was_finite = {row.parsed_role.name for row in before if not row.flags and row.kind == RowContent.MEASURED}
+    handed = {row.value for row in frame.inputs if row.value >= 0 and row.role not in was_finite}
+    input_flags = reduce(or_, (row.flags for row in frame.inputs), 0)
     for row in (*weights, *outputs, *gradients, *states):
         returned = row.role_kind is RoleKind.OUTPUT
-        if returned and (row.value in handed or row.value in waived):
+        if not row.flags or row.mark & EXPECTED or (returned and (row.value in handed or row.value in waived)):
             continue
-        if not row.flags or row.mark & EXPECTED:
-            continue
-        if returned and row.flags == NonFinite.NEGINF and (not weights or _may_come_of_mask(input_flags)):
+        # -inf of what a module with weights was handed may be no sign of an overflow; +inf times a weight is -inf, too
+        of_mask = not weights or (input_flags and not input_flags & NonFinite.POSINF)
+        if returned and row.flags == NonFinite.NEGINF and of_mask:
             continue
         return row
     return None
-
-
-def _may_come_of_mask(input_flags: int) -> bool:
-    """Whether a module with weights may have made -inf of what it was handed, and that is no sign of an overflow.
-
-    +inf times a weight is -inf as well.
-    """
-    return bool(input_flags) and not input_flags & NonFinite.POSINF
 
 
 def _warning(row: Row, limits: WarningLimits) -> str | None:
@@ -229,11 +213,7 @@ def first_alarm(frames: Iterable[Frame], excused: Set[tuple[str, str]] = frozens
 
 def first_expected_gradient(frames: Iterable[Frame]) -> tuple[Frame, Row] | None:
     """The first non-finite gradient of a page that a GradScaler was to catch."""
-    for frame in frames:
-        row = judge(frame).scaled
-        if row is not None:
-            return frame, row
-    return None
+    return next(((frame, row) for frame in frames if (row := judge(frame).scaled) is not None), None)
 
 
 def anomaly_of_page(page: Page, *, aborts: bool = False) -> Anomaly | None:

@@ -34,8 +34,7 @@ class OwnDescriptor:
         self.path = path
         opened = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self.number = _moved(opened)
-        found = os.fstat(self.number)
-        self._identity = found.st_dev, found.st_ino
+        self._opened = os.fstat(self.number)
 
     @property
     def is_out_of_reach(self) -> bool:
@@ -45,11 +44,9 @@ class OwnDescriptor:
     @property
     def is_ours(self) -> bool:
         """Whether the number still is the file that was opened."""
-        try:
-            found = os.fstat(self.number)
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == self._identity
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self.number), self._opened)
+        return False
 
     def close(self) -> None:
         """Close the descriptor, unless someone else has closed it and its number now belongs to another file."""
@@ -112,18 +109,14 @@ class RecorderMap(mmap.mmap):
         """Whether the map may close its number: it has none, or the number is a file of ours."""
         if self._number < 0:
             return True
-        try:
-            nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            taken = nothing if nothing == self._number else fcntl.fcntl(nothing, fcntl.F_DUPFD_CLOEXEC, self._number)
-        except OSError:
-            os.close(nothing)
-            return False
-        for number in {nothing, taken} - {self._number}:
+        opened: set[int] = set()
+        with suppress(OSError):
+            opened.add(nothing := os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            if nothing != self._number:
+                opened.add(fcntl.fcntl(nothing, fcntl.F_DUPFD_CLOEXEC, self._number))
+        for number in opened - {self._number}:
             os.close(number)
-        return taken == self._number
+        return self._number in opened
 
 
 @contextmanager
@@ -152,10 +145,9 @@ def _copy_of(fd: int) -> int:
 
 def expect_regular(path: Path) -> None:
     """Raise OSError where there is no file, or what reading would wait for."""
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
+    if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -61,21 +61,25 @@ class OwnImports(AbstractContextManager[None]):
         new = {name for name in sys.modules if name not in known}
         for top in {name.partition(".")[0] for name in new} & _MODULES:
             if _is_found(top, before):
-                of_it = [name for name in new if name == top or name.startswith(f"{top}.")]
-                self._ours |= {name: sys.modules.pop(name) for name in of_it}
+                self._ours |= _taken(top, new)
         for folder in before:  # the script may write a module there at once: make Python read the folder again
             if folder not in cached:
                 sys.path_importer_cache.pop(folder, None)
 
     def _taken_out(self) -> dict[str, ModuleType]:
-        found = {}
+        found: dict[str, ModuleType] = {}
         for top in _MODULES & sys.modules.keys():
             origin = getattr(getattr(sys.modules[top], "__spec__", None), "origin", None) or ""
             is_own = any(origin.startswith(f"{folder}/") for folder in self._own_path)
             if origin.startswith("/") and not is_own and _is_found(top, self._own_path):
-                of_it = [name for name in sys.modules if name == top or name.startswith(f"{top}.")]
-                found.update({name: sys.modules.pop(name) for name in of_it})
+                found |= _taken(top, sys.modules)
         return found
+
+
+def _taken(top: str, among: Iterable[str]) -> dict[str, ModuleType]:
+    """Out of sys.modules: a module and those below it."""
+    of_it = [name for name in among if name == top or name.startswith(f"{top}.")]
+    return {name: sys.modules.pop(name) for name in of_it}
 
 
 def _is_found(name: str, path: Sequence[str]) -> bool:

@@ -126,6 +126,5 @@ class WordSeal:
         return value
 
     def _mac(self, name: str, value: bytes) -> str:
-        if not self._key:
-            return ""
-        return hmac.new(self._key, name.encode() + b"\0" + value, hashlib.sha256).hexdigest()
+        entry = name.encode() + b"\0" + value
+        return hmac.new(self._key, entry, hashlib.sha256).hexdigest() if self._key else ""

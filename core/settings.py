@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
 
-from .text import given_back, to_json
+from .text import carried, given_back
 
-_NOT_ASCII = re.compile("[^\x00-\x7f]")
 VARIABLE = "GPUWATCH_WORKER"
 """The worker removes it from its environment, so that the script's own child processes do not act as workers."""
 
@@ -43,6 +42,9 @@ class WorkerOption:
     part: Literal["watching", "preflight", "failure"] = "watching"
 
 
+_OfPreflight = partial(WorkerOption, part="preflight")
+
+
 class WorkerSettings(msgspec.Struct, frozen=True):
     """How a worker behaves. Batches are 0-indexed; times are seconds.
 
@@ -63,8 +65,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     preflight: PreflightMode = "quick"
 
     on_overflow: Annotated[
-        OnOverflow,
-        WorkerOption("when a rank finds inf or nan: end the job (the default), or record it and train on"),
+        OnOverflow, WorkerOption("when a rank finds inf or nan: end the job (the default), or record it and train on")
     ] = "abort"
     watch: Annotated[
         tuple[Watched, ...],
@@ -163,69 +164,52 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
     preflight_timeout_s: Annotated[
         float,
-        WorkerOption(
+        _OfPreflight(
             "how long to wait for all ranks to arrive (%(default)g); no stage of the preflight gets more than this",
             "SECONDS",
             form="seconds",
-            part="preflight",
         ),
     ] = 300.0
     """On a cold shared file system the import of torch alone can take minutes."""
     alloc: Annotated[
         str,
-        WorkerOption(
+        _OfPreflight(
             "memory to write and read back: a share of what is free, 80%%, or a size, 256MiB (full: 80%% on CUDA, "
             "256MiB on the CPU; quick: 10%%, at most 1GiB, and 64MiB)",
             "AMOUNT",
             form="amount",
-            part="preflight",
         ),
     ] = ""
     bandwidth_size: Annotated[
-        int,
-        WorkerOption(
-            "largest size of the bandwidth test (256MiB on CUDA, 16MiB on the CPU)",
-            "SIZE",
-            form="size",
-            part="preflight",
-        ),
+        int, _OfPreflight("largest size of the bandwidth test (256MiB on CUDA, 16MiB on the CPU)", "SIZE", form="size")
     ] = 0
     min_busbw: Annotated[
         float,
-        WorkerOption(
+        _OfPreflight(
             "fail if the bus bandwidth at the largest size, as nccl-tests defines it, is below this (0: never)",
             "GB/S",
             most=1e6,
             of="a bandwidth in GB/s",
-            part="preflight",
         ),
     ] = 0.0
     slow_factor: Annotated[
         float,
-        WorkerOption(
+        _OfPreflight(
             "warn about a device that is this many times slower than the median of its type (%(default)g)",
             "FACTOR",
             least=1,
             most=1e3,
             of="a factor",
-            part="preflight",
         ),
     ] = 1.5
     nccl_debug: Annotated[
-        str,
-        WorkerOption(
-            "write NCCL's log of the preflight to one file per rank, in logs/ of the run's folder",
-            part="preflight",
-        ),
+        str, _OfPreflight("write NCCL's log of the preflight to one file per rank, in logs/ of the run's folder")
     ] = ""
     """That folder; "" writes none."""
     health_thresholds: Annotated[
         str,
-        WorkerOption(
-            "TOML or JSON file with GPU health limits, in place of the built-in ones",
-            "FILE",
-            form="thresholds",
-            part="preflight",
+        _OfPreflight(
+            "TOML or JSON file with GPU health limits, in place of the built-in ones", "FILE", form="thresholds"
         ),
     ] = ""
     on_preflight_failure: Annotated[
@@ -238,7 +222,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
     def to_json(self) -> str:
         """The value of the environment variable: ASCII, as a locale may have nothing else."""
-        return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], to_json(self).decode())
+        return json.dumps(carried(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, data: bytes) -> WorkerSettings:

@@ -15,16 +15,7 @@ from .events import StackLine
 
 MOST_LINES = 40
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')
-
-
-_NOT_THE_USERS = (
-    "/torch/",
-    "/gpuwatch/worker/",
-    "/worker/__main__.py:",
-    "/lib/python3",
-    "<frozen ",
-    "<string>",
-)
+_NOT_THE_USERS = ("/torch/", "/gpuwatch/worker/", "/worker/__main__.py:", "/lib/python3", "<frozen ", "<string>")
 
 _AROUND_COLLECTIVES = "/worker/hooks/process_groups.py"
 """gpuwatch's own function around torch's method, which is no call of the script's."""

@@ -24,16 +24,12 @@ from importlib import import_module  # noqa: E402
 from importlib.util import module_from_spec, spec_from_file_location  # noqa: E402
 
 
-def _load_package() -> None:
+def _main() -> None:
     root = os.path.dirname(_HERE)  # noqa: PTH120  # as above
     spec = spec_from_file_location("gpuwatch", f"{root}/__init__.py", submodule_search_locations=[root])
     assert spec is not None and spec.loader is not None
     package = sys.modules["gpuwatch"] = module_from_spec(spec)
     spec.loader.exec_module(package)
-
-
-def _main() -> None:
-    _load_package()
     own_imports = import_module("gpuwatch.core.own_imports")
     own_imports.began(_GIVEN, [folder for folder in _GIVEN if folder not in _THEIRS], _STARTED_WITH)
     name = sys.argv.pop(1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import errno
+import io
 import os
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import IO, Any, NoReturn
 
 from .errors import OutputLost
@@ -96,14 +98,11 @@ class _GuardedStream:
         """All of it, or nothing that matters."""
         if not isinstance(text, str):
             raise TypeError(f"expected text, found {type(text).__name__}")
-        self._raise_again()
-        if self._stream is not None:
+        with self._guarded() as stream:
             try:
-                self._stream.write(text)
+                stream.write(text)
             except UnicodeEncodeError:
-                self._stream.write(text.encode("ascii", "backslashreplace").decode())
-            except (OSError, ValueError) as error:
-                self._lost(error)
+                stream.write(text.encode("ascii", "backslashreplace").decode())
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -111,25 +110,22 @@ class _GuardedStream:
             self.write(line)
 
     def flush(self) -> None:
-        self._raise_again()
-        if self._stream is not None:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError) as error:
-                self._lost(error)
+        with self._guarded() as stream:
+            stream.flush()
 
     def isatty(self) -> bool:
         return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
-    def _raise_again(self) -> None:
-        """Who writes may have caught it: click tries a stream out."""
-        if self._trouble is not None and not self.drops:
+    @contextmanager
+    def _guarded(self) -> Iterator[IO[str]]:
+        if self._trouble is not None and not self.drops:  # who writes may have caught it: click tries a stream out
             raise self._trouble
-
-    def _lost(self, error: Exception) -> None:
-        if self.drops or self._stream is None:
-            return
-        with suppress(OSError, ValueError):  # Python prints once more at its end what the stream still holds
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-        self._trouble = OutputLost(error, is_wanted=getattr(error, "errno", 0) != errno.EPIPE)
-        raise self._trouble from error
+        try:
+            yield self._stream or io.StringIO()
+        except (OSError, ValueError) as error:
+            if self.drops or self._stream is None:
+                return
+            with suppress(OSError, ValueError):  # Python prints once more at its end what the stream still holds
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._trouble = OutputLost(error, is_wanted=getattr(error, "errno", 0) != errno.EPIPE)
+            raise self._trouble from error

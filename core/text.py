@@ -6,7 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
-from typing import Any, TypeVar
+from functools import partial
+from itertools import groupby
+from types import UnionType
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -98,26 +101,17 @@ def numbers_text(numbers: Iterable[int], most: int = MOST_PIECES) -> str:
     >>> numbers_text([])
     'none'
     """
-    pieces = _pieces(sorted(set(numbers)))
-    shown = pieces[:most]
+    pieces = list(_pieces(sorted(set(numbers))))
     left = sum(last - first + 1 for first, last in pieces[most:])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in shown)
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in pieces[:most])
     return (text or "none") + (f" and {left} more" if left else "")
 
 
-def _pieces(ordered: list[int]) -> list[tuple[int, int]]:
+def _pieces(ordered: list[int]) -> Iterator[tuple[int, int]]:
     """(first, last) of each run. Two neighbours are two pieces: `0, 1` reads better than `0-1`."""
-    rows: list[tuple[int, int]] = []
-    for rank in ordered:
-        if rows and rows[-1][1] == rank - 1:
-            rows[-1] = (rows[-1][0], rank)
-        else:
-            rows.append((rank, rank))
-    return [
-        piece
-        for first, last in rows
-        for piece in ([(first, last)] if last != first + 1 else [(first, first), (last, last)])
-    ]
+    for _, run in groupby(enumerate(ordered), lambda each: each[1] - each[0]):
+        numbers = [number for _, number in run]
+        yield from [(numbers[0], numbers[-1])] if len(numbers) > 2 else zip(numbers, numbers, strict=True)
 
 
 # Text that a script controls, made safe to show: names of modules, classes and arguments, messages of exceptions.
@@ -136,7 +130,9 @@ def shown(text: str) -> str:
     >>> shown("fc\\x1b[2J\\nVERDICT clean")
     'fc\\\\x1b[2J\\\\nVERDICT clean'
     """
-    return text if text.isprintable() else "".join(map(_character, text))
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 def shown_name(name: str, most: int = MOST_OF_A_NAME) -> str:
@@ -162,12 +158,18 @@ def shown_lines(text: str) -> str:
     return "\n".join(map(shown, text.split("\n")))
 
 
-def _character(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode()
-
-
 class WordEnum(str, Enum):
-    """Python 3.11's StrEnum: as text, in JSON and on the wire a member is its word alone."""
+    """Python 3.11's StrEnum: as text, in JSON and on the wire a member is its word alone.
+
+    A member may be a row of a table: its word, and the columns that the class annotates, in their order.
+    """
+
+    def __new__(cls, word: str, *columns: object) -> WordEnum:  # noqa: D102  # a member's row
+        member = str.__new__(cls, word)
+        member._value_ = word
+        for name, value in zip(cls.__annotations__, columns, strict=True):
+            setattr(member, name, value)
+        return member
 
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]  # as StrEnum has it
@@ -205,7 +207,8 @@ def given_back(message: T, data: bytes, kind: Any) -> T:
     """The message as it was before `carried`. `data` is what it was decoded from, `kind` its type."""
     if not any(mark in data for mark in _MARKS):
         return message
-    back: T = msgspec.convert(_map(_plain(message), _give_back), kind, builtin_types=(bytes,))
+    give_back = partial(_CARRIERS.sub, lambda found: chr(ord(found[0]) - _CARRIED + _FIRST))
+    back: T = msgspec.convert(_map(_plain(message), give_back), kind, builtin_types=(bytes,))
     return back
 
 
@@ -217,9 +220,9 @@ def to_json(message: object) -> bytes:
         return msgspec.json.encode(carried(message))
 
 
-def from_json(data: bytes, kind: type[T]) -> T:
+def from_json(data: bytes, kind: type[T] | UnionType) -> T:
     """As msgspec.json.decode."""
-    return given_back(msgspec.json.decode(data, type=kind), data, kind)
+    return given_back(cast(T, msgspec.json.decode(data, type=kind)), data, kind)
 
 
 def messages_among(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
@@ -242,13 +245,8 @@ def _map(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _carry(text: str) -> str:
-    return _SURROGATES.sub(lambda found: _carrier(ord(found[0])), text)
+    def carrier(found: re.Match[str]) -> str:
+        byte = ord(found[0]) - _FIRST
+        return chr(_CARRIED + byte) if 0 <= byte < 0x80 else f"\\u{ord(found[0]):04x}"
 
-
-def _carrier(surrogate: int) -> str:
-    byte = surrogate - _FIRST
-    return chr(_CARRIED + byte) if 0 <= byte < 0x80 else f"\\u{surrogate:04x}"
-
-
-def _give_back(text: str) -> str:
-    return _CARRIERS.sub(lambda found: chr(ord(found[0]) - _CARRIED + _FIRST), text)
+    return _SURROGATES.sub(carrier, text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import reduce
 from typing import Any, NamedTuple
 
 OLDEST, NEWEST = (2, 5), (2, 15)
@@ -153,13 +154,8 @@ def name_in_torch(path: str, otherwise: Any = None) -> Any:
 
     The module is imported already: this imports nothing.
     """
-    one = _BY_PATH[path]
-    if not is_there(one):
-        return otherwise
-    where, names = _loaded(one.place)
-    for each in (*names, *one.name.split(".")):
-        where = getattr(where, each)
-    return where
+    found = _found(_BY_PATH[path])
+    return otherwise if found is _NOTHING else found
 
 
 def missing(release: Release) -> list[TorchName]:
@@ -178,12 +174,12 @@ def missing(release: Release) -> list[TorchName]:
 
 def is_there(one: TorchName) -> bool:
     """Whether the torch that is imported has it."""
+    return _found(one) is not _NOTHING
+
+
+def _found(one: TorchName) -> Any:
     where, names = _loaded(one.place)
-    for each in (*names, *one.name.split(".")):
-        if not hasattr(where, each):
-            return False
-        where = getattr(where, each)
-    return True
+    return reduce(lambda place, name: getattr(place, name, _NOTHING), (*names, *one.name.split(".")), where)
 
 
 def _loaded(place: str) -> tuple[Any, list[str]]:
@@ -199,6 +195,8 @@ def _loaded(place: str) -> tuple[Any, list[str]]:
 
 
 _BY_PATH = {one.path: one for one in NAMES}
+_NOTHING = object()
+"""It has no attribute of the table."""
 
 
 # What a run says once about its version of torch.
@@ -220,13 +218,6 @@ def release_of(version: str) -> Release | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def not_seen_with(release: Release) -> list[str]:
-    """What the report lacks with a known release, each item once."""
-    lost = [one.lost for one in NAMES if not one.instead and not one.is_in(release)]
-    compiled = not_seen_of_compiled(release)
-    return list(dict.fromkeys([*lost, compiled] if compiled else lost))
-
-
 NOT_SEEN_OF_BACKWARD = "gradients of a backward that compiled autograd runs are not inspected"
 
 
@@ -245,5 +236,6 @@ def notes_on(version: str) -> list[str]:
     name = f"torch {release[0]}.{release[1]}"
     if release > NEWEST:
         return [f"{name} is newer than the newest release that gpuwatch was tested with, {NEWEST[0]}.{NEWEST[1]}"]
-    lost = not_seen_with(release)
+    lost = [one.lost for one in NAMES if not one.instead and not one.is_in(release)]
+    lost = list(dict.fromkeys(filter(None, [*lost, not_seen_of_compiled(release)])))  # each item once
     return [f"{name}: {'; '.join(lost)}"] if lost else []

@@ -53,11 +53,6 @@ class ReportSection(WordEnum):
 
     heading: str
 
-    def __new__(cls, word: str, heading: str) -> ReportSection:  # noqa: D102  # a row of the table
-        section = str.__new__(cls, word)
-        section._value_, section.heading = word, heading
-        return section
-
 
 _T, _S = VerdictTone, ReportSection
 
@@ -82,17 +77,3 @@ class VerdictKind(WordEnum):
     blames: NodeBlame
     outranks: bool
     """A run exits with its code, whatever the wrapped command exits with."""
-
-    def __new__(  # noqa: D102  # a row of the table
-        cls,
-        word: str,
-        exit_code: ExitCode,
-        tone: VerdictTone,
-        opens: ReportSection | None,
-        blames: NodeBlame,
-        outranks: bool,
-    ) -> VerdictKind:
-        kind = str.__new__(cls, word)
-        kind._value_ = word
-        kind.exit_code, kind.tone, kind.opens, kind.blames, kind.outranks = exit_code, tone, opens, blames, outranks
-        return kind

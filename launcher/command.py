@@ -8,7 +8,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ..core.errors import ExitCode
@@ -16,6 +17,7 @@ from ..core.host import signal_at_parents_end
 from ..core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
 from ..core.verdicts import VerdictKind
 from ..core.wire.keys import SECRET_VARIABLE
+from ..core.wire.pipe import JobResult
 from .agent.process_ends import GRACE_S
 from .say import say
 from .scheduler_job import SchedulerFacts
@@ -45,40 +47,6 @@ def why_not_started(program: str) -> tuple[str, int] | None:
     if not path.exists():
         return "no such file", _NOT_FOUND
     return ("is a directory" if path.is_dir() else "permission denied"), _NOT_EXECUTABLE
-
-
-def start_command(
-    command: Sequence[str], environ: Mapping[str, str], blocked: Collection[int]
-) -> subprocess.Popen[bytes]:
-    """Start it with these signals blocked. The kernel sends it SIGTERM when this process ends, however that is.
-
-    Raises OSError as exec does.
-    """
-    return subprocess.Popen(command, env=environ, close_fds=False, preexec_fn=_prepare(blocked))
-
-
-def _prepare(blocked: Collection[int]) -> Callable[[], None]:
-    """Returns the function to call between fork and exec. Everything that can be loaded before is loaded here."""
-    follow_parent = signal_at_parents_end(signal.SIGTERM)
-
-    def prepare() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        follow_parent()
-
-    return prepare
-
-
-def exit_code(own: int, verdict: int, kind: VerdictKind, *, stopped: bool) -> int:
-    """What a run exits with: as its command has, unless there was an overflow, or the run has ended it (`stopped`).
-
-    `own` is the command's code as a shell has it, `verdict` and `kind` are the verdict's. The verdict's counts, too,
-    where the command itself has nothing to tell: it has left with 0, and something is wrong or not proven.
-    """
-    if kind.outranks:
-        return verdict
-    if kind == VerdictKind.INTERRUPTED:
-        return own
-    return verdict if own == 0 or (stopped and verdict) else own
 
 
 def shell_code(returncode: int) -> int:
@@ -133,11 +101,18 @@ class AttendedCommand:
     def start(self, scratch: Path | None, join: Path | None = None) -> None:
         """With `scratch` as the folder of its ranks' recorders; None: unwatched. Raises OSError as exec does.
 
-        `join` is the file by which other hosts may join.
+        `join` is the file by which other hosts may join. The kernel sends the command SIGTERM when this process ends,
+        however that is.
         """
         own = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
         environ = environment_of_ranks(scratch, join, own) if scratch is not None else own
-        self._process = start_command(self._command, environ, self._unblocked)
+        follow_parent = signal_at_parents_end(signal.SIGTERM)
+
+        def prepare() -> None:  # between fork and exec: everything that can be loaded before is loaded
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._unblocked)
+            follow_parent()
+
+        self._process = subprocess.Popen(self._command, env=environ, close_fds=False, preexec_fn=prepare)
 
     def turn(self) -> int | None:
         """Wait a moment for what happens. Returns its exit code, negative for a signal; None while it runs."""
@@ -149,8 +124,12 @@ class AttendedCommand:
             if now >= due:
                 del self._relay_at[number]
                 process.send_signal(number)
-        if self.stop.is_set():
-            self._end_it(process, now)
+        if self.stop.is_set():  # first in a way that it can hear, then in one that it cannot
+            if not self._kill_at:
+                self._kill_at = now + GRACE_S
+                process.terminate()
+            elif now >= self._kill_at:
+                process.kill()
         return process.poll()
 
     def take_signal(self) -> signal.Signals | None:
@@ -173,28 +152,32 @@ class AttendedCommand:
         elif self._job is None or not _has_sent_to_all(self._job, sender):
             self._relay_at.setdefault(number, time.monotonic())
 
+    def exit_code(self, code: int, verdict: JobResult | None, *, left: bool) -> int:
+        """What a run exits with: as its command has, unless there was an overflow, or the run has ended it.
+
+        The verdict's code counts, too, where the command itself has nothing to tell: it has left with 0, and something
+        is wrong or not proven. `code` is negative for a signal; `left`: the user would not wait for the verdict.
+        """
+        own, unknown = shell_code(code), JobResult(int(ExitCode.UNKNOWN), VerdictKind.UNKNOWN, "", "")
+        verdict = verdict or unknown
+        if verdict.kind.outranks:
+            return verdict.exit_code
+        if left or verdict.kind == VerdictKind.INTERRUPTED:
+            return own
+        return verdict.exit_code if own == 0 or (self.stop.is_set() and verdict.exit_code) else own
+
     def terminate(self) -> None:
         """End the command after an error of ours, so that it does not stay behind."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
-    def _end_it(self, process: subprocess.Popen[bytes], now: float) -> None:
-        """First in a way that it can hear, then in one that it cannot."""
-        if not self._kill_at:
-            self._kill_at = now + GRACE_S
-            process.terminate()
-        elif now >= self._kill_at:
-            process.kill()
-
 
 def _has_sent_to_all(job: SchedulerFacts, sender: int) -> bool:
     """Whether it signals each process of a step; of a batch script, the shell alone. 0 is outside of this container."""
-    if not job.in_step or job.scheduler is None:
-        return False
-    try:
-        return not sender or Path(f"/proc/{sender}/comm").read_text().strip() == job.scheduler.signals_by
-    except OSError:  # it has ended, as `kill` does
-        return False
+    if job.in_step and job.scheduler is not None:
+        with suppress(OSError):  # it has ended, as `kill` does
+            return not sender or Path(f"/proc/{sender}/comm").read_text().strip() == job.scheduler.signals_by
+    return False
 
 
 def leaves_at_once() -> bool:
@@ -225,18 +208,14 @@ def run_as_guest(
     attended.start(scratch)
     tasks.say(TaskCommand(attended.pid))
     while (code := attended.turn()) is None:
-        if tasks.why_stop():
+        if tasks.is_stopped():
             attended.stop.set()
     tasks.say(TaskCommand(attended.pid, code, int(attended.ended_by or 0)))
-    verdict = tasks.verdict()
-    while verdict is None and tasks.owner_lives():
-        if leaves_at_once():
-            break
-        verdict = tasks.verdict()
-    own = shell_code(code)
+    while (verdict := tasks.verdict()) is None and tasks.owner_lives() and not leaves_at_once():
+        pass
     if verdict is None:
-        return own or int(ExitCode.UNKNOWN)
-    return exit_code(own, verdict.exit_code, verdict.kind, stopped=attended.stop.is_set())
+        return shell_code(code) or int(ExitCode.UNKNOWN)
+    return attended.exit_code(code, verdict, left=False)
 
 
 def run_unwatched(command: list[str], unblocked: set[int | signal.Signals], *, job: SchedulerFacts | None) -> int:

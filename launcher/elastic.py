@@ -109,13 +109,13 @@ def _purge_together(worker_group: Any, attempt: int) -> None:
     """Every node has reached this call, so no rank runs: the first node clears the store, the others wait."""
     done = f"gpuwatch/purged/{attempt}"
     try:
-        if worker_group.group_rank == 0:
-            try:
-                purge_group_keys(worker_group.master_addr, worker_group.master_port)
-            finally:
-                worker_group.store.set(done, "1")
-        else:
+        if worker_group.group_rank != 0:
             worker_group.store.wait([done], timedelta(seconds=30))
+            return
+        try:
+            purge_group_keys(worker_group.master_addr, worker_group.master_port)
+        finally:
+            worker_group.store.set(done, "1")
     except Exception as error:
         say(f"the store of the last attempt could not be cleared ({type(error).__name__}: {error})")
 
@@ -178,7 +178,15 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         return replace(settings, attempt=attempt, round=name, node_hosts=hosts)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
-        self._gpuwatch_end_ranks()
+        # the ranks end where the job cannot go on elsewhere, or this attempt stands still: then they may start again
+        job_is_over = self._gpuwatch_listener.job_is_over.is_set()
+        if job_is_over:
+            self._remaining_restarts = 0
+        if (job_is_over or self._gpuwatch_listener.attempt_is_over.is_set()) and not self._gpuwatch_told_to_stop:
+            self._gpuwatch_told_to_stop = True
+            for pid in self._pcontext.pids().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         # torchrun's own list of failures also holds those that it stopped
         failed = [rank for rank, code in self._gpuwatch_codes(worker_group).items() if code]
         result = super()._monitor_workers(worker_group)
@@ -196,17 +204,6 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
             self._gpuwatch_ended(worker_group)
         return result
 
-    def _gpuwatch_end_ranks(self) -> None:
-        """Where the job cannot go on elsewhere, or this attempt stands still: then they may be started again."""
-        job_is_over = self._gpuwatch_listener.job_is_over.is_set()
-        if job_is_over:
-            self._remaining_restarts = 0
-        if (job_is_over or self._gpuwatch_listener.attempt_is_over.is_set()) and not self._gpuwatch_told_to_stop:
-            self._gpuwatch_told_to_stop = True
-            for pid in self._pcontext.pids().values():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-
     def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(worker_group, *args, **kwargs)
         self._gpuwatch_ended(worker_group)
@@ -222,11 +219,10 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
         return {ranks[local_rank]: handler.proc.poll() for local_rank, handler in handlers.items()}
 
     def _gpuwatch_ended(self, worker_group: Any) -> None:
-        if not self._gpuwatch_running or self._pcontext is None:
-            return
-        self._gpuwatch_running = False
-        codes = self._gpuwatch_codes(worker_group)
-        self._gpuwatch_listener.ended(self._gpuwatch_attempt, codes, self._gpuwatch_failed)
+        if self._gpuwatch_running and self._pcontext is not None:
+            self._gpuwatch_running = False
+            codes = self._gpuwatch_codes(worker_group)
+            self._gpuwatch_listener.ended(self._gpuwatch_attempt, codes, self._gpuwatch_failed)
 
 
 @contextmanager

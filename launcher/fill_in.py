@@ -29,10 +29,10 @@ from .slurm_variables import SLURM
 _SCHEDULERS = (SLURM,)
 
 _PLAIN = {
-    "nodes": JobVariable(("NNODES",), nodes),
-    "node_rank": JobVariable(("NODE_RANK",), whole),
+    "nodes": nodes(("NNODES",)),
+    "node_rank": whole(("NODE_RANK",)),
     "head": JobVariable(("MASTER_ADDR",)),
-    "port": JobVariable(("MASTER_PORT",), port),
+    "port": port(("MASTER_PORT",)),
     "nproc": JobVariable(("NPROC_PER_NODE",)),
 }
 
@@ -61,12 +61,12 @@ def variables(job: SchedulerFacts, fact: str) -> str:
 # user gives this host's --node-rank.
 
 _MPI = {
-    "size": JobVariable(("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"), whole),
-    "rank": JobVariable(("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK"), whole),
-    "tasks_here": JobVariable(("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"), whole),
+    "size": whole(("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")),
+    "rank": whole(("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")),
+    "tasks_here": whole(("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")),
     "job_id": JobVariable(("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_KVS")),
     "head": JobVariable(("MASTER_ADDR",)),
-    "port": JobVariable(("MASTER_PORT",), port),
+    "port": port(("MASTER_PORT",)),
 }
 
 
@@ -162,7 +162,10 @@ def fill_in(
     if job is None:
         return False
     if "nproc_per_node" not in given:
-        _fill_processes(args, job, count_gpus)
+        if job.nproc is not None:
+            args.nproc_per_node = job.nproc
+        elif job.scheduler is not None and (gpus := count_gpus()) > 0:
+            args.nproc_per_node = str(gpus)
     if args.standalone:
         return False
     if "nnodes" not in given:
@@ -176,13 +179,6 @@ def fill_in(
     return False
 
 
-def _fill_processes(args: argparse.Namespace, job: SchedulerFacts, count_gpus: Callable[[], int]) -> None:
-    if job.nproc is not None:
-        args.nproc_per_node = job.nproc
-    elif job.scheduler is not None and (gpus := count_gpus()) > 0:
-        args.nproc_per_node = str(gpus)
-
-
 def _fill_nodes(args: argparse.Namespace, job: SchedulerFacts) -> None:
     if job.nodes is None:
         if job.scheduler is not None:
@@ -191,7 +187,7 @@ def _fill_nodes(args: argparse.Namespace, job: SchedulerFacts) -> None:
                 "on into the container, or pass --nnodes N"
             )
         return
-    least, most = job.nodes
+    most = job.nodes[1]
     if job.tasks_per_node > 1:
         raise UsageError(
             f"expected one task on each node, which starts the ranks of all its GPUs, found {job.tasks_per_node} tasks "
@@ -202,7 +198,7 @@ def _fill_nodes(args: argparse.Namespace, job: SchedulerFacts) -> None:
             f"{job.name} has {most} nodes, and this runs on one of them only; to run on all: {_on_each(job, most)} "
             "gpuwatch ...; on this one alone: --nnodes 1"
         )
-    args.nnodes = str(most) if least == most else f"{least}:{most}"
+    args.nnodes = job.nnodes
 
 
 def _on_each(job: SchedulerFacts, number: int) -> str:
@@ -210,7 +206,11 @@ def _on_each(job: SchedulerFacts, number: int) -> str:
 
 
 def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: SchedulerFacts) -> bool:
-    if "rdzv_backend" not in given and not _means_static(given, job):
+    # what means torchrun's static rendezvous, which is its default
+    is_static = given & {"master_addr", "master_port"} or (
+        "rdzv_endpoint" in given and (job.scheduler is None or "node_rank" in given)
+    )
+    if "rdzv_backend" not in given and not is_static:
         args.rdzv_backend = "c10d"
     if args.rdzv_backend == "static" and "node_rank" not in given and job.node_rank is not None:
         args.node_rank = job.node_rank
@@ -232,13 +232,6 @@ def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: Schedule
     if ours:
         _fill_this_node(args, given, job)
     return ours
-
-
-def _means_static(given: set[str], job: SchedulerFacts) -> bool:
-    """Whether the given options mean torchrun's static rendezvous, which is its default."""
-    if given & {"master_addr", "master_port"}:
-        return True
-    return "rdzv_endpoint" in given and (job.scheduler is None or "node_rank" in given)
 
 
 def _fill_this_node(args: argparse.Namespace, given: set[str], job: SchedulerFacts) -> None:

@@ -5,22 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 import zmq
 from msgspec.structs import replace
 
+from ..core.text import from_json
+from ..core.wire import pipe
 from ..core.wire.keys import JobKeys
-from ..core.wire.pipe import (
-    CannotBind,
-    CollectorBound,
-    CollectorConfig,
-    FromCollector,
-    PreflightOver,
-    StageLine,
-    UserNotice,
-    read_from_collector,
-)
 from .helper_processes import HelperLives, RestartedHelper
 
 _FIRST_WORD_S = 30.0
@@ -35,16 +28,16 @@ class HeadCollector(RestartedHelper):
 
     def __init__(
         self,
-        config: CollectorConfig,
+        config: pipe.CollectorConfig,
         say: Callable[[str], object],
-        show: Callable[[StageLine | PreflightOver], object],
+        show: Callable[[pipe.StageLine | pipe.PreflightOver], object],
     ) -> None:
         super().__init__(say)
         self._config = config
         self._show = show
         self.answer = self._first_answer()
         """Where it listens, or why it does not; None if it died or said nothing in time."""
-        if isinstance(self.answer, CollectorBound):
+        if isinstance(self.answer, pipe.CollectorBound):
             self._config = replace(config, bind=self.answer.address, resume=self.answer.run_dir)
             threading.Thread(target=self._follow, daemon=True, name="gpuwatch-collector").start()
 
@@ -58,10 +51,9 @@ class HeadCollector(RestartedHelper):
         lives = HelperLives()
         while self._child is not None and (code := self._child.end(timeout_s, kill=False)) is not None and code < 0:
             pause_s = lives.ended()  # it was killed, and other nodes may not have the verdict yet
-            if pause_s is None or not isinstance(self.answer, CollectorBound):
+            if pause_s is None or not isinstance(self.answer, pipe.CollectorBound):
                 break
             time.sleep(pause_s)
-            lives.began()
             if not self._start_again():  # it gives nothing more
                 self._let_go()
                 break
@@ -70,7 +62,7 @@ class HeadCollector(RestartedHelper):
         if self._child is not None:
             self._child.end(0.01)
 
-    def _first_answer(self) -> CollectorBound | CannotBind | None:
+    def _first_answer(self) -> pipe.CollectorBound | pipe.CannotBind | None:
         """What ends at once may have met a moment without memory or descriptors."""
         answer = None
         for _ in range(_TRIES):
@@ -78,45 +70,45 @@ class HeadCollector(RestartedHelper):
             self._let_go()
             self._child = self._begin(self._config)
             answer = self._first_word()
-            is_final = isinstance(answer, CollectorBound) or (answer is not None and not answer.may_pass)
+            is_final = isinstance(answer, pipe.CollectorBound) or (answer is not None and not answer.may_pass)
             if is_final or time.monotonic() - began >= _FIRST_WORD_S:
                 break
         return answer
 
-    def _first_word(self) -> CollectorBound | CannotBind | None:
+    def _first_word(self) -> pipe.CollectorBound | pipe.CannotBind | None:
         if self._child is None:
             return None
         timer = threading.Timer(_FIRST_WORD_S, self._child.kill)
         timer.start()
         try:
-            return next((said for said in self._messages() if isinstance(said, CollectorBound | CannotBind)), None)
+            return next(
+                (said for said in self._messages() if isinstance(said, pipe.CollectorBound | pipe.CannotBind)), None
+            )
         finally:
             timer.cancel()
 
-    def _messages(self) -> Iterator[FromCollector]:
+    def _messages(self) -> Iterator[pipe.FromCollector]:
         for line in self._lines():
-            try:
-                message = read_from_collector(line)
-            except msgspec.DecodeError:  # it was killed in the middle of a line
-                continue
-            if isinstance(message, UserNotice):
-                self._say(message.text)
-            yield message
+            with suppress(msgspec.DecodeError):  # it was killed in the middle of a line
+                message: pipe.FromCollector = from_json(line, pipe.FromCollector)
+                if isinstance(message, pipe.UserNotice):
+                    self._say(message.text)
+                yield message
 
     def _listen(self) -> bool:
         for message in self._messages():
-            if isinstance(message, StageLine | PreflightOver):
+            if isinstance(message, pipe.StageLine | pipe.PreflightOver):
                 self._show(message)
-            if isinstance(message, PreflightOver):
+            if isinstance(message, pipe.PreflightOver):
                 self._over.set()
         self._over.set()
         return self._ending.is_set() or (self._child is not None and self._child.ended_well)
 
     def _start_again(self) -> bool:
-        listens = isinstance(self._first_answer(), CollectorBound)
-        if listens:
-            self._say("the collector had ended; it was started again and goes on with what it had received")
-        return listens
+        if not isinstance(self._first_answer(), pipe.CollectorBound):
+            return False
+        self._say("the collector had ended; it was started again and goes on with what it had received")
+        return True
 
 
 # Where the collector of a job is: the handshake of its encryption tells it from any other.

@@ -4,6 +4,7 @@ pipe tells them that the launch is gone, and Ctrl-C in the terminal does not rea
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import threading
 import time
@@ -16,9 +17,9 @@ from msgspec.structs import replace
 
 from ..core.host import OwnClock
 from ..core.own_imports import own_command
-from ..core.wire.keys import new_identity
+from ..core.text import from_json
 from ..core.wire.messages import StopRanks
-from ..core.wire.pipe import AgentConfig, FromAgent, JobResult, NodeWelcomed, UserNotice, read_from_agent, write_line
+from ..core.wire.pipe import AgentConfig, FromAgent, JobResult, NodeWelcomed, UserNotice, write_line
 
 LIVED_S = 10.0
 MOST_SHORT_LIVES = 10
@@ -35,12 +36,11 @@ class HelperLives:
 
     def ended(self) -> float | None:
         """The one that ran has ended. Returns the pause in seconds; None if it is not to be started again."""
-        self.short = self.short + 1 if time.monotonic() - self._began < LIVED_S else 1
-        return min(0.05 * 2**self.short, _LONGEST_PAUSE_S) if self.short < MOST_SHORT_LIVES else None
-
-    def began(self) -> None:
-        """Another one is started."""
-        self._began = time.monotonic()
+        now = time.monotonic()
+        self.short = self.short + 1 if now - self._began < LIVED_S else 1
+        pause_s = min(0.05 * 2**self.short, _LONGEST_PAUSE_S)
+        self._began = now + pause_s
+        return pause_s if self.short < MOST_SHORT_LIVES else None
 
 
 class HelperProcess:
@@ -60,23 +60,19 @@ class HelperProcess:
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self.pid = self._process.pid
+        """It may have ended."""
         self.stdin: IO[bytes] = self._process.stdin
         self.stdout: IO[bytes] = self._process.stdout
         if not write_line(self.stdin, config):
             self._process.kill()
 
     @property
-    def pid(self) -> int:
-        """It may have ended."""
-        return self._process.pid
-
-    @property
     def ended_well(self) -> bool:
         """Whether it ends by itself, now that its output is closed."""
-        try:
+        with suppress(subprocess.TimeoutExpired):
             return self._process.wait(5.0) == 0
-        except subprocess.TimeoutExpired:
-            return False
+        return False
 
     def end(self, timeout_s: float, *, kill: bool = True) -> int | None:
         """Close its input and wait for it to finish. After `timeout_s` it is killed, or left to itself.
@@ -153,7 +149,6 @@ class RestartedHelper:
                 self._say(f"the {self._name} has ended {lives.short} times in a row and is not started again")
                 break
             time.sleep(pause_s)
-            lives.began()
             if self._ending.is_set():
                 break
             self._start_again()
@@ -186,7 +181,7 @@ class NodeAgent(RestartedHelper):
         self.verdict: JobResult | None = None
         self.welcomed = threading.Event()
         """The collector has taken this node into its run."""
-        self._config = replace(config, identity=new_identity())
+        self._config = replace(config, identity=secrets.token_hex(16))
         self._stop = stop
         self._told: list[msgspec.Struct] = []
         self._lock = threading.Lock()
@@ -210,7 +205,9 @@ class NodeAgent(RestartedHelper):
         """Wait until it has a verdict or is given up."""
         clock, lines, heard, was_ended = OwnClock(), self._heard, 0.0, False
         while not self._over.wait(_TICK_S):
-            self._tell_the_rest()
+            with self._lock, suppress(OSError, ValueError):  # what its pipe did not take at first
+                if self._child is not None:
+                    self._child.stdin.flush()
             now = clock.now()
             if lines != self._heard:
                 lines, heard = self._heard, now
@@ -222,12 +219,6 @@ class NodeAgent(RestartedHelper):
                 with self._lock:
                     if self._child is not None:  # whoever follows it starts another one
                         self._child.kill()
-
-    def _tell_the_rest(self) -> None:
-        """What its pipe did not take at first."""
-        with self._lock, suppress(OSError, ValueError):
-            if self._child is not None:
-                self._child.stdin.flush()
 
     def end(self, timeout_s: float) -> None:
         """It has nothing more to do: close its input and wait for it, see `HelperProcess.end`."""
@@ -254,7 +245,7 @@ class NodeAgent(RestartedHelper):
     def _listen(self) -> bool:
         for line in self._lines():
             with suppress(msgspec.DecodeError):  # it was killed in the middle of a line
-                self._hear(read_from_agent(line))
+                self._hear(from_json(line, FromAgent))
         return self.verdict is not None or self._ending.is_set()
 
     def _hear(self, message: FromAgent) -> None:

@@ -58,7 +58,8 @@ def main() -> int:
         tasks = HostTasks(f"join {path} {host.host_name()}", 1)
         if tasks.is_owner:
             return _become_the_watcher(path, join, tasks)
-        scratch = _told_by_the_watcher(tasks)
+        while (scratch := tasks.scratch()) is None and tasks.owner_lives():  # the watcher tells it
+            time.sleep(_LOOK_S)
         tasks.close()
     except (GpuwatchError, OSError) as error:
         tell(str(error))
@@ -72,14 +73,6 @@ def _answer(scratch: str) -> int:
         return int(ExitCode.UNKNOWN)
     print(scratch, flush=True)
     return 0
-
-
-def _told_by_the_watcher(tasks: HostTasks) -> Path | None:
-    scratch = tasks.scratch()
-    while scratch is None and tasks.owner_lives():
-        time.sleep(_LOOK_S)
-        scratch = tasks.scratch()
-    return scratch
 
 
 def _become_the_watcher(path: Path, join: RunInvitation, tasks: HostTasks) -> int:
@@ -153,14 +146,13 @@ class JoinedRanks(RankStarter):
         return found or addresses[0]
 
     def _watch(self, agent: NodeAgent) -> None:
-        next_look = 0.0
-        kill_at = None
+        next_look = kill_at = 0.0
         while not agent.is_over:
             self._ranks.look({})
             now = time.monotonic()
             if self._stop.wait(_LOOK_S):
                 time.sleep(_LOOK_S)
-                if kill_at is None:
+                if not kill_at:
                     kill_at = now + GRACE_S
                     self._ranks.stopping = True
                     self._ranks.signal(signal.SIGTERM)
@@ -168,13 +160,12 @@ class JoinedRanks(RankStarter):
                     self._ranks.signal(signal.SIGKILL)
             if now >= next_look:
                 next_look = now + _ANY_LEFT_S
-                if not self._ranks.running and not self._anybody_left():
+                # a process here may still become a rank of this run: none does once the command has ended
+                if not self._ranks.running and not (
+                    Path(self._path).exists() and any(processes_with(JOIN_VARIABLE, self._path.__eq__))
+                ):
                     break
         self._ranks.last_look({})
-
-    def _anybody_left(self) -> bool:
-        """Whether a process here may still become a rank of this run: none does once the command has ended."""
-        return Path(self._path).exists() and any(processes_with(JOIN_VARIABLE, self._path.__eq__))
 
     def _end(self, reason: str, restart: bool) -> None:
         self._say(f"stopping the ranks of this host: {reason}")
@@ -221,10 +212,7 @@ def close_run(join: Path) -> None:
 
 def _addresses() -> list[str]:
     """This host's, as others may reach it: IPv4 first."""
-    found: dict[socket.AddressFamily, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            of_family = found.get(entry.family)
-            if of_family is not None and name != "lo" and not entry.address.startswith(_LINK_LOCAL):
-                of_family.append(entry.address)
-    return [address for addresses in found.values() for address in addresses]
+    entries = [entry for name, found in psutil.net_if_addrs().items() if name != "lo" for entry in found]
+    entries = [entry for entry in entries if not entry.address.startswith(_LINK_LOCAL)]
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [entry.address for family in families for entry in entries if entry.family == family]

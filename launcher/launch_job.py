@@ -27,7 +27,7 @@ from ..core.settings import WorkerSettings
 from ..core.tell import flush_streams, tell
 from ..core.threads import OneThread
 from ..core.wire.keys import meeting_key
-from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine, WorkersEnded, WorkersStarted
+from ..core.wire.pipe import JobResult, LaunchDone, WorkersEnded, WorkersStarted
 from .fill_in import fill_in_from_job
 from .life import JobLife, JobTerms, RankStarter
 from .live_lines import live_lines
@@ -48,24 +48,21 @@ def expect_script(args: argparse.Namespace) -> None:
         raise UsageError(f"expected a script to run, found no file {args.training_script!r} in {Path.cwd()}")
 
 
-def _local_world_size(text: str) -> int:
-    if is_number(text):
-        return int(text)
-    from torch.distributed.run import determine_local_world_size  # it counts GPUs
-
-    return int(determine_local_world_size(text))
-
-
 def number_of_ranks(args: argparse.Namespace) -> int:
     """How many ranks this node runs. Raises UsageError."""
     if args.max_restarts < 0:
         raise UsageError(f"--max-restarts: expected 0 or more, found {args.max_restarts}")
-    try:
-        nproc = _local_world_size(str(args.nproc_per_node))
-    except ValueError as error:
-        raise UsageError(
-            f"--nproc-per-node: expected a number, cpu, gpu or auto, found {args.nproc_per_node!r} ({error})"
-        ) from error
+    if is_number(str(args.nproc_per_node)):
+        nproc = int(args.nproc_per_node)
+    else:
+        from torch.distributed.run import determine_local_world_size  # it counts GPUs
+
+        try:
+            nproc = int(determine_local_world_size(str(args.nproc_per_node)))
+        except ValueError as error:
+            raise UsageError(
+                f"--nproc-per-node: expected a number, cpu, gpu or auto, found {args.nproc_per_node!r} ({error})"
+            ) from error
     if nproc < 1:
         raise UsageError(f"--nproc-per-node: expected 1 or more, found {nproc}")
     return nproc
@@ -144,7 +141,12 @@ class TorchrunRanks(RankStarter):
                 address = self._start_collector()
                 self.settings = worker_settings(self._args, life.scratch, life.logs)
                 life.start_agent(self._terms.agent_config(address, life.scratch), self._stop)
-            say(self._what_runs())
+            if not self._args.check_only:
+                script = [self._args.training_script, *self._args.training_script_args]
+                say(f"running under torchrun: {shlex.join(script)}")
+            else:
+                several = f" on each of {self._args.nnodes} nodes" if self._terms.plan.max_nodes > 1 else ""
+                say(f"checking {self._terms.nproc} rank{'s' if self._terms.nproc != 1 else ''}{several}")
             tell_of_torch()
             patience_s = STUCK_S + 2 * self._args.monitor_interval
             watch_torchrun(lambda: self._unseen, self._leave_torchrun, patience_s)
@@ -161,25 +163,11 @@ class TorchrunRanks(RankStarter):
     def _start_collector(self) -> str:
         """And import torch meanwhile. Returns the collector's address."""
         beside = OneThread()
-        life = self._life
-        address = beside.submit(lambda: life.start_collector(self._terms, self._show))
+        address = beside.submit(lambda: self._life.start_collector(self._terms, self._live.show))
         beside.close()
         from . import elastic  # noqa: F401  # imports torch
 
         return address.result()
-
-    def _what_runs(self) -> str:
-        args, nproc = self._args, self._terms.nproc
-        if not args.check_only:
-            return f"running under torchrun: {shlex.join([args.training_script, *args.training_script_args])}"
-        several = f" on each of {args.nnodes} nodes" if self._terms.plan.max_nodes > 1 else ""
-        return f"checking {nproc} rank{'s' if nproc != 1 else ''}{several}"
-
-    def _show(self, line: StageLine | PreflightOver) -> None:
-        if isinstance(line, StageLine):
-            self._live.show(line)
-        else:
-            self._live.over(line)
 
     def _stop(self, reason: str, restart: bool) -> None:
         say(f"stopping the ranks of this node: {reason}")

@@ -21,17 +21,9 @@ from ..core.errors import ExitCode, UsageError
 from ..core.recorder.run_folder import write_meeting_key
 from ..core.recorder.scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
 from ..core.text import plain_text
+from ..core.wire import pipe
 from ..core.wire.keys import JobKeys
 from ..core.wire.messages import AgentHello
-from ..core.wire.pipe import (
-    AgentConfig,
-    CollectorBound,
-    CollectorConfig,
-    JobResult,
-    LaunchDone,
-    PreflightOver,
-    StageLine,
-)
 from .head_collector import HeadCollector, answers
 from .helper_processes import NodeAgent
 from .plan import CollectorPlan
@@ -63,10 +55,10 @@ class JobTerms:
     starter: str = "torchrun"
     """What starts them, for a sentence."""
 
-    def collector_config(self, scratch: Path) -> CollectorConfig:
+    def collector_config(self, scratch: Path) -> pipe.CollectorConfig:
         """First line to the collector."""
         args, keys = self.args, self.keys
-        return CollectorConfig(
+        return pipe.CollectorConfig(
             bind=self.plan.bind,
             public_key=keys.collector.public.decode(),
             private_key=keys.collector.private.decode(),
@@ -82,10 +74,10 @@ class JobTerms:
             metrics=args.metrics_port or "",
         )
 
-    def agent_config(self, address: str, scratch: Path) -> AgentConfig:
+    def agent_config(self, address: str, scratch: Path) -> pipe.AgentConfig:
         """First line to the node agent; `address` is the collector's."""
         args, plan, keys = self.args, self.plan, self.keys
-        return AgentConfig(
+        return pipe.AgentConfig(
             collector=address,
             server_key=keys.collector.public.decode(),
             public_key=keys.agent.public.decode(),
@@ -114,11 +106,6 @@ class JobTerms:
         )
 
 
-def _relative(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
-
-
 class RankStarter:
     """Starts the ranks of this node, and hears the user."""
 
@@ -127,11 +114,11 @@ class RankStarter:
     signals_first = False
     """An exit code that a signal has made says more than what a rank has seen."""
 
-    def run(self, life: JobLife) -> LaunchDone:
+    def run(self, life: JobLife) -> pipe.LaunchDone:
         """Start the helpers, then the ranks, and wait for the end of all ranks."""
         raise NotImplementedError
 
-    def settle(self, done: LaunchDone) -> LaunchDone:
+    def settle(self, done: pipe.LaunchDone) -> pipe.LaunchDone:
         """The ranks have ended: tell the user if needed. Returns the message for the agent."""
         return done
 
@@ -140,10 +127,10 @@ class RankStarter:
         life.wait()
         return True
 
-    def conclude(self, verdict: JobResult | None) -> None:
+    def conclude(self, verdict: pipe.JobResult | None) -> None:
         """It is there, or never will be: print it."""
 
-    def exit_code(self, done: LaunchDone, verdict: JobResult | None, left: bool) -> int:
+    def exit_code(self, done: pipe.LaunchDone, verdict: pipe.JobResult | None, left: bool) -> int:
         """What to exit with. `left`: the user would not wait for the verdict."""
         return 0
 
@@ -183,7 +170,7 @@ class JobLife:
         finally:
             self.clear_up()
 
-    def start_agent(self, config: AgentConfig, stop: Callable[[str, bool], object]) -> NodeAgent:
+    def start_agent(self, config: pipe.AgentConfig, stop: Callable[[str, bool], object]) -> NodeAgent:
         """Start the node agent. Call it once the ranks' settings are known.
 
         `stop` gets the reason why the ranks of this node must end, and whether torchrun may start them again.
@@ -194,7 +181,7 @@ class JobLife:
         return self.agent
 
     @property
-    def verdict(self) -> JobResult | None:
+    def verdict(self) -> pipe.JobResult | None:
         """None as long as there is none."""
         return self.agent.verdict if self.agent is not None else None
 
@@ -215,7 +202,7 @@ class JobLife:
             self._collector.end(0.0 if self.hurry else _CHILD_END_S)
             self._collector = None
 
-    def start_collector(self, terms: JobTerms, show: Callable[[StageLine | PreflightOver], object]) -> str:
+    def start_collector(self, terms: JobTerms, show: Callable[[pipe.StageLine | pipe.PreflightOver], object]) -> str:
         """Start the collector if it is ours to start. Returns the address for the node agent."""
         plan = terms.plan
         if not plan.hosts:
@@ -224,9 +211,10 @@ class JobLife:
             self._say(WITHOUT_C)
         self._collector = HeadCollector(terms.collector_config(self.scratch), self._say, show)
         answer = self._collector.answer
-        if isinstance(answer, CollectorBound):
+        if isinstance(answer, pipe.CollectorBound):
             self.run_dir = Path(answer.run_dir)
-            self._say(f"the report will be in {_relative(answer.run_dir)}")
+            relative = os.path.relpath(answer.run_dir)
+            self._say(f"the report will be in {answer.run_dir if relative.startswith('..') else relative}")
             if answer.metrics:
                 self._say(f"Prometheus metrics are at {answer.metrics}")
             return plan.connect or answer.address
@@ -253,20 +241,19 @@ class JobLife:
         """Folder for the files of `--nccl-debug`, once the collector is up."""
         return self.run_dir / "logs" if self.run_dir is not None else self.scratch
 
-    def finish(self, done: LaunchDone) -> int:
+    def finish(self, done: pipe.LaunchDone) -> int:
         """The ranks have ended: wait for the verdict, have it printed, and say what to exit with."""
         done = self._ranks.settle(done)
         self.tell(done)
         if not self._ranks.wait(self):
             self.hurry = True
             return self._exit_code(done, None, left=True)
-        verdict = self.verdict
-        self._ranks.conclude(verdict)
+        self._ranks.conclude(verdict := self.verdict)
         if verdict is None:
             self._say("no verdict: the node agent ended without one")
         return self._exit_code(done, verdict, left=False)
 
-    def _exit_code(self, done: LaunchDone, verdict: JobResult | None, *, left: bool) -> int:
+    def _exit_code(self, done: pipe.LaunchDone, verdict: pipe.JobResult | None, *, left: bool) -> int:
         """What a rank has said itself counts more than a verdict that knows nothing of it."""
         code, overflow = self._ranks.exit_code(done, verdict, left), self.overflows.sentence
         if not overflow or (verdict is not None and verdict.kind.outranks):

@@ -25,15 +25,17 @@ class LiveLines:
     def __init__(self, out: IO[str]) -> None:
         self._out = out
 
-    def show(self, line: StageLine) -> None:
-        """A stage has moved."""
-        raise NotImplementedError
-
-    def over(self, end: PreflightOver) -> None:
-        """The preflight has ended: print its result and warnings."""
+    def show(self, line: StageLine | PreflightOver) -> None:
+        """A stage has moved; or the preflight has ended, and its result and warnings are printed."""
+        if isinstance(line, StageLine):
+            self._show(line)
+            return
         self.close()
-        for line in filter(None, [end.text, *end.warnings]):
-            self._say(line)
+        for text in filter(None, [line.text, *line.warnings]):
+            self._say(text)
+
+    def _show(self, line: StageLine) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the terminal as it was. May be called several times."""
@@ -66,7 +68,7 @@ class _PlainLines(LiveLines):
         self._last: StageLine | None = None
         self._timer: threading.Timer | None = None
 
-    def show(self, line: StageLine) -> None:
+    def _show(self, line: StageLine) -> None:
         if self._last is None or self._last.stage != line.stage:
             self.close()
             self._timer = threading.Timer(self._patience_s, self._say_that_it_takes_long)
@@ -114,7 +116,7 @@ class _TerminalLines(LiveLines):
             transient=not keep,
         )
 
-    def show(self, line: StageLine) -> None:
+    def _show(self, line: StageLine) -> None:
         with self._lock:
             if self._closed:
                 return

@@ -281,12 +281,8 @@ class _CheckParser(SentenceParser):
             )
         if rest:
             self.error(f"unrecognized arguments: {shlex.join(rest)}")
-        for name, given in (
-            ("-m/--module", parsed.module),
-            ("--no-python", parsed.no_python),
-            ("--run-path", parsed.run_path),
-        ):
-            if given:
+        for name in ("-m/--module", "--no-python", "--run-path"):
+            if getattr(parsed, name.rpartition("--")[2].replace("-", "_")):
                 raise UsageError(f"check runs no script, found {name}, which says how to run one; drop it")
         return parsed
 

@@ -51,7 +51,6 @@ def make_plan(
     Raises UsageError when several nodes have nothing to meet at.
     """
     min_nodes, max_nodes = parse_nnodes(args.nnodes)
-    several = max_nodes > 1 and not args.standalone
     job = str(args.rdzv_id)
     if args.collector is not None:
         if args.collector_port is not None:
@@ -62,7 +61,7 @@ def make_plan(
                 "gpuwatch collect --metrics-port [HOST:]PORT"
             )
         return CollectorPlan(min_nodes, max_nodes, False, False, "", args.collector, job, False)
-    if not several:
+    if max_nodes == 1 or args.standalone:
         port = str(args.collector_port) if args.collector_port is not None else "*"
         return CollectorPlan(min_nodes, max_nodes, True, False, f"tcp://{bracketed(loopback)}:{port}", "", job, True)
     host, rdzv_port = _meeting_point(args, max_nodes)
@@ -72,16 +71,8 @@ def make_plan(
             f"the rendezvous port is {rdzv_port}, so its next cannot be the collector's; pass --collector-port"
         )
     hosts = _is_head(args, host, is_this_host)
-    return CollectorPlan(
-        min_nodes,
-        max_nodes,
-        hosts,
-        hosts,
-        f"tcp://*:{port_number}",
-        f"tcp://{bracketed(loopback if hosts else host)}:{port_number}",
-        job,
-        False,
-    )
+    connect = f"tcp://{bracketed(loopback if hosts else host)}:{port_number}"
+    return CollectorPlan(min_nodes, max_nodes, hosts, hosts, f"tcp://*:{port_number}", connect, job, False)
 
 
 def limit_rendezvous(args: argparse.Namespace) -> None:
@@ -109,17 +100,14 @@ def _meeting_point(args: argparse.Namespace, max_nodes: int) -> tuple[str, int]:
                 f"such as {host}:{C10D_DEFAULT_PORT}"
             )
         return host, port
-    if args.rdzv_backend == "static" and _names_a_master(args):
+    # older releases of torchrun have 29500 where newer have None
+    names_a_master = args.master_addr != "127.0.0.1" or args.master_port not in (None, STATIC_DEFAULT_PORT)
+    if args.rdzv_backend == "static" and names_a_master:
         return args.master_addr, args.master_port or STATIC_DEFAULT_PORT
     raise UsageError(
         f"--nnodes {args.nnodes} needs a meeting point: pass --rdzv-backend c10d --rdzv-endpoint HEAD_HOST:PORT, "
         "the same on every node"
     )
-
-
-def _names_a_master(args: argparse.Namespace) -> bool:
-    """Whether --master-addr or --master-port was given. Older releases of torchrun have 29500 where newer have None."""
-    return args.master_addr != "127.0.0.1" or args.master_port not in (None, STATIC_DEFAULT_PORT)
 
 
 def _is_head(args: argparse.Namespace, host: str, is_this_host: Callable[[str], bool]) -> bool:
@@ -182,7 +170,9 @@ _LAST_PORT = 65535
 
 def run_plan(args: argparse.Namespace, job: SchedulerFacts | None) -> CollectorPlan:
     """Completes `args` with what torchrun's parser would have of them. Raises UsageError where something is missing."""
-    nnodes = args.nnodes if args.nnodes is not None else _nodes(job)
+    # one node for each `gpuwatch run` that a scheduler starts; else this one alone
+    of_job = job.nnodes if job is not None and job.in_step else None
+    nnodes = args.nnodes if args.nnodes is not None else of_job or "1"
     node_rank = args.node_rank if args.node_rank is not None else job.node_rank if job is not None else None
     args.nnodes = nnodes
     args.node_rank = node_rank or 0
@@ -208,14 +198,6 @@ def meeting_place(args: argparse.Namespace, plan: CollectorPlan, collector: str)
     meets = args.head or args.rdzv_endpoint
     host = split_endpoint(meets, C10D_DEFAULT_PORT)[0] if meets else host_name() if plan.local else named.strip("[]")
     return f"{bracketed(host)}:{int(port) + 1 if int(port) < _LAST_PORT else int(port) - 1}"
-
-
-def _nodes(job: SchedulerFacts | None) -> str:
-    """One for each `gpuwatch run` that a scheduler starts on a node; else this one alone."""
-    if job is None or job.nodes is None or not job.in_step:
-        return "1"
-    least, most = job.nodes
-    return str(most) if least == most else f"{least}:{most}"
 
 
 def _head(args: argparse.Namespace, job: SchedulerFacts | None) -> str:

@@ -12,25 +12,15 @@ from pathlib import Path
 
 from msgspec.structs import replace as with_fields
 
-from ..core.errors import ExitCode, UsageError
+from ..core.errors import UsageError
 from ..core.host import host_name, loopback
 from ..core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
 from ..core.settings import WorkerSettings
 from ..core.tell import tell
-from ..core.verdicts import VerdictKind
 from ..core.wire.keys import meeting_key, read_secret
 from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine
 from .agent.process_ends import GRACE_S
-from .command import (
-    AttendedCommand,
-    block_signals,
-    exit_code,
-    leaves_at_once,
-    run_as_guest,
-    run_unwatched,
-    shell_code,
-    why_not_started,
-)
+from .command import AttendedCommand, block_signals, leaves_at_once, run_as_guest, run_unwatched, why_not_started
 from .fill_in import read_task
 from .join import close_run, open_plan, open_run
 from .life import JobLife, JobTerms, RankStarter
@@ -55,11 +45,9 @@ def run(arguments: list[str]) -> int:
             "expected one gpuwatch run, found one inside another: the outer one watches all ranks below it; "
             "leave out one of them"
         )
-    problem = why_not_started(args.command[0])
-    if problem is not None:
-        reason, code = problem
-        say(f"{args.command[0]}: {reason}")
-        return code
+    if problem := why_not_started(args.command[0]):
+        say(f"{args.command[0]}: {problem[0]}")
+        return problem[1]
     job = read_task(os.environ)
     plan = run_plan(args, job)
     if args.other_hosts:
@@ -87,9 +75,8 @@ def _tasks(args: argparse.Namespace, job: SchedulerFacts | None, plan: Collector
     """The other tasks of this host, if the environment names any. Raises NoFolder."""
     if job is None or job.tasks_here < 2:
         return None
-    words = [plan.job, job.node or host_name()]
     secret = read_secret(args.secret_file)  # with one, nobody else can tell the folder's name beforehand
-    return HostTasks(" ".join([*words, *filter(None, [secret])]), job.tasks_here)
+    return HostTasks(" ".join(filter(None, [plan.job, job.node or host_name(), secret])), job.tasks_here)
 
 
 class CommandRanks(RankStarter):
@@ -160,11 +147,7 @@ class CommandRanks(RankStarter):
         if tasks is not None:
             tasks.share_scratch(self._scratch)
             tasks.say(TaskCommand(command.pid))
-        while (code := command.turn()) is None:
-            self._ranks.look(self._codes)
-            self._stop_after_failure()
-        while tasks is not None and not tasks.all_ended():
-            command.take_signal()
+        while (code := command.turn()) is None or (tasks is not None and not tasks.all_ended()):
             self._ranks.look(self._codes)
             self._stop_after_failure()
         self._ranks.last_look(self._codes)
@@ -176,16 +159,12 @@ class CommandRanks(RankStarter):
 
     def _stop_after_failure(self) -> None:
         """A task of this host has failed: the others end, as under torchrun. First they may raise by themselves."""
-        tasks = self._tasks
-        if (
-            tasks is None
-            or self._command.stop.is_set()
-            or not (tasks.any_failed() or any(self._command.codes.values()))
-        ):
+        if self._tasks is None or self._command.stop.is_set():
             return
-        self._failed_at = self._failed_at or time.monotonic()
-        if time.monotonic() - self._failed_at > _PEERS_S:
-            self._stop("another task of this host has failed", restart=False)
+        if self._tasks.any_failed() or any(self._command.codes.values()):
+            self._failed_at = self._failed_at or time.monotonic()
+            if time.monotonic() - self._failed_at > _PEERS_S:
+                self._stop("another task of this host has failed", restart=False)
 
     @property
     def _codes(self) -> dict[int, int | None]:
@@ -214,11 +193,11 @@ class CommandRanks(RankStarter):
 
     def _outcome(self) -> LaunchDone:
         done = self._how_it_ended()
-        found = (
-            [f"process {pid} was not watched ({why})" for pid, why in self._unwatched()] if self._ranks.heard else []
-        )
         error = read_failed(self._scratch, self._command.pid) if done.outcome == "failed" else ""
-        return with_fields(done, error=error, note="" if self._ranks.heard else self._why_no_rank(), unwatched=found)
+        if not self._ranks.heard:
+            return with_fields(done, error=error, note=self._why_no_rank())
+        found = [f"process {pid} was not watched ({why})" for pid, why in self._unwatched()]
+        return with_fields(done, error=error, unwatched=found)
 
     def _how_it_ended(self) -> LaunchDone:
         others = self._tasks.results() if self._tasks is not None else []
@@ -273,14 +252,7 @@ class CommandRanks(RankStarter):
 
     def exit_code(self, done: LaunchDone, verdict: JobResult | None, left: bool) -> int:
         """The command's own exit code, unless the verdict replaces it."""
-        own = shell_code(self._code)
-        if verdict is not None:
-            return exit_code(own, verdict.exit_code, verdict.kind, stopped=self._command.stop.is_set())
-        return (
-            own
-            if left
-            else exit_code(own, int(ExitCode.UNKNOWN), VerdictKind.UNKNOWN, stopped=self._command.stop.is_set())
-        )
+        return self._command.exit_code(self._code, verdict, left=left)
 
     def close(self) -> None:
         """The command, too."""

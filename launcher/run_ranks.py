@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +21,7 @@ from ..core.host import host_name, stat_fields
 from ..core.identity import is_rank, number_of_process
 from ..core.recorder.layout import HeadField, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from ..core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS, tell_unwatched
+from ..core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS, pid_of_file, tell_unwatched
 from ..core.wire.pipe import WorkersEnded, WorkersStarted
 
 # A process that somebody else started: when it ends, and with which code.
@@ -33,22 +34,20 @@ _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 
 
 class WatchedRankProcess:
-    """Raises ProcessLookupError from the constructor if there is no such process any more."""
+    """`pid` is 0 for one that had ended before it was seen."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._fd = os.pidfd_open(pid)
+        self._fd = -1
         self._status: int | None = None
-        self._ended = threading.Event()
-        threading.Thread(target=self._wait, daemon=True, name=f"gpuwatch-{pid}").start()
-
-    def has_ended(self) -> bool:
-        """Whether it has."""
-        return self._ended.is_set()
-
-    def ends_within(self, seconds: float) -> bool:
-        """Wait for its end."""
-        return self._ended.wait(seconds)
+        self.ended = threading.Event()
+        try:
+            self._fd = os.pidfd_open(pid)
+        except OSError:
+            self.pid = 0
+            self.ended.set()
+        else:
+            threading.Thread(target=self._wait, daemon=True, name=f"gpuwatch-{pid}").start()
 
     def code(self) -> int | None:
         """Its exit code, negative for a signal; None if that cannot be known any more."""
@@ -59,10 +58,16 @@ class WatchedRankProcess:
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         poll.poll()
-        self._status = self._status_of_zombie()
+        with suppress(OSError, ValueError, IndexError):  # the last field, as long as its parent has not waited for it
+            fields = stat_fields(Path(f"/proc/{self.pid}"))
+            self._status = int(fields[49]) if fields[0] == "Z" else None
         if self._status is None:
-            self._status = self._status_of_ended()
-        self._ended.set()
+            data = bytearray(_INFO.pack(_HAS_EXIT, *[0] * 13))
+            with suppress(OSError):
+                fcntl.ioctl(self._fd, _GET_INFO, data)
+                mask, *_, status = _INFO.unpack(data)
+                self._status = int(status) if mask & _HAS_EXIT else None
+        self.ended.set()
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""
@@ -71,23 +76,8 @@ class WatchedRankProcess:
 
     def close(self) -> None:
         """Let go of it, if it has ended."""
-        if self._ended.is_set():
+        if self.pid and self.ended.is_set():
             os.close(self._fd)
-
-    def _status_of_ended(self) -> int | None:
-        data = bytearray(_INFO.pack(_HAS_EXIT, *[0] * 13))
-        with suppress(OSError):
-            fcntl.ioctl(self._fd, _GET_INFO, data)
-            mask, *_, status = _INFO.unpack(data)
-            return int(status) if mask & _HAS_EXIT else None
-        return None
-
-    def _status_of_zombie(self) -> int | None:
-        """The last field of /proc/PID/stat, as long as its parent has not waited for it."""
-        with suppress(OSError, ValueError, IndexError):
-            fields = stat_fields(Path(f"/proc/{self.pid}"))
-            return int(fields[49]) if fields[0] == "Z" else None
-        return None
 
 
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)
@@ -101,29 +91,21 @@ class _RunRank:
     rank: int
     attempt: int
     pid: int
-    process: WatchedRankProcess | None
-    """None if it had ended before it was seen."""
+    process: WatchedRankProcess
     ended: bool = False
 
 
-@dataclass(frozen=True)
-class _RecorderHead:
+class _RecorderHead(NamedTuple):
     """What a recorder says of its process."""
 
     rank: int
-    world_size: int
     attempt: int
     pid: int
     started_ns: int
-    trains: bool
-    """It has made an optimizer step, or met an overflow."""
     ran: bool
-    """It has done so, or called a module."""
-
-    @property
-    def is_alone(self) -> bool:
-        """It trains, and nothing says that it is one of several."""
-        return self.trains and self.world_size == 1
+    """It has called a module, made an optimizer step, or met an overflow."""
+    is_alone: bool
+    """It trains, and nothing says that it is one of several."""
 
 
 class HostRanks:
@@ -137,11 +119,12 @@ class HostRanks:
         self._tell = tell
         self._told_end = ended
         self._ranks: dict[Path, _RunRank] = {}
-        self._processes: dict[int, WatchedRankProcess | None] = {}
-        """By process id: those that may become a rank. None for one that had ended before it was seen."""
+        self._processes: dict[int, WatchedRankProcess] = {}
+        """By process id: those that may become a rank."""
         self._taken: set[Path] = set()
         """Recorders of processes that have become ranks, or are in the report as processes that are none."""
-        self._waited = False
+        self._last_end = 0.0
+        """How long ends are waited for, once the command has ended."""
         self.any_failed = False
         """A rank has ended badly."""
         self.stopping = False
@@ -149,7 +132,7 @@ class HostRanks:
 
     def has(self, pid: int) -> bool:
         """Whether a process is a rank."""
-        return any(rank.process is not None and rank.process.pid == pid for rank in self._ranks.values())
+        return any(rank.process.pid == pid for rank in self._ranks.values())
 
     @property
     def running(self) -> list[int]:
@@ -170,7 +153,9 @@ class HostRanks:
             if path not in self._ranks and (header := _read(path)) is not None:
                 self._start(path, header.rank, header)
         self._end_programs()
-        self._look_at_processes()
+        for path in self._folder.glob(PROCESSES):  # how they end is noticed from early on
+            if (pid := pid_of_file(path)) not in self._processes and path not in self._taken:
+                self._processes[pid] = WatchedRankProcess(pid)
         if not self._ranks:
             self._adopt(lambda header: header.is_alone)
         else:
@@ -178,7 +163,13 @@ class HostRanks:
         self._find_ended(own_codes)
 
     def _find_ended(self, own_codes: dict[int, int | None]) -> None:
-        ended = [(rank, self._code(rank, own_codes)) for rank in self._ranks.values() if _has_ended(rank, own_codes)]
+        ended = []
+        for rank in self._ranks.values():
+            own, is_over = own_codes.get(rank.pid), rank.process.ended.is_set()
+            if rank.pid in own_codes and rank.process.pid:  # whoever has started it says so, and knows it first
+                is_over = own is not None
+            if is_over and not rank.ended:
+                ended.append((rank, own if own is not None else rank.process.code()))
         for rank, code in sorted(ended, key=lambda entry: entry[1] == -signal.SIGTERM):
             self._end(rank, code, rank.pid in own_codes)
 
@@ -189,33 +180,23 @@ class HostRanks:
             self._adopt(lambda header: True)
             self.look(own_codes)
         self._tell_of_processes(lambda header: True)
-        self._wait_for_processes()
-        self._find_ended(own_codes)
-
-    def _wait_for_processes(self) -> None:
-        """Once: what the command has waited for has ended with it. What it has left behind is not waited for."""
-        if self._waited:
-            return
-        self._waited = True
-        deadline = time.monotonic() + _LAST_END_S
+        # once: what the command has waited for has ended with it; what it has left behind is not waited for
+        self._last_end = self._last_end or time.monotonic() + _LAST_END_S
         for rank in self._ranks.values():
-            if not rank.ended and not is_rank(rank.rank) and rank.process is not None:
-                rank.process.ends_within(max(0.0, deadline - time.monotonic()))
+            if not rank.ended and not is_rank(rank.rank):
+                rank.process.ended.wait(max(0.0, self._last_end - time.monotonic()))
+        self._find_ended(own_codes)
 
     def signal(self, number: int) -> None:
         """Send it to all that run."""
         for rank in self._ranks.values():
-            if not rank.ended and rank.process is not None:
+            if not rank.ended:
                 rank.process.signal(number)
 
     def close(self) -> None:
         """Let go of their processes."""
-        for rank in self._ranks.values():
-            if rank.process is not None:
-                rank.process.close()
-        for process in self._processes.values():
-            if process is not None:
-                process.close()
+        for process in (*(rank.process for rank in self._ranks.values()), *self._processes.values()):
+            process.close()
 
     def _end_programs(self) -> None:
         """If a rank's process went on as another program (os.exec), the program is a later attempt: end the earlier."""
@@ -241,16 +222,9 @@ class HostRanks:
                 (self._folder / file_name(header.rank, header.attempt)).hardlink_to(path)
                 self._taken.add(path)
 
-    def _look_at_processes(self) -> None:
-        """Notice how they end, from early on."""
-        for path in self._folder.glob(PROCESSES):
-            pid = int(path.stem.rpartition("-")[2])
-            if pid not in self._processes and path not in self._taken:
-                self._processes[pid] = _process(pid)
-
     def _is_over(self, pid: int, own_codes: dict[int, int | None]) -> bool:
         process = self._processes.get(pid)
-        return own_codes.get(pid) is not None or process is None or process.has_ended()
+        return own_codes.get(pid) is not None or process is None or process.ended.is_set()
 
     def _tell_of_processes(self, is_due: Callable[[_RecorderHead], bool]) -> None:
         """Report processes that ran a module and are no rank. Each is watched, and has its own row in the report."""
@@ -270,14 +244,10 @@ class HostRanks:
                 pass
 
     def _start(self, path: Path, number: int, header: _RecorderHead) -> None:
-        process = self._processes.pop(header.pid, None) or _process(header.pid)
+        process = self._processes.pop(header.pid, None) or WatchedRankProcess(header.pid)
         attempt = header.attempt if is_rank(number) else 0
         self._ranks[path] = _RunRank(number, attempt, header.pid, process)
         self._tell(WorkersStarted(attempt, {number: header.pid}))
-
-    def _code(self, rank: _RunRank, own_codes: dict[int, int | None]) -> int | None:
-        code = own_codes.get(rank.pid)
-        return rank.process.code() if code is None and rank.process is not None else code
 
     def _end(self, rank: _RunRank, code: int | None, is_own: bool) -> None:
         """Whoever started the ranks ends the others once one has failed: by SIGTERM, which nobody can tell from one
@@ -290,30 +260,9 @@ class HostRanks:
         self._tell(WorkersEnded(rank.attempt, {rank.rank: code}, [] if stopped else [rank.rank]))
 
 
-def _has_ended(rank: _RunRank, own_codes: dict[int, int | None]) -> bool:
-    """Whether it has since the last look; of a command, whoever has started it says so, and knows it first."""
-    if rank.ended or rank.process is None:
-        return not rank.ended
-    if rank.pid in own_codes:
-        return own_codes[rank.pid] is not None
-    return rank.process.has_ended()
-
-
-def _process(pid: int) -> WatchedRankProcess | None:
-    with suppress(OSError):
-        return WatchedRankProcess(pid)
-    return None
-
-
 def _read(path: Path) -> _RecorderHead | None:
     with suppress(OSError, NotReady), closing(RecorderReader(path)) as reader:
-        return _RecorderHead(
-            reader.rank,
-            reader[HeadField.WORLD_SIZE],
-            reader.attempt,
-            reader.pid,
-            reader[HeadField.STARTED_NS],
-            trains := reader[HeadField.STEP] > 0 or reader.overflow_seen,
-            trains or reader[HeadField.BATCH] >= 0,
-        )
+        trains = reader[HeadField.STEP] > 0 or reader.overflow_seen
+        ran, is_alone = trains or reader[HeadField.BATCH] >= 0, trains and reader[HeadField.WORLD_SIZE] == 1
+        return _RecorderHead(reader.rank, reader.attempt, reader.pid, reader[HeadField.STARTED_NS], ran, is_alone)
     return None

@@ -54,8 +54,11 @@ class SeenOverflows:
     def look(self, attempt: int, codes: dict[int, int | None]) -> None:
         """The ranks of this attempt have ended with these codes: read their recorders."""
         for rank, code in codes.items():
-            seen, first = _first_of(self._folder / file_name(rank, attempt))
-            if seen or (seen is None and code == RANK_OVERFLOW):  # a script may have that code of its own
+            seen, first = code == RANK_OVERFLOW, None  # a script may have that code of its own: a recorder tells
+            recorder = self._folder / file_name(rank, attempt)
+            with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
+                seen, first = reader.overflow_seen, reader.first_anomaly()
+            if seen:
                 self._seen[attempt, rank] = first
 
     @property
@@ -84,13 +87,6 @@ def where_it_is(verdict: JobResult | None) -> str:
             f"{quote(verdict.overflow_in)}"
         )
     return "the report lacks this overflow: its event was lost in transit"
-
-
-def _first_of(recorder: Path) -> tuple[bool | None, Anomaly | None]:
-    """Whether a rank says that it saw an overflow, None without a recorder; and the first one, as far as it is read."""
-    with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
-        return reader.overflow_seen, reader.first_anomaly()
-    return None, None
 
 
 # Processes that ranks have forked and that have outlived them, such as a data loader's worker that is stuck.

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
 from ..core.errors import UsageError
 from ..core.wire.messages import SchedulerJob
-from .option_types import is_number, parse_nnodes
+from .option_types import is_number, is_port, parse_nnodes
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,17 @@ class JobVariable:
 
     names: tuple[str, ...]
     parse: Callable[[str], Any] = str
+    """Raises ValueError or UsageError for what it cannot be."""
+    what: str = ""
+    """Expected, for a sentence."""
+    is_right: Callable[[str], bool] = bool
     may_be_empty: bool = False
     """Empty is a value; else it is as good as unset."""
+
+
+whole = partial(JobVariable, parse=int, what="a whole number", is_right=is_number)
+port = partial(JobVariable, parse=int, what="a port from 1 to 65535", is_right=is_port)
+nodes = partial(JobVariable, parse=parse_nnodes, what="a number of nodes or MIN:MAX")
 
 
 @dataclass(frozen=True)
@@ -92,33 +102,16 @@ class SchedulerFacts:
         return f"{self.scheduler.words.scheduler} job {self.job_id}" if self.scheduler is not None else "this job"
 
     @property
+    def nnodes(self) -> str | None:
+        """The nodes, as --nnodes takes them."""
+        return ":".join(map(str, dict.fromkeys(self.nodes))) if self.nodes is not None else None
+
+    @property
     def on_the_wire(self) -> SchedulerJob | None:
         """The job's facts for the collector; None where no scheduler runs it."""
         if self.scheduler is None or self.job_id is None:
             return None
         return replace(self.scheduler.words, job=self.job_id, node=self.node or "", nodes=list(self.hosts))
-
-
-def whole(text: str) -> int:
-    """A variable that is a whole number. Raises ValueError with what was expected."""
-    if not is_number(text):
-        raise ValueError("a whole number")
-    return int(text)
-
-
-def port(text: str) -> int:
-    """A variable that is a port. Raises ValueError with what was expected."""
-    if not is_number(text) or not 0 < int(text) < 65536:
-        raise ValueError("a port from 1 to 65535")
-    return int(text)
-
-
-def nodes(text: str) -> tuple[int, int]:
-    """A variable that is a number of nodes. Raises ValueError with what was expected."""
-    try:
-        return parse_nnodes(text)
-    except UsageError:
-        raise ValueError("a number of nodes or MIN:MAX") from None
 
 
 def read_facts(table: Mapping[str, JobVariable], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -130,9 +123,11 @@ def read_facts(table: Mapping[str, JobVariable], environ: Mapping[str, str]) -> 
             if not text and not (variable.may_be_empty and name in environ):
                 continue
             try:
+                if text and not variable.is_right(text):
+                    raise ValueError
                 facts[fact] = variable.parse(text)
-            except ValueError as error:
-                raise UsageError(f"{name}: expected {error}, found {text[:80]!r}") from error
+            except (ValueError, UsageError) as error:
+                raise UsageError(f"{name}: expected {variable.what}, found {text[:80]!r}") from error
             if facts[fact] is not None:
                 break
     return facts

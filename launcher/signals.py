@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import psutil
@@ -32,8 +32,8 @@ class TimeLimitNear(Exception):
 def signal_exceptions(*more: type[BaseException]) -> tuple[type[BaseException], ...]:
     """What a signal raises, but SIGINT: torchrun's own exception comes first, as soon as it is there."""
     api = sys.modules.get("torch.distributed.elastic.multiprocessing.api")
-    theirs = getattr(api, "SignalException", None)
-    return (*((theirs,) if theirs is not None else ()), EarlySignal, *more)
+    theirs = getattr(api, "SignalException", EarlySignal)
+    return (theirs, EarlySignal, *more)
 
 
 class signals_raise:
@@ -141,7 +141,6 @@ def watch_torchrun(
 
 def _has_ended(process: psutil.Process) -> bool:
     """A child that nobody has waited for yet is a zombie."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
+    return True

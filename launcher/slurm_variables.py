@@ -85,18 +85,11 @@ _GONE = ("down", "fail", "no_respond")
 # -- the environment ----------------------------------------------------------------------------------------------
 
 
-def _hosts(text: str) -> tuple[str, ...]:
-    try:
-        return tuple(expand_nodelist(text))
-    except UsageError:
-        raise ValueError("a SLURM node list such as gpu-[001-003,7]") from None
-
-
 def _tasks(text: str) -> int:
     """`8(x2),4`: at most 8 on a node"""
     counts = [re.fullmatch(r"([0-9]+)(\(x[0-9]+\))?", part) for part in text.split(",")]
     if None in counts:
-        raise ValueError("numbers of tasks such as 1(x2)")
+        raise ValueError
     return max(int(count[1]) for count in counts if count)
 
 
@@ -108,43 +101,42 @@ def _gpus(text: str) -> int | None:
 
 def _devices(text: str) -> int:
     """How many devices CUDA takes from a list: those before the first that is none."""
-    count = 0
-    for device in text.split(","):
-        if not device.strip() or device.strip().startswith("-"):
-            break
-        count += 1
-    return count
+    devices = [device.strip() for device in text.split(",")]
+    return len(list(itertools.takewhile(lambda device: device and not device.startswith("-"), devices)))
 
 
 _VARIABLES = {
-    "job_id": JobVariable(("SLURM_JOB_ID", "SLURM_JOBID"), whole),
-    "restart": JobVariable(("SLURM_RESTART_COUNT",), whole),
-    "step": JobVariable(("SLURM_STEP_ID", "SLURM_STEPID"), whole),
-    "nodes": JobVariable(("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes),
-    "hosts": JobVariable(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"), _hosts),
-    "node_rank": JobVariable(("SLURM_NODEID",), whole),
+    "job_id": whole(("SLURM_JOB_ID", "SLURM_JOBID")),
+    "restart": whole(("SLURM_RESTART_COUNT",)),
+    "step": whole(("SLURM_STEP_ID", "SLURM_STEPID")),
+    "nodes": nodes(("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
+    "hosts": JobVariable(
+        ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        lambda text: tuple(expand_nodelist(text)),
+        "a SLURM node list such as gpu-[001-003,7]",
+    ),
+    "node_rank": whole(("SLURM_NODEID",)),
     "node": JobVariable(("SLURMD_NODENAME",)),
     "gpus": JobVariable(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), _gpus),
     "visible_gpus": JobVariable(("CUDA_VISIBLE_DEVICES",), _devices, may_be_empty=True),
-    "tasks_per_node": JobVariable(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), _tasks),
+    "tasks_per_node": JobVariable(
+        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), _tasks, "numbers of tasks such as 1(x2)"
+    ),
     "tasks_here": JobVariable(("SLURM_GTIDS",), lambda text: len(text.split(","))),
-    "ends": JobVariable(("SLURM_JOB_END_TIME",), whole),
+    "ends": whole(("SLURM_JOB_END_TIME",)),
 }
 
 
 def read_slurm_job(environ: Mapping[str, str]) -> SchedulerFacts:
     """The job that SLURM's variables describe. Raises UsageError on a senseless value."""
     facts = read_facts(_VARIABLES, environ)
-    step = facts["step"]
-    in_step = (
-        step is not None
-        and step < _STEPS_OF_A_JOB
-        and _is_of_this_step(facts["hosts"], facts["node_rank"], facts["node"])
-    )
+    step, hosts, rank, node = (facts[name] for name in ("step", "hosts", "node_rank", "node"))
+    # a job that was submitted from inside another one's step inherits the variables of that step
+    inherits = hosts and rank is not None and node is not None and node not in hosts[rank : rank + 1]
+    in_step = step is not None and step < _STEPS_OF_A_JOB and not inherits
     if not in_step:
-        facts = read_facts(
-            _VARIABLES, {name: value for name, value in environ.items() if not name.startswith("SLURM_STEP")}
-        )
+        outside = {name: value for name, value in environ.items() if not name.startswith("SLURM_STEP")}
+        facts = read_facts(_VARIABLES, outside)
     hosts = facts["hosts"] or ()
     restart = facts["restart"] or 0
     number = step if in_step else None
@@ -165,13 +157,6 @@ def read_slurm_job(environ: Mapping[str, str]) -> SchedulerFacts:
         ends=facts["ends"],
         tasks_here=(facts["tasks_here"] or facts["tasks_per_node"] or 1) if in_step else 1,
     )
-
-
-def _is_of_this_step(hosts: tuple[str, ...] | None, rank: int | None, node: str | None) -> bool:
-    """A job that was submitted from inside another one's step inherits the variables of that step."""
-    if not hosts or rank is None or node is None:
-        return True
-    return node in hosts[rank : rank + 1]
 
 
 def _processes(gpus: int | None, visible: int | None) -> int | None:
@@ -206,11 +191,8 @@ def why_it_ends(job: SchedulerFacts) -> EndReason:
 
 def down_nodes(sinfo: str) -> list[str]:
     """Nodes that are down or do not answer, of lines such as `gpu-2 down*`."""
-    found = []
-    for line in sinfo.splitlines():
-        name, _, state = line.strip().partition(" ")
-        if state.startswith(_GONE) or state.endswith("*"):
-            found.append(name)
+    states = (line.strip().partition(" ")[::2] for line in sinfo.splitlines())
+    found = [name for name, state in states if state.startswith(_GONE) or state.endswith("*")]
     return list(dict.fromkeys(found))  # a node has a line for each of its partitions
 
 

@@ -20,7 +20,6 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,12 +53,6 @@ class TaskCommand(msgspec.Struct, frozen=True):
     """The signal that has ended this task's run; 0 for none."""
 
 
-class _SharedVerdict(msgspec.Struct, frozen=True):
-    """The verdict, from the task that has it to the others."""
-
-    verdict: JobResult | None
-
-
 class HostTasks:
     """The tasks of one host and job, as one of them sees them. `number` is how many the job starts here."""
 
@@ -73,19 +66,13 @@ class HostTasks:
         while not self._enter():
             pass  # tasks of an earlier life of this job were about to take the folder away
 
-    @property
-    def _path_of_mine(self) -> Path:
-        return self._folder / self._mine_name
-
-    def _places(self) -> Iterator[Path]:
-        """Where the folder may be, in the order in which all tasks try."""
-        for base in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
-            yield base / self._name
-            yield from (base / f"{self._name}-{number}" for number in range(1, _MOST_NAMES))
-
     def _find_folder(self) -> Path:
         """The one that is there, even if a name before its own is free by now; else a new one. Raises NoFolder."""
-        places = list(self._places())
+        places = [  # in the order in which all tasks try
+            base / (f"{self._name}-{number}" if number else self._name)
+            for base in (_SHARED_MEMORY, Path(tempfile.gettempdir()))
+            for number in range(_MOST_NAMES)
+        ]
         for folder in places:
             if _is_private(folder):
                 return folder
@@ -103,6 +90,7 @@ class HostTasks:
     def _enter(self) -> bool:
         """False if the folder was taken away meanwhile."""
         self._folder = self._find_folder()
+        self._path_of_mine = self._folder / self._mine_name
         try:
             self._owner = self._open("owner")
             self._mine = self._open(f".{self._path_of_mine.name}")
@@ -129,11 +117,9 @@ class HostTasks:
         """How this task's command is."""
         os.pwrite(self._mine, msgspec.json.encode(task).ljust(200), 0)  # in place: the lock is on this file
 
-    def why_stop(self) -> str:
-        """Why the commands are to end; "" as long as they are not."""
-        with suppress(OSError):
-            return (self._folder / "stop").read_text()
-        return ""
+    def is_stopped(self) -> bool:
+        """Whether the commands are to end."""
+        return (self._folder / "stop").exists()
 
     def close(self) -> None:
         """This task leaves. The owner takes the folder away once the others have left."""
@@ -189,7 +175,7 @@ class HostTasks:
 
     def share_verdict(self, verdict: JobResult | None) -> None:
         """The end, for all."""
-        write_whole(self._folder / "verdict", to_json(_SharedVerdict(verdict)))
+        write_whole(self._folder / "verdict", to_json(verdict))
 
     # -- the others ---------------------------------------------------------------------------------------------
 
@@ -209,7 +195,8 @@ class HostTasks:
     def verdict(self) -> JobResult | None:
         """None as long as there is none."""
         with suppress(OSError):
-            return from_json((self._folder / "verdict").read_bytes(), _SharedVerdict).verdict
+            verdict: JobResult | None = from_json((self._folder / "verdict").read_bytes(), JobResult | None)
+            return verdict
         return None
 
     # -- files --------------------------------------------------------------------------------------------------
@@ -243,11 +230,10 @@ def _is_private(folder: Path) -> bool:
 
 
 def _lock(fd: int) -> bool:
-    try:
+    with suppress(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _is_at(fd: int, path: Path) -> bool:
@@ -258,11 +244,6 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not _lock(fd)
-    finally:
-        os.close(fd)
+    with suppress(OSError), path.open("rb") as file:
+        return not _lock(file.fileno())
+    return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Literal, NamedTuple
 
@@ -50,7 +51,11 @@ def render(script: BatchScript) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {"directive": _directive_value, "below_submit_dir": _below_submit_dir, "comment": _comment}
+    environment.filters |= {
+        "directive": _directive_value,
+        "below_submit_dir": _below_submit_dir,
+        "comment": partial(_LINE_END.sub, " "),
+    }
     source = resources.files(__package__).joinpath("gpuwatch.sbatch.jinja").read_text(encoding="utf-8")
     arguments = None if script.arguments is None else shlex.join(script.arguments)
     return environment.from_string(source).render(
@@ -84,7 +89,3 @@ def _directive_value(value: str) -> str:
 
 def _below_submit_dir(path: str) -> str:
     return shlex.quote(path) if path.startswith("/") else f"$SLURM_SUBMIT_DIR/{shlex.quote(path)}"
-
-
-def _comment(text: str) -> str:
-    return _LINE_END.sub(" ", text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..core.errors import UsageError
 
@@ -18,8 +18,7 @@ OVER = frozenset(
 """States that a job does not leave. A requeued one is PENDING again, and so never in one of these meanwhile."""
 
 
-@dataclass(frozen=True)
-class JobTask:
+class JobTask(NamedTuple):
     """A job, or one task of an array."""
 
     id: str

@@ -16,6 +16,7 @@ from .sbatch import OF_THE_SUBMISSION, REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VAL
 # Whose option is whose: gpuwatch submit takes those of sbatch, of gpuwatch launch, and a few of its own. Pure.
 
 _OWN_FLAGS = frozenset({"print", "wait", "help"})
+_OWN_LETTERS = {"h": "help", "W": "wait"}
 _OWN_VALUES = frozenset({"exclude-bad", "program"})
 _NNODES = re.compile(r"([0-9]+)(?::([0-9]+))?")
 
@@ -73,17 +74,18 @@ def _long(word: str, rest: list[str], options: LaunchOptions, found: SbatchComma
     name, value = typed[2:], text if equals else None
     dashed = name.replace("_", "-")
     if dashed in _OWN_FLAGS:
-        _own_flag(dashed, value, found)
-    elif dashed in _OWN_VALUES:
-        text = _value(typed, value, rest)
-        if dashed == "program":
-            found.program = text
-        else:
-            found.exclude_bad.append(text)
+        if value is not None:
+            raise UsageError(f"--{dashed}: expected no value, found {value!r}")
+        setattr(found, {"print": "print_only"}.get(dashed, dashed), True)
+    elif dashed == "exclude-bad":
+        found.exclude_bad.append(_value(typed, value, rest))
+    elif dashed in ("program", "runs-dir"):
+        setattr(found, dashed.replace("-", "_"), _value(typed, value, rest))
     elif dashed == "nnodes":  # as torchrun has it
-        found.sbatch.append(SbatchOption("nodes", _nodes(_value(typed, value, rest))))
-    elif dashed == "runs-dir":
-        found.runs_dir = _value(typed, value, rest)
+        nodes = _value(typed, value, rest)
+        if _NNODES.fullmatch(nodes) is None:
+            raise UsageError(f"--nnodes: expected a number of nodes or MIN:MAX, found {nodes!r}")
+        found.sbatch.append(SbatchOption("nodes", nodes.replace(":", "-")))
     elif dashed == "run-name":
         raise UsageError("--run-name: the runs of a job are named after it; drop it")
     elif typed in options.with_value:
@@ -111,10 +113,8 @@ def _short(word: str, rest: list[str], options: LaunchOptions, found: SbatchComm
     """`-N 2`, `-N2`, `-HO`, `-m`"""
     letter, attached = word[1], word[2:]
     flag = f"-{letter}"
-    if letter == "h":
-        found.help = True
-    elif letter == "W":
-        found.wait = True
+    if letter in _OWN_LETTERS:
+        setattr(found, _OWN_LETTERS[letter], True)
     elif letter in SHORT:
         name = SHORT[letter]
         takes = name in WITH_VALUE
@@ -129,25 +129,12 @@ def _short(word: str, rest: list[str], options: LaunchOptions, found: SbatchComm
         raise _unknown(word, options)
 
 
-def _own_flag(name: str, value: str | None, found: SbatchCommand) -> None:
-    if value is not None:
-        raise UsageError(f"--{name}: expected no value, found {value!r}")
-    setattr(found, {"print": "print_only"}.get(name, name), True)
-
-
 def _value(typed: str, value: str | None, rest: list[str]) -> str:
     if value is not None:
         return value
     if not rest:
         raise UsageError(f"{typed}: expected a value after it, found the end of the line")
     return rest.pop(0)
-
-
-def _nodes(text: str) -> str:
-    match = _NNODES.fullmatch(text)
-    if match is None:
-        raise UsageError(f"--nnodes: expected a number of nodes or MIN:MAX, found {text!r}")
-    return text.replace(":", "-")
 
 
 def _unknown(word: str, options: LaunchOptions) -> UsageError:
@@ -185,11 +172,8 @@ def batch_script(
 
 def command_line_options(submission: SbatchCommand) -> list[str]:
     """What goes to sbatch itself."""
-    return [
-        f"--{option.name}" if option.value is None else f"--{option.name}={option.value}"
-        for option in submission.sbatch
-        if option.name in OF_THE_SUBMISSION
-    ]
+    options = [option for option in submission.sbatch if option.name in OF_THE_SUBMISSION]
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in options]
 
 
 def _job_name(submission: SbatchCommand, verb: str) -> str:
@@ -224,21 +208,12 @@ class JobFollower:
             else:
                 silent = False
                 for task in tasks:
-                    self._tell(known.get(task.id), task)
+                    if task.id not in known or known[task.id].state != task.state:
+                        why = f" ({task.reason})" if task.reason not in ("", "None") else ""
+                        where = f" on {task.nodes}" if task.nodes and task.state == "RUNNING" else ""
+                        self.say(f"job {task.id}: {task.state.lower()}{where}{why}")
                     known[task.id] = task
-                if all(task.over for task in tasks):
-                    return [known[name] for name in sorted(known, key=_order)]
+                if all(task.over for task in tasks):  # 17_3 before 17_10
+                    return sorted(known.values(), key=lambda task: [int(n) for n in task.id.split("_") if n.isdigit()])
             self.sleep(pause_s)
             pause_s = min(_LATER_LOOKS_S, pause_s * _SLOWER)
-
-    def _tell(self, before: JobTask | None, now: JobTask) -> None:
-        if before is not None and before.state == now.state:
-            return
-        why = f" ({now.reason})" if now.reason not in ("", "None") else ""
-        where = f" on {now.nodes}" if now.nodes and now.state == "RUNNING" else ""
-        self.say(f"job {now.id}: {now.state.lower()}{where}{why}")
-
-
-def _order(name: str) -> tuple[int, ...]:
-    """`17_3` before `17_10`"""
-    return tuple(int(part) for part in name.split("_") if part.isdigit())

@@ -20,7 +20,8 @@ import zmq
 from ...core import host
 from ...core.tell import tell
 from ...core.wire.keys import KeyPair
-from ...core.wire.view import FILE, JobView, ViewerKeys, decode_view, encode_view, read_viewer_keys
+from ...core.wire.messages import encode
+from ...core.wire.view import FILE, JobView, ViewerKeys, decode_view, read_viewer_keys
 
 # When the next picture is due: once a second, and less often where making one takes long.
 
@@ -98,7 +99,7 @@ class ViewPublisher:
             return
         began = time.thread_time()
         try:
-            picture = encode_view(make())
+            picture = encode(make())
         except Exception as error:  # it costs the view alone
             tell(f"the snapshot for viewers could not be made: {type(error).__name__}: {error}")
             self._pace.took(math.inf, now)

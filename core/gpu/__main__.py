@@ -16,13 +16,12 @@ from typing import Any
 import msgspec
 
 from ..events import GpuCounters, GpuXid
+from ..text import from_json
 from .counters import meaning_of
 from .nvml_child import (
-    AskCounters,
-    AskSamples,
+    AskGpus,
     CountersLine,
     GpuReading,
-    Line,
     NvmlFinished,
     NvmlQuestion,
     NvmlStarted,
@@ -30,18 +29,34 @@ from .nvml_child import (
     XidWatch,
 )
 
-_TODO = {
-    "old": "Update the NVIDIA driver, or install an nvidia-ml-py release as old as the driver.",
-    "absent": "It comes with the NVIDIA driver; in a container, start it with the `utility` driver capability.",
-    "permission": "Ask the node's administrator for access to /dev/nvidiactl.",
-    "driver": "Load the NVIDIA driver, or look at the kernel log for why it is not (dmesg).",
-    "mismatch": "Reboot the node, or reload the driver: its library and its kernel module have different versions.",
+_REFUSALS = {
+    "LIBRARY_NOT_FOUND": (
+        "NVML is not on this host (libnvidia-ml.so.1)",
+        "It comes with the NVIDIA driver; in a container, start it with the `utility` driver capability.",
+    ),
+    "NO_PERMISSION": (
+        "NVML may not be used here (permission denied)",
+        "Ask the node's administrator for access to /dev/nvidiactl.",
+    ),
+    "DRIVER_NOT_LOADED": (
+        "the NVIDIA driver is not loaded",
+        "Load the NVIDIA driver, or look at the kernel log for why it is not (dmesg).",
+    ),
+    "LIB_RM_VERSION_MISMATCH": (
+        "NVML and the driver have different versions",
+        "Reboot the node, or reload the driver: its library and its kernel module have different versions.",
+    ),
+    "FUNCTION_NOT_FOUND": (
+        "NVML is too old: {error}",
+        "Update the NVIDIA driver, or install an nvidia-ml-py release as old as the driver.",
+    ),
 }
+"""Why NVML cannot be initialised, by its error (NVML_ERROR_...), and what to do."""
 
 _lock = threading.Lock()
 
 
-def say(line: Line) -> None:
+def say(line: msgspec.Struct) -> None:
     """Print one line for the parent process."""
     with _lock:
         sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
@@ -59,17 +74,10 @@ def start() -> NvmlStarted | NvmlTrouble:
     try:
         ask("nvmlInit")
     except NotKnown as error:
-        what, todo = {
-            pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: ("NVML is not on this host (libnvidia-ml.so.1)", _TODO["absent"]),
-            pynvml.NVML_ERROR_NO_PERMISSION: ("NVML may not be used here (permission denied)", _TODO["permission"]),
-            pynvml.NVML_ERROR_DRIVER_NOT_LOADED: ("the NVIDIA driver is not loaded", _TODO["driver"]),
-            pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-                "NVML and the driver have different versions",
-                _TODO["mismatch"],
-            ),
-            pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: (f"NVML is too old: {error}", _TODO["old"]),
-        }.get(error.code or 0, (f"NVML cannot be initialised: {error}", ""))
-        return NvmlTrouble(what, todo)
+        for name, (what, todo) in _REFUSALS.items():
+            if error.code == getattr(pynvml, f"NVML_ERROR_{name}"):
+                return NvmlTrouble(what.format(error=error), todo)
+        return NvmlTrouble(f"NVML cannot be initialised: {error}")
     return NvmlStarted(text("nvmlSystemGetDriverVersion"))
 
 
@@ -114,24 +122,22 @@ _WAIT_MS = 1000
 _NO_INSTANCE = 0xFFFFFFFF
 _XID_EVENT = 8
 """nvmlEventTypeXidCriticalError"""
+_TIMEOUT = 10
+"""NVML_ERROR_TIMEOUT: nothing has happened"""
 
 
 def watch() -> None:
     """Until stdin is closed."""
-    questions: queue.SimpleQueue[AskCounters] = queue.SimpleQueue()
-    samples: queue.SimpleQueue[AskSamples] = queue.SimpleQueue()
+    questions: queue.SimpleQueue[str] = queue.SimpleQueue()
+    samples: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_begin, args=(questions, samples), daemon=True).start()
-    decoder: msgspec.json.Decoder[AskCounters | AskSamples] = msgspec.json.Decoder(AskCounters | AskSamples)
     for line in sys.stdin.buffer:
-        question = decoder.decode(line)
-        if isinstance(question, AskSamples):
-            samples.put(question)
-        else:
-            questions.put(question)
+        moment = from_json(line, AskGpus).moment
+        (questions if moment else samples).put(moment)
     os._exit(0)  # the threads may be in a driver that never returns
 
 
-def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue[AskSamples]) -> None:
+def _begin(questions: queue.SimpleQueue[str], samples: queue.SimpleQueue[str]) -> None:
     begun = start()
     if isinstance(begun, NvmlTrouble):
         say(begun)
@@ -156,7 +162,7 @@ def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue
         threading.Thread(target=_tell_xids, args=(events, devices), daemon=True).start()
     threading.Thread(target=_tell_samples, args=(samples, devices), daemon=True).start()
     while True:
-        _tell_counters(questions.get().moment, devices)
+        _tell_counters(questions.get(), devices)
 
 
 def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
@@ -167,7 +173,7 @@ def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
         try:
             event = ask("nvmlEventSetWait", events, _WAIT_MS)
         except NotKnown as error:
-            if error.is_timeout:
+            if error.code == _TIMEOUT:
                 continue
             if not error.gpu_is_lost:
                 say(NvmlTrouble(f"NVML no longer waits for events: {error}"))
@@ -175,16 +181,13 @@ def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
             time.sleep(_WAIT_MS / 1000)  # one of them is lost; the others are still watched
             continue
         if event.eventType == _XID_EVENT:
-            mig = ""
-            if event.gpuInstanceId != _NO_INSTANCE:
-                mig = f"{event.gpuInstanceId}/{event.computeInstanceId}"
-            uuid = by_address.get(address_of(event.device), "")
-            number = int(event.eventData)
-            means = meaning_of(number)
-            say(GpuXid(uuid, number, time.time_ns(), means.meaning, means.next, means.grade, mig))
+            whole = event.gpuInstanceId == _NO_INSTANCE
+            mig = "" if whole else f"{event.gpuInstanceId}/{event.computeInstanceId}"
+            uuid, number = by_address.get(address_of(event.device), ""), int(event.eventData)
+            say(GpuXid(uuid, number, time.time_ns(), *meaning_of(number), mig))
 
 
-def _tell_samples(samples: queue.SimpleQueue[AskSamples], devices: dict[str, Any]) -> None:
+def _tell_samples(samples: queue.SimpleQueue[str], devices: dict[str, Any]) -> None:
     from .questions import GpuSampler
 
     samplers = {uuid: GpuSampler(uuid, handle) for uuid, handle in devices.items()}
@@ -208,14 +211,10 @@ def main() -> int:
     """Entry."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", action="append", default=[], help="UUID; default: all")
-    parser.add_argument(
-        "--loaded",
-        action="store_true",
-        help="the GPU is under load: read its clocks and its PCIe link, and nothing else",
-    )
-    parser.add_argument(
-        "--watch", action="store_true", help="print XIDs as they arrive, and counters when asked on stdin"
-    )
+    loaded = "the GPU is under load: read its clocks and its PCIe link, and nothing else"
+    parser.add_argument("--loaded", action="store_true", help=loaded)
+    watched = "print XIDs as they arrive, and counters when asked on stdin"
+    parser.add_argument("--watch", action="store_true", help=watched)
     options = parser.parse_args()
     if options.watch:
         watch()

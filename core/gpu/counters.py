@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -60,11 +60,8 @@ class GpuSincePreflight(msgspec.Struct, frozen=True):
     def grade(self) -> Grade:
         """The worst of all."""
         grades = {change.grade for change in self.changes} | {xid.grade for xid in self.xids}
-        if "fail" in grades:
-            return "fail"
-        if "warn" in grades:
-            return "warn"
-        return "ok" if self.known else "unknown"
+        order: tuple[Grade, ...] = ("fail", "warn")
+        return next((grade for grade in order if grade in grades), "ok" if self.known else "unknown")
 
 
 def difference(before: GpuCounters, after: GpuCounters) -> list[CounterChange]:
@@ -94,7 +91,11 @@ def since_preflight(events: Iterable[GpuXid | GpuCounters | GpuHealth], device: 
     """What happened to a GPU since the training began. `device` is what its rank calls it: the UUID of the GPU or of
     a MIG device on it, with or without `GPU-`."""
     events = list(events)
-    readings = [event for event in events if isinstance(event, GpuCounters) and _is(event, device)]
+    readings = [
+        event
+        for event in events
+        if isinstance(event, GpuCounters) and _bare(device) in map(_bare, (event.device, *event.mig))
+    ]
     readings.sort(key=lambda reading: reading.time_ns)
     whole = readings[0].device if readings else device
     xids = sorted(
@@ -110,10 +111,6 @@ def since_preflight(events: Iterable[GpuXid | GpuCounters | GpuHealth], device: 
     unknown = {name: why for name, why in {**before.unknown, **after.unknown}.items() if name in _WORDS}
     seconds = (after.time_ns - before.time_ns) / 1e9
     return GpuSincePreflight(whole, True, difference(before, after), xids, unknown, round(seconds, 3))
-
-
-def _is(reading: GpuCounters, device: str) -> bool:
-    return _bare(device) in map(_bare, (reading.device, *reading.mig))
 
 
 def _bare(uuid: str) -> str:
@@ -140,8 +137,7 @@ def gpu_of_rank(uuid: str, local_rank: int, environment: Mapping[str, str]) -> s
 # https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html
 
 
-@dataclass(frozen=True)
-class XidMeaning:
+class XidMeaning(NamedTuple):
     """`grade` is the GPU's: `ok` if the script is the likely cause."""
 
     meaning: str
@@ -159,8 +155,6 @@ _REPORT = "The job may go on; report the GPU to the node's administrator."
 _NVLINK = "Look at nvidia-smi nvlink -e on this GPU and on its peers: the fault may be at the other end; reset both."
 _OTHERS = "A consequence: look at the XIDs before it."
 _NOTHING = "No action is needed."
-
-
 _x = XidMeaning
 
 XIDS: dict[int, XidMeaning] = {
@@ -172,9 +166,7 @@ XIDS: dict[int, XidMeaning] = {
     32: _x("invalid or corrupted push buffer stream: mostly the quality of the PCIe link", _RESTART, "warn"),
     37: _x("driver firmware error", _SCRIPT, "ok"),
     38: _x("driver firmware error", _REPORT, "warn"),
-    39: _x("copy engine exception", _RESTART, "warn"),
-    40: _x("copy engine exception", _RESTART, "warn"),
-    41: _x("copy engine exception", _RESTART, "warn"),
+    **dict.fromkeys((39, 40, 41), _x("copy engine exception", _RESTART, "warn")),
     43: _x("GPU stopped processing after a fault of the program; the GPU itself is healthy", _SCRIPT, "ok"),
     44: _x("graphics engine fault during a context switch", _REPORT, "warn"),
     45: _x("preemptive cleanup: the program ended or was ended", _OTHERS, "ok"),
@@ -184,8 +176,7 @@ XIDS: dict[int, XidMeaning] = {
     62: _x("internal micro-controller halt", _RESET, "fail"),
     63: _x("a row of its memory was remapped, or a page retired, after ECC errors", _REPORT, "warn"),
     64: _x("a row of its memory could not be remapped, or a page not retired", _RESET, "fail"),
-    66: _x("illegal access by the driver", _REPORT, "warn"),
-    67: _x("illegal access by the driver", _REPORT, "warn"),
+    **dict.fromkeys((66, 67), _x("illegal access by the driver", _REPORT, "warn")),
     68: _x("video decoder exception", _RESTART, "warn"),
     69: _x("graphics engine class error", _SCRIPT, "ok"),
     74: _x("NVLink error", _NVLINK, "fail"),
@@ -195,8 +186,7 @@ XIDS: dict[int, XidMeaning] = {
     93: _x("wear limit of the InfoROM reached", _REPORT, "warn"),
     94: _x("contained memory error: only the program that met it is affected", _RESET, "fail"),
     95: _x("uncontained memory error: any program on the GPU may be affected", _RESET, "fail"),
-    106: _x("test message", _NOTHING, "ok"),
-    107: _x("test message", _NOTHING, "ok"),
+    **dict.fromkeys((106, 107), _x("test message", _NOTHING, "ok")),
     109: _x("context switch timeout", _RESET, "fail"),
     110: _x("security fault", "Restart the node cold; if it comes back, report the GPU.", "fail"),
     119: _x("timeout of a call to the GPU's system processor (GSP)", _RESET, "fail"),
@@ -207,13 +197,10 @@ XIDS: dict[int, XidMeaning] = {
     140: _x("unrecovered ECC error", _RESET, "fail"),
     141: _x("CUDA fast path error", _REPORT, "warn"),
     143: _x("GPU initialization error", _RESET, "fail"),
-    144: _x("NVLink error (SAW)", _NVLINK, "fail"),
-    145: _x("NVLink error (RLW)", _NVLINK, "fail"),
-    146: _x("NVLink error (TLW)", _NVLINK, "fail"),
-    147: _x("NVLink error (TREX)", _NVLINK, "fail"),
-    148: _x("NVLink error (NVLPW_CTRL)", _NVLINK, "fail"),
-    149: _x("NVLink error (NETIR)", _NVLINK, "fail"),
-    150: _x("NVLink error (MSE)", _NVLINK, "fail"),
+    **{
+        number: _x(f"NVLink error ({unit})", _NVLINK, "fail")
+        for number, unit in enumerate(("SAW", "RLW", "TLW", "TREX", "NVLPW_CTRL", "NETIR", "MSE"), 144)
+    },
     151: _x("key rotation error", "Restart the virtual machine; if it comes back, report the GPU.", "fail"),
     154: _x(
         "the recovery that the GPU asks for has changed", "Look at the GPU Recovery Action in nvidia-smi -q.", "fail"

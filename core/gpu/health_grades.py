@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -57,7 +56,7 @@ def judge(reading: GpuReading, limits: Mapping[str, CheckLimits]) -> list[Health
         if not missing:
             judged.append(_compare(check, check.value_of(facts), limits[check.name], reading))
         elif check.moot_with not in facts:
-            why, optional = reading.why_unknown(missing[0]), check.optional
+            why, optional = reading.unknown.get(missing[0], NO_ANSWER_YET), check.optional
             if missing[0] in LOADED_FACTS and missing[0] not in reading.unknown:
                 why, optional = "not under load", True
             judged.append(HealthGrade(check.name, "unknown", why, optional=optional))
@@ -65,11 +64,9 @@ def judge(reading: GpuReading, limits: Mapping[str, CheckLimits]) -> list[Health
 
 
 def _compare(check: HealthCheck, value: int, limits: CheckLimits, reading: GpuReading) -> HealthGrade:
-    grade: Grade = "ok"
-    if check.reaches(value, limits.fail):
-        grade = "fail"
-    elif check.reaches(value, limits.warn):
-        grade = "warn"
+    grade: Grade = (
+        "fail" if check.reaches(value, limits.fail) else "warn" if check.reaches(value, limits.warn) else "ok"
+    )
     sentence = check.what if check.flag else f"{check.what}: {value}"
     found = HealthGrade(check.name, grade, sentence, check.next)
     if check.name == "recovery_action" and value in RECOVERY_ACTIONS:
@@ -95,9 +92,9 @@ def grade(
     unknown = [one for one in judged if one.grade == "unknown" and not one.optional]
     if unknown:
         sentence = f"{who}: NVML does not report {_reasons(unknown)}"
-        findings.append(
-            PreflightFinding(STAGE, "unknown", "gpu", ranks, [host], sentence, _how_to_know(unknown), reading.device)
-        )
+        todo = "Only root may read some of these values; if they matter, ask the node's administrator."
+        todo = todo if any("Permission" in one.sentence for one in unknown) else ""
+        findings.append(PreflightFinding(STAGE, "unknown", "gpu", ranks, [host], sentence, todo, reading.device))
     return findings
 
 
@@ -107,12 +104,6 @@ def _reasons(unknown: list[HealthGrade]) -> str:
     for one in unknown:
         by_reason.setdefault(one.sentence, []).append(one.check)
     return "; ".join(f"{', '.join(names)} ({why})" for why, names in by_reason.items())
-
-
-def _how_to_know(unknown: list[HealthGrade]) -> str:
-    if any("Permission" in one.sentence for one in unknown):
-        return "Only root may read some of these values; if they matter, ask the node's administrator."
-    return ""
 
 
 def grade_answer(
@@ -163,19 +154,12 @@ def _parse(path: Path) -> Any:
     except OSError as error:
         raise UsageError(f"expected a file that can be read, found {str(path)!r}: {error.strerror}") from error
     try:
-        if path.suffix == ".json":
-            return msgspec.json.decode(data)
-        return _toml().loads(data.decode())
+        return msgspec.json.decode(data) if path.suffix == ".json" else import_module("tomllib").loads(data.decode())
+    except ImportError as error:
+        raise UsageError("expected a .json file: this Python, older than 3.11, reads no TOML") from error
     except (ValueError, msgspec.DecodeError) as error:  # of TOML, of JSON, of UTF-8
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise UsageError(f"expected {kind} in {path}, found: {error}") from error
-
-
-def _toml() -> ModuleType:
-    try:
-        return import_module("tomllib")
-    except ImportError as error:
-        raise UsageError("expected a .json file: this Python, older than 3.11, reads no TOML") from error
 
 
 def _limits(path: str, name: str, row: Any, default: CheckLimits) -> CheckLimits:

@@ -11,8 +11,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -23,15 +25,15 @@ DCGM = "https://docs.nvidia.com/datacenter/dcgm/ (health checks)"
 HEALTH_VALIDATION = "https://docs.nvidia.com/health-validation/reference/checks/"
 OURS = "gpuwatch's own choice"
 
-LOADED_FACTS = (
-    "clocks_hw_slowdown",
-    "clocks_hw_thermal",
-    "clocks_hw_power_brake",
-    "clocks_sw_thermal",
-    "clocks_sw_power_cap",
-    "pcie_generation",
-    "pcie_width",
-)
+CLOCK_REASONS = {
+    "clocks_hw_slowdown": 0x08,
+    "clocks_sw_thermal": 0x20,
+    "clocks_hw_thermal": 0x40,
+    "clocks_hw_power_brake": 0x80,
+    "clocks_sw_power_cap": 0x04,
+}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons; the older name of that function gives the same."""
+LOADED_FACTS = (*CLOCK_REASONS, "pcie_generation", "pcie_width")
 """An idle GPU lowers its clocks and PCIe link, so that these facts mean nothing without load."""
 
 Facts = Mapping[str, int]
@@ -51,13 +53,10 @@ class HealthCheck:
     what: str
     """As it is said: `uncorrectable ECC errors since the driver was loaded`."""
     next: str
-    source: str
     warn: float | None = None
     fail: float | None = None
-    facts: tuple[str, ...] = ()
-    """What it is made of; () is the one fact of its own name."""
-    value: Callable[[Facts], int] | None = None
-    """Computes the value from the facts; None: the value is the one fact that it needs."""
+    value: Callable[..., int] | None = None
+    """Computes the value from the facts that its parameters name; None: the value is the fact of the check's name."""
     low: bool = False
     """Small numbers are the bad ones."""
     moot_with: str = ""
@@ -71,11 +70,12 @@ class HealthCheck:
     @property
     def needs(self) -> tuple[str, ...]:
         """The facts that it cannot do without."""
-        return self.facts or (self.name,)
+        return tuple(inspect.signature(self.value).parameters) if self.value is not None else (self.name,)
 
     def value_of(self, facts: Facts) -> int:
         """The value that the limits apply to."""
-        return self.value(facts) if self.value is not None else facts[self.needs[0]]
+        needed = [facts[name] for name in self.needs]
+        return self.value(*needed) if self.value is not None else needed[0]
 
     def reaches(self, value: float, limit: float | None) -> bool:
         """Whether a value is as bad as a limit."""
@@ -93,266 +93,218 @@ _LINKS = (
 )
 _FABRIC = "Look at the fabric manager: systemctl status nvidia-fabricmanager, and nvidia-smi -q under Fabric."
 
+_yes_or_no = partial(HealthCheck, flag=True)
+
 _ROWS = {
-    "lost": HealthCheck(
-        "the driver has lost the GPU, or demands a reset",
-        _RESET,
-        f"NVML_ERROR_GPU_IS_LOST and NVML_ERROR_RESET_REQUIRED, {NVML}",
-        fail=1,
-        flag=True,
-    ),
-    "recovery_action": HealthCheck(
-        "the driver asks for a recovery",
-        _RESET,
-        f"recovery action flag, {MEMORY_GUIDE}error-recovery-and-response-flags.html",
-        fail=1,
-    ),
-    "ecc_uncorrected_volatile": HealthCheck(
-        "uncorrectable ECC errors since the driver was loaded", _RESET, f"volatile double-bit errors, {DCGM}", fail=1
-    ),
-    "ecc_uncorrected_aggregate": HealthCheck(
-        "uncorrectable ECC errors in the GPU's life",
-        _WATCH,
-        f"contained errors are repaired by row remapping: {MEMORY_GUIDE}row-remapping.html; to warn of them is {OURS}",
-        warn=1,
-    ),
-    **{
-        f"ecc_corrected_{life}": HealthCheck(
-            f"corrected ECC errors {since}",
-            _WATCH,
-            f"no published limit: outside the scope of {MEMORY_GUIDE}overview.html; set one for your own fleet",
-        )
-        for life, since in (("volatile", "since the driver was loaded"), ("aggregate", "in the GPU's life"))
-    },
-    "ecc_disabled": HealthCheck(
+    # memory
+    "lost": _yes_or_no("the driver has lost the GPU, or demands a reset", _RESET, fail=1),
+    "recovery_action": HealthCheck("the driver asks for a recovery", _RESET, fail=1),
+    "ecc_uncorrected_volatile": HealthCheck("uncorrectable ECC errors since the driver was loaded", _RESET, fail=1),
+    "ecc_uncorrected_aggregate": HealthCheck("uncorrectable ECC errors in the GPU's life", _WATCH, warn=1),
+    "ecc_corrected_volatile": HealthCheck("corrected ECC errors since the driver was loaded", _WATCH),
+    "ecc_corrected_aggregate": HealthCheck("corrected ECC errors in the GPU's life", _WATCH),
+    "ecc_disabled": _yes_or_no(
         "ECC is switched off",
         "Switch it on with nvidia-smi -e 1 and reset the GPU: without it a flipped bit is silent.",
-        OURS,
         warn=1,
-        facts=("ecc_enabled",),
-        value=lambda facts: int(not facts["ecc_enabled"]),
-        flag=True,
+        value=lambda ecc_enabled: int(not ecc_enabled),
     ),
-    "sram_threshold_exceeded": HealthCheck(
-        "too many uncorrectable errors in its caches (SRAM threshold exceeded)",
-        _SERVICE,
-        f"L2 memory RMA policy, {MEMORY_GUIDE}rma-policy-thresholds-for-row-remapping.html",
-        fail=1,
-        flag=True,
-        optional=True,
+    "sram_threshold_exceeded": _yes_or_no(
+        "too many uncorrectable errors in its caches (SRAM threshold exceeded)", _SERVICE, fail=1, optional=True
     ),
-    "remap_failed": HealthCheck(
-        "a memory row could not be remapped",
-        _SERVICE,
-        f"row-remapping failure flag, {MEMORY_GUIDE}rma-policy-thresholds-for-row-remapping.html",
-        fail=1,
-        moot_with="retired_pages_uncorrected",
-        flag=True,
+    "remap_failed": _yes_or_no(
+        "a memory row could not be remapped", _SERVICE, fail=1, moot_with="retired_pages_uncorrected"
     ),
-    "remap_pending": HealthCheck(
+    "remap_pending": _yes_or_no(
         "a memory row waits for a reset to be remapped",
         "Reset the GPU at the next opportunity (nvidia-smi -r); until then it may be used.",
-        f"row-remapping pending flag, {MEMORY_GUIDE}error-recovery-and-response-flags.html",
         warn=1,
         moot_with="retired_pages_uncorrected",
-        flag=True,
     ),
     "remap_uncorrected": HealthCheck(
-        "memory rows remapped after uncorrectable errors",
-        _SERVICE,
-        f"512 remappings for uncorrectable errors, {MEMORY_GUIDE}rma-policy-thresholds-for-row-remapping.html",
-        fail=512,
-        moot_with="retired_pages_uncorrected",
+        "memory rows remapped after uncorrectable errors", _SERVICE, fail=512, moot_with="retired_pages_uncorrected"
     ),
     "retired_pages": HealthCheck(
         "retired memory pages",
         _SERVICE,
-        f"60 in all, and 15 as the soft limit, {DCGM}; at most 64 can be retired, {RETIREMENT_GUIDE}",
         warn=15,
         fail=60,
-        facts=("retired_pages_corrected", "retired_pages_uncorrected"),
-        value=lambda facts: facts["retired_pages_corrected"] + facts["retired_pages_uncorrected"],
+        value=lambda retired_pages_corrected, retired_pages_uncorrected: (
+            retired_pages_corrected + retired_pages_uncorrected
+        ),
         moot_with="remap_failed",
     ),
-    "retired_pages_pending": HealthCheck(
+    "retired_pages_pending": _yes_or_no(
         "memory pages wait for a reboot to be retired",
         "Reload the driver or reboot the node.",
-        f"{RETIREMENT_GUIDE}visibility.html",
         warn=1,
         moot_with="remap_failed",
-        flag=True,
     ),
+    # clocks
     "temperature_margin": HealthCheck(
         "degrees below the temperature at which it slows down",
         _COOLING,
-        f"NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, {NVML}; the margin is {OURS}",
         warn=5,
-        facts=("temperature", "temperature_slowdown"),
-        value=lambda facts: facts["temperature_slowdown"] - facts["temperature"],
         low=True,
+        value=lambda temperature, temperature_slowdown: temperature_slowdown - temperature,
     ),
-    **{
-        name: HealthCheck(what, todo, f"nvmlClocksEventReasons, {NVML}", warn=1, flag=True)
-        for name, what, todo in (
-            ("clocks_hw_slowdown", "the hardware holds its clocks at half or less", f"{_COOLING} {_POWER}"),
-            ("clocks_hw_thermal", "the hardware holds its clocks at half or less because it is hot", _COOLING),
-            ("clocks_hw_power_brake", "the power supply holds its clocks at half or less (power brake)", _POWER),
-            ("clocks_sw_thermal", "the driver holds its clocks down because it is hot", _COOLING),
-        )
-    },
-    "clocks_sw_power_cap": HealthCheck(
-        "its power limit holds its clocks down",
-        _POWER,
-        f"usual at full load: nvmlClocksEventReasons, {NVML}",
-        flag=True,
+    "clocks_hw_slowdown": _yes_or_no("the hardware holds its clocks at half or less", f"{_COOLING} {_POWER}", warn=1),
+    "clocks_hw_thermal": _yes_or_no(
+        "the hardware holds its clocks at half or less because it is hot", _COOLING, warn=1
     ),
+    "clocks_hw_power_brake": _yes_or_no(
+        "the power supply holds its clocks at half or less (power brake)", _POWER, warn=1
+    ),
+    "clocks_sw_thermal": _yes_or_no("the driver holds its clocks down because it is hot", _COOLING, warn=1),
+    "clocks_sw_power_cap": _yes_or_no("its power limit holds its clocks down", _POWER),
+    # links
     "pcie_generations_lost": HealthCheck(
         "PCIe generations below what GPU and slot can do, under load",
         _SEAT,
-        f"nvmlDeviceGetMaxPcieLinkGeneration is what device and system can do together, {NVML}",
         warn=1,
-        facts=("pcie_generation", "pcie_generation_max"),
-        value=lambda facts: facts["pcie_generation_max"] - facts["pcie_generation"],
+        value=lambda pcie_generation, pcie_generation_max: pcie_generation_max - pcie_generation,
     ),
     "pcie_lanes_lost": HealthCheck(
         "PCIe lanes below what GPU and slot can do, under load",
         _SEAT,
-        f"nvmlDeviceGetMaxPcieLinkWidth is what device and system can do together, {NVML}",
         warn=1,
-        facts=("pcie_width", "pcie_width_max"),
-        value=lambda facts: facts["pcie_width_max"] - facts["pcie_width"],
+        value=lambda pcie_width, pcie_width_max: pcie_width_max - pcie_width,
     ),
     "nvlinks_down": HealthCheck(
         "NVLinks down while others are up",
         _LINKS,
-        f"{HEALTH_VALIDATION}nvlink allows none; a bridged PCIe GPU may have them by design",
         warn=1,
-        facts=("nvlinks_active", "nvlinks_inactive"),
-        value=lambda facts: facts["nvlinks_inactive"] if facts["nvlinks_active"] else 0,
+        value=lambda nvlinks_active, nvlinks_inactive: nvlinks_inactive if nvlinks_active else 0,
         optional=True,
     ),
     "nvlinks_down_on_fabric": HealthCheck(
         "NVLinks to the NVSwitch fabric down",
         _LINKS,
-        f"{HEALTH_VALIDATION}nvlink allows none",
         fail=1,
-        facts=("nvlinks_inactive", "fabric_state"),
-        value=lambda facts: facts["nvlinks_inactive"] if facts["fabric_state"] == 3 else 0,
+        value=lambda nvlinks_inactive, fabric_state: nvlinks_inactive if fabric_state == 3 else 0,
         optional=True,
     ),
-    **{
-        f"nvlink_{kind}_errors": HealthCheck(
-            f"NVLink {kinds} since the driver was loaded",
-            _LINKS,
-            f"from the first one on, {DCGM}",
-            warn=1,
-            optional=True,
-        )
-        for kind, kinds in (("replay", "replays"), ("recovery", "recoveries"))
-    },
-    "nvlink_crc_errors": HealthCheck(
-        "NVLink CRC errors since the driver was loaded", _LINKS, f"only their rate matters, {DCGM}", optional=True
+    "nvlink_replay_errors": HealthCheck("NVLink replays since the driver was loaded", _LINKS, warn=1, optional=True),
+    "nvlink_recovery_errors": HealthCheck(
+        "NVLink recoveries since the driver was loaded", _LINKS, warn=1, optional=True
     ),
-    "fabric_not_ready": HealthCheck(
+    "nvlink_crc_errors": HealthCheck("NVLink CRC errors since the driver was loaded", _LINKS, optional=True),
+    "fabric_not_ready": _yes_or_no(
         "it has not joined its NVSwitch fabric",
         _FABRIC,
-        f"nvmlGpuFabricState_t: anything but COMPLETED, {NVML}; a GPU that works alone may be so by design: {OURS}",
         warn=1,
-        facts=("fabric_state",),
-        value=lambda facts: int(facts["fabric_state"] != 3),
-        flag=True,
+        value=lambda fabric_state: int(fabric_state != 3),
         optional=True,
     ),
     "fabric_error": HealthCheck(
         "joining its NVSwitch fabric ended with an error of NVML",
         _FABRIC,
-        f"nvmlGpuFabricInfo_v3_t.status, to be checked once the state is COMPLETED, {NVML}",
         fail=1,
-        facts=("fabric_state", "fabric_status"),
-        value=lambda facts: facts["fabric_status"] if facts["fabric_state"] == 3 else 0,
+        value=lambda fabric_state, fabric_status: fabric_status if fabric_state == 3 else 0,
         optional=True,
     ),
-    "fabric_degraded_bandwidth": HealthCheck(
+    # masks: 1 is true, 2 false, 0 not supported
+    "fabric_degraded_bandwidth": _yes_or_no(
         "the bandwidth of its NVSwitch fabric is degraded",
         _FABRIC,
-        f"NVML_GPU_FABRIC_HEALTH_MASK_DEGRADED_BW, {NVML}",
         warn=1,
-        value=lambda facts: int(facts["fabric_degraded_bandwidth"] == 1),
-        flag=True,
+        value=lambda fabric_degraded_bandwidth: int(fabric_degraded_bandwidth == 1),
         optional=True,
     ),
-    "fabric_route_unhealthy": HealthCheck(
+    "fabric_route_unhealthy": _yes_or_no(
         "a route through its NVSwitch fabric is unhealthy",
         _FABRIC,
-        f"NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_UNHEALTHY, {NVML}",
         fail=1,
-        value=lambda facts: int(facts["fabric_route_unhealthy"] == 1),
-        flag=True,
+        value=lambda fabric_route_unhealthy: int(fabric_route_unhealthy == 1),
         optional=True,
     ),
-    "fabric_recovering": HealthCheck(
+    "fabric_recovering": _yes_or_no(
         "its NVSwitch fabric is being recovered",
         _FABRIC,
-        f"NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_RECOVERY and _ACCESS_TIMEOUT_RECOVERY, {NVML}",
         warn=1,
-        facts=("fabric_route_recovery", "fabric_access_timeout_recovery"),
-        value=lambda facts: int(1 in (facts["fabric_route_recovery"], facts["fabric_access_timeout_recovery"])),
-        flag=True,
+        value=lambda fabric_route_recovery, fabric_access_timeout_recovery: int(
+            1 in (fabric_route_recovery, fabric_access_timeout_recovery)
+        ),
         optional=True,
     ),
-    "fabric_misconfigured": HealthCheck(
+    "fabric_misconfigured": _yes_or_no(
         "its NVSwitch fabric is configured wrongly",
         _FABRIC,
-        f"NVML_GPU_FABRIC_HEALTH_MASK_INCORRECT_CONFIGURATION, {NVML}",
         fail=1,
-        facts=("fabric_configuration",),
-        value=lambda facts: int(facts["fabric_configuration"] > 1),
-        flag=True,
+        value=lambda fabric_configuration: int(fabric_configuration > 1),
         optional=True,
     ),
+    # who may use it
     "other_processes": HealthCheck(
-        "processes of others on the GPU",
-        "End them, or ask the scheduler for exclusive GPUs.",
-        OURS,
-        warn=1,
-        optional=True,
+        "processes of others on the GPU", "End them, or ask the scheduler for exclusive GPUs.", warn=1, optional=True
     ),
-    "compute_prohibited": HealthCheck(
+    "compute_prohibited": _yes_or_no(
         "its compute mode is PROHIBITED",
         "Set it with nvidia-smi -c DEFAULT.",
-        f"nvmlComputeMode_t, {NVML}",
         fail=1,
-        facts=("compute_mode",),
-        value=lambda facts: int(facts["compute_mode"] == 2),
-        flag=True,
+        value=lambda compute_mode: int(compute_mode == 2),
     ),
-    "exclusive_and_taken": HealthCheck(
+    "exclusive_and_taken": _yes_or_no(
         "its compute mode is EXCLUSIVE_PROCESS, and others have it",
         "End the other process, or set nvidia-smi -c DEFAULT.",
-        f"nvmlComputeMode_t, {NVML}",
         fail=1,
-        facts=("compute_mode", "other_processes"),
-        value=lambda facts: int(facts["compute_mode"] == 3 and facts["other_processes"] > 0),
-        flag=True,
+        value=lambda compute_mode, other_processes: int(compute_mode == 3 and other_processes > 0),
         optional=True,
     ),
-    "mig_enabled_but_unused": HealthCheck(
+    "mig_enabled_but_unused": _yes_or_no(
         "MIG is switched on, and the rank uses the whole GPU",
         "Give the rank a MIG device, or switch MIG off with nvidia-smi -mig 0.",
-        OURS,
         warn=1,
-        flag=True,
         optional=True,
     ),
-    "mig_change_pending": HealthCheck(
-        "a change of its MIG mode waits for a reset",
-        "Reset the GPU with nvidia-smi -r.",
-        f"nvmlDeviceGetMigMode, {NVML}",
-        warn=1,
-        flag=True,
-        optional=True,
+    "mig_change_pending": _yes_or_no(
+        "a change of its MIG mode waits for a reset", "Reset the GPU with nvidia-smi -r.", warn=1, optional=True
     ),
 }
+
+_RMA = f"{MEMORY_GUIDE}rma-policy-thresholds-for-row-remapping.html"
+_FLAGS = f"{MEMORY_GUIDE}error-recovery-and-response-flags.html"
+SOURCES = {
+    "lost": f"NVML_ERROR_GPU_IS_LOST and NVML_ERROR_RESET_REQUIRED, {NVML}",
+    "recovery_action": f"recovery action flag, {_FLAGS}",
+    "ecc_uncorrected_volatile": f"volatile double-bit errors, {DCGM}",
+    "ecc_uncorrected_aggregate": f"contained errors are repaired by row remapping: {MEMORY_GUIDE}row-remapping.html; "
+    f"to warn of them is {OURS}",
+    **dict.fromkeys(
+        ("ecc_corrected_volatile", "ecc_corrected_aggregate"),
+        f"no published limit: outside the scope of {MEMORY_GUIDE}overview.html; set one for your own fleet",
+    ),
+    **dict.fromkeys(("ecc_disabled", "other_processes", "mig_enabled_but_unused"), OURS),
+    "sram_threshold_exceeded": f"L2 memory RMA policy, {_RMA}",
+    "remap_failed": f"row-remapping failure flag, {_RMA}",
+    "remap_pending": f"row-remapping pending flag, {_FLAGS}",
+    "remap_uncorrected": f"512 remappings for uncorrectable errors, {_RMA}",
+    "retired_pages": f"60 in all, and 15 as the soft limit, {DCGM}; at most 64 can be retired, {RETIREMENT_GUIDE}",
+    "retired_pages_pending": f"{RETIREMENT_GUIDE}visibility.html",
+    "temperature_margin": f"NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, {NVML}; the margin is {OURS}",
+    **dict.fromkeys(
+        ("clocks_hw_slowdown", "clocks_hw_thermal", "clocks_hw_power_brake", "clocks_sw_thermal"),
+        f"nvmlClocksEventReasons, {NVML}",
+    ),
+    "clocks_sw_power_cap": f"usual at full load: nvmlClocksEventReasons, {NVML}",
+    "pcie_generations_lost": f"nvmlDeviceGetMaxPcieLinkGeneration is what device and system can do together, {NVML}",
+    "pcie_lanes_lost": f"nvmlDeviceGetMaxPcieLinkWidth is what device and system can do together, {NVML}",
+    "nvlinks_down": f"{HEALTH_VALIDATION}nvlink allows none; a bridged PCIe GPU may have them by design",
+    "nvlinks_down_on_fabric": f"{HEALTH_VALIDATION}nvlink allows none",
+    **dict.fromkeys(("nvlink_replay_errors", "nvlink_recovery_errors"), f"from the first one on, {DCGM}"),
+    "nvlink_crc_errors": f"only their rate matters, {DCGM}",
+    "fabric_not_ready": f"nvmlGpuFabricState_t: anything but COMPLETED, {NVML}; a GPU that works alone may be so by "
+    f"design: {OURS}",
+    "fabric_error": f"nvmlGpuFabricInfo_v3_t.status, to be checked once the state is COMPLETED, {NVML}",
+    "fabric_degraded_bandwidth": f"NVML_GPU_FABRIC_HEALTH_MASK_DEGRADED_BW, {NVML}",
+    "fabric_route_unhealthy": f"NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_UNHEALTHY, {NVML}",
+    "fabric_recovering": f"NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_RECOVERY and _ACCESS_TIMEOUT_RECOVERY, {NVML}",
+    "fabric_misconfigured": f"NVML_GPU_FABRIC_HEALTH_MASK_INCORRECT_CONFIGURATION, {NVML}",
+    **dict.fromkeys(("compute_prohibited", "exclusive_and_taken"), f"nvmlComputeMode_t, {NVML}"),
+    "mig_change_pending": f"nvmlDeviceGetMigMode, {NVML}",
+}
+"""Check -> where its limits come from."""
+
 CHECKS = tuple(replace(check, name=name) for name, check in _ROWS.items())
 
 RATES: dict[str, tuple[CheckLimits, float, str]] = {

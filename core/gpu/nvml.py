@@ -6,6 +6,7 @@ A question that the driver or nvidia-ml-py cannot answer becomes a `NotKnown` wi
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from typing import Any
 
 import pynvml
@@ -34,11 +35,6 @@ class NotKnown(Exception):
             pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
         )
 
-    @property
-    def is_timeout(self) -> bool:
-        """Nothing has happened."""
-        return bool(self.code == pynvml.NVML_ERROR_TIMEOUT)
-
 
 def ask(function: str, *arguments: Any) -> Any:
     """Call a function of nvidia-ml-py by its name. Raises NotKnown."""
@@ -48,9 +44,8 @@ def ask(function: str, *arguments: Any) -> Any:
     try:
         return call(*arguments)
     except pynvml.NVMLError as error:
-        if error.value == pynvml.NVML_ERROR_FUNCTION_NOT_FOUND:
-            raise NotKnown(f"this driver has no {function}", error.value) from error
-        raise NotKnown(str(error), error.value) from error
+        is_old = error.value == pynvml.NVML_ERROR_FUNCTION_NOT_FOUND
+        raise NotKnown(f"this driver has no {function}" if is_old else str(error), error.value) from error
     except pynvml.NVMLLibraryMismatchError as error:
         raise NotKnown(f"this driver has no {function}") from error
 
@@ -68,8 +63,7 @@ def field_value(handle: Any, name: str, scope: int | None = None) -> int:
     number = constant(name)
     found = ask("nvmlDeviceGetFieldValues", handle, [number if scope is None else (number, scope)])[0]
     if found.nvmlReturn != pynvml.NVML_SUCCESS:
-        error = pynvml.NVMLError(found.nvmlReturn)
-        raise NotKnown(str(error), found.nvmlReturn)
+        raise NotKnown(str(pynvml.NVMLError(found.nvmlReturn)), found.nvmlReturn)
     kinds = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
     return int(getattr(found.value, kinds[found.valueType]))
 
@@ -99,27 +93,20 @@ def handles() -> tuple[list[Any], dict[str, str]]:
 
 def whole_gpu(handle: Any) -> Any:
     """The GPU that a MIG device is a part of; a whole GPU is itself."""
-    try:
+    with suppress(NotKnown):
         is_mig = ask("nvmlDeviceIsMigDeviceHandle", handle)
-        if not getattr(is_mig, "value", is_mig):  # nvidia-ml-py hands out the c_uint
-            return handle
-        return ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
-    except NotKnown:
-        return handle
+        if getattr(is_mig, "value", is_mig):  # nvidia-ml-py hands out the c_uint
+            return ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+    return handle
 
 
 def mig_devices(handle: Any) -> list[str]:
     """UUIDs of the MIG devices on a GPU."""
     found: list[str] = []
-    try:
-        room = ask("nvmlDeviceGetMaxMigDeviceCount", handle)
-    except NotKnown:
-        return found
-    for index in range(room):
-        try:
-            found.append(uuid_of(ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)))
-        except NotKnown:
-            continue
+    with suppress(NotKnown):
+        for index in range(ask("nvmlDeviceGetMaxMigDeviceCount", handle)):
+            with suppress(NotKnown):
+                found.append(uuid_of(ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, index)))
     return found
 
 
@@ -130,10 +117,9 @@ def uuid_of(handle: Any) -> str:
 
 def text(function: str, *arguments: Any) -> str:
     """An answer that is only shown; "" if there is none."""
-    try:
+    with suppress(NotKnown):
         return str(ask(function, *arguments))
-    except NotKnown:
-        return ""
+    return ""
 
 
 def address_of(handle: Any) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -80,10 +81,6 @@ class GpuReading(msgspec.Struct, tag="told"):
             self.values.pop(name, None)
             self.unknown[name] = why
 
-    def why_unknown(self, fact: str) -> str:
-        """Why a fact is not in `values`."""
-        return self.unknown.get(fact, NO_ANSWER_YET)
-
 
 class NvmlFinished(msgspec.Struct, frozen=True, tag="finished"):
     """Everything has been asked."""
@@ -104,14 +101,10 @@ class CountersLine(msgspec.Struct, frozen=True, tag="counters"):
     last: bool
 
 
-class AskCounters(msgspec.Struct, frozen=True, tag="ask"):
-    """To a watching child: read the counters of all GPUs."""
+class AskGpus(msgspec.Struct, frozen=True):
+    """To a watching child: read the counters of all GPUs; without a moment their figures, a `SampleLine` each."""
 
-    moment: str
-
-
-class AskSamples(msgspec.Struct, frozen=True, tag="ask_samples"):
-    """To a watching child: read the figures of all GPUs, a `SampleLine` each."""
+    moment: str = ""
 
 
 class SampleLine(msgspec.Struct, frozen=True, tag="sample"):
@@ -183,10 +176,15 @@ def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> 
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
-    answer = ChildAnswer()
-    in_time = False
+    assert child.stdout is not None
+    answer, end, in_time = ChildAnswer(), time.monotonic() + deadline_s, False
     try:
-        in_time = _follow(child, answer, time.monotonic() + deadline_s)
+        with suppress(TimeoutError):
+            for line in messages_among(lines_until(child.stdout.fileno(), lambda: end), LINES):
+                answer.take(line)
+                if answer.finished:
+                    break
+            in_time = True  # it has said all, or closed its output
     finally:
         code = _end(child, by_itself=in_time)
     if answer.finished:
@@ -200,19 +198,6 @@ def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> 
     return answer
 
 
-def _follow(child: subprocess.Popen[bytes], answer: ChildAnswer, end: float) -> bool:
-    """Read its lines. Returns True when it has said all or closed its output, False at the deadline."""
-    assert child.stdout is not None
-    try:
-        for line in messages_among(lines_until(child.stdout.fileno(), lambda: end), LINES):
-            answer.take(line)
-            if answer.finished:
-                break
-    except TimeoutError:
-        return False
-    return True
-
-
 def _end(child: subprocess.Popen[bytes], by_itself: bool) -> int | None:
     """Its exit code; None if it has none yet."""
     assert child.stdout is not None
@@ -220,8 +205,7 @@ def _end(child: subprocess.Popen[bytes], by_itself: bool) -> int | None:
     for _ in range(2):
         if not by_itself:
             child.kill()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             return child.wait(KILLED_S)
-        except subprocess.TimeoutExpired:
-            by_itself = False
+        by_itself = False
     return None

@@ -8,26 +8,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 import pynvml
 
+from .limits import CLOCK_REASONS
 from .nvml import NotKnown, ask, constant, field_value, uuid_of, whole_gpu
 from .nvml_child import GpuProcess, GpuReading, SampleLine
 
 _LOADED_SAMPLES = 10
 _LOADED_STEP_S = 0.05
-
-CLOCK_REASONS = {
-    "clocks_hw_slowdown": 0x08,
-    "clocks_sw_thermal": 0x20,
-    "clocks_hw_thermal": 0x40,
-    "clocks_hw_power_brake": 0x80,
-    "clocks_sw_power_cap": 0x04,
-}
-"""Bits of nvmlDeviceGetCurrentClocksEventReasons; the older name of that function gives the same."""
 
 _FABRIC_MASKS = {
     # fact: (shift, width) in healthMask, nvml.h's NVML_GPU_FABRIC_HEALTH_MASK_*; 1 true, 2 false, 0 not supported
@@ -117,41 +109,34 @@ def _pcie(device: Any, whole: Any, asked: GpuReading) -> None:
 
 def _nvlink(device: Any, whole: Any, asked: GpuReading) -> None:
     active: list[int] = []
-    inactive = 0
     with facts(asked, "nvlinks_active", "nvlinks_inactive"):
-        for link in range(_link_count(whole)):
+        links = _link_count(whole)
+        for link in range(links):
             if ask("nvmlDeviceGetNvLinkState", whole, link):
                 active.append(link)
-            else:
-                inactive += 1
-        asked.values.update(nvlinks_active=len(active), nvlinks_inactive=inactive)
-    _nvlink_errors(whole, active, asked)
+        asked.values.update(nvlinks_active=len(active), nvlinks_inactive=links - len(active))
+    for name, (counters, newer) in _NVLINK_ERRORS.items():
+        with facts(asked, name):
+            if not active:
+                raise NotKnown("no NVLink is up")
+            try:
+                asked.values[name] = sum(_old_link_errors(whole, link, counters) for link in active)
+            except NotKnown:
+                asked.values[name] = sum(field_value(whole, newer, link) for link in active)
 
 
 def _link_count(whole: Any) -> int:
     try:
         return field_value(whole, "NVML_FI_DEV_NVLINK_LINK_COUNT")
     except NotKnown:  # an old driver: count until a link is not there
-        for link in range(constant("NVML_NVLINK_MAX_LINKS")):
+        for link in range(most := constant("NVML_NVLINK_MAX_LINKS")):
             try:
                 ask("nvmlDeviceGetNvLinkState", whole, link)
             except NotKnown:
                 if not link:
                     raise
                 return link
-        return constant("NVML_NVLINK_MAX_LINKS")
-
-
-def _nvlink_errors(whole: Any, active: list[int], asked: GpuReading) -> None:
-    for name, (counters, newer) in _NVLINK_ERRORS.items():
-        with facts(asked, name):
-            if not active:
-                raise NotKnown("no NVLink is up")
-            try:
-                total = sum(_old_link_errors(whole, link, counters) for link in active)
-            except NotKnown:
-                total = sum(field_value(whole, newer, link) for link in active)
-            asked.values[name] = total
+        return most
 
 
 def _old_link_errors(whole: Any, link: int, counters: tuple[str, ...]) -> int:
@@ -175,8 +160,7 @@ def _fabric(device: Any, whole: Any, asked: GpuReading) -> None:
         asked.values.update(fabric_state=info.state, fabric_status=info.status)
         mask = getattr(info, "healthMask", 0)
         for name, (shift, width) in _FABRIC_MASKS.items():
-            found = mask >> shift & width
-            if found:
+            if found := mask >> shift & width:
                 asked.values[name] = found
             else:
                 asked.unknown[name] = "Not Supported"
@@ -252,24 +236,18 @@ def _processes(device: Any, whole: Any, asked: GpuReading) -> None:
 def _clocks_and_link(device: Any, whole: Any, asked: GpuReading) -> None:
     """Sample for half a second: what holds the clocks back most of the time, and the fastest PCIe link seen."""
     reasons: list[int] = []
-    generations: list[int] = []
-    widths: list[int] = []
     for number in range(_LOADED_SAMPLES):
         if number:
             time.sleep(_LOADED_STEP_S)
         with facts(asked, *CLOCK_REASONS):
             reasons.append(clock_reasons(whole))
-        with facts(asked, "pcie_generation"):
-            generations.append(ask("nvmlDeviceGetCurrPcieLinkGeneration", whole))
-        with facts(asked, "pcie_width"):
-            widths.append(ask("nvmlDeviceGetCurrPcieLinkWidth", whole))
+        for name, function in (("pcie_generation", "LinkGeneration"), ("pcie_width", "LinkWidth")):
+            with facts(asked, name):
+                now = ask(f"nvmlDeviceGetCurrPcie{function}", whole)
+                asked.values[name] = max(now, asked.values.get(name, now))
     if reasons:
         for name, bit in CLOCK_REASONS.items():  # a change of the clocks is reported as a slowdown, for a moment
             asked.values[name] = int(sum(bool(found & bit) for found in reasons) * 2 > len(reasons))
-    if generations:
-        asked.values["pcie_generation"] = max(generations)
-    if widths:
-        asked.values["pcie_width"] = max(widths)
 
 
 def clock_reasons(whole: Any) -> int:
@@ -391,12 +369,11 @@ class GpuSampler:
         return SampleLine(self._uuid, values, "" if values else why, last)
 
     def _reasons(self, now: float) -> dict[str, float]:
-        try:
+        with suppress(NotKnown):
             reasons = clock_reasons(self._gpu)
-        except NotKnown:
-            return {}
-        passed = min(now - self._last, _MOST_S) if self._last is not None else 0.0
-        self._last = now
-        for name, bit in CLOCK_REASONS.items():
-            self._held_s[name] += passed if reasons & bit else 0.0
-        return dict(self._held_s)
+            passed = min(now - self._last, _MOST_S) if self._last is not None else 0.0
+            self._last = now
+            for name, bit in CLOCK_REASONS.items():
+                self._held_s[name] += passed if reasons & bit else 0.0
+            return dict(self._held_s)
+        return {}

@@ -121,13 +121,7 @@ def members_text(ranks: list[int]) -> str:
         if end - at == 2 and step != 1:
             end -= 1
         first, last = ranks[at], ranks[end - 1]
-        parts.append(
-            f"{first}-{last}:{step}"
-            if end - at > 2 and step != 1
-            else f"{first}-{last}"
-            if last > first
-            else f"{first}"
-        )
+        parts.append(f"{first}-{last}" + (f":{step}" if step != 1 else "") if end - at > 1 else f"{first}")
         at = end
     text = ",".join(parts)
     return text if len(text) <= MEMBERS_BYTES else ""
@@ -157,11 +151,8 @@ def _group(data: bytes, at: int, now_ns: int) -> GroupState | None:
     fields = struct.unpack_from("<16q", data, at)
     if fields[GroupField.USED] != 1:
         return None
-    recent = []
-    for position in range(RECENT):
-        number, what, elements = OPERATION.unpack_from(data, at + RECENT_AT + OPERATION_BYTES * position)
-        if number > 0:
-            recent.append(_issued(number, what, elements))
+    places = range(at + RECENT_AT, at + RECENT_AT + OPERATION_BYTES * RECENT, OPERATION_BYTES)
+    recent = [_issued(*found) for place in places if (found := OPERATION.unpack_from(data, place))[0] > 0]
     sent = fields[GroupField.P2P]
     if sent > 0:
         recent.append(_issued(-sent, fields[GroupField.P2P_WHAT], fields[GroupField.P2P_ELEMENTS]))

@@ -84,7 +84,7 @@ def check_of(fields: Sequence[int]) -> int:
 
 
 class HeadField(IntEnum):
-    """The integers of the header, by position."""
+    """The integers of the header, by position. RankState (core/wire/messages.py) has most by the same name."""
 
     MAGIC = 0
     VERSION = 1
@@ -122,29 +122,25 @@ class HeadField(IntEnum):
     HOOKS = 35
     ABSORBED = 36
     GROUPS_NOT_SHOWN = 37
-    """Process groups that found no slot."""
     WAITED_NS = 38
     """How long it has waited, in calls of Python, for what other ranks do."""
     STEPS_TIMED = 39
     """Steps so far whose parts were timed."""
     FAULTS = 40
-    """Errors of gpuwatch itself that may have cost frames: all of them, also those that the log has no room for."""
+    """All of them, also those that the log has no room for."""
     NAMES_LOST = 41
-    """How many of the lost records were names. The frames that they name are judged all the same."""
+    """The frames that they name are judged all the same."""
     CALLS_LEFT_OUT = 42
-    """Module calls that have no frame: they ran in one thread while another thread was in a forward."""
     LEFT_OUT_PAGE = 43
-    """The page that was being written at the first of them."""
     HOOKS_GONE = 44
-    """How often its hooks were found removed from torch's global tables, and were put back."""
+    """Each time they were put back."""
     GONE_PAGE = 45
-    """The page that had been begun last when they were first found so."""
     LEFT = 46
-    """Sealed 1: its script has called os._exit between two batches, when every number had been judged."""
+    """Sealed 1 or 0."""
     PASSED_UNSEEN = 47
-    """Sealed 1: tensors that pass between ranks are not inspected, or not all of them, as in a captured graph."""
+    """Sealed 1 or 0; 1 also where not all of them are inspected, as in a captured graph."""
     UNSEEN_CHILD = 48
-    """Process id of a child process that has trained and was not watched. The child writes it; 0: there was none."""
+    """The child writes it."""
 
 
 class SegmentField(IntEnum):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy
@@ -70,12 +71,9 @@ class PageTables:
         for bits in ("low", "high"):
             if (self.values[bits].view(numpy.uint64) > most).any():
                 raise ValueError("a value has an unknown encoding")
-        order = sorted(
-            (segment.value_base, len(segment.values) // layout.VALUE.size, n) for n, segment in enumerate(segments)
-        )
-        starts = [0]
-        for segment in segments:
-            starts.append(starts[-1] + len(segment.values) // layout.VALUE.size)
+        counts = [len(segment.values) // layout.VALUE.size for segment in segments]
+        starts = [0, *accumulate(counts)]
+        order = sorted((segment.value_base, counts[n], n) for n, segment in enumerate(segments))
         self._bases = [base for base, _, _ in order]
         self._counts = [count for _, count, _ in order]
         self._starts = [starts[n] for _, _, n in order]
@@ -106,11 +104,7 @@ class PageTables:
     @property
     def arrived(self) -> int:
         """Rows in frames that have their numbers."""
-        positions = self.positions
-        meta = (
-            self.values["meta"][numpy.maximum(positions, 0)] if len(self.values) else numpy.zeros(len(positions), "<i8")
-        )
-        there = (positions >= 0) & (meta >> 8 & 0xFF != 0xFF) & (self.rows["kind"] == RowKind.MEASURED)
+        there = (self.positions >= 0) & (self.metas >> 8 & 0xFF != 0xFF) & (self.rows["kind"] == RowKind.MEASURED)
         return int((there & self._rows_of(numpy.ones(len(self.frames), bool))).sum())
 
     # -- frames as objects --------------------------------------------------------------------------------------
@@ -187,8 +181,6 @@ class PageTables:
         bad[found[~_is_one_of(self.rows["slot"][found], names.argument_slots)]] = True
         return bad
 
-    # -- inside -------------------------------------------------------------------------------------------------
-
     def _forward(self) -> Any:
         return self.frames["phase"] == Phase.FORWARD
 
@@ -206,17 +198,22 @@ class PageTables:
         ends = numpy.minimum(first + self.frames["count"], most)
         return begin + starts, begin + ends
 
-    def rows_of_phase(self, phase: Phase) -> Any:
-        """Which rows belong to frames of that phase."""
-        return self._rows_of(self.frames["phase"] == phase)
+    @property
+    def forward_rows(self) -> Any:
+        """Which rows belong to frames of the forward."""
+        return self._rows_of(self._forward())
 
     def _rows_of(self, chosen: Any) -> Any:
-        """Which rows belong to the chosen frames."""
         starts, ends = self._bounds
         most = len(self.rows) + 1
         begun = numpy.bincount(starts[chosen], minlength=most)
         ended = numpy.bincount(ends[chosen], minlength=most)
         return numpy.cumsum((begun - ended)[:-1]) > 0
+
+    @property
+    def metas(self) -> Any:
+        """`meta` of the value of each row; it says nothing where that is not there."""
+        return self.values["meta"][self.positions] if len(self.values) else numpy.zeros(len(self.rows), "<i8")
 
     @cached_property
     def positions(self) -> Any:

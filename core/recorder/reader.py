@@ -9,18 +9,18 @@ import time
 import weakref
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
+from msgspec.structs import replace
 
-from ..events import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
+from ..events import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, WorkerEvent
 from ..own_files import OwnDescriptor
 from ..wire.messages import HooksText, PageMessage, PageSegment, RankState
 from . import layout
 from .group_table import progress_of, read_groups
 from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField, TimedStep, read_steps
 
-_DEFINITIONS = (RootDef, ModuleDef, SlotDef, ShapeDef)
 _NOT_AN_ENTRY = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _SEARCH_BYTES = 32 << 20
 """The most bytes that are checked to find the next whole entry behind a damaged one."""
@@ -33,11 +33,7 @@ _INTEGER = struct.Struct("<q")
 _FIELDS = struct.Struct(f"<{max(HeadField) + 1}q")
 _SEGMENT_FIELDS = struct.Struct(f"<{len(SegmentField)}q")
 
-_HOOKS: dict[int, HooksText] = {
-    HooksState.ATTACHED: "attached",
-    HooksState.FAILED: "failed",
-    HooksState.DETACHED: "detached",
-}
+_HOOKS: dict[int, HooksText] = dict(zip(HooksState, get_args(HooksText), strict=True))
 
 
 class NotReady(Exception):
@@ -76,7 +72,8 @@ class RecorderReader:
         self._is_earlier = False
         self._file = OwnDescriptor(path, os.O_RDONLY | os.O_NONBLOCK)
         self._fd = self._file.number
-        self._close = weakref.finalize(self, self._file.close)
+        self.close = weakref.finalize(self, self._file.close)
+        """Lets go of the file."""
         try:
             self._open()
         except BaseException:
@@ -94,7 +91,7 @@ class RecorderReader:
         self.head_is_damaged = not self._is_earlier and header[HeadField.CHECK] != layout.check_of(header)
         if self.head_is_damaged and not self._even_damaged:
             raise NotReady(f"{self.path} has a damaged header, or one that is being written")
-        self._log_bytes, self._segments = self._sizes(header, found.st_size)
+        self._log_bytes, self.segments = self._sizes(header, found.st_size)
         self._segments_at = layout.HEADER_BYTES + self._log_bytes
         self._log_read = 0
         self._searched = 0
@@ -126,15 +123,9 @@ class RecorderReader:
     def header(self) -> tuple[int, ...]:
         """The integers of the header (`HeadField`), as they are now. If one is being written, half of it may be old."""
         fields = _FIELDS.unpack(self._read(0, _FIELDS.size))
-        return _sealed(fields) if self._is_earlier else fields
-
-    def _steady_header(self) -> tuple[int, ...]:
-        """Read again where it says what no writer writes: a number may be half old."""
-        for _ in range(_READS - 1):
-            fields = self.header()
-            if not _is_garbage(fields):
-                return fields
-        return self.header()
+        if self._is_earlier:  # as this version has them
+            return tuple(layout.seal(number) if at in layout.SEALED else number for at, number in enumerate(fields))
+        return fields
 
     def __getitem__(self, field: HeadField) -> int:
         (number,) = _INTEGER.unpack(self._read(8 * field, 8))
@@ -174,14 +165,14 @@ class RecorderReader:
             except _NOT_AN_ENTRY:  # of a later version
                 self.damaged += 1
                 continue
-            if isinstance(entry, _DEFINITIONS):
-                if isinstance(entry, RootDef):
-                    self.roots[entry.id] = entry
-                elif isinstance(entry, ModuleDef):
-                    self.modules[entry.id] = entry
-                definitions.append(entry)
-            else:
+            if not isinstance(entry, Definition):
                 events.append(entry)
+                continue
+            definitions.append(entry)
+            if isinstance(entry, RootDef):
+                self.roots[entry.id] = entry
+            elif isinstance(entry, ModuleDef):
+                self.modules[entry.id] = entry
         return definitions, events
 
     def first_anomaly(self) -> Anomaly | None:
@@ -212,15 +203,11 @@ class RecorderReader:
         """What the rank is doing."""
         return _phase(self[HeadField.PHASE])
 
-    def module(self) -> ModuleDef | None:
-        """The innermost module that is running, or None between forwards."""
-        return self.modules.get(self[HeadField.MODULE])
-
     def movement(self) -> tuple[int, ...]:
         """Changes whenever the rank has recorded anything, or has entered another module or phase."""
         fields = self.header()
         segment = fields[HeadField.SEGMENT]
-        head = self._head(segment % self._segments) if segment >= 0 and self._segments else []
+        head = self._head(segment % self.segments) if segment >= 0 and self.segments else []
         written = (head[SegmentField.FRAMES], head[SegmentField.ROWS]) if head else ()
         return (*(fields[field] for field in _MOVING), *written, *progress_of(self._groups()))
 
@@ -237,14 +224,16 @@ class RecorderReader:
 
     def state(self) -> RankState:
         """A snapshot for a beat."""
-        fields = self._steady_header()
+        for _ in range(_READS):  # where it says what no writer writes, a number may be half old
+            fields = self.header()
+            if not _is_garbage(fields):
+                break
         module = self.modules.get(fields[HeadField.MODULE])
-        as_they_are: dict[str, Any] = {field.name.lower(): fields[field] for field in _SHOWN_AS_THEY_ARE}
-        return RankState(
+        as_they_are: dict[str, Any] = {name: fields[field] for name, field in _SHOWN_AS_THEY_ARE.items()}
+        return replace(
+            RankState(**as_they_are),
             rank=self.rank,
-            local_rank=self.local_rank,
             attempt=self.attempt,
-            pid=self.pid,
             phase=_phase(fields[HeadField.PHASE]).name.lower(),
             module=module.name if module is not None else None,
             cls=module.cls if module is not None else None,
@@ -256,7 +245,6 @@ class RecorderReader:
             left=fields[HeadField.LEFT] == layout.seal(1),
             passed_unseen=fields[HeadField.PASSED_UNSEEN] != layout.seal(0),
             groups_not_shown=max(0, fields[HeadField.GROUPS_NOT_SHOWN]),
-            **as_they_are,
         )
 
     # -- pages --------------------------------------------------------------------------------------------------
@@ -267,18 +255,13 @@ class RecorderReader:
         Segments are counted from the run's beginning. Reading these few is quicker than reading the whole ring.
         """
         last = self[HeadField.SEGMENT]
-        first = max(segment + 1, last - self._segments + 1)
-        return [(number, self._head(number % self._segments)[SegmentField.BATCH]) for number in range(first, last + 1)]
-
-    @property
-    def segments(self) -> int:
-        """How many the ring has."""
-        return self._segments
+        first = max(segment + 1, last - self.segments + 1)
+        return [(number, self._head(number % self.segments)[SegmentField.BATCH]) for number in range(first, last + 1)]
 
     def held(self) -> list[HeldPage]:
         """What the ring holds something of, in the order in which the pages were begun. Copies no table."""
         last: dict[int, list[int]] = {}
-        for position in range(self._segments):
+        for position in range(self.segments):
             head = self._head(position)
             if _is_whole(head) and self._head(position)[SegmentField.GENERATION] == head[SegmentField.GENERATION]:
                 known = last.get(head[SegmentField.PAGE])
@@ -299,12 +282,9 @@ class RecorderReader:
     def page(self, number: int) -> PageMessage | None:
         """What the ring still holds of page `number`; None if nothing."""
         found: dict[int, tuple[list[int], PageSegment]] = {}
-        for position in range(self._segments):
+        for position in range(self.segments):
             head = self._head(position)
-            if head[SegmentField.PAGE] != number or not _is_whole(head):
-                continue
-            segment = self._copy(position, head)
-            if segment is not None:
+            if head[SegmentField.PAGE] == number and _is_whole(head) and (segment := self._copy(position, head)):
                 found[segment.index] = (head, segment)
         if not found:
             return None
@@ -327,24 +307,16 @@ class RecorderReader:
 
     def _copy(self, position: int, head: list[int]) -> PageSegment | None:
         at = self._segments_at + position * layout.SEGMENT_BYTES
-
-        def table(start: int, count: int, size: int) -> bytes:
-            return self._read(at + start, count * size)
-
         # Frames last were written, so they are read first: what they refer to is then there.
         segment = PageSegment(
             index=head[SegmentField.INDEX],
             frame_base=head[SegmentField.FRAME_BASE],
             value_base=head[SegmentField.VALUE_BASE],
-            frames=table(layout.FRAMES_AT, head[SegmentField.FRAMES], layout.FRAME.size),
-            rows=table(layout.ROWS_AT, head[SegmentField.ROWS], layout.ROW.size),
-            values=table(layout.VALUES_AT, head[SegmentField.VALUES], layout.VALUE.size),
+            frames=self._read(at + layout.FRAMES_AT, head[SegmentField.FRAMES] * layout.FRAME.size),
+            rows=self._read(at + layout.ROWS_AT, head[SegmentField.ROWS] * layout.ROW.size),
+            values=self._read(at + layout.VALUES_AT, head[SegmentField.VALUES] * layout.VALUE.size),
         )
         return segment if self._head(position)[SegmentField.GENERATION] == head[SegmentField.GENERATION] else None
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._close()
 
 
 class _LogStretch:
@@ -391,11 +363,6 @@ def _is_garbage(fields: tuple[int, ...]) -> bool:
     )
 
 
-def _sealed(fields: tuple[int, ...]) -> tuple[int, ...]:
-    """The integers of an earlier version's header as this one has them."""
-    return tuple(layout.seal(number) if at in layout.SEALED else number for at, number in enumerate(fields))
-
-
 _COUNTED = (
     HeadField.RECORDS_LOST,
     HeadField.ROWS_LOST,
@@ -411,16 +378,12 @@ _COUNTED = (
     HeadField.UNSEEN_CHILD,
 )
 """Fields that are never below 0."""
-_SHOWN_AS_THEY_ARE = (
-    *(field for field in _COUNTED if field not in (HeadField.RECORDS_LOST, HeadField.UNSEEN_CHILD)),
-    HeadField.STEP,
-    HeadField.BATCH,
-    HeadField.SEQ,
-    HeadField.WORLD_SIZE,
-    HeadField.LEFT_OUT_PAGE,
-    HeadField.GONE_PAGE,
-)
-"""Fields that RankState has by the same name."""
+_SHOWN_AS_THEY_ARE = {
+    name: HeadField[name.upper()]
+    for name in RankState.__struct_fields__
+    if name.upper() in HeadField.__members__ and name != "steps_timed"
+}
+"""Fields that RankState has by the same name. Its count of timed steps is of those that the agent has taken."""
 _MOVING = (
     HeadField.PHASE,
     HeadField.STEP,

@@ -50,10 +50,9 @@ def write_settings(folder: Path, settings: WorkerSettings) -> None:
 
 def read_settings(folder: Path) -> WorkerSettings | None:
     """None if that run is over."""
-    try:
+    with suppress(OSError):
         return WorkerSettings.from_json((folder / _SETTINGS).read_bytes())
-    except OSError:
-        return None
+    return None
 
 
 def write_meeting_key(folder: Path, key: str) -> None:
@@ -102,6 +101,11 @@ def read_failed(folder: Path, pid: int) -> str:
 def process_file(pid: int, programs: int = 0) -> str:
     """Name of the recorder of a process that may become a rank, or not. `programs` had it before (os.exec)."""
     return _PROCESS.format(pid=f"{programs}-{pid}" if programs else pid)
+
+
+def pid_of_file(path: Path) -> int:
+    """Whose recorder it is, or whose reason."""
+    return int(path.stem.rpartition("-")[2])
 
 
 # How the runs of a scheduler's job are named: the batch script names them, and who looks for them reads the names.

@@ -77,8 +77,7 @@ def _mib_free(base: Path) -> str:
 
 def _new_folder(base: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=base))
-    with suppress(OSError):  # this launch removes it in any case; if it is killed, its agent signs it once more
-        _sign(folder)
+    adopt_scratch(folder)
     return folder
 
 
@@ -89,13 +88,9 @@ def _disks() -> list[Path]:
 
 def _free(base: Path) -> int:
     """Bytes that may be written there; -1 if nothing may."""
-    try:
-        if not os.access(base, os.W_OK | os.X_OK):
-            return -1
-        found = os.statvfs(base)
-    except OSError:
-        return -1
-    return found.f_bavail * found.f_frsize
+    with suppress(OSError):
+        return shutil.disk_usage(base).free if os.access(base, os.W_OK | os.X_OK) else -1
+    return -1
 
 
 def _files_free(base: Path) -> int:
@@ -106,10 +101,11 @@ def _files_free(base: Path) -> int:
     return sys.maxsize
 
 
-def _sign(folder: Path) -> None:
-    began = _began(os.getpid()) or 0
-    owner = f"{os.getpid()} {began} {_pid_namespace()} {_boot()} {host_name()}"
-    write_whole(folder / _OWNER, owner.encode())
+def adopt_scratch(folder: Path) -> None:
+    """This process answers for the folder from now on; its agent does if this launch is killed."""
+    owner = f"{os.getpid()} {_began(os.getpid()) or 0} {_pid_namespace()} {_boot()} {host_name()}"
+    with suppress(OSError):  # a launch removes it in any case
+        write_whole(folder / _OWNER, owner.encode())
 
 
 def _began(pid: int) -> int | None:
@@ -117,26 +113,23 @@ def _began(pid: int) -> int | None:
     process; None: that cannot be read here. (man 5 proc, field 22 of /proc/PID/stat)"""
     if not Path("/proc/self/stat").exists():
         return None
-    try:
+    with suppress(OSError, ValueError, IndexError):
         return int(stat_fields(Path(f"/proc/{pid}"))[19])
-    except (OSError, ValueError, IndexError):
-        return 0
+    return 0
 
 
 def _boot() -> str:
     """The host's boot; "-" where that is not known."""
-    try:
+    with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or "-"
-    except OSError:
-        return "-"
+    return "-"
 
 
 def _pid_namespace() -> int:
     """Where the pid counts: containers on one host may share /dev/shm, and know nothing of each other's processes."""
-    try:
+    with suppress(OSError):  # not on Linux
         return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:  # not on Linux
-        return 0
+    return 0
 
 
 def remove_scratch(folder: Path) -> None:
@@ -169,14 +162,9 @@ def remove_stale() -> None:
     """Remove this user's folders whose launch is surely gone (it and its agent were killed)."""
     for base in {_SHARED_MEMORY, *_disks()}:
         for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
-            try:
-                if not _is_ours(folder):
-                    continue
-                gone = _is_gone(*_read_owner(folder / _OWNER).split())
-            except (OSError, ValueError, TypeError):
-                continue
-            if gone:
-                remove_scratch(folder)
+            with suppress(OSError, ValueError, TypeError):
+                if _is_ours(folder) and _is_gone(*_read_owner(folder / _OWNER).split()):
+                    remove_scratch(folder)
 
 
 def _is_gone(pid: str, began: str, namespace: str, boot: str = "", host: str = "") -> bool:
@@ -206,9 +194,3 @@ def _read_owner(path: Path) -> str:
         return os.read(fd, 200).decode("ascii", "replace")
     finally:
         os.close(fd)
-
-
-def adopt_scratch(folder: Path) -> None:
-    """This process answers for the folder from now on: its launch was killed."""
-    with suppress(OSError):
-        _sign(folder)

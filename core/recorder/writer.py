@@ -9,6 +9,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -49,42 +50,27 @@ def _value_bytes(meta: int) -> bytes:
     return layout.VALUE.pack(0, 0, meta)
 
 
+@dataclass(eq=False, slots=True)
 class OpenPage:
     """The rows of one batch so far. Whoever holds it may write on in it: the backward comes after other pages."""
 
-    __slots__ = (
-        "batch",
-        "ended",
-        "frames",
-        "held",
-        "judged",
-        "number",
-        "root",
-        "segment",
-        "segments",
-        "step",
-        "values",
-        "with_gradients",
-    )
-
-    def __init__(self, number: int, root: int, batch: int, step: int) -> None:
-        self.number = number
-        self.root = root
-        self.batch = batch
-        self.step = step
-        self.frames = 0
-        self.values = 0
-        """Counts of frames and values, without those of the open segment."""
-        self.segments = 0
-        self.segment = -1
-        """Its last segment, counted from the beginning of the run."""
-        self.held: list[int] = []
-        """All its segments, counted likewise."""
-        self.judged: object = None
-        """How far it has been judged, for the judge's own use."""
-        self.ended = False
-        self.with_gradients = True
-        """Its forward records a graph for a backward."""
+    number: int
+    root: int
+    batch: int
+    step: int
+    frames: int = 0
+    values: int = 0
+    """Counts of frames and values, without those of the open segment."""
+    segments: int = 0
+    segment: int = -1
+    """Its last segment, counted from the beginning of the run."""
+    held: list[int] = field(default_factory=list)
+    """All its segments, counted likewise."""
+    judged: object = None
+    """How far it has been judged, for the judge's own use."""
+    ended: bool = False
+    with_gradients: bool = True
+    """Its forward records a graph for a backward."""
 
 
 class RecorderWriter:
@@ -111,15 +97,16 @@ class RecorderWriter:
         try:
             # Without this, a full /dev/shm kills the training with SIGBUS at the first touch of a missing page.
             os.posix_fallocate(fd, 0, size)
-            self._map = RecorderMap(fd, size)
+            self.memory = RecorderMap(fd, size)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         finally:
             os.close(fd)
-        self._bytes = memoryview(self._map)
-        self.fields = self._bytes[: layout.FIXED_BYTES].cast("q")
-        self.groups = self._bytes[layout.GROUPS_AT : layout.STEPS_AT].cast("q")
+        self.view = memoryview(self.memory)
+        """The whole file."""
+        self.fields = self.view[: layout.FIXED_BYTES].cast("q")
+        self.groups = self.view[layout.GROUPS_AT : layout.STEPS_AT].cast("q")
         """The table of process groups (group_table.py)."""
         self._encoder = msgspec.msgpack.Encoder()
         self._log_at = layout.HEADER_BYTES
@@ -143,30 +130,24 @@ class RecorderWriter:
         self.on_segment_end: Callable[[int, int], None] | None = None
         """Called with (offset of its values in the file, number of the page) when a segment is done."""
 
-        fields = self.fields
-        for field, value in (
-            (HeadField.VERSION, layout.VERSION),
-            (HeadField.PID, os.getpid()),
-            (HeadField.STARTED_NS, time.time_ns()),
-            (HeadField.LOG_BYTES, log_bytes),
-            (HeadField.SEGMENTS, segments),
-            (HeadField.PHASE, RankPhase.STARTING),
-            (HeadField.ANOMALY, AnomalyFlag.NONE),
-            (HeadField.HOOKS, HooksState.NONE),
-            (HeadField.ABORT, layout.seal(0)),
-            (HeadField.LEFT, layout.seal(0)),
-            (HeadField.PASSED_UNSEEN, layout.seal(0)),
-            (HeadField.BATCH, -1),
-            (HeadField.PAGE, -1),
-            (HeadField.ROOT, -1),
-            (HeadField.MODULE, -1),
-            (HeadField.SEQ, -1),
-            (HeadField.SEGMENT, -1),
-            (HeadField.MOVED_NS, time.monotonic_ns()),
-        ):
-            fields[field] = value
+        first = {
+            HeadField.VERSION: layout.VERSION,
+            HeadField.PID: os.getpid(),
+            HeadField.STARTED_NS: time.time_ns(),
+            HeadField.LOG_BYTES: log_bytes,
+            HeadField.SEGMENTS: segments,
+            HeadField.PHASE: RankPhase.STARTING,
+            HeadField.ANOMALY: AnomalyFlag.NONE,
+            HeadField.HOOKS: HooksState.NONE,
+            **dict.fromkeys((HeadField.ABORT, HeadField.LEFT, HeadField.PASSED_UNSEEN), layout.seal(0)),
+            **dict.fromkeys((HeadField.BATCH, HeadField.PAGE, HeadField.ROOT), -1),
+            **dict.fromkeys((HeadField.MODULE, HeadField.SEQ, HeadField.SEGMENT), -1),
+            HeadField.MOVED_NS: time.monotonic_ns(),
+        }
+        for at, value in first.items():
+            self.fields[at] = value
         self.identify(rank, local_rank, world_size, attempt)
-        fields[HeadField.MAGIC] = layout.MAGIC  # last: a reader waits for it
+        self.fields[HeadField.MAGIC] = layout.MAGIC  # last: a reader waits for it
 
     def identify(self, rank: int, local_rank: int, world_size: int, attempt: int) -> None:
         """Say whose the file is. A reader that comes in between finds it not ready."""
@@ -175,16 +156,6 @@ class RecorderWriter:
         fields[HeadField.RANK], fields[HeadField.LOCAL_RANK] = rank, local_rank
         fields[HeadField.WORLD_SIZE], fields[HeadField.ATTEMPT] = world_size, attempt
         fields[HeadField.CHECK] = layout.check_of(fields[: HeadField.CHECK].tolist())
-
-    @property
-    def memory(self) -> RecorderMap:
-        """The mapped file."""
-        return self._map
-
-    @property
-    def view(self) -> memoryview:
-        """The whole file."""
-        return self._bytes
 
     def segment_at(self, number: int) -> int | None:
         """Offset in the file of a segment, counted from the beginning of the run; None if it was overwritten."""
@@ -216,19 +187,16 @@ class RecorderWriter:
         """
         if isinstance(record, Definition):
             self.names.add((record,))
-        if isinstance(record, Anomaly):
+        elif isinstance(record, Anomaly):
             self.note_first_anomaly(record)
-        if isinstance(record, OwnFault):
+        elif isinstance(record, OwnFault):
             self.count_fault(record.part)
         payload = self._encode(record)
-        if payload is None:
-            self.fields[HeadField.RECORDS_LOST] += 1
-            return False
-        size = (layout.ENTRY.size + len(payload) + 7) & ~7
+        size = (layout.ENTRY.size + len(payload or b"") + 7) & ~7
         room = self._log_bytes - (_EVENT_RESERVE if name and self._log_bytes > 2 * _EVENT_RESERVE else 0)
-        if self._log_end + size > room:
+        if payload is None or self._log_end + size > room:
             self.fields[HeadField.RECORDS_LOST] += 1
-            self.fields[HeadField.NAMES_LOST] += isinstance(record, Definition)
+            self.fields[HeadField.NAMES_LOST] += payload is not None and isinstance(record, Definition)
             return False
         self._write_entry(self._log_at + self._log_end, payload)
         self._log_end += size
@@ -261,8 +229,8 @@ class RecorderWriter:
 
     def _write_entry(self, at: int, payload: bytes) -> None:
         start = at + layout.ENTRY.size
-        layout.ENTRY.pack_into(self._bytes, at, len(payload), zlib.crc32(payload))
-        self._bytes[start : start + len(payload)] = payload
+        layout.ENTRY.pack_into(self.view, at, len(payload), zlib.crc32(payload))
+        self.view[start : start + len(payload)] = payload
 
     def _encode(self, record: LogEntry) -> bytes | None:
         """Bytes of a record; None for one that cannot be written at all (an integer beyond 64 bits)."""
@@ -277,12 +245,9 @@ class RecorderWriter:
 
     def begin_page(self, root: int, batch: int, step: int) -> OpenPage:
         """Start a page. Pages are counted from 0 over all roots of this rank."""
-        self.pause_page()
         page = OpenPage(self._pages, root, batch, step)
         self._pages += 1
-        self.page = page
-        self._next_segment(page)
-        self._say_where(page)
+        self.resume_page(page)
         return page
 
     def pause_page(self) -> None:
@@ -302,16 +267,17 @@ class RecorderWriter:
         self.pause_page()
         self.page = page
         self._next_segment(page)
-        self._say_where(page)
+        fields = self.fields
+        fields[HeadField.BATCH], fields[HeadField.ROOT], fields[HeadField.PAGE] = page.batch, page.root, page.number
+        fields[HeadField.MOVED_NS] = time.monotonic_ns()
 
     def end_page(self, page: OpenPage) -> None:
         """The batch has ended: nothing more is expected in its page."""
         page.ended = True
         if self.page is page:
             self.pause_page()
-        elif self._segment - page.segment < self._segments:  # else it has been overwritten
-            at = self._segments_at + (page.segment % self._segments) * layout.SEGMENT_BYTES
-            with self._bytes[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as head:
+        elif (at := self.segment_at(page.segment)) is not None:  # else it has been overwritten
+            with self.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as head:
                 head[SegmentField.CLOSED] = SegmentEnd.PAGE_END
 
     def value(self, low: int, high: int, meta: int) -> int:
@@ -322,7 +288,7 @@ class RecorderWriter:
         if used == _VALUES_PER_SEGMENT:
             seg = self.continue_segment()
             used = 0
-        _pack_value(self._bytes, self._values_at + used * 24, low, high, meta)
+        _pack_value(self.view, self._values_at + used * 24, low, high, meta)
         seg[_VALUES] = used + 1
         return seg[_VALUE_BASE] + used
 
@@ -338,7 +304,7 @@ class RecorderWriter:
             seg = self.continue_segment()
             used = 0
         at = self._values_at + used * 24
-        self._bytes[at : at + count * 24] = _value_bytes(meta) * count
+        self.view[at : at + count * 24] = _value_bytes(meta) * count
         seg[_VALUES] = used + count
         return seg[_VALUE_BASE] + used, used
 
@@ -357,7 +323,7 @@ class RecorderWriter:
         if frames == _FRAMES_PER_SEGMENT or used + count > _ROWS_PER_SEGMENT:
             seg = self.continue_segment()
             frames = used = 0
-        data = self._bytes
+        data = self.view
         if count:
             _rows_of(count).pack_into(data, self._rows_at + used * 16, *chain.from_iterable(rows))
         index = seg[_FRAME_BASE] + frames
@@ -370,13 +336,6 @@ class RecorderWriter:
         seg[_ROWS] = used + count
         seg[_FRAMES] = frames + 1
         return index
-
-    def _say_where(self, page: OpenPage) -> None:
-        fields = self.fields
-        fields[HeadField.BATCH] = page.batch
-        fields[HeadField.ROOT] = page.root
-        fields[HeadField.PAGE] = page.number
-        fields[HeadField.MOVED_NS] = time.monotonic_ns()
 
     def continue_segment(self) -> memoryview:
         """End the open segment, one of whose tables is full, and begin the next one. Returns its header."""
@@ -408,7 +367,7 @@ class RecorderWriter:
     def _next_segment(self, page: OpenPage) -> None:
         self._segment += 1
         at = self._segments_at + (self._segment % self._segments) * layout.SEGMENT_BYTES
-        seg = self._seg = self._bytes[at : at + layout.SEGMENT_HEADER_BYTES].cast("q")
+        seg = self._seg = self.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q")
         generation = seg[SegmentField.GENERATION]
         seg[SegmentField.GENERATION] = generation + 1
         seg[SegmentField.PAGE] = page.number
@@ -431,11 +390,9 @@ class RecorderWriter:
         self.cursor[0] = at
         self.fields[HeadField.SEGMENT] = self._segment
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Unmap. The file stays for its readers; whoever made its folder removes it."""
-        if self._map.closed:
+        if self.memory.closed:
             return
         self.page = None
         self.cursor[0] = -1
@@ -443,9 +400,9 @@ class RecorderWriter:
         self.groups.release()
         if self._segment >= 0:
             self._seg.release()
-        self._bytes.release()
+        self.view.release()
         with suppress(BufferError):  # a device may still write there
-            self._map.close()
+            self.memory.close()
 
 
 def _shortened(anomaly: Anomaly) -> Anomaly:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from ..events import Definition, SlotDef
-from ..frames import Phase, RowKind
+from ..frames import RowKind
 from ..metrics import is_count
 from ..recorder.layout import PARTS, TimedStep
 from ..recorder.page_tables import PageTables
@@ -45,7 +45,8 @@ class OutputSlots:
 
     def __init__(self) -> None:
         self.slots: list[int] = []
-        self._column = numpy.full(0, -1, numpy.int64)
+        self._column = numpy.full(1, -1, numpy.int64)
+        """By slot; the last one stands for all slots beyond."""
 
     def define(self, entries: Iterable[Definition]) -> None:
         """Take new definitions."""
@@ -55,7 +56,7 @@ class OutputSlots:
                 and parse_role(entry.role).kind is RoleKind.OUTPUT
                 and 0 <= entry.id < 1 << 20
             ):
-                if entry.id >= len(self._column):
+                if entry.id >= len(self._column) - 1:
                     grown = numpy.full(2 * entry.id + 64, -1, numpy.int64)
                     grown[: len(self._column)] = self._column
                     self._column = grown
@@ -66,19 +67,12 @@ class OutputSlots:
     def read(self, page: PageTables) -> BatchColumns:
         """abs max of each output of the page's forward; of a module that was called twice, the larger one."""
         rows = page.rows
-        slots = rows["slot"].astype(numpy.int64)
-        known = slots < len(self._column)
-        columns = (
-            numpy.where(known, self._column[numpy.where(known, slots, 0)], -1) if len(self._column) else slots * 0 - 1
-        )
-        positions = page.positions
-        meta = page.values["meta"][numpy.maximum(positions, 0)] if len(page.values) else numpy.zeros(len(rows), "<i8")
-        wanted = (
-            (columns >= 0) & (positions >= 0) & (rows["kind"] == RowKind.MEASURED) & page.rows_of_phase(Phase.FORWARD)
-        )
+        columns = self._column[numpy.minimum(rows["slot"], len(self._column) - 1)]
+        positions, meta = page.positions, page.metas
+        wanted = (columns >= 0) & (positions >= 0) & (rows["kind"] == RowKind.MEASURED) & page.forward_rows
         pending = (meta >> 8 & 0xFF) == 0xFF
         chosen = wanted & ~pending
-        codes = _codes(page.values["high"][positions[chosen]], meta[chosen]) if chosen.any() else numpy.zeros(0, "<u2")
+        codes = _codes(page.values["high"][positions[chosen]], meta[chosen])
         found, inverse = numpy.unique(columns[chosen], return_inverse=True)
         largest = numpy.zeros(len(found), numpy.uint16)
         numpy.maximum.at(largest, inverse, codes)  # nan is above inf, which is above every number

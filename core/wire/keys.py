@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
@@ -50,7 +51,9 @@ class JobKeys(NamedTuple):
 
 def derive_keys(secret: str, job: str) -> JobKeys:
     """Keys of the job named `job` (its rendezvous) from `secret`."""
-    return JobKeys(*(_pair(secret, f"{job}/{role}") for role in JobKeys._fields))
+    salts = (f"gpuwatch/{job}/{role}".encode() for role in JobKeys._fields)
+    seeds = (hashlib.scrypt(secret.encode(), salt=salt, n=1 << 12, r=8, p=1, dklen=32) for salt in salts)
+    return JobKeys(*(KeyPair(zmq.curve_public(private), private) for private in map(z85.encode, seeds)))
 
 
 def meeting_key(keys: JobKeys) -> str:
@@ -58,20 +61,9 @@ def meeting_key(keys: JobKeys) -> str:
     return hashlib.sha256(b"gpuwatch meeting " + keys.agent.private).hexdigest()
 
 
-def _pair(secret: str, salt: str) -> KeyPair:
-    seed = hashlib.scrypt(secret.encode(), salt=f"gpuwatch/{salt}".encode(), n=1 << 12, r=8, p=1, dklen=32)
-    private = z85.encode(seed)
-    return KeyPair(zmq.curve_public(private), private)
-
-
 def random_secret() -> str:
     """A random secret, for a job that shares it with its own child processes only."""
     return secrets.token_urlsafe(32)
-
-
-def new_identity() -> str:
-    """Random, for the agents of one launch."""
-    return secrets.token_hex(16)
 
 
 def agent_name(identity: bytes) -> str:
@@ -108,12 +100,11 @@ def others_may_read(secret_file: str | None) -> str:
     """A sentence where other users of the host may read the secret's file, with the mend; "" where they may not."""
     if secret_file is None:
         return ""
-    try:
-        mode = Path(secret_file).stat().st_mode & 0o777
-    except OSError:  # it was read a moment ago
-        return ""
-    mend = f"chmod 600 {quote(secret_file)}"
-    return f"--secret-file: other users may read {secret_file} (mode {mode:04o}): {mend}" if mode & 0o077 else ""
+    with suppress(OSError):  # it was read a moment ago
+        if (mode := Path(secret_file).stat().st_mode & 0o777) & 0o077:
+            mend = f"chmod 600 {quote(secret_file)}"
+            return f"--secret-file: other users may read {secret_file} (mode {mode:04o}): {mend}"
+    return ""
 
 
 # What lets ranks of other hosts join a run: a file of the run's folder, for its user alone. It has the job's keys.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -323,18 +324,15 @@ def closest_modules(found: Iterable[HotModule], most: int) -> list[HotModule]:
     """The `most` modules with the least left, the closest first. A module that several ranks report counts once."""
     chosen: dict[str, HotModule] = {}
     for hot in sorted(found, key=lambda hot: hot.left):
-        if len(chosen) == most:
-            break
         chosen.setdefault(hot.module, hot)
-    return list(chosen.values())
+    return list(chosen.values())[:most]
 
 
 def unpack_list(data: bytes, kind: type[T]) -> list[T]:
     """Unpack such a list from a beat. [] for bytes that no agent sends."""
-    try:
+    with suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return msgspec.msgpack.decode(data, type=list[kind]) if data else []  # type: ignore[valid-type]
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return []
+    return []
 
 
 def node_of(agent: str) -> str:
@@ -474,30 +472,13 @@ class WireError(GpuwatchError):
     """Bytes that are not one of these messages."""
 
 
-class _RawAgentMessage(msgspec.Struct, frozen=True):
-    """AgentMessage with a body that was encoded before."""
-
-    n: int
-    body: msgspec.Raw
-    after: int = 0
-
-
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder = msgspec.msgpack.Decoder(AgentMessage)
 _collector_decoder: msgspec.msgpack.Decoder[CollectorMessage] = msgspec.msgpack.Decoder(CollectorMessage)
 
 
-def encode(message: AgentMessage | CollectorMessage) -> bytes:
-    """Bytes for one ZeroMQ frame."""
-    return _encoded(message)
-
-
-def encode_body(body: AgentBody) -> bytes:
-    """The body alone, to be put in its envelope when it is sent."""
-    return _encoded(body)
-
-
-def _encoded(message: msgspec.Struct) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
+    """Bytes for one ZeroMQ frame; of a body alone, to be put in its envelope when it is sent."""
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:  # a name of a file
@@ -506,7 +487,7 @@ def _encoded(message: msgspec.Struct) -> bytes:
 
 def envelope(n: int, after: int, body: bytes) -> bytes:
     """An AgentMessage around an encoded body."""
-    return _encoder.encode(_RawAgentMessage(n, msgspec.Raw(body), after))
+    return _encoder.encode(AgentMessage(n, msgspec.Raw(body), after))  # type: ignore[arg-type]
 
 
 def decode_agent(data: bytes) -> AgentMessage:

@@ -1,4 +1,7 @@
-"""The messages between a launch and its node agent, and between a launch and its collector: JSON lines over pipes."""
+"""The messages between a launch and its node agent, and between a launch and its collector: JSON lines over pipes.
+
+`write_line` writes one, and `from_json(line, FromAgent)` (core/text.py) reads it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import IO, TypeVar
 import msgspec
 
 from ..settings import OnHang
-from ..text import from_json, given_back, to_json
+from ..text import from_json, to_json
 from .messages import AgentHello, NodeBye, StopRanks
 from .messages import JobResult as JobResult
 
@@ -56,11 +59,9 @@ class LaunchDone(NodeBye, frozen=True, tag="done"):
     """torchrun, or the command, has ended: what the agent says as its goodbye, and why it did."""
 
     reason: str = ""
-    """Why the scheduler sent the signal, if it gives a reason."""
+    """This and the next two are for a NodeSignal."""
     down_nodes: list[str] = msgspec.field(default_factory=list)
-    """Nodes of the job that the scheduler has lost."""
     told_by: str = ""
-    """The scheduler's command that reported it."""
 
 
 ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone
@@ -168,27 +169,6 @@ def write_line(pipe: IO[bytes], message: msgspec.Struct) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-_to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
-_from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
-_from_collector: msgspec.json.Decoder[FromCollector] = msgspec.json.Decoder(FromCollector)
-# bytes of a path that are no UTF-8 travel, too: see core/text.py
-
-
-def read_to_agent(line: bytes) -> ToAgent:
-    """A line from the launch to its node agent. Raises msgspec.DecodeError on anything else."""
-    return given_back(_to_agent.decode(line), line, ToAgent)
-
-
-def read_from_agent(line: bytes) -> FromAgent:
-    """A line from the node agent to its launch. Raises msgspec.DecodeError on anything else."""
-    return given_back(_from_agent.decode(line), line, FromAgent)
-
-
-def read_from_collector(line: bytes) -> FromCollector:
-    """A line from the collector to its launch. Raises msgspec.DecodeError on anything else."""
-    return given_back(_from_collector.decode(line), line, FromCollector)
 
 
 def read_config(fd: int, kind: type[Config]) -> Config | None:

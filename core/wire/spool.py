@@ -54,7 +54,7 @@ class SpoolWriter:
             self.left_out += 1
             return
         try:
-            self._write(_HEAD.pack(len(message), zlib.crc32(message)) + message)
+            self._write(_entry(message))
         except OSError:  # a part that was written is cut off, or its checksum shows it
             self.left_out += 1
 
@@ -72,6 +72,10 @@ class SpoolWriter:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _entry(message: bytes) -> bytes:
+    return _HEAD.pack(len(message), zlib.crc32(message)) + message
 
 
 def keep_spools(spools: list[Path], folder: Path, agent: str, more: list[bytes]) -> Path | None:
@@ -93,7 +97,7 @@ def keep_spools(spools: list[Path], folder: Path, agent: str, more: list[bytes])
                     if source.read(len(_MAGIC)) == _MAGIC:
                         shutil.copyfileobj(source, file)
             for message in more:
-                file.write(_HEAD.pack(len(message), zlib.crc32(message)) + message)
+                file.write(_entry(message))
         return path
     return path if path.exists() else None
 

@@ -6,6 +6,7 @@ there.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -136,18 +137,11 @@ def read_viewer_keys(folder: Path) -> ViewerKeys | None:
         raise GpuwatchError(f"expected the address of a collector in {path}, it cannot be read: {error}") from error
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(JobView)
 
 
-def encode_view(view: JobView) -> bytes:
-    """Bytes for one ZeroMQ frame."""
-    return _encoder.encode(view)
-
-
 def decode_view(data: bytes) -> JobView | None:
-    """None for bytes that are no view."""
-    try:
+    """What `encode` (messages.py) has made; None for bytes that are no view."""
+    with suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return None
+    return None

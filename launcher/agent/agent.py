@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import select
 import signal
 import sys
 import time
 import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, NoReturn
 
-import msgspec
 import psutil
 import zmq
 from msgspec.structs import replace
@@ -30,46 +31,16 @@ from ...core import host
 from ...core.errors import ExitCode, GpuwatchError
 from ...core.events import Anomaly, Event, GpuCounters, GpuHealth, GpuXid, NodeSignal, PreflightResult, WorkerExit
 from ...core.gpu.nvml_child import KILLED_S
-from ...core.host import OwnClock
+from ...core.host import LineReader, OwnClock
 from ...core.identity import is_rank
 from ...core.recorder.layout import file_name
-from ...core.recorder.run_folder import PROCESSES
+from ...core.recorder.run_folder import PROCESSES, pid_of_file
 from ...core.recorder.scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch
 from ...core.tell import flush_streams
+from ...core.text import from_json
 from ...core.verdicts import VerdictKind
-from ...core.wire.keys import agent_name, new_identity
-from ...core.wire.messages import (
-    VERDICT_PATIENCE_S,
-    AgentBody,
-    CollectorMessage,
-    EventMessage,
-    LookAtRanks,
-    NodeBeat,
-    NodeBye,
-    PageMessage,
-    RankHistoryMessage,
-    RunWelcome,
-    StopRanks,
-    TelemetryMessage,
-    WantedBatch,
-    closest_modules,
-    node_of,
-    pack_list,
-    ranks_of,
-)
-from ...core.wire.pipe import (
-    AgentConfig,
-    JobResult,
-    LaunchDone,
-    NodeWelcomed,
-    UserNotice,
-    VerdictWait,
-    WorkersEnded,
-    WorkersStarted,
-    read_config,
-    read_to_agent,
-    write_line,
-)
+from ...core.wire import messages, pipe
+from ...core.wire.keys import agent_name
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
 from .collector_link import CollectorLink, ForgottenMessages
 from .gpus import GpuWatch
@@ -89,13 +60,7 @@ NEVER_CAME_S = 15.0
 WAITING_S = 5.0
 """How often, at the end, the agent reports to its launch that it is alive."""
 
-_THE_WORST_LAST = (
-    ExitCode.CLEAN,
-    ExitCode.SCRIPT_FAILED,
-    ExitCode.LOST,
-    ExitCode.OVERFLOW,
-    ExitCode.PREFLIGHT_FAILED,
-)
+_THE_WORST_LAST = (ExitCode.CLEAN, ExitCode.SCRIPT_FAILED, ExitCode.LOST, ExitCode.OVERFLOW, ExitCode.PREFLIGHT_FAILED)
 _M_MMAP_THRESHOLD = -3
 """mallopt(3)"""
 
@@ -105,7 +70,7 @@ class NodeAgentLoop:
 
     def __init__(
         self,
-        config: AgentConfig,
+        config: pipe.AgentConfig,
         to_launch: IO[bytes],
         *,
         gpus: GpuWatch | None = None,
@@ -113,9 +78,9 @@ class NodeAgentLoop:
     ) -> None:
         """`gpus` and `context` are made here unless they are given: many agents of one process share a context."""
         self._config = config
-        self._to_launch = to_launch
+        self._tell = partial(pipe.write_line, to_launch)
         self._folder = Path(config.recorder_dir)
-        self._identity = f"{config.identity or new_identity()}.{config.life}".encode()
+        self._identity = f"{config.identity or secrets.token_hex(16)}.{config.life}".encode()
         self._id = agent_name(self._identity)
         self.traces = TracedBatches(config.hello.max_nodes)
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
@@ -132,44 +97,41 @@ class NodeAgentLoop:
         self._telemetry = NodeTelemetry(config.telemetry_s, folders, self._gpus)
         self._ends_told: set[tuple[int, int]] = set()
         """(attempt, rank) whose end an earlier agent has reported."""
-        self._done: LaunchDone | None = None
+        self._done: pipe.LaunchDone | None = None
         self._signal_told = False
         self._said_goodbye = False
         self._launch_gone = False
         self._launch_session = session_of(os.getppid())
         self._orphans: RunOrphans | None = None
         """What the launch has left behind, once it was killed."""
-        self._final: JobResult | None = None
+        self._final: pipe.JobResult | None = None
         self._worst = ExitCode.CLEAN
         self._last_waiting = 0.0
         self._hello = replace(config.hello, agent=self._id, host=host.host_name(), pid=os.getpid(), cwd=str(Path.cwd()))
         self._put(self._hello)
-        self._take_over()
-
-    def _take_over(self) -> None:
-        """What no recorder has any more is in the spool of an agent before this one, and nowhere else.
-
-        That is what it has seen of the GPUs and of the node, and the ranks whose recorders were freed.
-        """
         for spool in self._spools()[:-1]:
             with suppress(GpuwatchError):
                 for message in read_spool(spool):
                     if self._is_only_there(message.body):
                         self._put(message.body)
 
-    def _is_only_there(self, body: AgentBody) -> bool:
-        if isinstance(body, TelemetryMessage):
+    def _is_only_there(self, body: messages.AgentBody) -> bool:
+        """What no recorder has any more is in the spool of an agent before this one, and nowhere else.
+
+        That is what it has seen of the GPUs and of the node, and the ranks whose recorders were freed.
+        """
+        if isinstance(body, messages.TelemetryMessage):
             return True
-        if isinstance(body, EventMessage) and isinstance(body.event, GpuXid | GpuCounters | GpuHealth):
+        if isinstance(body, messages.EventMessage) and isinstance(body.event, GpuXid | GpuCounters | GpuHealth):
             return True
-        ranks = ranks_of(body)
-        if isinstance(body, EventMessage) and isinstance(body.event, WorkerExit):
+        ranks = messages.ranks_of(body)
+        if isinstance(body, messages.EventMessage) and isinstance(body.event, WorkerExit):
             self._ends_told.update(ranks)
         return bool(ranks) and not any((self._folder / file_name(rank, attempt)).exists() for attempt, rank in ranks)
 
     def _spools(self) -> list[Path]:
         """The spools of all agents of this launch, in their order; the last is ours."""
-        lives = [self._folder / f"{node_of(self._id)}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
+        lives = [self._folder / f"{messages.node_of(self._id)}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
         return [path for path in lives if path.exists()]
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -214,17 +176,20 @@ class NodeAgentLoop:
         self._poll_ranks(now)
         if self._done is None:
             self._telemetry.turn(self._running, now)
-        self._end_orphans(now)
+        if self._orphans is not None and self._orphans.are_gone(now):
+            self._orphans = None
+            self._conclude_for_launch(now)
         self._say_goodbye(now)
         self._link.send(self._beat, now)
-        self._say_waiting(now)
+        if self._done is not None and now - self._last_waiting > WAITING_S:
+            self._last_waiting = now
+            self._tell(pipe.VerdictWait())
 
     def close(self) -> None:
         """Let go of the recorders, the child and the socket."""
         for watch in self._ranks.values():
             watch.close()
         self._gpus.close(KILLED_S)
-        self._telemetry.close()
         self._ends.close()
         self._stalls.close()
         self._spool.close()
@@ -239,44 +204,30 @@ class NodeAgentLoop:
         if not self._config.collector:
             return self._said_goodbye
         silent = now - max(self._link.heard, self._done_at)
-        return silent > (VERDICT_PATIENCE_S if self._link.welcomed else NEVER_CAME_S)
-
-    def _say_waiting(self, now: float) -> None:
-        if self._done is not None and now - self._last_waiting > WAITING_S:
-            self._last_waiting = now
-            self._tell(VerdictWait())
+        return silent > (messages.VERDICT_PATIENCE_S if self._link.welcomed else NEVER_CAME_S)
 
     # -- the launch ---------------------------------------------------------------------------------------------
 
     def hear_launch(self, line: bytes, now: float) -> None:
         """A line of the launch's pipe."""
-        message = read_to_agent(line)
-        if isinstance(message, WorkersStarted):
-            self._free_recorders(message.attempt - KEPT_ATTEMPTS - 1)
+        message: pipe.ToAgent = from_json(line, pipe.ToAgent)
+        if isinstance(message, pipe.WorkersStarted):
+            # a job that restarts often would fill the memory with recorders that were read
+            for key, watch in list(self._ranks.items()):
+                if watch.attempt < message.attempt - KEPT_ATTEMPTS and watch.ended:
+                    watch.remove()
+                    del self._ranks[key]
             for rank, pid in message.pids.items():
-                self._ranks[rank, message.attempt] = RankWatch(
-                    self._folder,
-                    rank,
-                    message.attempt,
-                    pid,
-                    self._config.hello.trace_batches,
-                    len(message.pids),
-                    self.traces,
-                )
+                traced, ranks = self._config.hello.trace_batches, len(message.pids)
+                watch = RankWatch(self._folder, rank, message.attempt, pid, traced, ranks, self.traces)
+                self._ranks[rank, message.attempt] = watch
                 self._ends.watch((rank, message.attempt), pid)
-        elif isinstance(message, WorkersEnded):
+        elif isinstance(message, pipe.WorkersEnded):
             for rank, code in message.codes.items():
                 by = "itself" if rank in message.failed or code == 0 else "torchrun"
                 self._end_rank(rank, message.attempt, code, by, now)
-        elif isinstance(message, LaunchDone):
+        elif isinstance(message, pipe.LaunchDone):
             self._launch_done(message, now)
-
-    def _free_recorders(self, last: int) -> None:
-        """Remove the recorders, all read, of attempts up to `last`. A job that restarts often would fill the memory."""
-        for key, watch in list(self._ranks.items()):
-            if watch.attempt <= last and watch.ended:
-                watch.remove()
-                del self._ranks[key]
 
     def _end_rank(self, rank: int, attempt: int, code: int | None, by: str, now: float) -> None:
         watch = self._ranks.get((rank, attempt))
@@ -286,9 +237,9 @@ class NodeAgentLoop:
             for body in watch.end(code, by, now):
                 self._put(self._with_what_ranks_cannot_see(body), needed=True)
 
-    def _with_what_ranks_cannot_see(self, body: AgentBody) -> AgentBody:
+    def _with_what_ranks_cannot_see(self, body: messages.AgentBody) -> messages.AgentBody:
         """Add when a rank ended, and the count of the kernel's out-of-memory kills, as its SIGKILL may be another's."""
-        if not isinstance(body, EventMessage) or not isinstance(body.event, WorkerExit):
+        if not isinstance(body, messages.EventMessage) or not isinstance(body.event, WorkerExit):
             return body
         before, after, kills = self._memory_kills, memory_kills(), 0
         if body.event.code == -signal.SIGKILL and before is not None and after is not None:
@@ -298,9 +249,9 @@ class NodeAgentLoop:
         if body.event.ended_ns:  # when a fatal signal came
             alive_ns = ended_ns = body.event.ended_ns
         ended_ns = ended_ns or time.time_ns()
-        return EventMessage(replace(body.event, memory_kills=kills, alive_ns=alive_ns, ended_ns=ended_ns))
+        return messages.EventMessage(replace(body.event, memory_kills=kills, alive_ns=alive_ns, ended_ns=ended_ns))
 
-    def _launch_done(self, done: LaunchDone, now: float) -> None:
+    def _launch_done(self, done: pipe.LaunchDone, now: float) -> None:
         if self._done is not None:
             return
         for watch in self._ranks.values():
@@ -309,7 +260,7 @@ class NodeAgentLoop:
         self._tell_signal(done)
         self._done = done
         self._done_at = now
-        self._put_telemetry(self._telemetry.ended())
+        self._put(self._telemetry.ended())
         self._gpus.end(now)
         if done.outcome == "failed":
             self._saw(ExitCode.SCRIPT_FAILED)
@@ -320,42 +271,41 @@ class NodeAgentLoop:
             self._launch_gone = True
             adopt_scratch(self._folder)
             if self._config.ends_ranks:
-                self._tell_signal(LaunchDone("failed", int(signal.SIGKILL)))
+                self._tell_signal(pipe.LaunchDone("failed", int(signal.SIGKILL)))
                 self._orphans = RunOrphans(self._folder, self._launch_session, self._pids_of_ranks, now)
             else:
                 self._conclude_for_launch(now)
 
-    def _end_orphans(self, now: float) -> None:
-        if self._orphans is not None and self._orphans.are_gone(now):
-            self._orphans = None
-            self._conclude_for_launch(now)
-
     def _pids_of_ranks(self) -> list[int]:
         """Process ids of the ranks, and of processes that could have become ranks."""
-        others = [int(path.stem.rpartition("-")[2]) for path in self._folder.glob(PROCESSES)]
+        others = [pid_of_file(path) for path in self._folder.glob(PROCESSES)]
         return [*(watch.pid for watch in self._ranks.values()), *others]
 
     def _conclude_for_launch(self, now: float) -> None:
         for watch in list(self._ranks.values()):
             if not psutil.pid_exists(watch.pid):
                 self._end_rank(watch.rank, watch.attempt, None, "unknown", now)
-        self._launch_done(LaunchDone("failed", int(signal.SIGKILL)), now)
+        self._launch_done(pipe.LaunchDone("failed", int(signal.SIGKILL)), now)
 
-    def _tell_signal(self, done: LaunchDone) -> None:
+    def _tell_signal(self, done: pipe.LaunchDone) -> None:
         """When it came: what ranks say after it, they say because of it."""
         if done.signal and not self._signal_told:
             self._signal_told = True
-            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes, done.told_by)))
+            self._put(
+                messages.EventMessage(
+                    NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes, done.told_by)
+                )
+            )
 
     def _say_goodbye(self, now: float) -> None:
         """Send the last message. It waits for the GPUs' last counters, unless NVML does not answer."""
         if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
             self._said_goodbye = True
             self._put(
-                NodeBye(self._done.outcome, self._done.signal, self._done.note, self._done.unwatched, self._done.error)
+                messages.NodeBye(
+                    self._done.outcome, self._done.signal, self._done.note, self._done.unwatched, self._done.error
+                )
             )
-
-    # -- the GPUs -----------------------------------------------------------------------------------------------
 
     def _poll_gpus(self, poller: select.poll, ready: dict[int, int], now: float) -> None:
         fd = self._gpus.fd
@@ -365,7 +315,7 @@ class NodeAgentLoop:
         if fd is not None and self._gpus.fd is None:
             poller.unregister(fd)
         for event in self._gpus.events():
-            self._put(EventMessage(event))
+            self._put(messages.EventMessage(event))
 
     # -- the ranks ----------------------------------------------------------------------------------------------
 
@@ -375,10 +325,10 @@ class NodeAgentLoop:
                 self._put(body)
         if self._done is None:
             for stalled in self._stalls.stalled(self._of_ranks, now):
-                self._put(EventMessage(stalled))
-                self._put_telemetry(self._telemetry.told("stall", now))
+                self._put(messages.EventMessage(stalled))
+                self._put(self._telemetry.told("stall", now))
             for look in self._stalls.seen(now):
-                self._put(EventMessage(look))
+                self._put(messages.EventMessage(look))
 
     @property
     def _of_ranks(self) -> list[RankWatch]:
@@ -388,17 +338,15 @@ class NodeAgentLoop:
     def _running(self) -> list[tuple[int, int]]:
         return [(watch.rank, watch.pid) for watch in self._ranks.values() if not watch.ended]
 
-    def _put_telemetry(self, message: TelemetryMessage | None) -> None:
-        if message is not None:
-            self._put(message)
-
-    def _put(self, body: AgentBody, *, needed: bool = False) -> None:
-        """`needed`: it is one of the last pages of its rank."""
-        if isinstance(body, EventMessage):
+    def _put(self, body: messages.AgentBody | None, *, needed: bool = False) -> None:
+        """None: there is nothing to send. `needed`: it is one of the last pages of its rank."""
+        if body is None:
+            return
+        if isinstance(body, messages.EventMessage):
             self._note(body.event)
         self._spool.append(
             self.outbox.put(body, needed=needed),
-            is_page=isinstance(body, PageMessage | RankHistoryMessage | TelemetryMessage),
+            is_page=isinstance(body, messages.PageMessage | messages.RankHistoryMessage | messages.TelemetryMessage),
         )
 
     def _note(self, event: Event) -> None:
@@ -406,7 +354,7 @@ class NodeAgentLoop:
         if isinstance(event, Anomaly):
             self.outbox.need(event.where.attempt, event.where.batch)
             self._gpus.anomaly(self._now)
-            self._put_telemetry(self._telemetry.told("anomaly", self._now))
+            self._put(self._telemetry.told("anomaly", self._now))
             self._saw(ExitCode.OVERFLOW)
         elif isinstance(event, PreflightResult) and event.stops:
             self._saw(ExitCode.PREFLIGHT_FAILED)
@@ -418,31 +366,31 @@ class NodeAgentLoop:
 
     # -- the collector ------------------------------------------------------------------------------------------
 
-    def _hear_collector(self, message: CollectorMessage, now: float) -> None:
-        if isinstance(message, RunWelcome):
-            self._tell(NodeWelcomed(message.run_id))
+    def _hear_collector(self, message: messages.CollectorMessage, now: float) -> None:
+        if isinstance(message, messages.RunWelcome):
+            self._tell(pipe.NodeWelcomed(message.run_id))
             self.outbox.change_first(replace(self._hello, run=message.run_id))
-        elif isinstance(message, WantedBatch):
+        elif isinstance(message, messages.WantedBatch):
             self.outbox.need(message.attempt, message.batch)
             for watch in self._ranks.values():
                 watch.want(message, now)
-        elif isinstance(message, LookAtRanks):
+        elif isinstance(message, messages.LookAtRanks):
             self._stalls.look(self._of_ranks, message.number, now)
-            self._put_telemetry(self._telemetry.told("stall", now))
-        elif isinstance(message, StopRanks):
+            self._put(self._telemetry.told("stall", now))
+        elif isinstance(message, messages.StopRanks):
             self._tell(message)
-        elif isinstance(message, JobResult):
+        elif isinstance(message, pipe.JobResult):
             self._final = message
             self._link.leave()
 
-    def _beat(self) -> NodeBeat:
+    def _beat(self) -> messages.NodeBeat:
         running = [watch for watch in self._ranks.values() if not watch.ended]
         states = [state for watch in running if (state := watch.state())]
-        beat = NodeBeat(states, dict(self.outbox.pages_dropped))
+        beat = messages.NodeBeat(states, dict(self.outbox.pages_dropped))
         if not self._link.is_looked_at:
             return beat
-        hot = closest_modules((hot for watch in running for hot in watch.hottest()), MOST_HOT)
-        return replace(beat, hot=pack_list(hot), gpus=pack_list(self._telemetry.gpus_now))
+        hot = messages.closest_modules((hot for watch in running for hot in watch.hottest()), MOST_HOT)
+        return replace(beat, hot=messages.pack_list(hot), gpus=messages.pack_list(self._telemetry.gpus_now))
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -452,7 +400,7 @@ class NodeAgentLoop:
             self._tell(final)
             return
         more = self.outbox.unacknowledged() if self._spool.left_out else []
-        spool = keep_spools(self._spools(), Path(self._config.spool_dir), node_of(self._id), more)
+        spool = keep_spools(self._spools(), Path(self._config.spool_dir), messages.node_of(self._id), more)
         kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
         assert self._done is not None
         worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
@@ -461,34 +409,7 @@ class NodeAgentLoop:
         why = f"the collector at {where} did not answer" if where else "no collector could be started"
         text = f"gpuwatch: no verdict: {why}{kept}"
         saw = spool if self._worst is ExitCode.OVERFLOW else None
-        self._tell(JobResult(code, VerdictKind.UNKNOWN, text, "", overflow_in=str(saw or "")))
-
-    def _tell(self, message: msgspec.Struct) -> None:
-        write_line(self._to_launch, message)
-
-
-class LineReader:
-    """Lines from a pipe that is polled beside sockets."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.closed = False
-        self._rest = b""
-
-    def lines(self) -> list[bytes]:
-        """The complete lines that are there; `closed` once the other side is gone."""
-        data = os.read(self.fd, 1 << 16)
-        if not data:
-            self.closed = True
-            return []
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return lines
-
-
-def _give_back_pages() -> None:
-    """Memory of a message goes back to the system when it is freed: glibc would keep it in pieces between others."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+        self._tell(pipe.JobResult(code, VerdictKind.UNKNOWN, text, "", overflow_in=str(saw or "")))
 
 
 def main() -> NoReturn:
@@ -505,15 +426,17 @@ def main() -> NoReturn:
 def _run() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the launch decides when it is over: it closes the pipe
-    config = read_config(0, AgentConfig)
+    config = pipe.read_config(0, pipe.AgentConfig)
     if config is None:
         return int(ExitCode.USAGE)
-    _give_back_pages()
+    # memory of a message goes back to the system when it is freed: glibc would keep it in pieces between others
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     try:
         NodeAgentLoop(config, sys.stdout.buffer).run()
     except ForgottenMessages:
-        write_line(
-            sys.stdout.buffer, UserNotice("the collector has lost what it had received; this node sends it again")
+        pipe.write_line(
+            sys.stdout.buffer, pipe.UserNotice("the collector has lost what it had received; this node sends it again")
         )
         return 1
     return 0

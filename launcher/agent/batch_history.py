@@ -111,10 +111,8 @@ class RankHistory:
 
     def look(self, reader: RecorderReader, header: tuple[int, ...], now: float) -> None:
         """Look at the newest batches that are over, if it is time for that. `now` is monotonic time in seconds."""
-        if now < self._due:
-            return
         number = header[HeadField.PAGE] - 1
-        if number <= self._done:
+        if now < self._due or number <= self._done:
             return
         began = self._clock()
         if self._since[0] != number:
@@ -126,9 +124,8 @@ class RankHistory:
 
     def told(self, rank: int, attempt: int) -> list[LimitForecast]:
         """The forecasts that were made since the last call: a module before the ones around it."""
-        if not self._told:
-            return []
-        told, self._told = sorted(self._told, key=_depth, reverse=True), []
+        told = sorted(self._told, key=lambda each: each.module.count(".") + (each.module != ""), reverse=True)
+        self._told = []
         return [replace(each, where=replace(each.where, rank=rank, attempt=attempt)) for each in told]
 
     def hottest(self, rank: int, most: int) -> list[HotModule]:
@@ -140,9 +137,12 @@ class RankHistory:
                 HotModule(rank, rows[-1].batch, module.name, DTYPE_NAMES[self._dtypes[column]], *how_close)
                 for rows in self._rows.values()
                 for column, *how_close in closest(rows, self._dtypes, most)
-                if (module := self._modules.get(self._module_of.get(self._slots.slots[column], -1))) is not None
+                if (module := self._module(column)) is not None
             ]
         return self._hottest
+
+    def _module(self, column: int) -> ModuleDef | None:
+        return self._modules.get(self._module_of.get(self._slots.slots[column], -1))
 
     def finish(self, reader: RecorderReader) -> None:
         """The rank has ended: read the pages that its recorder still holds."""
@@ -173,7 +173,7 @@ class RankHistory:
             self.forecast_error = self.forecast_error or error
 
     def _forecast(self, column: int, passing: LimitCrossing, page: PageMessage) -> LimitForecast | None:
-        module = self._modules.get(self._module_of.get(self._slots.slots[column], -1))
+        module = self._module(column)
         if module is None:
             return None
         where = RunPosition(0, 0, page.step, page.batch, "", page.number, time_ns=time.time_ns())
@@ -201,23 +201,10 @@ class RankHistory:
             codes = numpy.full((len(rows), len(used)), ABSENT, numpy.uint16)
             for n, row in enumerate(rows):
                 codes[n, place[row.columns]] = row.codes
-            found.append(
-                RankHistoryMessage(
-                    rank,
-                    attempt,
-                    root,
-                    [row.batch for row in rows],
-                    [row.step for row in rows],
-                    [self._slots.slots[column] for column in used],
-                    bytes(self._dtypes[column] for column in used),
-                    pack(codes),
-                )
-            )
+            batches, steps = [row.batch for row in rows], [row.step for row in rows]
+            slots, dtypes = [self._slots.slots[n] for n in used], bytes(self._dtypes[n] for n in used)
+            found.append(RankHistoryMessage(rank, attempt, root, batches, steps, slots, dtypes, pack(codes)))
         return found
-
-
-def _depth(forecast: LimitForecast) -> int:
-    return forecast.module.count(".") + (forecast.module != "")
 
 
 def _size(row: BatchRow) -> int:
@@ -247,7 +234,8 @@ class RankStepTimes:
         self._kept: list[TimedStep] = []
         self._total_ns = [0] * len(PARTS)
         self._taken = 0
-        self._last_s: deque[float] = deque(maxlen=LAST_STEPS)
+        self.last_s: deque[float] = deque(maxlen=LAST_STEPS)
+        """Seconds of the last steps that were timed, in their order."""
 
     def look(self, reader: RecorderReader, header: tuple[int, ...]) -> None:
         """Take the steps that were timed since the last look. What the ring has lost meanwhile is not in the sums."""
@@ -260,7 +248,7 @@ class RankStepTimes:
     def take(self, step: TimedStep) -> None:
         """One step more."""
         self._taken += 1
-        self._last_s.append(sum(step.parts) / 1e9)
+        self.last_s.append(sum(step.parts) / 1e9)
         for part, ns in enumerate(step.parts):
             self._total_ns[part] += ns
         if step.number // BLOCK % self._every:
@@ -274,11 +262,6 @@ class RankStepTimes:
     def so_far(self) -> tuple[int, list[int]]:
         """(steps that were taken, microseconds of all of them in each part)."""
         return self._taken, [ns // 1000 for ns in self._total_ns] if self._taken else []
-
-    @property
-    def last_s(self) -> list[float]:
-        """Seconds of the last steps that were timed, in their order."""
-        return list(self._last_s)
 
     def event(self, where: RunPosition) -> StepTimes | None:
         """The times so far; None if no step was timed."""

@@ -6,24 +6,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
 import zmq
 from msgspec.structs import replace
 
-from ...core.wire.messages import (
-    AgentLeaving,
-    AgentMessage,
-    AgentRefused,
-    CollectorMessage,
-    MessageAck,
-    NodeBeat,
-    RunWelcome,
-    WireError,
-    decode_collector,
-    encode,
-)
+from ...core.wire import messages
 from ...core.wire.pipe import AgentConfig, UserNotice
 from .outbox import MessageOutbox
 
@@ -67,6 +57,8 @@ class CollectorLink:
         self._own_context = context is None
         self._context = context if context is not None else zmq.Context()
         self._socket = self._connect(config, identity)
+        self.fd = int(self._socket.FD)
+        """For polling: readable when a message has arrived."""
         self._used = True
         """It was used since the last `hear`. Its descriptor may then hide an arrival: ZMQ_FD, zmq_getsockopt(3)."""
 
@@ -90,12 +82,7 @@ class CollectorLink:
             socket.connect(config.collector)
         return socket
 
-    @property
-    def fd(self) -> int:
-        """For polling: readable when a message has arrived."""
-        return int(self._socket.FD)
-
-    def hear(self, now: float, *, readable: bool, may_start_over: bool) -> Iterator[CollectorMessage]:
+    def hear(self, now: float, *, readable: bool, may_start_over: bool) -> Iterator[messages.CollectorMessage]:
         """Yield the messages that have arrived, except acknowledgements, which are handled here.
 
         `may_start_over`: raise ForgottenMessages where the collector's store was lost. Another agent, which the launch
@@ -106,24 +93,24 @@ class CollectorLink:
         self._used = False
         while int(self._socket.EVENTS) & zmq.POLLIN:
             try:
-                message = decode_collector(self._socket.recv())
-            except WireError as error:
+                message = messages.decode_collector(self._socket.recv())
+            except messages.WireError as error:
                 self._tell(UserNotice(f"the collector sent a message that this agent does not understand: {error}"))
                 continue
             self.heard = now
             self.welcomed = True
             self._resending.heard(now)
-            if isinstance(message, MessageAck):
+            if isinstance(message, messages.MessageAck):
                 self._acknowledged(message, may_start_over, now)
             else:
                 yield message
-            if isinstance(message, RunWelcome) and self._told_unreachable:
+            if isinstance(message, messages.RunWelcome) and self._told_unreachable:
                 self._tell(UserNotice(f"the collector at {self._address} answers now"))
-            elif isinstance(message, AgentRefused):
+            elif isinstance(message, messages.AgentRefused):
                 self.refused = True
                 self._tell(UserNotice(f"the collector at {self._address} refuses this node: {message.reason}"))
 
-    def _acknowledged(self, ack: MessageAck, may_start_over: bool, now: float) -> None:
+    def _acknowledged(self, ack: messages.MessageAck, may_start_over: bool, now: float) -> None:
         self._clock.hear(ack.echo_ns, ack.time_ns, time.time_ns())
         self._beats.answered(ack.echo_ns)
         self.is_looked_at = ack.looks
@@ -135,7 +122,7 @@ class CollectorLink:
         elif ack.resend or self._resending.is_lost(ack.echo_ns, ack.received, now):
             self.outbox.send_again()
 
-    def send(self, beat: Callable[[], NodeBeat], now: float) -> None:
+    def send(self, beat: Callable[[], messages.NodeBeat], now: float) -> None:
         """Send every due message, and a beat when one is due. `beat` makes it, without its times."""
         if self.refused:
             return
@@ -150,7 +137,7 @@ class CollectorLink:
             sent_ns, (round_trip_ns, offset_ns) = time.time_ns(), self._clock.best or (None, None)
             self._beats.sent(sent_ns, now)
             timed = replace(beat(), sent_ns=sent_ns, clock_offset_ns=offset_ns, clock_round_trip_ns=round_trip_ns)
-            if self._try_send(encode(AgentMessage(0, timed))):
+            if self._try_send(messages.encode(messages.AgentMessage(0, timed))):
                 self._resending.beat(sent_ns, self.outbox.last_sent)
         is_late = now - self._began > UNREACHABLE_S and self._address and not self.welcomed
         if is_late and not self._told_unreachable:
@@ -165,15 +152,14 @@ class CollectorLink:
 
     def leave(self) -> None:
         """Say goodbye to the collector: the verdict is here."""
-        self._try_send(encode(AgentMessage(0, AgentLeaving())))
+        self._try_send(messages.encode(messages.AgentMessage(0, messages.AgentLeaving())))
 
     def _try_send(self, data: bytes) -> bool:
         self._used = True
-        try:
+        with suppress(zmq.Again):
             self._socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+            return True
+        return False
 
     def close(self) -> None:
         """Let go of the socket, once it has sent what it holds."""

@@ -47,12 +47,10 @@ class LimitCrossing(NamedTuple):
     """
 
     abs_max: float
-    """In the last batch."""
     after: int
     earliest: int
     latest: int
     since: int
-    """The first batch of the window."""
 
 
 def forecast(batches: Sequence[int], numbers: Any, limit: float) -> LimitCrossing | None:
@@ -167,7 +165,7 @@ def closest(rows: Sequence[BatchRow], dtypes: dict[int, int], most: int) -> list
     for column in numpy.argsort(left, kind="stable")[:most].tolist():
         if left[column] < _NO_LIMIT >> 1:
             change = (now[column] - then[column]) / 128 / batches if then[column] > 0 else 0.0
-            number = _number(int(now[column]))
+            number = float(numpy.uint32(int(now[column]) << 16).view(numpy.float32))
             to_go = math.log2(DTYPE_MAX[DTYPE_NAMES[dtypes[column]]]) - math.log2(number)
             found.append((column, number, to_go, float(change)))
     return found
@@ -198,22 +196,20 @@ class RootForecasts:
         for column in self._growing(rows, dtypes):
             batches, numbers = _series(rows[-WINDOWS[-1] :], column)
             passing = forecast(batches, numbers, DTYPE_MAX[DTYPE_NAMES[dtypes[column]]])
-            if passing is None:
-                continue
-            self._before[column] = batches[-1] + passing.latest
-            if before.get(column, -1) >= batches[-1] + passing.earliest:
-                self._told.add(column)
-                found.append((column, passing))
+            if passing is not None:
+                self._before[column] = batches[-1] + passing.latest
+                if before.get(column, -1) >= batches[-1] + passing.earliest:
+                    self._told.add(column)
+                    found.append((column, passing))
         return found
 
     def _growing(self, rows: Sequence[BatchRow], dtypes: dict[int, int]) -> list[int]:
         """Columns that are worth a line, those first that have the least left."""
         if self._known != len(dtypes):
             self._known, self._limits = len(dtypes), _limits(dtypes)
-        limits = self._limits
-        size = len(limits)
+        size = len(self._limits)
         now = _spread(rows[-1], size)
-        left = limits - now
+        left = self._limits - now
         worth = numpy.zeros(size, bool)
         for window in WINDOWS:
             then = _spread(rows[-min(window, len(rows))], size)
@@ -230,18 +226,9 @@ def _limits(dtypes: dict[int, int]) -> Any:
     for column, dtype in dtypes.items():
         largest = DTYPE_MAX.get(DTYPE_NAMES[dtype]) if dtype < len(DTYPE_NAMES) else None
         if largest is not None:
-            limits[column] = _code(largest)
+            with numpy.errstate(over="ignore"):  # what float32 cannot hold is its inf
+                limits[column] = int(numpy.float32(largest).view(numpy.uint32)) >> 16
     return limits
-
-
-def _code(number: float) -> int:
-    """As a row has it; what float32 cannot hold is its inf."""
-    with numpy.errstate(over="ignore"):
-        return int(numpy.float32(number).view(numpy.uint32)) >> 16
-
-
-def _number(code: int) -> float:
-    return float(numpy.uint32(code << 16).view(numpy.float32))
 
 
 def _spread(row: BatchRow, size: int) -> Any:

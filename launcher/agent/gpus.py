@@ -1,6 +1,6 @@
 """The node agent's eyes on its GPUs: holds the child that watches NVML, and turns its lines into events.
 
-    agent --{"type":"ask","moment":"anomaly"}--> child
+    agent --{"moment":"anomaly"}--> child
     agent <--{"type":"xid","device":"GPU-...","number":79,...}-- child          an event, as it is sent on
 
 The child is started once. Should it die or not answer, that is said once, as `unknown`, and the training goes on:
@@ -9,25 +9,15 @@ nothing here ever waits for it.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
-
-import msgspec
+from contextlib import suppress
 
 from ...core.events import GpuCounters, GpuHealth, GpuXid
-from ...core.gpu.nvml_child import (
-    LINES,
-    AskCounters,
-    AskSamples,
-    CountersLine,
-    Line,
-    NvmlTrouble,
-    SampleLine,
-    XidWatch,
-    command,
-)
+from ...core.gpu import nvml_child
+from ...core.host import LineReader
 from ...core.text import messages_among
+from ...core.wire.pipe import write_line
 
 BEGIN_S = 30.0
 """How long NVML may take to start: on a big node without the persistence daemon it is many seconds."""
@@ -46,43 +36,40 @@ class GpuWatch:
 
     def __init__(self, now: float) -> None:
         self._events: list[Event] = []
-        self._rest = b""
         self._began = now
-        self._watching: XidWatch | None = None
+        self._watching: nvml_child.XidWatch | None = None
         self._asked: list[tuple[str, float]] = []
         """Moments that are not answered yet, and when they were asked."""
-        self._samples: list[SampleLine] = []
+        self._samples: list[nvml_child.SampleLine] = []
         self._last_anomaly = -AGAIN_S
         self._killed: subprocess.Popen[bytes] | None = None
         """Stuck in the driver, it goes when the driver lets it."""
         self._child: subprocess.Popen[bytes] | None = None
         try:
             self._child = subprocess.Popen(
-                command("--watch"),
+                nvml_child.command("--watch"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+            assert self._child.stdout is not None
+            self._output = LineReader(self._child.stdout.fileno())
         except OSError as error:
             self._unknown(f"the process that watches NVML could not be started: {error}")
 
     @property
     def fd(self) -> int | None:
         """Where the child speaks, to be polled; None once there is nothing more to hear."""
-        return self._child.stdout.fileno() if self._child is not None and self._child.stdout is not None else None
+        return self._output.fd if self._child is not None else None
 
     def hear(self) -> None:
         """There is something to read at `fd`."""
-        assert self._child is not None
-        assert self._child.stdout is not None
-        data = os.read(self._child.stdout.fileno(), 1 << 16)
-        if not data:
-            self._give_up(f"the process that watches NVML has ended{self._how_it_ended()}")
-            return
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in messages_among(lines, LINES):
+        for line in messages_among(self._output.lines(), nvml_child.LINES):
             self._take(line)
+        if self._output.closed and self._child is not None:
+            code = self._child.poll()
+            self._give_up(f"the process that watches NVML has ended{'' if code is None else f' (exit code {code})'}")
 
     def anomaly(self, now: float) -> None:
         """A rank has met a non-finite value: what do the counters say?"""
@@ -92,9 +79,9 @@ class GpuWatch:
 
     def ask_samples(self) -> bool:
         """Whether NVML was asked how the GPUs do. It is not while it starts, without GPUs, and once it was given up."""
-        return self._tell(AskSamples())
+        return self._tell("")
 
-    def samples(self) -> list[SampleLine] | None:
+    def samples(self) -> list[nvml_child.SampleLine] | None:
         """The samples of all GPUs that `ask_samples` asked for; None until they are complete."""
         if not self._samples or not self._samples[-1].last:
             return None
@@ -128,47 +115,34 @@ class GpuWatch:
         """End the child. Only the end of the agent waits for it, and not for long: it may be stuck in the driver."""
         child, self._child = self._child, None
         self._asked.clear()
-        if child is None:
-            self._reap(wait_s)
-            return
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                try:
+        if child is not None:
+            for pipe in (child.stdin, child.stdout):
+                assert pipe is not None
+                with suppress(BrokenPipeError):
                     pipe.close()
-                except BrokenPipeError:
-                    pass
-        child.kill()
-        self._killed = child
+            child.kill()
+            self._killed = child
         self._reap(wait_s)
 
     def _reap(self, wait_s: float) -> None:
-        if self._killed is None:
-            return
-        try:
-            self._killed.wait(wait_s)
-            self._killed = None
-        except subprocess.TimeoutExpired:
-            pass
-
-    # -- inside -------------------------------------------------------------------------------------------------
+        if self._killed is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._killed.wait(wait_s)
+                self._killed = None
 
     def _ask(self, moment: str, now: float) -> None:
-        if self._tell(AskCounters(moment)):
+        if self._tell(moment):
             self._asked.append((moment, now))
 
-    def _tell(self, question: AskCounters | AskSamples) -> bool:
+    def _tell(self, moment: str) -> bool:
         if self._child is None or self._watching is None or not self._watching.devices:
             return False
         assert self._child.stdin is not None
-        try:
-            self._child.stdin.write(msgspec.json.encode(question) + b"\n")
-            self._child.stdin.flush()
-        except BrokenPipeError:
-            return False  # `hear` will meet the end of its output
-        return True
+        # if its input is closed, `hear` will meet the end of its output
+        return write_line(self._child.stdin, nvml_child.AskGpus(moment))
 
-    def _take(self, line: Line) -> None:
-        if isinstance(line, XidWatch):
+    def _take(self, line: nvml_child.Line) -> None:
+        if isinstance(line, nvml_child.XidWatch):
             self._watching = line
             detail = f"watching {len(line.devices)} GPU(s) for XIDs" if line.devices else "NVML shows no GPU here"
             grade = "ok" if line.devices and not line.unwatched else "unknown"
@@ -176,20 +150,16 @@ class GpuWatch:
                 detail += f"; not {', '.join(f'{uuid} ({why})' for uuid, why in line.unwatched.items())}"
             self._events.append(GpuHealth(grade, detail, line.driver, line.devices, line.unwatched, time.time_ns()))
             self._ask("before", time.monotonic())
-        elif isinstance(line, NvmlTrouble):
+        elif isinstance(line, nvml_child.NvmlTrouble):
             self._give_up(line.why)
         elif isinstance(line, GpuXid):
             self._events.append(line)
-        elif isinstance(line, SampleLine):
+        elif isinstance(line, nvml_child.SampleLine):
             self._samples.append(line)
-        elif isinstance(line, CountersLine):
+        elif isinstance(line, nvml_child.CountersLine):
             self._events.append(line.event)
             if line.last:
                 self._asked = [asked for asked in self._asked if asked[0] != line.event.moment]
-
-    def _how_it_ended(self) -> str:
-        code = self._child.poll() if self._child is not None else None
-        return "" if code is None else f" (exit code {code})"
 
     def _unknown(self, why: str) -> None:
         devices = self._watching.devices if self._watching is not None else {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from ...core.host import stat_fields
@@ -13,7 +15,6 @@ from ...core.metrics import HOST
 
 Values = dict[tuple[str, str], float]
 """(what it is of, a key of METRICS) -> the figure; a count as it stands."""
-
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -79,9 +80,8 @@ def read_disks(folders: dict[str, Path]) -> Values:
     found: Values = {}
     for name, folder in folders.items():
         with suppress(OSError):
-            disk = os.statvfs(folder)
-            found[name, "disk_free"] = disk.f_bavail * disk.f_frsize
-            found[name, "disk_size"] = disk.f_blocks * disk.f_frsize
+            disk = shutil.disk_usage(folder)
+            found[name, "disk_free"], found[name, "disk_size"] = disk.free, disk.total
     return found
 
 
@@ -115,11 +115,9 @@ def _group_memory(cgroups: Path, inside: str) -> Iterator[tuple[str, float]]:
 
 def _group_processors(cgroups: Path, inside: str) -> Iterator[tuple[str, float]]:
     """Periods in which it was held back, in seconds."""
-    for folder, _ in _limited(cgroups, inside, "cpu.max"):
-        stat = _words_of(folder / "cpu.stat")
+    for folder, _ in islice(_limited(cgroups, inside, "cpu.max"), 1):
         period_us = int((folder / "cpu.max").read_text().split()[1])
-        yield "job_cpu_held", int(stat["nr_throttled"]) * period_us / 1e6
-        return
+        yield "job_cpu_held", int(_words_of(folder / "cpu.stat")["nr_throttled"]) * period_us / 1e6
 
 
 def _limited(cgroups: Path, inside: str, name: str) -> Iterator[tuple[Path, str]]:
@@ -142,30 +140,20 @@ def memory_kills(membership: str | None = None, root: Path = CGROUPS) -> int | N
 
     `membership` is what /proc/self/cgroup says. (docs.kernel.org/admin-guide/cgroup-v2.html, memory.events)
     """
-    try:
+    with suppress(OSError):
         text = Path("/proc/self/cgroup").read_text() if membership is None else membership
-    except OSError:
-        return None
-    for line in text.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        inside = path.lstrip("/")
-        if "memory" in controllers.split(","):
-            found = _counter(root / "memory" / inside / "memory.oom_control")
-        elif not controllers:
-            found = _counter(root / inside / "memory.events")
-        else:
-            continue
-        if found is not None:
-            return found
+        for line in text.splitlines():
+            controllers, _, path = line.partition(":")[2].partition(":")
+            inside = path.lstrip("/")
+            if not controllers:
+                file = root / inside / "memory.events"
+            elif "memory" in controllers.split(","):
+                file = root / "memory" / inside / "memory.oom_control"
+            else:
+                continue
+            with suppress(OSError, KeyError, ValueError):
+                return int(_words_of(file)["oom_kill"])
     return None
-
-
-def _counter(file: Path) -> int | None:
-    try:
-        return int(_words_of(file)["oom_kill"])
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def _words_of(file: Path, after: str = " ") -> dict[str, str]:
@@ -199,16 +187,10 @@ def read_infiniband(root: Path = Path("/")) -> Values:
             ("ib_sent", ("port_xmit_data",), _WORD),
             ("ib_errors", _ERRORS, 1),
         ):
-            counts = [count for counter in counters if (count := _count(folder / counter)) is not None]
-            if counts:
-                found[name, what] = size * sum(counts)
+            for counter in counters:
+                with suppress(OSError, ValueError):
+                    found[name, what] = found.get((name, what), 0) + size * int((folder / counter).read_text())
     return found
-
-
-def _count(file: Path) -> int | None:
-    with suppress(OSError, ValueError):
-        return int(file.read_text())
-    return None
 
 
 # What a rank's own process takes. (man 5 proc)
@@ -224,9 +206,8 @@ def read_ranks(pids: Iterable[tuple[int, int]], root: Path = Path("/")) -> Value
             fields = stat_fields(folder)
             found[name, "rank_cpu"] = (int(fields[11]) + int(fields[12])) / _TICKS
         with suppress(OSError, ValueError, IndexError):  # another user's
-            open_files = sum(1 for _ in (folder / "fd").iterdir())
-            found[name, "open_files"] = open_files
+            found[name, "open_files"] = sum(1 for _ in (folder / "fd").iterdir())
             limits = (folder / "limits").read_text().splitlines()
-            limit = next(line.split()[3] for line in limits if line.startswith("Max open files"))
+            limit = next((line.split()[3] for line in limits if line.startswith("Max open files")), "")
             found[name, "open_files_limit"] = int(limit)
     return found

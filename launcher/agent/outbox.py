@@ -19,17 +19,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from ...core.wire.messages import (
-    FIRST_CREDIT,
-    AgentBody,
-    NameDefinitions,
-    NodeBye,
-    PageMessage,
-    RankHistoryMessage,
-    TelemetryMessage,
-    encode_body,
-    envelope,
-)
+from ...core.wire import messages
 
 PAGE_BYTES = 12 << 20
 """Pages that wait for credit, and those that were sent and are not stored, may take this much memory together."""
@@ -64,7 +54,7 @@ class MessageOutbox:
         self._page_bytes = self._other_bytes = 0
         """Bytes of all waiting pages, and of those that nothing needs."""
         self._bye: bytes | None = None
-        self._credit = FIRST_CREDIT
+        self._credit = messages.FIRST_CREDIT
         self._on_the_way = 0
         self._kept_bytes = 0
         """Bytes of messages that have taken credit and are not acknowledged."""
@@ -72,32 +62,33 @@ class MessageOutbox:
         """By number, without a gap: body, and whether it has taken credit."""
         self._next = 1
         self._spooled = 0
-        self._sent = 0
+        self.last_sent = 0
+        """The highest number sent so far."""
         self._received = 0
         self._acknowledged = 0
         self.pages_dropped: dict[int, int] = {}
         """rank -> pages and histories that were dropped"""
 
-    def put(self, body: AgentBody, *, needed: bool = False) -> bytes:
+    def put(self, body: messages.AgentBody, *, needed: bool = False) -> bytes:
         """Keep a message. Returns it for the spool, which counts for itself. `needed` is said of a page."""
-        data = encode_body(body)
-        if isinstance(body, PageMessage):
+        data = messages.encode(body)
+        if isinstance(body, messages.PageMessage):
             of = body.attempt, body.batch
             self._wait(_WaitingPage(data, body.rank, of), needed or of in self._needed_batches)
-        elif isinstance(body, RankHistoryMessage | TelemetryMessage):
-            page = _WaitingPage(data, body.rank if isinstance(body, RankHistoryMessage) else -1, (-1, -1))
+        elif isinstance(body, messages.RankHistoryMessage | messages.TelemetryMessage):
+            page = _WaitingPage(data, getattr(body, "rank", -1), (-1, -1))
             if self._page_bytes + len(data) <= self._page_limit // 2:  # it displaces no page
                 self._wait(page, needed=True)
             else:
                 self._count_dropped(page)
-        elif isinstance(body, NameDefinitions):
+        elif isinstance(body, messages.NameDefinitions):
             self._names.append(data)
-        elif isinstance(body, NodeBye):  # after everything else
+        elif isinstance(body, messages.NodeBye):  # after everything else
             self._bye = data
         else:
             self._number(data)
         self._spooled += 1
-        return envelope(self._spooled, self._spooled - 1, data)
+        return messages.envelope(self._spooled, self._spooled - 1, data)
 
     def need(self, attempt: int, batch: int) -> None:
         """A rank has met something in this batch: the pages of it go first, and are dropped last."""
@@ -113,10 +104,10 @@ class MessageOutbox:
             self._other_bytes -= sum(len(page.data) for page in found)
             self._needed.extend(found)
 
-    def change_first(self, body: AgentBody) -> None:
+    def change_first(self, body: messages.AgentBody) -> None:
         """If the first message has to be sent again, send this in its place: a hello that knows its run by then."""
         if 1 in self._kept:
-            self._kept[1] = encode_body(body), False
+            self._kept[1] = messages.encode(body), False
 
     def _number(self, data: bytes, *, on_credit: bool = False) -> None:
         self._kept[self._next] = data, on_credit
@@ -130,16 +121,13 @@ class MessageOutbox:
         self._page_bytes += len(page.data)
         self._other_bytes += 0 if needed else len(page.data)
         while len(self._others) > 1 and self._other_bytes > self._other_limit:
-            self._drop(self._others)
+            self._count_dropped(self._take(self._others))
         while self._page_bytes + self._kept_bytes > self._page_limit and len(self._needed) + len(self._others) > 1:
             if self._others and (self._needed or len(self._others) > 1):
-                self._drop(self._others)
+                self._count_dropped(self._take(self._others))
             else:
                 later = (n for n, each in enumerate(self._needed) if each.of not in self._first_needed)
-                self._drop(self._needed, next(later, -1))
-
-    def _drop(self, pages: deque[_WaitingPage], number: int = 0) -> None:
-        self._count_dropped(self._take(pages, number))
+                self._count_dropped(self._take(self._needed, next(later, -1)))
 
     def _count_dropped(self, page: _WaitingPage) -> None:
         if page.rank != -1:
@@ -171,14 +159,14 @@ class MessageOutbox:
     def due(self) -> list[tuple[int, bytes]]:
         """(number, bytes) of the messages to send now, in order."""
         self._release()
-        return [(number, self._enveloped(number)) for number in range(self._sent + 1, self._next)]
+        return [(number, self._enveloped(number)) for number in range(self.last_sent + 1, self._next)]
 
     def _enveloped(self, number: int) -> bytes:
-        return envelope(number, number - 1, self._kept[number][0])
+        return messages.envelope(number, number - 1, self._kept[number][0])
 
     def sent(self, number: int) -> None:
         """Everything up to `number` is on its way."""
-        self._sent = max(self._sent, number)
+        self.last_sent = max(self.last_sent, number)
 
     def acknowledged(self, number: int, credit: int = -1, received: int = -1) -> bool:
         """The collector has stored everything up to `number`, and has room for `credit` bytes; -1: it does not say.
@@ -189,46 +177,37 @@ class MessageOutbox:
             self._credit = credit
         number = min(number, self._next - 1)
         news = number > self._acknowledged
-        self._free_credit(min(max(number, received), self._next - 1))
+        received = min(max(number, received), self._next - 1)
+        for come in range(self._received + 1, received + 1):
+            data, on_credit = self._kept[come]
+            self._on_the_way -= len(data) if on_credit else 0
+        self._received = max(self._received, received)
         for old in range(self._acknowledged + 1, number + 1):
             data, on_credit = self._kept.pop(old)
             self._kept_bytes -= len(data) if on_credit else 0
         self._acknowledged = max(self._acknowledged, number)
-        self._sent = max(self._sent, self._acknowledged)
+        self.last_sent = max(self.last_sent, self._acknowledged)
         return news
 
     def is_forgotten(self, number: int) -> bool:
         """Whether a collector that has everything up to `number` has lost what it had acknowledged before."""
         return number < self._acknowledged
 
-    def _free_credit(self, received: int) -> None:
-        for number in range(self._received + 1, received + 1):
-            data, on_credit = self._kept[number]
-            self._on_the_way -= len(data) if on_credit else 0
-        self._received = max(self._received, received)
-
-    @property
-    def last_sent(self) -> int:
-        """The highest number sent so far."""
-        return self._sent
-
     def send_again(self) -> None:
         """Whatever is not acknowledged may have been lost on the way."""
-        self._sent = self._acknowledged
+        self.last_sent = self._acknowledged
 
     @property
     def empty(self) -> bool:
         """The collector has everything."""
         return not (self._kept or self._names or self._needed or self._others or self._bye)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all messages that the collector has not stored."""
-        return sum(map(len, self._names)) + self._page_bytes + sum(len(data) for data, _ in self._kept.values())
-
     def unacknowledged(self) -> list[bytes]:
         """For the spool, when the collector never came back."""
         numbered = [self._enveloped(number) for number in self._kept]
         pages = [page.data for page in (*self._needed, *self._others)]
         waiting = [*self._names, *pages, *([self._bye] if self._bye is not None else [])]
-        return [*numbered, *(envelope(number, number - 1, data) for number, data in enumerate(waiting, self._next))]
+        return [
+            *numbered,
+            *(messages.envelope(number, number - 1, data) for number, data in enumerate(waiting, self._next)),
+        ]

@@ -35,14 +35,11 @@ class ProcessEnds:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
+        """Readable when a process is gone. Then call `look`."""
         self._watched: list[_WatchedProcess] = []
         self._looked_ns = time.time_ns()
         self._ended: dict[RankKey, tuple[int, int]] = {}
-
-    @property
-    def fd(self) -> int:
-        """Readable when a process is gone. Then call `look`."""
-        return self._epoll.fileno()
 
     def watch(self, key: RankKey, pid: int) -> None:
         """Watch a process from now on. One that cannot be watched, or is gone already, gets no time of its end."""
@@ -78,10 +75,9 @@ class ProcessEnds:
 
 
 def _is_ending(statm: int) -> bool:
-    try:
+    with suppress(OSError):  # it is gone
         return os.pread(statm, 2, 0) in (b"0 ", b"")
-    except OSError:  # it is gone
-        return True
+    return True
 
 
 def _close(watched: _WatchedProcess) -> None:

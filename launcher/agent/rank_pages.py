@@ -26,7 +26,6 @@ EARLIER_PAGES = 3
 LAST_PAGES = 8
 """How many of the pages that are unfinished when a rank ends are sent: one for each root that was at work."""
 
-
 STORE_BYTES = 1 << 30
 """The most bytes of traced batches, all nodes together."""
 _MOST_BATCHES = 4096
@@ -196,7 +195,9 @@ class PageSelection:
         page = reader.page(held.number)
         if page is None:
             return []
-        extent, pending = _extent(page), pending_values(page)
+        last, pending = page.segments[-1], pending_values(page)
+        frames = last.frame_base + len(last.frames) // FRAME.size
+        extent = frames, last.value_base + len(last.values) // VALUE.size, page.complete
         if sent is not None and (extent, pending) == (sent.extent, sent.pending):
             return []
         if pending and not self.ended and (sent is not None or not overdue):
@@ -206,12 +207,6 @@ class PageSelection:
             self._traces.sent(page)
         self._sent[held.number] = _PageCopy(sent.times + 1 if sent is not None else 1, extent, pending)
         return [page]
-
-
-def _extent(page: PageMessage) -> tuple[int, int, bool]:
-    last = page.segments[-1]
-    frames = last.frame_base + len(last.frames) // FRAME.size
-    return frames, last.value_base + len(last.values) // VALUE.size, page.complete
 
 
 def pending_values(page: PageMessage) -> int:

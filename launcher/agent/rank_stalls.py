@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ def fixed_limit(seconds: float) -> HangLimit:
     return HangLimit(seconds, seconds)
 
 
-def learned_limit(steps_s: Sequence[float]) -> HangLimit:
+def learned_limit(steps_s: Collection[float]) -> HangLimit:
     """From the seconds of a rank's last steps.
 
     >>> learned_limit([40.0, 2.0, 3.0])
@@ -44,7 +44,7 @@ def learned_limit(steps_s: Sequence[float]) -> HangLimit:
     """
     if len(steps_s) < KNOWN_STEPS:
         return fixed_limit(UNTIL_KNOWN_S)
-    within_s = max(LEAST_S, STEP_TIMES * max(steps_s[-LAST_STEPS:]))
+    within_s = max(LEAST_S, STEP_TIMES * max([*steps_s][-LAST_STEPS:]))
     return HangLimit(within_s, max(within_s, UNTIL_KNOWN_S))
 
 
@@ -123,7 +123,10 @@ class StallWatch:
 
     def stalled(self, watches: Collection[RankWatch], now: float) -> Iterator[RankStall]:
         """Ranks that have rested for too long, each once."""
-        self._notice_pause(now)
+        if self._looked and now - self._looked > _PAUSED_S:
+            for rest in self._rests.values():
+                rest.paused(now - self._looked)
+        self._looked = now
         if now < self._next or self._timeout_s == 0:
             return
         self._next = now + _EVERY_S
@@ -147,7 +150,11 @@ class StallWatch:
 
     def seen(self, now: float) -> Iterator[RankLook]:
         """The looks that are finished."""
-        due = [entry for entry in self._looks if entry[2].is_due(now, may_spy=self._may_spy())]
+        due = [
+            entry
+            for entry in self._looks
+            if entry[2].is_due(now, may_spy=sum(look.spy is not None for *_, look in self._looks) < MOST_SPYING)
+        ]
         self._looks = [entry for entry in self._looks if entry not in due]
         for number, watch, look in due:
             found = look.result()
@@ -162,17 +169,10 @@ class StallWatch:
                 phase=state.phase,
                 module=state.module,
                 cls=state.cls,
-                state=found.state,
-                busy=found.busy,
-                stack=found.stack,
                 groups=watch.groups(),
-                native=found.native,
-                threads=found.threads,
+                **found._asdict(),
                 limit_s=round(rest.limit_s(state.batch, self._limit(watch), takes_long=takes_long(found.stack)), 1),
             )
-
-    def _may_spy(self) -> bool:
-        return sum(look.is_spying for _, _, look in self._looks) < MOST_SPYING
 
     def close(self) -> None:
         """Let go of looks that are not finished."""
@@ -181,13 +181,7 @@ class StallWatch:
         self._looks.clear()
 
     def _limit(self, watch: RankWatch) -> HangLimit:
-        return learned_limit(watch.last_steps_s) if self._timeout_s is None else fixed_limit(self._timeout_s)
-
-    def _notice_pause(self, now: float) -> None:
-        if self._looked and now - self._looked > _PAUSED_S:
-            for rest in self._rests.values():
-                rest.paused(now - self._looked)
-        self._looked = now
+        return learned_limit(watch.steps.last_s) if self._timeout_s is None else fixed_limit(self._timeout_s)
 
     def _rest(self, watch: RankWatch, batch: int, now: float) -> RankRest:
         rest = self._rests.setdefault((watch.rank, watch.attempt), RankRest(now))

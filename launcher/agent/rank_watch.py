@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -12,18 +12,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from ...core.events import (
-    Anomaly,
-    Definition,
-    GroupState,
-    LimitForecast,
-    OwnFault,
-    RunPosition,
-    ScriptError,
-    ScriptExit,
-    WorkerEvent,
-    WorkerExit,
-)
+from ...core import events
 from ...core.identity import is_rank, rank_name
 from ...core.recorder.layout import HeadField, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
@@ -75,10 +64,10 @@ class RankWatch:
         self._script_code: int | None = None
         """What it then ends with."""
         self._history = RankHistory(ranks)
-        self._steps = RankStepTimes()
+        self.steps = RankStepTimes()
         self._asked = False
         """Whether a batch of it was asked for, by its own anomaly or by the collector."""
-        self._faults: dict[str, OwnFault | None] = {}
+        self._faults: dict[str, events.OwnFault | None] = {}
         """By part: errors of ours that cost no frame; None once reported."""
 
     def poll(self, now: float) -> list[AgentBody]:
@@ -92,31 +81,30 @@ class RankWatch:
 
     def _give_up(self, error: Exception) -> AgentBody:
         self._broken = True
-        note = (
-            f"the recorder of {rank_name(self.rank)} is damaged, and gpuwatch stopped reading it: "
-            f"{type(error).__name__}: {error}"
+        what = f"{type(error).__name__}: {error}"
+        return self._fault(
+            f"the recorder of {rank_name(self.rank)} is damaged, and gpuwatch stopped reading it: {what}"
         )
-        return EventMessage(OwnFault(RunPosition(self.rank, self.attempt), "recorder", note))
+
+    def _fault(self, note: str) -> AgentBody:
+        return EventMessage(events.OwnFault(events.RunPosition(self.rank, self.attempt), "recorder", note))
 
     def _poll(self, now: float) -> list[AgentBody]:
         reader = self._open()
         if reader is None:
             return []
         header = reader.header()
+        definitions, recorded = reader.new_entries() if reader.has_more(header) else ([], [])
         messages: list[AgentBody] = []
-        definitions: list[Definition] = []
-        events: list[WorkerEvent] = []
-        if reader.has_more(header):
-            definitions, events = reader.new_entries()
-            messages += [NameDefinitions(self.rank, self.attempt, definitions)] if definitions else []
+        if definitions:
+            messages.append(NameDefinitions(self.rank, self.attempt, definitions))
         messages += self._look_back(reader, header, definitions, now)
-        events = [self._of_this_rank(event) for event in events]
-        messages += [EventMessage(event) for event in events]
-        for event in events:
-            if isinstance(event, ScriptExit | ScriptError):
+        for event in map(self._of_this_rank, recorded):
+            messages.append(EventMessage(event))
+            if isinstance(event, events.ScriptExit | events.ScriptError):
                 self._script_ended = True
-                self._script_code = event.code if isinstance(event, ScriptExit) else 1
-            if isinstance(event, Anomaly):
+                self._script_code = event.code if isinstance(event, events.ScriptExit) else 1
+            if isinstance(event, events.Anomaly):
                 self._anomaly_sent = self._asked = True
                 self._pages.want_of(event, now)
         messages += self._pages.due(reader, now)
@@ -133,13 +121,12 @@ class RankWatch:
         self._even_damaged = True  # nobody writes it any more: its head will not get better
         messages = self.poll(now)
         self.ended = self._pages.ended = True
-        bare = EventMessage(WorkerExit(RunPosition(self.rank, self.attempt), code, by, "starting"))
+        bare = EventMessage(events.WorkerExit(events.RunPosition(self.rank, self.attempt), code, by, "starting"))
         reader = self._reader
         if reader is None:
             return [*messages, bare]
         if reader.head_is_damaged:
-            note = f"the head of the recorder of {rank_name(self.rank)} is damaged"
-            messages.append(EventMessage(OwnFault(RunPosition(self.rank, self.attempt), "recorder", note)))
+            messages.append(self._fault(f"the head of the recorder of {rank_name(self.rank)} is damaged"))
         if not self._broken:
             try:
                 return [*messages, *self._end(reader, code, by, now)]
@@ -152,36 +139,28 @@ class RankWatch:
     def _end(self, reader: RecorderReader, code: int | None, by: str, now: float) -> list[AgentBody]:
         messages: list[AgentBody] = [*self._pages.due(reader, now), *self._pages.last(reader)]
         messages += self._unlogged_anomaly(reader)
-        pages = (reader.page(held.number) for held in reader.held())
-        pending = sum(pending_values(page) for page in pages if page is not None)
+        pending = sum(pending_values(kept) for held in reader.held() if (kept := reader.page(held.number)) is not None)
         state = replace(reader.state(), final=True, pending=pending, traces_thinned=self._pages.thinned)
         root = reader.roots.get(reader[HeadField.ROOT])
-        where = RunPosition(
-            rank=self.rank,
-            attempt=self.attempt,
-            step=state.step,
-            batch=state.batch,
-            root=root.label if root is not None else "",
-            page=reader[HeadField.PAGE],
-            seq=state.seq,
-        )
+        label, page = root.label if root is not None else "", reader[HeadField.PAGE]
+        where = events.RunPosition(self.rank, self.attempt, state.step, state.batch, label, page, state.seq)
         if state.phase == "finished" and not self._script_ended and code is not None and code >= 0:
             # its own Python could not tell the code that its script ended with (worker/joining.py)
-            messages.append(EventMessage(ScriptExit(where, code)))
+            messages.append(EventMessage(events.ScriptExit(where, code)))
         if code is None and by == "itself":  # nobody could see it
             code = self._script_code
-        exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
+        exit_ = events.WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
         if by == "itself" and code is not None and -code in _FATAL:
             stack, when_ns = fatal_stack(self._path.parent, self.rank, self.attempt)
-            exit_ = replace(
-                exit_, stack=stack, ended_ns=when_ns, shm_free=_shm_free() if -code == signal.SIGBUS else -1
-            )
-        times = self._steps.event(where)
-        if times is not None:
+            exit_ = replace(exit_, stack=stack, ended_ns=when_ns)
+            if -code == signal.SIGBUS:
+                with suppress(OSError):
+                    exit_ = replace(exit_, shm_free=shutil.disk_usage("/dev/shm").free)
+        if (times := self.steps.event(where)) is not None:
             messages.append(EventMessage(times))
         return [*messages, *self._history_of(reader, code), NodeBeat([state], {}), EventMessage(exit_)]
 
-    def _of_this_rank(self, event: WorkerEvent) -> WorkerEvent:
+    def _of_this_rank(self, event: events.WorkerEvent) -> events.WorkerEvent:
         """What a process has recorded before it was known which rank it is, is this rank's."""
         where = event.where
         if (where.rank, where.attempt) == (self.rank, self.attempt):
@@ -189,15 +168,12 @@ class RankWatch:
         return replace(event, where=replace(where, rank=self.rank, attempt=self.attempt))
 
     def _look_back(
-        self, reader: RecorderReader, header: tuple[int, ...], definitions: list[Definition], now: float
+        self, reader: RecorderReader, header: tuple[int, ...], definitions: list[events.Definition], now: float
     ) -> list[AgentBody]:
-        """The history and the times of steps decide nothing: without them, everything else goes on.
-
-        Returns the history's forecasts, and the faults.
-        """
-        forecasts: list[LimitForecast] = []
+        """The history's forecasts, and faults: it and the times of steps decide nothing, and all else goes on."""
+        forecasts: list[events.LimitForecast] = []
         try:
-            self._steps.look(reader, header)
+            self.steps.look(reader, header)
         except Exception as error:
             self._failed("step times", error)
         try:
@@ -214,12 +190,10 @@ class RankWatch:
 
     def _failed(self, part: str, error: Exception) -> None:
         """Report an error of ours that costs no frame, once for each part."""
-        where = RunPosition(self.rank, self.attempt)
-        self._faults.setdefault(part, OwnFault(where, part, f"{type(error).__name__}: {error}"))
+        where = events.RunPosition(self.rank, self.attempt)
+        self._faults.setdefault(part, events.OwnFault(where, part, f"{type(error).__name__}: {error}"))
 
     def _new_faults(self) -> list[EventMessage]:
-        if not self._faults:
-            return []
         found = [EventMessage(fault) for fault in self._faults.values() if fault is not None]
         self._faults = dict.fromkeys(self._faults)
         return found
@@ -239,39 +213,34 @@ class RankWatch:
     def _unlogged_anomaly(self, reader: RecorderReader) -> list[AgentBody]:
         """The anomaly of the recorder's header, where the log had no room for it or is damaged."""
         anomaly = reader.first_anomaly() if not self._anomaly_sent else None
-        if anomaly is None:
-            return []
-        if is_rank(self.rank) and (anomaly.where.rank, anomaly.where.attempt) != (self.rank, self.attempt):
+        if anomaly is None or (is_rank(self.rank) and self._of_this_rank(anomaly) is not anomaly):
             return []
         return [EventMessage(self._of_this_rank(anomaly))]
 
     def state(self) -> RankState | None:
         """Where the rank is, for a beat; None if that cannot be read."""
-        timed, parts_us = self._steps.so_far
+        timed, parts_us = self.steps.so_far
         state = self._read(RecorderReader.state, None)
         if state is None:
             return None
         state = replace(state, steps_timed=timed, parts_us=parts_us, traces_thinned=self._pages.thinned)
-        return state if state.age_s < RESTS_S else _resting(state, self.groups())
+        groups = self.groups() if state.age_s >= RESTS_S else []
+        if not groups:
+            return state
+        waits = any(group.phase in ("issuing", "waiting") for group in groups)
+        return replace(state, begun=max(groups, key=lambda group: group.size).begun, waits=waits)
 
     def _read(self, read: Callable[[RecorderReader], T], otherwise: T) -> T:
-        if self._reader is None or self._broken:
-            return otherwise
-        try:
-            return read(self._reader)
-        except OSError:  # the next `poll` reports it
-            return otherwise
+        if self._reader is not None and not self._broken:
+            with suppress(OSError):  # the next `poll` reports it
+                return read(self._reader)
+        return otherwise
 
     def movement(self) -> tuple[int, ...]:
         """What changes when the rank moves; () without a recorder."""
         return self._read(RecorderReader.movement, ())
 
-    @property
-    def last_steps_s(self) -> list[float]:
-        """Seconds of its last steps."""
-        return self._steps.last_s
-
-    def groups(self) -> list[GroupState]:
+    def groups(self) -> list[events.GroupState]:
         """What the rank does in its process groups; [] if that cannot be read."""
         return self._read(RecorderReader.groups, [])
 
@@ -283,9 +252,11 @@ class RankWatch:
             self._failed("hottest modules", error)
             return []
 
-    def where(self, state: RankState) -> RunPosition:
+    def where(self, state: RankState) -> events.RunPosition:
         """The place of a state."""
-        return RunPosition(self.rank, self.attempt, state.step, state.batch, seq=state.seq, time_ns=time.time_ns())
+        return events.RunPosition(
+            self.rank, self.attempt, state.step, state.batch, seq=state.seq, time_ns=time.time_ns()
+        )
 
     @property
     def was_removed(self) -> bool:
@@ -317,18 +288,3 @@ class RankWatch:
                 raise ValueError(f"it claims to belong to rank {reader.rank}, attempt {reader.attempt}")
             self._reader = reader
         return self._reader
-
-
-def _resting(state: RankState, groups: list[GroupState]) -> RankState:
-    largest = max(groups, key=lambda group: group.size, default=None)
-    if largest is None:
-        return state
-    return replace(state, begun=largest.begun, waits=any(group.phase in ("issuing", "waiting") for group in groups))
-
-
-def _shm_free() -> int:
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return -1
-    return found.f_bavail * found.f_frsize

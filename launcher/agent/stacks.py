@@ -16,43 +16,17 @@ from typing import IO, NamedTuple
 
 import msgspec
 
+from ...core import stalls
 from ...core.events import StackLine, ThreadSeen
 from ...core.host import stat_fields
-from ...core.stalls import (
-    MAY_BE_ASKED,
-    MOST_LINES,
-    asking_signal,
-    is_around_collectives,
-    is_users,
-    parse_fatal,
-    parse_stack,
-    stack_file_name,
-)
 
 # What Linux says of the threads of a process that does not answer: state, and what they wait for in the kernel.
 
 MOST_THREADS = 16
-_X86_64 = {
-    0: "read",
-    1: "write",
-    7: "poll",
-    16: "ioctl",
-    23: "select",
-    24: "sched_yield",
-    35: "nanosleep",
-    45: "recvfrom",
-    47: "recvmsg",
-    61: "wait4",
-    72: "fcntl",
-    73: "flock",
-    74: "fsync",
-    75: "fdatasync",
-    202: "futex",
-    230: "clock_nanosleep",
-    232: "epoll_wait",
-    257: "openat",
-    271: "ppoll",
-}
+_X86_64 = (
+    "0=read 1=write 7=poll 16=ioctl 23=select 24=sched_yield 35=nanosleep 45=recvfrom 47=recvmsg 61=wait4 72=fcntl "
+    "73=flock 74=fsync 75=fdatasync 202=futex 230=clock_nanosleep 232=epoll_wait 257=openat 271=ppoll"
+)
 """System calls in which threads wait. (arch/x86/entry/syscalls/syscall_64.tbl)"""
 
 
@@ -66,13 +40,9 @@ def threads_of(pid: int, root: Path = Path("/")) -> list[ThreadSeen]:
         for task in tasks[:MOST_THREADS]:
             with suppress(OSError, IndexError):
                 state = stat_fields(task)[0]
-                found.append(ThreadSeen(_line(task / "comm"), state, _wchan(task), _system_call(task)))
+                waits_in = _line(task / "wchan").strip("0")  # 0 where it does not wait, or may not be seen
+                found.append(ThreadSeen(_line(task / "comm"), state, waits_in, _system_call(task)))
     return found
-
-
-def _wchan(task: Path) -> str:
-    """ "" where it does not wait, or may not be seen: the kernel then says 0."""
-    return _line(task / "wchan").strip("0")
 
 
 def _system_call(task: Path) -> str:
@@ -80,8 +50,8 @@ def _system_call(task: Path) -> str:
     number = _line(task / "syscall").partition(" ")[0]
     if not number.isdigit():  # it runs, or may not be seen
         return ""
-    name = _X86_64.get(int(number)) if platform.machine() == "x86_64" else None
-    return name or f"number {number}"
+    names = dict(entry.split("=") for entry in _X86_64.split()) if platform.machine() == "x86_64" else {}
+    return names.get(number, f"number {number}")
 
 
 def _line(file: Path) -> str:
@@ -118,18 +88,13 @@ class _ThreadStack(msgspec.Struct, frozen=True):
 
 
 class StacksSeen(NamedTuple):
-    """The result of one look at a process."""
+    """The result of one look at a process. The fields are those of RankLook."""
 
     stack: list[StackLine]
-    """The main thread's Python calls, innermost first."""
     native: list[StackLine]
-    """By py-spy: native calls inside of the innermost of them, innermost first."""
     threads: list[ThreadSeen]
-    """The threads of a process that did not answer."""
     state: str = ""
-    """Letter as in /proc/PID/stat; "" if it could not be read."""
     busy: float = 0.0
-    """Share of one core."""
 
 
 class PySpy:
@@ -203,22 +168,18 @@ def parse_spied(data: bytes, pid: int) -> StacksSeen | None:
     stack: list[StackLine] = []
     for frame in main.frames:
         line = _py_spy_line(frame)
-        if not _is_native(frame):
-            if not is_around_collectives(frame.filename):
+        if line.line:
+            if not stalls.is_around_collectives(line.file):
                 stack.append(line)
-        elif not stack and not frame.name.startswith("0x"):
+        elif not stack and not line.function.startswith("0x"):
             native.append(line)
     others = [ThreadSeen(thread.thread_name or "", at=_place(thread)) for thread in threads if thread is not main]
-    return StacksSeen(stack[:MOST_LINES], native[:_MOST_NATIVE], others[:_MOST_OTHERS])
-
-
-def _is_native(frame: _StackFrame) -> bool:
-    """An interpreter that was built with debugging information has lines of C."""
-    return frame.line <= 0 or frame.filename.endswith(_NATIVE)
+    return StacksSeen(stack[: stalls.MOST_LINES], native[:_MOST_NATIVE], others[:_MOST_OTHERS])
 
 
 def _py_spy_line(frame: _StackFrame) -> StackLine:
-    if _is_native(frame):
+    """Line 0: it is native. An interpreter that was built with debugging information has lines of C."""
+    if frame.line <= 0 or frame.filename.endswith(_NATIVE):
         return StackLine(frame.filename, 0, frame.name)
     text = linecache.getline(frame.filename, frame.line).strip()[:200]
     return StackLine(frame.filename, frame.line, frame.name.rpartition(".")[2], text)
@@ -226,8 +187,8 @@ def _py_spy_line(frame: _StackFrame) -> StackLine:
 
 def _place(thread: _ThreadStack) -> str:
     """The innermost line of the user's own files; where there is none, of any file."""
-    lines = [_py_spy_line(frame) for frame in thread.frames if not _is_native(frame)]
-    line = next((line for line in lines if is_users(line.shown)), lines[0] if lines else None)
+    lines = [line for line in map(_py_spy_line, thread.frames) if line.line]
+    line = next((line for line in lines if stalls.is_users(line.shown)), lines[0] if lines else None)
     return line.short if line is not None else ""
 
 
@@ -243,7 +204,7 @@ class StackLook:
     """
 
     def __init__(self, folder: Path, rank: int, attempt: int, pid: int, now: float) -> None:
-        self._file = folder / stack_file_name(rank, attempt)
+        self._file = folder / stalls.stack_file_name(rank, attempt)
         self._pid = pid
         self._began = now
         self._ticks = _stat(pid)[1]
@@ -251,13 +212,9 @@ class StackLook:
         self._busy: float | None = None
         """Share of one core, once the process has had its time to answer."""
         self._answer: list[StackLine] = []
-        self._spy: PySpy | None = None
+        self.spy: PySpy | None = None
+        """It is at work for this look."""
         _ask(pid, self._file)
-
-    @property
-    def is_spying(self) -> bool:
-        """py-spy is at work for it."""
-        return self._spy is not None
 
     def is_due(self, now: float, *, may_spy: bool = True) -> bool:
         """Whether it has had its time. `may_spy`: py-spy may be asked, should the process not have answered."""
@@ -267,10 +224,10 @@ class StackLook:
             state, ticks = _stat(self._pid)
             spent_s = (ticks - self._ticks) / os.sysconf("SC_CLK_TCK")
             self._busy = round(max(0.0, spent_s / (now - self._began)), 2)
-            self._answer = self._stack()
+            self._answer = stalls.parse_stack(_read_from(self._file, self._size)[0], linecache.getline)
             if not self._answer and may_spy:
-                self._spy = PySpy(self._pid, state, now)
-        return self._spy is None or self._spy.is_done(now)
+                self.spy = PySpy(self._pid, state, now)
+        return self.spy is None or self.spy.is_done(now)
 
     def result(self) -> StacksSeen:
         """What it has shown, once it is due."""
@@ -279,85 +236,72 @@ class StackLook:
         if self._answer:
             return StacksSeen(self._answer, [], [], state, self._busy)
         threads = threads_of(self._pid)
-        seen = self._spy.result() if self._spy is not None else None
+        seen = self.spy.result() if self.spy is not None else None
         if seen is None:
             return StacksSeen([], [], threads, state, self._busy)
         return seen._replace(threads=[*threads[:1], *seen.threads], state=state, busy=self._busy)
 
     def close(self) -> None:
         """End py-spy if it still runs, without a result."""
-        if self._spy is not None:
-            self._spy.close()
-
-    def _stack(self) -> list[StackLine]:
-        try:
-            with self._file.open("rb") as file:
-                file.seek(self._size)
-                text = file.read(_MOST_BYTES).decode("utf-8", "replace")
-        except OSError:
-            return []
-        linecache.checkcache()
-        return parse_stack(text, linecache.getline)
+        if self.spy is not None:
+            self.spy.close()
 
 
 def fatal_stack(folder: Path, rank: int, attempt: int) -> tuple[list[StackLine], int]:
     """Where a rank stood when a fatal signal ended it, and when that was (nanoseconds); ([], 0) if it left no stack."""
-    file = folder / stack_file_name(rank, attempt)
-    try:
-        with file.open("rb") as opened:
-            when_ns = os.fstat(opened.fileno()).st_mtime_ns
-            opened.seek(max(0, _size(file) - _MOST_BYTES))
-            text = opened.read(_MOST_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return [], 0
-    linecache.checkcache()
-    stack = parse_fatal(text, linecache.getline)
+    file = folder / stalls.stack_file_name(rank, attempt)
+    text, when_ns = _read_from(file, max(0, _size(file) - _MOST_BYTES))
+    stack = stalls.parse_fatal(text, linecache.getline)
     return stack, when_ns if stack else 0
+
+
+def _read_from(file: Path, start: int) -> tuple[str, int]:
+    """(the text behind `start`, when it was written); ("", 0) if it cannot be read."""
+    linecache.checkcache()
+    with suppress(OSError), file.open("rb") as opened:
+        opened.seek(start)
+        text = opened.read(_MOST_BYTES).decode("utf-8", "replace")
+        return text, os.fstat(opened.fileno()).st_mtime_ns
+    return "", 0
 
 
 def _ask(pid: int, file: Path) -> None:
     """Signal the main thread, if the process has our handler: without one, the signal would end it."""
-    number = asking_signal()
+    number = stalls.asking_signal()
     if number is None or not _is_ours(file) or not _catches(pid, number):
         return
     try:
         ctypes.CDLL(None).tgkill(pid, pid, number)  # its main thread has the process's own number
     except AttributeError:  # another C library than glibc, or one before 2.30
-        try:
+        with suppress(OSError):
             os.kill(pid, number)
-        except OSError:
-            pass
 
 
 def _is_ours(file: Path) -> bool:
     """Whether the handler is that of worker/stack_file.py. Another one could end the process."""
-    try:
-        return bool(file.stat().st_mode & MAY_BE_ASKED)
-    except OSError:
-        return False
+    with suppress(OSError):
+        return bool(file.stat().st_mode & stalls.MAY_BE_ASKED)
+    return False
 
 
 def _catches(pid: int, number: int) -> bool:
     """SigCgt in /proc/PID/status: a mask of the signals that the process has handlers for. (man 5 proc)"""
-    try:
+    with suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(mask, 16) >> (number - 1) & 1)
+        mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+        return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
 
 
 def _stat(pid: int) -> tuple[str, int]:
     """(state, clock ticks used) of a process; ("", 0) if it cannot be read. (man 5 proc, /proc/PID/stat)"""
-    try:
+    with suppress(OSError, ValueError, IndexError):
         fields = stat_fields(Path(f"/proc/{pid}"))
         return fields[0], int(fields[11]) + int(fields[12])
-    except (OSError, ValueError, IndexError):
-        return "", 0
+    return "", 0
 
 
 def _size(file: Path) -> int:
-    try:
+    with suppress(OSError):
         return file.stat().st_size
-    except OSError:
-        return 0
+    return 0

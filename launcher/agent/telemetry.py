@@ -9,14 +9,12 @@ A source that does not answer holds up nothing: samples go on without its figure
 from __future__ import annotations
 
 import math
-import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy
@@ -29,59 +27,8 @@ from .batch_history import spread, thinned
 from .gpus import GpuWatch
 from .host_figures import Values, read_cgroup, read_disks, read_host, read_infiniband, read_ranks
 
-# The thread that reads the host's figures: a file system that does not answer stops it, and nothing else.
-
-_END_S = 1.0
 Pids = Sequence[tuple[int, int]]
 """(rank, pid)"""
-
-
-def read_all(folders: dict[str, Path], pids: Pids) -> Values:
-    """Everything that is read of a host without its GPUs: disks last, which may never answer."""
-    return {**read_host(), **read_cgroup(), **read_ranks(pids), **read_infiniband(), **read_disks(folders)}
-
-
-class ReadingThread:
-    """Reads when it is asked. It is started with the first question."""
-
-    def __init__(self, read: Callable[[Pids], Values]) -> None:
-        self._read = read
-        self._questions: SimpleQueue[Pids | None] = SimpleQueue()
-        self._answers: deque[Values] = deque()
-        self._ended: threading.Event | None = None
-        """Set when the thread has ended; None without one."""
-        self.trouble = ""
-        """The last error of a reading."""
-
-    def ask(self, pids: Pids) -> None:
-        """Read once; `answer` has it later."""
-        if self._ended is None:
-            if not start_thread(self._run):
-                raise RuntimeError("no thread can be started")
-            self._ended = threading.Event()
-        self._questions.put(pids)
-
-    def answer(self) -> Values | None:
-        """What was read since the last call; None if that has not come yet."""
-        return self._answers.popleft() if self._answers else None
-
-    def close(self) -> None:
-        """End it, if it answers: a thread that is stuck ends with the process."""
-        if self._ended is not None:
-            self._questions.put(None)
-            self._ended.wait(_END_S)
-            self._ended = None
-
-    def _run(self) -> None:
-        while (pids := self._questions.get()) is not None:
-            values: Values = {}
-            try:
-                values = self._read(pids)
-            except Exception as error:
-                self.trouble = f"the host's figures could not be read: {type(error).__name__}: {error}"
-            self._answers.append(values)
-        if self._ended is not None:
-            self._ended.set()
 
 
 # The samples of one node, in bounded memory for any length of run: the older, the further apart. Pure.
@@ -156,8 +103,6 @@ def _ascending(samples: list[_TelemetrySample]) -> list[_TelemetrySample]:
 
 AGAIN_S = 60.0
 """From a stall or an overflow to the next one that is worth a message of its own; each time twice as long."""
-
-
 SILENT_S = 10.0
 """The report names a source that has not answered for this long."""
 
@@ -177,7 +122,11 @@ class NodeTelemetry:
         self._interval_s = interval_s
         self._gpus = gpus
         self._time_ns = time_ns
-        self._thread = ReadingThread(read if read is not None else lambda pids: read_all(folders, pids))
+        self._read = read or (  # disks last, which may never answer
+            lambda pids: read_host() | read_cgroup() | read_ranks(pids) | read_infiniband() | read_disks(folders)
+        )
+        self._answers: deque[Values] = deque()
+        """Of the host, as long as nobody has taken them."""
         self._record = NodeRecord()
         self._next = 0.0
         self._asked_ns = 0
@@ -197,18 +146,15 @@ class NodeTelemetry:
         if self._interval_s == 0:
             return
         try:
-            self._turn(pids, now)
+            self._take()
+            if not self._waits or now >= self._next:
+                self._close_sample()
+            if now >= self._next:
+                self._next = now + self._interval_s
+                self._ask(pids(), now)
         except Exception as error:  # such as a limit on threads: the agent goes on without it
             self._troubles["own"] = f"reading stopped: {type(error).__name__}: {error}"
             self._interval_s = 0
-
-    def _turn(self, pids: Callable[[], Pids], now: float) -> None:
-        self._take()
-        if self._asked_ns and (not self._waits or now >= self._next):
-            self._close_sample()
-        if now >= self._next:
-            self._next = now + self._interval_s
-            self._ask(pids(), now)
 
     def _ask(self, pids: Pids, now: float) -> None:
         self._asked_ns = self._time_ns()
@@ -217,18 +163,24 @@ class NodeTelemetry:
                 self._troubles[name] = f"{_WHO[name]} did not answer for {now - since:.0f} s"
                 self.gpus_now = [] if name == "gpus" else self.gpus_now
         if "host" not in self._waits:
-            self._thread.ask(pids)
+            if not start_thread(lambda: self._read_host(pids)):  # a file system that does not answer stops it alone
+                raise RuntimeError("no thread can be started")
             self._waits["host"] = now
         if "gpus" not in self._waits and self._gpus.ask_samples():
             self._waits["gpus"] = now
 
+    def _read_host(self, pids: Pids) -> None:
+        values: Values = {}
+        try:
+            values = self._read(pids)
+        except Exception as error:
+            self._troubles["own"] = f"the host's figures could not be read: {type(error).__name__}: {error}"
+        self._answers.append(values)
+
     def _take(self) -> None:
-        values = self._thread.answer()
-        if values is not None:
-            self._values.update(values)
+        if self._answers:
+            self._values.update(self._answers.popleft())
             del self._waits["host"]
-        if self._thread.trouble:
-            self._troubles["own"] = self._thread.trouble
         lines = self._gpus.samples()
         if lines is not None and "gpus" in self._waits:
             del self._waits["gpus"]
@@ -262,10 +214,6 @@ class NodeTelemetry:
         with suppress(Exception):  # it decides nothing
             return self._record.message(reason, self._time_ns(), self._interval_s, list(self._troubles.values()))
         return None
-
-    def close(self) -> None:
-        """Let go of the thread."""
-        self._thread.close()
 
 
 def _gpu_now(line: SampleLine) -> GpuNow:

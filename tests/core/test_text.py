@@ -23,7 +23,7 @@ from gpuwatch.core.text import (
 )
 from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire.messages import CollectorMessage, RunWelcome, decode_collector, encode
-from gpuwatch.core.wire.pipe import JobResult, WorkersStarted, read_from_agent, read_to_agent
+from gpuwatch.core.wire.pipe import FromAgent, JobResult, ToAgent, WorkersStarted
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -154,7 +154,7 @@ names = st.binary(max_size=20).map(os.fsdecode)
 @example("Grüße \N{SNOWMAN}")
 def test_any_name_of_a_file_comes_back(name):
     verdict = JobResult(0, VerdictKind.CLEAN, f"report: {name}", name)
-    assert read_from_agent(to_json(verdict)) == verdict
+    assert from_json(to_json(verdict), FromAgent) == verdict
     welcome: CollectorMessage = RunWelcome("run", name)
     assert decode_collector(encode(welcome)) == welcome
     settings = WorkerSettings(name, modules=[name])
@@ -165,7 +165,7 @@ def test_any_name_of_a_file_comes_back(name):
 
 def test_numbers_stay_keys():
     message = WorkersStarted(0, {3: 4242})
-    assert read_to_agent(to_json(message)) == message
+    assert from_json(to_json(message), ToAgent) == message
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff"])

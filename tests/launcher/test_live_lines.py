@@ -21,7 +21,7 @@ def on_file(*messages, check_only):
     out = io.StringIO()
     lines = live_lines(check_only=check_only, out=out)
     for message in messages:
-        lines.over(message) if isinstance(message, PreflightOver) else lines.show(message)
+        lines.show(message)
     lines.close()
     return out.getvalue().splitlines()
 
@@ -37,7 +37,7 @@ def terminal(monkeypatch):
         with os.fdopen(slave, "w") as out:
             lines = live_lines(check_only=check_only, out=out)
             for message in messages:
-                lines.over(message) if isinstance(message, PreflightOver) else lines.show(message)
+                lines.show(message)
             lines.close()
             lines.close()
         written = b""

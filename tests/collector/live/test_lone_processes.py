@@ -9,7 +9,8 @@ from gpuwatch.collector.live.metrics_endpoint import OwnNumbers, text_of
 from gpuwatch.collector.live.snapshot import MOST_PROCESSES, view_of
 from gpuwatch.collector.live.top_model import TopModel, plain
 from gpuwatch.core.identity import number_of_process
-from gpuwatch.core.wire.view import decode_view, encode_view
+from gpuwatch.core.wire.messages import encode
+from gpuwatch.core.wire.view import decode_view
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def folded(make):
 @pytest.fixture
 def view(folded):
     seen = view_of(folded.as_it_stands(), "run", 5)
-    assert decode_view(encode_view(seen)) == seen
+    assert decode_view(encode(seen)) == seen
     return seen
 
 

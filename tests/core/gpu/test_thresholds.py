@@ -6,7 +6,7 @@ import sys
 import pytest
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.gpu.health_grades import judge, load_thresholds
-from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS, RATES, CheckLimits
+from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS, RATES, SOURCES, CheckLimits
 from gpuwatch.core.gpu.nvml_child import GpuReading
 
 toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python reads no TOML")
@@ -29,7 +29,7 @@ def test_no_file_is_the_table_itself():
 def test_every_row_has_a_source_and_something_to_do():
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     for check in CHECKS:
-        assert check.source
+        assert SOURCES[check.name]
         assert check.next.endswith(".")
         assert check.needs
         assert check.value is not None or len(check.needs) == 1

@@ -176,7 +176,7 @@ def test_what_a_collector_sends_arrives_unchanged(answer):
 
 @pytest.mark.parametrize("body", BODIES, ids=kind)
 def test_a_body_that_was_encoded_before_its_envelope_is_the_same_message(body):
-    assert messages.envelope(5, 3, messages.encode_body(body)) == messages.encode(AgentMessage(5, body, 3))
+    assert messages.envelope(5, 3, messages.encode(body)) == messages.encode(AgentMessage(5, body, 3))
 
 
 def grow(value):

@@ -7,6 +7,7 @@ from typing import get_args
 
 import msgspec
 import pytest
+from gpuwatch.core.text import from_json
 from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire import pipe
 from gpuwatch.core.wire.messages import AgentHello, StopRanks
@@ -54,17 +55,17 @@ def through_a_pipe(message) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("read", "message"),
-    [(pipe.read_to_agent, m) for m in TO_AGENT]
-    + [(pipe.read_from_agent, m) for m in FROM_AGENT]
-    + [(pipe.read_from_collector, m) for m in FROM_COLLECTOR],
+    ("kind", "message"),
+    [(pipe.ToAgent, m) for m in TO_AGENT]
+    + [(pipe.FromAgent, m) for m in FROM_AGENT]
+    + [(pipe.FromCollector, m) for m in FROM_COLLECTOR],
     ids=lambda part: type(part).__name__,
 )
-def test_a_message_is_one_line_and_arrives_unchanged(read, message):
+def test_a_message_is_one_line_and_arrives_unchanged(kind, message):
     data = through_a_pipe(message)
     assert data.count(b"\n") == 1
     assert data.endswith(b"\n")
-    assert read(data) == message
+    assert from_json(data, kind) == message
 
 
 def test_the_samples_hold_every_message():
@@ -75,9 +76,9 @@ def test_the_samples_hold_every_message():
 
 @pytest.mark.parametrize("line", [b"", b"\n", b"hello\n", b"{}\n", b'{"type":"nope"}\n', b'{"type":"done"}\n'])
 def test_another_line_is_a_decode_error(line):
-    for read in (pipe.read_to_agent, pipe.read_from_agent, pipe.read_from_collector):
+    for kind in (pipe.ToAgent, pipe.FromAgent, pipe.FromCollector):
         with pytest.raises(msgspec.DecodeError):
-            read(line)
+            from_json(line, kind)
 
 
 def test_a_reader_that_is_gone_is_false():
@@ -108,7 +109,7 @@ def test_what_a_pipe_did_not_take_goes_out_before_the_next_message():
         assert len(os.read(reading, room)) == room
         assert pipe.write_line(sink, pipe.UserNotice("second"))
     with os.fdopen(reading, "rb") as source:
-        assert [pipe.read_from_agent(line).text for line in source] == ["first", "second"]
+        assert [from_json(line, pipe.FromAgent).text for line in source] == ["first", "second"]
 
 
 @pytest.mark.parametrize("config", [AGENT_CONFIG, COLLECTOR_CONFIG], ids=lambda c: type(c).__name__)

@@ -90,7 +90,6 @@ def make():
     for node in made:
         for _ in range(3):  # whoever waits for an answer goes on
             node.host.answers.put({})
-        node.telemetry.close()
 
 
 def test_it_is_read_at_once_and_every_few_seconds(make):
@@ -274,7 +273,6 @@ def test_a_driver_that_hangs_holds_up_nobody(nvml, watched):
         message, seconds, values = node.sent()
     finally:
         node.host.answers.put({})
-        node.telemetry.close()
     assert seconds == [0.0, 5.0, 10.0, 15.0]
     assert message.troubles == ["NVML did not answer for 15 s"]
     assert set(values) == {CPU}

@@ -379,7 +379,7 @@ def test_the_header_says_where_the_rank_is(watch):
     model(X)
     assert [(s.phase, s.batch, s.module, s.cls) for s in seen] == [("forward", n, "1", "Look") for n in range(2)]
     assert watched.reader.phase is RankPhase.SCRIPT
-    assert watched.reader.module() is None
+    assert watched.reader.state().module is None
 
 
 # -- exceptions ---------------------------------------------------------------------------------------------------
