@@ -22,9 +22,8 @@ from ...core.recorder.writer import OpenPage
 from ...core.roles import parse_role
 from ..record.held_alarms import NonFiniteRow
 from ..record.judging import FrameWriter
-from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RankRoots
-from ..record.rows import RecordedRow, RowWriter
+from ..record.rows import RecordedRow
 from ..stats.device import without_modes
 from ..stats.tensor_stats import measure
 from .loose_parameters import Loose
@@ -55,12 +54,10 @@ class _LastStep(NamedTuple):
 class OptimizerSteps:
     """The last steps of a rank."""
 
-    _progress: RunProgress
-    _rows: RowWriter
-    _roots: RankRoots
     _frames: FrameWriter
 
     def __post_init__(self) -> None:
+        self._progress, self._roots, self._rows = self._frames.progress, self._frames.roots, self._frames.rows
         self._steps: deque[_StepSettings] = deque(maxlen=_KEPT)
         self._last: dict[int, _LastStep] = {}
         """By id of the optimizer. Only for frames whose numbers arrive later."""

@@ -17,11 +17,11 @@ from ...core.recorder.layout import HeadField
 from ..compile.kinds import RegionScope
 from ..compile.traced_hooks import is_a_backward
 from ..compile.views import CompiledViews
-from ..record.judging import AlarmRecorder, FrameWriter
+from ..record.judging import FrameWriter
 from ..record.names import class_of, outputs_of, unwrap
-from ..record.progress import CostMeter, RunProgress
-from ..record.roots import ModuleInfo, RankRoots, RootInfo
-from ..record.rows import RecordedRow, RowWriter
+from ..record.progress import CostMeter
+from ..record.roots import ModuleInfo, RootInfo
+from ..record.rows import RecordedRow
 from ..stats.device import without_modes
 from .global_hooks import RunningCalls
 
@@ -34,16 +34,12 @@ _SHAPE_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference
 class BatchSkipping:
     """The skipped batches of one rank. `root` is a weak reference to a running root that is not recorded, else None."""
 
-    _progress: RunProgress
-    _roots: RankRoots
-    _rows: RowWriter
     _frames: FrameWriter
-    _judging: AlarmRecorder
-    _fault: Callable[[str, Exception], None]
     only: InitVar[torch.nn.Module | None]
     """The model that is watched; None: all are."""
 
     def __post_init__(self, only: torch.nn.Module | None) -> None:
+        self._progress, self._rows = self._frames.progress, self._frames.rows
         self._only = frozenset(map(id, only.modules())) if only is not None else None
         """Ids of the modules that may be roots; None: all."""
         self._classes = {class_of(part) for part in only.modules()} if only is not None else set()
@@ -143,16 +139,13 @@ class BatchSkipping:
         inferred_shapes, self._infers_shapes = self._infers_shapes, False
         if output is None or inferred_shapes or self._cost is not None:
             return
-        try:
-            with self._progress.lock:
-                without_modes(self._record, module, output)
-        except Exception as error:
-            self._fault("forward hook", error)
-        self._judging.raise_pending()
+        with self._progress.faults.within("forward hook"), self._progress.lock:
+            without_modes(self._record, module, output)
+        self._frames.judging.raise_pending()
 
     def _record(self, module: torch.nn.Module, output: Any) -> None:
         """Write a frame of the root's output, unless all of it is known to be finite."""
-        info, _ = self._roots.enter(module)
+        info, _ = self._frames.roots.enter(module)
         page = None
         rows: list[RecordedRow] = []
         for role, leaf in outputs_of(output):
@@ -197,10 +190,10 @@ class CompiledPolicy:
 
     _running: RunningCalls
     _skipping: BatchSkipping
-    _roots: RankRoots
-    _progress: RunProgress
+    _frames: FrameWriter
 
     def __post_init__(self) -> None:
+        self._roots, self._progress = self._frames.roots, self._frames.progress
         self._stack = self._running.stack
         self.around: set[str] = set()
         """Classes of modules whose forward runs compiled regions. The set stays the same."""

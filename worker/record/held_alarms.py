@@ -22,6 +22,7 @@ from ...core.frames import Frame, Row
 from ...core.recorder.writer import OpenPage
 from ...core.roles import GRADIENTS, RoleKind, is_param_group, parse_role
 from ..patches import PatchLedger
+from .progress import RunProgress
 from .roots import ModuleInfo, RankRoots, RootInfo
 
 # Which models and weights the script trains, as far as it is known when a value is bad.
@@ -131,16 +132,14 @@ class HeldAlarm:
     """Rows that are not finite and raise no alarm yet."""
 
     _trained: TrainedModules
+    _progress: RunProgress
     _alarm: Callable[[NonFiniteRow], None]
     _notice: Callable[[NonFiniteRow, LedNowhere], None]
     _has_run: Callable[[int], bool]
     """Whether a backward has reached the outputs of the root of the page with this number."""
-    _step: Callable[[], int]
-    """Optimizer steps finished so far."""
-    _with_gradients: bool
-    """Gradients are watched."""
 
     def __post_init__(self) -> None:
+        self._with_gradients = "grads" in self._progress.settings.watch
         self._weights: list[NonFiniteRow] = []
         self._models: list[NonFiniteRow] = []
         """Rows of models with parameters, since the last step."""
@@ -192,9 +191,9 @@ class HeldAlarm:
         if not self._trained.is_apart(page, called) or self._has_run(page.number) or len(self._models) >= _MOST:
             return False
         is_new = _place(bad) not in self._told
-        if self._trained.has_parameters(page, called) and self._step() == page.step:
+        if self._trained.has_parameters(page, called) and self._progress.step == page.step:
             self._models.append(bad)
-        elif page.with_gradients and self._step() == page.step:  # it may be the loss
+        elif page.with_gradients and self._progress.step == page.step:  # it may be the loss
             return False
         else:
             self._tell_of_model(bad)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ from ..stats.passed_readings import PassedReading, PassedReadings
 from ..stats.tensor_stats import CODES, FLOATS, FloatFormat, TensorStats, in_memory, measure
 from .collectives import NO_MESSAGE, message_of
 from .device_rows import ClosedMask, LateMasks
-from .group_slots import GroupSlot, GroupTable
-from .progress import RecorderLock, RunProgress
+from .group_slots import GroupSlot
+from .progress import RunProgress
 from .rows import RowWriter
 
 NOT_LOOKED, NOT_FINITE = -1, -2
@@ -93,7 +93,6 @@ class PassedValues:
     """Records inputs and outputs that are not finite."""
 
     _progress: RunProgress
-    _groups: GroupTable
 
     def __post_init__(self) -> None:
         self._told: defaultdict[tuple[object, ...], int] = defaultdict(int)
@@ -120,7 +119,7 @@ class PassedValues:
 
     def passing(self, slot: int, number: int, operation: int, root: int, message: int) -> NotedOperation | None:
         """The operation of a place in the table; None if its group is gone."""
-        group = self._groups.slot_at(slot)
+        group = self._progress.groups.slot_at(slot)
         if group is None:
             return None
         if message < 0:
@@ -226,14 +225,12 @@ class LatePassed:
 
     _passed: PassedValues
     _rows: RowWriter
-    _groups: GroupTable
-    _lock: RecorderLock
-    _on_fault: Callable[[str, Exception], None]
+    _progress: RunProgress
     _masks: LateMasks
     """Gets the readings of masks, which are read in the same way."""
 
     def __post_init__(self) -> None:
-        self._fields = self._groups.fields
+        self._groups, self._fields = self._progress.groups, self._progress.fields
         self._failed = False
         self._held: list[PassedReading] = []
         """Readings that wait for the numbers of their operation's inputs."""
@@ -249,12 +246,12 @@ class LatePassed:
         if self._failed:
             return None
         try:
-            with self._lock:
+            with self._progress.lock:
                 return self._look(slot, number, operation, root, message, when, given, tensors)
         except Exception as error:
             self._failed = True
             self._fields[HeadField.PASSED_UNSEEN] = seal(1)
-            self._on_fault("what passes", error)
+            self._progress.faults.record("what passes", error)
             return None
 
     def _look(
