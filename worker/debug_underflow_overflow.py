@@ -240,17 +240,5 @@ def _text(numbers: TensorStats) -> str:
     '1.00e+00 3.00e+00 '
     """
     value = Value(*numbers[:3])
-    flags = value.flags
-    return format_row(
-        Row(
-            role="",
-            abs_min=value.abs_min,
-            abs_max=value.abs_max,
-            nan=NonFinite.NAN in flags,
-            posinf=NonFinite.POSINF in flags,
-            neginf=NonFinite.NEGINF in flags,
-            dtype="",
-            shape=None,
-            kind=_KINDS[numbers.kind],
-        )
-    )
+    nan, posinf, neginf = (kind in value.flags for kind in (NonFinite.NAN, NonFinite.POSINF, NonFinite.NEGINF))
+    return format_row(Row("", value.abs_min, value.abs_max, nan, posinf, neginf, "", None, _KINDS[numbers.kind]))

@@ -68,14 +68,10 @@ def _messages(
     last = held[-1].number if held else -1
     where = RunPosition(state.rank, state.attempt, state.step, state.batch, page=last, seq=state.seq)
     yield EventMessage(WorkerExit(where, 0, "itself", "script"))
-    yield NodeBeat([_as_last(state)], {})
-    yield NodeBye("ok")
-
-
-def _as_last(state: RankState) -> RankState:
-    """The state marked as the last one: a verdict covers the run so far."""
     hooks = state.hooks if state.hooks == "detached" else "attached"
-    return msgspec.structs.replace(state, final=True, left=True, hooks=hooks, world_size=0)
+    # the last one: a verdict covers the run so far
+    yield NodeBeat([msgspec.structs.replace(state, final=True, left=True, hooks=hooks, world_size=0)], {})
+    yield NodeBye("ok")
 
 
 def rank_here() -> int | None:

@@ -492,7 +492,7 @@ def test_the_same_bits_with_and_without(folders, make, autocast, keywords):
 
 def sizes(handle) -> dict[str, int]:
     """How much the parts of the hooks remember."""
-    parts = handle._hooks, *vars(handle._hooks).values(), *(root for _, root in handle._hooks._roots._roots)
+    parts = handle._hooks, *vars(handle._hooks).values(), *handle._hooks._roots.infos
     found = {}
     for part in parts:
         if type(part).__module__.startswith("gpuwatch"):

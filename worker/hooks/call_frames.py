@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ...core.recorder.writer import OpenPage
 from ...core.roles import role_of_parameter
 from ...core.values import NonFinite
 from ..compile.attach import CompiledRegions
@@ -75,7 +74,9 @@ class CallFrames:
                 if self._rows.changed:
                     self._put_before(info, arguments, returned, rows, first)
         rows[:0] = [self._rows.weight(info, role, parameter, self._progress.step) for role, parameter in later]
-        self._put(page, info, rows)
+        running = self.running
+        depth = running.depths[len(running.stack) - 1]
+        self.frames.put(page, info, running.phase, rows, parent=running.parent(), depth=depth, entered=info.seq)
 
     def take_wrapper(
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
@@ -99,11 +100,6 @@ class CallFrames:
         parent = self.running.parent() if info.is_wrapper else info.id
         depth = self.running.depths[position] + (not info.is_wrapper)
         return self.graphs.take(info, parent, depth, self.running.phase)
-
-    def _put(self, page: OpenPage, info: ModuleInfo, rows: list[RecordedRow]) -> None:
-        running = self.running
-        depth = running.depths[len(running.stack) - 1]
-        self.frames.put(page, info, running.phase, rows, parent=running.parent(), depth=depth, entered=info.seq)
 
     def _read_weights(
         self, info: ModuleInfo, module: torch.nn.Module

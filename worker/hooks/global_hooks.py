@@ -184,26 +184,17 @@ _EXPORTS = ("export", "export_for_training", "export_for_inference", "draft_expo
 """Functions of torch.export that trace a module. The first is in every torch, the others are not."""
 
 
-class ExportPatches:
-    """Makes `torch.export` trace a model without our hooks: its calls are no training.
+def patch_exports(hooks: GlobalHooks, patches: PatchLedger) -> None:
+    """Have `torch.export` trace a model without our hooks: its calls are no training.
 
     With `strict=True` it refuses a model while any global hook is attached (torch 2.13).
     """
 
-    def __init__(self, hooks: GlobalHooks) -> None:
-        self._hooks = hooks
-
-    def attach(self, patches: PatchLedger) -> None:
-        """Replace the export functions of this process's torch."""
-        for name in _EXPORTS:
-            if name in vars(torch.export) or name == _EXPORTS[0]:
-                patches.replace(torch.export, name, self._without_hooks)
-
-    def _without_hooks(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def without_hooks(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def export(*args: Any, **kwargs: Any) -> Any:
-            ours = {handle.id for handle in self._hooks.handles}
-            tables = [table for handle in self._hooks.handles if (table := handle.hooks_dict_ref()) is not None]
+            ours = {handle.id for handle in hooks.handles}
+            tables = [table for handle in hooks.handles if (table := handle.hooks_dict_ref()) is not None]
             before = [dict(table) for table in tables]
             for table in tables:
                 for each in ours & table.keys():
@@ -211,7 +202,7 @@ class ExportPatches:
             try:
                 return call(*args, **kwargs)
             finally:
-                ours &= {handle.id for handle in self._hooks.handles}  # they may have been detached since
+                ours &= {handle.id for handle in hooks.handles}  # they may have been detached since
                 for table, earlier in zip(tables, before, strict=True):
                     since = dict(table)
                     table.clear()  # ours come back at the places that they had among others' hooks
@@ -219,3 +210,7 @@ class ExportPatches:
                     table.update(since)
 
         return export
+
+    for name in _EXPORTS:
+        if name in vars(torch.export) or name == _EXPORTS[0]:
+            patches.replace(torch.export, name, without_hooks)

@@ -102,16 +102,13 @@ class LooseReader:
             return True
         known = self._reached.get(id(parameter))
         if known is None or known.parameter() is not parameter:
-            self._forget_dead()
+            if len(self._reached) >= _MANY:
+                self._reached = {key: each for key, each in self._reached.items() if each.parameter() is not None}
             self._reached[id(parameter)] = _ReachedHook(parameter)
             return False
         if known.yes:
             known.remove()
         return known.yes
-
-    def _forget_dead(self) -> None:
-        if len(self._reached) >= _MANY:
-            self._reached = {key: reached for key, reached in self._reached.items() if reached.parameter() is not None}
 
     def _tell(self, optimizer: Any, used: list[torch.Tensor]) -> None:
         unread = sum(map(is_on_device, used))

@@ -30,7 +30,7 @@ from ..stats.device import without_modes
 from ..stats.notable import NotableFilter
 from .backward import BackwardHooks
 from .call_frames import CallFrames
-from .global_hooks import CALL, ExportPatches, GlobalHooks, RunningCalls
+from .global_hooks import CALL, GlobalHooks, RunningCalls, patch_exports
 from .grad_scaler import GradScalerHooks
 from .module_calls import ModuleCalls
 from .native_writer import called_by_native_hooks
@@ -92,7 +92,6 @@ class ModuleHooks:
         self._collectives = CollectivePatches(
             progress.groups, fault, passed=passed if looks else None, late=late_passed
         )
-        self._exports = ExportPatches(global_hooks)
 
     # -- attach and detach --------------------------------------------------------------------------------------
 
@@ -115,7 +114,7 @@ class ModuleHooks:
         self._collectives.attach()
         self._patches.at_undo(self._collectives.detach)
         self._steps.attach(self._patches)
-        self._exports.attach(self._patches)
+        patch_exports(self._global, self._patches)
         self._trained.attach(self._patches)
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
@@ -153,7 +152,7 @@ class ModuleHooks:
             self.progress.groups.notice()
         with self.progress.lock:
             self._graphs.take()
-            for root in self._roots.infos():
+            for root in self._roots.infos:
                 self._graphs.batch_ends(root)
                 if root.page is not None:
                     self.judging.forward_ends(root.page)

@@ -149,14 +149,11 @@ class OptimizerHooks:
         self._rows.flush()
         if not self._guard or given is not None:
             return False
-        if not (self._is_part and self._is_foreign(optimizer)):
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if not self._is_part or any(map(self._roots.owner_of, held)):
             written += self._record_unwatched(optimizer, mark)
         self._judging.finish()
         return any(self._judging.judge_again(page, index).alarm is not None for page, index in written)
-
-    def _is_foreign(self, optimizer: Any) -> bool:
-        groups = optimizer.param_groups
-        return not any(self._roots.owner_of(parameter) for group in groups for parameter in group["params"])
 
     def _record_unwatched(self, optimizer: Any, mark: int) -> list[tuple[OpenPage, int]]:
         """The guard also reads gradients outside of all watched modules. Only non-finite ones get a frame."""

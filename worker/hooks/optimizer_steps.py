@@ -255,11 +255,9 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
             for position, part in enumerate(value):
                 if isinstance(part, int | float):
                     found[f"{key}[{position}]"] = float(part)
-        elif isinstance(value, int | float) or _is_on_host(value):
+        # a learning rate may be a tensor; one on a device is not read, as that waits for the device
+        elif isinstance(value, int | float) or (
+            isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1
+        ):
             found[key] = float(value)
     return found
-
-
-def _is_on_host(value: Any) -> bool:
-    """A learning rate may be a tensor. One on a device is not read: that waits for the device."""
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1

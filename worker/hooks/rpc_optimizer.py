@@ -76,12 +76,6 @@ def _step(place: torch.Tensor, context: int, begins: bool) -> None:
         return
 
 
-def _settings_of(optimizer: Any) -> dict[str, Any]:
-    """Learning rate and the like, as torch's functional optimizers keep them."""
-    defaults = getattr(optimizer, "defaults", None)
-    return dict(defaults) if isinstance(defaults, dict) else {}
-
-
 @functools.cache
 def _define() -> Any:
     """Define the operation. `place` counts as written to, so that TorchScript drops no call."""
@@ -133,9 +127,9 @@ class RpcOptimizers:
             seen = known.get(optimizer)
             if seen is None:
                 name = f"{_MODULE}.{type(optimizer.optim).__name__}"
-                seen = known[optimizer] = ScriptedOptimizer(
-                    name, optimizer._local_params, _settings_of(optimizer.optim)
-                )
+                defaults = getattr(optimizer.optim, "defaults", None)  # learning rate and the like
+                settings = dict(defaults) if isinstance(defaults, dict) else {}
+                seen = known[optimizer] = ScriptedOptimizer(name, optimizer._local_params, settings)
             return seen
 
         @functools.wraps(step)

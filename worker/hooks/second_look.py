@@ -76,6 +76,8 @@ class SecondLook:
         same_step = self._progress.step == bad.page.step
         changed, bad_weight = without_modes(self._changed_weights, bad) if same_step else ([], None)
         role, own_code = without_modes(self._own_code_of, bad, module)
+        of_backward = bad.frame.phase in ("backward", "collective")
+        parameter = self._parameter_of(bad) if of_backward else None
         return msgspec.structs.replace(
             found,
             optimizer=last,
@@ -87,15 +89,10 @@ class SecondLook:
             threads=self._running.page_with_threads == bad.page.number,
             own_code=own_code,
             own_code_of=role,
-            left=self._was_left(bad),
+            left=parameter is not None and self._gradients.left.was_bad(parameter, bad.page.number),
             closed=self._masks.closed_in(bad.page.number, bad.frame.module),
             without_graph=not bad.page.with_gradients and not type(module).__module__.startswith("torch."),
         )
-
-    def _was_left(self, bad: NonFiniteRow) -> bool:
-        """Whether a parameter's bad gradient was not finite before the backward began."""
-        parameter = self._parameter_of(bad) if bad.frame.phase in ("backward", "collective") else None
-        return parameter is not None and self._gradients.left.was_bad(parameter, bad.page.number)
 
     def _parameter_of(self, bad: NonFiniteRow) -> torch.Tensor | None:
         """The parameter that a row of a gradient is about; None if it is about none."""

@@ -42,7 +42,8 @@ class BatchSkipping:
         self._progress, self._rows = self._frames.progress, self._frames.rows
         self._only = frozenset(map(id, only.modules())) if only is not None else None
         """Ids of the modules that may be roots; None: all."""
-        self._classes = {class_of(part) for part in only.modules()} if only is not None else set()
+        self.classes = {class_of(part) for part in only.modules()} if only is not None else set()
+        """Where not all modules may be roots: the classes of those that may, and of the modules in them."""
         settings = self._progress.settings
         self._every, self._traced = settings.every, settings.trace_batches
         self._cost = CostMeter() if settings.measure_cost else None
@@ -56,10 +57,6 @@ class BatchSkipping:
     def is_watched(self, *modules: torch.nn.Module | None) -> bool:
         """Whether one of these may be a root."""
         return self._only is None or not self._only.isdisjoint(map(id, modules))
-
-    def shares_class(self, cls: str) -> bool:
-        """Whether a module that may be a root, where not all may, or one in it, is of this class."""
-        return cls in self._classes
 
     def is_main(self, root: RootInfo) -> bool:
         """Whether this root was the first one that was called."""
@@ -211,7 +208,7 @@ class CompiledPolicy:
         inner = self._stack[-1] if self._stack else None
         if not self._skipping.is_running:
             if inner is None and not self._skipping.is_watched(first, owner):
-                if self._skipping.shares_class(cls):  # those that are watched will share it
+                if cls in self._skipping.classes:  # those that are watched will share it
                     self.not_looked_into(None, cls)
                 return RegionScope.NO
             if inner is not None and owner is not None and inner.ref() is owner:

@@ -57,7 +57,6 @@ class PreflightRun:
         self,
         identity: RankIdentity,
         settings: WorkerSettings,
-        deadlines: StageDeadlines,
         say: Callable[[Line], None],
         began: float,
         script: str = "",
@@ -65,27 +64,25 @@ class PreflightRun:
         self._me = identity
         self._where = RunPosition(identity.rank, settings.attempt)
         self._settings = settings
-        self._deadlines = deadlines
+        self._deadlines = StageDeadlines(settings.preflight_timeout_s)
         self._say = say
         self._failure: RankStepReport | None = None
         """This rank cannot continue and only reports why: its coordinator died or hung, or gpuwatch has an error."""
-        self._next = "arrive"
         self._prefix = f"gpuwatch/{settings.round}"
-        self._parts = RankTests(identity, settings, deadlines, self._prefix, script)
+        self._parts = RankTests(identity, settings, self._deadlines, self._prefix, script)
         self._roster: RankRoster | None = None
         self._steps: list[str] = []
         self._arrived = identity.world_size
         self._began = began
 
-    def tell_others(self, step: str, report: RankStepReport) -> None:
-        """Make `run` only report to the other ranks in this step."""
-        self._next, self._failure = step, report
+    def run(self, step: str = "arrive", failure: RankStepReport | None = None) -> None:
+        """Run all steps. The last line has the conclusion, also after a failure.
 
-    def run(self) -> None:
-        """Run all steps. The last line has the conclusion, also after a failure."""
-        now = StepConclusion(next=self._next)
+        `failure`: this rank's, of `step`, which is only reported to the others.
+        """
+        now, self._failure = StepConclusion(next=step), failure
         try:
-            inventory = RankStepReport() if self._failure else self._inventory()
+            inventory = RankStepReport() if failure else self._inventory()
             self._meeting = self._connect()
             while now.next:
                 now = self._take_softly(now, inventory)
@@ -142,7 +139,7 @@ class PreflightRun:
         elif step == "arrive":
             report, takes_part = self._attend(inventory), True
         else:
-            takes_part = self._takes_part(step, before)
+            takes_part = is_local(step) or len(self._members(step, before)) > 1
             report = self._do(step, before) if takes_part else RankStepReport("idle")
         if report.kind == "fault":
             self._say(OwnFault(self._where, "preflight", f"{stage}: {report.detail}"))
@@ -205,19 +202,16 @@ class PreflightRun:
         )
         return RankStepReport(attendance=here, findings=inventory.findings)
 
-    def _takes_part(self, step: str, before: StepConclusion) -> bool:
-        return is_local(step) or len(self._members(step, before)) > 1
-
     def _members(self, step: str, before: StepConclusion) -> list[int]:
         """The ranks of the process group that this rank joins; [] if it joins none."""
         roster = self._roster
         assert roster is not None
         rank = self._me.rank
-        node = roster.nodes[rank]
+        node = roster.ranks[rank].node
         if step in ("node group", "inside"):
             return roster.ranks_of(node)
         if step == "heads":
-            heads = [head for head, local_rank in enumerate(roster.local_ranks) if local_rank == 0]
+            heads = [head for head, one in enumerate(roster.ranks) if one.local_rank == 0]
             return heads if rank in heads else []
         if step.startswith("pairs "):
             return next((roster.ranks_of(*pair) for pair in before.pairs if node in pair), [])
@@ -230,7 +224,7 @@ class PreflightRun:
             return RankStepReport(facts=self._parts.facts)
         assert self._roster is not None
         if is_local(step):
-            gpus = self._roster.gpus
+            gpus = [one.gpu for one in self._roster.ranks]
             alone = {
                 "health": self._parts.health,
                 "allocation": lambda: self._parts.allocation(gpus),
@@ -244,7 +238,7 @@ class PreflightRun:
             )
         if report.measured is not None:
             self._say(BandwidthRows(self._where, report.measured.rows))
-        self._end_stage(stage, _grade(report), report.detail or _text(report.findings))
+        self._end_stage(stage, _grade(report), report.detail or next((one.sentence for one in report.findings), ""))
         return report
 
     def _begin(self, stage: str, step: str = "arrive") -> None:
@@ -260,8 +254,7 @@ class PreflightRun:
     def _end_alone(self, now: StepConclusion, finding: PreflightFinding) -> StepConclusion:
         rank = self._me.rank
         own = next((outcome for outcome in now.outcomes if outcome.rank == rank), None)
-        if own is None:
-            own = RankOutcome(rank, "failed" if rank in finding.ranks else "victim", finding.stage, finding.sentence)
+        own = own or RankOutcome(rank, "failed" if rank in finding.ranks else "victim", finding.stage, finding.sentence)
         if self._failure is not None and self._failure.kind == "fallen":
             own = RankOutcome(rank, "failed", self._failure.said, self._failure.detail)
         others = [outcome for outcome in now.outcomes if outcome.rank != rank]
@@ -278,7 +271,7 @@ class PreflightRun:
 
     def _no_conclusion(self, step: str) -> PreflightFinding:
         stage = stage_of(step)
-        hosts = self._roster.hosts[:1] if self._roster else []
+        hosts = [self._roster.ranks[LEADER].host] if self._roster else []
         sentence = f"rank {LEADER} sent no conclusion in stage {stage}"
         next_ = f"Look at the host of rank {LEADER}: what ended or stopped its processes?"
         return failure(stage, "rank", [LEADER], hosts, sentence, next_, victims=[self._me.rank])
@@ -292,7 +285,3 @@ def _grade(report: RankStepReport) -> Grade:
 
 def _worst(findings: list[PreflightFinding]) -> Grade:
     return max((finding.grade for finding in findings), key=_ORDER.index, default="ok")
-
-
-def _text(findings: list[PreflightFinding]) -> str:
-    return findings[0].sentence if findings else ""

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...core.identity import RankIdentity
 from ...core.preflight import SealBroken, WordSeal
+from ..meeting_place import first_line
 
 LEADER = 0
 
@@ -61,7 +62,7 @@ def connect(identity: RankIdentity, timeout_s: float) -> Any:
             wait_for_workers=False,
         )
     except Exception as error:  # torch raises DistNetworkError, older versions raise RuntimeError
-        raise StoreLost(_first_line(error)) from error
+        raise StoreLost(first_line(error)) from error
 
 
 def group_store(identity: RankIdentity, prefix: str, group: str, timeout_s: float) -> Store:
@@ -93,7 +94,8 @@ class StoreRendezvous:
     ) -> bytes:
         """Write this rank's report and return the conclusion. Raises NoConclusion if there is none in time."""
         try:
-            self._set(f"{step}/{self._rank}", report)
+            mine = f"{step}/{self._rank}"
+            self._store.set(mine, self._seal.close(f"{self._prefix}/{mine}", report.decode()))
             if self._rank == LEADER:
                 self._publish(step, conclude(self._gather(step, reports_s)))
             if not self._wait([f"{step}/conclusion"], conclusion_s):
@@ -104,12 +106,12 @@ class StoreRendezvous:
                 elif not self._wait([f"{step}/conclusion"], deputy_s):
                     raise NoConclusion(step)
             conclusion = self._opened(f"{step}/conclusion", self._store.get(f"{step}/conclusion"))
-            self._store.delete_key(f"{step}/{self._rank}")
+            self._store.delete_key(mine)
             return conclusion
         except SealBroken as error:
             raise ForeignValue(str(error)) from error
         except (RuntimeError, OSError) as error:
-            raise StoreLost(_first_line(error)) from error
+            raise StoreLost(first_line(error)) from error
 
     def leave(self, steps: list[str], arrived: int) -> None:
         """Leave the meeting. The last of the `arrived` ranks deletes the keys of `steps`, the steps it has run.
@@ -125,7 +127,7 @@ class StoreRendezvous:
                 if key not in late:
                     self._store.delete_key(key)
         except (RuntimeError, OSError) as error:
-            raise StoreLost(_first_line(error)) from error
+            raise StoreLost(first_line(error)) from error
 
     def _keys(self, steps: list[str]) -> list[str]:
         """All keys below our prefix, including those of process groups if torch can list keys (2.5 cannot)."""
@@ -139,9 +141,6 @@ class StoreRendezvous:
         """Set the conclusion, unless there is one already."""
         name = f"{step}/conclusion"
         self._store.compare_set(name, "", self._seal.close(f"{self._prefix}/{name}", conclusion.decode()))
-
-    def _set(self, name: str, value: bytes) -> None:
-        self._store.set(name, self._seal.close(f"{self._prefix}/{name}", value.decode()))
 
     def _opened(self, name: str, sealed: bytes) -> bytes:
         return self._seal.open(f"{self._prefix}/{name}", sealed)
@@ -171,7 +170,3 @@ class StoreRendezvous:
                 raise
             return False
         return True
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

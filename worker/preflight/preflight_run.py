@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -26,6 +27,7 @@ from ...core.settings import VARIABLE
 from ...core.tell import tell
 from ...core.text import messages_among
 from ..session import WorkerSession
+from .rank_child import exit_text
 from .steps import LINES, Line, PreflightEnd, StageDeadlines, StageProgress
 
 _MARGIN_S = 5.0
@@ -88,10 +90,8 @@ class CoordinatorRun:
     def _end(self) -> None:
         """End the process. The kernel ends its tests with it (`die_with_parent`)."""
         if self.hung_s is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.exit_code = self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -111,7 +111,7 @@ class CoordinatorRun:
             return f"heard nothing from the store for {self.hung_s:.0f} s in stage {self.stage}"
         if self.hung_s is not None:
             return f"hung in stage {self.stage}{at} for {self.hung_s:.0f} s"
-        return f"died in stage {self.stage}{at}: {_exit_text(self.exit_code)}{f': {words}' if words else ''}"
+        return f"died in stage {self.stage}{at}: {exit_text(self.exit_code)}{f': {words}' if words else ''}"
 
 
 def preflight_or_exit(session: WorkerSession, identity: RankIdentity, script: str) -> None:
@@ -142,10 +142,7 @@ def run_preflight(session: WorkerSession, identity: RankIdentity, script: str = 
     except OSError as error:  # out of memory or processes: the script would fail, too
         return _decide(session, identity, _unheard(identity, "inventory", f"could not start its preflight: {error}"))
     _follow(session, coordinator)
-    concluded = coordinator.concluded
-    if concluded is None:
-        concluded = _tell_others(session, identity, coordinator)
-    return _decide(session, identity, concluded)
+    return _decide(session, identity, coordinator.concluded or _tell_others(session, identity, coordinator))
 
 
 def _follow(session: WorkerSession, run: CoordinatorRun) -> None:
@@ -180,19 +177,9 @@ def _decide(session: WorkerSession, identity: RankIdentity, concluded: Preflight
     stops = bool(failures) and session.settings.on_preflight_failure == "stop"
     mine = next((one for one in concluded.outcomes if one.rank == rank), RankOutcome(rank, "ok"))
     peers = sorted((o for o in concluded.outcomes if o.rank != rank), key=lambda o: o.outcome)  # failed, then victims
-    session.recorder.append(
-        PreflightResult(
-            session.where(),
-            mine.outcome,
-            mine.stage,
-            mine.detail,
-            stops,
-            concluded.backend,
-            concluded.device,
-            peers[:MOST_WRITTEN],
-            concluded.findings[:MOST_WRITTEN],
-        )
-    )
+    own = mine.outcome, mine.stage, mine.detail, stops, concluded.backend, concluded.device
+    written = peers[:MOST_WRITTEN], concluded.findings[:MOST_WRITTEN]
+    session.recorder.append(PreflightResult(session.where(), *own, *written))
     return _sentence(failures, check_only=session.settings.check_only) if stops else None
 
 
@@ -200,15 +187,5 @@ def _sentence(failures: list[PreflightFinding], *, check_only: bool) -> str:
     """The first failure, which this rank prints."""
     first = failures[0]
     more = f" (and {len(failures) - 1} more)" if failures[1:] else ""
-    way_out = (
-        ""
-        if check_only
-        else " To start the training anyway: --on-preflight-failure continue; without the test: --preflight off"
-    )
-    return f"preflight failed in stage {first.stage}: {first.sentence}{more}.{way_out}"
-
-
-def _exit_text(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
+    way_out = " To start the training anyway: --on-preflight-failure continue; without the test: --preflight off"
+    return f"preflight failed in stage {first.stage}: {first.sentence}{more}.{'' if check_only else way_out}"

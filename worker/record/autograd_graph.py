@@ -104,7 +104,8 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
     """
     frames = [sys._getframe(), *sys._current_frames().values()]
     try:
-        engine = next(filter(None, (outwards(frame, _runs_the_engine) for frame in frames)), None)
+        code = getattr(_ENGINE, "__code__", None)
+        engine = next(filter(None, (outwards(frame, lambda frame: frame.f_code is code) for frame in frames)), None)
         if engine is None:
             return None
         outputs = engine.f_locals.get("t_outputs", ())
@@ -117,10 +118,6 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
     finally:
         del frames  # this one is among them, and would keep what they hold
         engine = around = None
-
-
-def _runs_the_engine(frame: FrameType) -> bool:
-    return frame.f_code is getattr(_ENGINE, "__code__", None)
 
 
 def _runs_a_backward(frame: FrameType) -> bool:

@@ -226,7 +226,9 @@ class AlarmRecorder:
         around_is_known = False
         while not around_is_known:
             around_is_known = True
-            found, end = self._to_be_judged(page, judged, everything=everything)
+            undecided = {each.within.index for each in bad.undecided}
+            notable, slots = self._rows.notable.rows, self._rows.argument_slots
+            found, end = frames_to_judge(self._own, page, judged.next, notable, slots, undecided, everything=everything)
             for index in found:
                 frame = self._own.frame(page, index)
                 if frame is None:
@@ -236,11 +238,6 @@ class AlarmRecorder:
                     around_is_known = False  # its results decide nothing: the call around it does
                     break
         judged.next = max(judged.next, end)
-
-    def _to_be_judged(self, page: OpenPage, judged: _PageJudged, *, everything: bool) -> tuple[list[int], int]:
-        undecided = {each.within.index for each in judged.so_far.bad.undecided}
-        notable, arguments = self._rows.notable.rows, self._rows.argument_slots
-        return frames_to_judge(self._own, page, judged.next, notable, arguments, undecided, everything=everything)
 
     def _judge(self, page: OpenPage, judged: _PageJudged, frame: Frame) -> None:
         judged.next = frame.index + 1
@@ -397,21 +394,9 @@ class AlarmRecorder:
     def _warn(self, kind: str, page: OpenPage, frame: Frame, row: Row) -> None:
         self._fields[HeadField.WARNED] += 1
         if len(self._warned) < _MAX_WARNED and self._is_first(self._warned, NonFiniteRow(page, frame, row), kind):
-            self._recorder.append(
-                RangeWarning(
-                    self._progress.where_of(page, frame),
-                    kind,
-                    frame.module,
-                    frame.cls,
-                    frame.phase,
-                    row.role,
-                    row.dtype,
-                    row.abs_max,
-                    row.headroom,
-                    row.zeros,
-                    row.subnormals,
-                )
-            )
+            of = frame.module, frame.cls, frame.phase, row.role, row.dtype
+            numbers = row.abs_max, row.headroom, row.zeros, row.subnormals
+            self._recorder.append(RangeWarning(self._progress.where_of(page, frame), kind, *of, *numbers))
 
 
 @dataclass(eq=False, repr=False)
