@@ -16,6 +16,7 @@ import signal
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -98,7 +99,7 @@ def run(arguments: list[str], raised: Callable[[BaseException], None], finished:
     try:
         _execute(arguments)
     except SystemExit as stop:
-        _tell(finished, _exit_code(stop))
+        _tell(finished, int(stop.code if isinstance(stop.code, int) else stop.code is not None))
         if isinstance(stop, JobEnded):
             end_process(0)
         raise
@@ -112,10 +113,8 @@ def run(arguments: list[str], raised: Callable[[BaseException], None], finished:
 
 def _tell(observer: Callable[[Any], None], what: object) -> None:
     """Call an observer. An error in it does not change how the script ends."""
-    try:
+    with suppress(Exception):
         observer(what)
-    except Exception:
-        pass
 
 
 def _execute(arguments: list[str]) -> None:
@@ -179,12 +178,6 @@ def _own_frames_removed(traceback: TracebackType | None) -> TracebackType | None
     while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
         traceback = traceback.tb_next
     return traceback
-
-
-def _exit_code(stop: SystemExit) -> int:
-    if stop.code is None:
-        return 0
-    return int(stop.code) if isinstance(stop.code, int) else 1
 
 
 def _die_of(error: BaseException) -> NoReturn:

@@ -101,7 +101,7 @@ class MeetingPlace:
         except (RuntimeError, OSError) as error:  # torch raises DistNetworkError, older versions RuntimeError
             self._store = None
             self._leave(0.0)
-            raise LeftOut(f"the ranks' meeting failed: {first_line(error)}") from error
+            raise LeftOut(f"the ranks' meeting failed: {_first_line(error)}") from error
 
     def __exit__(self, *_: object) -> None:
         self._leave(_LEAVE_S)
@@ -156,7 +156,7 @@ class MeetingPlace:
         except (RuntimeError, OSError) as error:
             raise LeftOut(
                 f"port {self._port} of rank 0's host is taken; it is the next after the collector's: choose another "
-                f"one with --collector-port ({first_line(error)})"
+                f"one with --collector-port ({_first_line(error)})"
             ) from error
         if not self._port:
             new = self._file.with_suffix(".new")
@@ -283,6 +283,5 @@ def _boot_id() -> str:
     return ""
 
 
-def first_line(error: Exception) -> str:
-    """The first line of what an error says."""
+def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

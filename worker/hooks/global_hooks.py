@@ -123,33 +123,32 @@ class GlobalHooks:
         self._fields = progress.fields
         self.handles: list[Any] = []
         """torch's handles; [] while no hook is registered."""
-        self._entries: list[tuple[ModuleType, str, int, Any]] = []
-        """(torch's module, name of its table, key, value) of all that torch must hold."""
-        self._tables: list[dict[int, Any]] = []
-        """Those of the entries when they were made. A script may have replaced one since."""
+        self._entries: list[tuple[ModuleType, str, dict[int, Any], int, Any]] = []
+        """(torch's module, name of its table, the table then, key, value) of all that torch must hold.
 
-    def attach(
-        self,
-        before: Callable[..., Any],
-        after: Callable[..., Any],
-        before_step: Callable[..., Any],
-        after_step: Callable[..., Any],
-    ) -> None:
-        """Register them. They fire for existing modules and optimizers and for those made later."""
+        A script may have replaced a table since.
+        """
+
+    def attach(self, *hooks: Callable[..., Any]) -> None:
+        """Register those before and after a module's forward, and before and after an optimizer's step.
+
+        They fire for existing modules and optimizers and for those made later.
+        """
+        before, after, before_step, after_step = hooks
         extra = {"with_kwargs": True} if HANDS_OVER_KWARGS else {}
         of_before = torch_module.register_module_forward_pre_hook(before)
         of_after = torch_module.register_module_forward_hook(after, always_call=True, **extra)
         of_step = torch_optimizer.register_optimizer_step_pre_hook(before_step)
         of_stepped = torch_optimizer.register_optimizer_step_post_hook(after_step)
         self.handles = [of_before, of_after, of_step, of_stepped]
-        self._entries = [
+        entries = [
             (torch_module, "_global_forward_pre_hooks", of_before.id, before),
             (torch_module, "_global_forward_hooks", of_after.id, after),
             *((torch_module, flag, of_after.id, True) for flag in _FLAGS),
             (torch_optimizer, "_global_optimizer_pre_hooks", of_step.id, before_step),
             (torch_optimizer, "_global_optimizer_post_hooks", of_stepped.id, after_step),
         ]
-        self._tables = [getattr(place, name) for place, name, _, _ in self._entries]
+        self._entries = [(place, name, getattr(place, name), key, value) for place, name, key, value in entries]
 
     def put_back(self) -> None:
         """Register cleared hooks again; calls in the meantime were not recorded.
@@ -157,7 +156,7 @@ class GlobalHooks:
         Each hook gets its old key: code that then restores the table's earlier entries finds the hook once, not twice.
         """
         gone = False
-        for place, name, key, value in self._entries:
+        for place, name, _, key, value in self._entries:
             table = getattr(place, name)
             if key not in table:
                 table[key] = value
@@ -174,10 +173,10 @@ class GlobalHooks:
         for handle in self.handles:
             handle.remove()
         # torch (up to at least 2.13) does not clean all three tables of a forward hook
-        for (place, name, key, _), table in zip(self._entries, self._tables, strict=True):
+        for place, name, table, key, _ in self._entries:
             table.pop(key, None)
             getattr(place, name).pop(key, None)
-        self.handles, self._entries, self._tables = [], [], []
+        self.handles, self._entries = [], []
 
 
 _EXPORTS = ("export", "export_for_training", "export_for_inference", "draft_export")

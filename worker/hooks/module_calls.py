@@ -93,22 +93,19 @@ class ModuleCalls:
     def after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
         """A module has returned, or raised: then its output is None."""
         # `rest` is (kwargs, output). When the forward raised, torch (up to at least 2.13) omits kwargs in a global hook
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
         if _is_compiling():
             if torch.compiler.is_dynamo_compiling() and traced.after is not None:
-                if len(rest) == 2:
-                    traced.after(module, args, rest[0], rest[1])
-                else:
-                    traced.after(module, args, {}, rest[0])
+                traced.after(module, args, kwargs, output)
             return
         work_begins()
         try:
             if self._skipping.root is not None:
                 if self._skipping.root() is module:
-                    self._skipping.ends(module, rest[-1])
+                    self._skipping.ends(module, output)
                 return
             if not self._stack or _is_tracing():
                 return
-            kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
             finished = None
             try:
                 finished = self._leave(module, args, kwargs, output)
@@ -132,7 +129,7 @@ class ModuleCalls:
         if self._judging.pending is not None:
             self._judging.raise_pending()
         batch = self._progress.batch
-        if self._last_batch is not None and self._skipping.is_main(root) and batch >= self._last_batch:
+        if self._last_batch is not None and root.id == self._skipping.first_root and batch >= self._last_batch:
             tell(f"gpuwatch: rank {self._progress.rank}: ending after batch {batch}: --abort-after-batch")
             raise JobEnded(0)
 

@@ -47,7 +47,8 @@ class BatchSkipping:
         settings = self._progress.settings
         self._every, self._traced = settings.every, settings.trace_batches
         self._cost = CostMeter() if settings.measure_cost else None
-        self._first_root: int | None = None
+        self.first_root: int | None = None
+        """Id of the first root that was called: the main one."""
         self.root: Callable[[], torch.nn.Module | None] | None = None
         self._infers_shapes = False
         """The skipped root runs for torch's shape inference and is not a batch."""
@@ -57,10 +58,6 @@ class BatchSkipping:
     def is_watched(self, *modules: torch.nn.Module | None) -> bool:
         """Whether one of these may be a root."""
         return self._only is None or not self._only.isdisjoint(map(id, modules))
-
-    def is_main(self, root: RootInfo) -> bool:
-        """Whether this root was the first one that was called."""
-        return root.id == self._first_root
 
     def leaves_out(self, module: torch.nn.Module) -> bool:
         """Whether a call of this module outside of all others is no part of a batch."""
@@ -85,11 +82,11 @@ class BatchSkipping:
 
     def skips(self, module: torch.nn.Module, root: RootInfo, opens_batch: bool) -> bool:
         """A root is called. Whether its batch is skipped."""
-        if self._first_root is None:
-            self._first_root = root.id
+        if self.first_root is None:
+            self.first_root = root.id
         if opens_batch:
             root.batches += 1
-            if self._cost is not None and root.id == self._first_root:
+            if self._cost is not None and root.id == self.first_root:
                 self._cost.batch_begins(self._is_skipped(root.batches - 1))
         self._progress.skipped = self._is_skipped(max(0, root.batches - 1))
         if not self._progress.skipped:
@@ -221,20 +218,18 @@ class CompiledPolicy:
 
     def may_not_open(self, cls: str) -> None:
         """A compiled region is not recorded. Its first module is of this class."""
-        if self._stack or not self._skipping.is_running:
-            self.not_looked_into(self._stack[-1] if self._stack else None, cls)
-        else:
-            self._note(("", cls, True))
+        self.not_looked_into(self._stack[-1] if self._stack else None, cls, self._skipping.is_running)
 
     def unseen(self, views: CompiledViews) -> None:
         """This torch does not let us see all of a graph."""
         self._progress.unseen_in_compiled(self._running.where(), views.missing, not views.rows)
 
-    def not_looked_into(self, info: ModuleInfo | None, cls: str) -> None:
-        """Record that no frame shows compiled code of this module, or, if the module is unknown, of this class."""
-        self._note((info.name, info.cls, True) if info is not None else ("", cls, False))
+    def not_looked_into(self, info: ModuleInfo | None, cls: str, is_shown: bool = False) -> None:
+        """Record that no frame shows compiled code of this module, or, if the module is unknown, of this class.
 
-    def _note(self, place: tuple[str, str, bool]) -> None:
+        `is_shown`: whether a frame shows the module around code of an unknown one.
+        """
+        place = (info.name, info.cls, True) if info is not None else ("", cls, is_shown)
         if place not in self._not_looked_into:
             self._not_looked_into.add(place)
             self._progress.recorder.append(NotLookedInto(self._running.where(), *place))

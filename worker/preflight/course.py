@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 
 import msgspec
@@ -50,30 +52,28 @@ _FAREWELL = "farewell"
 _ORDER: tuple[Grade, ...] = ("ok", "unknown", "warn", "fail")
 
 
+@dataclass(eq=False, repr=False)
 class PreflightRun:
-    """`say` is called with each line for the worker. `began` is the coordinator's start on the monotonic clock."""
+    """One rank's preflight."""
 
-    def __init__(
-        self,
-        identity: RankIdentity,
-        settings: WorkerSettings,
-        say: Callable[[Line], None],
-        began: float,
-        script: str = "",
-    ) -> None:
-        self._me = identity
-        self._where = RunPosition(identity.rank, settings.attempt)
-        self._settings = settings
-        self._deadlines = StageDeadlines(settings.preflight_timeout_s)
-        self._say = say
+    _me: RankIdentity
+    _settings: WorkerSettings
+    _say: Callable[[Line], None]
+    """Called with each line for the worker."""
+    _began: float
+    """The coordinator's start on the monotonic clock."""
+    script: InitVar[str] = ""
+
+    def __post_init__(self, script: str) -> None:
+        self._where = RunPosition(self._me.rank, self._settings.attempt)
+        self._deadlines = StageDeadlines(self._settings.preflight_timeout_s)
         self._failure: RankStepReport | None = None
         """This rank cannot continue and only reports why: its coordinator died or hung, or gpuwatch has an error."""
-        self._prefix = f"gpuwatch/{settings.round}"
-        self._parts = RankTests(identity, settings, self._deadlines, self._prefix, script)
+        self._prefix = f"gpuwatch/{self._settings.round}"
+        self._parts = RankTests(self._me, self._settings, self._deadlines, self._prefix, script)
         self._roster: RankRoster | None = None
         self._steps: list[str] = []
-        self._arrived = identity.world_size
-        self._began = began
+        self._arrived = self._me.world_size
 
     def run(self, step: str = "arrive", failure: RankStepReport | None = None) -> None:
         """Run all steps. The last line has the conclusion, also after a failure.
@@ -163,35 +163,20 @@ class PreflightRun:
             heard = StepReports(step, reports, found.silent, found.leader_failed)
             return msgspec.json.encode(conclude_softly(self._settings, heard, before, self._roster))
 
-        data = self._meeting.meet(
-            step,
-            msgspec.json.encode(report),
-            draw,
-            reports_s=deadlines.reports(stage),
-            conclusion_s=deadlines.conclusion(stage),
-            deputy_s=DEPUTY_S,
-        )
+        reports_s, conclusion_s = deadlines.reports(stage), deadlines.conclusion(stage)
+        times = {"reports_s": reports_s, "conclusion_s": conclusion_s, "deputy_s": DEPUTY_S}
+        data = self._meeting.meet(step, msgspec.json.encode(report), draw, **times)
         return msgspec.json.decode(data, type=StepConclusion)
 
     def _leave(self, now: StepConclusion) -> None:
         if now.failed:
             self._say(StageProgress(_FAREWELL, limit_s=3 * FAREWELL_S, waits=True))
             self._steps.append(_FAREWELL)
-            try:
-                self._meeting.meet(
-                    _FAREWELL,
-                    b"{}",
-                    lambda reports: b"{}",
-                    reports_s=FAREWELL_S,
-                    conclusion_s=FAREWELL_S + 1.0,
-                    deputy_s=1.0,
-                )
-            except (StoreLost, NoConclusion):
-                pass  # this rank has the conclusion already
-        try:
+            times = {"reports_s": FAREWELL_S, "conclusion_s": FAREWELL_S + 1.0, "deputy_s": 1.0}
+            with suppress(StoreLost, NoConclusion):  # this rank has the conclusion already
+                self._meeting.meet(_FAREWELL, b"{}", lambda reports: b"{}", **times)
+        with suppress(StoreLost):  # its host has ended, and the store with it
             self._meeting.leave(self._steps, self._arrived)
-        except StoreLost:
-            pass  # its host has ended, and the store with it
 
     # -- this rank's part ---------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -190,10 +191,8 @@ def check_group(group: GroupCollectives) -> str:
     votes = exchange(group, "votes", vote)
     verdict = judge(votes)
     if verdict is not None and verdict.search and len(votes) <= SMALL:
-        try:
+        with suppress(RuntimeError, ProbeFailure):  # the verdict without the pairs is worth more than their error
             verdict = judge_sums_of_pairs(votes, _search(group))
-        except (RuntimeError, ProbeFailure):
-            pass  # the verdict without the pairs is worth more than their error
     if verdict is not None:
         raise _failure(verdict, group.rank)
     return f"all_reduce, all_gather, broadcast and barrier over {len(votes)} ranks gave right results ({group.backend})"
@@ -217,7 +216,11 @@ def _vote(group: GroupCollectives) -> RankVote:
     group.say("broadcast")
     broadcast_errors = _broadcast_errors(group)
     group.say("barrier")
-    return RankVote(error, gather_errors, broadcast_errors, _barrier_error(group))
+    group.store.add("entered", 1)
+    group.run("barrier", device_ids=[group.device.index] if group.device.type == "cuda" else None)
+    entered, count = group.store.add("entered", 0), len(group.ranks)
+    early = f"{entered} of {count} ranks had reached it" if entered < count else ""
+    return RankVote(error, gather_errors, broadcast_errors, early)
 
 
 def _gather_errors(group: GroupCollectives) -> list[int]:
@@ -240,13 +243,6 @@ def _broadcast_errors(group: GroupCollectives) -> list[int]:
         if not torch.equal(got.cpu(), due):
             wrong.append(root)
     return wrong
-
-
-def _barrier_error(group: GroupCollectives) -> str:
-    group.store.add("entered", 1)
-    group.run("barrier", device_ids=[group.device.index] if group.device.type == "cuda" else None)
-    entered = group.store.add("entered", 0)
-    return f"{entered} of {len(group.ranks)} ranks had reached it" if entered < len(group.ranks) else ""
 
 
 def sum_error(collectives: GroupCollectives, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> str:

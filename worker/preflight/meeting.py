@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...core.identity import RankIdentity
 from ...core.preflight import SealBroken, WordSeal
-from ..meeting_place import first_line
 
 LEADER = 0
 
@@ -62,7 +61,7 @@ def connect(identity: RankIdentity, timeout_s: float) -> Any:
             wait_for_workers=False,
         )
     except Exception as error:  # torch raises DistNetworkError, older versions raise RuntimeError
-        raise StoreLost(first_line(error)) from error
+        raise StoreLost(_first_line(error)) from error
 
 
 def group_store(identity: RankIdentity, prefix: str, group: str, timeout_s: float) -> Store:
@@ -111,7 +110,7 @@ class StoreRendezvous:
         except SealBroken as error:
             raise ForeignValue(str(error)) from error
         except (RuntimeError, OSError) as error:
-            raise StoreLost(first_line(error)) from error
+            raise StoreLost(_first_line(error)) from error
 
     def leave(self, steps: list[str], arrived: int) -> None:
         """Leave the meeting. The last of the `arrived` ranks deletes the keys of `steps`, the steps it has run.
@@ -127,7 +126,7 @@ class StoreRendezvous:
                 if key not in late:
                     self._store.delete_key(key)
         except (RuntimeError, OSError) as error:
-            raise StoreLost(first_line(error)) from error
+            raise StoreLost(_first_line(error)) from error
 
     def _keys(self, steps: list[str]) -> list[str]:
         """All keys below our prefix, including those of process groups if torch can list keys (2.5 cannot)."""
@@ -170,3 +169,7 @@ class StoreRendezvous:
                 raise
             return False
         return True
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

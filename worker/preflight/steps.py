@@ -258,8 +258,6 @@ class StepConclusion(msgspec.Struct, frozen=True, omit_defaults=True):
     tried: list[PairResult] = []
     note: str = ""
     """The result of a step without failures, in words."""
-    broken: str = ""
-    """How the group over several nodes failed, while the search for the cause goes on."""
 
     @property
     def failed(self) -> bool:

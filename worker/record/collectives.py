@@ -75,7 +75,8 @@ def issued() -> int:
         return issued() if _leave_out_silent() else -1
     if total != history.seq or number != history.groups:
         history.seq, history.groups = total, number
-        history.moments.append(_moment(total))
+        sent, received = table.messages_by_peer() if table is not None else ({}, {})
+        history.moments.append(IssuedMoment(total, clock(), sent, received))
     return int(total)
 
 
@@ -118,12 +119,6 @@ def ranks() -> int:
     if module is None or module.GroupMember.WORLD is None:
         return 1
     return int(module.GroupMember.WORLD.size())
-
-
-def _moment(seq: int) -> IssuedMoment:
-    table = _history.table()
-    sent, received = table.messages_by_peer() if table is not None else ({}, {})
-    return IssuedMoment(seq, clock(), sent, received)
 
 
 def _count_of(group: Any) -> int:

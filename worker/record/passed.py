@@ -151,9 +151,7 @@ class PassedValues:
         largest = decode(high, _ENCODINGS[given.dtype]) if high >= 0 and given.dtype in _ENCODINGS else None
         place = OPERATIONS[operation], group.name, group.members, number, peer, tag
         bad = bool(came_out), name_of(NonFinite(flags)), DTYPE_NAMES[dtype], elements
-        self._progress.recorder.append(
-            PassedTensor(where or self._progress.where(), *place, *bad, went_in, largest),
-        )
+        self._progress.recorder.append(PassedTensor(where or self._progress.where(), *place, *bad, went_in, largest))
 
 
 def _in_host_memory(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None:

@@ -40,18 +40,13 @@ def nodes_of(missing: Sequence[int], present: Mapping[int, RankAttendance], worl
     torchrun numbers the ranks node by node. So a rank that has arrived implies which other ranks are on its node. The
     ranks between two such blocks belong to the nodes between them, which are taken to be of equal size.
     """
-    blocks: dict[int, tuple[int, int]] = {}  # node -> (first rank, how many)
-    for rank, one in present.items():
-        blocks[one.node] = (rank - one.local_rank, one.local_world_size)
-    found: dict[int, int | None] = dict.fromkeys(missing)
-    for node, (first, size) in blocks.items():
-        found.update({rank: node for rank in range(first, first + size) if rank in found})
-    sizes = {size for _, size in blocks.values()}
-    if len(sizes) == 1:  # nearly always: all nodes have equally many ranks
-        size = sizes.pop()
-        if world_size % size == 0 and all(first == node * size for node, (first, _) in blocks.items()):
-            found = {rank: rank // size if node is None else node for rank, node in found.items()}
-    return found
+    blocks = {one.node: (rank - one.local_rank, one.local_world_size) for rank, one in present.items()}
+    size = max((size for _, size in blocks.values()), default=1)
+    blocks_are_alike = all(block == (node * size, size) for node, block in blocks.items())
+    if blocks and blocks_are_alike and world_size % size == 0:  # nearly always
+        return {rank: rank // size for rank in missing}
+    around = {rank: node for node, (first, size) in blocks.items() for rank in range(first, first + size)}
+    return {rank: around.get(rank) for rank in missing}
 
 
 def missing_findings(
@@ -123,9 +118,7 @@ def conclude(
     settings: WorkerSettings, heard: StepReports, before: StepConclusion, roster: RankRoster | None
 ) -> StepConclusion:
     """The conclusion of a step. `before`: that of the previous step. `roster`: None until all ranks have arrived."""
-    now = StepConclusion(
-        findings=before.findings, outcomes=before.outcomes, arrived=before.arrived, broken=before.broken
-    )
+    now = StepConclusion(findings=before.findings, outcomes=before.outcomes, arrived=before.arrived)
     if heard.step == "arrive":
         now = _attendance(settings, heard, now)
         roster = now.roster
@@ -137,8 +130,12 @@ def conclude(
     if foreign:
         return _blame(now, [foreign_finding(heard.step, foreign[0])])
     faults = {rank: report.detail for rank, report in heard.reports.items() if report.kind == "fault"}
-    if faults:
-        return _faults(heard, now, faults, roster)
+    if faults:  # the preflight ends here: the test itself is broken, so the failures of other ranks mean nothing
+        hosts = sorted({roster.ranks[rank].host for rank in faults}) if roster else []
+        first = faults[min(faults)]
+        sentence = f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {first}"
+        finding = PreflightFinding(stage_of(heard.step), "unknown", "job", sorted(faults), hosts, sentence, _REPORT_IT)
+        return _blame(now, [finding])
     went_away = heard.leader_failed or any(report.kind == "fallen" for report in heard.reports.values())
     if roster is None or heard.silent or went_away:
         return now
@@ -219,17 +216,6 @@ def _fallen(heard: StepReports, now: StepConclusion, roster: RankRoster | None) 
 
 
 # -- each rank's own test ------------------------------------------------------------------------------------------
-
-
-def _faults(
-    heard: StepReports, now: StepConclusion, faults: Mapping[int, str], roster: RankRoster | None
-) -> StepConclusion:
-    """The preflight ends here: the test itself is broken, so the failures of other ranks mean nothing."""
-    first = min(faults)
-    hosts = sorted({roster.ranks[rank].host for rank in faults}) if roster else []
-    sentence = f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {faults[first]}"
-    stage = stage_of(heard.step)
-    return _blame(now, [PreflightFinding(stage, "unknown", "job", sorted(faults), hosts, sentence, _REPORT_IT)])
 
 
 def foreign_finding(step: str, sentence: str) -> PreflightFinding:
@@ -313,7 +299,6 @@ def _search(
         next_ = "Run `gpuwatch check --nccl-debug` and read the log."
         stage, victims = stage_of(heard.step), sorted(heard.reports)
         return _blame(now, [failure(stage, "job", [], [], sentence, next_, victims=victims)])
-    now = replace(now, broken=detail)
     if settings.preflight == "quick":
         return replace(now, next="inside")
     return _try_pairs(now, roster, [], 1)
