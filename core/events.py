@@ -377,6 +377,13 @@ class WatchCost(RankEvent, frozen=True, tag="cost"):
     watched_batches: int
 
 
+class ReplacedFunctions(RankEvent, frozen=True, tag="replaced"):
+    """All functions of torch and Python that gpuwatch has replaced in this rank."""
+
+    names: dict[str, list[str]]
+    """Class or module -> its attributes."""
+
+
 class ScriptError(RankEvent, frozen=True, tag="script_error"):
     """The user's script raised; `module` is the innermost module that was running."""
 
@@ -753,6 +760,7 @@ WorkerEvent = (
     | LooseParameters
     | BatchInputs
     | WatchCost
+    | ReplacedFunctions
     | ScriptError
     | ScriptExit
     | LeftGroup

@@ -97,9 +97,17 @@ _replaced: list[_ReplacedFunction] = []
 """The replaced functions of this process, in the order of replacement."""
 
 
-def replaced() -> list[tuple[Any, str]]:
-    """(class or module, name) of all that is replaced now."""
-    return [(each.owner, each.name) for each in _replaced]
+def replaced() -> dict[str, list[str]]:
+    """All that is replaced now: full name of the class or module -> its attributes, in alphabetical order."""
+    found: dict[str, set[str]] = {}
+    for patch in _replaced:
+        found.setdefault(_full_name(patch.owner), set()).add(patch.name)
+    return {owner: sorted(names) for owner, names in sorted(found.items())}
+
+
+def _full_name(owner: Any) -> str:
+    """Of a class, or of a module."""
+    return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
 
 
 def _raised(part: str, error: Exception) -> None:
@@ -123,8 +131,8 @@ class PatchLedger:
         """
         before = vars(owner).get(name)
         if before is None:
-            lost = f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
-            self._on_fault("attach", LookupError(f"this torch has no {lost}: calls through it are not seen"))
+            lost = LookupError(f"this torch has no {_full_name(owner)}.{name}: calls through it are not seen")
+            self._on_fault("attach", lost)
             return
         patch = _ReplacedFunction(owner, name, around, before, around(before))
         setattr(owner, name, patch.ours)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.events import OwnFault, RunPosition, ScriptError, ScriptExit
+from ..core.events import OwnFault, ReplacedFunctions, RunPosition, ScriptError, ScriptExit
 from ..core.identity import is_from_peer_failure
 from ..core.own_imports import own_imports
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
 from ..core.torch_names import NEWEST, missing, release_of
+from .patches import replaced
 from .rank_process import Undo, hear_of_ends, note_when_training, watch_children
 from .record.collectives import issued, position
 from .stack_file import answer_with_stacks
@@ -81,6 +82,7 @@ class WorkerSession:
         self.recorder = recorder
         self.rank = rank
         self.hooks: ModuleHooks | None = None
+        self._replaced: dict[str, list[str]] = {}
         self._pid = os.getpid()
 
     @property
@@ -119,6 +121,7 @@ class WorkerSession:
         if hooks is None:
             return False
         try:
+            self._record_replaced()
             return wait_for_device(hooks.settle)
         except Exception as error:
             self.record_fault("settle", f"{type(error).__name__}: {error}")
@@ -206,11 +209,19 @@ class WorkerSession:
             hooks = ModuleHooks(self.recorder, self.settings, self.rank)
             hooks.attach()
             self.hooks = hooks
+            self._record_replaced()
             watch_children(self.recorder, lambda: current_hooks() is not None)
             self.recorder.fields[HeadField.HOOKS] = HooksState.ATTACHED
         except Exception as error:
             self.recorder.fields[HeadField.HOOKS] = HooksState.FAILED
             self.record_fault("attach", f"{type(error).__name__}: {error}")
+
+    def _record_replaced(self) -> None:
+        """Record which functions are replaced, unless that is recorded: an import may have added some."""
+        names = replaced()
+        if names != self._replaced:
+            self._replaced = names
+            self.recorder.append(ReplacedFunctions(self.where(), names))
 
     def _tell_what_torch_lacks(self) -> None:
         """A name that is gone, though this release should have it, turns one view off: see core/torch_names.py."""

@@ -163,9 +163,12 @@ def _run_info(
     versions: dict[str, str] = {}
     for hello in hellos:
         versions.update(hello.versions)
+    replaced: dict[str, set[str]] = {}
     for rank in facts.ranks.values():
         if rank.inventory is not None:
             versions.update(rank.inventory.versions)
+        for owner, names in rank.replaced.names.items() if rank.replaced is not None else ():
+            replaced.setdefault(owner, set()).update(names)
     return RunInfo(
         id=run_id,
         command=hellos[0].command if hellos else [],
@@ -178,6 +181,7 @@ def _run_info(
         cwd=hellos[0].cwd if hellos else "",
         check_only=facts.check_only,
         earlier=earlier,
+        replaced={owner: sorted(names) for owner, names in sorted(replaced.items())},
     )
 
 

@@ -67,6 +67,7 @@ class RankFacts:
     bandwidth: events.BandwidthRows | None = None
     preflight: events.PreflightResult | None = None
     inventory: events.RankInventoryEvent | None = None
+    replaced: events.ReplacedFunctions | None = None
     script_exit: events.ScriptExit | None = None
     left_group: events.LeftGroup | None = None
     """The last time that it did."""

@@ -317,6 +317,8 @@ class RunInfo(msgspec.Struct, frozen=True):
     cwd: str = ""
     check_only: bool = False
     earlier: list[EarlierLife] = []
+    replaced: dict[str, list[str]] = {}
+    """Class or module -> its functions that gpuwatch replaced in at least one rank."""
 
 
 class RankAnomaly(msgspec.Struct, frozen=True):

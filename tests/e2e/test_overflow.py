@@ -103,6 +103,9 @@ def test_training_goes_on_after_an_overflow_when_asked_to(bench):
     assert "batch 5 loss" in run.stdout
     assert (run.verdict["rank"], run.verdict["batch"], run.verdict["module"]) == (1, 2, "block.widen")
     assert run.report["ranks"][1]["state"] == "finished"
+    replaced = {owner.rpartition(".")[2]: set(names) for owner, names in run.report["run"]["replaced"].items()}
+    assert {"allreduce", "broadcast"} <= replaced["ProcessGroup"]
+    assert "step" in replaced["GradScaler"]
 
 
 @slow

@@ -106,3 +106,22 @@ def test_the_weights_have_the_same_bits():
         return [weight.detach().cpu() for weight in net.parameters()]
 
     assert all(torch.equal(one, other) for one, other in zip(weights(False), weights(True), strict=True))
+
+
+@pytest.mark.parametrize("how", ["alone", "together"])
+def test_memory_that_a_side_stream_reads_is_not_given_to_others_before(how):
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).cuda() if how == "alone" else nn.MultiheadAttention(64, 1).cuda()
+    side = torch.cuda.Stream()
+    with gpuwatch.watch(net, on_overflow="continue") as watched, torch.no_grad():
+        for value in (5.0, 7.0):
+            x = torch.full((8, 64), value, device="cuda")
+            torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(200_000_000)
+                net(x) if how == "alone" else net(x, x, x)
+            del x
+            torch.full((8, 64), 9.0, device="cuda")
+            torch.cuda.synchronize()
+        for batch, value in enumerate((5.0, 7.0)):
+            frame = watched.frames(batch)[0]
+            assert next(row.abs_max for row in frame.rows if row.role.startswith("input")) == value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -53,14 +54,14 @@ def test_after_the_detach_every_function_is_torchs_own(watch: Callable[..., Any]
     watched = [watch(), watch()]
     train()
     within = functions()
-    names = {name for _, name in replaced()}
+    names = {name for owned in replaced().values() for name in owned}
     assert changed(before, within) == names, "what is replaced is in the ledger"
     assert {"allreduce", "wait", "export", "step", "scale", "__init__"} <= names
     for each in watched:  # not in the reverse order
         each.hooks.detach()
         each.hooks.detach()
     assert changed(before, functions()) == set()
-    assert replaced() == []
+    assert replaced() == {}
     train()
     assert [each.faults for each in watched] == [[], []]
 
@@ -98,7 +99,7 @@ def test_watchers_leave_in_any_order(order: tuple[int, ...]) -> None:
         ledgers[number].undo()
         left.remove(str(number))
     assert holder.call is before
-    assert replaced() == []
+    assert replaced() == {}
 
 
 def test_what_somebody_else_has_put_around_ours_stays() -> None:
@@ -108,15 +109,16 @@ def test_what_somebody_else_has_put_around_ours_stays() -> None:
     holder.call = theirs = adds("theirs")(holder.call)
     ledger.undo()
     assert holder.call is theirs
-    assert replaced() == []
+    assert replaced() == {}
 
 
 def test_what_is_replaced_for_the_whole_process_is_in_the_ledger() -> None:
+    names = ["_exit", "execv", "execve"]
     code = (
         "from gpuwatch.worker.rank_process import hear_of_ends\n"
-        "from gpuwatch.worker.patches import replaced; import os\n"
+        "from gpuwatch.worker.patches import replaced; import json\n"
         "hear_of_ends(lambda: (lambda: None), lambda: None, lambda variables: {})\n"
-        "print(sorted({name for _, name in replaced()}))"
+        "print(json.dumps(replaced()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout == "['_exit', 'execv', 'execve']\n", done.stderr
+    assert json.loads(done.stdout) == {"os": names, "posix": names}, done.stderr

@@ -125,6 +125,7 @@ class CollectivePatches:
         self._groups = groups
         self._passed = passed
         self._late = late if passed is not None else None
+        self._send_before = late.send_before if late is not None else None
         self._on_fault = on_fault
         self._native = native
         self._patches = PatchLedger(on_fault)
@@ -171,6 +172,7 @@ class CollectivePatches:
                 message_received=self._groups.messages.waited_for,
                 passed=self._passed.note if self._passed is not None else None,
                 late=self._late.look if self._late is not None else None,
+                send_before=self._send_before,
                 on_fault=self._fault,
                 exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
                 is_host_late=late_device() is not None,
@@ -267,6 +269,8 @@ class CollectivePatches:
                 place = groups.begin(group, code, tensor, root)
             if place is not None and self._passed is not None:
                 self._look_at_inputs(self._passed, place, group, method, args)
+            if self._send_before is not None:
+                self._send_before()
             return place
 
         return begin

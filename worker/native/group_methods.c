@@ -81,6 +81,16 @@ static int look_at_inputs(GroupMethod *self, PyObject *const *args, Py_ssize_t g
     return place->given.high == NOT_FINITE ? tell_passed(writer, place, 0, tensors) : 0;
 }
 
+/* An operation begins. -1 with an exception set. */
+static int tell_before(GroupWriter *writer)
+{
+    if (writer->send_before == NULL || writer->send_before == Py_None)
+        return 0;
+    PyObject *done = PyObject_CallNoArgs(writer->send_before);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* As GroupTable's begin of the same call. `args` begins with the object. */
 static int begin(GroupMethod *self, PyObject *const *args, Py_ssize_t given, Place *place)
 {
@@ -100,7 +110,9 @@ static int begin(GroupMethod *self, PyObject *const *args, Py_ssize_t given, Pla
         noted = begin_collective(self->writer, args[0], self->operation, tensor, root, place);
     }
     Py_XDECREF(tensor);
-    return noted > 0 && look_at_inputs(self, args, given, place) < 0 ? -1 : noted;
+    if (noted < 0 || (noted > 0 && look_at_inputs(self, args, given, place) < 0))
+        return -1;
+    return tell_before(self->writer) < 0 ? -1 : noted;
 }
 
 static int finish(GroupMethod *self, PyObject *object, PyObject *result, Place *place)

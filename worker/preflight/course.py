@@ -83,7 +83,11 @@ class PreflightRun:
         now, self._failure = StepConclusion(next=step), failure
         try:
             inventory = RankStepReport() if failure else self._inventory()
-            self._meeting = self._connect()
+            if not failure:
+                self._begin("arrive")
+            store = connect(self._me, min(STORE_S, self._deadlines.timeout_s))
+            key = read_meeting_key(Path(self._settings.recorder_dir))
+            self._meeting = StoreRendezvous(store, self._prefix, self._me.rank, self._me.world_size, key)
             while now.next:
                 now = self._take_softly(now, inventory)
             self._leave(now)
@@ -123,13 +127,6 @@ class PreflightRun:
         self._say(RankInventoryEvent(self._where, facts.device, facts.versions, facts))
         self._end_stage("inventory", _worst(report.findings), report.detail)
         return report
-
-    def _connect(self) -> StoreRendezvous:
-        if self._failure is None:
-            self._begin("arrive")
-        store = connect(self._me, min(STORE_S, self._deadlines.timeout_s))
-        key = read_meeting_key(Path(self._settings.recorder_dir))
-        return StoreRendezvous(store, self._prefix, self._me.rank, self._me.world_size, key)
 
     def _take(self, step: str, before: StepConclusion, inventory: RankStepReport) -> StepConclusion:
         stage = stage_of(step)

@@ -192,16 +192,13 @@ class RankTests:
             failure = ending.failure
             own = failure.peers is None
             return RankStepReport("raised", failure.detail, own, failure.peers or [], failure.next, ending.said)
-        causes = explain(f"{ending.detail}\n{ending.output}\n{_tail(log)}")
-        if causes:
-            cause = causes[0]
-            text = f"{ending.detail} ({cause.sentence})" if ending.kind == "hung" else f"{cause.sentence}: {cause.line}"
-            if own is None and ending.kind != "hung":
-                own = cause.own
-            return RankStepReport(ending.kind, text, own, next=cause.next, said=ending.said)
+        cause = next(iter(explain(f"{ending.detail}\n{ending.output}\n{_tail(log)}")), None)
         if own is None and ending.kind != "hung":
-            own = not is_peer_failure(f"{ending.detail}\n{ending.output}")
-        return RankStepReport(ending.kind, ending.detail, own, said=ending.said)
+            own = cause.own if cause else not is_peer_failure(f"{ending.detail}\n{ending.output}")
+        if cause is None:
+            return RankStepReport(ending.kind, ending.detail, own, said=ending.said)
+        text = f"{ending.detail} ({cause.sentence})" if ending.kind == "hung" else f"{cause.sentence}: {cause.line}"
+        return RankStepReport(ending.kind, text, own, next=cause.next, said=ending.said)
 
 
 def _tail(log: Path | None) -> str:

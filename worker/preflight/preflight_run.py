@@ -166,12 +166,13 @@ def _decide(session: WorkerSession, identity: RankIdentity, concluded: Preflight
     own = mine.outcome, mine.stage, mine.detail, stops, concluded.backend, concluded.device
     written = peers[:MOST_WRITTEN], concluded.findings[:MOST_WRITTEN]
     session.recorder.append(PreflightResult(session.where(), *own, *written))
-    return _sentence(failures, check_only=session.settings.check_only) if stops else None
-
-
-def _sentence(failures: list[PreflightFinding], *, check_only: bool) -> str:
-    """The first failure, which this rank prints."""
+    if not stops:
+        return None
     first = failures[0]
     more = f" (and {len(failures) - 1} more)" if failures[1:] else ""
-    way_out = " To start the training anyway: --on-preflight-failure continue; without the test: --preflight off"
-    return f"preflight failed in stage {first.stage}: {first.sentence}{more}.{'' if check_only else way_out}"
+    sentence = f"preflight failed in stage {first.stage}: {first.sentence}{more}."
+    if session.settings.check_only:
+        return sentence
+    return (
+        f"{sentence} To start the training anyway: --on-preflight-failure continue; without the test: --preflight off"
+    )

@@ -56,6 +56,8 @@ class DeviceRows:
         self._device_failed = False
         self._seq = -1
         """Collectives issued before a tensor on a device was last read."""
+        self._is_sent = False
+        """What was read before the last collective of Python's was sent before it."""
 
     def device_frame(
         self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any], count: bool
@@ -71,7 +73,7 @@ class DeviceRows:
             page, buffer = self._recorder.page, self.device_buffer
             if buffer is None or page is None:
                 return None
-            self._send_before_a_collective(buffer)
+            self._send_after_collectives(buffer)
             found = buffer.read_frame(*frame)
             if found is not None:
                 self.late_pages[page.number] = page
@@ -101,7 +103,7 @@ class DeviceRows:
         """The buffer for tensors on a device; None if they cannot be read. Earlier readings may be sent now."""
         buffer = self._buffer_on(device)
         if buffer is not None:
-            self._send_before_a_collective(buffer)
+            self._send_after_collectives(buffer)
         return buffer
 
     def _buffer_on(self, device: torch.device) -> DeviceStatsBuffer | None:
@@ -119,12 +121,22 @@ class DeviceRows:
                 return None
         return self.device_buffer
 
-    def _send_before_a_collective(self, buffer: DeviceStatsBuffer) -> None:
-        """Send the earlier readings if a collective was issued since: it may hang."""
+    def send_before_a_collective(self) -> None:
+        """Send the readings of frames: the next operation on the stream is a collective, which may hang."""
+        buffer = self.device_buffer
+        if buffer is not None:
+            if buffer.has_unsent:
+                buffer.flush()
+            self._is_sent = True
+
+    def _send_after_collectives(self, buffer: DeviceStatsBuffer) -> None:
+        """Send the earlier readings if a collective was issued since of which nobody has told: torch's C++ did."""
         seq = issued()
         if seq != self._seq:
             self._seq = seq
-            buffer.flush()
+            if not self._is_sent:
+                buffer.flush()
+            self._is_sent = False
 
     def close(self) -> None:
         """Release the recorder's memory. Waits for outstanding numbers of a device."""

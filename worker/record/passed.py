@@ -21,7 +21,7 @@ from ...core.frames import RowKind
 from ...core.recorder.group_table import OPERATIONS
 from ...core.recorder.layout import HeadField, seal
 from ...core.values import DTYPE_NAMES, NonFinite, decode, name_of
-from ..stats.device import is_on_device
+from ..stats.device import is_on_device, without_modes
 from ..stats.passed_readings import PassedReading, PassedReadings
 from ..stats.tensor_stats import CODES, FLOATS, FloatFormat, TensorStats, in_memory, measure
 from .collectives import NO_MESSAGE, message_of
@@ -216,6 +216,16 @@ class LatePassed:
         """Readings that wait for the numbers of their operation's inputs."""
         self._groups.messages.on_bundle = self._bundle_ended
 
+    def send_before(self) -> None:
+        """A collective or message begins: send the numbers that were read before. Never raises."""
+        if self._rows.device_buffer is None or self._failed:
+            return
+        try:
+            with self._progress.lock:
+                without_modes(self._rows.send_before_a_collective)
+        except Exception as error:
+            self._fails("device", error)
+
     def look(
         self, slot: int, number: int, operation: int, root: int, message: int, when: int, given: Given, tensors: Any
     ) -> Given:
@@ -229,10 +239,13 @@ class LatePassed:
             with self._progress.lock:
                 return self._look(slot, number, operation, root, message, when, given, tensors)
         except Exception as error:
-            self._failed = True
-            self._fields[HeadField.PASSED_UNSEEN] = seal(1)
-            self._progress.faults.record("what passes", error)
+            self._fails("what passes", error)
             return None
+
+    def _fails(self, part: str, error: Exception) -> None:
+        self._failed = True
+        self._fields[HeadField.PASSED_UNSEEN] = seal(1)
+        self._progress.faults.record(part, error)
 
     def _look(
         self, slot: int, number: int, operation: int, root: int, message: int, when: int, given: Given, tensors: Any

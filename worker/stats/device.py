@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -68,6 +68,9 @@ class StatsDevice(Protocol):
 
     def use(self, key: StreamKey, stream: Any) -> AbstractContextManager[Any]:
         """Make the stream and its device current, to launch, allocate or record on it."""
+
+    def keep(self, tensors: Iterable[torch.Tensor | None], key: StreamKey, stream: Any) -> None:
+        """The stream has been told to read these tensors: their memory is not given to others before it has."""
 
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
         """The tensor to use in place of these new rows on the device."""
@@ -134,6 +137,10 @@ class CudaDevice:
             stack.enter_context(torch.cuda.stream(stream))
         return stack
 
+    def keep(self, tensors: Iterable[torch.Tensor | None], key: StreamKey, stream: Any) -> None:
+        if key[1]:  # the default stream's memory is reused in its own order
+            without_modes(_record_stream, tensors, stream)
+
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
@@ -177,6 +184,12 @@ class CudaDevice:
     def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         # torch caches pinned memory: only the first calls reach the driver. The script may have another default device.
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+
+def _record_stream(tensors: Iterable[torch.Tensor | None], stream: torch.cuda.Stream) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(stream)
 
 
 def _clear_last_error(device: torch.device) -> None:

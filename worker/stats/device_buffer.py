@@ -266,6 +266,7 @@ class DeviceStatsBuffer:
         with self._driver.use(buffer.key, buffer.stream):
             for position, source in enumerate(sources, first):
                 self._do("read", source, rows, position, count)
+            self._driver.keep((source.tensor for source in sources), buffer.key, buffer.stream)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -299,7 +300,9 @@ class DeviceStatsBuffer:
 
     def _read_waiting(self, buffer: StreamBuffer, rows: torch.Tensor) -> None:
         if buffer.waiting or buffer.weights:
-            self._do("read_many", buffer.take_readings(), rows)
+            readings = buffer.take_readings()
+            self._do("read_many", readings, rows)
+            self._driver.keep(readings.tensors, buffer.key, buffer.stream)
 
     def _do(self, method: str, *arguments: Any) -> Any:
         """Have a method of the reader do something. If it fails, have torch's operations do it, from now on as well.
@@ -317,6 +320,11 @@ class DeviceStatsBuffer:
             self._reader = reader
             self._add_note(_no_kernel(first_line(error)))
             return done
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether rows were read whose copy was not started."""
+        return self._queued > 0
 
     # -- copies to the host -------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -152,6 +152,9 @@ class LateDevice:
 
     def is_capturing(self) -> bool:
         return self.capturing or self.current in self.captured
+
+    def keep(self, tensors: Iterable[torch.Tensor | None], key: StreamKey, stream: Any) -> None:
+        pass
 
     @contextmanager
     def use(self, key: StreamKey, stream: Any) -> Iterator[None]:

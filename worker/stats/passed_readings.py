@@ -116,6 +116,7 @@ class PassedReadings:
                 self._do("read", sources[0], stream.rows, first, False)
             else:
                 self._do("read_many", GroupedReadings([WaitingTensors(sources, first, False)], device), stream.rows)
+            self._driver.keep((source.tensor for source in sources), key, stream.stream)
 
     def flush(self) -> None:
         """Start the copies of all that was read. Does nothing while the user captures a graph."""

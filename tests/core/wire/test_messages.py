@@ -69,6 +69,7 @@ EVENTS = [
     records.BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),
     records.IgnoredAlarm(HERE, "mask.*:output", "mask.0", "output", "-inf"),
     records.WatchCost(HERE, 1_000_000, 1_020_000, 50, 49),
+    records.ReplacedFunctions(HERE, {"torch.Tensor": ["item", "tolist"]}),
     records.ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
     records.ScriptExit(HERE, 3),
     records.LeftGroup(HERE),

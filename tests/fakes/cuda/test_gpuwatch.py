@@ -15,11 +15,11 @@ SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 OF_A_VERDICT = ("kind", "rank", "module", "class", "phase", "role", "value", "batch", "certainty", "dtype")
 
 
-def launch(folder, nproc, device, backend, *arguments):
+def launch(folder, nproc, device, backend, *arguments, options=()):
     """(verdict, what the ranks print, the report)"""
     folder.mkdir()
     command = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--standalone", "--nproc-per-node", str(nproc)]
-    command += [str(SCRIPT), "--device", device, "--backend", backend, *arguments]
+    command += [*options, str(SCRIPT), "--device", device, "--backend", backend, *arguments]
     done = subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=280)
     file = folder / "gpuwatch-runs" / "latest" / "report.json"
     assert file.is_file(), done.stderr
@@ -62,3 +62,21 @@ def test_the_verdict_is_that_of_the_cpu(tmp_path, of_the_cpu, nproc, backend, fa
     assert verdict["kind"] == ("clean" if fault == "none" else "overflow")
     assert fault != "none" or found == lines  # losses and weights, bit by bit
     assert [rank["device"] for rank in report["ranks"]] == [f"cuda:{rank}" for rank in range(nproc)]
+
+
+def test_an_overflow_before_a_collective_that_never_ends_is_no_hang(tmp_path):
+    verdict, _, _ = launch(
+        tmp_path / "cuda",
+        2,
+        "cuda",
+        "nccl",
+        "--fault",
+        "hang",
+        "--rank",
+        "1",
+        options=("--hang-timeout", "10", "--on-hang", "abort"),
+    )
+
+    assert tuple(verdict[key] for key in ("kind", "rank", "module", "value", "batch", "certainty")) == (
+        *("overflow", 1, "block.widen", "+inf", 0, "established"),
+    )

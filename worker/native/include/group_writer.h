@@ -16,10 +16,11 @@
    message_received(slot, message). passed(slot, number, operation, root, message, came out?, high, dtype, tensors): some of
    the tensors are not finite; high and dtype describe the inputs. None: no tensor is read. late(slot, number, operation,
    root, message, when, given, tensors): reads tensors that cannot be read here, and returns the `given` of the call that
-   reads the outputs: see worker/record/passed.py. on_fault(exception). */
+   reads the outputs: see worker/record/passed.py. send_before(): an operation begins; None: nobody is told.
+   on_fault(exception). */
 #define EACH_GROUP_PART(DO) \
     DO(memory) DO(tensor) DO(parameter) DO(group) DO(counter) DO(describe) DO(find_slot) \
-    DO(message_begun) DO(message_received) DO(passed) DO(late) DO(on_fault)
+    DO(message_begun) DO(message_received) DO(passed) DO(late) DO(send_before) DO(on_fault)
 
 /* Who holds a slot of the table. `group` is only compared: `ref` tells whether it is still the same one. */
 typedef struct {

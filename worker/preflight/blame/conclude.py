@@ -144,7 +144,11 @@ def conclude(
     except Exception as error:  # it does not end the preflight
         now = _blame(now, [_own_error(heard.step, "what the ranks found could not be compared", error)])
     if is_local(heard.step):
-        now = _of_each_rank(heard, now, roster)
+        for rank, report in sorted(heard.reports.items()):
+            verb = {"raised": "failed: ", "died": "died: ", "hung": ""}.get(report.kind)
+            if verb is not None:
+                said, host = f"{verb}{report.detail}", roster.ranks[rank].host
+                now = _blame(now, [rank_failed(stage_of(heard.step), rank, host, said, report.next)])
         following = step_after(heard.step, settings.preflight, len(roster.ranks_by_node))
         if now.failed and not is_local(following):
             return now
@@ -237,17 +241,6 @@ def _compared(settings: WorkerSettings, heard: StepReports, roster: RankRoster) 
         return []
     found = below(measured, hosts, settings.min_busbw)
     return [*([found] if found else []), *slow_links(measured, hosts)]
-
-
-def _of_each_rank(heard: StepReports, now: StepConclusion, roster: RankRoster) -> StepConclusion:
-    """Findings of ranks whose own part failed, one per rank."""
-    findings = []
-    for rank, report in sorted(heard.reports.items()):
-        if report.kind in ("raised", "died", "hung"):
-            verb = {"raised": "failed: ", "died": "died: ", "hung": ""}[report.kind]
-            said, stage = f"{verb}{report.detail}", stage_of(heard.step)
-            findings.append(rank_failed(stage, rank, roster.ranks[rank].host, said, report.next))
-    return _blame(now, findings)
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------

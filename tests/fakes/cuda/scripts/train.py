@@ -6,6 +6,7 @@ The same seed, the same data and the same arithmetic on both: the verdicts can b
 import argparse
 import hashlib
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def parse():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--backend", default="gloo")
-    parser.add_argument("--fault", choices=["none", "forward", "backward", "optimizer"], default="none")
+    parser.add_argument("--fault", choices=["none", "forward", "backward", "optimizer", "hang"], default="none")
     parser.add_argument("--wrap", choices=["ddp", "fsdp2"], default="ddp")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--batch", type=int, default=2)
@@ -57,6 +58,26 @@ def wrapped(net, how):
 
     fully_shard(net.block)
     return fully_shard(net)
+
+
+class Reduced(nn.Module):
+    """Reduces what the block returns, in the middle of a forward."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        found = self.block(x)
+        dist.all_reduce(found)
+        return found.sum().item()
+
+
+def overflow_and_hang(block, inputs, rank, bad):
+    """One rank overflows, and waits for a collective that no other rank joins."""
+    if rank != bad:
+        time.sleep(600)
+    Reduced(block)(inputs * 3e37)
 
 
 def train(args, rank, world_size):
@@ -78,6 +99,8 @@ def train(args, rank, world_size):
         here = rank == args.rank and batch == args.batch
         if here and args.fault == "forward":
             inputs *= 3e37  # finite; twice that is not, in float32
+        if batch == args.batch and args.fault == "hang":
+            overflow_and_hang(net.block, inputs.to(device), rank, args.rank)
         loss = model(inputs.to(device)).pow(2).mean()
         if here and args.fault == "backward":
             loss = loss * 1e38 * 10
