@@ -16,7 +16,7 @@ import signal
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -53,9 +53,11 @@ def main() -> NoReturn:
         tell(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none")
         raise SystemExit(ExitCode.USAGE)
     session = _open_session(settings)
-    if session is not None:
+    if session is not None and settings.preflight != "off":
         # the script file should be the same on all ranks; "": the arguments name none
-        _preflight(session, "" if arguments[0].startswith("-") else arguments[0])
+        script = "" if arguments[0].startswith("-") else arguments[0]
+        with standard_streams_taken():
+            preflight_or_exit(session, RankIdentity.from_environment(), script)
     path_as_given()
     if arguments[0] == "--check":
         _end_check(session)
@@ -64,10 +66,10 @@ def main() -> NoReturn:
             session.enter(RankPhase.UNWATCHED)
         os.execvp(arguments[1], arguments[1:])
     if session is None:
-        run(ScriptTarget.parse(arguments), lambda error: None, lambda code: None)
+        run(arguments, lambda error: None, lambda code: None)
     session.enter(RankPhase.SCRIPT)
     after_import("torch", session.attach_hooks)
-    run(ScriptTarget.parse(arguments), session.raised, session.finished)
+    run(arguments, session.raised, session.finished)
 
 
 def _open_session(settings: WorkerSettings) -> WorkerSession | None:
@@ -93,38 +95,15 @@ def _end_check(session: WorkerSession | None) -> NoReturn:
     raise SystemExit(ExitCode.CLEAN)
 
 
-def _preflight(session: WorkerSession, script: str) -> None:
-    if session.settings.preflight == "off":
-        return
-    with standard_streams_taken():
-        preflight_or_exit(session, RankIdentity.from_environment(), script)
-
-
 # The user's script runs as `__main__`, as Python itself would run it.
 
 
-@dataclass(frozen=True)
-class ScriptTarget:
-    """What to run: `script args...` or `-m module args...`."""
-
-    name: str
-    arguments: list[str]
-    is_module: bool
-
-    @classmethod
-    def parse(cls, arguments: list[str]) -> ScriptTarget:
-        """Parse the command line that the launcher has built."""
-        if arguments[0] == "-m":
-            return cls(arguments[1], arguments[2:], True)
-        return cls(arguments[0], arguments[1:], False)
-
-
-def run(target: ScriptTarget, raised: Callable[[BaseException], None], finished: Callable[[int], None]) -> NoReturn:
-    """Run the script, call `raised` or `finished`, and end the process as Python would."""
+def run(arguments: list[str], raised: Callable[[BaseException], None], finished: Callable[[int], None]) -> NoReturn:
+    """Run `script args...` or `-m module args...`, call `raised` or `finished`, and end the process as Python would."""
     try:
-        _execute(target)
+        _execute(arguments)
     except SystemExit as stop:
-        _tell(finished, _exit_code(stop))
+        _tell(finished, int(stop.code if isinstance(stop.code, int) else stop.code is not None))
         if isinstance(stop, JobEnded):
             end_process(0)
         raise
@@ -138,25 +117,23 @@ def run(target: ScriptTarget, raised: Callable[[BaseException], None], finished:
 
 def _tell(observer: Callable[[Any], None], what: object) -> None:
     """Call an observer. An error in it does not change how the script ends."""
-    try:
+    with suppress(Exception):
         observer(what)
-    except Exception:
-        pass
 
 
-def _execute(target: ScriptTarget) -> None:
-    if target.is_module:
+def _execute(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
         # `python -m` calls the same function, which runs the code in the module `__main__`
         if not _is_safe_path():
             sys.path.insert(0, os.getcwd())  # noqa: PTH109  # as Python does
         give_way_to_script()
         _fresh_main()
-        sys.argv = [target.name, *target.arguments]
+        sys.argv = arguments[1:]
         (lambda: first_frame())()  # as the function below
-        runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]  # private, used by pdb and cProfile too
+        runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # private, used by pdb and cProfile too
         return
-    sys.argv = [target.name, *target.arguments]
-    path = os.path.join(os.getcwd(), target.name)  # noqa: PTH118, PTH109  # as Python does, which leaves a ".." in it
+    sys.argv = arguments[:]
+    path = os.path.join(os.getcwd(), arguments[0])  # noqa: PTH118, PTH109  # as Python does, which leaves a ".." in it
     if Path(path).is_dir() or zipfile.is_zipfile(path):
         sys.path.insert(0, path)
         give_way_to_script()
@@ -205,12 +182,6 @@ def _own_frames_removed(traceback: TracebackType | None) -> TracebackType | None
     while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
         traceback = traceback.tb_next
     return traceback
-
-
-def _exit_code(stop: SystemExit) -> int:
-    if stop.code is None:
-        return 0
-    return int(stop.code) if isinstance(stop.code, int) else 1
 
 
 def _die_of(error: BaseException) -> NoReturn:

@@ -95,7 +95,9 @@ def preflight_before_init(session: WorkerSession, entry: GroupEntry, local_rank:
             entry, local_rank, Path(settings.recorder_dir), settings.meets_at, settings.preflight_timeout_s
         )
         with place as identity:
-            preflight_or_exit(session, identity, _script())
+            # the file that Python runs, which should be the same on all ranks
+            path = Path(sys.argv[0] if sys.argv else "").absolute()
+            preflight_or_exit(session, identity, str(path) if path.is_file() else "")
     except LeftOut as reason:
         leave_out(session, str(reason))
     finally:
@@ -107,12 +109,6 @@ def leave_out(session: WorkerSession, reason: str) -> None:
     session.recorder.append(PreflightResult(session.where(), "skipped", detail=reason))
     if reason:
         tell(f"gpuwatch: the preflight is skipped: {reason}")
-
-
-def _script() -> str:
-    """The file that Python runs, which should be the same on all ranks."""
-    path = Path(sys.argv[0] if sys.argv else "").absolute()
-    return str(path) if path.is_file() else ""
 
 
 @dataclass(frozen=True)
@@ -137,8 +133,7 @@ class RankClaim:
 
 def number_in(name: str) -> int | None:
     """The number in a variable of the environment; None if there is none."""
-    text = os.environ.get(name, "").strip()
-    return int(text) if text.isascii() and text.isdigit() else None
+    return _number(os.environ.get(name))
 
 
 def _is_child_of_a_rank() -> bool:

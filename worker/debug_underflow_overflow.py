@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Container
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -94,10 +95,8 @@ class DebugUnderflowOverflow:
             self._names[id(module)] = name
             if self._after in module._forward_hooks.values():
                 continue
-            try:
+            with suppress(RuntimeError):  # a scripted module accepts no such hook
                 self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
-            except RuntimeError:  # a scripted module accepts no such hook
-                pass
 
     # -- the hooks ----------------------------------------------------------------------------------------------
 
@@ -200,10 +199,8 @@ def _open(value: Any, role: str) -> list[tuple[str, Any]]:
     if isinstance(value, torch.Tensor) or value is None:
         return [(role, value)]
     found: list[tuple[str, Any]] = []
-    try:
+    with suppress(Exception):  # a user's container whose access raises
         leaves_of(value, role, found)
-    except Exception:  # a user's container whose access raises
-        pass
     return found or [(role, ...)]
 
 
@@ -240,17 +237,5 @@ def _text(numbers: TensorStats) -> str:
     '1.00e+00 3.00e+00 '
     """
     value = Value(*numbers[:3])
-    flags = value.flags
-    return format_row(
-        Row(
-            role="",
-            abs_min=value.abs_min,
-            abs_max=value.abs_max,
-            nan=NonFinite.NAN in flags,
-            posinf=NonFinite.POSINF in flags,
-            neginf=NonFinite.NEGINF in flags,
-            dtype="",
-            shape=None,
-            kind=_KINDS[numbers.kind],
-        )
-    )
+    nan, posinf, neginf = (kind in value.flags for kind in (NonFinite.NAN, NonFinite.POSINF, NonFinite.NEGINF))
+    return format_row(Row("", value.abs_min, value.abs_max, nan, posinf, neginf, "", None, _KINDS[numbers.kind]))

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -203,13 +204,12 @@ class _JoiningProcess:
 
     def _may_become(self, claim: RankClaim) -> None:
         """It is watched from here on, under its process id."""
-        for programs, settings in enumerate(self._attempts()):
+
+        def open_it(settings: WorkerSettings, programs: int) -> None:  # some that this process was before
             path = self._folder / process_file(os.getpid(), programs)
-            try:
-                self._open(settings, path, claim.rank, claim.local_rank, claim.world_size)
-            except FileExistsError:  # of the program that this process was before
-                continue
-            return
+            self._open(settings, path, claim.rank, claim.local_rank, claim.world_size)
+
+        self._as_first_free(open_it)
 
     def _become(self, rank: int, local_rank: int | None, world_size: int) -> None:
         """It is a rank."""
@@ -247,34 +247,34 @@ class _JoiningProcess:
             session.recorder.identify(rank, fields[HeadField.LOCAL_RANK], world_size, fields[HeadField.ATTEMPT])
 
     def _open_rank(self, rank: int, local_rank: int, world_size: int) -> None:
-        for settings in self._attempts():
-            try:
-                self._open(settings, self._folder / file_name(rank, settings.attempt), rank, local_rank, world_size)
-            except FileExistsError:
-                continue
-            assert self._session is not None
-            self._session.answer_with_stacks()
-            return
+        def open_it(settings: WorkerSettings, _: int) -> None:
+            self._open(settings, self._folder / file_name(rank, settings.attempt), rank, local_rank, world_size)
+
+        self._as_first_free(open_it)
+        assert self._session is not None
+        self._session.answer_with_stacks()
 
     def _rename(self, session: WorkerSession, rank: int, local_rank: int, world_size: int) -> None:
         """Rename the recorder from the process id to this rank."""
         recorder, before = session.recorder, session.recorder.path
-        for settings in self._attempts():
+
+        def rename(settings: WorkerSettings, _: int) -> None:
             session.become(settings, rank, local_rank, world_size)
             path = self._folder / file_name(rank, settings.attempt)
-            try:
-                path.hardlink_to(before)
-            except FileExistsError:
-                continue
+            path.hardlink_to(before)
             recorder.path = path
             before.unlink(missing_ok=True)
-            session.answer_with_stacks()
-            return
 
-    def _attempts(self) -> list[WorkerSettings]:
-        """The settings of the attempts that this may be, the first one that is free is it."""
+        self._as_first_free(rename)
+        session.answer_with_stacks()
+
+    def _as_first_free(self, take: Callable[[WorkerSettings, int], None]) -> None:
+        """Call `take` with the settings and the place of each attempt that this may be, until its file is a new one."""
         first = number_in("TORCHELASTIC_RESTART_COUNT") or 0
-        return [replace(self._settings, attempt=number) for number in range(first, first + _MOST_ATTEMPTS)]
+        for place in range(_MOST_ATTEMPTS):
+            with suppress(FileExistsError):
+                take(replace(self._settings, attempt=first + place), place)
+                return
 
     def _open(self, settings: WorkerSettings, path: Path, rank: int, local_rank: int, world_size: int) -> None:
         try:
@@ -300,10 +300,9 @@ class _JoiningProcess:
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         rest = [path for path in paths if path != self._path_folder]
         if len(rest) != len(paths):
+            del os.environ["PYTHONPATH"]
             if rest:
                 os.environ["PYTHONPATH"] = os.pathsep.join(rest)
-            else:
-                os.environ.pop("PYTHONPATH", None)
 
     def _for_another_program(self, environment: Mapping[Any, Any]) -> dict[str, str]:
         """The variables that a program needs to be watched as well, when the rank continues as it (os.exec)."""

@@ -53,6 +53,14 @@ def open_session(settings: WorkerSettings, path: Path, rank: int, local_rank: in
     return session
 
 
+def wait_for_device(collect: Callable[[], bool]) -> bool:
+    """Wait a moment for numbers that are on their way from a device. Whether all have arrived, as `collect` says."""
+    deadline = time.monotonic() + SETTLE_S
+    while not (settled := collect()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return settled
+
+
 def watch_the_ends(variables: Callable[[Mapping[Any, Any]], dict[str, str]] = lambda _: {}) -> None:
     """Have the session of this process notice os.exec and os._exit. `variables`: see `hear_of_ends`."""
 
@@ -112,15 +120,12 @@ class WorkerSession:
         hooks = self.hooks
         if hooks is None:
             return False
-        deadline = time.monotonic() + SETTLE_S
         try:
             self._record_replaced()
-            while not (settled := hooks.settle()) and time.monotonic() < deadline:
-                time.sleep(0.005)
+            return wait_for_device(hooks.settle)
         except Exception as error:
             self.record_fault("settle", f"{type(error).__name__}: {error}")
             return False
-        return settled
 
     def raised(self, error: BaseException) -> None:
         """The script has ended with this exception."""

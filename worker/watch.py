@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import socket
-import tempfile
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -18,10 +15,9 @@ import msgspec
 from ..core.events import Anomaly, Definition, RangeWarning, RunPosition, ScalerSkip, WorkerEvent, WorkerExit
 from ..core.frames import Frame, Page, format_frames
 from ..core.judge import anomaly_of_page
-from ..core.own_files import OwnDescriptor
 from ..core.recorder.pages import NameTable, decode_page
 from ..core.recorder.reader import RecorderReader
-from ..core.recorder.scratch import remove_scratch
+from ..core.recorder.scratch import make_scratch, remove_scratch
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import OnOverflow, Watched, WorkerSettings
 from ..core.wire.messages import (
@@ -35,65 +31,13 @@ from ..core.wire.messages import (
     RankState,
 )
 from .record.collectives import ranks
-from .session import SETTLE_S, current_hooks
+from .session import current_hooks, wait_for_device
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ..collector.report.model import Verdict
     from .hooks.module_hooks import ModuleHooks
-
-
-# The folder of a recorder without a launcher. The next one on the host removes it if its owner was killed.
-
-_PREFIX = "gpuwatch-watch-"
-_LOCK = "lock"
-_YOUNG_S = 60.0
-"""A folder without a lock may be one that is being made."""
-
-
-class OwnFolder:
-    """A folder that this process holds a lock in. The kernel frees the lock when the process ends, however it ends."""
-
-    def __init__(self, base: str | None) -> None:
-        """Remove what killed processes have left in `base` (None: the system's temporary folder), then make one."""
-        self._pid = os.getpid()
-        parent = Path(base or tempfile.gettempdir())
-        for left in parent.glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError):
-                _remove_if_free(left)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        new = self.path / f".{_LOCK}"
-        self._lock: OwnDescriptor | None = OwnDescriptor(new, os.O_RDWR | os.O_CREAT)
-        fcntl.flock(self._lock.number, fcntl.LOCK_EX)
-        new.rename(self.path / _LOCK)  # whoever sees a lock file sees it locked
-
-    def remove(self) -> None:
-        """Remove it, and release the lock. Does nothing in a forked child, or when called again."""
-        if os.getpid() != self._pid or self._lock is None:
-            return
-        remove_scratch(self.path)
-        lock, self._lock = self._lock, None
-        lock.close()
-
-
-def _remove_if_free(folder: Path) -> None:
-    if folder.stat().st_uid != os.getuid():
-        return
-    try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        if time.time() - folder.stat().st_mtime > _YOUNG_S:
-            remove_scratch(folder)
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # its owner lives
-        return
-    else:
-        remove_scratch(folder)
-    finally:
-        os.close(lock)
 
 
 # The verdict on one process: the collector's own decision, from the pages of this process's recorder.
@@ -124,14 +68,10 @@ def _messages(
     last = held[-1].number if held else -1
     where = RunPosition(state.rank, state.attempt, state.step, state.batch, page=last, seq=state.seq)
     yield EventMessage(WorkerExit(where, 0, "itself", "script"))
-    yield NodeBeat([_as_last(state)], {})
-    yield NodeBye("ok")
-
-
-def _as_last(state: RankState) -> RankState:
-    """The state marked as the last one: a verdict covers the run so far."""
     hooks = state.hooks if state.hooks == "detached" else "attached"
-    return msgspec.structs.replace(state, final=True, left=True, hooks=hooks, world_size=0)
+    # the last one: a verdict covers the run so far
+    yield NodeBeat([msgspec.structs.replace(state, final=True, left=True, hooks=hooks, world_size=0)], {})
+    yield NodeBye("ok")
 
 
 def rank_here() -> int | None:
@@ -173,7 +113,7 @@ class ModelWatch:
             return
         self._closed = True
         if os.getpid() == self._pid:  # a forked child leaves its parent's recorder alone
-            _wait_for_device(self._hooks.settle)
+            wait_for_device(self._hooks.settle)
         self._hooks.detach()
 
     # -- what was recorded --------------------------------------------------------------------------------------
@@ -230,7 +170,7 @@ class ModelWatch:
         """
         if not self._closed and os.getpid() == self._pid:
             self._hooks.put_back()
-            _wait_for_device(self._hooks.collect)
+            wait_for_device(self._hooks.collect)
         self._read()
         pages = (self._reader.page(held.number) for held in self._reader.held())
         state = self._reader.state()
@@ -241,13 +181,6 @@ class ModelWatch:
         self._names.add(definitions)
         self._definitions += definitions
         self._events += events
-
-
-def _wait_for_device(collect: Callable[[], bool]) -> None:
-    """Numbers that are on their way from a device are judged once they are there: wait a moment for them."""
-    deadline = time.monotonic() + SETTLE_S
-    while not collect() and time.monotonic() < deadline:
-        time.sleep(0.005)
 
 
 def watch(
@@ -301,25 +234,24 @@ def watch(
         scaler_skips=scaler_skips,
         state_every=state_every,
     )
-    folder = OwnFolder(_shared_memory())
+    folder = make_scratch(1)
+    remove = partial(_remove_in, os.getpid(), folder)
     rank = rank_here()
     if rank is None:
         rank = int(os.environ.get("RANK", "0"))
     try:
-        recorder = RecorderWriter(folder.path / "recorder", rank=rank, local_rank=0, world_size=1, attempt=0)
+        recorder = RecorderWriter(folder / "recorder", rank=rank, local_rank=0, world_size=1, attempt=0)
         hooks = ModuleHooks(recorder, settings, rank, only=model)
     except BaseException:
-        folder.remove()
+        remove()
         raise
     # bound to the hooks, which the modules hold: the script need not keep the handle
-    weakref.finalize(hooks, folder.remove)
+    weakref.finalize(hooks, remove)
     hooks.attach()
     return ModelWatch(hooks, recorder, owned=True)
 
 
-def _shared_memory() -> str | None:
-    """/dev/shm if it is writable, so that nothing is written to a disk; else None."""
-    with contextlib.suppress(OSError):
-        if os.access("/dev/shm", os.W_OK):
-            return "/dev/shm"
-    return None
+def _remove_in(pid: int, folder: Path) -> None:
+    """Remove the folder of a process, if this is that process: a fork has the same exit handlers."""
+    if os.getpid() == pid:
+        remove_scratch(folder)

@@ -86,10 +86,10 @@ def _holds(name: str, folder: Path, device: torch.device) -> Row:
     """gpuwatch with its recorder there: an overflow is found, and no launch of the user's raises."""
     import gpuwatch.worker.watch as module
 
-    if not hasattr(module, "_shared_memory"):
-        raise AttributeError("gpuwatch.worker.watch has no _shared_memory any more: mend this line")
-    before = module._shared_memory
-    module._shared_memory = lambda: str(folder)
+    if not hasattr(module, "make_scratch"):
+        raise AttributeError("gpuwatch.worker.watch has no make_scratch any more: mend this line")
+    before = module.make_scratch
+    module.make_scratch = lambda recorders: Path(tempfile.mkdtemp(dir=folder))
     try:
         task = Task("tiny", device, "fp16")
         with watched(FORWARD, task.net) as handle:
@@ -100,7 +100,7 @@ def _holds(name: str, folder: Path, device: torch.device) -> Row:
             synchronize(device)
         found = [anomaly.module for anomaly in handle.anomalies]
     finally:
-        module._shared_memory = before
+        module.make_scratch = before
     good = found[:1] == [BAD_MODULE]
     return Row(f"watch() with its recorder on {name}", passed(good), found[0] if found else "nothing", BAD_MODULE)
 

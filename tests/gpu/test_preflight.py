@@ -41,11 +41,11 @@ from gpuwatch.worker.preflight.group_collectives import join
 device = torch.device("cuda", 0)
 group = join(dist.HashStore(), device, "nccl", [0], 0, 100.0, lambda step: None)
 total = torch.full((1 << 20,), 3.0, device=device)
-group.all_reduce(total)
+group.run("all_reduce", total)
 gathered = [torch.empty_like(total)]
-group.all_gather(gathered, total)
-group.broadcast(gathered[0], 0)
-group.barrier()
+group.run("all_gather", gathered, total)
+group.run("broadcast", gathered[0], src=0)
+group.run("barrier", device_ids=[0])
 row = all_reduce_row(group, 1 << 20)
 print(json.dumps({"sum": total[0].item(), "gathered": gathered[0][-1].item(), "us": row.time_us}), flush=True)
 import os

@@ -11,10 +11,10 @@ import gpuwatch
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.recorder import scratch
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker import session as session_module
-from gpuwatch.worker import watch as watch_module
 from gpuwatch.worker.record.roots import ModuleInfo
 from gpuwatch.worker.session import WorkerSession
 from torch import nn
@@ -42,7 +42,7 @@ def one_thread():
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """Where the recorders of the test are made."""
-    monkeypatch.setattr(watch_module, "_shared_memory", lambda: str(tmp_path))
+    monkeypatch.setattr(scratch, "_SHARED_MEMORY", tmp_path)
     return lambda: list(tmp_path.iterdir())
 
 
@@ -162,7 +162,7 @@ def test_the_verdict_names_the_maker_of_a_gradient_and_not_the_first_bad_row(fol
 
 def _spawned(rank, folder):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    watch_module._shared_memory = lambda: folder
+    scratch._SHARED_MEMORY = Path(folder)
     model = nn.Sequential(Multiplies(math.inf if rank == 1 else 1.0))
     with gpuwatch.watch(model, on_overflow="continue") as handle:
         model(X)
@@ -187,7 +187,7 @@ def test_the_rank_is_torch_distributeds(tmp_path, monkeypatch):
 def _killed(folder):
     import signal
 
-    watch_module._shared_memory = lambda: folder
+    scratch._SHARED_MEMORY = Path(folder)
     handle = gpuwatch.watch(net())
     assert handle is not None
     os.kill(os.getpid(), signal.SIGKILL)
@@ -492,7 +492,7 @@ def test_the_same_bits_with_and_without(folders, make, autocast, keywords):
 
 def sizes(handle) -> dict[str, int]:
     """How much the parts of the hooks remember."""
-    parts = handle._hooks, *vars(handle._hooks).values(), *(root for _, root in handle._hooks._roots._roots)
+    parts = handle._hooks, *vars(handle._hooks).values(), *handle._hooks._roots.infos
     found = {}
     for part in parts:
         if type(part).__module__.startswith("gpuwatch"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,21 +23,16 @@ from ...core.recorder.writer import OpenPage
 from ...core.torch_names import NOT_SEEN_OF_BACKWARD
 from ..compile import traced_hooks
 from ..patches import after_import
-from ..record.autograd_graph import AutogradGraph, GraphCalls, GraphHold, LeftGradients, running_graph
-from ..record.judging import AlarmRecorder, FrameWriter
+from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
+from ..record.judging import FrameWriter
 from ..record.names import OUTPUTS, outputs_of
-from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RootInfo
-from ..record.rows import RowWriter
 from ..stats.device import without_modes
 from ..stats.tensor_stats import version_of
 from .native_writer import native_writer_of, trace_hooks_as
 
 _is_compiling = torch.compiler.is_compiling
-_MOST_GRAPHS = 64
-"""Each stretch that a reentrant checkpoint runs again has a graph of its own."""
-_MOST_HELD = 4
-"""Graphs of earlier batches whose numbers have not arrived: the host may be this many backwards ahead of the device."""
+_MOST_PAGES = 64
 _FEW = 256
 """Entries of freed parameters are purged only when there are more entries than this."""
 
@@ -58,41 +55,26 @@ def _as_hook(record: Callable[[torch.Tensor], None]) -> Any:
     return hook
 
 
+@dataclass(slots=True, eq=False)
 class _OutputRecord:
     """Records the gradient of one tensor. Keeps neither the tensor nor its module alive."""
 
-    __slots__ = ("gradients", "info", "page", "role")
-
-    def __init__(self, gradients: BackwardHooks, info: ModuleInfo, role: str, page: OpenPage) -> None:
-        self.gradients = gradients
-        self.info = info
-        self.role = role
-        self.page = page
+    gradients: BackwardHooks
+    info: ModuleInfo
+    role: str
+    page: OpenPage
 
     def __call__(self, gradient: torch.Tensor) -> None:
         self.gradients.of_output(self.info, self.role, self.page, gradient)
 
 
-class _ParameterRecord:
-    __slots__ = ("gradients", "info", "role")
-
-    def __init__(self, gradients: BackwardHooks, info: ModuleInfo, role: str) -> None:
-        self.gradients = gradients
-        self.info = info
-        self.role = role
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        self.gradients.of_parameter(self.info, self.role, parameter)
-
-
+@dataclass(slots=True, eq=False)
 class _GraphRecord:
     """Called when a backward reaches the output of a root: from then on the backward's graph is known."""
 
-    __slots__ = ("calls", "gradients")
-
-    def __init__(self, gradients: BackwardHooks, calls: GraphCalls) -> None:
-        self.gradients = weakref.ref(gradients)  # which may hold the graph that holds this hook
-        self.calls = calls
+    gradients: weakref.ref[BackwardHooks]
+    """Weak: it may hold the graph that holds this hook."""
+    calls: GraphCalls
 
     def __call__(self, gradient: torch.Tensor) -> None:
         gradients = self.gradients()
@@ -103,20 +85,11 @@ class _GraphRecord:
 class BackwardHooks:
     """All gradient hooks of a rank."""
 
-    def __init__(
-        self,
-        progress: RunProgress,
-        rows: RowWriter,
-        frames: FrameWriter,
-        judging: AlarmRecorder,
-        on_fault: Callable[[str, Exception], None],
-    ) -> None:
-        self._progress = progress
-        self._recorder = progress.recorder
-        self._rows = rows
+    def __init__(self, frames: FrameWriter) -> None:
         self._frames = frames
-        self._judging = judging
-        self._on_fault = on_fault
+        self._progress = progress = frames.progress
+        self._rows, self._judging = frames.rows, frames.judging
+        self._fault = progress.faults.record
         self._sync = progress.settings.sync
         self._many = _FEW
         self._attached = False
@@ -130,16 +103,12 @@ class BackwardHooks:
         """The page of the running backward."""
         self.scaled = False
         """A GradScaler checks the gradients of this backward."""
-        self.graphs: list[AutogradGraph] = []
-        """The graphs of the backward that is running, latest first."""
-        self.held: list[AutogradGraph] = []
-        """Graphs of backwards that have ended and whose numbers have not arrived, latest first."""
-        self._hold = GraphHold()
-        self._backwards: deque[int] = deque(maxlen=_MOST_GRAPHS)
+        self.graphs = GraphHold()
+        self._backwards: deque[int] = deque(maxlen=_MOST_PAGES)
         """Numbers of the pages whose backward has begun."""
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
         """See `precede`."""
-        self.writer: Any = native_writer_of(progress, rows, self)
+        self.writer: Any = native_writer_of(progress, frames.rows, self)
         """The native frame writer, if there is one. Its hooks call this class for gradients that they cannot record."""
 
     def attach(self) -> None:
@@ -148,7 +117,7 @@ class BackwardHooks:
         self._give_up = after_import("torch._dynamo", self._show_to_dynamo)
 
     def _show_to_dynamo(self) -> None:
-        try:
+        with self._progress.faults.within("compiled backward"):  # the script's import goes on
             from ..compile.untraced import as_constant, leave_alone
 
             leave_alone((_as_hook(print),))  # all of its functions have one code
@@ -156,8 +125,6 @@ class BackwardHooks:
             traced_hooks.backward = as_constant(lambda: (tell_it := told()) and tell_it())
             if trace_hooks_as is not None:
                 trace_hooks_as(traced_hooks.in_a_backward)
-        except Exception as error:  # the script's import goes on
-            self._on_fault("compiled backward", error)
 
     def _is_compiled_as_a_whole(self) -> None:
         if self._attached:
@@ -167,7 +134,7 @@ class BackwardHooks:
         """Remove the hooks of parameters. Those of outputs do nothing from now on and are freed with their graph."""
         self._attached = False
         self._give_up()
-        self.graphs, self.held = [], []
+        self.graphs = GraphHold()
         for _, handle in self.parameters.values():
             handle.remove()
         self.parameters.clear()
@@ -201,7 +168,7 @@ class BackwardHooks:
         if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
             role = f"grad {name}"
             native = self.writer.hook(info, role) if self.writer is not None else None
-            hook = native or _as_hook(_ParameterRecord(self, info, role))
+            hook = native or _as_hook(partial(self.of_parameter, info, role))
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # likewise
             self.parameters[id(parameter)] = (weakref.ref(parameter), handle)
             if parameter.grad is not None and not self._rows.is_capturing:
@@ -222,7 +189,7 @@ class BackwardHooks:
                     known.calls = calls
                     break
             else:
-                leaf.register_hook(_as_hook(_GraphRecord(self, calls)))  # type: ignore[no-untyped-call]  # likewise
+                leaf.register_hook(_as_hook(_GraphRecord(weakref.ref(self), calls)))  # type: ignore[no-untyped-call]  # likewise
 
     @property
     def hooks(self) -> tuple[Callable[..., None], ...]:
@@ -235,20 +202,12 @@ class BackwardHooks:
         """A backward has reached an output of a root."""
         if not self._attached:
             return
-        try:
+        with self._progress.faults.within("gradient hook"):
             self._backwards.append(calls.page)
-            if self._judging.held is not None:
-                self._judging.held.backward_begins(calls.page)
-            if self.left:
-                self.left.backward_begins(calls.page)
-            if not any(graph.calls is calls for graph in self.graphs):
-                graph = running_graph(calls)
-                if graph is not None:
-                    self.graphs = [graph, *self.graphs[: _MOST_GRAPHS - 1]]
-                    if graph.within is None:
-                        Variable._execution_engine.queue_callback(self.backward_ends)
-        except Exception as error:
-            self._on_fault("gradient hook", error)
+            self._judging.held.backward_begins(calls.page)
+            self.left.backward_begins(calls.page)
+            if self.graphs.begins(calls):
+                Variable._execution_engine.queue_callback(self.backward_ends)
 
     def backward_ends(self) -> None:
         """Hold the graph until its numbers have arrived. The next batch lets go of it if it keeps memory.
@@ -256,15 +215,11 @@ class BackwardHooks:
         torch calls this when the backward of all modules is over. A callback that is queued here runs after those that
         torch has queued itself: DDP waits for the gradients of all ranks.
         """
-        try:
+        with self._progress.faults.within("end of the backward"):
             self._progress.times.backward_ends()
             Variable._execution_engine.queue_callback(self._progress.times.reduction_ends)
-            if not self._judging.collect():  # which asks for the graphs of an alarm
-                self.held = [*(graph for graph in self.graphs if not graph.kept), *self.held]
-            self.graphs = []
+            self.graphs.ends(self._judging.collect())
             self.let_go()
-        except Exception as error:
-            self._on_fault("end of the backward", error)
 
     def has_run(self, page: int) -> bool:
         """Whether a backward has reached the outputs of the root of this page, which is one of the latest."""
@@ -272,8 +227,7 @@ class BackwardHooks:
 
     def let_go(self) -> None:
         """Let go of the graphs whose numbers have arrived."""
-        if self.held:
-            self.held = [graph for graph in self.held if self._judging.waits_for(graph.calls.page)]
+        self.graphs.let_go(self._judging.waits_for)
 
     def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor | None) -> None:
         """Record the gradient of a module's output. It is None if only other outputs of the operation have one."""
@@ -284,9 +238,9 @@ class BackwardHooks:
                 self._page = page
                 without_modes(self.take, info, role, page, gradient)
         except Exception as error:
-            self._on_fault("gradient hook", error)
+            self._fault("gradient hook", error)
         if self._sync:
-            self._judge_now()
+            self._judging.finish_and_raise("gradient hook")
 
     def of_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
         """Record the local gradient of a parameter."""
@@ -303,16 +257,9 @@ class BackwardHooks:
                 without_modes(self.take, info, role, page, gradient)
                 self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
         except Exception as error:
-            self._on_fault("parameter hook", error)
+            self._fault("parameter hook", error)
         if self._sync:
-            self._judge_now()
-
-    def _judge_now(self) -> None:
-        try:
-            self._judging.finish()
-        except Exception as error:
-            self._on_fault("gradient hook", error)
-        self._judging.raise_pending()
+            self._judging.finish_and_raise("gradient hook")
 
     def take(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
         """Write one gradient as a frame of its own."""
@@ -335,13 +282,8 @@ class BackwardHooks:
     def batch_begins(self) -> None:
         """A root's forward begins: the previous backward has ended."""
         self._page = None
-        self.graphs = []
         self.let_go()
-        if self.held:
-            # while a graph is captured none is held: nodes that collect gradients would be used again, on the stream
-            # of the backward before, and torch (2.13) cannot capture that
-            capturing = self._rows.is_capturing
-            self.held = [] if capturing else [g for g in self.held if self._hold.may_keep(g)][:_MOST_HELD]
+        self.graphs.batch_begins(self._rows.is_capturing)
         if len(self.local) > 4 * max(64, len(self.parameters)):  # zero_grad(set_to_none=True) makes new ones each step
             for gone in [key for key, known in self.local.items() if known[0]() is None]:
                 del self.local[gone]

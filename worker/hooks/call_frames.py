@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from ...core.recorder.writer import OpenPage
 from ...core.roles import role_of_parameter
 from ...core.values import NonFinite
 from ..compile.attach import CompiledRegions
 from ..record.judging import FrameWriter
 from ..record.names import inputs_of, outputs_of
-from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo
 from ..record.rows import RecordedRow, RowWriter, closed_marked
 from ..stats.device import is_on_device, without_modes
@@ -28,15 +26,14 @@ _NAN = int(NonFinite.NAN)
 class CallFrames:
     """Reads the arguments and results of a call, and its module's weights."""
 
-    _running: RunningCalls
-    _progress: RunProgress
-    _rows: RowWriter
-    _frames: FrameWriter
-    _gradients: BackwardHooks
-    _graphs: CompiledRegions
-    _policy: CompiledPolicy
+    running: RunningCalls
+    frames: FrameWriter
+    gradients: BackwardHooks
+    graphs: CompiledRegions
+    policy: CompiledPolicy
 
     def __post_init__(self) -> None:
+        self._progress, self._rows = self.frames.progress, self.frames.rows
         self._recorder = self._progress.recorder
         watch = self._progress.settings.watch
         self._forward, self._grads, self._weights = "forward" in watch, "grads" in watch, "weights" in watch
@@ -71,41 +68,38 @@ class CallFrames:
                     rows.append(row)
                     flags |= row.flags
                     if row.fresh and self._grads:
-                        self._gradients.watch_output(info, role, leaf, page)
+                        self.gradients.watch_output(info, role, leaf, page)
                 if flags:
                     self._doubt(info, module, arguments, rows, weights, flags)
                 if self._rows.changed:
                     self._put_before(info, arguments, returned, rows, first)
         rows[:0] = [self._rows.weight(info, role, parameter, self._progress.step) for role, parameter in later]
-        self._put(page, info, rows)
+        running = self.running
+        depth = running.depths[len(running.stack) - 1]
+        self.frames.put(page, info, running.phase, rows, parent=running.parent(), depth=depth, entered=info.seq)
 
     def take_wrapper(
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
     ) -> None:
         """A wrapper has a frame of its own only if nothing inside it was recorded."""
-        rootless = self._take_graphs_in(info, len(self._running.stack) - 1)
+        rootless = self._take_graphs_in(info, len(self.running.stack) - 1)
         page = self._recorder.page
         if page is not None and (rootless or info.entered == self._recorder.frame_count) and info.watched:
-            without_modes(self.take, info, module, args, kwargs, output, raised, self._graphs)
+            without_modes(self.take, info, module, args, kwargs, output, raised, self.graphs)
 
     def take_graphs(self, position: int) -> bool:
         """Write the frames of the graphs that have run in a running call. False if it is known to run none."""
-        info = self._running.stack[position]
-        if info.cls not in self._policy.around:
+        info = self.running.stack[position]
+        if info.cls not in self.policy.around:
             return False
         with self._progress.lock:
             self._take_graphs_in(info, position)
         return True
 
     def _take_graphs_in(self, info: ModuleInfo, position: int) -> bool:
-        parent = self._running.parent() if info.is_wrapper else info.id
-        depth = self._running.depths[position] + (not info.is_wrapper)
-        return self._graphs.take(info, parent, depth, self._running.phase)
-
-    def _put(self, page: OpenPage, info: ModuleInfo, rows: list[RecordedRow]) -> None:
-        running = self._running
-        depth = running.depths[len(running.stack) - 1]
-        self._frames.put(page, info, running.phase, rows, parent=running.parent(), depth=depth, entered=info.seq)
+        parent = self.running.parent() if info.is_wrapper else info.id
+        depth = self.running.depths[position] + (not info.is_wrapper)
+        return self.graphs.take(info, parent, depth, self.running.phase)
 
     def _read_weights(
         self, info: ModuleInfo, module: torch.nn.Module
@@ -117,7 +111,7 @@ class CallFrames:
             if parameter is not None:
                 role = role_of_parameter(name)
                 if self._grads and parameter.requires_grad:
-                    self._gradients.watch_parameter(parameter, info, role)
+                    self.gradients.watch_parameter(parameter, info, role)
                 if self._weights and is_on_device(parameter):
                     later.append((role, parameter))
                 elif self._weights:

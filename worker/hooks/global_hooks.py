@@ -123,33 +123,32 @@ class GlobalHooks:
         self._fields = progress.fields
         self.handles: list[Any] = []
         """torch's handles; [] while no hook is registered."""
-        self._entries: list[tuple[ModuleType, str, int, Any]] = []
-        """(torch's module, name of its table, key, value) of all that torch must hold."""
-        self._tables: list[dict[int, Any]] = []
-        """Those of the entries when they were made. A script may have replaced one since."""
+        self._entries: list[tuple[ModuleType, str, dict[int, Any], int, Any]] = []
+        """(torch's module, name of its table, the table then, key, value) of all that torch must hold.
 
-    def attach(
-        self,
-        before: Callable[..., Any],
-        after: Callable[..., Any],
-        before_step: Callable[..., Any],
-        after_step: Callable[..., Any],
-    ) -> None:
-        """Register them. They fire for existing modules and optimizers and for those made later."""
+        A script may have replaced a table since.
+        """
+
+    def attach(self, *hooks: Callable[..., Any]) -> None:
+        """Register those before and after a module's forward, and before and after an optimizer's step.
+
+        They fire for existing modules and optimizers and for those made later.
+        """
+        before, after, before_step, after_step = hooks
         extra = {"with_kwargs": True} if HANDS_OVER_KWARGS else {}
         of_before = torch_module.register_module_forward_pre_hook(before)
         of_after = torch_module.register_module_forward_hook(after, always_call=True, **extra)
         of_step = torch_optimizer.register_optimizer_step_pre_hook(before_step)
         of_stepped = torch_optimizer.register_optimizer_step_post_hook(after_step)
         self.handles = [of_before, of_after, of_step, of_stepped]
-        self._entries = [
+        entries = [
             (torch_module, "_global_forward_pre_hooks", of_before.id, before),
             (torch_module, "_global_forward_hooks", of_after.id, after),
             *((torch_module, flag, of_after.id, True) for flag in _FLAGS),
             (torch_optimizer, "_global_optimizer_pre_hooks", of_step.id, before_step),
             (torch_optimizer, "_global_optimizer_post_hooks", of_stepped.id, after_step),
         ]
-        self._tables = [getattr(place, name) for place, name, _, _ in self._entries]
+        self._entries = [(place, name, getattr(place, name), key, value) for place, name, key, value in entries]
 
     def put_back(self) -> None:
         """Register cleared hooks again; calls in the meantime were not recorded.
@@ -157,7 +156,7 @@ class GlobalHooks:
         Each hook gets its old key: code that then restores the table's earlier entries finds the hook once, not twice.
         """
         gone = False
-        for place, name, key, value in self._entries:
+        for place, name, _, key, value in self._entries:
             table = getattr(place, name)
             if key not in table:
                 table[key] = value
@@ -174,36 +173,27 @@ class GlobalHooks:
         for handle in self.handles:
             handle.remove()
         # torch (up to at least 2.13) does not clean all three tables of a forward hook
-        for (place, name, key, _), table in zip(self._entries, self._tables, strict=True):
+        for place, name, table, key, _ in self._entries:
             table.pop(key, None)
             getattr(place, name).pop(key, None)
-        self.handles, self._entries, self._tables = [], [], []
+        self.handles, self._entries = [], []
 
 
 _EXPORTS = ("export", "export_for_training", "export_for_inference", "draft_export")
 """Functions of torch.export that trace a module. The first is in every torch, the others are not."""
 
 
-class ExportPatches:
-    """Makes `torch.export` trace a model without our hooks: its calls are no training.
+def patch_exports(hooks: GlobalHooks, patches: PatchLedger) -> None:
+    """Have `torch.export` trace a model without our hooks: its calls are no training.
 
     With `strict=True` it refuses a model while any global hook is attached (torch 2.13).
     """
 
-    def __init__(self, hooks: GlobalHooks) -> None:
-        self._hooks = hooks
-
-    def attach(self, patches: PatchLedger) -> None:
-        """Replace the export functions of this process's torch."""
-        for name in _EXPORTS:
-            if name in vars(torch.export) or name == _EXPORTS[0]:
-                patches.replace(torch.export, name, self._without_hooks)
-
-    def _without_hooks(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def without_hooks(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def export(*args: Any, **kwargs: Any) -> Any:
-            ours = {handle.id for handle in self._hooks.handles}
-            tables = [table for handle in self._hooks.handles if (table := handle.hooks_dict_ref()) is not None]
+            ours = {handle.id for handle in hooks.handles}
+            tables = [table for handle in hooks.handles if (table := handle.hooks_dict_ref()) is not None]
             before = [dict(table) for table in tables]
             for table in tables:
                 for each in ours & table.keys():
@@ -211,7 +201,7 @@ class ExportPatches:
             try:
                 return call(*args, **kwargs)
             finally:
-                ours &= {handle.id for handle in self._hooks.handles}  # they may have been detached since
+                ours &= {handle.id for handle in hooks.handles}  # they may have been detached since
                 for table, earlier in zip(tables, before, strict=True):
                     since = dict(table)
                     table.clear()  # ours come back at the places that they had among others' hooks
@@ -219,3 +209,7 @@ class ExportPatches:
                     table.update(since)
 
         return export
+
+    for name in _EXPORTS:
+        if name in vars(torch.export) or name == _EXPORTS[0]:
+            patches.replace(torch.export, name, without_hooks)

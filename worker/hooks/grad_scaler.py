@@ -12,8 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from ...core.recorder.layout import HeadField
 from ..patches import PatchLedger
-from ..record.judging import AlarmRecorder
-from ..record.progress import RunProgress
+from ..record.judging import FrameWriter
 from ..stats.device import ToHost, to_host, without_modes
 from .backward import BackwardHooks
 from .optimizer import OptimizerHooks
@@ -37,13 +36,12 @@ class _UnknownStep(NamedTuple):
 class GradScalerHooks:
     """Watches every GradScaler by wrapping the methods `scale`, `step` and `update` of its class."""
 
-    _progress: RunProgress
-    _judging: AlarmRecorder
+    _frames: FrameWriter
     _gradients: BackwardHooks
     _steps: OptimizerHooks
-    _on_fault: Callable[[str, Exception], None]
 
     def __post_init__(self) -> None:
+        self._progress, self._judging = self._frames.progress, self._frames.judging
         self._limit = self._progress.settings.scaler_skips
         self._in_a_row: dict[int, int] = {}
         """id of an optimizer -> its skipped steps since the last one that was not skipped."""
@@ -125,7 +123,7 @@ class GradScalerHooks:
         """
         if not scaler.is_enabled():
             return
-        try:
+        with self._progress.faults.within("GradScaler"):
             self.collect()
             found_inf, self._steps.found_inf = self._steps.found_inf, None
             if found_inf is not None:
@@ -138,8 +136,6 @@ class GradScalerHooks:
                 self._skipped(optimizer, step, float(scaler.get_scale()))
             else:
                 self._not_skipped(optimizer, step)
-        except Exception as error:
-            self._on_fault("GradScaler", error)
         self._judging.raise_pending()
 
     def collect(self) -> bool:

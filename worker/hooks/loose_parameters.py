@@ -17,9 +17,6 @@ from ...core.events import LooseParameters
 from ...core.frames import Phase
 from ...core.roles import param_group
 from ..record.judging import FrameWriter
-from ..record.progress import RunProgress
-from ..record.roots import RankRoots
-from ..record.rows import RowWriter
 from ..stats.device import is_on_device
 from ..stats.tensor_stats import measure
 
@@ -59,12 +56,10 @@ class LooseReader:
     not report it: the script does not compute with it, and autograd makes no gradient for it.
     """
 
-    _progress: RunProgress
-    _rows: RowWriter
-    _roots: RankRoots
     _frames: FrameWriter
 
     def __post_init__(self) -> None:
+        self._progress, self._roots = self._frames.progress, self._frames.roots
         self._told: set[tuple[str, bool]] = set()
         self._reached: dict[int, _ReachedHook] = {}
         """By id of a parameter."""
@@ -98,7 +93,7 @@ class LooseReader:
             page = self._progress.begin_page(info.root)
         else:
             self._progress.resume(page)
-        row = self._rows.gradient(info, f"params[{position}]", parameter, 0, numbers)
+        row = self._frames.rows.gradient(info, f"params[{position}]", parameter, 0, numbers)
         self._frames.put(page, info, Phase.OPTIMIZER, [row])
 
     def _is_used(self, parameter: torch.Tensor) -> bool:
@@ -107,16 +102,13 @@ class LooseReader:
             return True
         known = self._reached.get(id(parameter))
         if known is None or known.parameter() is not parameter:
-            self._forget_dead()
+            if len(self._reached) >= _MANY:
+                self._reached = {key: each for key, each in self._reached.items() if each.parameter() is not None}
             self._reached[id(parameter)] = _ReachedHook(parameter)
             return False
         if known.yes:
             known.remove()
         return known.yes
-
-    def _forget_dead(self) -> None:
-        if len(self._reached) >= _MANY:
-            self._reached = {key: reached for key, reached in self._reached.items() if reached.parameter() is not None}
 
     def _tell(self, optimizer: Any, used: list[torch.Tensor]) -> None:
         unread = sum(map(is_on_device, used))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,21 +21,15 @@ from ...core.recorder.writer import OpenPage
 from ...core.tell import tell
 from ...core.torch_names import name_in_torch
 from ..compile import traced_hooks as traced
-from ..compile.attach import CompiledRegions
 from ..record.autograd_graph import GraphCalls, next_node
 from ..record.collectives import issued
-from ..record.device_rows import LateMasks
-from ..record.judging import AlarmRecorder
 from ..record.names import batch_digest, class_of, inputs_of
-from ..record.progress import RunProgress
-from ..record.roots import ModuleInfo, RankRoots, RootInfo
-from ..record.rows import RowWriter
+from ..record.roots import ModuleInfo, RootInfo
 from ..stack_file import look_at_stack_file
 from ..stats.device import without_modes
-from .backward import BackwardHooks
 from .call_frames import CallFrames
-from .global_hooks import GlobalHooks, RunningCalls
-from .skipping import BatchSkipping, CompiledPolicy
+from .global_hooks import GlobalHooks
+from .skipping import BatchSkipping
 
 try:
     from ..native.core import call_begins, call_ends, work_begins, work_ends
@@ -54,26 +47,19 @@ _MODULE = int(HeadField.MODULE)
 class ModuleCalls:
     """The module calls of one rank. torch calls `before` and `after`."""
 
-    _running: RunningCalls
-    _skipping: BatchSkipping
-    _policy: CompiledPolicy
-    _graphs: CompiledRegions
     _frames: CallFrames
-    _roots: RankRoots
-    _rows: RowWriter
-    _masks: LateMasks
-    _judging: AlarmRecorder
-    _gradients: BackwardHooks
-    _progress: RunProgress
+    _skipping: BatchSkipping
     _global: GlobalHooks
-    _fault: Callable[[str, Exception], None]
 
     def __post_init__(self) -> None:
+        self._running, self._gradients = self._frames.running, self._frames.gradients
         self._stack, self._depths = self._running.stack, self._running.depths
-        self._around_graphs = self._policy.around
-        self._recorder = self._progress.recorder
-        self._fields = self._progress.fields
-        self._lock = self._progress.lock
+        self._graphs, self._around_graphs = self._frames.graphs, self._frames.policy.around
+        parts = self._frames.frames
+        self._progress, self._roots, self._rows = parts.progress, parts.roots, parts.rows
+        self._judging, self._masks = parts.judging, parts.judging.masks
+        self._recorder, self._fields = self._progress.recorder, self._progress.fields
+        self._lock, self._fault = self._progress.lock, self._progress.faults.record
         settings = self._progress.settings
         self._sync = settings.sync
         self._grads = "grads" in settings.watch
@@ -107,22 +93,19 @@ class ModuleCalls:
     def after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
         """A module has returned, or raised: then its output is None."""
         # `rest` is (kwargs, output). When the forward raised, torch (up to at least 2.13) omits kwargs in a global hook
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
         if _is_compiling():
             if torch.compiler.is_dynamo_compiling() and traced.after is not None:
-                if len(rest) == 2:
-                    traced.after(module, args, rest[0], rest[1])
-                else:
-                    traced.after(module, args, {}, rest[0])
+                traced.after(module, args, kwargs, output)
             return
         work_begins()
         try:
             if self._skipping.root is not None:
                 if self._skipping.root() is module:
-                    self._skipping.ends(module, rest[-1])
+                    self._skipping.ends(module, output)
                 return
             if not self._stack or _is_tracing():
                 return
-            kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
             finished = None
             try:
                 finished = self._leave(module, args, kwargs, output)
@@ -132,24 +115,13 @@ class ModuleCalls:
             if finished is not None:
                 self._batch_ended(finished)
             if self._sync and output is not None:
-                self._judge_now()
+                self._judging.finish_and_raise("forward hook")
         finally:
             call_ends()
 
     def _skip_graphs(self) -> None:
-        try:
-            with self._lock:
-                self._graphs.skip()
-        except Exception as error:
-            self._fault("forward pre-hook", error)
-
-    def _judge_now(self) -> None:
-        """`--sync`: wait for the numbers of the call that just returned. May raise OverflowDetected."""
-        try:
-            self._judging.finish()
-        except Exception as error:
-            self._fault("forward hook", error)
-        self._judging.raise_pending()
+        with self._progress.faults.within("forward pre-hook"), self._lock:
+            self._graphs.skip()
 
     def _batch_ended(self, root: RootInfo) -> None:
         """The root's forward has returned. Raises only OverflowDetected, or JobEnded for --abort-after-batch."""
@@ -157,7 +129,7 @@ class ModuleCalls:
         if self._judging.pending is not None:
             self._judging.raise_pending()
         batch = self._progress.batch
-        if self._last_batch is not None and self._skipping.is_main(root) and batch >= self._last_batch:
+        if self._last_batch is not None and root.id == self._skipping.first_root and batch >= self._last_batch:
             tell(f"gpuwatch: rank {self._progress.rank}: ending after batch {batch}: --abort-after-batch")
             raise JobEnded(0)
 
@@ -228,7 +200,7 @@ class ModuleCalls:
         if root.page is not None:
             self._judging.forward_ends(root.page)  # an interrupt may have ended it without its hooks
         self._judging.collect()
-        if self._judging.held is not None and root.page is not None:
+        if root.page is not None:
             self._judging.held.batch_ended(root.page)
         self._gradients.batch_begins()
 

@@ -6,20 +6,18 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...core.events import OwnFault, RunPosition
+from ...core.events import RunPosition
 from ...core.frames import Phase
 from ...core.judge import WarningLimits
-from ...core.recorder.layout import NOTHING, HeadField, HooksState, seal
+from ...core.recorder.layout import NOTHING, HeadField, seal
 from ...core.recorder.writer import RecorderWriter
 from ...core.settings import WorkerSettings
 from ..compile.apart import apart_from_dynamo
 from ..compile.attach import CompiledRegions
-from ..patches import PatchLedger
 from ..record.device_rows import LateMasks
 from ..record.held_alarms import TrainedModules
 from ..record.judging import AlarmRecorder, FrameWriter
@@ -32,7 +30,7 @@ from ..stats.device import without_modes
 from ..stats.notable import NotableFilter
 from .backward import BackwardHooks
 from .call_frames import CallFrames
-from .global_hooks import CALL, ExportPatches, GlobalHooks, RunningCalls
+from .global_hooks import CALL, GlobalHooks, RunningCalls, patch_exports
 from .grad_scaler import GradScalerHooks
 from .module_calls import ModuleCalls
 from .native_writer import called_by_native_hooks
@@ -40,46 +38,6 @@ from .optimizer import OptimizerHooks
 from .process_groups import CollectivePatches
 from .second_look import SecondLook
 from .skipping import BatchSkipping, CompiledPolicy
-
-_MAX_FAULTS = 20
-
-
-@dataclass(eq=False, repr=False)
-class FaultRecorder:
-    """Records errors of gpuwatch itself within a hook: the training goes on.
-
-    `_MAX_FAULTS` of them remove the hooks, so the hooks' ledger is made here.
-    """
-
-    _recorder: RecorderWriter
-    _where: Callable[[], RunPosition]
-
-    def __post_init__(self) -> None:
-        self._count = 0
-        self.patches = PatchLedger(self.record)
-
-    def record(self, part: str, error: Exception) -> None:
-        """Record an error of this part."""
-        self._count += 1
-        try:
-            if self._count <= _MAX_FAULTS:
-                self._append(part, error)
-            else:
-                self._recorder.count_fault(part)
-            if self._count == _MAX_FAULTS:
-                self._recorder.fields[HeadField.HOOKS] = HooksState.DETACHED
-        except Exception:  # the recorder is closed
-            pass
-        if self._count == _MAX_FAULTS:
-            self.patches.undo()
-
-    def _append(self, part: str, error: Exception) -> None:
-        try:
-            fault = OwnFault(self._where(), part, f"{type(error).__name__}: {error}")
-        except Exception:
-            self._recorder.count_fault(part)
-        else:
-            self._recorder.append(fault)
 
 
 class ModuleHooks:
@@ -95,8 +53,8 @@ class ModuleHooks:
         notable = NotableFilter(WarningLimits(settings.near_overflow, settings.underflow_share))
         self.progress = progress = RunProgress(recorder, settings, rank)
         self._running = running = RunningCalls(progress)
-        self._faults = FaultRecorder(recorder, running.where)
-        fault, self._patches = self._faults.record, self._faults.patches
+        progress.faults.where = running.where
+        fault, self._patches = progress.faults.record, progress.faults.patches
         # Lambdas stand for objects that are made further down. They are called once the hooks are attached.
         with_grads = "grads" in settings.watch
         self._roots = roots = RankRoots(
@@ -104,8 +62,8 @@ class ModuleHooks:
         )
         self.rows = rows = RowWriter(recorder, selection, notable, fault, progress.lock)
         masks = LateMasks(rows)
-        passed = PassedValues(progress, progress.groups)
-        self._late_passed = late_passed = LatePassed(passed, rows, progress.groups, progress.lock, fault, masks)
+        passed = PassedValues(progress)
+        self._late_passed = late_passed = LatePassed(passed, rows, progress, masks)
         self._trained = TrainedModules(roots)
         self.judging = judging = AlarmRecorder(
             progress,
@@ -118,41 +76,22 @@ class ModuleHooks:
             on_bad_weight=lambda *weight: steps.steps.weight_is_bad(*weight),
             look_again=lambda bad: second_look.look(bad),
         )
-        self.frames = frames = FrameWriter(progress, judging)
-        self._gradients = gradients = BackwardHooks(progress, rows, frames, judging, fault)
-        self._skipping = skipping = BatchSkipping(progress, roots, rows, frames, judging, fault, only)
-        policy = CompiledPolicy(running, skipping, roots, progress)
+        self.frames = frames = FrameWriter(progress, roots, rows, judging)
+        self._gradients = gradients = BackwardHooks(frames)
+        self._skipping = skipping = BatchSkipping(frames, only)
+        policy = CompiledPolicy(running, skipping, frames)
         self._graphs = graphs = CompiledRegions(policy, progress, roots, rows, frames, gradients, fault)
         self._global = global_hooks = GlobalHooks(running, progress)
-        self._steps = steps = OptimizerHooks(
-            progress, rows, roots, frames, judging, gradients, graphs, global_hooks, fault, only is not None
-        )
-        self._scalers = scalers = GradScalerHooks(progress, judging, gradients, steps, fault)
-        second_look = SecondLook(
-            running, policy, progress, roots, rows, gradients, steps.steps, scalers, late_passed, masks
-        )
-        self._call_frames = call_frames = CallFrames(running, progress, rows, frames, gradients, graphs, policy)
-        self._calls = ModuleCalls(
-            running,
-            skipping,
-            policy,
-            graphs,
-            call_frames,
-            roots,
-            rows,
-            masks,
-            judging,
-            gradients,
-            progress,
-            global_hooks,
-            fault,
-        )
+        self._steps = steps = OptimizerHooks(frames, gradients, graphs, global_hooks, only is not None)
+        self._scalers = scalers = GradScalerHooks(frames, gradients, steps)
+        self._call_frames = call_frames = CallFrames(running, frames, gradients, graphs, policy)
+        second_look = SecondLook(call_frames, steps.steps, scalers)
+        self._calls = ModuleCalls(call_frames, skipping, global_hooks)
         looks = "comms" in settings.watch
         recorder.fields[HeadField.PASSED_UNSEEN] = seal(not looks)
         self._collectives = CollectivePatches(
             progress.groups, fault, passed=passed if looks else None, late=late_passed
         )
-        self._exports = ExportPatches(global_hooks)
 
     # -- attach and detach --------------------------------------------------------------------------------------
 
@@ -175,7 +114,7 @@ class ModuleHooks:
         self._collectives.attach()
         self._patches.at_undo(self._collectives.detach)
         self._steps.attach(self._patches)
-        self._exports.attach(self._patches)
+        patch_exports(self._global, self._patches)
         self._trained.attach(self._patches)
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
@@ -209,13 +148,11 @@ class ModuleHooks:
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
         self.put_back()
-        try:
+        with self.progress.faults.within("process groups"):
             self.progress.groups.notice()
-        except Exception as error:
-            self._faults.record("process groups", error)
         with self.progress.lock:
             self._graphs.take()
-            for root in self._roots.infos():
+            for root in self._roots.infos:
                 self._graphs.batch_ends(root)
                 if root.page is not None:
                     self.judging.forward_ends(root.page)
@@ -225,7 +162,7 @@ class ModuleHooks:
                 self._recorder.append(cost)
             everything = self.judging.collect()
             everything &= self._late_passed.settle()
-            if everything and self.judging.held is not None:
+            if everything:
                 self.judging.held.script_ended()
         return self._scalers.collect() and everything
 
@@ -247,11 +184,8 @@ class ModuleHooks:
 
     def look_at(self, tensor: Any, name: str) -> None:
         """Record a tensor that the script names (`gpuwatch.detect_overflow`). May raise OverflowDetected."""
-        try:
-            with self.progress.lock:
-                without_modes(self._record_named, tensor, name)
-        except Exception as error:
-            self._faults.record("detect_overflow", error)
+        with self.progress.faults.within("detect_overflow"), self.progress.lock:
+            without_modes(self._record_named, tensor, name)
         self.judging.raise_pending()
 
     def _record_named(self, tensor: Any, name: str) -> None:

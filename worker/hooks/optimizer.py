@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,9 @@ from ...core.roles import param_group
 from ..compile.attach import CompiledRegions
 from ..patches import PatchLedger
 from ..record.collectives import ranks
-from ..record.judging import AlarmRecorder, FrameWriter
-from ..record.progress import RunProgress
-from ..record.roots import ModuleInfo, RankRoots, RootInfo
-from ..record.rows import RecordedRow, RowWriter
+from ..record.judging import FrameWriter
+from ..record.roots import ModuleInfo, RootInfo
+from ..record.rows import RecordedRow
 from ..stats.device import is_on_device, without_modes
 from ..stats.tensor_stats import measure
 from .backward import BackwardHooks
@@ -32,34 +31,34 @@ from .rpc_optimizer import RpcOptimizers, ScriptedOptimizer
 class OptimizerHooks:
     """Records gradients before every optimizer step and weights after it."""
 
-    _progress: RunProgress
-    _rows: RowWriter
-    _roots: RankRoots
     _frames: FrameWriter
-    _judging: AlarmRecorder
     _gradients: BackwardHooks
     _graphs: CompiledRegions
     _global: GlobalHooks
-    _on_fault: Callable[[str, Exception], None]
     _is_part: bool
     """One model is watched: optimizers without any of its parameters are not guarded."""
 
     def __post_init__(self) -> None:
+        self._progress, self._roots = self._frames.progress, self._frames.roots
+        self._rows, self._judging = self._frames.rows, self._frames.judging
+        self._before_faults = self._progress.faults.within("before the optimizer step")
+        self._after_faults = self._progress.faults.within("after the optimizer step")
         settings = self._progress.settings
         self._recorder = self._progress.recorder
         self._guard = settings.guard_optimizer
         self._continues = settings.on_overflow == "continue"
         self._grads = "grads" in settings.watch
         self._weights = "weights" in settings.watch
-        self.steps = OptimizerSteps(self._progress, self._rows, self._roots, self._frames)
+        self.steps = OptimizerSteps(self._frames)
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
         self._loose: Loose = []
         """Parameters of the optimizer that steps which belong to no module that was called. Kept for the step alone."""
-        self._loose_reader = LooseReader(self._progress, self._rows, self._roots, self._frames)
+        self._loose_reader = LooseReader(self._frames)
         self._grouped: ModuleParameters | None = None
         """The parameters of the optimizer that steps, as they were before the step."""
-        self._of_rpc = RpcOptimizers(self._before_scripted, self._step_ended, self._count, self._on_fault)
+        faults = self._progress.faults.within("an optimizer of RPC")
+        self._of_rpc = RpcOptimizers(self._before_scripted, self._step_ended, self._count, faults)
 
     def attach(self, patches: PatchLedger) -> None:
         """See the steps of RPC as well, which torch's hooks do not see."""
@@ -75,14 +74,12 @@ class OptimizerHooks:
         """
         if torch.compiler.is_compiling():
             return None
-        try:
+        with self._before_faults:
             self._global.put_back()
             with self._progress.lock:
                 self._graphs.take()
                 self._judging.collect()
                 self._gradients.let_go()
-        except Exception as error:
-            self._on_fault("before the optimizer step", error)
         self._progress.times.optimizer_begins()
         self._progress.enter(RankPhase.OPTIMIZER)
         self.steps.begins(optimizer)
@@ -103,15 +100,12 @@ class OptimizerHooks:
 
     def _check_gradients(self, optimizer: Any) -> None:
         if self._guard or (self._grads and not self._progress.skipped):
-            try:
+            with self._before_faults:
                 with self._progress.lock:
                     bad = without_modes(self._record_gradients, optimizer)
-                if self._judging.held is not None:
-                    self._judging.held.gradients_are_known()
+                self._judging.held.gradients_are_known()
                 if bad and self._guard and self._continues:
                     optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient is not updated
-            except Exception as error:
-                self._on_fault("before the optimizer step", error)
         self._judging.raise_pending()
 
     def _with_guard(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -155,14 +149,11 @@ class OptimizerHooks:
         self._rows.flush()
         if not self._guard or given is not None:
             return False
-        if not (self._is_part and self._is_foreign(optimizer)):
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if not self._is_part or any(map(self._roots.owner_of, held)):
             written += self._record_unwatched(optimizer, mark)
         self._judging.finish()
         return any(self._judging.judge_again(page, index).alarm is not None for page, index in written)
-
-    def _is_foreign(self, optimizer: Any) -> bool:
-        groups = optimizer.param_groups
-        return not any(self._roots.owner_of(parameter) for group in groups for parameter in group["params"])
 
     def _record_unwatched(self, optimizer: Any, mark: int) -> list[tuple[OpenPage, int]]:
         """The guard also reads gradients outside of all watched modules. Only non-finite ones get a frame."""
@@ -206,19 +197,14 @@ class OptimizerHooks:
         progress = self._progress
         self._count()
         if self._weights and not progress.skipped:
-            try:
+            with self._after_faults:
                 self.steps.add(optimizer)
                 with progress.lock:
                     without_modes(self._record_weights, optimizer)
-            except Exception as error:
-                self._on_fault("after the optimizer step", error)
-        with self._progress.lock:
-            try:
+        with progress.lock:
+            with self._after_faults:
                 progress.groups.notice()  # what DDP has issued in the backward
-                if self._judging.held is not None:
-                    self._judging.held.stepped(optimizer)
-            except Exception as error:
-                self._on_fault("after the optimizer step", error)
+                self._judging.held.stepped(optimizer)
             self._recorder.pause_page()
         progress.enter(RankPhase.SCRIPT)
 

@@ -22,9 +22,8 @@ from ...core.recorder.writer import OpenPage
 from ...core.roles import parse_role
 from ..record.held_alarms import NonFiniteRow
 from ..record.judging import FrameWriter
-from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo, RankRoots
-from ..record.rows import RecordedRow, RowWriter
+from ..record.rows import RecordedRow
 from ..stats.device import without_modes
 from ..stats.tensor_stats import measure
 from .loose_parameters import Loose
@@ -55,12 +54,10 @@ class _LastStep(NamedTuple):
 class OptimizerSteps:
     """The last steps of a rank."""
 
-    _progress: RunProgress
-    _rows: RowWriter
-    _roots: RankRoots
     _frames: FrameWriter
 
     def __post_init__(self) -> None:
+        self._progress, self._roots, self._rows = self._frames.progress, self._frames.roots, self._frames.rows
         self._steps: deque[_StepSettings] = deque(maxlen=_KEPT)
         self._last: dict[int, _LastStep] = {}
         """By id of the optimizer. Only for frames whose numbers arrive later."""
@@ -258,11 +255,9 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
             for position, part in enumerate(value):
                 if isinstance(part, int | float):
                     found[f"{key}[{position}]"] = float(part)
-        elif isinstance(value, int | float) or _is_on_host(value):
+        # a learning rate may be a tensor; one on a device is not read, as that waits for the device
+        elif isinstance(value, int | float) or (
+            isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1
+        ):
             found[key] = float(value)
     return found
-
-
-def _is_on_host(value: Any) -> bool:
-    """A learning rate may be a tensor. One on a device is not read: that waits for the device."""
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1

@@ -11,8 +11,7 @@ same. From torch 2.14 on that optimizer is a class of Python, whose `step` is re
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from ..patches import PatchLedger, after_import
+from ..record.progress import FaultGuard
 
 _MODULE = "torch.distributed.optim.optimizer"
 
@@ -76,12 +76,6 @@ def _step(place: torch.Tensor, context: int, begins: bool) -> None:
         return
 
 
-def _settings_of(optimizer: Any) -> dict[str, Any]:
-    """Learning rate and the like, as torch's functional optimizers keep them."""
-    defaults = getattr(optimizer, "defaults", None)
-    return dict(defaults) if isinstance(defaults, dict) else {}
-
-
 @functools.cache
 def _define() -> Any:
     """Define the operation. `place` counts as written to, so that TorchScript drops no call."""
@@ -98,7 +92,7 @@ class RpcOptimizers:
     _before: Callable[[ScriptedOptimizer], None]
     _after: Callable[[ScriptedOptimizer], None]
     _count: Callable[[], None]
-    _on_fault: Callable[[str, Exception], None]
+    _faults: FaultGuard
 
     def attach(self, patches: PatchLedger) -> None:
         """Begin, or wait until the script imports the optimizer's module."""
@@ -118,7 +112,7 @@ class RpcOptimizers:
         @functools.wraps(step)
         def step_seen(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             result = step(optimizer, *args, **kwargs)
-            with self._faults():
+            with self._faults:
                 if not any(each.is_owner() for each in optimizer.remote_optimizers):
                     self._count()
             return result
@@ -133,18 +127,18 @@ class RpcOptimizers:
             seen = known.get(optimizer)
             if seen is None:
                 name = f"{_MODULE}.{type(optimizer.optim).__name__}"
-                seen = known[optimizer] = ScriptedOptimizer(
-                    name, optimizer._local_params, _settings_of(optimizer.optim)
-                )
+                defaults = getattr(optimizer.optim, "defaults", None)  # learning rate and the like
+                settings = dict(defaults) if isinstance(defaults, dict) else {}
+                seen = known[optimizer] = ScriptedOptimizer(name, optimizer._local_params, settings)
             return seen
 
         @functools.wraps(step)
         def step_seen(optimizer: Any, context: int, *args: Any, **kwargs: Any) -> Any:
-            with self._faults():
+            with self._faults:
                 gradients = torch.distributed.autograd.get_gradients(context)  # type: ignore[attr-defined]  # of C++
                 self._tell(seen_as(optimizer), gradients, True)
             result = step(optimizer, context, *args, **kwargs)
-            with self._faults():
+            with self._faults:
                 self._tell(seen_as(optimizer), {}, False)
             return result
 
@@ -156,7 +150,7 @@ class RpcOptimizers:
 
         @functools.wraps(new)
         def new_seen(optim_cls: Any, local_params_rref: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
+            with self._faults:
                 _define()
                 name = f"{_MODULE}.{getattr(optim_cls, '__name__', '?')}"
                 parameters = [rref.local_value() for rref in local_params_rref]
@@ -166,24 +160,15 @@ class RpcOptimizers:
                     seen = compiled(ScriptedStep(made, torch.tensor(place)))
                     _optimizers.append(ScriptedOptimizer(name, parameters, kwargs))
                 return torch.distributed.rpc.RRef(seen, interface)
-            except Exception as error:
-                self._on_fault("an optimizer of RPC", error)
-                return new(optim_cls, local_params_rref, *args, **kwargs)
+            return new(optim_cls, local_params_rref, *args, **kwargs)
 
         return new_seen
 
     def _tell(self, optimizer: ScriptedOptimizer, gradients: dict[torch.Tensor, torch.Tensor], begins: bool) -> None:
-        with self._faults():
+        with self._faults:
             if begins:
                 optimizer.gradients = {id(parameter): gradient for parameter, gradient in gradients.items()}
                 self._before(optimizer)
             else:
                 self._after(optimizer)
                 optimizer.gradients = {}
-
-    @contextmanager
-    def _faults(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._on_fault("an optimizer of RPC", error)

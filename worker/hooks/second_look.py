@@ -27,23 +27,16 @@ from ...core.recorder.pages import OwnPages
 from ...core.roles import RoleKind, parse_role
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, Value, name_of
-from ..record.device_rows import LateMasks
 from ..record.graph_sources import explaining_row, shown_in, sources_later, sources_now
 from ..record.graph_users import BadOutput, graph_users
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import class_of
-from ..record.passed import LatePassed
-from ..record.progress import RunProgress
-from ..record.roots import RankRoots
-from ..record.rows import RowWriter
 from ..stats.device import without_modes
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
-from .backward import BackwardHooks
-from .global_hooks import RunningCalls
+from .call_frames import CallFrames
 from .grad_scaler import GradScalerHooks
 from .module_calls import ModuleCalls
 from .optimizer_steps import OptimizerSteps
-from .skipping import CompiledPolicy
 
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _AFTER = ModuleCalls.after.__code__
@@ -60,18 +53,15 @@ _CONTAINERS = (list, tuple, dict, deque)
 class SecondLook:
     """Reads the module of a rank's first alarm again."""
 
-    _running: RunningCalls
-    _policy: CompiledPolicy
-    _progress: RunProgress
-    _roots: RankRoots
-    _rows: RowWriter
-    _gradients: BackwardHooks
+    _calls: CallFrames
     _steps: OptimizerSteps
     _scalers: GradScalerHooks
-    _late_passed: LatePassed
-    _masks: LateMasks
 
     def __post_init__(self) -> None:
+        self._running, self._gradients, self._policy = self._calls.running, self._calls.gradients, self._calls.policy
+        parts = self._calls.frames
+        self._progress, self._roots, self._rows = parts.progress, parts.roots, parts.rows
+        self._late_passed, self._masks = parts.judging.passed, parts.judging.masks
         self._own = OwnPages(self._progress.recorder)
 
     def look(self, bad: NonFiniteRow) -> LookedAgain | None:
@@ -86,6 +76,8 @@ class SecondLook:
         same_step = self._progress.step == bad.page.step
         changed, bad_weight = without_modes(self._changed_weights, bad) if same_step else ([], None)
         role, own_code = without_modes(self._own_code_of, bad, module)
+        of_backward = bad.frame.phase in ("backward", "collective")
+        parameter = self._parameter_of(bad) if of_backward else None
         return msgspec.structs.replace(
             found,
             optimizer=last,
@@ -97,15 +89,10 @@ class SecondLook:
             threads=self._running.page_with_threads == bad.page.number,
             own_code=own_code,
             own_code_of=role,
-            left=self._was_left(bad),
+            left=parameter is not None and self._gradients.left.was_bad(parameter, bad.page.number),
             closed=self._masks.closed_in(bad.page.number, bad.frame.module),
             without_graph=not bad.page.with_gradients and not type(module).__module__.startswith("torch."),
         )
-
-    def _was_left(self, bad: NonFiniteRow) -> bool:
-        """Whether a parameter's bad gradient was not finite before the backward began."""
-        parameter = self._parameter_of(bad) if bad.frame.phase in ("backward", "collective") else None
-        return parameter is not None and self._gradients.left.was_bad(parameter, bad.page.number)
 
     def _parameter_of(self, bad: NonFiniteRow) -> torch.Tensor | None:
         """The parameter that a row of a gradient is about; None if it is about none."""
@@ -131,16 +118,14 @@ class SecondLook:
             return row.role, sources_now(
                 row, frame.module, module, _AFTER, self._running.nodes, self._running.stack, shown
             )
-        known = (*self._gradients.graphs, *self._gradients.held)
-        graph = next((graph for graph in known if graph.calls.page == page.number and graph.within is None), None)
+        graph = next((graph for graph in self._gradients.graphs.of(page.number) if graph.within is None), None)
         return row.role, sources_later(row, frame.module, graph, shown) if graph is not None else []
 
     def _graph_of(self, bad: NonFiniteRow) -> list[GraphNode]:
         """The nodes that used the tensor whose gradient is bad; empty for other rows, or if unknown."""
         if bad.frame.phase != "backward":
             return []
-        known = (*self._gradients.graphs, *self._gradients.held)
-        graphs = [graph for graph in known if graph.calls.page == bad.page.number]
+        graphs = self._gradients.graphs.of(bad.page.number)
         named = (bad.frame.module, bad.frame.cls)
         number = next((i.id for graph in graphs for i, _, _ in graph.calls.calls if (i.name, i.cls) == named), None)
         if number is None:

@@ -17,11 +17,11 @@ from ...core.recorder.layout import HeadField
 from ..compile.kinds import RegionScope
 from ..compile.traced_hooks import is_a_backward
 from ..compile.views import CompiledViews
-from ..record.judging import AlarmRecorder, FrameWriter
+from ..record.judging import FrameWriter
 from ..record.names import class_of, outputs_of, unwrap
-from ..record.progress import CostMeter, RunProgress
-from ..record.roots import ModuleInfo, RankRoots, RootInfo
-from ..record.rows import RecordedRow, RowWriter
+from ..record.progress import CostMeter
+from ..record.roots import ModuleInfo, RootInfo
+from ..record.rows import RecordedRow
 from ..stats.device import without_modes
 from .global_hooks import RunningCalls
 
@@ -34,23 +34,21 @@ _SHAPE_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference
 class BatchSkipping:
     """The skipped batches of one rank. `root` is a weak reference to a running root that is not recorded, else None."""
 
-    _progress: RunProgress
-    _roots: RankRoots
-    _rows: RowWriter
     _frames: FrameWriter
-    _judging: AlarmRecorder
-    _fault: Callable[[str, Exception], None]
     only: InitVar[torch.nn.Module | None]
     """The model that is watched; None: all are."""
 
     def __post_init__(self, only: torch.nn.Module | None) -> None:
+        self._progress, self._rows = self._frames.progress, self._frames.rows
         self._only = frozenset(map(id, only.modules())) if only is not None else None
         """Ids of the modules that may be roots; None: all."""
-        self._classes = {class_of(part) for part in only.modules()} if only is not None else set()
+        self.classes = {class_of(part) for part in only.modules()} if only is not None else set()
+        """Where not all modules may be roots: the classes of those that may, and of the modules in them."""
         settings = self._progress.settings
         self._every, self._traced = settings.every, settings.trace_batches
         self._cost = CostMeter() if settings.measure_cost else None
-        self._first_root: int | None = None
+        self.first_root: int | None = None
+        """Id of the first root that was called: the main one."""
         self.root: Callable[[], torch.nn.Module | None] | None = None
         self._infers_shapes = False
         """The skipped root runs for torch's shape inference and is not a batch."""
@@ -60,14 +58,6 @@ class BatchSkipping:
     def is_watched(self, *modules: torch.nn.Module | None) -> bool:
         """Whether one of these may be a root."""
         return self._only is None or not self._only.isdisjoint(map(id, modules))
-
-    def shares_class(self, cls: str) -> bool:
-        """Whether a module that may be a root, where not all may, or one in it, is of this class."""
-        return cls in self._classes
-
-    def is_main(self, root: RootInfo) -> bool:
-        """Whether this root was the first one that was called."""
-        return root.id == self._first_root
 
     def leaves_out(self, module: torch.nn.Module) -> bool:
         """Whether a call of this module outside of all others is no part of a batch."""
@@ -92,11 +82,11 @@ class BatchSkipping:
 
     def skips(self, module: torch.nn.Module, root: RootInfo, opens_batch: bool) -> bool:
         """A root is called. Whether its batch is skipped."""
-        if self._first_root is None:
-            self._first_root = root.id
+        if self.first_root is None:
+            self.first_root = root.id
         if opens_batch:
             root.batches += 1
-            if self._cost is not None and root.id == self._first_root:
+            if self._cost is not None and root.id == self.first_root:
                 self._cost.batch_begins(self._is_skipped(root.batches - 1))
         self._progress.skipped = self._is_skipped(max(0, root.batches - 1))
         if not self._progress.skipped:
@@ -143,16 +133,13 @@ class BatchSkipping:
         inferred_shapes, self._infers_shapes = self._infers_shapes, False
         if output is None or inferred_shapes or self._cost is not None:
             return
-        try:
-            with self._progress.lock:
-                without_modes(self._record, module, output)
-        except Exception as error:
-            self._fault("forward hook", error)
-        self._judging.raise_pending()
+        with self._progress.faults.within("forward hook"), self._progress.lock:
+            without_modes(self._record, module, output)
+        self._frames.judging.raise_pending()
 
     def _record(self, module: torch.nn.Module, output: Any) -> None:
         """Write a frame of the root's output, unless all of it is known to be finite."""
-        info, _ = self._roots.enter(module)
+        info, _ = self._frames.roots.enter(module)
         page = None
         rows: list[RecordedRow] = []
         for role, leaf in outputs_of(output):
@@ -197,10 +184,10 @@ class CompiledPolicy:
 
     _running: RunningCalls
     _skipping: BatchSkipping
-    _roots: RankRoots
-    _progress: RunProgress
+    _frames: FrameWriter
 
     def __post_init__(self) -> None:
+        self._roots, self._progress = self._frames.roots, self._frames.progress
         self._stack = self._running.stack
         self.around: set[str] = set()
         """Classes of modules whose forward runs compiled regions. The set stays the same."""
@@ -218,7 +205,7 @@ class CompiledPolicy:
         inner = self._stack[-1] if self._stack else None
         if not self._skipping.is_running:
             if inner is None and not self._skipping.is_watched(first, owner):
-                if self._skipping.shares_class(cls):  # those that are watched will share it
+                if cls in self._skipping.classes:  # those that are watched will share it
                     self.not_looked_into(None, cls)
                 return RegionScope.NO
             if inner is not None and owner is not None and inner.ref() is owner:
@@ -231,20 +218,18 @@ class CompiledPolicy:
 
     def may_not_open(self, cls: str) -> None:
         """A compiled region is not recorded. Its first module is of this class."""
-        if self._stack or not self._skipping.is_running:
-            self.not_looked_into(self._stack[-1] if self._stack else None, cls)
-        else:
-            self._note(("", cls, True))
+        self.not_looked_into(self._stack[-1] if self._stack else None, cls, self._skipping.is_running)
 
     def unseen(self, views: CompiledViews) -> None:
         """This torch does not let us see all of a graph."""
         self._progress.unseen_in_compiled(self._running.where(), views.missing, not views.rows)
 
-    def not_looked_into(self, info: ModuleInfo | None, cls: str) -> None:
-        """Record that no frame shows compiled code of this module, or, if the module is unknown, of this class."""
-        self._note((info.name, info.cls, True) if info is not None else ("", cls, False))
+    def not_looked_into(self, info: ModuleInfo | None, cls: str, is_shown: bool = False) -> None:
+        """Record that no frame shows compiled code of this module, or, if the module is unknown, of this class.
 
-    def _note(self, place: tuple[str, str, bool]) -> None:
+        `is_shown`: whether a frame shows the module around code of an unknown one.
+        """
+        place = (info.name, info.cls, True) if info is not None else ("", cls, is_shown)
         if place not in self._not_looked_into:
             self._not_looked_into.add(place)
             self._progress.recorder.append(NotLookedInto(self._running.where(), *place))

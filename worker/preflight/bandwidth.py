@@ -142,7 +142,7 @@ def _link_speeds(group: GroupCollectives, pairs: Sequence[tuple[int, int]], size
 def _longest(group: GroupCollectives, seconds: float) -> float:
     """The longest time of all ranks, which all ranks get."""
     value = torch.tensor([seconds], dtype=torch.float64, device=group.device)
-    group.all_reduce(value, dist.ReduceOp.MAX)
+    group.run("all_reduce", value, op=dist.ReduceOp.MAX)
     return float(value.item())
 
 

@@ -59,15 +59,15 @@ def _coordinate() -> int:
     settings = WorkerSettings.from_environment()
     assert settings is not None
     identity = RankIdentity.from_environment(os.environ)
-    deadlines = StageDeadlines(settings.preflight_timeout_s)
     if not options.fallen:
         where = RunPosition(identity.rank, settings.attempt)
-        say(PreflightBegan(where, "inventory", deadlines.work("inventory")))
+        say(PreflightBegan(where, "inventory", StageDeadlines(settings.preflight_timeout_s).work("inventory")))
     path_as_given()
     from .course import PreflightRun  # imports torch
 
-    run = PreflightRun(identity, settings, deadlines, say, began, options.script)
+    run = PreflightRun(identity, settings, say, began, options.script)
     if options.fallen:
-        run.tell_others(options.fallen, RankStepReport("fallen", options.detail, said=options.stage))
-    run.run()
+        run.run(options.fallen, RankStepReport("fallen", options.detail, said=options.stage))
+    else:
+        run.run()
     return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 
 import msgspec
@@ -50,43 +52,42 @@ _FAREWELL = "farewell"
 _ORDER: tuple[Grade, ...] = ("ok", "unknown", "warn", "fail")
 
 
+@dataclass(eq=False, repr=False)
 class PreflightRun:
-    """`say` is called with each line for the worker. `began` is the coordinator's start on the monotonic clock."""
+    """One rank's preflight."""
 
-    def __init__(
-        self,
-        identity: RankIdentity,
-        settings: WorkerSettings,
-        deadlines: StageDeadlines,
-        say: Callable[[Line], None],
-        began: float,
-        script: str = "",
-    ) -> None:
-        self._me = identity
-        self._where = RunPosition(identity.rank, settings.attempt)
-        self._settings = settings
-        self._deadlines = deadlines
-        self._say = say
+    _me: RankIdentity
+    _settings: WorkerSettings
+    _say: Callable[[Line], None]
+    """Called with each line for the worker."""
+    _began: float
+    """The coordinator's start on the monotonic clock."""
+    script: InitVar[str] = ""
+
+    def __post_init__(self, script: str) -> None:
+        self._where = RunPosition(self._me.rank, self._settings.attempt)
+        self._deadlines = StageDeadlines(self._settings.preflight_timeout_s)
         self._failure: RankStepReport | None = None
         """This rank cannot continue and only reports why: its coordinator died or hung, or gpuwatch has an error."""
-        self._next = "arrive"
-        self._prefix = f"gpuwatch/{settings.round}"
-        self._parts = RankTests(identity, settings, deadlines, self._prefix, script)
+        self._prefix = f"gpuwatch/{self._settings.round}"
+        self._parts = RankTests(self._me, self._settings, self._deadlines, self._prefix, script)
         self._roster: RankRoster | None = None
         self._steps: list[str] = []
-        self._arrived = identity.world_size
-        self._began = began
+        self._arrived = self._me.world_size
 
-    def tell_others(self, step: str, report: RankStepReport) -> None:
-        """Make `run` only report to the other ranks in this step."""
-        self._next, self._failure = step, report
+    def run(self, step: str = "arrive", failure: RankStepReport | None = None) -> None:
+        """Run all steps. The last line has the conclusion, also after a failure.
 
-    def run(self) -> None:
-        """Run all steps. The last line has the conclusion, also after a failure."""
-        now = StepConclusion(next=self._next)
+        `failure`: this rank's, of `step`, which is only reported to the others.
+        """
+        now, self._failure = StepConclusion(next=step), failure
         try:
-            inventory = RankStepReport() if self._failure else self._inventory()
-            self._meeting = self._connect()
+            inventory = RankStepReport() if failure else self._inventory()
+            if not failure:
+                self._begin("arrive")
+            store = connect(self._me, min(STORE_S, self._deadlines.timeout_s))
+            key = read_meeting_key(Path(self._settings.recorder_dir))
+            self._meeting = StoreRendezvous(store, self._prefix, self._me.rank, self._me.world_size, key)
             while now.next:
                 now = self._take_softly(now, inventory)
             self._leave(now)
@@ -127,13 +128,6 @@ class PreflightRun:
         self._end_stage("inventory", _worst(report.findings), report.detail)
         return report
 
-    def _connect(self) -> StoreRendezvous:
-        if self._failure is None:
-            self._begin("arrive")
-        store = connect(self._me, min(STORE_S, self._deadlines.timeout_s))
-        key = read_meeting_key(Path(self._settings.recorder_dir))
-        return StoreRendezvous(store, self._prefix, self._me.rank, self._me.world_size, key)
-
     def _take(self, step: str, before: StepConclusion, inventory: RankStepReport) -> StepConclusion:
         stage = stage_of(step)
         if self._failure is not None:
@@ -142,7 +136,7 @@ class PreflightRun:
         elif step == "arrive":
             report, takes_part = self._attend(inventory), True
         else:
-            takes_part = self._takes_part(step, before)
+            takes_part = is_local(step) or len(self._members(step, before)) > 1
             report = self._do(step, before) if takes_part else RankStepReport("idle")
         if report.kind == "fault":
             self._say(OwnFault(self._where, "preflight", f"{stage}: {report.detail}"))
@@ -166,35 +160,20 @@ class PreflightRun:
             heard = StepReports(step, reports, found.silent, found.leader_failed)
             return msgspec.json.encode(conclude_softly(self._settings, heard, before, self._roster))
 
-        data = self._meeting.meet(
-            step,
-            msgspec.json.encode(report),
-            draw,
-            reports_s=deadlines.reports(stage),
-            conclusion_s=deadlines.conclusion(stage),
-            deputy_s=DEPUTY_S,
-        )
+        reports_s, conclusion_s = deadlines.reports(stage), deadlines.conclusion(stage)
+        times = {"reports_s": reports_s, "conclusion_s": conclusion_s, "deputy_s": DEPUTY_S}
+        data = self._meeting.meet(step, msgspec.json.encode(report), draw, **times)
         return msgspec.json.decode(data, type=StepConclusion)
 
     def _leave(self, now: StepConclusion) -> None:
         if now.failed:
             self._say(StageProgress(_FAREWELL, limit_s=3 * FAREWELL_S, waits=True))
             self._steps.append(_FAREWELL)
-            try:
-                self._meeting.meet(
-                    _FAREWELL,
-                    b"{}",
-                    lambda reports: b"{}",
-                    reports_s=FAREWELL_S,
-                    conclusion_s=FAREWELL_S + 1.0,
-                    deputy_s=1.0,
-                )
-            except (StoreLost, NoConclusion):
-                pass  # this rank has the conclusion already
-        try:
+            times = {"reports_s": FAREWELL_S, "conclusion_s": FAREWELL_S + 1.0, "deputy_s": 1.0}
+            with suppress(StoreLost, NoConclusion):  # this rank has the conclusion already
+                self._meeting.meet(_FAREWELL, b"{}", lambda reports: b"{}", **times)
+        with suppress(StoreLost):  # its host has ended, and the store with it
             self._meeting.leave(self._steps, self._arrived)
-        except StoreLost:
-            pass  # its host has ended, and the store with it
 
     # -- this rank's part ---------------------------------------------------------------------------------------
 
@@ -205,19 +184,16 @@ class PreflightRun:
         )
         return RankStepReport(attendance=here, findings=inventory.findings)
 
-    def _takes_part(self, step: str, before: StepConclusion) -> bool:
-        return is_local(step) or len(self._members(step, before)) > 1
-
     def _members(self, step: str, before: StepConclusion) -> list[int]:
         """The ranks of the process group that this rank joins; [] if it joins none."""
         roster = self._roster
         assert roster is not None
         rank = self._me.rank
-        node = roster.nodes[rank]
+        node = roster.ranks[rank].node
         if step in ("node group", "inside"):
             return roster.ranks_of(node)
         if step == "heads":
-            heads = [head for head, local_rank in enumerate(roster.local_ranks) if local_rank == 0]
+            heads = [head for head, one in enumerate(roster.ranks) if one.local_rank == 0]
             return heads if rank in heads else []
         if step.startswith("pairs "):
             return next((roster.ranks_of(*pair) for pair in before.pairs if node in pair), [])
@@ -230,7 +206,7 @@ class PreflightRun:
             return RankStepReport(facts=self._parts.facts)
         assert self._roster is not None
         if is_local(step):
-            gpus = self._roster.gpus
+            gpus = [one.gpu for one in self._roster.ranks]
             alone = {
                 "health": self._parts.health,
                 "allocation": lambda: self._parts.allocation(gpus),
@@ -244,7 +220,7 @@ class PreflightRun:
             )
         if report.measured is not None:
             self._say(BandwidthRows(self._where, report.measured.rows))
-        self._end_stage(stage, _grade(report), report.detail or _text(report.findings))
+        self._end_stage(stage, _grade(report), report.detail or next((one.sentence for one in report.findings), ""))
         return report
 
     def _begin(self, stage: str, step: str = "arrive") -> None:
@@ -260,8 +236,7 @@ class PreflightRun:
     def _end_alone(self, now: StepConclusion, finding: PreflightFinding) -> StepConclusion:
         rank = self._me.rank
         own = next((outcome for outcome in now.outcomes if outcome.rank == rank), None)
-        if own is None:
-            own = RankOutcome(rank, "failed" if rank in finding.ranks else "victim", finding.stage, finding.sentence)
+        own = own or RankOutcome(rank, "failed" if rank in finding.ranks else "victim", finding.stage, finding.sentence)
         if self._failure is not None and self._failure.kind == "fallen":
             own = RankOutcome(rank, "failed", self._failure.said, self._failure.detail)
         others = [outcome for outcome in now.outcomes if outcome.rank != rank]
@@ -278,7 +253,7 @@ class PreflightRun:
 
     def _no_conclusion(self, step: str) -> PreflightFinding:
         stage = stage_of(step)
-        hosts = self._roster.hosts[:1] if self._roster else []
+        hosts = [self._roster.ranks[LEADER].host] if self._roster else []
         sentence = f"rank {LEADER} sent no conclusion in stage {stage}"
         next_ = f"Look at the host of rank {LEADER}: what ended or stopped its processes?"
         return failure(stage, "rank", [LEADER], hosts, sentence, next_, victims=[self._me.rank])
@@ -292,7 +267,3 @@ def _grade(report: RankStepReport) -> Grade:
 
 def _worst(findings: list[PreflightFinding]) -> Grade:
     return max((finding.grade for finding in findings), key=_ORDER.index, default="ok")
-
-
-def _text(findings: list[PreflightFinding]) -> str:
-    return findings[0].sentence if findings else ""

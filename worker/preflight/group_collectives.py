@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -146,30 +147,9 @@ class GroupCollectives:
     def __post_init__(self) -> None:
         self.limit_s = left_s(self.deadline)
 
-    def all_reduce(
-        self,
-        total: torch.Tensor,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Reduce in place."""
-        self.wait(dist.all_reduce(total, op=op, group=group, async_op=True), "all_reduce")
-
-    def all_gather(self, gathered: list[torch.Tensor], mine: torch.Tensor) -> None:
-        """Gather the tensors of all ranks into `gathered`."""
-        self.wait(dist.all_gather(gathered, mine, async_op=True), "all_gather")
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """Broadcast from `src`, a rank within the group."""
-        self.wait(dist.broadcast(tensor, src=src, async_op=True), "broadcast")
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called this."""
-        device_ids = [self.device.index] if self.device.type == "cuda" else None
-        self.wait(dist.barrier(device_ids=device_ids, async_op=True), "barrier")
-
-    def wait(self, work: dist.Work | None, name: str) -> None:
-        """Wait until the work has ended, also on the device."""
+    def run(self, name: str, *args: object, **named: object) -> None:
+        """Call the collective of this name in torch.distributed, and wait until it has ended, also on the device."""
+        work = getattr(dist, name)(*args, **named, async_op=True)
         if work is None:
             return
         try:
@@ -218,10 +198,8 @@ def check_group(group: GroupCollectives) -> str:
         raise ProbeFailure(detail, peers=[]) from silent
     verdict = judge(votes)
     if verdict is not None and verdict.search and len(votes) <= SMALL:
-        try:
+        with suppress(RuntimeError, ProbeFailure):  # the verdict without the pairs is worth more than their error
             verdict = judge_sums_of_pairs(votes, _search(group))
-        except (RuntimeError, ProbeFailure):
-            pass  # the verdict without the pairs is worth more than their error
     if verdict is not None:
         raise _failure(verdict, group.rank)
     return f"all_reduce, all_gather, broadcast and barrier over {len(votes)} ranks gave right results ({group.backend})"
@@ -245,13 +223,17 @@ def _vote(group: GroupCollectives) -> RankVote:
     group.say("broadcast")
     broadcast_errors = _broadcast_errors(group)
     group.say("barrier")
-    return RankVote(error, gather_errors, broadcast_errors, _barrier_error(group))
+    group.store.add("entered", 1)
+    group.run("barrier", device_ids=[group.device.index] if group.device.type == "cuda" else None)
+    entered, count = group.store.add("entered", 0), len(group.ranks)
+    early = f"{entered} of {count} ranks had reached it" if entered < count else ""
+    return RankVote(error, gather_errors, broadcast_errors, early)
 
 
 def _gather_errors(group: GroupCollectives) -> list[int]:
     mine = values_of(group.rank, SIZES[0]).to(group.device)
     gathered = [torch.empty_like(mine) for _ in group.ranks]
-    group.all_gather(gathered, mine)
+    group.run("all_gather", gathered, mine)
     return [
         rank
         for rank, got in zip(group.ranks, gathered, strict=True)
@@ -264,17 +246,10 @@ def _broadcast_errors(group: GroupCollectives) -> list[int]:
     for root in group.ranks if len(group.ranks) <= SMALL else (group.ranks[0], group.ranks[-1]):
         due = values_of(root, SIZES[0])
         got = (due if root == group.rank else torch.zeros_like(due)).to(group.device)
-        group.broadcast(got, group.ranks.index(root))
+        group.run("broadcast", got, src=group.ranks.index(root))
         if not torch.equal(got.cpu(), due):
             wrong.append(root)
     return wrong
-
-
-def _barrier_error(group: GroupCollectives) -> str:
-    group.store.add("entered", 1)
-    group.barrier()
-    entered = group.store.add("entered", 0)
-    return f"{entered} of {len(group.ranks)} ranks had reached it" if entered < len(group.ranks) else ""
 
 
 def sum_error(collectives: GroupCollectives, ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> str:
@@ -282,7 +257,7 @@ def sum_error(collectives: GroupCollectives, ranks: Sequence[int], group: dist.P
     errors = []
     for count in SIZES:  # always both sizes: the other ranks take part in both
         total = values_of(collectives.rank, count).to(collectives.device)
-        collectives.all_reduce(total, group=group)
+        collectives.run("all_reduce", total, group=group)
         got, due = total.cpu(), sum_of(ranks, count)
         if not torch.equal(got, due):
             wrong = (got != due).nonzero().flatten()

@@ -33,11 +33,17 @@ class HealthResult:
     """The load did not end, so no other test may use this process."""
 
 
+GpuLoad = Callable[[], Callable[[], None]]
+"""Called once, in a thread: returns a function that keeps a GPU busy for a moment, and that is called repeatedly."""
+
+
 def check_health(
-    uuid: str, rank: int, host: str, thresholds: str, deadline_s: float, load: Callable[[], None] | None = None
+    uuid: str, rank: int, host: str, thresholds: str, deadline_s: float, load: GpuLoad | None = None
 ) -> HealthResult:
-    """Check one GPU. `load` keeps it busy for a moment and is called repeatedly in a thread; without it, values that
-    need load are unknown. `thresholds` is the file of --health-thresholds. Raises UsageError for an invalid file."""
+    """Check one GPU. Without a load, values that need it are unknown. `thresholds` is the file of --health-thresholds.
+
+    Raises UsageError for an invalid file.
+    """
     limits = load_thresholds(thresholds)
     if not uuid:
         sentence = f"the health of the GPU of rank {rank} on {host} is unknown: CUDA does not report its UUID"
@@ -52,66 +58,41 @@ def check_health(
     return HealthResult(findings, detail, load_hangs)
 
 
-def _read_under_load(reading: GpuReading, load: Callable[[], None], end: float) -> bool:
-    """Read the GPU's clocks and link under load. Returns whether the load has ended. `end` is monotonic time."""
-    at_work = _AtWork(load)
-    trouble = at_work.wait(end - time.monotonic() - _SAMPLING_S)
-    if not trouble:
+def _read_under_load(reading: GpuReading, load: GpuLoad, end: float) -> bool:
+    """Read the GPU's clocks and link under load. Returns whether the load has ended. `end` is monotonic time.
+
+    The load has a thread of its own: CUDA may hang on a faulty GPU, then forever, and NVML must be read nevertheless.
+    """
+    began, enough, errors = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        try:
+            once = load()  # fails here without free memory or with a lost GPU
+            while not enough.is_set():
+                once()
+                began.set()
+        except Exception as error:  # a CUDA error, or no free memory, which the allocation stage reports
+            errors.append(f"the load failed: {str(error).strip().partition(chr(10))[0]}")
+            began.set()
+
+    thread = threading.Thread(target=work, daemon=True, name="gpuwatch-load")
+    thread.start()
+    seconds = max(0.0, end - time.monotonic() - _SAMPLING_S)
+    trouble = "" if began.wait(seconds) else f"the load did not begin within {seconds:.0f} s"
+    if not trouble and not errors:
         answer = ask_nvml([reading.device], end - time.monotonic(), loaded=True)
         reading.take(answer.readings.get(reading.device, GpuReading(reading.device)))
-        trouble = at_work.error or answer.trouble
-    ended = at_work.stop()
+        trouble = answer.trouble
+    trouble = next(iter(errors), trouble)
+    enough.set()
+    thread.join(_STOPS_S)
     if trouble:
         reading.forget(LOADED_FACTS, trouble)
-    return ended
-
-
-class _AtWork:
-    """A load in a separate thread. CUDA may hang on a faulty GPU, and NVML must be read nevertheless."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.error = ""
-        self._work = work
-        self._began, self._enough = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="gpuwatch-load")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while not self._enough.is_set():
-                self._work()
-                self._began.set()
-        except Exception as error:  # a CUDA error, or no free memory, which the allocation stage reports
-            self.error = f"the load failed: {str(error).strip().partition(chr(10))[0]}"
-            self._began.set()
-
-    def wait(self, seconds: float) -> str:
-        """Wait until the load runs. Returns "", or why it does not run."""
-        if not self._began.wait(max(0.0, seconds)):
-            return f"the load did not begin within {max(0.0, seconds):.0f} s"
-        return self.error
-
-    def stop(self) -> bool:
-        """Stop the load. Returns whether it has ended: a thread that waits for a faulty GPU may wait forever."""
-        self._enough.set()
-        self._thread.join(_STOPS_S)
-        return not self._thread.is_alive()
+    return not thread.is_alive()
 
 
 def cuda_load(index: int) -> Callable[[], None]:
-    """A load for a CUDA device. Each call does a few milliseconds of matrix products and copies over PCIe."""
-    work: Callable[[], None] | None = None
-
-    def do() -> None:
-        nonlocal work
-        if work is None:  # fails here without free memory or with a lost GPU
-            work = _prepare(index)
-        work()
-
-    return do
-
-
-def _prepare(index: int) -> Callable[[], None]:
+    """A `GpuLoad` of a CUDA device: a few milliseconds of matrix products and copies over PCIe."""
     import torch
 
     device = torch.device("cuda", index)

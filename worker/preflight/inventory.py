@@ -54,7 +54,7 @@ def gather(identity: RankIdentity, script: str = "", environ: Mapping[str, str] 
         environment=soft(lambda: settings(environ), {}),
         interfaces=soft(_interfaces, {}),
         memory_free=soft(lambda: psutil.virtual_memory().available, None),
-        shm_free=soft(lambda: _free_bytes("/dev/shm"), None),
+        shm_free=soft(lambda: psutil.disk_usage("/dev/shm").free, None),
         limits=_limits(),
         script=script,
         script_digest=soft(lambda: _digest(script), "") if script else "",
@@ -118,11 +118,6 @@ def _with_prefix(address: str, netmask: str | None) -> str:
     parsed = ipaddress.ip_address(address.partition("%")[0])
     prefix = int(ipaddress.ip_address(netmask)).bit_count() if netmask else parsed.max_prefixlen
     return f"{parsed}/{prefix}"
-
-
-def _free_bytes(path: str) -> int:
-    room = os.statvfs(path)
-    return room.f_bavail * room.f_frsize
 
 
 def _limits() -> dict[str, int]:
@@ -193,9 +188,7 @@ def _why_no_gpu() -> str:
     """Why CUDA cannot be used: the first line of its error. "" if it can be used."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch.cuda.init has no annotations
-    except (
-        Exception
-    ) as error:  # AssertionError, RuntimeError or DeferredCudaCallError: it depends on the cause and the version
+    except Exception as error:  # its class depends on the cause and the version
         lines = str(error).strip().splitlines()
         return lines[0] if lines else type(error).__name__
     return "" if torch.cuda.device_count() else "no GPU is visible"

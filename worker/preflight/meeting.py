@@ -93,7 +93,8 @@ class StoreRendezvous:
     ) -> bytes:
         """Write this rank's report and return the conclusion. Raises NoConclusion if there is none in time."""
         try:
-            self._set(f"{step}/{self._rank}", report)
+            mine = f"{step}/{self._rank}"
+            self._store.set(mine, self._seal.close(f"{self._prefix}/{mine}", report.decode()))
             if self._rank == LEADER:
                 self._publish(step, conclude(self._gather(step, reports_s)))
             if not self._wait([f"{step}/conclusion"], conclusion_s):
@@ -104,7 +105,7 @@ class StoreRendezvous:
                 elif not self._wait([f"{step}/conclusion"], deputy_s):
                     raise NoConclusion(step)
             conclusion = self._opened(f"{step}/conclusion", self._store.get(f"{step}/conclusion"))
-            self._store.delete_key(f"{step}/{self._rank}")
+            self._store.delete_key(mine)
             return conclusion
         except SealBroken as error:
             raise ForeignValue(str(error)) from error
@@ -139,9 +140,6 @@ class StoreRendezvous:
         """Set the conclusion, unless there is one already."""
         name = f"{step}/conclusion"
         self._store.compare_set(name, "", self._seal.close(f"{self._prefix}/{name}", conclusion.decode()))
-
-    def _set(self, name: str, value: bytes) -> None:
-        self._store.set(name, self._seal.close(f"{self._prefix}/{name}", value.decode()))
 
     def _opened(self, name: str, sealed: bytes) -> bytes:
         return self._seal.open(f"{self._prefix}/{name}", sealed)

@@ -44,14 +44,6 @@ def perform(test: Callable[..., Any], say: Say) -> Any:
     return result
 
 
-def look_at_health(
-    uuid: str, rank: int, host: str, thresholds: str, deadline_s: float, device: torch.device
-) -> HealthResult:
-    """The driver's report of a GPU. `device` is the rank's own. On the CPU there is no load."""
-    load = cuda_load(device.index) if device.type == "cuda" else None
-    return check_health(uuid, rank, host, thresholds, deadline_s, load)
-
-
 @dataclass(frozen=True)
 class GroupTest:
     """A test of a process group of `ranks`, whose store is below `prefix` and `name`. The child must end after it."""
@@ -105,9 +97,9 @@ class RankTests:
         ending = self.child.run(partial(gather_device, facts, index), self.deadlines.work("inventory"))
         if ending.kind != "ok":
             grade: Grade = "unknown" if ending.kind == "raised" else "fail"
-            sentence = f"rank {self.identity.rank} ({facts.host}) could not inspect its GPU: {ending.detail}"
+            sentence = f"rank {me.rank} ({facts.host}) could not inspect its GPU: {ending.detail}"
             next_ = f"Run nvidia-smi on {facts.host}: if it hangs, too, the node needs a reset."
-            finding = PreflightFinding("inventory", grade, "rank", [self.identity.rank], [facts.host], sentence, next_)
+            finding = PreflightFinding("inventory", grade, "rank", [me.rank], [facts.host], sentence, next_)
             self.facts = replace(self.facts, device_error=ending.detail)
             return RankStepReport(facts=self.facts, findings=[finding])
         self.facts = ending.value
@@ -126,7 +118,8 @@ class RankTests:
             return RankStepReport(detail="no GPU in use")
 
         thresholds, share_s = self.settings.health_thresholds, deadline_s * _HEALTH_SHARE
-        test = partial(look_at_health, uuid, me.rank, self.facts.host, thresholds, share_s, self.device)
+        load = partial(cuda_load, self.device.index) if self.device.type == "cuda" else None
+        test = partial(check_health, uuid, me.rank, self.facts.host, thresholds, share_s, load)
         ending = self.child.run(test, deadline_s)
         if ending.kind == "ok":
             result: HealthResult = ending.value
@@ -134,9 +127,8 @@ class RankTests:
                 self.child.close()
             return RankStepReport(findings=result.findings, detail=result.detail)
         sentence = f"the health of the GPU of rank {me.rank} ({self.facts.host}) could not be read: {ending.detail}"
-        return RankStepReport(
-            findings=[PreflightFinding("health", "unknown", "rank", [me.rank], [self.facts.host], sentence)]
-        )
+        unread = PreflightFinding("health", "unknown", "rank", [me.rank], [self.facts.host], sentence)
+        return RankStepReport(findings=[unread])
 
     def allocation(self, gpus: Sequence[str]) -> RankStepReport:
         """The memory test. `gpus` are the UUIDs of all ranks' GPUs: ranks that share a GPU share its memory."""
@@ -200,16 +192,13 @@ class RankTests:
             failure = ending.failure
             own = failure.peers is None
             return RankStepReport("raised", failure.detail, own, failure.peers or [], failure.next, ending.said)
-        causes = explain(f"{ending.detail}\n{ending.output}\n{_tail(log)}")
-        if causes:
-            cause = causes[0]
-            text = f"{ending.detail} ({cause.sentence})" if ending.kind == "hung" else f"{cause.sentence}: {cause.line}"
-            if own is None and ending.kind != "hung":
-                own = cause.own
-            return RankStepReport(ending.kind, text, own, next=cause.next, said=ending.said)
+        cause = next(iter(explain(f"{ending.detail}\n{ending.output}\n{_tail(log)}")), None)
         if own is None and ending.kind != "hung":
-            own = not is_peer_failure(f"{ending.detail}\n{ending.output}")
-        return RankStepReport(ending.kind, ending.detail, own, said=ending.said)
+            own = cause.own if cause else not is_peer_failure(f"{ending.detail}\n{ending.output}")
+        if cause is None:
+            return RankStepReport(ending.kind, ending.detail, own, said=ending.said)
+        text = f"{ending.detail} ({cause.sentence})" if ending.kind == "hung" else f"{cause.sentence}: {cause.line}"
+        return RankStepReport(ending.kind, text, own, next=cause.next, said=ending.said)
 
 
 def _tail(log: Path | None) -> str:

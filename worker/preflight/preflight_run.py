@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -26,6 +26,7 @@ from ...core.settings import VARIABLE
 from ...core.tell import tell
 from ...core.text import messages_among
 from ..session import WorkerSession
+from .rank_child import exit_text
 from .steps import LINES, Line, PreflightEnd, StageDeadlines, StageProgress
 
 _MARGIN_S = 5.0
@@ -44,10 +45,10 @@ class CoordinatorRun:
         self.at = StageProgress("arrive")
         self.hung_s: float | None = None
         self.exit_code: int | None = None
-        self.concluded: PreflightEnd | None = None
+        self._concluded: PreflightEnd | None = None
         self._limit_s = limit_s
         self._deadline = time.monotonic() + limit_s
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by last_words
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by how_it_fell
         self._process = subprocess.Popen(
             own_command(f"{__package__}.coordinator", "--parent", str(os.getpid()), *arguments),
             env={**os.environ, **identity.to_environment(), VARIABLE: session.settings.to_json()},
@@ -57,17 +58,24 @@ class CoordinatorRun:
             start_new_session=True,
         )
 
-    def lines(self) -> Iterator[Line]:
-        """The lines of the coordinator, until it ends or is killed at its deadline."""
+    def follow(self, session: WorkerSession) -> PreflightEnd | None:
+        """Record the events of the coordinator, until it ends or is killed at its deadline. Returns the conclusion."""
         pipe = self._process.stdout
         assert pipe is not None
         try:
             for line in messages_among(lines_until(pipe.fileno(), lambda: self._deadline), LINES):
                 self._note(line)
-                yield line
+                if not isinstance(line, StageProgress | PreflightEnd):
+                    session.recorder.append(replace(line, where=session.where()))
         except TimeoutError:
             self.hung_s = self._limit_s
-        self._end()
+        # the kernel ends its tests with it (`die_with_parent`)
+        if self.hung_s is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self.exit_code = self._process.wait()
+        pipe.close()
+        return self._concluded
 
     def _note(self, line: Line) -> None:
         if isinstance(line, PreflightBegan):
@@ -78,40 +86,25 @@ class CoordinatorRun:
             if line.limit_s:
                 self._allow(line.limit_s + _MARGIN_S)
         elif isinstance(line, PreflightEnd):
-            self.concluded = line
+            self._concluded = line
             self._allow(_MARGIN_S)
 
     def _allow(self, seconds: float) -> None:
         self._limit_s = seconds
         self._deadline = time.monotonic() + seconds
 
-    def _end(self) -> None:
-        """End the process. The kernel ends its tests with it (`die_with_parent`)."""
-        if self.hung_s is not None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        self.exit_code = self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-    def last_words(self) -> str:
-        """The last line that it wrote to stderr."""
+    def how_it_fell(self) -> str:
+        """Why there is no conclusion, as the predicate of a sentence whose subject is the rank."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         self._errors.close()
-        return lines[-1][:500] if lines else ""
-
-    def how_it_fell(self) -> str:
-        """Why there is no conclusion, as the predicate of a sentence whose subject is the rank."""
-        words = self.last_words()
+        last_words = f": {lines[-1][:500]}" if lines else ""
         at = f" at {self.at.doing}" if self.at.doing else ""
         if self.hung_s is not None and self.at.waits:
             return f"heard nothing from the store for {self.hung_s:.0f} s in stage {self.stage}"
         if self.hung_s is not None:
             return f"hung in stage {self.stage}{at} for {self.hung_s:.0f} s"
-        return f"died in stage {self.stage}{at}: {_exit_text(self.exit_code)}{f': {words}' if words else ''}"
+        return f"died in stage {self.stage}{at}: {exit_text(self.exit_code)}{last_words}"
 
 
 def preflight_or_exit(session: WorkerSession, identity: RankIdentity, script: str) -> None:
@@ -141,17 +134,8 @@ def run_preflight(session: WorkerSession, identity: RankIdentity, script: str = 
         coordinator = CoordinatorRun(session, identity, ["--script", script], limit_s)
     except OSError as error:  # out of memory or processes: the script would fail, too
         return _decide(session, identity, _unheard(identity, "inventory", f"could not start its preflight: {error}"))
-    _follow(session, coordinator)
-    concluded = coordinator.concluded
-    if concluded is None:
-        concluded = _tell_others(session, identity, coordinator)
+    concluded = coordinator.follow(session) or _tell_others(session, identity, coordinator)
     return _decide(session, identity, concluded)
-
-
-def _follow(session: WorkerSession, run: CoordinatorRun) -> None:
-    for line in run.lines():
-        if not isinstance(line, StageProgress | PreflightEnd):
-            session.recorder.append(replace(line, where=session.where()))
 
 
 def _tell_others(session: WorkerSession, identity: RankIdentity, fell: CoordinatorRun) -> PreflightEnd:
@@ -162,8 +146,7 @@ def _tell_others(session: WorkerSession, identity: RankIdentity, fell: Coordinat
         teller = CoordinatorRun(session, identity, arguments, _TELLER_S)
     except OSError:
         return _unheard(identity, fell.stage, detail)
-    _follow(session, teller)
-    return teller.concluded or _unheard(identity, fell.stage, detail)
+    return teller.follow(session) or _unheard(identity, fell.stage, detail)
 
 
 def _unheard(identity: RankIdentity, stage: str, detail: str) -> PreflightEnd:
@@ -180,35 +163,16 @@ def _decide(session: WorkerSession, identity: RankIdentity, concluded: Preflight
     stops = bool(failures) and session.settings.on_preflight_failure == "stop"
     mine = next((one for one in concluded.outcomes if one.rank == rank), RankOutcome(rank, "ok"))
     peers = sorted((o for o in concluded.outcomes if o.rank != rank), key=lambda o: o.outcome)  # failed, then victims
-    session.recorder.append(
-        PreflightResult(
-            session.where(),
-            mine.outcome,
-            mine.stage,
-            mine.detail,
-            stops,
-            concluded.backend,
-            concluded.device,
-            peers[:MOST_WRITTEN],
-            concluded.findings[:MOST_WRITTEN],
-        )
-    )
-    return _sentence(failures, check_only=session.settings.check_only) if stops else None
-
-
-def _sentence(failures: list[PreflightFinding], *, check_only: bool) -> str:
-    """The first failure, which this rank prints."""
+    own = mine.outcome, mine.stage, mine.detail, stops, concluded.backend, concluded.device
+    written = peers[:MOST_WRITTEN], concluded.findings[:MOST_WRITTEN]
+    session.recorder.append(PreflightResult(session.where(), *own, *written))
+    if not stops:
+        return None
     first = failures[0]
     more = f" (and {len(failures) - 1} more)" if failures[1:] else ""
-    way_out = (
-        ""
-        if check_only
-        else " To start the training anyway: --on-preflight-failure continue; without the test: --preflight off"
+    sentence = f"preflight failed in stage {first.stage}: {first.sentence}{more}."
+    if session.settings.check_only:
+        return sentence
+    return (
+        f"{sentence} To start the training anyway: --on-preflight-failure continue; without the test: --preflight off"
     )
-    return f"preflight failed in stage {first.stage}: {first.sentence}{more}.{way_out}"
-
-
-def _exit_text(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"

@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, Literal, NoReturn
@@ -66,11 +67,10 @@ class TestEnding:
 
 @dataclass(frozen=True)
 class _ChildProcess:
-    """A running child, and the parent's ends of its pipes."""
+    """A running child, and the parent's end of its pipe: requests go in, answers come out."""
 
     child: psutil.Process
-    requests: Connection
-    answers: Connection
+    pipe: Connection
     output: IO[bytes]
 
 
@@ -89,8 +89,9 @@ class RankChild:
         process = self._process or self._start()
         written = os.fstat(process.output.fileno()).st_size
         try:
-            _ask(process.requests, request)
-            ending = _follow(process.answers, time.monotonic() + deadline_s, on_line)
+            with suppress(ConnectionError):  # it died between two tests: reading its closed pipe will show that
+                process.pipe.send(request)
+            ending = _follow(process.pipe, time.monotonic() + deadline_s, on_line)
         except BaseException:
             self._end(at_once=True)
             raise
@@ -116,51 +117,39 @@ class RankChild:
 
     def _start(self) -> _ChildProcess:
         output = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the child
-        hear_request, ask = Pipe(duplex=False)
-        hear, answer = Pipe(duplex=False)
+        ours, theirs = Pipe()
         parent = os.getpid()
         flush_streams()
         try:
             pid = os.fork()
         except BaseException:
-            for end in (hear_request, ask, hear, answer, output):
+            for end in (ours, theirs, output):
                 end.close()
             raise
         if pid == 0:
-            ask.close()
-            hear.close()
-            _run_child(self._perform, hear_request, answer, output.fileno(), parent)
-        hear_request.close()
-        answer.close()
-        try:
-            os.setpgid(pid, pid)  # called here and in the child, since either may run first
-        except OSError:
-            pass  # it was the child
-        self._process = _ChildProcess(psutil.Process(pid), ask, hear, output)
+            ours.close()
+            _run_child(self._perform, theirs, output.fileno(), parent)
+        theirs.close()
+        with suppress(OSError):  # called here and in the child, since either may run first
+            os.setpgid(pid, pid)
+        self._process = _ChildProcess(psutil.Process(pid), ours, output)
         return self._process
 
     def _end(self, *, at_once: bool) -> str:
         """How the child ended, in words."""
         process, self._process = self._process, None
         assert process is not None
-        for end in (process.requests, process.answers, process.output):
-            end.close()
+        process.pipe.close()
+        process.output.close()
         return _see_off(process.child, at_once=at_once)
 
 
-def _ask(requests: Connection, request: object) -> None:
-    try:
-        requests.send(request)
-    except BrokenPipeError:
-        pass  # it died between two tests: reading its closed pipe will show that
-
-
-def _follow(answers: Connection, deadline: float, on_line: Say) -> TestEnding:
+def _follow(pipe: Connection, deadline: float, on_line: Say) -> TestEnding:
     """Returns when the test has ended, the child has died or the deadline has passed."""
     said = ""
     try:
-        while answers.poll(max(0.0, deadline - time.monotonic())):
-            answer = answers.recv()
+        while pipe.poll(max(0.0, deadline - time.monotonic())):
+            answer = pipe.recv()
             if isinstance(answer, TestEnding):
                 return replace(answer, said=said)
             said = answer
@@ -178,19 +167,20 @@ def _see_off(child: psutil.Process, *, at_once: bool) -> str:
             code = child.wait(timeout=_KILLED_S)
         except psutil.TimeoutExpired:
             at_once = True
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # no process is left in its group
         os.killpg(child.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # no process is left in its group
     if at_once:
         try:
             child.wait(timeout=_KILLED_S)
         except psutil.TimeoutExpired:
             return f" and cannot be killed: process {child.pid} is left behind"
         return ""
-    if code is not None and code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
+    return exit_text(code)
+
+
+def exit_text(code: int | None) -> str:
+    """How a process has ended: `killed by SIGSEGV`, `exit code 1`."""
+    return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
 
 
 def _tail(output: int, begin: int) -> str:
@@ -200,7 +190,7 @@ def _tail(output: int, begin: int) -> str:
     return os.pread(output, size - begin, begin).decode(errors="replace").strip()
 
 
-def _run_child(perform: Perform, requests: Connection, answers: Connection, output: int, parent: int) -> NoReturn:
+def _run_child(perform: Perform, pipe: Connection, output: int, parent: int) -> NoReturn:
     """Run the child. Never returns into the parent's code."""
     code = 1
     try:
@@ -214,9 +204,9 @@ def _run_child(perform: Perform, requests: Connection, answers: Connection, outp
         os.dup2(output, 2)
         sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         try:
-            while _answer(perform, requests.recv(), answers):
+            while _answer(perform, pipe.recv(), pipe):
                 pass
-        except EOFError:  # the parent has closed its end
+        except (EOFError, ConnectionResetError):  # the parent has closed its end
             code = 0
         flush_streams()
     finally:

@@ -18,9 +18,6 @@ import msgspec
 
 from ...core.events import BandwidthRows, OwnFault, PreflightBegan, PreflightStage, RankInventoryEvent, RankOutcome
 from ...core.preflight import BandwidthRow, InventoryFacts, PreflightFinding
-from ...core.settings import WorkerSettings
-
-Mode = Literal["full", "quick"]
 
 _LOCAL = ("arrive", "consistency", "health", "allocation")
 _STAGE_OF = {"heads": "cross group", "inside": "node group"}
@@ -35,20 +32,14 @@ def stage_of(step: str) -> str:
     return "cross group" if step.startswith("pairs ") else _STAGE_OF.get(step, step)
 
 
-def mode_of(settings: WorkerSettings) -> Mode:
-    """The mode of a preflight that is not off."""
-    return "quick" if settings.preflight == "quick" else "full"
-
-
-def steps_of(mode: Mode, num_nodes: int) -> list[str]:
-    """All steps of a preflight in which nothing goes wrong."""
-    group = ["node group"] if num_nodes == 1 else ["cross group"]
+def steps_of(mode: str, num_nodes: int) -> list[str]:
+    """All steps of a preflight in which nothing goes wrong. `mode` is `quick`, or else `full`."""
     if mode == "quick":
-        return [*_LOCAL, *group]
+        return [*_LOCAL, "node group" if num_nodes == 1 else "cross group"]
     return [*_LOCAL, "compute", "node group", *([] if num_nodes == 1 else ["heads", "cross group"]), "bandwidth"]
 
 
-def step_after(step: str, mode: Mode, num_nodes: int) -> str:
+def step_after(step: str, mode: str, num_nodes: int) -> str:
     """The next step of a preflight in which nothing goes wrong; "" after the last one.
 
     >>> step_after("allocation", "quick", 2)
@@ -61,11 +52,6 @@ def step_after(step: str, mode: Mode, num_nodes: int) -> str:
 def is_local(step: str) -> bool:
     """Whether each rank does the step alone. A failure of one rank then does not block the others."""
     return step in ("consistency", "health", "allocation", "compute")
-
-
-def stays_local(step: str, following: str) -> bool:
-    """Whether each rank does both the step and the one after it alone."""
-    return is_local(step) and is_local(following)
 
 
 # How long each stage of the preflight may take. Pure.
@@ -218,33 +204,34 @@ class RankStepReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RankRoster(msgspec.Struct, frozen=True):
-    """The ranks that take part. Lists are indexed by rank."""
+    """The ranks that take part."""
 
-    hosts: list[str]
-    nodes: list[int]
-    local_ranks: list[int]
-    backend: str
-    gpus: list[str] = []
-    """UUIDs; "" if there is none or it is unknown."""
+    ranks: list[RankAttendance]
+    """By rank."""
+
+    @property
+    def backend(self) -> str:
+        """NCCL only if every rank has its own GPU."""
+        return "nccl" if all(one.device.startswith("cuda") for one in self.ranks) else "gloo"
 
     def ranks_of(self, *nodes: int) -> list[int]:
         """The ranks of these nodes."""
-        return [rank for rank, node in enumerate(self.nodes) if node in nodes]
+        return [rank for rank, one in enumerate(self.ranks) if one.node in nodes]
 
     @property
     def ranks_by_node(self) -> dict[int, list[int]]:
         """Node -> its ranks."""
-        return {node: self.ranks_of(node) for node in sorted(set(self.nodes))}
+        return {node: self.ranks_of(node) for node in sorted(self.hosts_by_node)}
 
     @property
     def hosts_by_node(self) -> dict[int, str]:
         """Node -> its host."""
-        return dict(zip(self.nodes, self.hosts, strict=True))
+        return {one.node: one.host for one in self.ranks}
 
     @property
     def hosts_by_rank(self) -> dict[int, str]:
         """Rank -> its host."""
-        return dict(enumerate(self.hosts))
+        return {rank: one.host for rank, one in enumerate(self.ranks)}
 
 
 class PairResult(msgspec.Struct, frozen=True):
@@ -271,8 +258,6 @@ class StepConclusion(msgspec.Struct, frozen=True, omit_defaults=True):
     tried: list[PairResult] = []
     note: str = ""
     """The result of a step without failures, in words."""
-    broken: str = ""
-    """How the group over several nodes failed, while the search for the cause goes on."""
 
     @property
     def failed(self) -> bool:

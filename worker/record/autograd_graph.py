@@ -104,7 +104,8 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
     """
     frames = [sys._getframe(), *sys._current_frames().values()]
     try:
-        engine = next(filter(None, (outwards(frame, _runs_the_engine) for frame in frames)), None)
+        code = getattr(_ENGINE, "__code__", None)
+        engine = next(filter(None, (outwards(frame, lambda frame: frame.f_code is code) for frame in frames)), None)
         if engine is None:
             return None
         outputs = engine.f_locals.get("t_outputs", ())
@@ -117,10 +118,6 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
     finally:
         del frames  # this one is among them, and would keep what they hold
         engine = around = None
-
-
-def _runs_the_engine(frame: FrameType) -> bool:
-    return frame.f_code is getattr(_ENGINE, "__code__", None)
 
 
 def _runs_a_backward(frame: FrameType) -> bool:
@@ -154,12 +151,53 @@ _TORCHS_OWN = re.compile(r"(\w+Backward\d*|AccumulateGrad|torch::autograd::(Accu
 _PLAIN = (type(None), bool, int, float, complex, str, type, torch.dtype, torch.device, torch.layout, weakref.ref)
 
 
+_MOST_RUNNING = 64
+"""Each stretch that a reentrant checkpoint runs again has a graph of its own."""
+_MOST_HELD = 4
+"""Graphs of earlier batches whose numbers have not arrived: the host may be this many backwards ahead of the device."""
+
+
 class GraphHold:
-    """Which graphs of a rank's models may be kept after their backward."""
+    """The graphs of a rank's backwards, the latest first, and which of them may be kept."""
 
     def __init__(self) -> None:
+        self.running: list[AutogradGraph] = []
+        """Those of the backward that is running."""
+        self.held: list[AutogradGraph] = []
+        """Those of backwards that have ended and whose numbers have not arrived."""
         self._known: dict[tuple[int, int], tuple[bool, int]] = {}
         """(calls, roots) of a graph -> (whether it may be kept, for how many more graphs like it)."""
+
+    def of(self, page: int) -> list[AutogradGraph]:
+        """Those of the page of this number."""
+        return [graph for graph in (*self.running, *self.held) if graph.calls.page == page]
+
+    def begins(self, calls: GraphCalls) -> bool:
+        """A backward has reached these calls. Whether it is known to be no part of another one."""
+        graph = running_graph(calls) if not any(graph.calls is calls for graph in self.running) else None
+        if graph is None:
+            return False
+        self.running = [graph, *self.running[: _MOST_RUNNING - 1]]
+        return graph.within is None
+
+    def ends(self, has_arrived: bool) -> None:
+        """The backward has ended. Hold its graphs if its numbers have not arrived."""
+        if not has_arrived:  # an alarm asks for them
+            self.held = [*(graph for graph in self.running if not graph.kept), *self.held]
+        self.running = []
+
+    def let_go(self, waits_for: Callable[[int], bool]) -> None:
+        """Let go of the graphs for which no number is outstanding. `waits_for` gets the number of a page."""
+        if self.held:
+            self.held = [graph for graph in self.held if waits_for(graph.calls.page)]
+
+    def batch_begins(self, is_capturing: bool) -> None:
+        """Let go of what may not be kept beyond its batch."""
+        self.running = []
+        if self.held:
+            # while a graph is captured none is held: nodes that collect gradients would be used again, on the stream
+            # of the backward before, and torch (2.13) cannot capture that
+            self.held = [] if is_capturing else [graph for graph in self.held if self.may_keep(graph)][:_MOST_HELD]
 
     def may_keep(self, graph: AutogradGraph) -> bool:
         """Whether a graph whose backward has ended holds nothing of the script's."""
@@ -229,9 +267,6 @@ class LeftGradients:
         self._left: list[_LeftGradient] = []
         self._found: dict[int, tuple[_LeftGradient, int]] = {}
         """id of a parameter -> (its entry, number of the page whose backward has found that gradient)."""
-
-    def __bool__(self) -> bool:
-        return bool(self._left)
 
     def add(self, parameter: torch.Tensor) -> None:
         """A parameter is seen for the first time. Must not be called while a CUDA graph is captured."""

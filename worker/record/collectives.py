@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,8 @@ def issued() -> int:
         return issued() if _leave_out_silent() else -1
     if total != history.seq or number != history.groups:
         history.seq, history.groups = total, number
-        history.moments.append(_moment(total))
+        sent, received = table.messages_by_peer() if table is not None else ({}, {})
+        history.moments.append(IssuedMoment(total, clock(), sent, received))
     return int(total)
 
 
@@ -117,12 +119,6 @@ def ranks() -> int:
     if module is None or module.GroupMember.WORLD is None:
         return 1
     return int(module.GroupMember.WORLD.size())
-
-
-def _moment(seq: int) -> IssuedMoment:
-    table = _history.table()
-    sent, received = table.messages_by_peer() if table is not None else ({}, {})
-    return IssuedMoment(seq, clock(), sent, received)
 
 
 def _count_of(group: Any) -> int:
@@ -168,6 +164,13 @@ def message_of(message: int) -> tuple[int, int, int]:
     return message >> 41, (message >> 1 & 0xF_FFFF) - 1, message >> 21 & 0xF_FFFF
 
 
+@dataclass
+class _MessageBundle:
+    messages: list[int] = field(default_factory=list)
+    outputs: list[tuple[Any, ...]] = field(default_factory=list)
+    """Those that are written when the script has waited for the bundle."""
+
+
 class GroupMessages:
     """The sends and receives of this rank. `slot` is a group's number in the table of groups.
 
@@ -181,13 +184,11 @@ class GroupMessages:
         """(slot, rank of the group, tag, whether it is sent) -> how many were begun"""
         self._received: dict[tuple[int, int], int] = {}
         """(slot, rank of the group) -> receives that have ended"""
-        self._bundle: dict[int, list[int]] = {}
-        """Slot -> the messages of the bundle that it has begun."""
-        self._bundles: dict[int, list[int]] = {}
-        """Result of `bundle_ended` -> messages of a bundle that the script may wait for."""
+        self._open: dict[int, _MessageBundle] = {}
+        """Slot -> the bundle that it has begun."""
+        self._bundles: dict[int, _MessageBundle] = {}
+        """Result of `bundle_ended` -> a bundle that the script may wait for."""
         self._last_bundle = NO_MESSAGE
-        self._outputs: dict[int, list[tuple[Any, ...]]] = {}
-        """Slot, or a result of `bundle_ended` -> outputs that are written when the script has waited for the bundle."""
         self.on_bundle: Callable[[tuple[Any, ...]], None] | None = None
         """Called with each of these outputs."""
         self.received = 0
@@ -213,7 +214,7 @@ class GroupMessages:
     def begun(self, slot: int, operation: int, peer: int, tag: int) -> int:
         """Count a message. Returns an integer for `message_of` and `waited_for`."""
         is_sent, tag = operation == _SEND, tag & 0xF_FFFF
-        bundle = self._bundle.get(slot)
+        bundle = self._open.get(slot)
         key = slot, peer, tag, is_sent
         number = self._begun[key] = self._begun.get(key, 0) + 1
         if is_sent:
@@ -221,16 +222,17 @@ class GroupMessages:
         message = (number & 0x3F_FFFF) << 41 | tag << 21 | (peer + 1 & 0xF_FFFF) << 1 | is_sent
         if bundle is None:
             return message
-        bundle.append(message)  # the script cannot wait for it alone
+        bundle.messages.append(message)  # the script cannot wait for it alone
         return NO_MESSAGE
 
     def waited_for(self, slot: int, message: int) -> None:
         """Count received messages, after the script has waited for a message or a bundle."""
         if message < NO_MESSAGE:
-            for one in self._bundles.pop(message, ()):
+            bundle = self._bundles.pop(message, _MessageBundle())
+            for one in bundle.messages:
                 self.waited_for(slot, one)
-            for outputs in self._outputs.pop(message, ()):
-                if self.on_bundle is not None:
+            if self.on_bundle is not None:
+                for outputs in bundle.outputs:
                     self.on_bundle(outputs)
             return
         if message & 1:
@@ -242,32 +244,27 @@ class GroupMessages:
 
     def bundle_begun(self, slot: int) -> None:
         """The messages that begin now have one work for all."""
-        self._bundle[slot] = []
-        self._outputs.pop(slot, None)
+        self._open[slot] = _MessageBundle()
 
     def last_in_bundle(self, slot: int) -> int:
         """The message of the bundle that was begun last; NO_MESSAGE if there is none."""
-        messages = self._bundle.get(slot)
-        return messages[-1] if messages else NO_MESSAGE
+        bundle = self._open.get(slot)
+        return bundle.messages[-1] if bundle is not None and bundle.messages else NO_MESSAGE
 
     def keep_in_bundle(self, slot: int, outputs: tuple[Any, ...]) -> bool:
         """Call `on_bundle` with this once the script has waited for the bundle. False if there is none."""
-        if slot not in self._bundle:
+        if slot not in self._open:
             return False
-        self._outputs.setdefault(slot, []).append(outputs)
+        self._open[slot].outputs.append(outputs)
         return True
 
     def bundle_ended(self, slot: int, has_work: bool) -> int:
         """Returns an integer for `waited_for`; NO_MESSAGE if there is nothing to wait for."""
-        messages, outputs = self._bundle.pop(slot, None), self._outputs.pop(slot, None)
-        if not (messages or outputs) or not has_work:
+        bundle = self._open.pop(slot, None)
+        if bundle is None or not (bundle.messages or bundle.outputs) or not has_work:
             return NO_MESSAGE
         self._last_bundle -= 1
-        self._bundles[self._last_bundle] = messages or []
-        if outputs:
-            self._outputs[self._last_bundle] = outputs
+        self._bundles[self._last_bundle] = bundle
         if len(self._bundles) > MOST_PENDING:
-            oldest = next(iter(self._bundles))
-            del self._bundles[oldest]
-            self._outputs.pop(oldest, None)
+            del self._bundles[next(iter(self._bundles))]
         return self._last_bundle

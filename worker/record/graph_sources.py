@@ -91,9 +91,7 @@ def sources_now(
     outputs = outputs_of(returned)
     if frame.f_locals["module"] is not module:
         roots = [leaf.grad_fn for _, leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-        sources = _GraphSources(whole, roots, shown, handed)
-        start = sources.node_of(row, named)
-        return sources.of(start) if start is not None else []
+        return _GraphSources(whole, roots, shown, handed).of_row(row, named)
     tensor = next((leaf for role, leaf in [*arguments, *outputs] if role == row.role), None)
     if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is None:
         return []
@@ -103,9 +101,7 @@ def sources_now(
 
 def sources_later(row: Row, module: str, graph: AutogradGraph, shown: ShownTensors) -> list[OwnCodeModule]:
     """The sources of a row of a call of the module of this name, from the graph of its batch's backward."""
-    sources = _GraphSources(graph.calls, graph.roots, shown, set())
-    start = sources.node_of(row, module)
-    return sources.of(start) if start is not None else []
+    return _GraphSources(graph.calls, graph.roots, shown, set()).of_row(row, module)
 
 
 class _GraphSources:
@@ -146,11 +142,11 @@ class _GraphSources:
         """The innermost call that made a node."""
         return self._calls.innermost(node._sequence_nr())
 
-    def node_of(self, row: Row, module: str) -> Any:
-        """The only node that may have made a row's tensor; None if there are several, or none."""
+    def of_row(self, row: Row, module: str) -> list[OwnCodeModule]:
+        """As `of`, for the only node that may have made a row's tensor; empty if there are several, or none."""
         nodes = (self._entered if row.role_kind is RoleKind.INPUT else self._left).get(module, set())
         found = [node for node in nodes if row.shape is not None and tuple(row.shape) in shapes_of(node)]
-        return found[0] if len(found) == 1 else None
+        return self.of(found[0]) if len(found) == 1 else []
 
     def of(self, start: Any) -> list[OwnCodeModule]:
         """The modules, the earliest first, whose own code lies behind a node."""

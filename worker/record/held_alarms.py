@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +22,8 @@ from ...core.frames import Frame, Row
 from ...core.recorder.writer import OpenPage
 from ...core.roles import GRADIENTS, RoleKind, is_param_group, parse_role
 from ..patches import PatchLedger
-from .roots import ModuleInfo, RankRoots, RootInfo
+from .progress import RunProgress
+from .roots import ModuleInfo, RankRoots
 
 # Which models and weights the script trains, as far as it is known when a value is bad.
 #
@@ -61,9 +62,8 @@ class TrainedModules:
 
         False if the script trains no other module: then the outputs of the model are its purpose.
         """
-        root = self._root(page.root)
         key = (page.root, called.module)
-        if root is None or _has_gradients(_within(root, called.module)):
+        if _has_gradients(self._within(page, called)):
             return False
         module = self._roots.find(page.root, called.module, called.cls)[1]
         known = self._apart.get(key)
@@ -78,37 +78,30 @@ class TrainedModules:
 
     def has_parameters(self, page: OpenPage, called: Frame) -> bool:
         """Whether the module that the script has called has parameters of its own, or in a module in it."""
-        root = self._root(page.root)
-        found = _within(root, called.module) if root is not None else ()
+        found = self._within(page, called)
         return any(parse_role(role).kind is RoleKind.WEIGHT for info in found for role in info.slots)
 
     def weight(self, page: OpenPage, frame: Frame, role: str) -> bool | None:
         """Whether a weight gets gradients; None if no gradient of its root has been seen so far."""
-        root = self._root(page.root)
-        info = root.definitions.get((frame.module, frame.cls)) if root is not None else None
-        if root is None or info is None or f"grad {role}" in info.slots or is_param_group(frame.module):
+        known = self._roots.infos[page.root].definitions
+        info = known.get((frame.module, frame.cls))
+        if info is None or f"grad {role}" in info.slots or is_param_group(frame.module):
             return True
-        return False if _has_gradients(root.definitions.values()) else None
+        return False if _has_gradients(known.values()) else None
 
     def was_called(self, page: OpenPage, frame: Frame) -> bool:
         """Whether a call of the module of this frame was recorded."""
-        root = self._root(page.root)
-        info = root.definitions.get((frame.module, frame.cls)) if root is not None else None
+        info = self._roots.infos[page.root].definitions.get((frame.module, frame.cls))
         return info is None or any(parse_role(role).kind is RoleKind.OUTPUT for role in info.slots)
+
+    def _within(self, page: OpenPage, called: Frame) -> list[ModuleInfo]:
+        name, known = called.module, self._roots.infos[page.root].definitions.values()
+        return [info for info in known if not name or info.name == name or info.name.startswith(f"{name}.")]
 
     def _held(self) -> set[int]:
         """Ids of the parameters of all optimizers that live."""
         groups = [group for each in list(self._optimizers) for group in getattr(each, "param_groups", ())]
         return {id(parameter) for group in groups for parameter in group["params"]}
-
-    def _root(self, number: int) -> RootInfo | None:
-        return next((root for root in self._roots.infos() if root.id == number), None)
-
-
-def _within(root: RootInfo, name: str) -> Iterator[ModuleInfo]:
-    for info in root.definitions.values():
-        if not name or info.name == name or info.name.startswith(f"{name}."):
-            yield info
 
 
 def _has_gradients(infos: Any) -> bool:
@@ -131,16 +124,14 @@ class HeldAlarm:
     """Rows that are not finite and raise no alarm yet."""
 
     _trained: TrainedModules
+    _progress: RunProgress
     _alarm: Callable[[NonFiniteRow], None]
     _notice: Callable[[NonFiniteRow, LedNowhere], None]
     _has_run: Callable[[int], bool]
     """Whether a backward has reached the outputs of the root of the page with this number."""
-    _step: Callable[[], int]
-    """Optimizer steps finished so far."""
-    _with_gradients: bool
-    """Gradients are watched."""
 
     def __post_init__(self) -> None:
+        self._with_gradients = "grads" in self._progress.settings.watch
         self._weights: list[NonFiniteRow] = []
         self._models: list[NonFiniteRow] = []
         """Rows of models with parameters, since the last step."""
@@ -192,9 +183,9 @@ class HeldAlarm:
         if not self._trained.is_apart(page, called) or self._has_run(page.number) or len(self._models) >= _MOST:
             return False
         is_new = _place(bad) not in self._told
-        if self._trained.has_parameters(page, called) and self._step() == page.step:
+        if self._trained.has_parameters(page, called) and self._progress.step == page.step:
             self._models.append(bad)
-        elif page.with_gradients and self._step() == page.step:  # it may be the loss
+        elif page.with_gradients and self._progress.step == page.step:  # it may be the loss
             return False
         else:
             self._tell_of_model(bad)

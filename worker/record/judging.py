@@ -39,7 +39,7 @@ from .device_rows import LateMasks
 from .held_alarms import HeldAlarm, NonFiniteRow, TrainedModules
 from .passed import LatePassed
 from .progress import RunProgress
-from .roots import ModuleInfo
+from .roots import ModuleInfo, RankRoots
 from .rows import COUNT_EVERY, RecordedRow, RowWriter
 
 _P = ParamSpec("_P")
@@ -71,8 +71,8 @@ class AlarmRecorder:
 
     _progress: RunProgress
     _rows: RowWriter
-    _passed: LatePassed
-    _masks: LateMasks
+    passed: LatePassed
+    masks: LateMasks
     _trained: TrainedModules
     has_run: InitVar[Callable[[int], bool]]
     """Whether a backward has reached the outputs of the root of the page with this number."""
@@ -108,12 +108,8 @@ class AlarmRecorder:
         self._recorded_note = ""
         """The last note of the device buffer that was recorded."""
         self._graph_fault_recorded = False
-        self.held: HeldAlarm | None = None
-        """The rows that raise no alarm yet; None with --sync."""
-        if not self._sync:
-            step = lambda: self._progress.step  # noqa: E731
-            with_gradients = "grads" in settings.watch
-            self.held = HeldAlarm(self._trained, self.alarm, self._led_nowhere, has_run, step, with_gradients)
+        self.held = HeldAlarm(self._trained, self._progress, self.alarm, self._led_nowhere, has_run)
+        """The rows that raise no alarm yet; none with --sync."""
 
     # -- frames -------------------------------------------------------------------------------------------------
 
@@ -193,12 +189,12 @@ class AlarmRecorder:
         if buffer.note != self._recorded_note:
             self._recorded_note = buffer.note
             self._recorder.append(OwnFault(self._progress.where(), "device note", buffer.note))
-        self._passed.collect()
+        self.passed.collect()
         for number in buffer.collect():
             if number in self._late:
                 self._to_judge.add(number)
                 self._judged(self._late[number]).suspicious = True
-                self._masks.learn(self._own, self._late[number])
+                self.masks.learn(self._own, self._late[number])
         self._to_judge |= {number for number, page in self._late.items() if self.suspects(page)}
         arrived = {number for number in self._late if not buffer.pending(number)}
         for number in sorted(self._to_judge):
@@ -230,7 +226,9 @@ class AlarmRecorder:
         around_is_known = False
         while not around_is_known:
             around_is_known = True
-            found, end = self._to_be_judged(page, judged, everything=everything)
+            undecided = {each.within.index for each in bad.undecided}
+            notable, slots = self._rows.notable.rows, self._rows.argument_slots
+            found, end = frames_to_judge(self._own, page, judged.next, notable, slots, undecided, everything=everything)
             for index in found:
                 frame = self._own.frame(page, index)
                 if frame is None:
@@ -240,11 +238,6 @@ class AlarmRecorder:
                     around_is_known = False  # its results decide nothing: the call around it does
                     break
         judged.next = max(judged.next, end)
-
-    def _to_be_judged(self, page: OpenPage, judged: _PageJudged, *, everything: bool) -> tuple[list[int], int]:
-        undecided = {each.within.index for each in judged.so_far.bad.undecided}
-        notable, arguments = self._rows.notable.rows, self._rows.argument_slots
-        return frames_to_judge(self._own, page, judged.next, notable, arguments, undecided, everything=everything)
 
     def _judge(self, page: OpenPage, judged: _PageJudged, frame: Frame) -> None:
         judged.next = frame.index + 1
@@ -274,7 +267,7 @@ class AlarmRecorder:
 
     def _is_held_back(self, bad: NonFiniteRow, decided_by: Frame) -> bool:
         """Whether it leads nowhere, as far as is known now."""
-        if self.held is None:
+        if self._sync:
             return False
         if bad.row.role_kind is RoleKind.WEIGHT and all(row.finite for row in bad.frame.outputs):
             raised = decided_by.phase in FORWARDS and not decided_by.outputs
@@ -291,7 +284,7 @@ class AlarmRecorder:
         if judged.alarmed:
             return
         judged.alarmed = True
-        earlier = self.held.cause_of(bad) if self.held is not None else None
+        earlier = self.held.cause_of(bad)
         if earlier is not None:
             self.alarm(earlier)
         if not cause and bad.row.mark & RowMark.SKIPPED:
@@ -383,6 +376,12 @@ class AlarmRecorder:
         frame = bad.frame
         self._recorder.append(ScalerSkip(where, scale, in_a_row, frame.module, frame.cls, bad.row.role, value))
 
+    def finish_and_raise(self, part: str) -> None:
+        """`--sync`: wait for the numbers that a hook of this part has just read. May raise OverflowDetected."""
+        with self._progress.faults.within(part):
+            self.finish()
+        self.raise_pending()
+
     def raise_pending(self) -> None:
         """Raise OverflowDetected if an anomaly is to end the job."""
         pending, self.pending = self.pending, None
@@ -395,29 +394,22 @@ class AlarmRecorder:
     def _warn(self, kind: str, page: OpenPage, frame: Frame, row: Row) -> None:
         self._fields[HeadField.WARNED] += 1
         if len(self._warned) < _MAX_WARNED and self._is_first(self._warned, NonFiniteRow(page, frame, row), kind):
-            self._recorder.append(
-                RangeWarning(
-                    self._progress.where_of(page, frame),
-                    kind,
-                    frame.module,
-                    frame.cls,
-                    frame.phase,
-                    row.role,
-                    row.dtype,
-                    row.abs_max,
-                    row.headroom,
-                    row.zeros,
-                    row.subnormals,
-                )
-            )
+            of = frame.module, frame.cls, frame.phase, row.role, row.dtype
+            numbers = row.abs_max, row.headroom, row.zeros, row.subnormals
+            self._recorder.append(RangeWarning(self._progress.where_of(page, frame), kind, *of, *numbers))
 
 
+@dataclass(eq=False, repr=False)
 class FrameWriter:
-    """Writes the frames that the native writer does not write, and has notable ones judged."""
+    """Writes the frames that the native writer does not write, and has notable ones judged.
 
-    def __init__(self, progress: RunProgress, judging: AlarmRecorder) -> None:
-        self._recorder = progress.recorder
-        self._judging = judging
+    Hooks that write frames take from here what they make them of.
+    """
+
+    progress: RunProgress
+    roots: RankRoots
+    rows: RowWriter
+    judging: AlarmRecorder
 
     def put(
         self,
@@ -437,9 +429,9 @@ class FrameWriter:
         seq = issued()
         collectives = max(0, seq - entered) if entered >= 0 else 0
         packed = [row.packed for row in rows]
-        index = self._recorder.frame(info.id, parent, depth, phase, seq, packed, collectives)
-        if any(row.notable for row in rows) or self._judging.suspects(page):
-            self._judging.judge(page, index)
+        index = self.progress.recorder.frame(info.id, parent, depth, phase, seq, packed, collectives)
+        if any(row.notable for row in rows) or self.judging.suspects(page):
+            self.judging.judge(page, index)
         return index
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ from ..stats.passed_readings import PassedReading, PassedReadings
 from ..stats.tensor_stats import CODES, FLOATS, FloatFormat, TensorStats, in_memory, measure
 from .collectives import NO_MESSAGE, message_of
 from .device_rows import ClosedMask, LateMasks
-from .group_slots import GroupSlot, GroupTable
-from .progress import RecorderLock, RunProgress
+from .group_slots import GroupSlot
+from .progress import RunProgress
 from .rows import RowWriter
 
 NOT_LOOKED, NOT_FINITE = -1, -2
@@ -49,17 +49,18 @@ NOTHING_LOOKED = PassedLook(NOT_LOOKED, 0)
 
 def look_at(tensors: Any) -> PassedLook:
     """Read the tensors of a list, or of lists in it. The same as worker/native/group_look.c."""
+    read = ((tensor, _in_host_memory(tensor)) for tensor in tensors_in(tensors))
+    return _look_of((_measured(tensor), place[2].code) for tensor, place in read if place is not None)
+
+
+def _look_of(readings: Iterable[tuple[tuple[int, ...], int]]) -> PassedLook:
+    """Of (low, high, meta, ...) and the code of the dtype, of each tensor."""
     found = NOTHING_LOOKED
-    for tensor in tensors_in(tensors):
-        place = _in_host_memory(tensor)
-        if place is None:
-            continue
-        numbers = _measured(tensor)
-        code = place[2].code
-        if numbers.meta & 0xFF:
+    for (_, high, meta, *_), code in readings:
+        if meta & 0xFF:
             return PassedLook(NOT_FINITE, code)
-        if found.high == NOT_LOOKED or (found.dtype == code and found.high < numbers.high):
-            found = PassedLook(numbers.high, code)
+        if found.high == NOT_LOOKED or (found.dtype == code and found.high < high):
+            found = PassedLook(high, code)
     return found
 
 
@@ -93,7 +94,6 @@ class PassedValues:
     """Records inputs and outputs that are not finite."""
 
     _progress: RunProgress
-    _groups: GroupTable
 
     def __post_init__(self) -> None:
         self._told: defaultdict[tuple[object, ...], int] = defaultdict(int)
@@ -113,24 +113,21 @@ class PassedValues:
     ) -> None:
         """Record inputs or outputs of which some are not finite. `high` and `dtype` are those of a `PassedLook`."""
         passing = self.passing(slot, number, operation, root, message)
-        worst = self._worst(tensors)
-        if passing is not None and worst is not None:
-            tensor, flags = worst
+        found = [(t, _measured(t).meta & 0xFF) for t in tensors_in(tensors) if _in_host_memory(t) is not None]
+        bad = [(tensor, flags) for tensor, flags in found if flags]
+        if passing is not None and bad:
+            tensor, flags = max(bad, key=lambda each: bool(each[1] & NonFinite.NAN))
             self.tell(passing, came_out, PassedLook(high, dtype), flags, CODES.get(tensor.dtype, 0), tensor.numel())
 
     def passing(self, slot: int, number: int, operation: int, root: int, message: int) -> NotedOperation | None:
         """The operation of a place in the table; None if its group is gone."""
-        group = self._groups.slot_at(slot)
+        group = self._progress.groups.slot_at(slot)
         if group is None:
             return None
         if message < 0:
             return NotedOperation(group, operation, number, group.member(root), 0)
         number, member, tag = message_of(message)
         return NotedOperation(group, operation, number, group.member(member), tag)
-
-    def where(self) -> RunPosition:
-        """The place in the run, now."""
-        return self._progress.where()
 
     def tell(
         self,
@@ -150,29 +147,11 @@ class PassedValues:
         self._told[key] += 1
         self._all += 1
         high = given.high
-        self._progress.recorder.append(
-            PassedTensor(
-                where if where is not None else self._progress.where(),
-                OPERATIONS[operation],
-                group.name,
-                group.members,
-                number,
-                peer,
-                tag,
-                bool(came_out),
-                name_of(NonFinite(flags)),
-                DTYPE_NAMES[dtype],
-                elements,
-                "" if high == NOT_LOOKED else "not finite" if high == NOT_FINITE else "finite",
-                decode(high, _ENCODINGS[given.dtype]) if high >= 0 and given.dtype in _ENCODINGS else None,
-            )
-        )
-
-    @staticmethod
-    def _worst(tensors: Any) -> tuple[torch.Tensor, int] | None:
-        found = [(t, _measured(t).meta & 0xFF) for t in tensors_in(tensors) if _in_host_memory(t) is not None]
-        bad = [(tensor, flags) for tensor, flags in found if flags]
-        return max(bad, key=lambda each: bool(each[1] & NonFinite.NAN), default=None)
+        went_in = "" if high == NOT_LOOKED else "not finite" if high == NOT_FINITE else "finite"
+        largest = decode(high, _ENCODINGS[given.dtype]) if high >= 0 and given.dtype in _ENCODINGS else None
+        place = OPERATIONS[operation], group.name, group.members, number, peer, tag
+        bad = bool(came_out), name_of(NonFinite(flags)), DTYPE_NAMES[dtype], elements
+        self._progress.recorder.append(PassedTensor(where or self._progress.where(), *place, *bad, went_in, largest))
 
 
 def _in_host_memory(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None:
@@ -226,14 +205,12 @@ class LatePassed:
 
     _passed: PassedValues
     _rows: RowWriter
-    _groups: GroupTable
-    _lock: RecorderLock
-    _on_fault: Callable[[str, Exception], None]
+    _progress: RunProgress
     _masks: LateMasks
     """Gets the readings of masks, which are read in the same way."""
 
     def __post_init__(self) -> None:
-        self._fields = self._groups.fields
+        self._groups, self._fields = self._progress.groups, self._progress.fields
         self._failed = False
         self._held: list[PassedReading] = []
         """Readings that wait for the numbers of their operation's inputs."""
@@ -244,12 +221,10 @@ class LatePassed:
         if self._rows.device_buffer is None or self._failed:
             return
         try:
-            with self._lock:
+            with self._progress.lock:
                 without_modes(self._rows.send_before_a_collective)
         except Exception as error:
-            self._failed = True
-            self._fields[HeadField.PASSED_UNSEEN] = seal(1)
-            self._on_fault("device", error)
+            self._fails("device", error)
 
     def look(
         self, slot: int, number: int, operation: int, root: int, message: int, when: int, given: Given, tensors: Any
@@ -261,13 +236,16 @@ class LatePassed:
         if self._failed:
             return None
         try:
-            with self._lock:
+            with self._progress.lock:
                 return self._look(slot, number, operation, root, message, when, given, tensors)
         except Exception as error:
-            self._failed = True
-            self._fields[HeadField.PASSED_UNSEEN] = seal(1)
-            self._on_fault("what passes", error)
+            self._fails("what passes", error)
             return None
+
+    def _fails(self, part: str, error: Exception) -> None:
+        self._failed = True
+        self._fields[HeadField.PASSED_UNSEEN] = seal(1)
+        self._progress.faults.record(part, error)
 
     def _look(
         self, slot: int, number: int, operation: int, root: int, message: int, when: int, given: Given, tensors: Any
@@ -305,7 +283,7 @@ class LatePassed:
             return None
         reading, read = found
         about = [(CODES.get(tensor.dtype, 0), tensor.numel()) for tensor in read]
-        reading.about = _LateValues(passing, came_out, self._passed.where(), given, about)
+        reading.about = _LateValues(passing, came_out, self._progress.where(), given, about)
         return reading
 
     def _bundle_ended(self, outputs: tuple[Any, ...]) -> None:
@@ -352,22 +330,10 @@ class LatePassed:
         numbers = reading.numbers
         assert numbers is not None
         given = (about.given if about.came_out else reading) or NOTHING_LOOKED
-        look = _look_of(given) if isinstance(given, PassedReading) else given
-        bad = [
-            (flags, *tensor)
-            for (*_, meta), tensor in zip(numbers, about.tensors, strict=True)
-            if (flags := meta & 0xFF)
-        ]
+        if isinstance(given, PassedReading):
+            codes = (code for code, _ in given.about.tensors)
+            given = _look_of(zip(given.numbers or (), codes, strict=False))
+        read = zip(numbers, about.tensors, strict=True)
+        bad = [(flags, *tensor) for (*_, meta), tensor in read if (flags := meta & 0xFF)]
         worst = max(bad, key=lambda each: bool(each[0] & NonFinite.NAN))
-        self._passed.tell(about.passing, about.came_out, look, *worst, about.where)
-
-
-def _look_of(reading: PassedReading) -> PassedLook:
-    """As `look_at`."""
-    found = NOTHING_LOOKED
-    for (_, high, meta), (code, _) in zip(reading.numbers or (), reading.about.tensors, strict=False):
-        if meta & 0xFF:
-            return PassedLook(NOT_FINITE, code)
-        if found.high < 0 or (found.dtype == code and found.high < high):
-            found = PassedLook(high, code)
-    return found
+        self._passed.tell(about.passing, about.came_out, given, *worst, about.where)

@@ -7,15 +7,18 @@ import threading
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from ...core.events import CompiledUnseen, RunPosition, WatchCost
+from ...core.events import CompiledUnseen, OwnFault, RunPosition, WatchCost
 from ...core.frames import Frame
-from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, RankPhase
+from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.settings import WorkerSettings
 from ...core.tell import tell
+from ..patches import PatchLedger
 from .collectives import issued, position
 from .group_slots import GroupTable
 from .roots import RootInfo
@@ -127,6 +130,64 @@ class StepClock:
         self._since = now
 
 
+# Errors of gpuwatch itself within a hook: they are recorded, and the training goes on.
+
+_MAX_FAULTS = 20
+
+
+class FaultGuard(NamedTuple):
+    """`with` it an error of this part is recorded and goes no further."""
+
+    record: Callable[[str, Exception], None]
+    part: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if isinstance(error, Exception):
+            self.record(self.part, error)
+            return True
+        return False
+
+
+class FaultRecorder:
+    """`_MAX_FAULTS` errors remove the hooks, so the hooks' ledger is made here."""
+
+    def __init__(self, recorder: RecorderWriter, where: Callable[[], RunPosition]) -> None:
+        self._recorder = recorder
+        self._count = 0
+        self.where = where
+        self.patches = PatchLedger(self.record)
+
+    def within(self, part: str) -> FaultGuard:
+        """The guard of a part."""
+        return FaultGuard(self.record, part)
+
+    def record(self, part: str, error: Exception) -> None:
+        """Record an error of this part."""
+        self._count += 1
+        try:
+            if self._count <= _MAX_FAULTS:
+                self._append(part, error)
+            else:
+                self._recorder.count_fault(part)
+            if self._count == _MAX_FAULTS:
+                self._recorder.fields[HeadField.HOOKS] = HooksState.DETACHED
+        except Exception:  # the recorder is closed
+            pass
+        if self._count == _MAX_FAULTS:
+            self.patches.undo()
+
+    def _append(self, part: str, error: Exception) -> None:
+        try:
+            fault = OwnFault(self.where(), part, f"{type(error).__name__}: {error}")
+        except Exception:
+            self._recorder.count_fault(part)
+        else:
+            self._recorder.append(fault)
+
+
 class RunProgress:
     """Steps, batches and the current page. The hooks share it."""
 
@@ -136,6 +197,7 @@ class RunProgress:
         self.lock = RecorderLock(recorder.cursor)
         self.groups = GroupTable(recorder)
         self.times = StepClock(recorder)
+        self.faults = FaultRecorder(recorder, self.where)
         self.settings = settings
         self.rank = rank
         self.step = 0

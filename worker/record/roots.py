@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 from ...core.bad_values import NAMED_BY_SCRIPT
@@ -43,55 +44,47 @@ class ParameterSlots(dict[str, int]):
     """Role -> slot of a module with a parameter whose role differs from its name. Python writes its frames."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ModuleInfo:
     """A module as the hooks know it. Does not keep it alive."""
 
-    __slots__ = (
-        "cls",
-        "entered",
-        "first_node",
-        "guessed",
-        "id",
-        "is_graph",
-        "is_wrapper",
-        "name",
-        "ref",
-        "root",
-        "seq",
-        "slots",
-        "watched",
-    )
+    module: InitVar[nn.Module | None]
+    """None for a place that is not a module; its class is then `cls`."""
+    id: int
+    root: RootInfo
+    name: str
+    cls: str = ""
+    ref: Callable[[], nn.Module | None] = _nothing
+    entered: int = 0
+    """For a wrapper: the number of frames in the page when it was last entered."""
+    first_node: int = 0
+    """Number of the first autograd node that could be made in its last call (autograd_graph.py)."""
+    guessed: bool = False
+    """It was treated as a temporary module, like its siblings, without a search of the tree."""
+    is_graph: bool = False
+    """A backend of torch.compile runs it: it is no part of the model."""
+    is_wrapper: bool = False
+    seq: int = -1
+    """Collectives issued before it was last entered."""
+    slots: dict[str, int] = field(default_factory=dict)
+    watched: bool = True
+    """Whether it gets frames (`--modules`)."""
 
-    def __init__(self, module: nn.Module | None, number: int, root: RootInfo, name: str, cls: str = "") -> None:
-        """`module` is None for a place that is not a module; its class is then `cls`."""
-        self.ref: Callable[[], nn.Module | None] = weakref.ref(module) if module is not None else _nothing
-        self.id = number
-        self.root = root
-        self.name = name
-        self.cls = class_of(module) if module is not None else cls
-        self.entered = 0
-        """For a wrapper: the number of frames in the page when it was last entered."""
-        self.first_node = 0
-        """Number of the first autograd node that could be made in its last call (autograd_graph.py)."""
-        self.guessed = False
-        """It was treated as a temporary module, like its siblings, without a search of the tree."""
-        self.is_graph = _BACKENDS in name
-        """A backend of torch.compile runs it: it is no part of the model."""
-        self.is_wrapper = module is not None and wrapped_child(module) is not None and not self.is_graph
-        self.seq = -1
-        """Collectives issued before it was last entered."""
-        self.slots: dict[str, int] = {}
-        self.watched = True
-        """Whether it gets frames (`--modules`)."""
+    def __post_init__(self, module: nn.Module | None) -> None:
+        self.is_graph = _BACKENDS in self.name
+        if module is not None:
+            self.ref, self.cls = weakref.ref(module), class_of(module)
+            self.is_wrapper = wrapped_child(module) is not None and not self.is_graph
 
 
 class RootInfo:
     """A root module. Each root counts its own batches."""
 
-    __slots__ = ("batches", "cls", "definitions", "id", "label", "modules", "page", "temporary")
+    __slots__ = ("batches", "cls", "definitions", "id", "label", "modules", "page", "ref", "temporary")
 
     def __init__(self, number: int, cls: str, ordinal: int) -> None:
         self.id = number
+        self.ref: Callable[[], nn.Module | None] = _nothing
         self.cls = cls
         self.label = cls if ordinal == 0 else f"{cls}#{ordinal + 1}"
         self.modules: dict[int, ModuleInfo] = {}
@@ -126,8 +119,10 @@ class RankRoots:
         """`on_parameter` is called for every parameter of a module when the module becomes known."""
         self._recorder = recorder
         self._selection = selection
-        self._roots: list[tuple[Callable[[], nn.Module | None], RootInfo]] = []
-        self._root_by_id: dict[int, tuple[Callable[[], nn.Module | None], RootInfo]] = {}
+        self.infos: list[RootInfo] = []
+        """All roots, by their ids."""
+        self._root_by_id: dict[int, RootInfo] = {}
+        """By id of the module."""
         self._owner: dict[int, ModuleInfo] = {}
         """id of a module -> its info under the first root that holds it."""
         self._modules = 0
@@ -143,8 +138,8 @@ class RankRoots:
         encoder layer. Such a call belongs to that root and to its current batch.
         """
         known = self._root_by_id.get(id(module))
-        if known is not None and known[0]() is module:
-            return self._info(module, known[1]), True
+        if known is not None and known.ref() is module:
+            return self._info(module, known), True
         owner = self._owner.get(id(module))
         if owner is not None and owner.ref() is module:
             return owner, False
@@ -164,7 +159,7 @@ class RankRoots:
                 info = self._intern(module, root, _temporary_name(parent, module))
                 info.guessed = True
                 return info
-        holder = self._find(root)
+        holder = root.ref()
         if holder is not None:
             self._intern_tree(holder, root)  # the model has grown since
             found = root.modules.get(id(module))
@@ -177,13 +172,9 @@ class RankRoots:
         info.guessed = False
         return info
 
-    def infos(self) -> list[RootInfo]:
-        """All roots."""
-        return [root for _, root in self._roots]
-
     def name_of(self, module: nn.Module) -> str | None:
         """The name of a known module, or its class for a root. None for an unknown module."""
-        for _, root in self._roots:
+        for root in self.infos:
             if root.knows(module):
                 info = root.modules[id(module)]
                 return info.name or info.cls
@@ -191,20 +182,19 @@ class RankRoots:
 
     def find(self, root_id: int, name: str, cls: str) -> tuple[nn.Module | None, nn.Module | None]:
         """(the root, the module of that name and class in it); None for one that is gone or unknown."""
-        for holder, root in self._roots:
-            if root.id == root_id:
-                for info in list(root.modules.values()):
-                    if (info.name, info.cls) == (name, cls):
-                        return holder(), info.ref()
+        root = self.infos[root_id]
+        for info in list(root.modules.values()):
+            if (info.name, info.cls) == (name, cls):
+                return root.ref(), info.ref()
         return None, None
 
     def place(self, name: str, root: RootInfo | None, cls: str = NAMED_BY_SCRIPT) -> ModuleInfo:
         """The info of a named place that is not a module, in `root`. If `root` is None, in a root of class `cls`."""
         if root is None:
-            root = next((info for _, info in self._roots if info.cls == cls), None)
+            root = next((info for info in self.infos if info.cls == cls), None)
         if root is None:
-            root = RootInfo(len(self._roots), cls, 0)
-            self._roots.append((_nothing, root))
+            root = RootInfo(len(self.infos), cls, 0)
+            self.infos.append(root)
             self._recorder.append(RootDef(root.id, root.cls, 0), name=True)
         info = root.definitions.get((name, cls))
         if info is None:
@@ -229,7 +219,7 @@ class RankRoots:
 
     def find_parameters(self) -> None:
         """Search the modules of all roots again: parameters may have been added since."""
-        for _, root in self._roots:
+        for root in self.infos:
             for info in list(root.modules.values()):
                 module = info.ref()
                 if module is not None:
@@ -243,28 +233,21 @@ class RankRoots:
                     info.slots = ParameterSlots(info.slots)
                 self.own(parameter, info, role)
 
-    def _find(self, root: RootInfo) -> nn.Module | None:
-        for ref, candidate in self._roots:
-            if candidate is root:
-                return ref()
-        return None
-
     def _info(self, module: nn.Module, root: RootInfo) -> ModuleInfo:
         info = root.modules.get(id(module))
         return info if info is not None and info.ref() is module else self._intern(module, root, "")
 
     def _new_root(self, module: nn.Module) -> RootInfo:
         cls = class_of(module)
-        for position, (ref, gone) in enumerate(self._roots):
-            if gone.cls == cls and ref() is None:  # a loss module that is made in every step stays one root
-                self._roots[position] = self._root_by_id[id(module)] = (weakref.ref(module), gone)
-                self._intern_tree(module, gone)
-                return gone
-        ordinal = sum(root.cls == cls for _, root in self._roots)
-        root = RootInfo(len(self._roots), cls, ordinal)
-        self._roots.append((weakref.ref(module), root))
-        self._root_by_id[id(module)] = self._roots[-1]  # replaces a freed module with the same id
-        self._recorder.append(RootDef(root.id, cls, ordinal), name=True)
+        # a loss module that is made in every step stays one root
+        root = next((known for known in self.infos if known.cls == cls and known.ref() is None), None)
+        if root is None:
+            ordinal = sum(known.cls == cls for known in self.infos)
+            root = RootInfo(len(self.infos), cls, ordinal)
+            self.infos.append(root)
+            self._recorder.append(RootDef(root.id, cls, ordinal), name=True)
+        root.ref = weakref.ref(module)
+        self._root_by_id[id(module)] = root  # replaces a freed module with the same id
         self._intern_tree(module, root)
         return root
 
@@ -277,10 +260,10 @@ class RankRoots:
     def _forget_dead(self) -> None:
         """Purge the entries of freed modules and parameters. A forward that makes modules adds some in every call."""
         self._owner = {key: info for key, info in self._owner.items() if info.ref() is not None}
-        self._root_by_id = {key: known for key, known in self._root_by_id.items() if known[0]() is not None}
+        self._root_by_id = {key: root for key, root in self._root_by_id.items() if id(root.ref()) == key}
         for gone in [key for key, known in self.parameters.items() if known[0]() is None]:
             del self.parameters[gone]
-        for _, root in self._roots:
+        for root in self.infos:
             root.modules = {key: info for key, info in root.modules.items() if info.ref() is not None}
         self._many = 2 * max(_FEW, len(self._owner) + len(self.parameters))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ DEADLINE_S = 20.0
 
 
 def check(uuid, load=None, deadline_s=DEADLINE_S, thresholds=""):
-    return check_health(uuid, 3, "n0", thresholds, deadline_s, load)
+    return check_health(uuid, 3, "n0", thresholds, deadline_s, load and (lambda: load))
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def test_a_real_gpu_is_looked_at_under_load():
     from gpuwatch.worker.preflight.health import cuda_load
 
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    result = check(uuid, cuda_load(0), deadline_s=60.0)
+    result = check_health(uuid, 3, "n0", "", 60.0, partial(cuda_load, 0))
     assert not [finding for finding in result.findings if "not under load" in finding.sentence]
     assert "not under load" not in result.detail
     assert "load failed" not in result.detail

@@ -184,23 +184,23 @@ def test_graphs_are_held_until_their_numbers_have_arrived(busy):
     job = busy()
     for batches in range(1, 7):
         job.batch()
-        assert len({graph.calls.page for graph in job.gradients.held}) == min(batches, 5), (
+        assert len({graph.calls.page for graph in job.gradients.graphs.held}) == min(batches, 5), (
             "four, and that of this batch"
         )
     job.device.held.clear()
     job.watched.hooks.judging.finish()
     job.gradients.let_go()
-    assert job.gradients.held == []
+    assert job.gradients.graphs.held == []
     assert job.watched.faults == job.watched.anomalies == []
 
 
 def test_a_graph_that_holds_memory_is_let_go_of_when_the_next_batch_begins(busy):
     job = busy(Custom("attribute"))
     job.batch()
-    assert len(job.gradients.held) == 1
+    assert len(job.gradients.graphs.held) == 1
     job.batch()
-    assert len(job.gradients.held) == 1
-    (held,) = job.gradients.held
+    assert len(job.gradients.graphs.held) == 1
+    (held,) = job.gradients.graphs.held
     assert held.calls.page == 1
     job.device.held.clear()
     assert job.watched.faults == []
@@ -211,6 +211,6 @@ def test_no_graph_is_held_while_the_script_captures_one(busy):
     job.batch()
     job.device.capturing = True
     job.model(torch.randn(2, SIZE))
-    assert job.gradients.held == []
+    assert job.gradients.graphs.held == []
     job.device.capturing = False
     job.device.held.clear()

@@ -5,8 +5,9 @@ An error of gpuwatch's own test fails no job: it ends the preflight with a findi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from msgspec.structs import replace
 
@@ -22,9 +23,7 @@ from ..steps import (
     RankStepReport,
     StepConclusion,
     is_local,
-    mode_of,
     stage_of,
-    stays_local,
     step_after,
 )
 from . import pairs as blaming
@@ -35,36 +34,19 @@ from .odd_ranks import below, odd_digests, slow_devices, slow_links, slowest
 # Who has arrived, and who is missing: "ranks 9-15 (node gpu-017) did not arrive within 60 s". Pure.
 
 
-def roster_of(present: Mapping[int, RankAttendance], world_size: int) -> RankRoster:
-    """The roster of a job in which all ranks have arrived. NCCL only if every rank has its own GPU."""
-    by_rank = [present[rank] for rank in range(world_size)]
-    return RankRoster(
-        hosts=[one.host for one in by_rank],
-        nodes=[one.node for one in by_rank],
-        local_ranks=[one.local_rank for one in by_rank],
-        backend="nccl" if all(one.device.startswith("cuda") for one in by_rank) else "gloo",
-        gpus=[one.gpu for one in by_rank],
-    )
-
-
 def nodes_of(missing: Sequence[int], present: Mapping[int, RankAttendance], world_size: int) -> dict[int, int | None]:
     """The node of each missing rank, where it can be known.
 
     torchrun numbers the ranks node by node. So a rank that has arrived implies which other ranks are on its node. The
     ranks between two such blocks belong to the nodes between them, which are taken to be of equal size.
     """
-    blocks: dict[int, tuple[int, int]] = {}  # node -> (first rank, how many)
-    for rank, one in present.items():
-        blocks[one.node] = (rank - one.local_rank, one.local_world_size)
-    found: dict[int, int | None] = dict.fromkeys(missing)
-    for node, (first, size) in blocks.items():
-        found.update({rank: node for rank in range(first, first + size) if rank in found})
-    sizes = {size for _, size in blocks.values()}
-    if len(sizes) == 1:  # nearly always: all nodes have equally many ranks
-        size = sizes.pop()
-        if world_size % size == 0 and all(first == node * size for node, (first, _) in blocks.items()):
-            found = {rank: rank // size if node is None else node for rank, node in found.items()}
-    return found
+    blocks = {one.node: (rank - one.local_rank, one.local_world_size) for rank, one in present.items()}
+    size = max((size for _, size in blocks.values()), default=1)
+    blocks_are_alike = all(block == (node * size, size) for node, block in blocks.items())
+    if blocks and blocks_are_alike and world_size % size == 0:  # nearly always
+        return {rank: rank // size for rank in missing}
+    around = {rank: node for node, (first, size) in blocks.items() for rank in range(first, first + size)}
+    return {rank: around.get(rank) for rank in missing}
 
 
 def missing_findings(
@@ -81,7 +63,7 @@ def missing_findings(
     groups: dict[int | None, list[int]] = {}
     for rank in missing:
         groups.setdefault(nodes[rank], []).append(rank)
-    findings = []
+    findings, victims = [], sorted(present)
     for node, ranks in groups.items():
         host = hosts.get(node, "") if node is not None else ""
         place = f" (node {host})" if host else f" (node number {node})" if node is not None else ""
@@ -92,9 +74,8 @@ def missing_findings(
             "others? If the ranks only start late, give them longer with --preflight-timeout SECONDS."
         )
         subject: Subject = "node" if whole else "rank"
-        findings.append(
-            failure("arrive", subject, ranks, [host] if host else [], sentence, next_, victims=sorted(present))
-        )
+        named = [host] if host else []
+        findings.append(failure("arrive", subject, ranks, named, sentence, next_, victims=victims))
     return findings
 
 
@@ -123,19 +104,21 @@ def conclude_softly(
     try:
         return conclude(settings, heard, before, roster)
     except Exception as error:
-        sentence = f"no conclusion could be drawn, an error of gpuwatch: {type(error).__name__}: {error}"
-        finding = PreflightFinding(stage_of(heard.step), "unknown", "job", [], [], sentence, _REPORT_IT)
+        finding = _own_error(heard.step, "no conclusion could be drawn", error)
         arrived = before.arrived or len(heard.reports)
         return StepConclusion(findings=[*before.findings, finding], outcomes=before.outcomes, arrived=arrived)
+
+
+def _own_error(step: str, what: str, error: Exception) -> PreflightFinding:
+    sentence = f"{what}, an error of gpuwatch: {type(error).__name__}: {error}"
+    return PreflightFinding(stage_of(step), "unknown", "job", [], [], sentence, _REPORT_IT)
 
 
 def conclude(
     settings: WorkerSettings, heard: StepReports, before: StepConclusion, roster: RankRoster | None
 ) -> StepConclusion:
     """The conclusion of a step. `before`: that of the previous step. `roster`: None until all ranks have arrived."""
-    now = StepConclusion(
-        findings=before.findings, outcomes=before.outcomes, arrived=before.arrived, broken=before.broken
-    )
+    now = StepConclusion(findings=before.findings, outcomes=before.outcomes, arrived=before.arrived)
     if heard.step == "arrive":
         now = _attendance(settings, heard, now)
         roster = now.roster
@@ -147,21 +130,27 @@ def conclude(
     if foreign:
         return _blame(now, [foreign_finding(heard.step, foreign[0])])
     faults = {rank: report.detail for rank, report in heard.reports.items() if report.kind == "fault"}
-    if faults:
-        return _faults(heard, now, faults, roster)
-    if roster is None or heard.silent or _went_away(heard):
+    if faults:  # the preflight ends here: the test itself is broken, so the failures of other ranks mean nothing
+        hosts = sorted({roster.ranks[rank].host for rank in faults}) if roster else []
+        first = faults[min(faults)]
+        sentence = f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {first}"
+        finding = PreflightFinding(stage_of(heard.step), "unknown", "job", sorted(faults), hosts, sentence, _REPORT_IT)
+        return _blame(now, [finding])
+    went_away = heard.leader_failed or any(report.kind == "fallen" for report in heard.reports.values())
+    if roster is None or heard.silent or went_away:
         return now
-    if heard.step == "consistency":
-        facts = {rank: report.facts for rank, report in heard.reports.items() if report.facts is not None}
-        now = _blame(now, _softly(heard.step, lambda: compare(facts)))
-    if heard.step == "compute":
-        now = _blame(now, _softly(heard.step, lambda: _of_compute(settings, heard, roster)))
-    if heard.step == "bandwidth":
-        now = _blame(now, _softly(heard.step, lambda: _of_bandwidth(settings, heard, roster)))
+    try:
+        now = _blame(now, _compared(settings, heard, roster))
+    except Exception as error:  # it does not end the preflight
+        now = _blame(now, [_own_error(heard.step, "what the ranks found could not be compared", error)])
     if is_local(heard.step):
-        now = _of_each_rank(heard, now, roster)
-        following = step_after(heard.step, mode_of(settings), len(roster.ranks_by_node))
-        if now.failed and not stays_local(heard.step, following):
+        for rank, report in sorted(heard.reports.items()):
+            verb = {"raised": "failed: ", "died": "died: ", "hung": ""}.get(report.kind)
+            if verb is not None:
+                said, host = f"{verb}{report.detail}", roster.ranks[rank].host
+                now = _blame(now, [rank_failed(stage_of(heard.step), rank, host, said, report.next)])
+        following = step_after(heard.step, settings.preflight, len(roster.ranks_by_node))
+        if now.failed and not is_local(following):
             return now
         return replace(now, next=following)
     if heard.step == "arrive":
@@ -181,11 +170,9 @@ def _attendance(settings: WorkerSettings, heard: StepReports, now: StepConclusio
         found = missing_findings(
             heard.silent, present, heard.world_size, settings.node_hosts, settings.preflight_timeout_s
         )
-        now = _blame(now, found)
-        waited = f"waited for {ranks_text(heard.silent)}"
-        return _victims(now, dict.fromkeys(present, waited), "arrive")
+        return _blame(now, found, "arrive", dict.fromkeys(present, f"waited for {ranks_text(heard.silent)}"))
     if len(present) == heard.world_size:
-        roster = roster_of(present, heard.world_size)
+        roster = RankRoster([present[rank] for rank in range(heard.world_size)])
         nodes = len(roster.ranks_by_node)
         note = f"{heard.world_size} rank{'s' * (heard.world_size > 1)} on {nodes} node{'s' * (nodes > 1)}"
         return replace(now, roster=roster, note=note)
@@ -195,7 +182,7 @@ def _attendance(settings: WorkerSettings, heard: StepReports, now: StepConclusio
 def _silent(heard: StepReports, now: StepConclusion, roster: RankRoster | None) -> StepConclusion:
     """Ranks that arrived and then sent no report: if the worker has ended, no process is left to report it."""
     if heard.leader_failed and not heard.silent:  # else the leader may be waiting for the silent ranks
-        return _no_conclusion(heard, now, roster.hosts[LEADER] if roster else "")
+        return _no_conclusion(heard, now, roster.ranks[LEADER].host if roster else "")
     if not heard.silent or roster is None:
         return now
     stage = stage_of(heard.step)
@@ -207,8 +194,7 @@ def _silent(heard: StepReports, now: StepConclusion, roster: RankRoster | None) 
             sentence = f"{ranks_text(ranks)} ({host}) stopped reporting in stage {stage}"
             next_ = f"Look at {host}: is it up, and what ended the ranks there?"
             findings.append(failure(stage, subject, ranks, [host], sentence, next_, victims=sorted(heard.reports)))
-    waited = f"waited for {ranks_text(heard.silent)}"
-    return _victims(_blame(now, findings), dict.fromkeys(heard.reports, waited), stage)
+    return _blame(now, findings, stage, dict.fromkeys(heard.reports, f"waited for {ranks_text(heard.silent)}"))
 
 
 def _no_conclusion(heard: StepReports, now: StepConclusion, host: str) -> StepConclusion:
@@ -225,29 +211,15 @@ def _fallen(heard: StepReports, now: StepConclusion, roster: RankRoster | None) 
     others = sorted(set(heard.reports) - set(fallen))
     findings = []
     for rank, report in sorted(fallen.items()):
-        host = roster.hosts[rank] if roster else report.attendance.host if report.attendance else ""
+        here = roster.ranks[rank] if roster else report.attendance
+        host = here.host if here else ""
         stage = report.said or stage_of(heard.step)
         findings.append(rank_failed(stage, rank, host, report.detail, report.next, others))
-    waited = f"waited for {ranks_text(fallen)}"
-    return _victims(_blame(now, findings), dict.fromkeys(others, waited), stage_of(heard.step))
-
-
-def _went_away(heard: StepReports) -> bool:
-    return heard.leader_failed or any(report.kind == "fallen" for report in heard.reports.values())
+    waited = dict.fromkeys(others, f"waited for {ranks_text(fallen)}")
+    return _blame(now, findings, stage_of(heard.step), waited)
 
 
 # -- each rank's own test ------------------------------------------------------------------------------------------
-
-
-def _faults(
-    heard: StepReports, now: StepConclusion, faults: Mapping[int, str], roster: RankRoster | None
-) -> StepConclusion:
-    """The preflight ends here: the test itself is broken, so the failures of other ranks mean nothing."""
-    first = min(faults)
-    hosts = sorted({roster.hosts[rank] for rank in faults}) if roster else []
-    sentence = f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {faults[first]}"
-    stage = stage_of(heard.step)
-    return _blame(now, [PreflightFinding(stage, "unknown", "job", sorted(faults), hosts, sentence, _REPORT_IT)])
 
 
 def foreign_finding(step: str, sentence: str) -> PreflightFinding:
@@ -256,38 +228,19 @@ def foreign_finding(step: str, sentence: str) -> PreflightFinding:
     return PreflightFinding(stage_of(step), "unknown", "job", [], [], f"the preflight has ended: {sentence}", next_)
 
 
-def _softly(step: str, find: Callable[[], list[PreflightFinding]]) -> list[PreflightFinding]:
-    """An error in a comparison becomes a finding and does not end the preflight."""
-    try:
-        return find()
-    except Exception as error:
-        sentence = f"what the ranks found could not be compared, an error of gpuwatch: {type(error).__name__}: {error}"
-        return [PreflightFinding(stage_of(step), "unknown", "job", [], [], sentence, _REPORT_IT)]
-
-
-def _of_compute(settings: WorkerSettings, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
-    results = {rank: report.computed for rank, report in heard.reports.items() if report.computed is not None}
+def _compared(settings: WorkerSettings, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
+    """How the ranks differ, or how slow they are, in a step in which their results are compared."""
     hosts = roster.hosts_by_rank
-    return [*odd_digests(results, hosts), *slow_devices(results, hosts, settings.slow_factor)]
-
-
-def _of_bandwidth(settings: WorkerSettings, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
+    if heard.step == "consistency":
+        return compare({rank: report.facts for rank, report in heard.reports.items() if report.facts is not None})
+    if heard.step == "compute":
+        results = {rank: report.computed for rank, report in heard.reports.items() if report.computed is not None}
+        return [*odd_digests(results, hosts), *slow_devices(results, hosts, settings.slow_factor)]
     measured = {rank: report.measured for rank, report in heard.reports.items() if report.measured is not None}
-    if len(measured) < heard.world_size or not slowest(measured):
+    if heard.step != "bandwidth" or len(measured) < heard.world_size or not slowest(measured):
         return []
-    found = below(measured, roster.hosts_by_rank, settings.min_busbw)
-    return [*([found] if found else []), *slow_links(measured, roster.hosts_by_rank)]
-
-
-def _of_each_rank(heard: StepReports, now: StepConclusion, roster: RankRoster) -> StepConclusion:
-    """Findings of ranks whose own part failed, one per rank."""
-    findings = []
-    for rank, report in sorted(heard.reports.items()):
-        if report.kind in ("raised", "died", "hung"):
-            verb = {"raised": "failed: ", "died": "died: ", "hung": ""}[report.kind]
-            said, stage = f"{verb}{report.detail}", stage_of(heard.step)
-            findings.append(rank_failed(stage, rank, roster.hosts[rank], said, report.next))
-    return _blame(now, findings)
+    found = below(measured, hosts, settings.min_busbw)
+    return [*([found] if found else []), *slow_links(measured, hosts)]
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------
@@ -305,15 +258,14 @@ def _of_groups(
     else:
         judgement = judge_group(stage, heard.reports, roster.hosts_by_rank, one_node=len(nodes) == 1)
         if judgement.failed:
-            now = _blame(now, judgement.findings)
-            now = _victims(now, judgement.victims, stage)
+            now = _blame(now, judgement.findings, stage, judgement.victims)
             if not judgement.findings:
                 return _search(settings, heard, now, roster, judgement.detail)
     if now.failed:
         return now
     if heard.step == "inside":  # the group of each node works
         return _try_pairs(now, roster, [], 1)
-    return replace(now, next=step_after(heard.step, mode_of(settings), len(nodes)))
+    return replace(now, next=step_after(heard.step, settings.preflight, len(nodes)))
 
 
 def _inside_nodes(stage: str, heard: StepReports, now: StepConclusion, roster: RankRoster) -> StepConclusion:
@@ -322,16 +274,12 @@ def _inside_nodes(stage: str, heard: StepReports, now: StepConclusion, roster: R
         judgement = judge_group(stage, {rank: heard.reports[rank] for rank in ranks}, hosts, one_node=True)
         if not judgement.failed:
             continue
-        findings = judgement.findings or [_of_node(stage, node, ranks, roster, judgement.detail)]
-        now = _victims(_blame(now, findings), judgement.victims, stage)
+        host, unknown = roster.hosts_by_node[node], f"the rank at fault is unknown: {judgement.detail}"
+        sentence = f"{ranks_text(ranks)} inside node {host} do not work together; {unknown}"
+        next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
+        undecided = failure(stage, "node", [], [host], sentence, next_, victims=ranks)
+        now = _blame(now, judgement.findings or [undecided], stage, judgement.victims)
     return now
-
-
-def _of_node(stage: str, node: int, ranks: list[int], roster: RankRoster, detail: str) -> PreflightFinding:
-    host = roster.hosts_by_node[node]
-    sentence = f"{ranks_text(ranks)} inside node {host} do not work together; the rank at fault is unknown: {detail}"
-    next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
-    return failure(stage, "node", [], [host], sentence, next_, victims=ranks)
 
 
 def _search(
@@ -339,13 +287,12 @@ def _search(
 ) -> StepConclusion:
     """The group failed, and the ranks' reports blame no rank."""
     if heard.step == "bandwidth" or len(roster.ranks_by_node) == 1:
-        where = f"inside node {roster.hosts[0]}" if len(roster.ranks_by_node) == 1 else "over all ranks"
+        where = f"inside node {roster.ranks[0].host}" if len(roster.ranks_by_node) == 1 else "over all ranks"
         sentence = f"the process group {where} failed; the rank at fault is unknown: {detail}"
         next_ = "Run `gpuwatch check --nccl-debug` and read the log."
         stage, victims = stage_of(heard.step), sorted(heard.reports)
         return _blame(now, [failure(stage, "job", [], [], sentence, next_, victims=victims)])
-    now = replace(now, broken=detail)
-    if mode_of(settings) == "quick":
+    if settings.preflight == "quick":
         return replace(now, next="inside")
     return _try_pairs(now, roster, [], 1)
 
@@ -374,8 +321,16 @@ def _of_pairs(heard: StepReports, before: StepConclusion, now: StepConclusion, r
 # -- totals ---------------------------------------------------------------------------------------------------------
 
 
-def _blame(now: StepConclusion, findings: Collection[PreflightFinding]) -> StepConclusion:
-    """`now` with these findings. A finding of grade fail makes its ranks failed."""
+def _blame(
+    now: StepConclusion,
+    findings: Collection[PreflightFinding],
+    stage: str = "",
+    victims: Mapping[int, str] = MappingProxyType({}),
+) -> StepConclusion:
+    """`now` with these findings. A finding of grade fail makes its ranks failed.
+
+    `victims`: ranks that failed in this stage only because of others, with their reports.
+    """
     outcomes = {outcome.rank: outcome for outcome in now.outcomes}
     for finding in findings:
         if finding.grade != "fail":
@@ -386,13 +341,7 @@ def _blame(now: StepConclusion, findings: Collection[PreflightFinding]) -> StepC
             for rank in finding.ranks:
                 if rank not in outcomes or outcomes[rank].outcome == "victim":
                     outcomes[rank] = RankOutcome(rank, "failed", finding.stage, finding.sentence)
-    return replace(now, findings=[*now.findings, *findings], outcomes=[outcomes[rank] for rank in sorted(outcomes)])
-
-
-def _victims(now: StepConclusion, victims: Mapping[int, str], stage: str) -> StepConclusion:
-    """Ranks that failed only because of others, with their reports."""
-    outcomes = {outcome.rank: outcome for outcome in now.outcomes}
     for rank, detail in victims.items():
         if rank not in outcomes or outcomes[rank].outcome == "victim":
             outcomes[rank] = RankOutcome(rank, "victim", stage, detail)
-    return replace(now, outcomes=[outcomes[rank] for rank in sorted(outcomes)])
+    return replace(now, findings=[*now.findings, *findings], outcomes=[outcomes[rank] for rank in sorted(outcomes)])

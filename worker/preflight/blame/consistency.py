@@ -164,22 +164,12 @@ class ComparedProperty:
     grade: Grade
     read: Callable[[InventoryFacts], str]
     why: str
-    next: str
+    next: str = "Use one environment on all nodes: the same image, or one that they share"
 
 
 def _version(name: str) -> Callable[[InventoryFacts], str]:
     return lambda facts: facts.versions.get(name, "")
 
-
-def _python_minor(facts: InventoryFacts) -> str:
-    return ".".join(facts.versions.get("python", "").split(".")[:2])
-
-
-def _script(facts: InventoryFacts) -> str:
-    return f"sha256 {facts.script_digest[:12]}" if facts.script_digest else ""
-
-
-_ONE_ENVIRONMENT = "Use one environment on all nodes: the same image, or one that they share"
 
 COMPARED = (
     ComparedProperty(
@@ -194,18 +184,15 @@ COMPARED = (
         "fail",
         _version("torch"),
         "two releases of torch may send different collectives, or in a different order",
-        _ONE_ENVIRONMENT,
     ),
     ComparedProperty(
         "the script file",
         "fail",
-        _script,
+        lambda facts: f"sha256 {facts.script_digest[:12]}" if facts.script_digest else "",
         "ranks that run different code send different collectives, or compute different results",
         "Copy the script to all nodes again, or start it from a file system that they share",
     ),
-    ComparedProperty(
-        "CUDA", "warn", _version("cuda"), "kernels of different releases may round differently", _ONE_ENVIRONMENT
-    ),
+    ComparedProperty("CUDA", "warn", _version("cuda"), "kernels of different releases may round differently"),
     ComparedProperty(
         "the driver",
         "warn",
@@ -216,13 +203,10 @@ COMPARED = (
     ComparedProperty(
         "Python",
         "warn",
-        _python_minor,
+        lambda facts: ".".join(facts.versions.get("python", "").split(".")[:2]),
         "another minor version may not be able to read the pickled objects that torch sends between ranks",
-        _ONE_ENVIRONMENT,
     ),
-    ComparedProperty(
-        "gpuwatch", "warn", _version("gpuwatch"), "its parts may not understand each other", _ONE_ENVIRONMENT
-    ),
+    ComparedProperty("gpuwatch", "warn", _version("gpuwatch"), "its parts may not understand each other"),
     ComparedProperty(
         "the GPU's type",
         "warn",

@@ -59,7 +59,11 @@ def judge_group(
     if not bad:
         return GroupBlame(False)
     reasons = _own_faults(bad) or _accused(bad) or (_hangs_alone(bad) if one_node else {})
-    victims = {rank: _seen(report) for rank, report in bad.items() if rank not in reasons}
+    victims = {
+        rank: f"{report.detail}{f' (at {report.said})' if report.said and report.said not in report.detail else ''}"
+        for rank, report in bad.items()
+        if rank not in reasons
+    }
     findings = [
         rank_failed(stage, rank, hosts.get(rank, ""), said, next_, victims=[] if number else list(victims))
         for number, (rank, (said, next_)) in enumerate(sorted(reasons.items()))
@@ -116,10 +120,6 @@ def _hangs_alone(bad: Mapping[int, RankStepReport]) -> dict[int, tuple[str, str]
     return {rank: (report.detail, report.next) for rank, report in hung.items()}
 
 
-def _seen(report: RankStepReport) -> str:
-    return f"{report.detail}{f' (at {report.said})' if report.said and report.said not in report.detail else ''}"
-
-
 # The numbers that each rank received in the collectives, and which rank is wrong if they differ. Pure.
 #
 # Example with three ranks: in all_gather, ranks 0 and 2 got wrong numbers from rank 1, and rank 1 got right numbers
@@ -150,31 +150,30 @@ class VoteResult:
 
 def judge(votes: Mapping[int, RankVote]) -> VoteResult | None:
     """The verdict over all votes; None if nothing was wrong. Wrong transfers come first: they make sums wrong, too."""
-    return (
-        _judge_transfers(
-            "all_gather", {(rank, sender) for rank in votes for sender in votes[rank].gather_errors}, votes
-        )
-        or _judge_transfers(
-            "broadcast", {(rank, root) for rank in votes for root in votes[rank].broadcast_errors}, votes
-        )
-        or _judge_sums(votes)
-        or _judge_barrier(votes)
-    )
+    gathers = {(rank, sender) for rank in votes for sender in votes[rank].gather_errors}
+    broadcasts = {(rank, root) for rank in votes for root in votes[rank].broadcast_errors}
+    found = _judge_transfers("all_gather", gathers, votes) or _judge_transfers("broadcast", broadcasts, votes)
+    if found is not None:
+        return found
+    if any(vote.sum_error for vote in votes.values()):
+        # a rank that adds wrong makes the sums of others wrong, too, so only pairs can tell; two ranks are one pair
+        return replace(_judge_sums(votes), search=len(votes) > 2)
+    early = [rank for rank in sorted(votes) if votes[rank].barrier_error]
+    if not early:
+        return None
+    return VoteResult(f"{ranks_text(early)} left the barrier too early: {votes[early[0]].barrier_error}", tuple(early))
 
 
 def judge_sums_of_pairs(votes: Mapping[int, RankVote], bad: Collection[int]) -> VoteResult:
     """The verdict over wrong sums once pairs have been tried; `bad` failed in every pair while others did not."""
-    wrong = [rank for rank in sorted(votes) if votes[rank].sum_error]
     if bad:
-        shown = next((rank for rank in sorted(bad) if votes[rank].sum_error), wrong[0])
+        shown = next(rank for rank in (*sorted(bad), *sorted(votes)) if votes[rank].sum_error)
         return VoteResult(
             f"{ranks_text(bad)} {'computes' if len(bad) == 1 else 'compute'} wrong sums: {votes[shown].sum_error}, "
             "in the whole group and in every pair, while the other ranks compute right sums with each other",
             tuple(sorted(bad)),
         )
-    if len(wrong) == 1:
-        return _wrong_alone(wrong[0], votes)
-    return _sum_undetermined(wrong, votes, "tests of pairs do not show which rank computes wrong sums")
+    return _judge_sums(votes, " (tests of pairs do not show which rank computes wrong sums)")
 
 
 def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int, RankVote]) -> VoteResult | None:
@@ -200,7 +199,10 @@ def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int
         to
         for to, of in senders.items()
         if (to, to) in errors
-        or (others >= 2 and (len(of) * 2 > others or (kind == "broadcast" and not of & _of_others(to, senders))))
+        or (
+            others >= 2
+            and (len(of) * 2 > others or (kind == "broadcast" and all(receivers[each] <= {to} for each in of)))
+        )
     }
     if receiving:
         verb = "gets" if len(receiving) == 1 else "get"
@@ -214,34 +216,12 @@ def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int
     )
 
 
-def _of_others(rank: int, senders: Mapping[int, set[int]]) -> set[int]:
-    return {sender for other, of in senders.items() if other != rank for sender in of}
-
-
-def _judge_sums(votes: Mapping[int, RankVote]) -> VoteResult | None:
+def _judge_sums(votes: Mapping[int, RankVote], why: str = "") -> VoteResult:
     wrong = [rank for rank in sorted(votes) if votes[rank].sum_error]
-    if not wrong:
-        return None
-    found = _wrong_alone(wrong[0], votes) if len(wrong) == 1 else _sum_undetermined(wrong, votes)
-    # a rank that adds wrong makes the sums of others wrong, too, so only pairs can tell; two ranks are one pair
-    return replace(found, search=len(votes) > 2)
-
-
-def _wrong_alone(rank: int, votes: Mapping[int, RankVote]) -> VoteResult:
-    others = ranks_text(other for other in votes if other != rank)
-    return VoteResult(f"rank {rank} computes wrong sums: {votes[rank].sum_error}, while {others} got it right", (rank,))
-
-
-def _sum_undetermined(wrong: list[int], votes: Mapping[int, RankVote], why: str = "") -> VoteResult:
+    error = votes[wrong[0]].sum_error
+    if len(wrong) == 1:
+        others = ranks_text(other for other in votes if other != wrong[0])
+        return VoteResult(f"rank {wrong[0]} computes wrong sums: {error}, while {others} got it right", tuple(wrong))
     who = "all ranks" if len(wrong) == len(votes) else ranks_text(wrong)
-    return VoteResult(
-        f"{votes[wrong[0]].sum_error}, at {who}, although every rank's own values arrive; undetermined which rank "
-        "computes wrong sums" + (f" ({why})" if why else "")
-    )
-
-
-def _judge_barrier(votes: Mapping[int, RankVote]) -> VoteResult | None:
-    early = [rank for rank in sorted(votes) if votes[rank].barrier_error]
-    if not early:
-        return None
-    return VoteResult(f"{ranks_text(early)} left the barrier too early: {votes[early[0]].barrier_error}", tuple(early))
+    arrived = f"{error}, at {who}, although every rank's own values arrive"
+    return VoteResult(f"{arrived}; undetermined which rank computes wrong sums{why}")

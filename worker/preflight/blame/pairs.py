@@ -13,6 +13,7 @@ ones. On the example of four nodes where 0 and 2 cannot talk:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from itertools import combinations
 
 from ....core.preflight import PreflightFinding, Subject
@@ -119,13 +120,13 @@ def _turn(a: int, b: int, count: int) -> int:
     return (a + b) % last
 
 
+@dataclass
 class _PairSentences:
     """The findings that follow from the results."""
 
-    def __init__(self, tried: _TriedNodes, nodes: Mapping[int, list[int]], hosts: Mapping[int, str]) -> None:
-        self._tried = tried
-        self._ranks = nodes
-        self._hosts = hosts
+    _tried: _TriedNodes
+    _ranks: Mapping[int, list[int]]
+    _hosts: Mapping[int, str]
 
     def bad_node(self, node: int, bad: set[int]) -> PreflightFinding:
         failed_with = self._tried.failed_with(node)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.worker.preflight.blame.conclude import missing_findings, roster_of
-from gpuwatch.worker.preflight.steps import RankAttendance
+from gpuwatch.worker.preflight.blame.conclude import missing_findings
+from gpuwatch.worker.preflight.steps import RankAttendance, RankRoster
 
 HOSTS = ["gpu-000", "gpu-001", "gpu-002"]
 
@@ -52,8 +52,8 @@ def test_nodes_of_different_sizes_are_not_guessed():
 
 
 def test_nccl_only_if_every_rank_has_a_gpu():
-    assert roster_of(present(*range(12)), 12).backend == "nccl"
-    roster = roster_of({**present(*range(12)), 7: RankAttendance("gpu-001", 1, 3, 4, "cpu")}, 12)
+    assert RankRoster(list(present(*range(12)).values())).backend == "nccl"
+    roster = RankRoster(list({**present(*range(12)), 7: RankAttendance("gpu-001", 1, 3, 4, "cpu")}.values()))
     assert roster.backend == "gloo"
     assert roster.ranks_of(0, 2) == [0, 1, 2, 3, 8, 9, 10, 11]
     assert roster.hosts_by_node == dict(enumerate(HOSTS))
