@@ -7,23 +7,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...core.events import GpuHealth, GpuXid, PreflightResult
+from ...core.events import GpuHealth, GpuXid, PreflightResult, RunPosition
 from ...core.frames import Page
 from ..decide.decide import decide, gpu_of
 from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
 from ..decide.preflight_verdict import preflight_report
-from ..decide.words import (
-    absorbed_of,
-    cost_of,
-    found_text,
-    passed_of,
-    scaler_of,
-    seen_in,
-    unfinished_stage,
-    waived_of,
-    warnings_of,
-)
+from ..decide.words import cost_of, fields_of, scaler_of, waived_of, warnings_of
 from ..facts.diagnosis import LocalDiagnosis, earliest
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import (
@@ -70,7 +60,7 @@ def stack_of(rank: RankFacts) -> list[str]:
     return [thread_text(thread) for thread in look.threads]
 
 
-def threads_of(rank: RankFacts) -> list[str]:
+def _threads(rank: RankFacts) -> list[str]:
     """Threads of it besides the main one that Python has, as far as they were seen: `loader, at data.py:7 in load`."""
     threads = rank.looks[-1].threads if rank.looks and rank.looks[-1].stack else []
     return [thread_text(thread) for thread in threads if thread.at]
@@ -81,7 +71,7 @@ def _attempt_report(facts: RunFacts, attempt: int) -> AttemptReport:
     diagnoses = [rank.diagnosis for rank in facts.of_attempt(attempt) if rank.diagnosis is not None]
     if diagnoses:
         first = earliest(diagnoses)[0]
-        return AttemptReport(attempt, f"rank {first.rank}: {found_text(first)}, batch {first.batch}")
+        return AttemptReport(attempt, f"rank {first.rank}: {first.text}, batch {first.batch}")
     hang = hang_verdict(facts, attempt)
     return AttemptReport(attempt, hang.statement if hang is not None else ending_text(facts, attempt), hang)
 
@@ -151,21 +141,17 @@ def _or_why(make: Callable[[], R | None], empty: R, what: str) -> R | None:
     try:
         return make()
     except Exception as error:
-        return msgspec.structs.replace(
-            empty, trouble=f"{what} could not be determined: {type(error).__name__}: {error}"
-        )
+        trouble = f"{what} could not be determined: {type(error).__name__}: {error}"
+        return msgspec.structs.replace(empty, trouble=trouble)
 
 
 def _run_info(
     facts: RunFacts, run_id: str, started: str | None, ended: str | None, world: int, earlier: list[EarlierLife]
 ) -> RunInfo:
-    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
-    versions: dict[str, str] = {}
-    for hello in hellos:
-        versions.update(hello.versions)
-    for rank in facts.ranks.values():
-        if rank.inventory is not None:
-            versions.update(rank.inventory.versions)
+    hellos = facts.hellos
+    told = [hello.versions for hello in hellos]
+    told += [rank.inventory.versions for rank in facts.ranks.values() if rank.inventory is not None]
+    versions = {name: version for each in told for name, version in each.items()}
     return RunInfo(
         id=run_id,
         command=hellos[0].command if hellos else [],
@@ -185,19 +171,18 @@ def _rank_report(
     facts: RunFacts, rank: RankFacts, shown: SelectedFrames, traces: list[Page], traces_left_out: int
 ) -> RankReport:
     frames, comparable = shown
-    state, exit_ = rank.state, rank.exit
-    where = exit_.where if exit_ is not None else None
-    error = rank.errors[0] if rank.errors else None
+    state, error = rank.state, rank.error
+    where = rank.exit.where if rank.exit is not None else state
     return RankReport(
         rank=rank.rank,
         local_rank=state.local_rank if state is not None else None,
         host=facts.host(rank),
-        device=rank.inventory.device if rank.inventory is not None else None,
+        device=rank.device,
         pid=state.pid if state is not None else None,
         state=_state(rank),
-        exit=exit_.code if exit_ is not None else None,
-        step=where.step if where is not None else state.step if state is not None else None,
-        batch=where.batch if where is not None else state.batch if state is not None else None,
+        exit=rank.code,
+        step=where.step if where is not None else None,
+        batch=where.batch if where is not None else None,
         preflight=_preflight(rank),
         first_anomaly=_anomaly(rank.diagnosis) if rank.diagnosis is not None else None,
         frames=frames,
@@ -226,9 +211,9 @@ def _rank_report(
         pages=len(rank.pages),
         traces_left_out=traces_left_out,
         absorbed=rank.absorbed_rows,
-        absorbed_first=absorbed_of(rank),
-        passed=passed_of(rank),
-        threads=threads_of(rank),
+        absorbed_first=[fields_of(absorbed, "batch") for absorbed in rank.absorbed],
+        passed=[fields_of(passed, "step", "batch") for passed in rank.passed],
+        threads=_threads(rank),
         traces_thinned=state.traces_thinned if state is not None else 0,
         groups_not_shown=state.groups_not_shown if state is not None else 0,
     )
@@ -248,7 +233,7 @@ def _anomaly(found: LocalDiagnosis) -> RankAnomaly:
         found.is_origin,
         found.between,
         found.seq,
-        seen_in(found),
+        found.shown_by,
     )
 
 
@@ -262,7 +247,7 @@ def _state(rank: RankFacts) -> str:
         return "aborted"
     if rank.errors:
         return "raised"
-    if exit_.by == "itself" and exit_.code is not None and exit_.code < 0:
+    if rank.was_killed:
         return "killed"
     if exit_.code == 0:
         return "unwatched" if exit_.phase == "unwatched" else "finished"
@@ -270,16 +255,14 @@ def _state(rank: RankFacts) -> str:
 
 
 def _preflight(rank: RankFacts) -> dict[str, Any]:
-    result: PreflightResult | None = rank.preflight
-    if result is None and not rank.begun:
+    if rank.preflight is None and not rank.begun:
         return {"outcome": "off"}
+    unfinished = PreflightResult(RunPosition(rank.rank), "unfinished", rank.unfinished_stage)
+    result = rank.preflight or unfinished
     return {
-        "outcome": result.outcome if result is not None else "unfinished",
-        "stage": result.stage if result is not None else unfinished_stage(rank),
-        "detail": result.detail if result is not None else "",
-        "backend": result.backend if result is not None else "",
-        "stages": [{"stage": s.stage, "seconds": s.seconds, "detail": s.detail, "grade": s.grade} for s in rank.stages],
-        "unfinished": unfinished_stage(rank) or None,
+        **{name: getattr(result, name) for name in ("outcome", "stage", "detail", "backend")},
+        "stages": [fields_of(stage) for stage in rank.stages],
+        "unfinished": rank.unfinished_stage or None,
         "bandwidth": [msgspec.to_builtins(row) for row in rank.bandwidth.rows] if rank.bandwidth is not None else [],
     }
 

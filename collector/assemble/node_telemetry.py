@@ -35,7 +35,7 @@ def telemetry_report(facts: RunFacts, verdict: Verdict) -> TelemetryReport | Non
         return None
     event = event_of(facts, verdict)
     nodes = series_of_all(facts, event.time_ns if event is not None else None)
-    named = facts.ranks.get((verdict.attempt or 0, -1 if verdict.rank is None else verdict.rank))
+    named = facts.named(verdict.attempt or 0, verdict.rank)
     agents = sorted(nodes, key=lambda agent: named is None or agent != named.agent)
     found = [each for agent in agents for each in (stands_out(nodes[agent], event.text) if event is not None else [])]
     notable = _alike_counted(found)

@@ -23,7 +23,6 @@ from ...core.metrics import HOST
 from ...core.recorder.layout import PARTS, WAITING
 from ...core.wire.columns import unpack_steps
 from ..decide.decide import gpu_lines, gpu_of, uuid_of
-from ..decide.words import device_of
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import RankStepTotals, StepReport, StragglerReport
 from ..report.sentence_parts import share_text, size_text
@@ -204,7 +203,7 @@ def step_report(facts: RunFacts, attempt: int) -> StepReport | None:
 
 
 def _straggler(facts: RunFacts, rank: RankFacts, slow: SlowRank, found: StepComparison) -> StragglerReport:
-    host, device, gpu = facts.host(rank), device_of(rank), gpu_of(facts, rank)
+    host, device, gpu = facts.host(rank), rank.device, gpu_of(facts, rank)
     nodes = series_of_all(facts, None)
     own = nodes.pop(rank.agent, None)
     place = ", ".join(part for part in (device, f"on {host}" if host else "") if part)

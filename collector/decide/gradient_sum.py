@@ -31,7 +31,7 @@ from .overflow_evidence import missing_ranks
 from .overflow_words import next_steps, overflow_at
 from .passed_values import PassedOperations, way_text
 from .replicas import page_of, peers
-from .words import cascade_of, found_text, place_of, whose
+from .words import cascade_of, whose
 
 Answer = Literal["sum", "narrower", "no"]
 """sum         the sum is beyond the largest number of the gradient's dtype
@@ -127,7 +127,7 @@ def of_reduced(
         return _own_step(facts, first, [line])
     failed = [line for rank in ranks for line in doubts_about(rank)]
     settled = not unseen and not missing and len(ranks) > 1
-    evidence = [f"rank {other.rank}: {found_text(other)}, batch {other.batch}" for other in tier[:8]]
+    evidence = [f"rank {other.rank}: {other.text}, batch {other.batch}" for other in tier[:8]]
     if settled:
         evidence.append(
             f"{ranks_text([rank.rank for rank in ranks])}: the gradient was finite when the backward made it"
@@ -159,7 +159,7 @@ def _statement(
     first: LocalDiagnosis, tier: list[LocalDiagnosis], found: GradientSum | None, put: PassedTensor | None
 ) -> str:
     """`found`: what all ranks' gradients say; None if not all of them are known. `put`: what one put into the sum."""
-    what = f"{first.value} in the {first.role} of {place_of(first)}"
+    what = f"{first.value} in the {first.role} of {first.place}"
     if found is None:
         return (
             f"{ranks_text([other.rank for other in tier]).capitalize()} met {what} before the step of batch "
@@ -225,7 +225,7 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
         **whose(facts, facts.one(first.attempt, first.rank)),
         statement=(
             f"Rank {first.rank}{f' on {host}' if host else ''} made {first.value} out of a finite gradient before its "
-            f"step: {first.role} of {place_of(first)}, batch {first.batch}{cause}; code between the backward "
+            f"step: {first.role} of {first.place}, batch {first.batch}{cause}; code between the backward "
             "and the step did it (clipping, unscaling, the script's own code)."
         ),
         certainty=Certainty.ESTABLISHED if first.from_page and not failed else Certainty.SUPPORTED,

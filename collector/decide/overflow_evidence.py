@@ -13,10 +13,9 @@ from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, reaso
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..report.sentence_parts import ranks_text
-from .clean_verdict import doubts_about, was_not_watched
+from .clean_verdict import doubts_about
 from .overflow_words import is_alike, wild_line
 from .replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
-from .words import found_text, place_of
 
 _MAX_LINES = 8
 
@@ -51,7 +50,7 @@ def evidence_of(
         doubts += _of_stages(facts, first)
     later = [other for other in order.diagnoses if order.before(first, other)]
     for diagnosis in later[:_MAX_LINES]:
-        when = f"batch {diagnosis.batch}, {place_of(diagnosis)}{reason(first, diagnosis)}"
+        when = f"batch {diagnosis.batch}, {diagnosis.place}{reason(first, diagnosis)}"
         lines.append(f"{rank_name(diagnosis.rank)} first saw a non-finite value later: {when}")
     if later and first.seq < 0:
         doubts.append("the ranks had no process group, so their batches alone put them in order")
@@ -60,8 +59,7 @@ def evidence_of(
     lines += _of_silent_groups(order) if others or concurrent else []
     for diagnosis in others[:_MAX_LINES]:
         lines.append(
-            f"{rank_name(diagnosis.rank)} met {found_text(diagnosis)}, batch {diagnosis.batch}: "
-            f"{_HANDED[diagnosis.source]}"
+            f"{rank_name(diagnosis.rank)} met {diagnosis.text}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
         )
     lines += _of_clean(facts, first)
     lines += _of_inputs(facts, first)
@@ -71,7 +69,7 @@ def evidence_of(
 
 
 def _of_unwatched(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
-    found = [rank.rank for rank in facts.of_attempt(first.attempt) if rank.rank != first.rank and was_not_watched(rank)]
+    found = [rank.rank for rank in facts.of_attempt(first.attempt) if rank.rank != first.rank and rank.was_not_watched]
     if not found:
         return []
     was, it = ("was", "it") if len(found) == 1 else ("were", "one of them")
@@ -107,7 +105,7 @@ def _of_compiled(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
     unseen = facts.one(first.attempt, first.rank).compiled_unseen
     doubts = [each.text for each in unseen] if first.phase == FramePhase.BACKWARD else []
     if is_compiled(facts, first):
-        doubts.append(f"compiled code inside {place_of(first)} was not inspected: a module inside it can have made it")
+        doubts.append(f"compiled code inside {first.place} was not inspected: a module inside it can have made it")
     return doubts
 
 
@@ -130,11 +128,9 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     where = f"{rank_name(first.rank)}, batch {first.batch}, frame {first.frame}"
     seen = module_text(first.at[0], first.at[1])
     if first.source == "carried":
-        return [f"{where}: {place_of(first)} received a non-finite value; its origin was not seen"]
+        return [f"{where}: {first.place} received a non-finite value; its origin was not seen"]
     if first.source == "unread":
-        return [
-            f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; its weights were not checked"
-        ]
+        return [f"{where}: inputs of {first.place} were finite, its {first.role} was not; its weights were not checked"]
     if first.source == "left":
         return [
             f"{where}: {first.role} of {seen} was not finite before that backward began: what was in .grad when the "
@@ -145,15 +141,15 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             return [f"{where}: no module call before it returned a non-finite value"]
         if first.mask:
             return [
-                f"{where}: weights and inputs of {place_of(first)} were finite but for a -inf, its {first.role} was not"
+                f"{where}: weights and inputs of {first.place} were finite but for a -inf, its {first.role} was not"
             ]
         if not first.weights_read:
             since = f"after step {first.step}" if first.step else "before the first step"
             return [
-                f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; its weights were finite "
+                f"{where}: inputs of {first.place} were finite, its {first.role} was not; its weights were finite "
                 f"when they were last read, and not read since ({since})"
             ]
-        return [f"{where}: inputs and weights of {place_of(first)} were finite, its {first.role} was not"]
+        return [f"{where}: inputs and weights of {first.place} were finite, its {first.role} was not"]
     if first.phase == FramePhase.BACKWARD:
         line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
         if first.source == "outside":
@@ -166,10 +162,10 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             return [line, f"the gradient of what {seen} returned was finite"]
         if first.excluded:
             others = "; ".join(first.excluded[:_MAX_LINES])
-            return [line, f"the gradient of what {place_of(first)} returned was finite; {_EXCLUDED}: {others}"]
+            return [line, f"the gradient of what {first.place} returned was finite; {_EXCLUDED}: {others}"]
         if first.own_code:
-            return [line, f"{place_of(first)} received that tensor, and the gradient of its own output was finite"]
-        return [line, f"{place_of(first)} alone used that tensor, and the gradient of its own output was finite"]
+            return [line, f"{first.place} received that tensor, and the gradient of its own output was finite"]
+        return [line, f"{first.place} alone used that tensor, and the gradient of its own output was finite"]
     if first.phase == FramePhase.OPTIMIZER and parse_role(first.at[2]).kind is RoleKind.STATE:
         return [f"{where}: {first.at[2]} of {seen} was not finite after the step"]
     if first.phase == FramePhase.OPTIMIZER:
@@ -194,7 +190,7 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     mine = "not finite" if not odd.row.finite else f"abs max {number_text(odd.row.abs_max)}"
     return [
         f"this rank's copy of the weight differs from that of {ranks_text(odd.ranks)}: {odd.row.role} of "
-        f"{place_of(first)} is {mine}, theirs has abs max {number_text(odd.others.abs_max)}",
+        f"{first.place} is {mine}, theirs has abs max {number_text(odd.others.abs_max)}",
         f"{odd.compared} other weight{'s' if odd.compared != 1 else ''} of that step agree"
         f"{'s' if odd.compared == 1 else ''} between the ranks",
         f"the copies agreed in batch {odd.agreed_in}, so one of them has changed on its own since"

@@ -19,7 +19,7 @@ from .overflow_evidence import evidence_of, is_compiled, large_weight, number_of
 from .overflow_words import NOBODY_LOOKED, batch_text, clues_of, next_steps, overflow_at, sentence
 from .passed_values import PassedOperations, ValueArrival, as_passed, fed_lines, way_text
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
-from .words import between_text, cascade_of, found_text, place_of, seen_in, step_for_compiled, whose
+from .words import between_text, cascade_of, step_for_compiled, whose
 
 _TIERS = (
     ("made", "changed"),
@@ -167,14 +167,14 @@ def _named(
 
 def _concurrent(facts: RunFacts, one: LocalDiagnosis) -> ConcurrentOrigin:
     host = facts.host(facts.one(one.attempt, one.rank))
-    return ConcurrentOrigin(one.rank, one.module, one.cls, one.own_role, one.value, host, found_text(one), seen_in(one))
+    return ConcurrentOrigin(one.rank, one.module, one.cls, one.own_role, one.value, host, one.text, one.shown_by)
 
 
 def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], order: DiagnosisOrder) -> Verdict:
     """The rank is known. What happened in it is not: its batch was skipped."""
     first = tier[0]
     host = facts.host(facts.one(first.attempt, first.rank))
-    evidence = [f"{rank_name(first.rank)}, batch {first.batch}: {found_text(first)}"]
+    evidence = [f"{rank_name(first.rank)}, batch {first.batch}: {first.text}"]
     evidence += of_concurrent(first, [d for d in order.diagnoses if d is not first and not order.before(first, d)])
     return overflow_at(
         first,
@@ -199,7 +199,7 @@ def _unknown(facts: RunFacts, tier: list[LocalDiagnosis]) -> Verdict:
         certainty=Certainty.UNKNOWN,
         module=None if skipped else first.module,
         cls=None if skipped else first.cls,
-        evidence=[*(f"{rank_name(d.rank)}: {found_text(d)}, batch {d.batch}" for d in tier[:8]), *first.notes],
+        evidence=[*(f"{rank_name(d.rank)}: {d.text}, batch {d.batch}" for d in tier[:8]), *first.notes],
         between=first.between,
         next=next_steps(first, clues_of(facts, first)),
     )
@@ -214,7 +214,7 @@ def _unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     if first.source == "skipped":
         return f"{who} met {first.value} in {batch}, which was skipped ({first.cause}): its origin is unknown."
     if first.source == "received":
-        place = place_of(first)
+        place = first.place
         if first.between is not None and first.seen_in != FramePhase.BACKWARD:
             where = f"in {place}'s own forward, {between_text(first.between)}"
         elif first.seen_in == FramePhase.BACKWARD:
@@ -226,17 +226,15 @@ def _unknown_sentence(tier: list[LocalDiagnosis]) -> str:
             f"{cause}."
         )
     if first.source == "unread":
-        return (
-            f"{who} met a non-finite value in {batch} at the same point ({found_text(first)}); {NOBODY_LOOKED}{cause}."
-        )
+        return f"{who} met a non-finite value in {batch} at the same point ({first.text}); {NOBODY_LOOKED}{cause}."
     what = "a non-finite weight" if first.source == "weight" else "a non-finite value"
     if first.source == "weight" and first.seen_in == FramePhase.OPTIMIZER:
         return (
-            f"{who} met {what} after the step of {batch} ({found_text(first)}); the gradients that went "
+            f"{who} met {what} after the step of {batch} ({first.text}); the gradients that went "
             f"into that step were not read, so the first rank is unknown{cause}."
         )
     return (
-        f"{who} met {what} in {batch} at the same point ({found_text(first)}); "
+        f"{who} met {what} in {batch} at the same point ({first.text}); "
         f"it was made earlier, in code that was not watched, so the first rank is unknown{cause}."
     )
 
@@ -248,7 +246,7 @@ def _fed_sentence(met: LocalDiagnosis, fed: ValueArrival, host: str) -> str:
     who = one_on(put.where.rank, host)
     batch = f"batch {met.batch}" if met.batch >= 0 else "its first batch"
     return (
-        f"{who} put {put.value} into {way_text(put)}; rank {met.rank} received it in {batch} ({found_text(met)}). "
+        f"{who} put {put.value} into {way_text(put)}; rank {met.rank} received it in {batch} ({met.text}). "
         f"No module of rank {put.where.rank} was seen to make it: code that no frame shows made it, or received it."
     )
 

@@ -18,7 +18,7 @@ from ..facts.facts import RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .replicas import OddWeight, WildWeight, page_of, wild_weight
-from .words import between_text, place_of, seen_in
+from .words import between_text
 
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
@@ -63,7 +63,7 @@ def _is_same_point(first: LocalDiagnosis, other: LocalDiagnosis) -> bool:
 
 
 def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, plural: bool = False) -> str:
-    batch, module = batch_text(first), place_of(first)
+    batch, module = batch_text(first), first.place
     lead, had = f"{who} {verb}: ", f"{who} had {first.value} in the {first.role} of {module}"
     if first.source == "weight":
         return _of_weight(first, who, odd, had)
@@ -115,13 +115,13 @@ def _one_of(names: list[str]) -> str:
 def _of_step(first: LocalDiagnosis, who: str, lead: str, had: str) -> str:
     role, batch = parse_role(first.role), batch_text(first)
     if role.kind is RoleKind.STATE:
-        kept = f"{role.key} that the optimizer keeps in {first.dtype} for {role.name} of {place_of(first)}"
+        kept = f"{role.key} that the optimizer keeps in {first.dtype} for {role.name} of {first.place}"
         if first.sure:
             return f"{lead}the step after {batch} made {first.value} in the {kept}, from finite gradients"
         since = f"; {first.history}" if first.history else ""
         return f"{who} had {first.value} in the {kept} after the step of {batch}{since}"
     if first.sure:
-        made = f"{first.value} in the {first.role} of {place_of(first)}"
+        made = f"{first.value} in the {first.role} of {first.place}"
         return f"{lead}the step after {batch} made {made}, from finite gradients"
     return (
         f"{had} after the step of {batch}, from finite gradients: the step made it, or something else changed the "
@@ -142,7 +142,7 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None, had: str)
             flip = "a bit flip, " if odd.untrained else ""
             since += f": {flip}a different seed or checkpoint, or a missed broadcast, can explain that"
         return (
-            f"{who} has a different {first.role} of {place_of(first)} than {ranks_text(odd.ranks)} in {batch}{made}; "
+            f"{who} has a different {first.role} of {first.place} than {ranks_text(odd.ranks)} in {batch}{made}; "
             f"this rank's copy differs from the others'{since}"
         )
     if first.seen_in == FramePhase.OPTIMIZER:
@@ -158,10 +158,10 @@ def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
     if first.source == "outside":
         return f"{gradient}, passed in from outside the model (the script's own loss), backward, {batch}"
     if first.between is not None:
-        return f"{gradient}, made in {place_of(first)}'s backward{_by(first)}, {batch}"
+        return f"{gradient}, made in {first.place}'s backward{_by(first)}, {batch}"
     own = " or ".join(map(_own_code_of, first.own_code))
     also = f", or made by {own}, which may have used the same tensor" if own else ""
-    return f"{first.value} in the {first.role} of {place_of(first)}, backward, {batch}{also}"
+    return f"{first.value} in the {first.role} of {first.place}, backward, {batch}{also}"
 
 
 def _by(first: LocalDiagnosis) -> str:
@@ -187,7 +187,7 @@ def batch_text(first: LocalDiagnosis) -> str:
 
 def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
     """A verdict at the place of a diagnosis. `rest` are its other fields, and those that differ from the diagnosis."""
-    place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": seen_in(first)}
+    place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": first.shown_by}
     return Verdict(kind=VerdictKind.OVERFLOW, **(place | rest))
 
 

@@ -14,6 +14,7 @@ from ...core.frames import Frame, FramePhase, Page, Row, RowContent, format_numb
 from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
+from ..report.model import SeenIn
 from ..report.sentence_parts import ranks_text
 
 Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried", "left"]
@@ -100,6 +101,32 @@ class LocalDiagnosis:
         What the code of `attn` makes between two calls is first seen in `input[0]` of `attn.c_proj`.
         """
         return self.role if self.module == self.at[0] or self.role != self.at[2] else None
+
+    @property
+    def shown_by(self) -> SeenIn | None:
+        """The row of another module in which the value was first seen; None if it is `module`'s own."""
+        return SeenIn(*self.at) if self.own_role is None else None
+
+    @property
+    def place(self) -> str:
+        """The module, for a sentence."""
+        return module_text(self.module, self.cls)
+
+    @property
+    def text(self) -> str:
+        """What was found, and in which row: `nan in output of `fc` (Linear)`.
+
+        If no row of the named module holds the value, the text names the row that does: `nan in input[0] of
+        `attn.c_proj` (Linear), made in `attn` (Attention)'s own code`.
+        """
+        if self.own_role is not None:
+            return f"{self.value} in {self.own_role} of {self.place}"
+        module, cls, role = self.at
+        text = f"{self.value} in {role} of {module_text(module, cls)}"
+        if self.source == "outside":
+            return f"{text}, from outside the model"
+        code = "backward" if self.seen_in == "backward" else "own code"
+        return f"{text}, {'made' if self.source == 'made' else 'passed on'} in {self.place}'s {code}"
 
     @property
     def is_origin(self) -> bool:

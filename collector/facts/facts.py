@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -126,6 +127,107 @@ class RankFacts:
         """The measurement that saw the most."""
         return max(self.costs, key=lambda cost: (cost.watched_batches, cost.plain_batches), default=None)
 
+    @property
+    def batches(self) -> int:
+        """Forwards of its models, as far as is known."""
+        if self.exit is not None and self.exit.where.batch >= 0:
+            return self.exit.where.batch + 1
+        return self.state.batch + 1 if self.state is not None else 0
+
+    @property
+    def device(self) -> str | None:
+        """The device that it ran on, if it said so."""
+        return self.inventory.device if self.inventory is not None else None
+
+    @property
+    def faults_that_cost_frames(self) -> list[events.OwnFault]:
+        """The faults after which frames may be missing."""
+        return [fault for fault in self.faults if events.costs_frames(fault.part)]
+
+    @property
+    def lost_faults(self) -> int:
+        """How many more faults that cost frames it has counted than were heard: its log had no room for them."""
+        return max(0, (self.state.faults if self.state is not None else 0) - len(self.faults_that_cost_frames))
+
+    @property
+    def unfinished_stage(self) -> str:
+        """The stage of the preflight that it has begun and not ended; "" if there is none."""
+        ended = {event.stage for event in self.stages}
+        return next((event.stage for event in reversed(self.begun) if event.stage not in ended), "")
+
+    # -- how it ended -------------------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> events.ScriptError | None:
+        """The first exception that left its script."""
+        return self.errors[0] if self.errors else None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of its process; None if that has not ended, or it is unknown."""
+        return self.exit.code if self.exit is not None else None
+
+    @property
+    def own_code(self) -> int | None:
+        """The same of a process that its launcher has not stopped; else None."""
+        return self.exit.code if self.exit is not None and self.exit.by == "itself" else None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended its process that its launcher did not send."""
+        return (self.own_code or 0) < 0
+
+    @property
+    def was_aborted(self) -> bool:
+        """Whether it ended its own process by SIGABRT, as a library does."""
+        return self.own_code == -signal.SIGABRT
+
+    @property
+    def was_aborted_at_exit(self) -> bool:
+        """Whether torch aborted the process after its script had ended well: a thread of gloo, say, that had lost its
+        peers (pytorch/pytorch#179291)."""
+        return self.was_aborted and self.script_exit is not None and self.script_exit.code == 0
+
+    @property
+    def left_silently(self) -> bool:
+        """Whether its process ended with code 0 in the middle of its work, as `os._exit(0)` does it."""
+        at_work = self.exit is not None and self.exit.phase in ("forward", "backward", "optimizer")
+        return at_work and self.own_code == 0 and self.script_exit is None and not self.errors
+
+    @property
+    def told_its_end(self) -> bool:
+        """Whether its script has ended, or it has left its group and called nothing after that.
+
+        Ray kills its workers once they have left their group.
+        """
+        left, end = self.left_group, self.exit
+        if self.script_exit is not None:
+            return True
+        if left is None or end is None or end.phase != "script":
+            return False
+        return (left.where.step, left.where.batch) == (end.where.step, end.where.batch)
+
+    @property
+    def hid_a_peer_failure(self) -> bool:
+        """Whether it left with an exit code of its own after a collective had raised in it, and its script caught
+        that."""
+        if self.exit is None or self.errors:
+            return False
+        left_badly = (self.script_exit is not None and self.script_exit.code != 0) or (self.own_code or 0) > 0
+        return left_badly and any(group.phase == "failed" for group in self.exit.groups)
+
+    @property
+    def was_not_watched(self) -> bool:
+        """Whether it has run, and had no recorder or no hooks."""
+        if self.state is not None:
+            return self.state.hooks == "failed"
+        return self.exit is not None and self.exit.phase in ("starting", "unwatched")
+
+    @property
+    def ran_another_program(self) -> bool:
+        """Whether it is a program that `--no-python` has started."""
+        return self.exit is not None and self.exit.phase == "unwatched"
+
 
 @dataclass
 class NodeFacts:
@@ -151,6 +253,21 @@ class NodeFacts:
     messages_lost: int = 0
     """The number of its messages that are missing, though later ones were received."""
 
+    @property
+    def host(self) -> str:
+        """The node's name; "" if unknown."""
+        return self.hello.host if self.hello is not None else ""
+
+    @property
+    def name(self) -> str:
+        """Its host; the first letters of its agent's id if unknown."""
+        return self.hello.host if self.hello is not None else self.agent[:8]
+
+    @property
+    def went_well(self) -> bool:
+        """Whether it has said so with its goodbye."""
+        return self.bye is not None and self.bye.outcome == "ok"
+
 
 @dataclass
 class RunFacts:
@@ -174,6 +291,10 @@ class RunFacts:
     def one(self, attempt: int, number: int) -> RankFacts:
         """A rank, or a process that is none. Raises KeyError."""
         return (self.ranks if is_rank(number) else self.processes)[attempt, number]
+
+    def named(self, attempt: int | None, number: int | None) -> RankFacts | None:
+        """The rank that a verdict names; None if it names none, or that was never heard."""
+        return self.ranks.get((attempt, number)) if attempt is not None and number is not None else None
 
     def lone(self, attempt: int) -> list[RankFacts]:
         """The processes that are no rank, which have no attempts: they belong to the last one."""
@@ -218,8 +339,7 @@ class RunFacts:
 
     def host(self, facts: RankFacts) -> str:
         """The host of a rank; "" if unknown."""
-        node = self.nodes.get(facts.agent)
-        return node.hello.host if node is not None and node.hello is not None else ""
+        return self.nodes[facts.agent].host if facts.agent in self.nodes else ""
 
 
 class HeardNumbers:

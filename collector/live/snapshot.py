@@ -26,7 +26,6 @@ def view_of(
 ) -> JobView:
     """`verdict` is the one so far, or ""; `kind` is its kind, and `slow` the rank that costs the others time."""
     attempt = facts.last_attempt
-    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     ranks = facts.of_attempt(attempt)
     lone = _lone(facts)
     anomalies = Counter(anomaly.value for rank in facts.everyone.values() for anomaly in rank.anomalies)
@@ -35,7 +34,7 @@ def view_of(
     return JobView(
         time_ns,
         run,
-        hellos[0].command if hellos else [],
+        next((hello.command for hello in facts.hellos), []),
         facts.announced_ranks,
         attempt,
         _nodes(facts),
@@ -64,17 +63,14 @@ def _lone(facts: RunFacts) -> list[RankFacts]:
 
 
 def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView:
-    state, ended = rank.state, rank.exit
-    code = ended.code if ended is not None else None
+    state, ended, host = rank.state, rank.exit is not None, facts.host(rank)
     if state is None:
-        phase = ended.phase if ended is not None else "starting"
-        return RankView(
-            rank.rank, facts.host(rank), phase, -1, -1, -1, "", 0.0, False, 0, exit=code, ended=ended is not None
-        )
+        phase = rank.exit.phase if rank.exit is not None else "starting"
+        return RankView(rank.rank, host, phase, -1, -1, -1, "", 0.0, False, 0, exit=rank.code, ended=ended)
     gpu = gpus.get(uuid_of(rank)) if gpus else None
     return RankView(
         rank.rank,
-        facts.host(rank),
+        host,
         state.phase,
         state.step,
         state.batch,
@@ -83,8 +79,8 @@ def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView
         state.age_s,
         state.overflow or bool(rank.anomalies),
         rank.warned_rows,
-        code,
-        ended is not None,
+        rank.code,
+        ended,
         state.waits,
         *((gpu.use, gpu.memory) if gpu is not None else ()),
     )
@@ -96,7 +92,7 @@ def _nodes(facts: RunFacts) -> list[NodeView]:
         health = [event for event in node.gpu_events if isinstance(event, GpuHealth)]
         xids = [event.number for event in node.gpu_events if isinstance(event, GpuXid)]
         gpus = (health[-1].grade if health[-1].grade == "ok" else health[-1].detail) if health else ""
-        found.append(NodeView(node.hello.host if node.hello is not None else "", node.lost, gpus, xids[-_MOST_XIDS:]))
+        found.append(NodeView(node.host, node.lost, gpus, xids[-_MOST_XIDS:]))
     return found
 
 
@@ -129,9 +125,7 @@ def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[ViewEvent]:
 
 def _passing(ranks: list[RankFacts]) -> list[LimitPassing]:
     found = [
-        LimitPassing(
-            told.module, told.dtype, told.batch + told.after, told.batch + told.earliest, told.batch + told.latest
-        )
+        LimitPassing(told.module, told.dtype, *(told.batch + n for n in (told.after, told.earliest, told.latest)))
         for told in forecasts_of(ranks)
     ]
     return sorted(found, key=lambda passing: (passing.batch, passing.module))[:MOST_PASSING]
