@@ -29,18 +29,17 @@ def evidence_of(
     wild: WildWeight | None,
 ) -> tuple[str, list[str]]:
     """(certainty, lines) of a verdict that names a rank."""
-    lines = [*_of_itself(first), *first.notes, *_of_mask(first), *_of_weight(first, odd)]
-    doubts: list[str] = []
-    if (
-        first.source in ("carried", "unread")
-        or not first.sure
-        or (odd is not None and odd.agreed_in is None and _made(first))
-    ):
-        doubts.append("")
+    lines = [*_of_itself(first), *first.notes]
+    if first.turned is not None and not first.mask:
+        lines.append(f"-inf alone is expected in masks; {module_text(*first.turned)} turned it into nan")
+    lines += _of_weight(first, odd)
+    # whether the first non-finite row was an output, also where a weight that differs is blamed for it
+    made = parse_role(first.at[2]).kind is RoleKind.OUTPUT
+    is_odd = odd is not None and odd.agreed_in is None and made
+    doubts = [""] if first.source in ("carried", "unread") or not first.sure or is_odd else []
     if not first.from_page:
-        doubts.append(
-            f"the frames of batch {first.batch} of {rank_name(first.rank)} were not received, or not all of their names"
-        )
+        frames = f"the frames of batch {first.batch} of {rank_name(first.rank)}"
+        doubts.append(f"{frames} were not received, or not all of their names")
     doubts += doubts_about(facts.one(first.attempt, first.rank))
     doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
@@ -132,56 +131,37 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     if first.source == "unread":
         return [f"{where}: inputs of {first.place} were finite, its {first.role} was not; its weights were not checked"]
     if first.source == "left":
-        return [
-            f"{where}: {first.role} of {seen} was not finite before that backward began: what was in .grad when the "
-            "module was first called was still there when it began"
-        ]
+        left = "what was in .grad when the module was first called was still there when it began"
+        return [f"{where}: {first.role} of {seen} was not finite before that backward began: {left}"]
     if first.phase == FramePhase.FORWARD and first.is_origin:
         if first.between is not None or first.own_code:
             return [f"{where}: no module call before it returned a non-finite value"]
+        finite, more = f"inputs and weights of {first.place} were finite", ""
         if first.mask:
-            return [
-                f"{where}: weights and inputs of {first.place} were finite but for a -inf, its {first.role} was not"
-            ]
-        if not first.weights_read:
+            finite = f"weights and inputs of {first.place} were finite but for a -inf"
+        elif not first.weights_read:
             since = f"after step {first.step}" if first.step else "before the first step"
-            return [
-                f"{where}: inputs of {first.place} were finite, its {first.role} was not; its weights were finite "
-                f"when they were last read, and not read since ({since})"
-            ]
-        return [f"{where}: inputs and weights of {first.place} were finite, its {first.role} was not"]
+            finite = f"inputs of {first.place} were finite"
+            more = f"; its weights were finite when they were last read, and not read since ({since})"
+        return [f"{where}: {finite}, its {first.role} was not{more}"]
     if first.phase == FramePhase.BACKWARD:
         line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
         if first.source == "outside":
             return [line, f"the model returned what {seen} had returned: its gradient comes from outside the model"]
         if first.between is not None:
-            if first.between[0]:
-                line += f"; that of `{first.between[0]}` was finite before"
-            return [line]
+            return [line + (f"; that of `{first.between[0]}` was finite before" if first.between[0] else "")]
         if first.role == first.at[2]:
             return [line, f"the gradient of what {seen} returned was finite"]
         if first.excluded:
             others = "; ".join(first.excluded[:_MAX_LINES])
             return [line, f"the gradient of what {first.place} returned was finite; {_EXCLUDED}: {others}"]
-        if first.own_code:
-            return [line, f"{first.place} received that tensor, and the gradient of its own output was finite"]
-        return [line, f"{first.place} alone used that tensor, and the gradient of its own output was finite"]
+        used = "received" if first.own_code else "alone used"
+        return [line, f"{first.place} {used} that tensor, and the gradient of its own output was finite"]
     if first.phase == FramePhase.OPTIMIZER and parse_role(first.at[2]).kind is RoleKind.STATE:
         return [f"{where}: {first.at[2]} of {seen} was not finite after the step"]
     if first.phase == FramePhase.OPTIMIZER:
         return [f"{where}: the weight and its gradient were finite before the step, the weight was not after it"]
     return []
-
-
-def _of_mask(first: LocalDiagnosis) -> list[str]:
-    if first.turned is None or first.mask:
-        return []
-    return [f"-inf alone is expected in masks; {module_text(*first.turned)} turned it into nan"]
-
-
-def _made(first: LocalDiagnosis) -> bool:
-    """Whether the first non-finite row was an output, also where a weight that differs is blamed for it."""
-    return parse_role(first.at[2]).kind is RoleKind.OUTPUT
 
 
 def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
@@ -231,15 +211,11 @@ def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis], ranks
     """A line about origins that nothing puts in order. `ranks` is how many ranks there are in all."""
     if not concurrent:
         return []
-    lines = [
-        f"{ranks_text([other.rank for other in concurrent])}: a separate origin between the same two "
-        "collectives; nothing puts them in order"
-    ]
+    who = ranks_text([other.rank for other in concurrent])
+    lines = [f"{who}: a separate origin between the same two collectives; nothing puts them in order"]
     apart = [other for other in concurrent if is_alike(first, other) and other.batch != first.batch]
-    lines += [
-        f"{rank_name(other.rank)} numbers that batch {other.batch}: it ran extra batches, or skipped some"
-        for other in apart[:_MAX_LINES]
-    ]
+    for other in apart[:_MAX_LINES]:
+        lines.append(f"{rank_name(other.rank)} numbers that batch {other.batch}: it ran extra batches, or skipped some")
     if all(is_alike(first, other) for other in concurrent) and len(concurrent) + 1 == ranks:
         lines.append("all ranks met the same value in the same place: look at what they share, and not at one rank")
     return lines
@@ -257,15 +233,10 @@ def _of_stages(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
 
 def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
     """Lines about nodes and ranks that were never heard."""
-    reasons: list[str] = []
-    hellos = facts.hellos
-    expected_nodes = max((hello.min_nodes for hello in hellos), default=1)
-    missing = facts.announced_ranks - len(facts.of_attempt(attempt))
-    if len(hellos) < expected_nodes:
-        reasons.append(f"{expected_nodes - len(hellos)} of {expected_nodes} nodes were never heard from")
-    if missing > 0:
-        reasons.append(f"{missing} ranks were never heard from")
-    return reasons
+    expected = max((hello.min_nodes for hello in facts.hellos), default=1)
+    nodes, ranks = expected - len(facts.hellos), facts.announced_ranks - len(facts.of_attempt(attempt))
+    found = [f"{nodes} of {expected} nodes were never heard from"] if nodes > 0 else []
+    return [*found, f"{ranks} ranks were never heard from"] if ranks > 0 else found
 
 
 def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiagnosis]) -> list[str]:

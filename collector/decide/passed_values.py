@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...core.events import PassedTensor
@@ -159,9 +159,9 @@ def _all_of(came: PassedTensor, summands: list[PassedTensor]) -> bool:
     members = _members(came)
     sizes = {one.where.rank: one.given_max or 0.0 for one in summands}
     limit = DTYPE_MAX.get(came.dtype)
-    return (
-        came.value != "nan" and limit is not None and set(sizes) == set(members) and sum(sizes.values()) > limit * 0.999
-    )
+    if came.value == "nan" or limit is None or set(sizes) != set(members):
+        return False
+    return sum(sizes.values()) > limit * 0.999
 
 
 def way_text(one: PassedTensor) -> str:
@@ -175,9 +175,8 @@ def way_text(one: PassedTensor) -> str:
 
 def fed_lines(fed: ValueArrival) -> list[str]:
     """The path as lines, from the rank that put it in to the rank that met it."""
-    lines = []
-    if fed.put is not None:
-        lines.append(f"rank {fed.put.where.rank} put {fed.put.value} into {way_text(fed.put)}")
+    put = fed.put
+    lines = [f"rank {put.where.rank} put {put.value} into {way_text(put)}"] if put is not None else []
     lines += [
         f"rank {one.where.rank}: {one.value} came out of {way_text(one)}, {one.elements} elements of {one.dtype}"
         for one in fed.ways[::-1]
@@ -209,36 +208,26 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     if page is None or frame is None:
         return found
     is_backward = frame.phase == FramePhase.BACKWARD
-    last = _last_in(page, frame) if is_backward else _last_before(facts, page, frame)
+    last = max((other.seq for other in page.frames if other.index < frame.index), default=-1)
+    if not is_backward:
+        last = _last_before(facts, page, frame)
     now = frame.seq if is_backward else begun(frame)
     notes: list[str] = []
     if now > max(last, 0):
         when = "the forward's end" if is_backward else "what it did before" if last >= 0 else "its start"
-        notes.append(
-            f"rank {found.rank} issued {now - max(last, 0)} collectives, sends or receives between {when} and that "
-            "call: one can have brought it from another rank"
-        )
+        issued = f"{now - max(last, 0)} collectives, sends or receives between {when} and that call"
+        notes.append(f"rank {found.rank} issued {issued}: one can have brought it from another rank")
     others = sorted({f"`{other.root}`" for other in _other_models(facts, page, is_backward=is_backward)})
     if others:
-        notes.append(
-            f"{', '.join(others)} was called in between, too: the value can have been made from what it returned"
-        )
+        made = "the value can have been made from what it returned"
+        notes.append(f"{', '.join(others)} was called in between, too: {made}")
     if not notes:
         return found
-    if now > max(last, 0) and (_are_stages(facts, page) or _may_have_received_it(facts, found)):
+    state = facts.one(found.attempt, found.rank).state
+    unchecked = state is not None and state.passed_unseen and any(found.received.values())  # messages
+    if now > max(last, 0) and (unchecked or _are_stages(facts, page)):
         return replace(found, source="received", phase=FramePhase.COLLECTIVE, notes=(*found.notes, *notes))
     return replace(found, sure=False, passed=True, notes=(*found.notes, *notes))
-
-
-def _may_have_received_it(facts: RunFacts, found: LocalDiagnosis) -> bool:
-    """Whether the rank receives messages whose contents are not checked."""
-    state = facts.one(found.attempt, found.rank).state
-    return state is not None and state.passed_unseen and any(found.received.values())
-
-
-def _last_in(page: KeptPage, frame: Frame) -> int:
-    """The collectives issued at the last frame before this one in its page; -1 if none is known."""
-    return max((other.seq for other in page.frames if other.index < frame.index), default=-1)
 
 
 def _last_before(facts: RunFacts, page: KeptPage, frame: Frame) -> int:
@@ -256,12 +245,11 @@ def _other_models(facts: RunFacts, page: KeptPage, *, is_backward: bool) -> Iter
     """
     for other in facts.one(page.attempt, page.rank).pages.of_step(page.step):
         apart = other.root != page.root and (other.number > page.number) == is_backward
-        if apart and any(_is_tensor(row.shape) for frame in other.frames if not frame.module for row in frame.outputs):
+        # of shape (): a scalar
+        if apart and any(
+            row.shape is None or len(row.shape) for frame in other.frames if not frame.module for row in frame.outputs
+        ):
             yield other
-
-
-def _is_tensor(shape: Sequence[int] | None) -> bool:
-    return shape is None or len(shape) > 0
 
 
 def _are_stages(facts: RunFacts, page: KeptPage) -> bool:
