@@ -245,10 +245,8 @@ def _other_models(facts: RunFacts, page: KeptPage, *, is_backward: bool) -> Iter
     """
     for other in facts.one(page.attempt, page.rank).pages.of_step(page.step):
         apart = other.root != page.root and (other.number > page.number) == is_backward
-        # of shape (): a scalar
-        if apart and any(
-            row.shape is None or len(row.shape) for frame in other.frames if not frame.module for row in frame.outputs
-        ):
+        shapes = (row.shape for frame in other.frames if not frame.module for row in frame.outputs)
+        if apart and any(shape is None or len(shape) > 0 for shape in shapes):
             yield other
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -207,7 +207,7 @@ class AlarmPage:
             at=(frame.module, frame.cls, row.role),
             seen_in=frame.phase,
             cause=anomaly.cause,
-            notes=(*notes, *_of_scale(again, phase), *_of_threads(again), *_around(anomaly, again)),
+            notes=(*notes, *_around(anomaly, again, phase)),
             bad_buffers=tuple(_buffers(anomaly, again)),
             changed=bool(again.changed),
             **fields,
@@ -251,24 +251,21 @@ def _may_be_elsewhere(again: LookedAgain, module: str, phase: FramePhase) -> boo
     return bool(again.changed) or again.threads or held
 
 
-def _of_threads(again: LookedAgain) -> list[str]:
-    text = "modules were called in another thread within that forward, and have no frames: one can have made it"
-    return [text] if again.threads else []
-
-
-def _of_scale(again: LookedAgain, phase: FramePhase) -> list[str]:
-    """The scale that gradients had from a GradScaler: it may be the only reason why they were inf."""
-    if again.loss_scale is None or phase not in (FramePhase.BACKWARD, FramePhase.COLLECTIVE, FramePhase.OPTIMIZER):
-        return []
-    return [f"a GradScaler had scaled the loss; its scale was {again.loss_scale:g} when the alarm was raised"]
-
-
-def _around(anomaly: Anomaly, again: LookedAgain) -> list[str]:
+def _around(anomaly: Anomaly, again: LookedAgain, phase: FramePhase) -> list[str]:
     """What a second look at the module of an alarm has found beside its weights."""
-    found = [f"{name} is {value}" for name, value in _buffers(anomaly, again).items()]
-    found += [
-        f"attribute {each.name} of {module_text(each.module, each.cls)} holds {each.value}" for each in again.held
-    ]
+    found = []
+    # the scale that gradients had from a GradScaler may be the only reason why they were inf
+    is_scaled = phase in (FramePhase.BACKWARD, FramePhase.COLLECTIVE, FramePhase.OPTIMIZER)
+    if again.loss_scale is not None and is_scaled:
+        scale = f"{again.loss_scale:g} when the alarm was raised"
+        found.append(f"a GradScaler had scaled the loss; its scale was {scale}")
+    if again.threads:
+        found.append(
+            "modules were called in another thread within that forward, and have no frames: one can have made it"
+        )
+    found += [f"{name} is {value}" for name, value in _buffers(anomaly, again).items()]
+    for each in again.held:
+        found.append(f"attribute {each.name} of {module_text(each.module, each.cls)} holds {each.value}")
     found += [f"changed since it was last read, and not by a recorded step: {text}" for text in again.changed]
     if again.autocast:
         found.append(f"autocast was on: {again.autocast}")
@@ -306,16 +303,15 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         return replace(found, source="skipped")
     if anomaly.phase == FramePhase.COLLECTIVE:
         return replace(found, source="reduced")
-    if anomaly.phase == FramePhase.OPTIMIZER and parse_role(anomaly.role).kind is RoleKind.STATE:
+    kind = parse_role(anomaly.role).kind
+    if anomaly.phase == FramePhase.BACKWARD and kind is RoleKind.GRAD_OUTPUT:
+        # its user made it, and only the page shows the users
+        root_class = split_label(anomaly.where.root)[0]
+        return replace(found, module="", cls=root_class, between=("", anomaly.module), sure=False)
+    if anomaly.phase == FramePhase.BACKWARD or (anomaly.phase == FramePhase.OPTIMIZER and kind is RoleKind.STATE):
         return replace(found, sure=False)
-    if anomaly.phase == FramePhase.OPTIMIZER:  # its gradient may have been non-finite before the step
-        return replace(found, phase=FramePhase.WEIGHT, source="weight")
-    if anomaly.phase == FramePhase.BACKWARD:
-        if parse_role(anomaly.role).kind is RoleKind.GRAD_OUTPUT:  # its user made it, and only the page shows the users
-            root_class = split_label(anomaly.where.root)[0]
-            return replace(found, module="", cls=root_class, between=("", anomaly.module), sure=False)
-        return replace(found, sure=False)
-    if not anomaly.weights_finite:
+    # a gradient may have been non-finite before the step
+    if anomaly.phase == FramePhase.OPTIMIZER or not anomaly.weights_finite:
         return replace(found, phase=FramePhase.WEIGHT, source="weight")
     if not anomaly.inputs_finite:
         is_root = anomaly.module == "" and anomaly.phase == FramePhase.FORWARD
@@ -365,8 +361,7 @@ class DiagnosisOrder:
 
     def before(self, left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
         """Whether `left` was certainly earlier than `right`. Both are of a rank with a diagnosis in this order."""
-        mine, theirs = self._place[_key(left)], self._place[_key(right)]
-        return self._is_before(mine, theirs)
+        return self._is_before(self._place[_key(left)], self._place[_key(right)])
 
     def earliest(self) -> list[LocalDiagnosis]:
         """The diagnoses that none came before."""
@@ -375,10 +370,7 @@ class DiagnosisOrder:
 
     def silent_groups(self) -> list[str]:
         """Names of the process groups that count nothing, and so put no ranks in order. Several ranks are in each."""
-        ranks: defaultdict[str, int] = defaultdict(int)
-        for one in self.diagnoses:
-            for group, count in one.clock.items():
-                ranks[group] += count < 0
+        ranks = Counter(group for one in self.diagnoses for group, count in one.clock.items() if count < 0)
         return sorted(group for group, number in ranks.items() if number > 1)
 
     def _is_before(self, mine: int, theirs: int) -> bool:
