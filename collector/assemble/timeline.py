@@ -57,22 +57,11 @@ def forecasts_of(ranks: list[RankFacts]) -> list[ModuleForecast]:
     found = []
     for module, group in grouped(sound, lambda forecast: forecast.module).items():
         first = min(group, key=lambda forecast: (forecast.where.batch, forecast.after, forecast.where.rank))
-        found.append(
-            ModuleForecast(
-                module,
-                first.cls,
-                first.dtype,
-                first.limit,
-                sorted({forecast.where.rank for forecast in group}),
-                first.where.rank,
-                first.where.batch,
-                float(f"{first.abs_max:.3g}"),
-                first.after,
-                first.earliest,
-                first.latest,
-                first.since,
-            )
-        )
+        names = ("cls", "dtype", "limit", "after", "earliest", "latest", "since")
+        fields: dict[str, Any] = {name: getattr(first, name) for name in names}
+        fields |= {"rank": first.where.rank, "batch": first.where.batch, "abs_max": float(f"{first.abs_max:.3g}")}
+        numbers = sorted({forecast.where.rank for forecast in group})
+        found.append(ModuleForecast(module=module, ranks=numbers, **fields))
     return sorted(found, key=lambda each: (each.batch, -_depth(each.module), each.after, each.module))[:_MOST_MODULES]
 
 

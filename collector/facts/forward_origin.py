@@ -357,8 +357,8 @@ class _ForwardTrail:
 def _weight_row(role: str, value: str, dtype: str) -> Row:
     """A row for a weight of which the page has none."""
     flags = _FLAGS.get(value, NonFinite.NAN)
-    is_of = (bool(flags & kind) for kind in (NonFinite.NAN, NonFinite.POSINF, NonFinite.NEGINF))
-    return Row(role, None, None, *is_of, dtype, None, flags=int(flags))
+    nan, posinf, neginf = (bool(flags & kind) for kind in (NonFinite.NAN, NonFinite.POSINF, NonFinite.NEGINF))
+    return Row(role, None, None, nan, posinf, neginf, dtype, None, flags=int(flags))
 
 
 def _unseen_object(frame: Frame) -> tuple[str, ...]:

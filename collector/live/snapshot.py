@@ -13,6 +13,7 @@ from ..assemble.timeline import forecasts_of, is_sound, passing_text
 from ..decide.decide import uuid_of
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.fold import shown_body
+from ..report.sentence_parts import modules_text
 
 MOST_HOT = 8
 MOST_EVENTS = 12
@@ -102,9 +103,8 @@ def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[ViewEvent]:
         name = rank_name(rank.rank)
         events: list[tuple[Any, str, bool]] = []
         for anomaly in rank.anomalies[:1]:
-            place = f"`{anomaly.module}`" if anomaly.module else "the root"
-            text = f"{anomaly.value} in {anomaly.role} of {place}, batch {anomaly.where.batch}"
-            events.append((anomaly, f"{name}: {text}", True))
+            place = f"{anomaly.role} of {modules_text([anomaly.module])}"
+            events.append((anomaly, f"{name}: {anomaly.value} in {place}, batch {anomaly.where.batch}", True))
         events += [(error, f"{name} raised {error.error}", True) for error in rank.errors[:1]]
         for forecast in filter(is_sound, rank.forecasts[:1]):
             events.append((forecast, f"{name}: in batch {forecast.where.batch} {passing_text(forecast)}", True))
@@ -114,7 +114,7 @@ def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[ViewEvent]:
             events.append((skip, f"{name}: GradScaler skipped a step, scale {skip.scale:g}", False))
         found += [ViewEvent(event.where.time_ns, text, loud) for event, text, loud in events]
     for node in facts.nodes.values():
-        host = node.hello.host if node.hello is not None else "a node"
+        host = node.host if node.hello is not None else "a node"
         for xid in [event for event in node.gpu_events if isinstance(event, GpuXid)][-_MOST_XIDS:]:
             text = f"{host}: XID {xid.number} {xid.meaning}".rstrip()
             found.append(ViewEvent(xid.time_ns, text, xid.grade == "fail"))

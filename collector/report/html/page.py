@@ -135,14 +135,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        first=first_text,
-        number=_number,
-        bytes=bytes_text,
-        ranks=_ranks,
-        code=code_of,
-        level=level_of,
-    )
+    filters = {"first": first_text, "number": _number, "bytes": bytes_text, "ranks": _ranks}
+    environment.filters.update(filters, code=code_of, level=level_of)
     return environment
 
 
