@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from ..core.errors import UsageError
-from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, text_width
+from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, format_option, text_width
 
 if TYPE_CHECKING:
     from ..collector.facts.facts import RunFacts
@@ -23,19 +23,14 @@ _NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
 @click.command(name="export")
 @click.argument("run", required=False, shell_complete=complete_runs)
 @RUNS_DIR
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["jsonl", "csv", "parquet", "tensorboard"]),
-    default="jsonl",
-    show_default=True,
-    help="parquet needs gpuwatch-cluster[parquet], tensorboard needs gpuwatch-cluster[tensorboard].",
+@format_option(
+    *("jsonl", "csv", "parquet", "tensorboard"),
+    text="parquet needs gpuwatch-cluster[parquet], tensorboard needs gpuwatch-cluster[tensorboard].",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    default=None,
     help="Write it to this file; for tensorboard, into this new folder. jsonl and csv are printed without it.",
 )
 @click.option(
@@ -45,7 +40,7 @@ _NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
     multiple=True,
     help="Only these rows. May be given several times.",
 )
-@click.option("--rank", type=click.IntRange(0), default=None, help="Only the numbers of this rank.")
+@click.option("--rank", type=click.IntRange(0), help="Only the numbers of this rank.")
 def export(
     run: str | None, runs_dir: str, form: str, output: Path | None, tables: tuple[str, ...], rank: int | None
 ) -> int:

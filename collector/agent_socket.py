@@ -13,15 +13,8 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from ..core.tell import tell
+from ..core.wire import messages as wire
 from ..core.wire.keys import KeyPair, agent_name
-from ..core.wire.messages import (
-    MAX_MESSAGE_BYTES,
-    AgentMessage,
-    CollectorMessage,
-    WireError,
-    decode_agent,
-    encode,
-)
 from .assemble.timeline import utc
 
 _LINGER_MS = 3000
@@ -86,7 +79,7 @@ class AgentSocket:
         try:
             self.socket.linger = _LINGER_MS
             self.socket.ipv6 = True
-            self.socket.maxmsgsize = MAX_MESSAGE_BYTES
+            self.socket.maxmsgsize = wire.MAX_MESSAGE_BYTES
             self.socket.rcvhwm = 1000
             self.socket.backlog = _BACKLOG
             self.socket.router_handover = True
@@ -104,7 +97,7 @@ class AgentSocket:
             raise
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def messages(self) -> Iterator[tuple[str, AgentMessage, bytes]]:
+    def messages(self) -> Iterator[tuple[str, wire.AgentMessage, bytes]]:
         """Yield received messages and skip malformed ones; stop after a bounded number, so that other work runs."""
         taken = 0
         for _ in range(_BATCH):
@@ -123,15 +116,15 @@ class AgentSocket:
             identity, data = parts[0].bytes, parts[1].bytes
             try:
                 self._speaking = agent_name(identity), identity
-                yield self._speaking[0], decode_agent(data), data
-            except (WireError, UnicodeDecodeError):
+                yield self._speaking[0], wire.decode_agent(data), data
+            except (wire.WireError, UnicodeDecodeError):
                 self._access.turned_away["malformed"] += 1
 
     def take_in(self, agent: str) -> None:
         """Accept the last sender as this agent of the job: messages can be sent to it from now on."""
         self._routes[agent] = self._speaking[1]
 
-    def send(self, agent: str, message: CollectorMessage) -> None:
+    def send(self, agent: str, message: wire.CollectorMessage) -> None:
         """Send to an accepted agent or to the last sender.
 
         Raises nothing for an agent that is gone or does not read: it asks again when it is back.
@@ -139,7 +132,7 @@ class AgentSocket:
         identity = self._speaking[1] if agent == self._speaking[0] else self._routes.get(agent)
         if identity is not None:  # else a collector before this one has heard it: it has not spoken since
             with suppress(zmq.ZMQError):
-                self.socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+                self.socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
 
     def count_failed_handshakes(self) -> None:
         """Count the handshakes that have failed since the last call."""

@@ -132,7 +132,7 @@ class ListedInfo(msgspec.Struct, frozen=True):
 class ListedRun(msgspec.Struct, frozen=True):
     """One run. `run` and `verdict` are None where it has no report (yet)."""
 
-    id: str
+    id: str = ""
     run: ListedInfo | None = None
     verdict: ListedVerdict | None = None
 
@@ -147,15 +147,10 @@ def list_runs(runs_dir: Path) -> list[ListedRun]:
 
 def _listed(paths: RunPaths) -> ListedRun:
     try:
-        report = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=_RunSummary)
+        listed = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=ListedRun)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ListedRun(paths.run_id)
-    return ListedRun(paths.run_id, report.run, report.verdict)
-
-
-class _RunSummary(msgspec.Struct, frozen=True):
-    run: ListedInfo
-    verdict: ListedVerdict
+    return msgspec.structs.replace(listed, id=paths.run_id)
 
 
 def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
