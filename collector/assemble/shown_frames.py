@@ -252,12 +252,7 @@ def over_ranks(opened: dict[int, OpenHistory], verdict: Verdict) -> ModulesByRan
             there.update(dict.fromkeys(history.modules))
     modules = list({each.module: each for each in reversed(there)}.values())[::-1]
     modules = _around(modules, verdict.module, max(24, min(200, _MOST_CELLS // len(rows))))
-    return ModulesByRanks(
-        verdict.batch,
-        modules,
-        sorted(rows),
-        [_row(*rows[rank], modules) for rank in sorted(rows)],
-    )
+    return ModulesByRanks(verdict.batch, modules, sorted(rows), [_row(*rows[rank], modules) for rank in sorted(rows)])
 
 
 def _around(modules: list[HeatModule], name: str | None, most: int) -> list[HeatModule]:

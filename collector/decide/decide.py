@@ -68,7 +68,6 @@ def uuid_of(rank: RankFacts) -> str:
 
 
 def _with_gpu(facts: RunFacts, verdict: Verdict) -> Verdict:
-    """The verdict with evidence about the GPU of the rank that it names."""
     rank = facts.named(verdict.attempt, verdict.rank)
     gpu = gpu_of(facts, rank) if rank is not None else None
     if gpu is None:

@@ -171,6 +171,7 @@ def _statement(
     return f"{what} was made {where}: {finite}, and {code} ({hooks}), and on which rank is unknown."
 
 
+_BETWEEN = "gradients between backward() and step()"
 _NO_SUM = {"narrower": "their sum is too, unless it is reduced in float16", "no": "no sum of them gives that value"}
 
 
@@ -194,9 +195,8 @@ def _next(first: LocalDiagnosis, found: GradientSum, unseen: list[int]) -> list[
     why = "a norm of 0, a count of 0 tokens, a scale of inf"
     if all(row.abs_max == 0 for row in found.own.values()):
         why = "every own gradient was 0, so dividing by their norm divides by 0"
-    places = "gradients between backward() and step(), and at a communication hook"
     return [
-        f"Look at what the script does with {places}: {why}.",
+        f"Look at what the script does with {_BETWEEN}, and at a communication hook: {why}.",
         *(["Let the communication hook divide before it sums, or reduce in bfloat16."] * (found.answer == "narrower")),
         *next_steps(first)[-1:],
     ]
@@ -206,6 +206,7 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
     rank = facts.one(first.attempt, first.rank)
     who, failed = one_on(first.rank, facts.host(rank)), doubts_about(rank)
     what = f"{first.role} of {first.place}, batch {first.batch}{f' ({first.cause})' if first.cause else ''}"
+    seen = f"rank {first.rank}: the gradient"
     code = "code between the backward and the step did it (clipping, unscaling, the script's own code)"
     return overflow_at(
         first,
@@ -213,15 +214,8 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
         statement=f"{who} made {first.value} out of a finite gradient before its step: {what}; {code}.",
         certainty=Certainty.ESTABLISHED if first.from_page and not failed else Certainty.SUPPORTED,
         phase=FramePhase.OPTIMIZER,
-        evidence=[
-            f"rank {first.rank}: the gradient was finite when the backward made it",
-            *evidence,
-            *first.notes,
-            *failed,
-        ],
-        next=[
-            "Look at what the script does with gradients between backward() and step(): a norm of 0, a scale of inf."
-        ],
+        evidence=[f"{seen} was finite when the backward made it", *evidence, *first.notes, *failed],
+        next=[f"Look at what the script does with {_BETWEEN}: a norm of 0, a scale of inf."],
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
 

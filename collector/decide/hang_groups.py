@@ -183,7 +183,7 @@ class _GroupScene:
         )
         return absent(
             sorted(heads),
-            " and ".join(dict.fromkeys(self._name(meeting) for meeting in meetings)),
+            " and ".join(dict.fromkeys(map(self._name, meetings))),
             direct,
             self.waited,
             sure=sure,

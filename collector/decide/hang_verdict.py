@@ -84,9 +84,9 @@ def verdict_of(
     module, cls = _common((at.module, at.cls) for at in stood) or (None, None)
     batch = _common(at.where.batch for at in stood)
     return Verdict(
-        kind=kind,
-        statement=found.statement,
-        certainty=found.certainty,
+        kind,
+        found.statement,
+        found.certainty,
         **(whose(facts, named) if named is not None else {"rank": found.rank}),
         module=module,
         cls=cls,
@@ -108,10 +108,8 @@ def _common(values: Iterable[_T]) -> _T | None:
 
 
 def _concurrent(facts: RunFacts, rank: RankFacts, look: RankLook | None) -> ConcurrentOrigin:
-    module = look.module if look is not None and look.module is not None else ""
-    return ConcurrentOrigin(
-        rank.rank, module, look.cls or "" if look is not None else "", None, "", facts.host(rank), "did not come"
-    )
+    module, cls = (look.module or "", look.cls or "") if look is not None else ("", "")
+    return ConcurrentOrigin(rank.rank, module, cls, None, "", facts.host(rank), "did not come")
 
 
 # The verdict of a job that ended because its ranks did not meet, before it was seen to stand still.

@@ -12,7 +12,7 @@ from ...core.identity import is_rank, pid_of_number, rank_name
 from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import CascadedRank
-from ..report.sentence_parts import coarse_share_text
+from ..report.sentence_parts import badness, coarse_share_text
 
 _COMPILED = (
     "To have a module inside the compiled code named, let torch.compile capture the whole model in one graph "
@@ -125,14 +125,12 @@ def between_text(between: tuple[str | None, str | None]) -> str:
 def worst_first(warnings: list[tuple[int, RangeWarning]]) -> list[tuple[int, RangeWarning]]:
     """(rank, warning), the one with the least room first, and near overflow before underflow."""
 
-    def badness(entry: tuple[int, RangeWarning]) -> tuple[Any, ...]:
-        number, warned = entry
-        near = warned.kind == "near overflow"
-        lost = max(warned.subnormals or 0.0, warned.zeros or 0.0)
-        left = warned.headroom if warned.headroom is not None else 1e9
-        return (not near, left if near else -lost, number, warned.where.page, warned.module, warned.role)
+    def key(entry: tuple[int, RangeWarning]) -> tuple[Any, ...]:
+        number, row = entry
+        bad = badness(row.kind, row.headroom, row.subnormals, row.zeros)
+        return *bad, number, row.where.page, row.module, row.role
 
-    return sorted(warnings, key=badness)
+    return sorted(warnings, key=key)
 
 
 def warning_text(warned: RangeWarning) -> str:

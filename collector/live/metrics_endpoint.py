@@ -160,7 +160,6 @@ class _MetricsServer(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -180,7 +179,6 @@ class _ScrapeHandler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer with the metrics, or with 404 or 503."""
         if self.path.partition("?")[0] not in ("/metrics", "/"):
             self.send_error(HTTPStatus.NOT_FOUND, "expected /metrics")
             return

@@ -13,7 +13,7 @@ from ...core.identity import rank_name
 from ...core.text import shown_name
 from ...core.torch_names import notes_on
 from .model import RankReport, RunReport
-from .sentence_parts import coarse_share_text, counted, grouped, ranks_text
+from .sentence_parts import badness, coarse_share_text, counted, grouped, ranks_text
 
 PLAIN: Any = {"box": None, "pad_edge": False, "header_style": "bold"}
 """A table without lines."""
@@ -125,12 +125,9 @@ def warned_rows_table(report: RunReport) -> Iterator[Table | Text]:
 
 
 def _badness(entry: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
-    number, warning = entry
-    near = warning["kind"] == "near overflow"
-    lost = max(warning.get("subnormals") or 0.0, warning.get("zeros") or 0.0)
-    headroom = warning.get("headroom")
-    left = headroom if headroom is not None else 1e9
-    return not near, left if near else -lost, number, warning["batch"], warning["module"], warning["role"]
+    number, row = entry
+    bad = badness(row["kind"], row.get("headroom"), row.get("subnormals"), row.get("zeros"))
+    return *bad, number, row["batch"], row["module"], row["role"]
 
 
 def _scaler(ranks: list[RankReport]) -> Iterator[str]:
