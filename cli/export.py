@@ -63,26 +63,23 @@ def export(
             raise UsageError(f"--rank: expected one of the ranks of this run ({first} to {last}), found {rank}")
         rows = frame_export.export_rows(facts, path.name, tables or frame_export.TABLES, rank)
         write = {"jsonl": frame_export.write_jsonl, "csv": frame_export.write_csv}.get(form)
+        if output is None:
+            assert write is not None
+            write(rows, sys.stdout)
+            return 0
         try:
-            if form == "parquet":
-                assert output is not None
-                frame_export.write_parquet(rows, output)
-            elif write is None:
-                assert output is not None
-                if output.exists() and (not output.is_dir() or any(output.iterdir())):
-                    raise UsageError(f"--output: expected a new or an empty folder, found {output}, which is not empty")
-                frame_export.write_tensorboard(rows, output)
-            elif output is None:
-                write(rows, sys.stdout)
-            else:
+            if write is not None:
                 with output.open("w", encoding="utf-8", newline="") as out:
                     write(rows, out)
+            elif form == "parquet":
+                frame_export.write_parquet(rows, output)
+            elif output.exists() and (not output.is_dir() or any(output.iterdir())):
+                raise UsageError(f"--output: expected a new or an empty folder, found {output}, which is not empty")
+            else:
+                frame_export.write_tensorboard(rows, output)
         except OSError as error:
-            if output is None:
-                raise
-            raise UsageError(
-                f"--output: expected a path that can be written, found {output}: {error.strerror}"
-            ) from error
+            what = f"expected a path that can be written, found {output}: {error.strerror}"
+            raise UsageError(f"--output: {what}") from error
     return 0
 
 

@@ -163,11 +163,7 @@ def _rank_report(
         preflight=_preflight(rank),
         first_anomaly=_anomaly(rank.diagnosis) if rank.diagnosis is not None else None,
         frames=frames,
-        lost=model.LossReport(
-            pages=rank.pages_dropped,
-            messages=state.records_lost if state is not None else 0,
-            rows=state.rows_lost if state is not None else 0,
-        ),
+        lost=model.LossReport(rank.pages_dropped, rank.counts.records_lost, rows=rank.counts.rows_lost),
         attempt=rank.attempt,
         traces=traces,
         error={"type": error.error, "message": error.message, "traceback": error.traceback, "module": error.module}
@@ -191,8 +187,8 @@ def _rank_report(
         absorbed_first=[fields_of(absorbed, "batch") for absorbed in rank.absorbed],
         passed=[fields_of(passed, "step", "batch") for passed in rank.passed],
         threads=_threads(rank),
-        traces_thinned=state.traces_thinned if state is not None else 0,
-        groups_not_shown=state.groups_not_shown if state is not None else 0,
+        traces_thinned=rank.counts.traces_thinned,
+        groups_not_shown=rank.counts.groups_not_shown,
     )
 
 

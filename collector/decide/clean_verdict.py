@@ -35,7 +35,14 @@ def doubts_about(rank: RankFacts) -> list[str]:
     for fault in sorted(rank.faults_that_cost_frames, key=lambda fault: (fault.where.page, fault.where.time_ns)):
         if fault.where.page <= last or last < 0:
             by_part.setdefault(fault.part, fault)
-    failed = [f"{fault.part} failed {_since(fault)} ({fault.message})" for fault in by_part.values()]
+    failed = []
+    for fault in by_part.values():
+        since = (
+            f"in batch {fault.where.batch}"
+            if fault.where.page >= 0
+            else "before its first batch, or at an unknown time"
+        )
+        failed.append(f"{fault.part} failed {since} ({fault.message})")
     if rank.lost_faults:
         failed.append(f"parts failed {counted(rank.lost_faults, 'time')} more; its log had no room to record where")
     return [
@@ -49,29 +56,17 @@ def doubts_about(rank: RankFacts) -> list[str]:
 
 def _unrecorded(rank: RankFacts, last: int) -> Iterator[str]:
     """A line about each time in which nothing was recorded, if it had begun by the page of the anomaly."""
-    state = rank.state
-    if state is None:
-        return
+    state = rank.counts
+    calls = "such calls are not recorded, and one may have made the value"
+    ran = "what ran until they were restored is not recorded, and may have made the value"
+    left_out = f"a thread called modules while another thread was in a forward; {calls}"
+    gone = f"the script, or a library, had cleared torch's global hooks, including gpuwatch's; {ran}"
     for times, first, line in (
-        (
-            state.calls_left_out,
-            state.left_out_page,
-            "a thread called modules while another thread was in a forward; such calls are not recorded, and one may "
-            "have made the value",
-        ),
-        (
-            state.hooks_gone,
-            state.gone_page,
-            "the script, or a library, had cleared torch's global hooks, including gpuwatch's; what ran until they "
-            "were restored is not recorded, and may have made the value",
-        ),
+        (state.calls_left_out, state.left_out_page, left_out),
+        (state.hooks_gone, state.gone_page, gone),
     ):
         if times and not 0 <= last < first:
             yield f"rank {rank.rank}: {line}"
-
-
-def _since(fault: OwnFault) -> str:
-    return f"in batch {fault.where.batch}" if fault.where.page >= 0 else "before its first batch, or at an unknown time"
 
 
 # Gaps that keep a run from being clean: places that could hide an overflow and were not observed.
@@ -99,18 +94,18 @@ def missing(facts: RunFacts) -> list[str]:
     ['rank 3 was not heard after batch 41', 'ranks 0, 1 called no module']
     """
     ranks = facts.of_attempt(facts.last_attempt)
-    silent = _never_heard(facts, ranks)
+    fixed = all(hello.min_nodes == hello.max_nodes for hello in facts.hellos)
+    silent = _unheard(ranks, _world_of(ranks) or (sum(hello.nproc for hello in facts.hellos) if fixed else 0))
     everyone = [*ranks, *facts.lone(facts.last_attempt)]
     reasons = {rank.rank: [*(_of_its_end(rank) or _of_its_work(rank)), *_of_its_losses(rank)] for rank in everyone}
     # Python processes below `gpuwatch run` that looked for torch, or ran a module, and could not be watched
     unwatched = [reason for node in facts.nodes.values() if node.bye is not None for reason in node.bye.unwatched]
-    more = f", and {len(unwatched) - 1} more" if len(unwatched) > 1 else ""
     pages = facts.undecodable_pages + facts.unnamed_pages
     return [
         *_of_nodes(facts, bool(ranks or silent)),
         *_clauses(reasons, silent),
         *_of_earlier_attempts(facts),
-        *(f"{reason}{more}" for reason in unwatched[:1]),
+        *([_first_of(unwatched)] if unwatched else []),
         *([f"{counted(pages, 'page')} could not be read"] if pages else []),
         *lost_messages(facts),
     ]
@@ -120,9 +115,8 @@ def _of_earlier_attempts(facts: RunFacts) -> list[str]:
     found = []
     for attempt in sorted({attempt for attempt, _ in facts.ranks if attempt != facts.last_attempt}):
         ranks = facts.of_attempt(attempt)
-        reasons = {
-            rank.rank: [*_of_its_end(rank, goes_on=_goes_on(facts, rank)), *_of_its_losses(rank)] for rank in ranks
-        }
+        ends = {rank.rank: _of_its_end(rank, goes_on=_goes_on(facts, rank)) for rank in ranks}
+        reasons = {rank.rank: [*ends[rank.rank], *_of_its_losses(rank)] for rank in ranks}
         found += [f"in attempt {attempt}, {clause}" for clause in _clauses(reasons, _unheard(ranks, _world_of(ranks)))]
     return found
 
@@ -130,8 +124,7 @@ def _of_earlier_attempts(facts: RunFacts) -> list[str]:
 def _goes_on(facts: RunFacts, rank: RankFacts) -> bool:
     """Whether its process is a later attempt of the same rank: the script has called os.exec below `gpuwatch run`."""
     later = [each.state for each in facts.ranks.values() if each.rank == rank.rank and each.attempt > rank.attempt]
-    pid = rank.state.pid if rank.state is not None else None
-    return any(state is not None and state.pid == pid for state in later)
+    return rank.state is not None and any(state is not None and state.pid == rank.state.pid for state in later)
 
 
 def _clauses(reasons: Mapping[int, list[_Reason]], silent: list[int]) -> list[str]:
@@ -163,7 +156,7 @@ def _of_its_work(rank: RankFacts) -> list[_Reason]:
     found = []
     if exit_ is not None and rank.left_silently:
         found.append(_reason("exited with code 0 {}", doing(exit_)))
-    elif exit_ is not None and not (rank.told_its_end or (rank.state is not None and rank.state.left)):
+    elif exit_ is not None and not (rank.told_its_end or rank.counts.left):
         end = "the [end of its script was|ends of their scripts were] not reported"
         found.append(_reason(f"ended with exit code {{}} {{}}: {end}", exit_.code, doing(exit_)))
     if rank.batches <= 0:
@@ -176,8 +169,8 @@ def _of_its_work(rank: RankFacts) -> list[_Reason]:
 
 
 def _of_its_losses(rank: RankFacts) -> Iterator[_Reason]:
-    state = rank.state
-    if state is None or not state.final or state.hooks == "failed":
+    state = rank.counts
+    if not state.final or state.hooks == "failed":
         return
     if state.unseen_child:
         yield _reason("had a child process (pid {}) that trained and was not watched", state.unseen_child)
@@ -208,14 +201,9 @@ def _of_its_losses(rank: RankFacts) -> Iterator[_Reason]:
         yield _reason("lost {}: [its log was|their logs were] full, or [is|are] damaged", records)
 
 
-def _never_heard(facts: RunFacts, ranks: list[RankFacts]) -> list[int]:
-    fixed = all(hello.min_nodes == hello.max_nodes for hello in facts.hellos)
-    return _unheard(ranks, _world_of(ranks) or (sum(hello.nproc for hello in facts.hellos) if fixed else 0))
-
-
 def _world_of(ranks: list[RankFacts]) -> int:
     """How many ranks an attempt has, as its own ranks say; 0: not known."""
-    return max((rank.state.world_size for rank in ranks if rank.state is not None), default=0)
+    return max((rank.counts.world_size for rank in ranks), default=0)
 
 
 def _unheard(ranks: list[RankFacts], world: int) -> list[int]:
@@ -272,17 +260,17 @@ def clean_verdict(facts: RunFacts) -> Verdict:
     if not lacking:
         return _clean(facts)
     ranks = facts.of_attempt(facts.last_attempt)
-    more = f", and {len(lacking) - 1} more (below)" if len(lacking) > 1 else ""
-    statement = f"No overflow seen, but it is not proven that there was none: {lacking[0]}{more}."
-    evidence = lacking[:_MOST_EVIDENCE] if more else []
+    below = " (below)" if len(lacking) > 1 else ""
+    statement = f"No overflow seen, but it is not proven that there was none: {_first_of(lacking)}{below}."
+    evidence = lacking[:_MOST_EVIDENCE] if below else []
     idle = f"{numbers_text([rank.rank for rank in ranks])} called no module"
     if ranks and not facts.processes and lacking == [idle]:  # all were watched to their ends: that proves nothing
         statement = f"Nothing was watched: no module was called on {counted(len(ranks), 'rank')}."
         evidence = [_NOTHING_CALLED, *_loose_lines(ranks)]
     return Verdict(
-        kind=VerdictKind.UNKNOWN,
-        statement=statement,
-        certainty=Certainty.UNKNOWN,
+        VerdictKind.UNKNOWN,
+        statement,
+        Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         evidence=evidence,
         next=[
@@ -291,6 +279,10 @@ def clean_verdict(facts: RunFacts) -> Verdict:
         ],
         missing=lacking[:_MOST_EVIDENCE],
     )
+
+
+def _first_of(found: list[str]) -> str:
+    return f"{found[0]}, and {len(found) - 1} more" if len(found) > 1 else found[0]
 
 
 def _clean(facts: RunFacts) -> Verdict:
@@ -309,18 +301,16 @@ def _clean(facts: RunFacts) -> Verdict:
     statement += "".join(f" {text[0].upper()}{text[1:]}." for text in unseen_texts(ranks))
     loose = _loose_lines(ranks)
     if loose:
-        statement += f" {loose[0][0].upper()}{loose[0][1:]}{f', and {len(loose) - 1} more' if loose[1:] else ''}."
+        statement += f" {loose[0][0].upper()}{_first_of(loose)[1:]}."
     warnings = worst_first([(rank.rank, warned) for rank in ranks for warned in rank.warned])
     if warnings:
-        number, worst = warnings[0]
-        more = f", and {len(warnings) - 1} more" if len(warnings) > 1 else ""
-        statement += f" Closest to trouble: {rank_name(number)}, {warning_text(worst)}{more}."
+        closest = [f"{rank_name(number)}, {warning_text(warned)}" for number, warned in warnings]
+        statement += f" Closest to trouble: {_first_of(closest)}."
+    is_told = all(rank.told_its_end for rank in ranks) and not loose
     return Verdict(
-        kind=VerdictKind.CLEAN,
-        statement=statement,
-        certainty=Certainty.ESTABLISHED
-        if all(rank.told_its_end for rank in ranks) and not loose
-        else Certainty.SUPPORTED,
+        VerdictKind.CLEAN,
+        statement,
+        Certainty.ESTABLISHED if is_told else Certainty.SUPPORTED,
         attempt=facts.last_attempt,
         next=[
             *([step_for_compiled(ranks)] if hidden else []),
@@ -331,17 +321,17 @@ def _clean(facts: RunFacts) -> Verdict:
 
 def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
     """A rank says that it has seen an overflow, and its record of where has not come through."""
-    ranks = [rank for rank in facts.everyone.values() if rank.state is not None and rank.state.overflow]
+    ranks = [rank for rank in facts.everyone.values() if rank.counts.overflow]
     if not ranks:
         return None
     attempt = min(rank.attempt for rank in ranks)
     numbers = sorted(rank.rank for rank in ranks if rank.attempt == attempt)
-    alone = len(numbers) == 1
+    one = whose(facts, facts.one(attempt, numbers[0])) | {"device": None} if len(numbers) == 1 else {}
     return Verdict(
-        kind=VerdictKind.OVERFLOW,
-        statement=f"{ranks_text(numbers).capitalize()} saw an overflow; its module is unknown.",
-        certainty=Certainty.UNKNOWN,
-        **(whose(facts, facts.one(attempt, numbers[0])) | {"device": None} if alone else {}),
+        VerdictKind.OVERFLOW,
+        f"{ranks_text(numbers).capitalize()} saw an overflow; its module is unknown.",
+        Certainty.UNKNOWN,
+        **one,
         attempt=attempt,
         evidence=["the recorder's header says so; the event itself was lost"],
     )

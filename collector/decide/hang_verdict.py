@@ -141,7 +141,7 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
     if not raised and not hidden and not aborted:
         return None
     waited = "waited until the group's timeout" if timed_out else "waited"
-    world_size = max((len(ranks), *(rank.state.world_size for rank in ranks if rank.state is not None)))
+    world_size = max((len(ranks), *(rank.counts.world_size for rank in ranks)))
     found = find_by_groups(shown, world_size, waited)
     if found is None and timed_out and len(shown) == world_size:
         found = _missed_the_reduction(sorted(reducing), shown, waited)

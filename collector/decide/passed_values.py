@@ -223,8 +223,8 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
         notes.append(f"{', '.join(others)} was called in between, too: {made}")
     if not notes:
         return found
-    state = facts.one(found.attempt, found.rank).state
-    unchecked = state is not None and state.passed_unseen and any(found.received.values())  # messages
+    counts = facts.one(found.attempt, found.rank).counts
+    unchecked = counts.passed_unseen and any(found.received.values())  # messages
     if now > max(last, 0) and (unchecked or _are_stages(facts, page)):
         return replace(found, source="received", phase=FramePhase.COLLECTIVE, notes=(*found.notes, *notes))
     return replace(found, sure=False, passed=True, notes=(*found.notes, *notes))

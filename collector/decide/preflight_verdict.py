@@ -208,8 +208,9 @@ def preflight_report(facts: RunFacts, attempt: int) -> model.PreflightReport:
     ranks = facts.of_attempt(attempt)
     findings = findings_of(ranks)
     nodes = _nodes(facts, ranks, findings)
+    outcomes = {rank.preflight.outcome if rank.preflight is not None else "off" for rank in ranks}
     return model.PreflightReport(
-        outcome=_outcome(ranks),
+        outcome=next((found for found in ("failed", "victim", "skipped", "off", "ok") if found in outcomes), "off"),
         seconds=round(max((seconds_of(rank) for rank in ranks), default=0.0), 3),
         stages=_columns(nodes),
         nodes=nodes,
@@ -247,13 +248,10 @@ def worst(grades: Iterable[str]) -> str:
     return max((grade for grade in grades if grade), key=GRADES.index, default="")
 
 
-def _outcome(ranks: list[RankFacts]) -> str:
-    outcomes = {rank.preflight.outcome if rank.preflight is not None else "off" for rank in ranks}
-    return next((found for found in ("failed", "victim", "skipped", "off", "ok") if found in outcomes), "off")
-
-
 def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[PreflightFinding]) -> list[model.NodeRow]:
-    blamed = _blamed(findings, {rank.rank for rank in ranks})
+    everyone = [rank.rank for rank in ranks]
+    # by stage and rank, the first finding that blames it; one about the whole job blames all ranks
+    blamed = {(found.stage, rank): found for found in reversed(findings) for rank in found.ranks or everyone}
     victims = {(finding.stage, rank) for finding in findings for rank in finding.victims} - set(blamed)
     rows = []
     for node in facts.nodes.values():
@@ -265,11 +263,6 @@ def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[PreflightFind
         grade = worst(cell.grade for cell in stages.values())
         rows.append(model.NodeRow(node.host, [rank.rank for rank in mine], grade, stages))
     return sorted(rows, key=lambda row: (row.ranks or [1 << 30], row.host))
-
-
-def _blamed(findings: list[PreflightFinding], everyone: set[int]) -> dict[tuple[str, int], PreflightFinding]:
-    """(stage, rank) -> the finding that blames it. A finding about the whole job blames all ranks."""
-    return {(found.stage, rank): found for found in reversed(findings) for rank in found.ranks or everyone}
 
 
 def _reached(ranks: list[RankFacts], blamed: dict[tuple[str, int], PreflightFinding]) -> list[str]:

@@ -53,6 +53,9 @@ class RankPages(dict[int, KeptPage]):
         return self._of_batch.get(batch, ())
 
 
+_NOTHING = RankState(rank=-1, local_rank=-1, attempt=0, pid=-1, phase="", step=0, batch=-1, seq=-1)
+
+
 @dataclass
 class RankFacts:
     """One rank in one attempt."""
@@ -98,29 +101,34 @@ class RankFacts:
     """Where its first non-finite value came from; None if it had none."""
 
     @property
+    def counts(self) -> RankState:
+        """Its state; where that was not heard, one in which nothing has happened."""
+        return self.state if self.state is not None else _NOTHING
+
+    @property
     def hidden_rows(self) -> int:
         """Rows that a rule of the user's has hidden."""
-        return max(self.state.ignored if self.state is not None else 0, len(self.ignored))
+        return max(self.counts.ignored, len(self.ignored))
 
     @property
     def absorbed_rows(self) -> int:
         """Bad values that led nowhere, such as nan out of masks of -inf that the model has taken away again."""
-        return max(self.state.absorbed if self.state is not None else 0, len(self.absorbed))
+        return max(self.counts.absorbed, len(self.absorbed))
 
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps that a GradScaler has skipped."""
-        return max(self.state.scaler_skips if self.state is not None else 0, len(self.scaler_skips))
+        return max(self.counts.scaler_skips, len(self.scaler_skips))
 
     @property
     def warned_rows(self) -> int:
         """Rows near overflow or in underflow."""
-        return max(self.state.warned if self.state is not None else 0, len(self.warned))
+        return max(self.counts.warned, len(self.warned))
 
     @property
     def batches_skipped(self) -> int:
         """Batches that were left out."""
-        return self.state.batches_skipped if self.state is not None else 0
+        return self.counts.batches_skipped
 
     @property
     def cost(self) -> events.WatchCost | None:
@@ -130,9 +138,8 @@ class RankFacts:
     @property
     def batches(self) -> int:
         """Forwards of its models, as far as is known."""
-        if self.exit is not None and self.exit.where.batch >= 0:
-            return self.exit.where.batch + 1
-        return self.state.batch + 1 if self.state is not None else 0
+        ended_in = self.exit.where.batch if self.exit is not None else -1
+        return (ended_in if ended_in >= 0 else self.counts.batch) + 1
 
     @property
     def device(self) -> str | None:
@@ -147,7 +154,7 @@ class RankFacts:
     @property
     def lost_faults(self) -> int:
         """How many more faults that cost frames it has counted than were heard: its log had no room for them."""
-        return max(0, (self.state.faults if self.state is not None else 0) - len(self.faults_that_cost_frames))
+        return max(0, self.counts.faults - len(self.faults_that_cost_frames))
 
     @property
     def unfinished_stage(self) -> str:
@@ -326,7 +333,7 @@ class RunFacts:
     def announced_ranks(self) -> int:
         """The number of ranks, from the nodes, or from the ranks if the nodes do not know it beforehand."""
         said = sum(hello.nproc for hello in self.hellos)
-        return said or max((rank.state.world_size for rank in self.ranks.values() if rank.state is not None), default=0)
+        return said or max((rank.counts.world_size for rank in self.ranks.values()), default=0)
 
     @property
     def starter(self) -> str:
