@@ -153,9 +153,8 @@ def _only_modules(report: RunReport, pattern: str) -> RunReport:
     if found is None:
         known = sorted({frame.module for rank in report.ranks for frame in rank.frames if frame.module})
         some = f"modules there: {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}" if known else "it has none"
-        raise UsageError(
-            f"--module: expected a pattern that matches a module in the report's frames, found {pattern!r} ({some})"
-        )
+        wanted = "a pattern that matches a module in the report's frames"
+        raise UsageError(f"--module: expected {wanted}, found {pattern!r} ({some})")
     return found
 
 
@@ -190,10 +189,8 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
     known = sorted(path.parent.name for path in runs_dir.glob("*/run.sqlite") if not path.parent.is_symlink())
     there = f"runs there: {', '.join(known[-5:])}" if known else f"there is no run in {runs_dir}"
     wanted = f"{run!r}" if run is not None else f"{runs_dir / 'latest'}"
-    raise UsageError(
-        f"expected a run's folder, its name, or a {SUFFIX} file, found none at {wanted} "
-        f"({there}; elsewhere: --runs-dir DIR)"
-    )
+    where = f"{wanted} ({there}; elsewhere: --runs-dir DIR)"
+    raise UsageError(f"expected a run's folder, its name, or a {SUFFIX} file, found none at {where}")
 
 
 def echo_json(value: object) -> None:
@@ -263,13 +260,9 @@ def top(run: str | None, runs_dir: str, once: bool) -> int:
     link = ViewSubscriber(path)
     try:
         if not link.is_shown:
-            raise UsageError(
-                f"expected a run in progress, found no collector that shows {path.name}; for its result: gpuwatch "
-                f"report {path.name}"
-            )
-        if once:
-            return _print_once(link, path.name)
-        return _watch(link, path.name)
+            result = f"for its result: gpuwatch report {path.name}"
+            raise UsageError(f"expected a run in progress, found no collector that shows {path.name}; {result}")
+        return _print_once(link, path.name) if once else _watch(link, path.name)
     finally:
         link.close()
 

@@ -325,18 +325,16 @@ class RunProtocol:
                 node.lost = True
         actions += self._conclude_asking(now)
         if self._over_since is not None and now - self._over_since >= STOP_AFTER_S:
+            failed = sorted({node.hello.host for node in self.nodes.values() if node.failed})
+            why = f"the job has ended on {', '.join(failed)}" if failed else "another rank has aborted the job"
             for agent, node in self.nodes.items():
                 if not node.gone and not node.stopped:
                     node.stopped = True
-                    actions.append(SendMessage(agent, wire.StopRanks(self._why())))
+                    actions.append(SendMessage(agent, wire.StopRanks(why)))
         if self._may_finish(now):
             self._finished = True
             actions.append(FinishRun())
         return actions
-
-    def _why(self) -> str:
-        failed = sorted({node.hello.host for node in self.nodes.values() if node.failed})
-        return f"the job has ended on {', '.join(failed)}" if failed else "another rank has aborted the job"
 
     def _may_finish(self, now: float) -> bool:
         if self._ended:

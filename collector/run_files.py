@@ -91,10 +91,9 @@ def read_report(paths: RunPaths) -> RunReport:
     except OSError as error:
         raise GpuwatchError(f"expected a report in {paths.report_json}, it cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        raise GpuwatchError(
-            f"expected a report of schema 1, found something else in {paths.report_json}: {shown_name(str(error))}; "
-            f"to make it again from the store: gpuwatch report --again {paths.run_id}"
-        ) from error
+        found = f"found something else in {paths.report_json}: {shown_name(str(error))}"
+        again = f"to make it again from the store: gpuwatch report --again {paths.run_id}"
+        raise GpuwatchError(f"expected a report of schema 1, {found}; {again}") from error
 
 
 def exit_code(report: RunReport) -> int:

@@ -143,10 +143,9 @@ class CollectorServer:
         try:
             from .live.metrics_endpoint import MetricsExporter
         except ImportError as error:
-            raise UsageError(
-                f"--metrics-port: expected prometheus_client, which writes the metrics, found none ({error}); "
-                'install it with: pip install "gpuwatch-cluster[metrics]"'
-            ) from error
+            what = f"expected prometheus_client, which writes the metrics, found none ({error})"
+            install = 'install it with: pip install "gpuwatch-cluster[metrics]"'
+            raise UsageError(f"--metrics-port: {what}; {install}") from error
         self.metrics = MetricsExporter(address)
         self._looked_at = True
 
@@ -268,9 +267,9 @@ class CollectorServer:
             self._act(self._protocol.tell_again())
 
     def _picture(self) -> JobView:
-        verdict, facts = self._live.verdict_so_far, self._folded.as_it_stands()
+        verdict, facts = self._live.verdict.said, self._folded.as_it_stands()
         kind = VerdictKind.OVERFLOW if verdict else ""
-        return view_of(facts, self._paths.run_id, time.time_ns(), verdict, kind, self._live.slow)
+        return view_of(facts, self._paths.run_id, time.time_ns(), verdict, kind, self._live.stragglers.slow)
 
     def _own_numbers(self) -> OwnNumbers:
         from .live.metrics_endpoint import OwnNumbers

@@ -38,12 +38,6 @@ def stack_of(rank: RankFacts) -> list[str]:
     return [thread_text(thread) for thread in look.threads]
 
 
-def _threads(rank: RankFacts) -> list[str]:
-    """Threads of it besides the main one that Python has, as far as they were seen: `loader, at data.py:7 in load`."""
-    threads = rank.looks[-1].threads if rank.looks and rank.looks[-1].stack else []
-    return [thread_text(thread) for thread in threads if thread.at]
-
-
 def _attempt_report(facts: RunFacts, attempt: int) -> model.AttemptReport:
     diagnoses = [rank.diagnosis for rank in facts.of_attempt(attempt) if rank.diagnosis is not None]
     if diagnoses:
@@ -186,7 +180,8 @@ def _rank_report(
         absorbed=rank.absorbed_rows,
         absorbed_first=[fields_of(absorbed, "batch") for absorbed in rank.absorbed],
         passed=[fields_of(passed, "step", "batch") for passed in rank.passed],
-        threads=_threads(rank),
+        # those besides the main one that Python has, as far as they were seen: `loader, at data.py:7 in load`
+        threads=[thread_text(each) for look in rank.looks[-1:] if look.stack for each in look.threads if each.at],
         traces_thinned=rank.counts.traces_thinned,
         groups_not_shown=rank.counts.groups_not_shown,
     )

@@ -292,7 +292,10 @@ def _clean(facts: RunFacts) -> Verdict:
     scope = f"{_ranks_and_processes(ranks)}, {batches} batch{'es' if batches != 1 else ''}"
     statement = f"No overflow: {scope}, every watched tensor finite{_exceptions(ranks)}."
     if idle:
-        scope += f" ({_looked_at(batches, idle)})"
+        looked_at = f"{idle} {'was' if idle == 1 else 'were'} skipped"
+        if idle < batches:
+            looked_at = f"only one in {round(batches / (batches - idle))} was inspected"
+        scope += f" ({looked_at})"
         statement = f"No overflow seen: {scope}, every inspected tensor was finite{_exceptions(ranks)}."
     hidden = sorted({module_text(each.module, each.cls) for rank in ranks for each in rank.not_looked_into})
     if hidden:
@@ -358,13 +361,6 @@ def _ranks_and_processes(ranks: list[RankFacts]) -> str:
     lone = len(ranks) - known
     others = f"{lone} processes that are not ranks" if lone != 1 else "1 process that is not a rank"
     return " and ".join([*([counted(known, "rank")] if known or not lone else []), *([others] if lone else [])])
-
-
-def _looked_at(batches: int, idle: int) -> str:
-    if 0 < idle < batches:
-        every = round(batches / (batches - idle))
-        return f"only one in {every} was inspected"
-    return f"{idle} {'was' if idle == 1 else 'were'} skipped"
 
 
 def _led_nowhere(number: int, ranks: list[RankFacts]) -> str:

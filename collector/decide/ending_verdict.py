@@ -108,24 +108,17 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
     ended, them = "they ended with exit code 0", "them"
     if one:
         ended, them = f"its process ended with exit code 0, {doing(first.exit)}", "it"
+    exits = ((rank.rank, rank.exit) for rank in left if rank.exit is not None)
+    by_itself = "rank {} ended by itself after {} collectives; its recorder says: {}"
+    evidence = [by_itself.format(number, exit_.where.seq, doing(exit_)) for number, exit_ in exits]
+    for number, error in ((rank.rank, rank.errors[0]) for rank in victims if rank.errors):
+        evidence.append(f"rank {number}, after {error.where.collectives} collectives: {first_line(error.message)}")
     return Verdict(
         VerdictKind.CRASH,
         f"{who.capitalize()}{where} left early: {ended}, and {others} lost the connection to {them}.",
         Certainty.SUPPORTED,
         **(whose(facts, first) | when_of(first.exit.where) | {"root": None} if one else {"attempt": first.attempt}),
-        evidence=[
-            *(
-                f"rank {rank.rank} ended by itself after {rank.exit.where.seq} collectives; its recorder says: "
-                f"{doing(rank.exit)}"
-                for rank in left
-                if rank.exit is not None
-            ),
-            *(
-                f"rank {rank.rank}, after {error.where.collectives} collectives: {first_line(error.message)}"
-                for rank in victims
-                for error in rank.errors[:1]
-            ),
-        ],
+        evidence=evidence,
         next=[f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, an early return, or os._exit."],
         cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in left}),
     )

@@ -89,10 +89,9 @@ class GradientSum:
         more = len(self.own) - len(shown)
         dtype = next(iter(self.got.values())).dtype
         limit = f"; {dtype} holds at most {number_text(DTYPE_MAX[dtype])}" if dtype in DTYPE_MAX else ""
-        return (
-            f"abs max of each rank's own gradient: {', '.join(shown)}{f', and {more} more ranks' if more else ''}; "
-            f"their sum is at most {number_text(self.bound)}{limit}"
-        )
+        others = f", and {more} more ranks" if more else ""
+        of_sum = f"their sum is at most {number_text(self.bound)}{limit}"
+        return f"abs max of each rank's own gradient: {', '.join(shown)}{others}; {of_sum}"
 
 
 def _has_inf(row: Row) -> bool:

@@ -88,15 +88,12 @@ class _StackScene:
         """Without a time where they have just moved: into a group's timeout, while they were asked."""
         return "have waited" + (f" for {self._still_s:.0f} s" if self._still_s >= 1 else "")
 
-    @property
-    def _away(self) -> list[int]:
-        """Those that do not wait. A rank that has raised lost another one: it is in it only if all of them have."""
-        away = [rank for rank, position in self.positions.items() if not position.waiting]
-        raised = {look.where.rank for look in self.looks if look.phase == "raised"}
-        return [rank for rank in away if rank not in raised] or away
-
     def find(self) -> HangFinding | None:
-        waiting, away = [rank for rank, position in self.positions.items() if position.waiting], self._away
+        waiting = [rank for rank, position in self.positions.items() if position.waiting]
+        away = [rank for rank in self.positions if rank not in waiting]
+        # a rank that has raised lost another one: it is in it only if all of them have
+        raised = {look.where.rank for look in self.looks if look.phase == "raised"}
+        away = [rank for rank in away if rank not in raised] or away
         certain = self.unseen <= 0 and all(self.positions[rank].kind == "waits" for rank in waiting)
         if waiting and self.left and not away:
             where, sure = self._operations(waiting), certain and len(waiting) > 1

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...core.events import GroupState, IssuedOperation, RankLook, StackLine
+from ...core.events import GroupState, IssuedOperation, RankLook
 from ...core.recorder.group_table import members_of
 from ...core.recorder.layout import GROUPS
 from ...core.stalls import is_users
@@ -135,7 +135,9 @@ def position_of(look: RankLook) -> RankPosition:
         kind: Kind = "waits" if sure else "may wait"
     else:
         kind = "stopped" if look.state in ("T", "t") else "away" if look.stack else "unknown"
-    return RankPosition(kind, does, operation, _line(look.stack), look.groups)
+    line = next((line for line in look.stack if is_users(line.shown)), look.stack[0] if look.stack else None)
+    shown = line.shown.removeprefix(line.file.rpartition("/")[0] + "/") if line is not None else ""
+    return RankPosition(kind, does, operation, shown, look.groups)
 
 
 def _operation(look: RankLook) -> tuple[str, bool]:
@@ -159,12 +161,6 @@ def _operation(look: RankLook) -> tuple[str, bool]:
     if inner.function == "_engine_run_backward" and look.busy < QUIET and look.state != "R":
         return BACKWARD, False
     return "", False
-
-
-def _line(stack: list[StackLine]) -> str:
-    """The innermost line of the user's own files; where there is none, of any file."""
-    line = next((line for line in stack if is_users(line.shown)), stack[0] if stack else None)
-    return line.shown.removeprefix(line.file.rpartition("/")[0] + "/") if line is not None else ""
 
 
 # Where ranks meet: one operation of one process group, which ranks stand in it, and which never began it. Pure.

@@ -265,9 +265,9 @@ def _of_clean(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
 
 def clean_peers(facts: RunFacts, first: LocalDiagnosis) -> list[int]:
     """The ranks whose page of the same point holds no alarm and no non-finite gradient for a GradScaler."""
-    return [number for number, page in peers(facts, first).items() if _is_clean(page)]
-
-
-def _is_clean(page: KeptPage) -> bool:
-    frames = sorted(page.suspicious_frames, key=lambda frame: frame.index)
-    return page.num_frames > 0 and first_alarm(frames) is None and first_expected_gradient(frames) is None
+    clean = []
+    for number, page in peers(facts, first).items():
+        frames = sorted(page.suspicious_frames, key=lambda frame: frame.index)
+        if page.num_frames > 0 and first_alarm(frames) is None and first_expected_gradient(frames) is None:
+            clean.append(number)
+    return clean

@@ -135,16 +135,11 @@ def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[
     """What came out of reductions that a gradient can have been a part of, in whatever dtype they were reduced."""
     if parse_role(diagnosis.role).kind is not RoleKind.GRAD_WEIGHT:
         return []
-    return [
-        one
-        for one in _came_out(rank, diagnosis.step, diagnosis.seq)
-        if one.operation in _REDUCTIONS and one.value == diagnosis.value and _elements_of(one) >= max(2, elements)
-    ]
-
-
-def _elements_of(one: PassedTensor) -> int:
-    """The elements on all ranks together: the gradient of a sharded weight has the shape of the whole."""
-    return one.elements * (len(_members(one)) if one.operation == "reduce_scatter" else 1)
+    came = _came_out(rank, diagnosis.step, diagnosis.seq)
+    came = [one for one in came if one.operation in _REDUCTIONS and one.value == diagnosis.value]
+    # the gradient of a sharded weight has the shape of the whole
+    parts = [len(_members(one)) if one.operation == "reduce_scatter" else 1 for one in came]
+    return [one for one, number in zip(came, parts, strict=True) if one.elements * number >= max(2, elements)]
 
 
 def _is_same_tensor(came: PassedTensor, put: PassedTensor) -> bool:

@@ -86,14 +86,8 @@ def _is_training(rank: RankFacts, page: KeptPage) -> bool | None:
 
 def _are_apart(rank: RankFacts, other: RankFacts) -> bool:
     """Whether two ranks have ended in the same step and have counted different batches."""
-    mine, theirs = _last_place(rank), _last_place(other)
-    return mine is not None and theirs is not None and mine[0] == theirs[0] and mine[1] != theirs[1]
-
-
-def _last_place(rank: RankFacts) -> tuple[int, int] | None:
-    """(step, batch) where a rank was seen last."""
-    where = rank.exit.where if rank.exit is not None else rank.state
-    return (where.step, where.batch) if where is not None else None
+    mine, theirs = (each.exit.where if each.exit is not None else each.state for each in (rank, other))
+    return mine is not None and theirs is not None and mine.step == theirs.step and mine.batch != theirs.batch
 
 
 WILD = 2.0**16

@@ -187,6 +187,10 @@ class AlarmPage:
             module, cls = frame.module, frame.cls
         if source == "received":
             phase = FramePhase.COLLECTIVE
+        # where the graph tells who is behind a value, an attribute may only have kept it afterwards
+        is_forward = phase == FramePhase.FORWARD and not again.own_code
+        held = is_forward and any(each.module != module for each in again.held)
+        may_be_elsewhere = bool(again.changed) or again.threads or held
         # a frame carries the number at its call's end; the value was seen before that
         seq = min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1)
         # what the rank had issued at that number; if nobody knows that, when the alarm was raised
@@ -203,7 +207,7 @@ class AlarmPage:
             shape=tuple(row.shape) if row.shape is not None else None,
             seq=seq,
             frame=frame.index,
-            sure=sure and not (source == "made" and _may_be_elsewhere(again, module, phase)),
+            sure=sure and not (source == "made" and may_be_elsewhere),
             at=(frame.module, frame.cls, row.role),
             seen_in=frame.phase,
             cause=anomaly.cause,
@@ -242,13 +246,6 @@ def rows_in(frames: Iterable[Frame], phase: FramePhase, like: Frame, role: str, 
         for row in frame.rows
         if row.role == role and row.kind == RowContent.MEASURED
     ]
-
-
-def _may_be_elsewhere(again: LookedAgain, module: str, phase: FramePhase) -> bool:
-    """Whether a second look has found what may have made a value in another place than `module`."""
-    # where the graph tells who is behind a value, an attribute may only have kept it afterwards
-    held = phase == FramePhase.FORWARD and not again.own_code and any(each.module != module for each in again.held)
-    return bool(again.changed) or again.threads or held
 
 
 def _around(anomaly: Anomaly, again: LookedAgain, phase: FramePhase) -> list[str]:
@@ -399,12 +396,6 @@ def _clock(one: LocalDiagnosis) -> dict[str, int]:
     return {group: count for group, count in one.clock.items() if count >= 0}
 
 
-def _tie_break(one: LocalDiagnosis) -> int:
-    """The value may have been made earlier than it was seen. The count of one group can be compared, a sum cannot."""
-    alone = len(one.clock) == 1 and not one.sent and not one.received
-    return one.seq if alone else -1
-
-
 def _messages(sender: LocalDiagnosis, receiver: LocalDiagnosis) -> Iterator[tuple[str, int, int]]:
     """(group, how many messages of `sender` had been received, how many `sender` had sent) where both are known."""
     for group, peers in receiver.received.items():
@@ -428,8 +419,10 @@ def _cuts(diagnoses: list[LocalDiagnosis]) -> numpy.ndarray:
     found = numpy.zeros((len(diagnoses), len(diagnoses)), bool)
     members: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for place, one in enumerate(diagnoses):
+        # the value may have been made earlier than it was seen: the count of one group can be compared, a sum cannot
+        alone = len(one.clock) == 1 and not one.sent and not one.received
         for group, count in _clock(one).items():
-            members[group].append((place, count, _tie_break(one)))
+            members[group].append((place, count, one.seq if alone else -1))
         if not one.clock:
             for other_place, other in enumerate(diagnoses):
                 found[place, other_place] = _is_earlier_by_sum(one, other)

@@ -29,20 +29,17 @@ class RankPages(dict[int, KeptPage]):
 
     def __setitem__(self, number: int, page: KeptPage) -> None:
         """Keep a page in place of the copy that is there."""
-        self._forget(number)
+        known = self.pop(number, None)
+        if known is not None:
+            for pages in (self._of_step[known.step], self._of_batch[known.batch]):
+                pages[:] = [found for found in pages if found is not known]
+            self.suspicious.pop(number, None)
         super().__setitem__(number, page)
         self._of_step.setdefault(page.step, []).append(page)
         self._of_batch.setdefault(page.batch, []).append(page)
         self.any_backward |= page.has_backward
         if page.may_hold_alarm:
             self.suspicious[number] = page
-
-    def _forget(self, number: int) -> None:
-        page = self.pop(number, None)
-        if page is not None:
-            for pages in (self._of_step[page.step], self._of_batch[page.batch]):
-                pages[:] = [found for found in pages if found is not page]
-            self.suspicious.pop(number, None)
 
     def of_step(self, step: int) -> Sequence[KeptPage]:
         """The pages of this optimizer step."""

@@ -206,7 +206,9 @@ def _explain_weight(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Ro
 def _explain_state(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Row]) -> LocalDiagnosis:
     """States are read after few steps. The last one has made it if its own gradient explains it."""
     sure, notes = False, []
-    last = _last_state(alarm, frame, row)
+    pages = ((page, rows_in(page.frames, FramePhase.OPTIMIZER, frame, row.role)) for page in alarm.earlier)
+    last = next(((page, rows[0]) for page, rows in pages if rows), None)
+    last = last if last is not None and last[1].finite else None
     key = row.parsed_role.key
     if gradients:
         largest = max(map(_number, gradients))
@@ -222,14 +224,6 @@ def _explain_state(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Row
         history = f"any step since that of batch {batch} can have made it: it was finite then, and {rarely}"
     history = "" if sure else history
     return alarm.diagnosis(frame, row, "made", FramePhase.OPTIMIZER, sure=sure, notes=notes, history=history)
-
-
-def _last_state(alarm: AlarmPage, frame: Frame, row: Row) -> tuple[Page, Row] | None:
-    """The last reading of a state in an earlier page; None if there is none, or if it was bad as well."""
-    for page in alarm.earlier:
-        for found in rows_in(page.frames, FramePhase.OPTIMIZER, frame, row.role):
-            return (page, found) if found.finite else None
-    return None
 
 
 _OPEN = (

@@ -75,10 +75,8 @@ class MetricsExporter:
         try:
             self._server = _MetricsServer(host.strip("[]"), int(port), self)
         except OSError as error:
-            raise UsageError(
-                f"--metrics-port: expected an address that is free, found {address}: {error.strerror or error}; pass "
-                "another [HOST:]PORT"
-            ) from error
+            found = f"found {address}: {error.strerror or error}; pass another [HOST:]PORT"
+            raise UsageError(f"--metrics-port: expected an address that is free, {found}") from error
         self.url = f"http://{host}:{self._server.server_port}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, name="gpuwatch-metrics", daemon=True)
         self._thread.start()

@@ -108,10 +108,9 @@ class LiveForecast:
         told = shown_body(body.event)
         if is_sound(told):
             self._told = True
-            self._say(
-                f"rank {told.where.rank}: outputs grow towards {told.dtype}'s limit of {limit_text(told.limit)}: in "
-                f"batch {told.where.batch} {passing_text(told)}, if it goes on as since batch {told.since}"
-            )
+            grow = f"outputs grow towards {told.dtype}'s limit of {limit_text(told.limit)}"
+            then = f"{passing_text(told)}, if it goes on as since batch {told.since}"
+            self._say(f"rank {told.where.rank}: {grow}: in batch {told.where.batch} {then}")
 
 
 # A slow rank while the job runs: one line when the others begin to wait for a rank, or do so no more.
@@ -221,29 +220,19 @@ class LiveFindings:
 
     def __init__(self, folded: FactFold, say: Callable[[str], object], log: Callable[[str], object]) -> None:
         self._log = log
-        self._verdict, self._stragglers = LiveVerdict(folded, log), LiveStragglers(folded, say)
+        self.verdict, self.stragglers = LiveVerdict(folded, log), LiveStragglers(folded, say)
         self._forecast = LiveForecast(folded, say)
         self._errors: set[str] = set()
 
-    @property
-    def verdict_so_far(self) -> str:
-        """ "" where there is none."""
-        return self._verdict.said
-
-    @property
-    def slow(self) -> ViewStraggler | None:
-        """The rank that the others wait for in their steps."""
-        return self._stragglers.slow
-
     def hear(self, body: AgentBody) -> None:
         """What was added to the fold."""
-        for part in (self._verdict, self._forecast, self._stragglers):
+        for part in (self.verdict, self._forecast, self.stragglers):
             with self._alone(part):
                 part.hear(body)
 
     def tick(self) -> None:
         """Report changes, once the messages that arrived together are heard."""
-        for part in (self._verdict, self._stragglers):
+        for part in (self.verdict, self.stragglers):
             with self._alone(part):
                 part.tick()
 

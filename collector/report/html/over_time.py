@@ -141,7 +141,9 @@ def lanes(report: RunReport) -> TimelineLanes | None:
     everyone = dict.fromkeys(rank for rank in [report.named, *met, *(e.rank for e in events)] if rank is not None)
     ranks = list(everyone)[:_MOST_LANES]
     last = {rank: max(map(_seq, group)) for rank, group in grouped(events, lambda event: event.rank).items()}
-    kept = [(event, _moment(event, last)) for event in events if event.rank in ranks]
+    shapes = list(SHAPES)
+    seen_at = ((event, last[event.rank] if event.kind == "ended" else _seq(event)) for event in events)
+    kept = [(event, (seq, shapes.index(event.kind))) for event, seq in seen_at if event.rank in ranks]
     moments = sorted({moment for _, moment in kept})
     wide = (_WIDTH - _LEFT - 30) / max(1, len(moments))
     place = {moment: round(_LEFT + wide * (n + 0.5), 1) for n, moment in enumerate(moments)}
@@ -162,8 +164,3 @@ def lanes(report: RunReport) -> TimelineLanes | None:
 
 def _seq(event: TimelineEntry) -> int:
     return event.seq if event.seq is not None else -1
-
-
-def _moment(event: TimelineEntry, last: dict[int | None, int]) -> tuple[int, int]:
-    at = last[event.rank] if event.kind == "ended" else _seq(event)
-    return at, list(SHAPES).index(event.kind)
