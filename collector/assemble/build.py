@@ -120,9 +120,12 @@ def _run_info(
     facts: RunFacts, run_id: str, started: str | None, ended: str | None, world: int, earlier: list[model.EarlierLife]
 ) -> model.RunInfo:
     hellos = facts.hellos
-    told = [hello.versions for hello in hellos]
-    told += [rank.inventory.versions for rank in facts.ranks.values() if rank.inventory is not None]
-    versions = {name: version for each in told for name, version in each.items()}
+    versions: dict[str, str] = {}
+    for hello in hellos:
+        versions.update(hello.versions)
+    for rank in facts.ranks.values():
+        if rank.inventory is not None:
+            versions.update(rank.inventory.versions)
     return model.RunInfo(
         id=run_id,
         command=hellos[0].command if hellos else [],

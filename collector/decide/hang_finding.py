@@ -90,7 +90,7 @@ class _StackScene:
 
     def find(self) -> HangFinding | None:
         waiting = [rank for rank, position in self.positions.items() if position.waiting]
-        away = [rank for rank in self.positions if rank not in waiting]
+        away = [rank for rank, position in self.positions.items() if not position.waiting]
         # a rank that has raised lost another one: it is in it only if all of them have
         raised = {look.where.rank for look in self.looks if look.phase == "raised"}
         away = [rank for rank in away if rank not in raised] or away
