@@ -17,6 +17,7 @@ from ..decide.words import cost_of, fields_of, scaler_of, waived_of, warnings_of
 from ..facts.diagnosis import LocalDiagnosis, earliest
 from ..facts.facts import RankFacts, RunFacts
 from ..report import model
+from ..report.model import RunInfo
 from ..report.sentence_parts import thread_text
 from . import shown_frames
 from .insights import find_insights
@@ -118,7 +119,7 @@ def _or_why(make: Callable[[], R | None], empty: R, what: str) -> R | None:
 
 def _run_info(
     facts: RunFacts, run_id: str, started: str | None, ended: str | None, world: int, earlier: list[model.EarlierLife]
-) -> model.RunInfo:
+) -> RunInfo:
     hellos = facts.hellos
     versions: dict[str, str] = {}
     for hello in hellos:
@@ -126,7 +127,7 @@ def _run_info(
     for rank in facts.ranks.values():
         if rank.inventory is not None:
             versions.update(rank.inventory.versions)
-    return model.RunInfo(
+    return RunInfo(
         id=run_id,
         command=hellos[0].command if hellos else [],
         world_size=world,
