@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from ..core.errors import UsageError
-from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, text_width
+from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, format_option, text_width
 
 if TYPE_CHECKING:
     from ..collector.facts.facts import RunFacts
@@ -23,19 +23,14 @@ _NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
 @click.command(name="export")
 @click.argument("run", required=False, shell_complete=complete_runs)
 @RUNS_DIR
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["jsonl", "csv", "parquet", "tensorboard"]),
-    default="jsonl",
-    show_default=True,
-    help="parquet needs gpuwatch-cluster[parquet], tensorboard needs gpuwatch-cluster[tensorboard].",
+@format_option(
+    *("jsonl", "csv", "parquet", "tensorboard"),
+    text="parquet needs gpuwatch-cluster[parquet], tensorboard needs gpuwatch-cluster[tensorboard].",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    default=None,
     help="Write it to this file; for tensorboard, into this new folder. jsonl and csv are printed without it.",
 )
 @click.option(
@@ -45,7 +40,7 @@ _NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
     multiple=True,
     help="Only these rows. May be given several times.",
 )
-@click.option("--rank", type=click.IntRange(0), default=None, help="Only the numbers of this rank.")
+@click.option("--rank", type=click.IntRange(0), help="Only the numbers of this rank.")
 def export(
     run: str | None, runs_dir: str, form: str, output: Path | None, tables: tuple[str, ...], rank: int | None
 ) -> int:
@@ -68,26 +63,23 @@ def export(
             raise UsageError(f"--rank: expected one of the ranks of this run ({first} to {last}), found {rank}")
         rows = frame_export.export_rows(facts, path.name, tables or frame_export.TABLES, rank)
         write = {"jsonl": frame_export.write_jsonl, "csv": frame_export.write_csv}.get(form)
+        if output is None:
+            assert write is not None
+            write(rows, sys.stdout)
+            return 0
         try:
-            if form == "parquet":
-                assert output is not None
-                frame_export.write_parquet(rows, output)
-            elif write is None:
-                assert output is not None
-                if output.exists() and (not output.is_dir() or any(output.iterdir())):
-                    raise UsageError(f"--output: expected a new or an empty folder, found {output}, which is not empty")
-                frame_export.write_tensorboard(rows, output)
-            elif output is None:
-                write(rows, sys.stdout)
-            else:
+            if write is not None:
                 with output.open("w", encoding="utf-8", newline="") as out:
                     write(rows, out)
+            elif form == "parquet":
+                frame_export.write_parquet(rows, output)
+            elif output.exists() and (not output.is_dir() or any(output.iterdir())):
+                raise UsageError(f"--output: expected a new or an empty folder, found {output}, which is not empty")
+            else:
+                frame_export.write_tensorboard(rows, output)
         except OSError as error:
-            if output is None:
-                raise
-            raise UsageError(
-                f"--output: expected a path that can be written, found {output}: {error.strerror}"
-            ) from error
+            what = f"expected a path that can be written, found {output}: {error.strerror}"
+            raise UsageError(f"--output: {what}") from error
     return 0
 
 

@@ -46,16 +46,10 @@ def handed_over(name: str, parser: str) -> Callable[[Callable[[tuple[str, ...]],
     untouched."""
 
     def decorate(function: Callable[[tuple[str, ...]], int]) -> click.Command:
-        made = click.command(
-            name=name,
-            cls=ParsedByArgparse,
-            parser=parser,
-            context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-            add_help_option=False,
-        )
-        return made(
-            click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)(function)
-        )
+        settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+        rest = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
+        cls = ParsedByArgparse
+        return click.command(name, cls, parser=parser, context_settings=settings, add_help_option=False)(rest(function))
 
     return decorate
 
@@ -138,9 +132,7 @@ def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | Non
 @click.option(
     "--rdzv-id", default="none", show_default=True, help="The job's rendezvous id, the same as in its launches."
 )
-@click.option(
-    "--secret-file", default=None, help="File with the job's shared secret (or the variable GPUWATCH_SECRET)."
-)
+@click.option("--secret-file", help="File with the job's shared secret (or the variable GPUWATCH_SECRET).")
 @click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder for the runs' folders.")
 @click.option(
     "--max-frames",
@@ -151,7 +143,6 @@ def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | Non
 )
 @click.option(
     "--metrics-port",
-    default=None,
     metavar="[HOST:]PORT",
     callback=_metrics_address,
     help="Serve Prometheus metrics on this port of 127.0.0.1, or of HOST, another address of this host (0.0.0.0: "

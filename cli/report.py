@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 import webbrowser
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ..collector.run_files import RunPaths
+from ..collector.run_files import RunPaths, list_runs, read_report
 from ..core.errors import GpuwatchError, UsageError
 from ..core.text import shown
 from ..core.wire.spool import SUFFIX
@@ -25,9 +26,15 @@ if TYPE_CHECKING:
 
 _MOST_RUNS = 50
 RUNS_DIR = click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
-TEXT_OR_JSON = click.option(
-    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What to print."
-)
+
+
+def format_option(*forms: str, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """`--format`, the first of `forms` by default; `text` is its help."""
+    choice = click.Choice(forms)
+    return click.option("--format", "form", type=choice, default=forms[0], show_default=True, help=text)
+
+
+TEXT_OR_JSON = format_option("text", "json", text="What to print.")
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -43,29 +50,11 @@ def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -
 @click.command(name="report")
 @click.argument("runs", nargs=-1, metavar="[RUN]", shell_complete=complete_runs)
 @RUNS_DIR
-@click.option(
-    "--rank", type=int, default=None, help="Show the frames of this rank (default: the one that the verdict names)."
-)
-@click.option(
-    "--batch", type=click.IntRange(0), default=None, help="Show the frames of this batch, if they were received."
-)
-@click.option(
-    "--module",
-    default=None,
-    metavar="PATTERN",
-    help="Show only the frames of modules whose name matches, such as `*.wo`.",
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "json", "html"]),
-    default="text",
-    show_default=True,
-    help="What to print. html is one self-contained file.",
-)
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Write it to this file."
-)
+@click.option("--rank", type=int, help="Show the frames of this rank (default: the one that the verdict names).")
+@click.option("--batch", type=click.IntRange(0), help="Show the frames of this batch, if they were received.")
+@click.option("--module", metavar="PATTERN", help="Show only the frames of modules whose name matches, such as `*.wo`.")
+@format_option("text", "json", "html", text="What to print. html is one self-contained file.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to this file.")
 @click.option("--warnings", is_flag=True, help="In the text report, list each value near overflow or in underflow.")
 @click.option("--open", "open_", is_flag=True, help="Show the page in a browser.")
 @click.option("--again", is_flag=True, help="Make report.json, report.txt and report.html again from the run's store.")
@@ -93,29 +82,30 @@ def report(
         raise UsageError(f"expected one RUN, found {len(runs)}; to make one report of them: gpuwatch report --merge")
     found = [find_run(run, Path(runs_dir)) for run in runs or (None,)]
     path = found[0]
-    if again or merge or path.is_file():
-        report = _made(found, rank, merge=merge)
-    else:
-        from ..collector.run_files import read_report
-
-        report = read_report(RunPaths(path))
+    is_spool = path.is_file()
+    report = _made(found, rank, merge=merge) if again or merge or is_spool else read_report(RunPaths(path))
     if rank is not None and rank not in {entry.rank for entry in report.ranks}:
         raise UsageError(f"--rank: expected one of the ranks of this run (0 to {len(report.ranks) - 1}), found {rank}")
-    if rank is not None and not merge and not path.is_file() and _is_in_store(report, rank):
+    if rank is not None and not merge and not is_spool and _is_in_store(report, rank):
         with suppress(GpuwatchError):  # without its store, what the report holds is shown
             report = _from_store(path, rank)
     if batch is not None:
-        if merge or path.is_file():
+        if merge or is_spool:
             raise UsageError("--batch: expected a run with its store, found spool files; leave it out")
-        report = _of_batch(_from_store(path, rank, batch), batch, rank)
+        report = _from_store(path, rank, batch)
+        if not any(each.frames for each in report.ranks if rank is None or each.rank == rank):
+            raise UsageError(
+                f"--batch: expected a batch{'' if rank is None else f' of rank {rank}'} that is in the store, found "
+                f"{batch}; by default a run stores the batch of an overflow, the one before it and each rank's last; "
+                "to store more: gpuwatch launch --trace-batches N,N"
+            )
     if module is not None:
         report = _only_modules(report, module)
+    form, color = "html" if open_ else form, output is None and sys.stdout.isatty()
     try:
-        data = _rendered(
-            report, "html" if open_ else form, rank, warnings=warnings, color=output is None and sys.stdout.isatty()
-        )
+        data = _rendered(report, form, rank, warnings=warnings, color=color)
     except Exception as error:  # a report.json that was changed can hold anything that JSON can
-        if merge or again or path.is_file():
+        if merge or again or is_spool:
             raise
         raise GpuwatchError(
             f"expected a report of gpuwatch in {path / 'report.json'}, found one that cannot be shown "
@@ -130,8 +120,9 @@ def report(
         output.write_text(data + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--output: expected a file that can be written, found {output}: {error.strerror}") from error
-    if open_:
-        _open(output, rank)
+    page = output.absolute().as_uri() + (f"#rank={rank}" if rank is not None else "")
+    if open_ and not webbrowser.open(page):
+        click.echo(f"gpuwatch: no browser could be started here; the page is {output}", err=True)
     return 0
 
 
@@ -155,17 +146,6 @@ def _from_store(run: Path, rank: int | None, batch: int | None = None) -> RunRep
     return report_from_store(RunPaths(run), rank, batch)
 
 
-def _of_batch(report: RunReport, batch: int, rank: int | None) -> RunReport:
-    if not any(each.frames for each in report.ranks if rank is None or each.rank == rank):
-        whose = "" if rank is None else f" of rank {rank}"
-        raise UsageError(
-            f"--batch: expected a batch{whose} that is in the store, found {batch}; by default a run stores the "
-            "batch of an overflow, the one before it and each rank's last; to store more: gpuwatch launch "
-            "--trace-batches N,N"
-        )
-    return report
-
-
 def _only_modules(report: RunReport, pattern: str) -> RunReport:
     from ..collector.report.side_by_side import only_modules
 
@@ -173,9 +153,8 @@ def _only_modules(report: RunReport, pattern: str) -> RunReport:
     if found is None:
         known = sorted({frame.module for rank in report.ranks for frame in rank.frames if frame.module})
         some = f"modules there: {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}" if known else "it has none"
-        raise UsageError(
-            f"--module: expected a pattern that matches a module in the report's frames, found {pattern!r} ({some})"
-        )
+        wanted = "a pattern that matches a module in the report's frames"
+        raise UsageError(f"--module: expected {wanted}, found {pattern!r} ({some})")
     return found
 
 
@@ -191,12 +170,6 @@ def _rendered(report: RunReport, form: str, rank: int | None, *, warnings: bool,
     from ..collector.report.text_report import render_text
 
     return render_text(report, width=text_width(), color=color, rank=rank, warnings=warnings)
-
-
-def _open(page: Path, rank: int | None) -> None:
-    url = page.absolute().as_uri() + (f"#rank={rank}" if rank is not None else "")
-    if not webbrowser.open(url):
-        click.echo(f"gpuwatch: no browser could be started here; the page is {page}", err=True)
 
 
 def _is_in_store(report: RunReport, rank: int) -> bool:
@@ -216,10 +189,8 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
     known = sorted(path.parent.name for path in runs_dir.glob("*/run.sqlite") if not path.parent.is_symlink())
     there = f"runs there: {', '.join(known[-5:])}" if known else f"there is no run in {runs_dir}"
     wanted = f"{run!r}" if run is not None else f"{runs_dir / 'latest'}"
-    raise UsageError(
-        f"expected a run's folder, its name, or a {SUFFIX} file, found none at {wanted} "
-        f"({there}; elsewhere: --runs-dir DIR)"
-    )
+    where = f"{wanted} ({there}; elsewhere: --runs-dir DIR)"
+    raise UsageError(f"expected a run's folder, its name, or a {SUFFIX} file, found none at {where}")
 
 
 def echo_json(value: object) -> None:
@@ -245,8 +216,6 @@ def runs(runs_dir: str, last: int, form: str) -> int:
 
     A run without a report is still running, or its report could not be made: gpuwatch report --again RUN.
     """
-    from ..collector.run_files import list_runs
-
     runs = list_runs(Path(runs_dir))
     if form == "json":
         echo_json(runs[-last:])
@@ -291,13 +260,9 @@ def top(run: str | None, runs_dir: str, once: bool) -> int:
     link = ViewSubscriber(path)
     try:
         if not link.is_shown:
-            raise UsageError(
-                f"expected a run in progress, found no collector that shows {path.name}; for its result: gpuwatch "
-                f"report {path.name}"
-            )
-        if once:
-            return _print_once(link, path.name)
-        return _watch(link, path.name)
+            result = f"for its result: gpuwatch report {path.name}"
+            raise UsageError(f"expected a run in progress, found no collector that shows {path.name}; {result}")
+        return _print_once(link, path.name) if once else _watch(link, path.name)
     finally:
         link.close()
 

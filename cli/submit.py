@@ -12,7 +12,7 @@ from typing import Literal
 
 import click
 
-from ..collector.run_files import RunPaths
+from ..collector.run_files import RunPaths, read_report
 from ..core.errors import UsageError
 from ..core.recorder.run_folder import runs_of_job
 from ..slurm.batch_script import RUNS_DIR, BatchScript, render
@@ -93,11 +93,9 @@ def arguments_of(submission: SbatchCommand) -> list[str]:
 
 def options_of(parser: argparse.ArgumentParser) -> LaunchOptions:
     """What a parser of the launcher takes."""
-    actions = [action for action in parser._actions if action.option_strings]
-    return LaunchOptions(
-        with_value=frozenset(name for action in actions if action.nargs != 0 for name in action.option_strings),
-        without_value=frozenset(name for action in actions if action.nargs == 0 for name in action.option_strings),
-    )
+    names = [(name, action.nargs != 0) for action in parser._actions for name in action.option_strings]
+    with_value = frozenset(name for name, takes_value in names if takes_value)
+    return LaunchOptions(with_value, frozenset(name for name, _ in names) - with_value)
 
 
 def _check(parser: argparse.ArgumentParser, submission: SbatchCommand, verb: Verb) -> None:
@@ -129,7 +127,6 @@ def _program(submission: SbatchCommand) -> tuple[str, ...]:
 
 
 def _bad_nodes(run: str, submission: SbatchCommand) -> list[str]:
-    from ..collector.run_files import read_report
     from .report import find_run
 
     path = find_run(run, Path(submission.runs_dir or RUNS_DIR))

@@ -27,12 +27,8 @@ from .run_files import RunPaths, exit_code, new_run
 from .server import CollectorServer, ReportFailed
 from .store import RunStore
 
-_SHORT = frozenset(
-    {
-        *(errno.EAGAIN, errno.EDQUOT, errno.EIO, errno.EMFILE),
-        *(errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC),
-    }
-)
+_NAMES = ("EAGAIN", "EDQUOT", "EIO", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "ENOSPC")
+_SHORT = frozenset(getattr(errno, name) for name in _NAMES)
 """Errors of a machine that has run out of a resource."""
 
 
@@ -148,9 +144,8 @@ def collect(
     except (OSError, GpuwatchError) as error:
         server.close()
         raise UsageError(f"--runs-dir: expected a folder to write to, found {runs_dir}: {error}") from error
-    print(
-        f"gpuwatch: listening at {server.address} for {nodes} node(s); the report will be in {paths.folder}", file=out
-    )
+    where = f"the report will be in {paths.folder}"
+    print(f"gpuwatch: listening at {server.address} for {nodes} node(s); {where}", file=out)
     if server.metrics is not None:
         print(f"gpuwatch: Prometheus metrics are at {server.metrics.url}", file=out)
     out.flush()

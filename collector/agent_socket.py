@@ -13,16 +13,10 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from ..core.tell import tell
+from ..core.wire import messages as wire
 from ..core.wire.keys import KeyPair, agent_name
-from ..core.wire.messages import (
-    MAX_MESSAGE_BYTES,
-    AgentMessage,
-    CollectorMessage,
-    WireError,
-    decode_agent,
-    encode,
-)
 from .assemble.timeline import utc
+from .live.publisher import set_options
 
 _LINGER_MS = 3000
 _HANDSHAKE_FAILURES = (
@@ -84,19 +78,11 @@ class AgentSocket:
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=access)
         self.socket = context.socket(zmq.ROUTER)
         try:
-            self.socket.linger = _LINGER_MS
-            self.socket.ipv6 = True
-            self.socket.maxmsgsize = MAX_MESSAGE_BYTES
-            self.socket.rcvhwm = 1000
-            self.socket.backlog = _BACKLOG
-            self.socket.router_handover = True
+            set_options(self.socket, linger=_LINGER_MS, ipv6=True, maxmsgsize=wire.MAX_MESSAGE_BYTES, rcvhwm=1000)
             # no heartbeats of its own: libzmq 4.3.5 aborts in their timer where input has stopped and its connection
             # breaks (stream_engine_base.cpp, `!_io_error`). The agents beat, and say how long a beat counts
-            self.socket.tcp_keepalive = 1
-            self.socket.tcp_keepalive_idle = 30
-            self.socket.curve_server = True
-            self.socket.curve_publickey = keys.public
-            self.socket.curve_secretkey = keys.private
+            set_options(self.socket, backlog=_BACKLOG, router_handover=True, tcp_keepalive=1, tcp_keepalive_idle=30)
+            set_options(self.socket, curve_server=True, curve_publickey=keys.public, curve_secretkey=keys.private)
             self._monitor = self.socket.get_monitor_socket(_HANDSHAKE_FAILURES)
             self.socket.bind(bind)
         except BaseException:
@@ -104,7 +90,7 @@ class AgentSocket:
             raise
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def messages(self) -> Iterator[tuple[str, AgentMessage, bytes]]:
+    def messages(self) -> Iterator[tuple[str, wire.AgentMessage, bytes]]:
         """Yield received messages and skip malformed ones; stop after a bounded number, so that other work runs."""
         taken = 0
         for _ in range(_BATCH):
@@ -117,21 +103,18 @@ class AgentSocket:
             taken += sum(map(len, parts))
             if not self._access.may_speak(parts[-1]):
                 continue
-            if len(parts) != 2:
-                self._access.turned_away["malformed"] += 1
-                continue
-            identity, data = parts[0].bytes, parts[1].bytes
             try:
+                identity, data = (part.bytes for part in parts)
                 self._speaking = agent_name(identity), identity
-                yield self._speaking[0], decode_agent(data), data
-            except (WireError, UnicodeDecodeError):
+                yield self._speaking[0], wire.decode_agent(data), data
+            except (wire.WireError, ValueError):  # of more parts, or of fewer
                 self._access.turned_away["malformed"] += 1
 
     def take_in(self, agent: str) -> None:
         """Accept the last sender as this agent of the job: messages can be sent to it from now on."""
         self._routes[agent] = self._speaking[1]
 
-    def send(self, agent: str, message: CollectorMessage) -> None:
+    def send(self, agent: str, message: wire.CollectorMessage) -> None:
         """Send to an accepted agent or to the last sender.
 
         Raises nothing for an agent that is gone or does not read: it asks again when it is back.
@@ -139,7 +122,7 @@ class AgentSocket:
         identity = self._speaking[1] if agent == self._speaking[0] else self._routes.get(agent)
         if identity is not None:  # else a collector before this one has heard it: it has not spoken since
             with suppress(zmq.ZMQError):
-                self.socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+                self.socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
 
     def count_failed_handshakes(self) -> None:
         """Count the handshakes that have failed since the last call."""

@@ -176,8 +176,6 @@ def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[Run
 
 def no_report(paths: RunPaths, error: BaseException) -> JobResult:
     """The result for every agent if `make_report` failed."""
-    text = (
-        f"gpuwatch: the report could not be made ({type(error).__name__}: {error}); what was received is in "
-        f"{paths.store}; to try again: gpuwatch report --again {paths.run_id}"
-    )
+    text = f"gpuwatch: the report could not be made ({type(error).__name__}: {error}); what was received is in "
+    text += f"{paths.store}; to try again: gpuwatch report --again {paths.run_id}"
     return JobResult(int(ExitCode.UNKNOWN), VerdictKind.UNKNOWN, text, str(paths.report_json))

@@ -14,25 +14,8 @@ from msgspec.structs import replace
 
 from ..core.events import Anomaly, PreflightResult, RankLook, RankStall, WorkerExit, split_label
 from ..core.settings import OnHang
-from ..core.wire.messages import (
-    SCHEMA,
-    AgentBody,
-    AgentHello,
-    AgentLeaving,
-    AgentMessage,
-    AgentRefused,
-    CollectorMessage,
-    EventMessage,
-    LookAtRanks,
-    MessageAck,
-    NodeBeat,
-    NodeBye,
-    RunWelcome,
-    StopRanks,
-    WantedBatch,
-    life_of,
-    node_of,
-)
+from ..core.wire import messages as wire
+from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, NodeBeat, life_of, node_of
 from .asking import AskedAll, RankOwnership
 
 SILENT_S = 20.0
@@ -99,7 +82,7 @@ class _NodeState:
     received: int = 0
     stored: int = 0
     """The last number that is acknowledged: everything up to it is durable."""
-    bye: NodeBye | None = None
+    bye: wire.NodeBye | None = None
     bye_at: float = 0.0
     lost: bool = False
     stopped: bool = False
@@ -111,6 +94,10 @@ class _NodeState:
     @property
     def gone(self) -> bool:
         return self.bye is not None or self.lost or self.replaced
+
+    @property
+    def failed(self) -> bool:
+        return self.bye is not None and self.bye.outcome != "ok"
 
 
 @dataclass
@@ -133,7 +120,7 @@ class RunProtocol:
     """Hellos that were heard before, with other contents or of an agent that another has replaced."""
     by_hand: bool = False
     """No launch started this collector, so none can tell it that the job is over."""
-    _wanted: dict[tuple[int, str, int], list[WantedBatch]] = field(default_factory=dict)
+    _wanted: dict[tuple[int, str, int], list[wire.WantedBatch]] = field(default_factory=dict)
     _asking: AskedAll = field(default_factory=AskedAll)
     _over_since: float | None = None
     _launch_gone_at: float | None = None
@@ -149,26 +136,25 @@ class RunProtocol:
             return self._greet(agent, message, message.body, now)
         if node is None:  # its hello was lost on the way, or with the store of a collector before this one
             return [SendMessage(agent, MessageAck(0, resend=True))]
-        node.heard = now
-        node.lost = False
+        node.heard, node.lost = now, False
         replayed = isinstance(message.body, AgentHello) and replace(message.body, run=node.hello.run) != node.hello
         believed = not replayed and self.claims.may_say(node_of(agent), node.hello.nproc, message.body)
-        if replayed:
-            self.replays += 1
-        elif not believed:
-            self.disbelieved += 1
+        self.replays += replayed
+        self.disbelieved += not replayed and not believed
         actions: list[Action] = []
         if node.restored:
             node.restored = False
             actions += [SendMessage(agent, want) for wants in self._wanted.values() for want in wants]
         if message.n == 0:
             echo = message.body.sent_ns if isinstance(message.body, NodeBeat) else 0
-            kept = [StoreMessage(agent, message)] if believed and not isinstance(message.body, AgentLeaving) else []
+            kept = (
+                [StoreMessage(agent, message)] if believed and not isinstance(message.body, wire.AgentLeaving) else []
+            )
             received = node.received if echo else -1
             return [*actions, *kept, SendMessage(agent, MessageAck(node.stored, echo_ns=echo, received=received))]
         if message.n <= node.received:
             if isinstance(message.body, AgentHello):  # it has not heard the welcome
-                actions.append(SendMessage(agent, RunWelcome(self.run_id, self.run_dir, node.stored)))
+                actions.append(SendMessage(agent, wire.RunWelcome(self.run_id, self.run_dir, node.stored)))
             return [*actions, SendMessage(agent, MessageAck(node.stored))]
         if message.after > node.received:
             ahead = self._look_ahead(agent, message, now) if believed else []
@@ -181,9 +167,9 @@ class RunProtocol:
     def _look_ahead(self, agent: str, message: AgentMessage, now: float) -> list[Action]:
         """The verdict over an overflow does not wait until pages that were lost with a connection are sent again."""
         body = message.body
-        if not isinstance(body, EventMessage) or not isinstance(body.event, Anomaly):
-            return []
-        return [LookAhead(agent, message), *self._react_to_event(body, now)]
+        if isinstance(body, wire.EventMessage) and isinstance(body.event, Anomaly):
+            return [LookAhead(agent, message), *self._react_to_event(body, now)]
+        return []
 
     @property
     def credit(self) -> int:
@@ -221,7 +207,7 @@ class RunProtocol:
         """Repeat the last acknowledgement to every live agent, because its other fields have changed."""
         return [SendMessage(agent, MessageAck(node.stored)) for agent, node in self.nodes.items() if not node.gone]
 
-    def restore(self, stored: Iterable[tuple[str, int, AgentBody]], now: float) -> None:
+    def restore(self, stored: Iterable[tuple[str, int, wire.AgentBody]], now: float) -> None:
         """Take over from a collector that has ended: it had acknowledged every message in its store."""
         for agent, n, body in stored:
             if isinstance(body, AgentHello) and agent not in self.nodes:
@@ -239,19 +225,17 @@ class RunProtocol:
         reason = self._why_not(agent, hello)
         if reason:
             self.strangers += 1
-            return [SendMessage(agent, AgentRefused(reason))]
+            return [SendMessage(agent, wire.AgentRefused(reason))]
         self._enter(agent, hello, now).received = message.n
-        return [StoreMessage(agent, message), SendMessage(agent, RunWelcome(self.run_id, self.run_dir))]
+        return [StoreMessage(agent, message), SendMessage(agent, wire.RunWelcome(self.run_id, self.run_dir))]
 
     def _why_not(self, agent: str, hello: AgentHello) -> str:
         """Why this agent is not one of this job; "" if it is."""
         if hello.rdzv_id != self.rdzv_id:
             return f"this is the collector of rendezvous {self.rdzv_id!r}, not {hello.rdzv_id!r}"
-        if hello.schema != SCHEMA:
-            return (
-                f"this collector speaks version {SCHEMA} of the protocol, found version {hello.schema}; "
-                "install the same gpuwatch on every node"
-            )
+        if hello.schema != wire.SCHEMA:
+            found = f"version {wire.SCHEMA} of the protocol, found version {hello.schema}"
+            return f"this collector speaks {found}; install the same gpuwatch on every node"
         if hello.agent != agent:
             return "its hello is another agent's"
         if hello.run not in ("", self.run_id):
@@ -259,11 +243,8 @@ class RunProtocol:
         if any(node_of(other) == node_of(agent) and life_of(other) >= life_of(agent) for other in self.nodes):
             self.replays += 1
             return "a later agent of its launch has already joined"
-        present = {
-            node_of(name)
-            for name, node in self.nodes.items()
-            if not node.lost and (node.bye is None or node.bye.outcome == "ok")
-        }
+        well = [name for name, node in self.nodes.items() if not node.lost and not node.failed]
+        present = set(map(node_of, well))
         most = next(iter(self.nodes.values())).hello.max_nodes if self.nodes else 0
         if present and node_of(agent) not in present and len(present) >= most:
             return f"all {len(present)} nodes of this job have already joined"
@@ -276,21 +257,21 @@ class RunProtocol:
         self.nodes[agent] = _NodeState(hello, now)
         return self.nodes[agent]
 
-    def _react(self, node: _NodeState, body: AgentBody, now: float) -> list[Action]:
-        if isinstance(body, EventMessage):
+    def _react(self, node: _NodeState, body: wire.AgentBody, now: float) -> list[Action]:
+        if isinstance(body, wire.EventMessage):
             return self._react_to_event(body, now)
-        if isinstance(body, NodeBye):
+        if isinstance(body, wire.NodeBye):
             node.bye, node.bye_at = body, now
             fixed = node.hello.min_nodes == node.hello.max_nodes
             if body.outcome != "ok" and (fixed or node.hello.starts_all):
                 self._job_is_over(now)
         return []
 
-    def _react_to_event(self, message: EventMessage, now: float) -> list[Action]:
+    def _react_to_event(self, message: wire.EventMessage, now: float) -> list[Action]:
         event = message.event
         if isinstance(event, RankStall | RankLook | WorkerExit):
             number = self._asking.hear(event, now)
-            return self._to_all(LookAtRanks(number)) if number is not None else []
+            return self._to_all(wire.LookAtRanks(number)) if number is not None else []
         if isinstance(event, PreflightResult) and event.stops:
             self._job_is_over(now)
         if not isinstance(event, Anomaly):
@@ -302,7 +283,7 @@ class RunProtocol:
         if key in self._wanted:
             return []
         batches = [where.batch, where.batch - 1] if where.batch > 0 else [where.batch]  # the one before: its history
-        self._wanted[key] = [WantedBatch(where.attempt, *split_label(where.root), batch) for batch in batches]
+        self._wanted[key] = [wire.WantedBatch(where.attempt, *split_label(where.root), batch) for batch in batches]
         return self._to_all(*self._wanted[key])
 
     def _to_all(self, *messages: CollectorMessage) -> list[Action]:
@@ -315,7 +296,7 @@ class RunProtocol:
         if concluded is None:
             return []
         found, ending = concluded
-        stop = self._to_all(StopRanks("no rank moves any more", restart=True)) if ending.now else []
+        stop = self._to_all(wire.StopRanks("no rank moves any more", restart=True)) if ending.now else []
         text = f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"
         return [NotifyUser(text), *stop]
 
@@ -344,20 +325,16 @@ class RunProtocol:
                 node.lost = True
         actions += self._conclude_asking(now)
         if self._over_since is not None and now - self._over_since >= STOP_AFTER_S:
+            failed = sorted({node.hello.host for node in self.nodes.values() if node.failed})
+            why = f"the job has ended on {', '.join(failed)}" if failed else "another rank has aborted the job"
             for agent, node in self.nodes.items():
                 if not node.gone and not node.stopped:
                     node.stopped = True
-                    actions.append(SendMessage(agent, StopRanks(self._why())))
+                    actions.append(SendMessage(agent, wire.StopRanks(why)))
         if self._may_finish(now):
             self._finished = True
             actions.append(FinishRun())
         return actions
-
-    def _why(self) -> str:
-        failed = [node.hello.host for node in self.nodes.values() if node.bye is not None and node.bye.outcome != "ok"]
-        if failed:
-            return f"the job has ended on {', '.join(sorted(set(failed)))}"
-        return "another rank has aborted the job"
 
     def _may_finish(self, now: float) -> bool:
         if self._ended:

@@ -91,10 +91,9 @@ def read_report(paths: RunPaths) -> RunReport:
     except OSError as error:
         raise GpuwatchError(f"expected a report in {paths.report_json}, it cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        raise GpuwatchError(
-            f"expected a report of schema 1, found something else in {paths.report_json}: {shown_name(str(error))}; "
-            f"to make it again from the store: gpuwatch report --again {paths.run_id}"
-        ) from error
+        found = f"found something else in {paths.report_json}: {shown_name(str(error))}"
+        again = f"to make it again from the store: gpuwatch report --again {paths.run_id}"
+        raise GpuwatchError(f"expected a report of schema 1, {found}; {again}") from error
 
 
 def exit_code(report: RunReport) -> int:
@@ -132,7 +131,7 @@ class ListedInfo(msgspec.Struct, frozen=True):
 class ListedRun(msgspec.Struct, frozen=True):
     """One run. `run` and `verdict` are None where it has no report (yet)."""
 
-    id: str
+    id: str = ""
     run: ListedInfo | None = None
     verdict: ListedVerdict | None = None
 
@@ -147,15 +146,10 @@ def list_runs(runs_dir: Path) -> list[ListedRun]:
 
 def _listed(paths: RunPaths) -> ListedRun:
     try:
-        report = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=_RunSummary)
+        listed = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=ListedRun)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ListedRun(paths.run_id)
-    return ListedRun(paths.run_id, report.run, report.verdict)
-
-
-class _RunSummary(msgspec.Struct, frozen=True):
-    run: ListedInfo
-    verdict: ListedVerdict
+    return msgspec.structs.replace(listed, id=paths.run_id)
 
 
 def earlier_lives(paths: RunPaths) -> list[EarlierLife]:

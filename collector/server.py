@@ -20,19 +20,9 @@ from ..core.host import OwnClock
 from ..core.tell import tell as log
 from ..core.threads import OneThread
 from ..core.verdicts import VerdictKind
+from ..core.wire import messages as wire
 from ..core.wire.keys import KeyPair
-from ..core.wire.messages import (
-    VERDICT_PATIENCE_S,
-    AgentBody,
-    AgentLeaving,
-    AgentMessage,
-    CollectorMessage,
-    JobResult,
-    MessageAck,
-    NameDefinitions,
-    PageMessage,
-    node_of,
-)
+from ..core.wire.messages import VERDICT_PATIENCE_S, AgentBody, AgentMessage, MessageAck, PageMessage, node_of
 from ..core.wire.pipe import PreflightOver, StageLine, UserNotice
 from ..core.wire.view import JobView
 from .agent_socket import AgentSocket, CurveAccess
@@ -153,10 +143,9 @@ class CollectorServer:
         try:
             from .live.metrics_endpoint import MetricsExporter
         except ImportError as error:
-            raise UsageError(
-                f"--metrics-port: expected prometheus_client, which writes the metrics, found none ({error}); "
-                'install it with: pip install "gpuwatch-cluster[metrics]"'
-            ) from error
+            what = f"expected prometheus_client, which writes the metrics, found none ({error})"
+            install = 'install it with: pip install "gpuwatch-cluster[metrics]"'
+            raise UsageError(f"--metrics-port: {what}; {install}") from error
         self.metrics = MetricsExporter(address)
         self._looked_at = True
 
@@ -183,8 +172,7 @@ class CollectorServer:
         self._live = LiveFindings(self._folded, self._say, log)
         if self._view is not None:
             self._view.tell(paths.folder)
-        clock = OwnClock()
-        poller = zmq.Poller()
+        clock, poller = OwnClock(), zmq.Poller()
         poller.register(self._socket.socket, zmq.POLLIN)
         if end_fd is not None:
             poller.register(end_fd, zmq.POLLIN)
@@ -210,7 +198,7 @@ class CollectorServer:
     def _receive(self, now: float) -> None:
         taken: dict[str, None] = {}
         for agent, message, data in self._socket.messages():
-            if isinstance(message.body, PageMessage | NameDefinitions):
+            if isinstance(message.body, PageMessage | wire.NameDefinitions):
                 taken[agent] = None
             for action in self._protocol.hear(agent, message, now):
                 if isinstance(action, LookAhead):
@@ -279,10 +267,9 @@ class CollectorServer:
             self._act(self._protocol.tell_again())
 
     def _picture(self) -> JobView:
-        verdict = self._live.verdict_so_far
+        verdict, facts = self._live.verdict.said, self._folded.as_it_stands()
         kind = VerdictKind.OVERFLOW if verdict else ""
-        run = self._paths.run_id
-        return view_of(self._folded.as_it_stands(), run, time.time_ns(), verdict, kind, self._live.slow)
+        return view_of(facts, self._paths.run_id, time.time_ns(), verdict, kind, self._live.stragglers.slow)
 
     def _own_numbers(self) -> OwnNumbers:
         from .live.metrics_endpoint import OwnNumbers
@@ -291,16 +278,15 @@ class CollectorServer:
         return OwnNumbers(*self._store.waiting, self._store.dropped, self._turned_away(), faults)
 
     def _turned_away(self) -> dict[str, int]:
-        found = self._access.turned_away
-        protocol = self._protocol
-        own = {"refused": found["refused"] + protocol.strangers, "replayed": protocol.replays}
-        return {**found, **own, "disbelieved": protocol.disbelieved}
+        found, told = self._access.turned_away, self._protocol
+        refused = found["refused"] + told.strangers
+        return {**found, "refused": refused, "replayed": told.replays, "disbelieved": told.disbelieved}
 
     def _say(self, sentence: str) -> None:
         log(f"{utc(time.time(), 'milliseconds')} {sentence}")
         self._tell(UserNotice(sentence))
 
-    def _send(self, agent: str, message: CollectorMessage) -> None:
+    def _send(self, agent: str, message: wire.CollectorMessage) -> None:
         if isinstance(message, MessageAck):
             message = structs.replace(message, time_ns=time.time_ns(), credit=self._credit, looks=self._looked_at)
         self._socket.send(agent, message)
@@ -339,7 +325,7 @@ class CollectorServer:
             raise ReportFailed(str(error)) from error
         return made.result()[0]
 
-    def _bid_farewell(self, final: JobResult) -> None:
+    def _bid_farewell(self, final: wire.JobResult) -> None:
         """Send the verdict until every node has confirmed it. A node that was not connected gets it when it is heard,
         also if its agent has been restarted.
 
@@ -358,7 +344,7 @@ class CollectorServer:
                 continue
             before = len(left)
             for agent, message, _ in self._socket.messages():
-                if isinstance(message.body, AgentLeaving):
+                if isinstance(message.body, wire.AgentLeaving):
                     left.add(node_of(agent))
                 elif node_of(agent) in nodes:
                     self._send(agent, final)

@@ -27,16 +27,8 @@ from ..core.events import Definition
 from ..core.own_files import expect_regular
 from ..core.text import shown_name
 from ..core.threads import OneThread
-from ..core.wire.messages import (
-    AgentBody,
-    AgentMessage,
-    EventMessage,
-    NameDefinitions,
-    PageMessage,
-    RankHistoryMessage,
-    WireError,
-    decode_agent,
-)
+from ..core.wire import messages as wire
+from ..core.wire.messages import AgentBody, AgentMessage, NameDefinitions, WireError, decode_agent
 
 # Messages, definitions, beats and facts that the run store writes in one transaction.
 
@@ -269,16 +261,15 @@ class RunStore:
             kind, data = _NAMES, self._by_number(message, message.body)
         self._new.messages[key] = (agent, message.n, time.time_ns(), kind, data)
         self._new.num_bytes += len(data)
-        self._new.has_event |= isinstance(message.body, EventMessage)
+        self._new.has_event |= isinstance(message.body, wire.EventMessage)
         self._keep_memory_bounded()
 
     def _by_number(self, message: AgentMessage, body: NameDefinitions) -> bytes:
         """The message with the numbers of its entries. The next commit writes new entries."""
         runs: list[tuple[int, int]] = []
         for entry in body.entries:
-            number = self._numbers.get(entry)
-            if number is None:
-                number = self._numbers[entry] = self._next_number
+            number = self._numbers.setdefault(entry, self._next_number)
+            if number == self._next_number:
                 self._next_number += 1
                 self._new.definitions.append((number, msgspec.msgpack.encode(entry)))
             if runs and number == sum(runs[-1]):
@@ -344,8 +335,7 @@ class RunStore:
         self._new, self._in_hand = self._in_hand.followed_by(self._new), StoreBatch()
         self._keep_memory_bounded()
         if self._move():
-            self._failed = False
-            self._tried_at = 0.0
+            self._failed, self._tried_at = False, 0.0
         elif not self._failed:
             self._failed = True
             self._say(f"the run's store {self.path} cannot be written ({error}); new messages are kept in memory")
@@ -419,13 +409,13 @@ class RunStore:
             with suppress(WireError):
                 yield agent, 0, decode_agent(data).body
 
-    def page(self, agent: str, n: int) -> PageMessage | None:
+    def page(self, agent: str, n: int) -> wire.PageMessage | None:
         """One page again; None if it was dropped, or cannot be read."""
-        return self._load(agent, n, "page", PageMessage)
+        return self._load(agent, n, "page", wire.PageMessage)
 
-    def history(self, agent: str, n: int) -> RankHistoryMessage | None:
+    def history(self, agent: str, n: int) -> wire.RankHistoryMessage | None:
         """One history again; None as above."""
-        return self._load(agent, n, "history", RankHistoryMessage)
+        return self._load(agent, n, "history", wire.RankHistoryMessage)
 
     def _load(self, agent: str, n: int, kind: str, wanted: type[T]) -> T | None:
         new = self._new.messages.get((agent, n)) or self._in_hand.messages.get((agent, n))
@@ -474,11 +464,8 @@ def _body(data: bytes, kind: str, definitions: dict[int, Definition]) -> tuple[A
     for first, count in names.runs:
         if len(entries) > len(definitions):  # damaged
             break
-        entries += [
-            definitions[number]
-            for number in range(first, first + min(count, len(definitions) + _MOST_DAMAGED))
-            if number in definitions
-        ]
+        numbers = range(first, first + min(count, len(definitions) + _MOST_DAMAGED))
+        entries += [definitions[number] for number in numbers if number in definitions]
     return NameDefinitions(names.rank, names.attempt, entries), len(entries) == sum(count for _, count in names.runs)
 
 

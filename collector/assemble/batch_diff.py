@@ -180,9 +180,8 @@ def _rank(wish: SideRequest, other: SideRequest | None) -> RankFacts:
         wanted = verdict.rank if verdict.rank is not None else next((r.rank for r in there if r.pages), 0)
     found = next((rank for rank in there if rank.rank == wanted), None)
     if found is None:
-        raise UsageError(
-            f"--rank: expected a rank of run {wish.run} ({numbers_text([r.rank for r in there])}), found {wanted}"
-        )
+        known = numbers_text(rank.rank for rank in there)
+        raise UsageError(f"--rank: expected a rank of run {wish.run} ({known}), found {wanted}")
     return found
 
 
@@ -206,10 +205,9 @@ def _in_common(of_verdict: int | None, batches: tuple[set[int], set[int]]) -> in
 def _page(wish: SideRequest, rank: RankFacts, batch: int, root: str | None) -> KeptPage:
     pages = rank.pages.of_batch(batch)
     if not pages:
-        raise UsageError(
-            f"--batch: expected a batch of rank {rank.rank} that is in the store of run {wish.run} "
-            f"({numbers_text(_batches(wish, rank))}), found {batch}; to keep more: gpuwatch launch --trace-batches N,N"
-        )
+        wanted = f"a batch of rank {rank.rank} that is in the store of run {wish.run}"
+        known, more = numbers_text(_batches(wish, rank)), "to keep more: gpuwatch launch --trace-batches N,N"
+        raise UsageError(f"--batch: expected {wanted} ({known}), found {batch}; {more}")
     same = [page for page in pages if root is None or page.root == root]
     return max(same or pages, key=lambda page: page.num_frames)
 
@@ -248,7 +246,10 @@ def render_difference(
         console.print(*lines, Text(alike, "bold green"), sep="\n")
         return console.text()
     lines.append(Text(f"DIFFERENT  The first difference is {_sentence(first)}.", "bold yellow"))
-    lines.append(Text(f"  {_before(found)}"))
+    before = f"The {found.before} tensors before it are the same."
+    if found.before < 2:
+        before = "The tensor before it is the same." if found.before else "It is the first tensor of all."
+    lines.append(Text(f"  {before}"))
     if large is None:
         lines.append(Text(f"  No abs max differs by more than a factor of {factor:g}."))
     elif large is not first:
@@ -262,17 +263,8 @@ def render_difference(
 
 def _side_text(side: DiffSide) -> str:
     attempt = f", attempt {side.attempt}" if side.attempt else ""
-    part = "" if side.complete else " (a part of it)"
-    return (
-        f"run {shown_name(side.run)}, rank {side.rank}{attempt}, {shown_name(side.root)}, batch {side.batch}, "
-        f"step {side.step}{part}"
-    )
-
-
-def _before(found: BatchDifference) -> str:
-    if found.before < 2:
-        return "The tensor before it is the same." if found.before else "It is the first tensor of all."
-    return f"The {found.before} tensors before it are the same."
+    who = f"run {shown_name(side.run)}, rank {side.rank}{attempt}, {shown_name(side.root)}"
+    return f"{who}, batch {side.batch}, step {side.step}{'' if side.complete else ' (a part of it)'}"
 
 
 def _sentence(row: RowDifference) -> str:
@@ -297,10 +289,8 @@ def _of(row: Row | None, what: str) -> str:
 def _number(row: Row | None) -> str:
     if row is None or row.kind != RowContent.MEASURED:
         return "-"
-    if row.nan:
-        return "nan"
     if row.flags:
-        return "inf"
+        return "nan" if row.nan else "inf"
     return format_number(row.abs_max).strip()
 
 

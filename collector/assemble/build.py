@@ -7,52 +7,21 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...core.events import GpuHealth, GpuXid, PreflightResult
+from ...core.events import GpuHealth, GpuXid, PreflightResult, RunPosition
 from ...core.frames import Page
 from ..decide.decide import decide, gpu_of
 from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
 from ..decide.preflight_verdict import preflight_report
-from ..decide.words import (
-    absorbed_of,
-    cost_of,
-    found_text,
-    passed_of,
-    scaler_of,
-    seen_in,
-    unfinished_stage,
-    waived_of,
-    warnings_of,
-)
+from ..decide.words import cost_of, fields_of, scaler_of, waived_of, warnings_of
 from ..facts.diagnosis import LocalDiagnosis, earliest
 from ..facts.facts import RankFacts, RunFacts
-from ..report.model import (
-    SCHEMA,
-    AttemptReport,
-    EarlierLife,
-    LossReport,
-    NodeReport,
-    RankAnomaly,
-    RankReport,
-    RunInfo,
-    RunReport,
-    StepReport,
-    TelemetryReport,
-)
+from ..report import model
+from ..report.model import RunInfo
 from ..report.sentence_parts import thread_text
+from . import shown_frames
 from .insights import find_insights
 from .node_telemetry import telemetry_report
-from .shown_frames import (
-    SelectedFrames,
-    frames_of_batch,
-    frames_to_show,
-    open_histories,
-    over_batches,
-    over_ranks,
-    ranks_to_show,
-    target_of,
-    traces_to_show,
-)
 from .stragglers import step_report
 from .timeline import forecasts_of, timeline_of
 
@@ -70,20 +39,13 @@ def stack_of(rank: RankFacts) -> list[str]:
     return [thread_text(thread) for thread in look.threads]
 
 
-def threads_of(rank: RankFacts) -> list[str]:
-    """Threads of it besides the main one that Python has, as far as they were seen: `loader, at data.py:7 in load`."""
-    threads = rank.looks[-1].threads if rank.looks and rank.looks[-1].stack else []
-    return [thread_text(thread) for thread in threads if thread.at]
-
-
-def _attempt_report(facts: RunFacts, attempt: int) -> AttemptReport:
-    """The end of an attempt that the verdict is not about."""
+def _attempt_report(facts: RunFacts, attempt: int) -> model.AttemptReport:
     diagnoses = [rank.diagnosis for rank in facts.of_attempt(attempt) if rank.diagnosis is not None]
     if diagnoses:
         first = earliest(diagnoses)[0]
-        return AttemptReport(attempt, f"rank {first.rank}: {found_text(first)}, batch {first.batch}")
+        return model.AttemptReport(attempt, f"rank {first.rank}: {first.text}, batch {first.batch}")
     hang = hang_verdict(facts, attempt)
-    return AttemptReport(attempt, hang.statement if hang is not None else ending_text(facts, attempt), hang)
+    return model.AttemptReport(attempt, hang.statement if hang is not None else ending_text(facts, attempt), hang)
 
 
 _MOST_PROCESSES = 64
@@ -98,33 +60,33 @@ def build_report(
     ended: str | None,
     max_frames: int = 21,
     counters: dict[str, int] | None = None,
-    earlier: list[EarlierLife] | None = None,
+    earlier: list[model.EarlierLife] | None = None,
     rank: int | None = None,
     batch: int | None = None,
-) -> RunReport:
+) -> model.RunReport:
     """Make the report of a run. `rank` selects a rank whose frames it must hold, and `batch` their batch."""
     verdict = decide(facts)
     attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
-    target = target_of(facts, verdict)
+    target = shown_frames.target_of(facts, verdict)
     all_ranks = facts.of_attempt(attempt)
     lone = [process for _, process in sorted(facts.processes.items())]
-    shown = ranks_to_show(facts, all_ranks, verdict, target, rank)
-    traces = traces_to_show(facts, all_ranks, shown, rank)
+    shown = shown_frames.ranks_to_show(facts, all_ranks, verdict, target, rank)
+    traces = shown_frames.traces_to_show(facts, all_ranks, shown, rank)
     held = {each.rank for each in shown}
 
-    def shown_of(one: RankFacts) -> SelectedFrames:
+    def shown_of(one: RankFacts) -> shown_frames.SelectedFrames:
         if one.rank not in held:
             return [], False
-        return frames_of_batch(one, batch, target) if batch is not None else last_frames(one)
+        return shown_frames.frames_of_batch(one, batch, target) if batch is not None else last_frames(one)
 
-    def last_frames(one: RankFacts) -> SelectedFrames:
-        return frames_to_show(one, verdict, target, max_frames)
+    def last_frames(one: RankFacts) -> shown_frames.SelectedFrames:
+        return shown_frames.frames_to_show(one, verdict, target, max_frames)
 
     ranks = [_rank_report(facts, each, shown_of(each), *traces.get(each.rank, ([], 0))) for each in all_ranks]
     processes = [_rank_report(facts, each, last_frames(each), [], 0) for each in lone[:_MOST_PROCESSES]]
-    opened, left_out = open_histories(facts, verdict, attempt)
-    return RunReport(
-        schema=SCHEMA,
+    opened, left_out = shown_frames.open_histories(facts, verdict, attempt)
+    return model.RunReport(
+        schema=model.SCHEMA,
         run=_run_info(facts, run_id, started, ended, len(ranks), earlier or []),
         verdict=verdict,
         ranks=ranks,
@@ -133,17 +95,17 @@ def build_report(
         timeline=timeline_of(facts),
         collector={**(counters or {}), "undecodable_pages": facts.undecodable_pages},
         attempts=[_attempt_report(facts, n) for n in sorted({n for n, _ in facts.ranks} - {attempt})],
-        history=over_batches(opened, verdict, left_out),
-        by_module=over_ranks(opened, verdict),
+        history=shown_frames.over_batches(opened, verdict, left_out),
+        by_module=shown_frames.over_ranks(opened, verdict),
         forecasts=forecasts_of(all_ranks),
         insights=find_insights(facts, attempt, opened),
-        steps=_or_why(lambda: step_report(facts, attempt), StepReport([]), "where the time goes"),
-        telemetry=_or_why(lambda: telemetry_report(facts, verdict), TelemetryReport(), "the nodes' figures"),
+        steps=_or_why(lambda: step_report(facts, attempt), model.StepReport([]), "where the time goes"),
+        telemetry=_or_why(lambda: telemetry_report(facts, verdict), model.TelemetryReport(), "the nodes' figures"),
         processes=processes,
     )
 
 
-R = TypeVar("R", StepReport, TelemetryReport)
+R = TypeVar("R", model.StepReport, model.TelemetryReport)
 
 
 def _or_why(make: Callable[[], R | None], empty: R, what: str) -> R | None:
@@ -151,15 +113,14 @@ def _or_why(make: Callable[[], R | None], empty: R, what: str) -> R | None:
     try:
         return make()
     except Exception as error:
-        return msgspec.structs.replace(
-            empty, trouble=f"{what} could not be determined: {type(error).__name__}: {error}"
-        )
+        trouble = f"{what} could not be determined: {type(error).__name__}: {error}"
+        return msgspec.structs.replace(empty, trouble=trouble)
 
 
 def _run_info(
-    facts: RunFacts, run_id: str, started: str | None, ended: str | None, world: int, earlier: list[EarlierLife]
+    facts: RunFacts, run_id: str, started: str | None, ended: str | None, world: int, earlier: list[model.EarlierLife]
 ) -> RunInfo:
-    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    hellos = facts.hellos
     versions: dict[str, str] = {}
     for hello in hellos:
         versions.update(hello.versions)
@@ -186,30 +147,25 @@ def _run_info(
 
 
 def _rank_report(
-    facts: RunFacts, rank: RankFacts, shown: SelectedFrames, traces: list[Page], traces_left_out: int
-) -> RankReport:
+    facts: RunFacts, rank: RankFacts, shown: shown_frames.SelectedFrames, traces: list[Page], traces_left_out: int
+) -> model.RankReport:
     frames, comparable = shown
-    state, exit_ = rank.state, rank.exit
-    where = exit_.where if exit_ is not None else None
-    error = rank.errors[0] if rank.errors else None
-    return RankReport(
+    state, error = rank.state, rank.error
+    where = rank.exit.where if rank.exit is not None else state
+    return model.RankReport(
         rank=rank.rank,
         local_rank=state.local_rank if state is not None else None,
         host=facts.host(rank),
-        device=rank.inventory.device if rank.inventory is not None else None,
+        device=rank.device,
         pid=state.pid if state is not None else None,
         state=_state(rank),
-        exit=exit_.code if exit_ is not None else None,
-        step=where.step if where is not None else state.step if state is not None else None,
-        batch=where.batch if where is not None else state.batch if state is not None else None,
+        exit=rank.code,
+        step=where.step if where is not None else None,
+        batch=where.batch if where is not None else None,
         preflight=_preflight(rank),
         first_anomaly=_anomaly(rank.diagnosis) if rank.diagnosis is not None else None,
         frames=frames,
-        lost=LossReport(
-            pages=rank.pages_dropped,
-            messages=state.records_lost if state is not None else 0,
-            rows=state.rows_lost if state is not None else 0,
-        ),
+        lost=model.LossReport(rank.pages_dropped, rank.counts.records_lost, rows=rank.counts.rows_lost),
         attempt=rank.attempt,
         traces=traces,
         error={"type": error.error, "message": error.message, "traceback": error.traceback, "module": error.module}
@@ -230,30 +186,19 @@ def _rank_report(
         pages=len(rank.pages),
         traces_left_out=traces_left_out,
         absorbed=rank.absorbed_rows,
-        absorbed_first=absorbed_of(rank),
-        passed=passed_of(rank),
-        threads=threads_of(rank),
-        traces_thinned=state.traces_thinned if state is not None else 0,
-        groups_not_shown=state.groups_not_shown if state is not None else 0,
+        absorbed_first=[fields_of(absorbed, "batch") for absorbed in rank.absorbed],
+        passed=[fields_of(passed, "step", "batch") for passed in rank.passed],
+        # those besides the main one that Python has, as far as they were seen: `loader, at data.py:7 in load`
+        threads=[thread_text(each) for look in rank.looks[-1:] if look.stack for each in look.threads if each.at],
+        traces_thinned=rank.counts.traces_thinned,
+        groups_not_shown=rank.counts.groups_not_shown,
     )
 
 
-def _anomaly(found: LocalDiagnosis) -> RankAnomaly:
-    return RankAnomaly(
-        found.batch,
-        found.step,
-        found.frame,
-        found.module,
-        found.cls,
-        found.phase,
-        found.own_role,
-        found.value,
-        found.dtype,
-        found.is_origin,
-        found.between,
-        found.seq,
-        seen_in(found),
-    )
+def _anomaly(found: LocalDiagnosis) -> model.RankAnomaly:
+    names = ("batch", "step", "frame", "module", "cls", "phase", "value", "dtype", "between", "seq")
+    alike = {name: getattr(found, name) for name in names}
+    return model.RankAnomaly(role=found.own_role, origin=found.is_origin, seen_in=found.shown_by, **alike)
 
 
 def _state(rank: RankFacts) -> str:
@@ -266,7 +211,7 @@ def _state(rank: RankFacts) -> str:
         return "aborted"
     if rank.errors:
         return "raised"
-    if exit_.by == "itself" and exit_.code is not None and exit_.code < 0:
+    if rank.was_killed:
         return "killed"
     if exit_.code == 0:
         return "unwatched" if exit_.phase == "unwatched" else "finished"
@@ -274,26 +219,24 @@ def _state(rank: RankFacts) -> str:
 
 
 def _preflight(rank: RankFacts) -> dict[str, Any]:
-    result: PreflightResult | None = rank.preflight
-    if result is None and not rank.begun:
+    if rank.preflight is None and not rank.begun:
         return {"outcome": "off"}
+    unfinished = PreflightResult(RunPosition(rank.rank), "unfinished", rank.unfinished_stage)
+    result = rank.preflight or unfinished
     return {
-        "outcome": result.outcome if result is not None else "unfinished",
-        "stage": result.stage if result is not None else unfinished_stage(rank),
-        "detail": result.detail if result is not None else "",
-        "backend": result.backend if result is not None else "",
-        "stages": [{"stage": s.stage, "seconds": s.seconds, "detail": s.detail, "grade": s.grade} for s in rank.stages],
-        "unfinished": unfinished_stage(rank) or None,
+        **{name: getattr(result, name) for name in ("outcome", "stage", "detail", "backend")},
+        "stages": [fields_of(stage) for stage in rank.stages],
+        "unfinished": rank.unfinished_stage or None,
         "bandwidth": [msgspec.to_builtins(row) for row in rank.bandwidth.rows] if rank.bandwidth is not None else [],
     }
 
 
-def _nodes(facts: RunFacts, attempt: int) -> list[NodeReport]:
+def _nodes(facts: RunFacts, attempt: int) -> list[model.NodeReport]:
     reports = []
     for node in facts.nodes.values():
         state = "lost" if node.lost else node.bye.outcome if node.bye is not None else "unknown"
         reports.append(
-            NodeReport(
+            model.NodeReport(
                 host=node.hello.host if node.hello is not None else "",
                 nproc=node.hello.nproc if node.hello is not None else 0,
                 state=state,

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy
 
-from ...core.frames import FramePhase, RowMark, format_number
+from ...core.frames import FramePhase, RowMark
 from ...core.roles import GRADIENTS, parse_role
 from ...core.values import DTYPE_MAX
 from ..decide.replicas import peers_of
+from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage, OpenHistory
 from ..report.model import RunInsight
@@ -18,17 +19,14 @@ from ..report.sentence_parts import coarse_share_text, grouped, modules_text, wh
 from .timeline import forecasts_of, limit_text, passing_text
 
 MENDS = {
-    "replica_drift": (
-        "Replicas must take the same steps: look for parameters outside of DDP, and for steps of only some ranks."
-    ),
-    "scaler_collapsing": (
-        "A scale that only falls means gradients that are inf or nan at any scale: look at that module's backward."
-    ),
+    "replica_drift": "Replicas must take the same steps: look for parameters outside of DDP, and for steps of only "
+    "some ranks.",
+    "scaler_collapsing": "A scale that only falls means gradients that are inf or nan at any scale: look at that "
+    "module's backward.",
     "growth": "Keep them from growing (learning rate, decay, a norm in front), or compute them in bfloat16 or float32.",
     "near_overflow": "Compute these modules in bfloat16 or float32, or keep their values from growing.",
-    "rank_unlike": (
-        "Compare its data and its weights with another rank's; if those are alike, test its GPU: gpuwatch check."
-    ),
+    "rank_unlike": "Compare its data and its weights with another rank's; if those are alike, test its GPU: gpuwatch "
+    "check.",
     "no_scaler": "Scale the loss (torch.amp.GradScaler), or compute in bfloat16.",
     "dead_module": "It learns nothing: look at its inputs and at what comes before its activation.",
     "scaler_too_small": "The GradScaler's scale is too small for them: look at why it does not grow.",
@@ -57,9 +55,8 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
         try:
             found += kind()
         except Exception as error:  # it is made of what came over the network; the report must be written all the same
-            found.append(
-                _insight("unknown", f"one kind could not be determined: {type(error).__name__}: {error}", [], [])
-            )
+            text = f"one kind could not be determined: {type(error).__name__}: {error}"
+            found.append(_insight("unknown", text, [], []))
     return sorted(found, key=lambda insight: list(MENDS).index(insight.kind))
 
 
@@ -83,16 +80,13 @@ def growth(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     found = forecasts_of(ranks)
     if not found:
         return
-    first = found[0]
-    modules = [each.module for each in found]
+    first, modules = found[0], [each.module for each in found]
     told = {rank for each in found for rank in each.ranks}
     met = [rank.diagnosis for rank in ranks if rank.diagnosis is not None and rank.diagnosis.module in modules]
     then = min(met, key=lambda diagnosis: diagnosis.batch, default=None)
-    text = (
-        f"outputs of {modules_text(modules)} grew towards {first.dtype}'s limit of {limit_text(first.limit)} "
-        f"{where_text(told, [rank.rank for rank in ranks])}: in batch {first.batch} of rank {first.rank}, "
-        f"{passing_text(first)}"
-    )
+    grew = f"outputs of {modules_text(modules)} grew towards {first.dtype}'s limit of {limit_text(first.limit)}"
+    where = where_text(told, [rank.rank for rank in ranks])
+    text = f"{grew} {where}: in batch {first.batch} of rank {first.rank}, {passing_text(first)}"
     if then is not None:
         text += f"; `{then.module}` overflowed in batch {then.batch}"
     yield _insight("growth", text, told, modules, first.since)
@@ -109,13 +103,12 @@ def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     if not bad:
         return
     worst = max(bad.values(), key=lambda skip: (skip.in_a_row, -skip.scale))
-    text = (
-        f"GradScaler skipped {worst.in_a_row} steps in a row {where_text(bad, [r.rank for r in ranks])}, its scale was"
-    )
+    where = where_text(bad, [rank.rank for rank in ranks])
+    text = f"GradScaler skipped {worst.in_a_row} steps in a row {where}, its scale was down to {worst.scale:g}"
     first = f"; the first bad gradient was {worst.value} in {worst.role} of `{worst.module}`" if worst.module else ""
     modules = (skip.module for skip in bad.values() if skip.module)
     since = min(skip.where.batch for skip in bad.values())
-    yield _insight("scaler_collapsing", f"{text} down to {worst.scale:g}{first}", bad, modules, since)
+    yield _insight("scaler_collapsing", text + first, bad, modules, since)
 
 
 def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
@@ -131,20 +124,15 @@ def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
         if kind == "near overflow":
             left = [1e9 if warning.headroom is None else warning.headroom for warning in warnings]
             _, number, worst = min(zip(left, numbers, warnings, strict=True), key=lambda entry: entry[:2])
-            limit = format_number(DTYPE_MAX[dtype]).strip() if dtype in DTYPE_MAX else "its limit"
-            insight = "near_overflow"
-            text = (
-                f"{what} came close to {dtype}'s limit of {limit} {where}; the first time at "
-                f"{format_number(worst.abs_max).strip()} in {worst.role} of `{worst.module}`, rank {number}, batch "
-                f"{worst.where.batch}"
-            )
+            limit = number_text(DTYPE_MAX[dtype]) if dtype in DTYPE_MAX else "its limit"
+            first = f"{number_text(worst.abs_max)} in {worst.role} of `{worst.module}`"
+            text = f"{what} came close to {dtype}'s limit of {limit} {where}; the first time at {first}"
+            insight, text = "near_overflow", f"{text}, rank {number}, batch {worst.where.batch}"
         else:
             lost = max(max(warning.subnormals or 0.0, warning.zeros or 0.0) for warning in warnings)
             insight, more = _in_underflow(dtype, _scaler(ranks)) if is_gradient else ("underflow", "")
-            text = (
-                f"{what} lie below {dtype}'s smallest normal number {where}, up to {coarse_share_text(lost)} of their "
-                f"elements{more}"
-            )
+            share = f"up to {coarse_share_text(lost)} of their elements"
+            text = f"{what} lie below {dtype}'s smallest normal number {where}, {share}{more}"
         yield _insight(insight, text, numbers, modules, since)
 
 
@@ -196,13 +184,10 @@ def _drift_between(
     module, role = differing[0]
     one = shared[0]
     other = next(number for number in shared if after[number][module, role] != after[one][module, role])
-    sizes = [format_number(after[number][module, role][1]).strip() for number in (one, other)]
+    sizes = [f"{number_text(after[number][module, role][1])} on rank {number}" for number in (one, other)]
     modules = list(dict.fromkeys(name for name, _ in differing))
-    text = (
-        f"weights of {modules_text(modules)} are not the same {where_text(shared, everyone)} in batch {now.batch}, but "
-        f"all agreed in batch {then.batch}: {role} of `{module}` has abs max {sizes[0]} on rank {one}, "
-        f"{sizes[1]} on rank {other}"
-    )
+    differ = f"weights of {modules_text(modules)} are not the same {where_text(shared, everyone)} in batch {now.batch}"
+    text = f"{differ}, but all agreed in batch {then.batch}: {role} of `{module}` has abs max {', '.join(sizes)}"
     yield _insight("replica_drift", text, shared, modules, now.batch)
 
 
@@ -217,9 +202,8 @@ def _weights(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, dict
 def _differing(copies: list[dict[tuple[str, str], Summary]]) -> list[tuple[str, str]]:
     """The weights that are not the same on all ranks. One that a rank lacks is not compared."""
     first = copies[0]
-    return [
-        key for key in first if all(key in copy for copy in copies) and any(copy[key] != first[key] for copy in copies)
-    ]
+    shared = [key for key in first if all(key in copy for copy in copies)]
+    return [key for key in shared if any(copy[key] != first[key] for copy in copies)]
 
 
 # From how large the outputs were over the batches: modules that return zeros, a rank that is unlike the others.
@@ -280,10 +264,9 @@ def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
         least, module = max(found)
         larger = bool((numbers[place] > middle)[:, modules.index(module)].all())
         more = f", and so are those of {len(found) - 1} more modules" if len(found) > 1 else ""
-        text = (
-            f"rank {ranks[place]} is unlike the other ranks: the outputs of `{module}` are at least {2**least:.0f} "
-            f"times {'larger' if larger else 'smaller'} there in each of the last {len(batches)} batches{more}"
-        )
+        apart_by = f"at least {2**least:.0f} times {'larger' if larger else 'smaller'} there"
+        outputs = f"the outputs of `{module}` are {apart_by} in each of the last {len(batches)} batches"
+        text = f"rank {ranks[place]} is unlike the other ranks: {outputs}{more}"
         modules_of_it = [name for _, name in sorted(found, reverse=True)]
         yield _insight("rank_unlike", text, [ranks[place]], modules_of_it, batches[0])
 

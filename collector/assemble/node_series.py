@@ -74,8 +74,7 @@ def series_of_all(facts: RunFacts, zero_ns: int | None) -> dict[str, NodeSeries]
         zero = max(message.sent_ns for message in node.telemetry.values())
         if zero_ns is not None:
             zero = zero_ns - offset_ns(node)
-        host = node.hello.host if node.hello is not None else ""
-        series = node_series(host, node.telemetry.values(), zero)
+        series = node_series(node.host, node.telemetry.values(), zero)
         if series is not None:
             found[agent] = series
     return found

@@ -35,20 +35,15 @@ def telemetry_report(facts: RunFacts, verdict: Verdict) -> TelemetryReport | Non
         return None
     event = event_of(facts, verdict)
     nodes = series_of_all(facts, event.time_ns if event is not None else None)
-    named = facts.ranks.get((verdict.attempt or 0, -1 if verdict.rank is None else verdict.rank))
+    named = facts.named(verdict.attempt or 0, verdict.rank)
     agents = sorted(nodes, key=lambda agent: named is None or agent != named.agent)
     found = [each for agent in agents for each in (stands_out(nodes[agent], event.text) if event is not None else [])]
     notable = _alike_counted(found)
     hosts = {each.host for each in notable}
     order = sorted(agents, key=lambda agent: (named is None or agent != named.agent, nodes[agent].host not in hosts))
     shown = [_figures(nodes[agent], with_event=event is not None) for agent in order[:MOST_NODES]]
-    return TelemetryReport(
-        event.text if event is not None else "",
-        utc(event.time_ns / 1e9) if event is not None else None,
-        notable,
-        shown,
-        len(order) - len(shown),
-    )
+    what, when = (event.text, utc(event.time_ns / 1e9)) if event is not None else ("", None)
+    return TelemetryReport(what, when, notable, shown, len(order) - len(shown))
 
 
 def _alike_counted(notable: list[UnusualFigure]) -> list[UnusualFigure]:
@@ -129,9 +124,9 @@ def stands_out(node: NodeSeries, event: str) -> list[UnusualFigure]:
     notable = []
     for found in (found for rule in _RULES for found in rule(around)):
         when = f" around {event}" if found.lasted else f", {when_text(found.at_s, event)}"
-        value, at_s = float(f"{found.value:.4g}"), round(found.at_s, 1)
+        value, unit, at_s = float(f"{found.value:.4g}"), METRICS[found.what].unit, round(found.at_s, 1)
         text = f"{node.host}: {found.text}{when}"
-        notable.append(UnusualFigure(node.host, found.of, found.what, value, METRICS[found.what].unit, at_s, text))
+        notable.append(UnusualFigure(node.host, found.of, found.what, value, unit, at_s, text))
     return notable
 
 
@@ -174,8 +169,7 @@ def _swapping(node: NodeSeries) -> Iterator[NodeFinding]:
 
 
 def _memory(node: NodeSeries) -> Iterator[NodeFinding]:
-    job = "the job used {} of the {} of memory that it may use"
-    host = "{} of {} of memory were in use"
+    job, host = "the job used {} of the {} of memory that it may use", "{} of {} of memory were in use"
     for used, limit, text in (("job_memory_used", "job_memory_limit", job), ("memory_used", "memory_total", host)):
         full = _full(node, HOST, used, limit, MEMORY_FULL)
         if full is not None:
@@ -225,8 +219,7 @@ def _grown(what: str, noun: str, where: str) -> Callable[[NodeSeries], Iterator[
             assert series is not None
             number = round(float(numpy.nansum(series.values)))
             if number > 0:
-                text = f"{counted(number, noun)} {where.format(of)}"
-                yield NodeFinding(of, what, number, _last(series), text)
+                yield NodeFinding(of, what, number, _last(series), f"{counted(number, noun)} {where.format(of)}")
 
     return rule
 

@@ -13,7 +13,7 @@ from ...core.verdicts import VerdictKind
 from ...core.wire.columns import NO_NUMBER
 from ..decide.replicas import page_at_same_point, page_of, peers_of, run_the_same_model
 from ..facts.facts import RankFacts, RunFacts
-from ..facts.kept_pages import KeptPage, ModuleOutputs, OpenHistory
+from ..facts.kept_pages import KeptPage, OpenHistory
 from ..report.model import HeatModule, ModuleHistory, ModulesByRanks, RankSeries, Verdict
 
 # Which frames of a rank a report shows: the last ones up to the verdict's place, which is the same on every rank.
@@ -211,7 +211,7 @@ def over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int
     if verdict.kind != VerdictKind.OVERFLOW or verdict.module is None:
         return None
     found: list[RankSeries] = []
-    returned = ModuleOutputs(verdict.module, verdict.cls or "", verdict.dtype or "")
+    returned = HeatModule(verdict.module, verdict.cls or "", verdict.dtype or "")
     most = max(32, min(512, _MOST_POINTS // max(1, len(opened))))
     for rank, history in opened.items():
         column = next((n for n, each in enumerate(history.modules) if each.module == verdict.module), None)
@@ -228,7 +228,7 @@ def over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int
             found.append(RankSeries(rank, [batch for batch, _ in points], [number for _, number in points]))
     if not found:
         return None
-    return ModuleHistory(*returned, DTYPE_MAX.get(returned.dtype), found, left_out)
+    return ModuleHistory(returned.module, returned.cls, returned.dtype, DTYPE_MAX.get(returned.dtype), found, left_out)
 
 
 def over_ranks(opened: dict[int, OpenHistory], verdict: Verdict) -> ModulesByRanks | None:
@@ -252,15 +252,10 @@ def over_ranks(opened: dict[int, OpenHistory], verdict: Verdict) -> ModulesByRan
             there.update(dict.fromkeys(history.modules))
     modules = list({each.module: each for each in reversed(there)}.values())[::-1]
     modules = _around(modules, verdict.module, max(24, min(200, _MOST_CELLS // len(rows))))
-    return ModulesByRanks(
-        verdict.batch,
-        [HeatModule(*each) for each in modules],
-        sorted(rows),
-        [_row(*rows[rank], modules) for rank in sorted(rows)],
-    )
+    return ModulesByRanks(verdict.batch, modules, sorted(rows), [_row(*rows[rank], modules) for rank in sorted(rows)])
 
 
-def _around(modules: list[ModuleOutputs], name: str | None, most: int) -> list[ModuleOutputs]:
+def _around(modules: list[HeatModule], name: str | None, most: int) -> list[HeatModule]:
     """At most `most`: more of those in front of the verdict's than behind it."""
     if len(modules) <= most:
         return modules
@@ -269,7 +264,7 @@ def _around(modules: list[ModuleOutputs], name: str | None, most: int) -> list[M
     return modules[first : first + most]
 
 
-def _row(history: OpenHistory, at: int, modules: list[ModuleOutputs]) -> list[float | None]:
+def _row(history: OpenHistory, at: int, modules: list[HeatModule]) -> list[float | None]:
     column = {each.module: n for n, each in enumerate(history.modules)}
     numbers = history.numbers[at].tolist()
     return [_number(numbers[column[each.module]]) if each.module in column else NO_NUMBER for each in modules]

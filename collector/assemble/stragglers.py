@@ -23,7 +23,6 @@ from ...core.metrics import HOST
 from ...core.recorder.layout import PARTS, WAITING
 from ...core.wire.columns import unpack_steps
 from ..decide.decide import gpu_lines, gpu_of, uuid_of
-from ..decide.words import device_of
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import RankStepTotals, StepReport, StragglerReport
 from ..report.sentence_parts import share_text, size_text
@@ -98,16 +97,10 @@ def find_stragglers(ranks: Mapping[int, RankTimes]) -> StepComparison | None:
     if n is None:
         return StepComparison(len(common), step_s, [])
     slow = late[n] >= WARN
-    named = SlowRank(
-        list(ranks)[n],
-        float(late[n].mean()),
-        _part_of(table, n, slow),
-        "constantly" if slow.mean() >= _ALWAYS else "now and then",
-        int(slow.sum()),
-        float(own[n][slow].mean()),
-        float(_median_of_others(own, n)[slow].mean()),
-    )
-    return StepComparison(len(common), step_s, [named])
+    how: Literal["constantly", "now and then"] = "constantly" if slow.mean() >= _ALWAYS else "now and then"
+    own_s, others_s = (float(seconds[slow].mean()) for seconds in (own[n], _median_of_others(own, n)))
+    place = list(ranks)[n], float(late[n].mean()), _part_of(table, n, slow)
+    return StepComparison(len(common), step_s, [SlowRank(*place, how, int(slow.sum()), own_s, others_s)])
 
 
 def find_slow_now(ranks: list[int], means: Any) -> SlowRank | None:
@@ -117,11 +110,10 @@ def find_slow_now(ranks: list[int], means: Any) -> SlowRank | None:
     """
     table = means[:, None, :]
     step_s, late = _lateness(table)
-    costs = late[:, 0]
-    slow = _costliest(costs) if step_s > 0 else None
+    slow = _costliest(late[:, 0]) if step_s > 0 else None
     if slow is None:
         return None
-    return SlowRank(ranks[slow], float(costs[slow]), _part_of(table, slow, numpy.array([True])))
+    return SlowRank(ranks[slow], float(late[slow, 0]), _part_of(table, slow, numpy.array([True])))
 
 
 def _lateness(table: Any) -> tuple[float, Any]:
@@ -195,41 +187,24 @@ def step_report(facts: RunFacts, attempt: int) -> StepReport | None:
     if found is None:
         return StepReport(shown)
     by_rank = {rank.rank: rank for rank in timed}
-    return StepReport(
-        shown,
-        found.steps,
-        float(f"{found.step_s:.3g}"),
-        [_straggler(facts, by_rank[slow.rank], slow, found) for slow in found.slow],
-    )
+    slow_ranks = [_straggler(facts, by_rank[slow.rank], slow, found) for slow in found.slow]
+    return StepReport(shown, found.steps, float(f"{found.step_s:.3g}"), slow_ranks)
 
 
 def _straggler(facts: RunFacts, rank: RankFacts, slow: SlowRank, found: StepComparison) -> StragglerReport:
-    host, device, gpu = facts.host(rank), device_of(rank), gpu_of(facts, rank)
+    host, device, gpu = facts.host(rank), rank.device, gpu_of(facts, rank)
     nodes = series_of_all(facts, None)
     own = nodes.pop(rank.agent, None)
-    place = ", ".join(part for part in (device, f"on {host}" if host else "") if part)
-    steps = (
-        f"in {slow.slow_steps} of {found.steps} steps that were compared"
-        if slow.how == "now and then"
-        else f"in nearly all of {found.steps} steps that were compared"
-    )
-    text = (
-        f"Rank {slow.rank} costs the job {slow.cost:.0%} of its time: the others wait for it {slow.how}, {steps}. It "
-        f"then takes {_time(slow.own_s)} a step without waiting, the others {_time(slow.others_s)}"
-    )
+    place = ", ".join(filter(None, (device, f"on {host}" if host else "")))
+    many = str(slow.slow_steps) if slow.how == "now and then" else "nearly all"
+    when = f"{slow.how}, in {many} of {found.steps} steps that were compared"
+    text = f"Rank {slow.rank} costs the job {slow.cost:.0%} of its time: the others wait for it {when}. "
+    text += f"It then takes {_time(slow.own_s)} a step without waiting, the others {_time(slow.others_s)}"
     text += f"; most of the difference is {PART_TEXT[slow.part]}." if slow.part else "."
     text += f" It is {place}." if place else ""
-    return StragglerReport(
-        slow.rank,
-        host,
-        device,
-        round(slow.cost, 3),
-        slow.loud,
-        slow.how,
-        slow.part,
-        text,
-        [*beside_slow(own, uuid_of(rank), nodes.values()), *(gpu_lines(gpu) if gpu is not None else [])],
-    )
+    beside = [*beside_slow(own, uuid_of(rank), nodes.values()), *(gpu_lines(gpu) if gpu is not None else [])]
+    cost = round(slow.cost, 3)
+    return StragglerReport(slow.rank, host, device, cost, slow.loud, slow.how, slow.part, text, beside)
 
 
 def _time(seconds: float) -> str:
@@ -260,10 +235,8 @@ _HELD_DOWN = {
 
 def beside_slow(node: NodeSeries | None, gpu: str, others: Iterable[NodeSeries]) -> list[str]:
     """Lines about the slow rank's host, and its GPU if `gpu` is its UUID. `others` are the other nodes."""
-    if node is None:
-        return []
-    others = list(others)
-    return [*_host_line(node, others), *_gpu_line(node, gpu, others)]
+    rest = list(others)
+    return [*_host_line(node, rest), *_gpu_line(node, gpu, rest)] if node is not None else []
 
 
 def _host_line(node: NodeSeries, others: list[NodeSeries]) -> Iterator[str]:

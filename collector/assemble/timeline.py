@@ -6,7 +6,7 @@ import math
 from datetime import datetime, timezone
 from typing import Any
 
-from ...core.events import Anomaly, LimitForecast
+from ...core.events import LimitForecast
 from ...core.frames import format_number, module_text
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import ModuleForecast, TimelineEntry
@@ -24,7 +24,9 @@ def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
     """Events by attempt and number of collectives; at the same number, by each host's own clock."""
     found: list[tuple[tuple[int, int, bool, str, int], TimelineEntry]] = []
     for rank in facts.everyone.values():
-        events: list[tuple[Any, str, str]] = [(a, "anomaly", _anomaly_text(a)) for a in rank.anomalies]
+        events: list[tuple[Any, str, str]] = [
+            (a, "anomaly", f"{a.value} in {a.role} of {module_text(a.module, a.cls)}") for a in rank.anomalies
+        ]
         events += [(e, "raised", f"raised {e.error}") for e in rank.errors]
         events += [(f, "fault", f"gpuwatch's own fault: {f.part}: {f.message}") for f in rank.faults]
         if rank.preflight is not None:
@@ -39,14 +41,9 @@ def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
     entries = [entry for _, entry in sorted(found, key=lambda pair: pair[0])]
     for node in facts.nodes.values():
         if node.signal is not None:
-            host = node.hello.host if node.hello is not None else ""
-            text = f"launch on {host} got signal {node.signal.signal}"
+            text = f"launch on {node.host} got signal {node.signal.signal}"
             entries.append(TimelineEntry(utc(node.signal.time_ns / 1e9), None, facts.last_attempt, text, kind="signal"))
     return entries
-
-
-def _anomaly_text(anomaly: Anomaly) -> str:
-    return f"{anomaly.value} in {anomaly.role} of {module_text(anomaly.module, anomaly.cls)}"
 
 
 # Modules that were about to pass their dtype's limit, as the node agents saw it while the ranks ran.
@@ -60,22 +57,11 @@ def forecasts_of(ranks: list[RankFacts]) -> list[ModuleForecast]:
     found = []
     for module, group in grouped(sound, lambda forecast: forecast.module).items():
         first = min(group, key=lambda forecast: (forecast.where.batch, forecast.after, forecast.where.rank))
-        found.append(
-            ModuleForecast(
-                module,
-                first.cls,
-                first.dtype,
-                first.limit,
-                sorted({forecast.where.rank for forecast in group}),
-                first.where.rank,
-                first.where.batch,
-                float(f"{first.abs_max:.3g}"),
-                first.after,
-                first.earliest,
-                first.latest,
-                first.since,
-            )
-        )
+        names = ("cls", "dtype", "limit", "after", "earliest", "latest", "since")
+        fields: dict[str, Any] = {name: getattr(first, name) for name in names}
+        fields |= {"rank": first.where.rank, "batch": first.where.batch, "abs_max": float(f"{first.abs_max:.3g}")}
+        numbers = sorted({forecast.where.rank for forecast in group})
+        found.append(ModuleForecast(module=module, ranks=numbers, **fields))
     return sorted(found, key=lambda each: (each.batch, -_depth(each.module), each.after, each.module))[:_MOST_MODULES]
 
 

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import count, islice
+from operator import itemgetter
 
-from ...core.events import OwnFault, costs_frames
+from ...core.events import OwnFault
 from ...core.frames import module_text
 from ...core.identity import is_rank, rank_name
 from ...core.text import ranks_text as numbers_text
@@ -17,38 +18,10 @@ from ...core.text import shown_name
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import Verdict
-from ..report.sentence_parts import ranks_text
-from .words import (
-    counted,
-    doing,
-    left_silently,
-    step_for_compiled,
-    told_its_end,
-    unseen_texts,
-    warning_text,
-    whose,
-    worst_first,
-)
+from ..report.sentence_parts import counted, grouped, ranks_text
+from .words import doing, step_for_compiled, unseen_texts, warning_text, whose, worst_first
 
 # What a rank did not record, by faults of gpuwatch's own or in a second thread: it may hold the maker. Pure.
-
-
-def that_cost_frames(faults: Iterable[OwnFault]) -> list[OwnFault]:
-    """The faults after which frames may be missing."""
-    return [fault for fault in faults if costs_frames(fault.part)]
-
-
-def lost_faults(rank: RankFacts) -> int:
-    """How many more faults that cost frames a rank has counted than were heard: its log had no room for them."""
-    counted = rank.state.faults if rank.state is not None else 0
-    return max(0, counted - len(that_cost_frames(rank.faults)))
-
-
-def was_not_watched(rank: RankFacts) -> bool:
-    """Whether a rank has run, and had no recorder or no hooks."""
-    if rank.state is not None:
-        return rank.state.hooks == "failed"
-    return rank.exit is not None and rank.exit.phase in ("starting", "unwatched")
 
 
 def doubts_about(rank: RankFacts) -> list[str]:
@@ -59,13 +32,19 @@ def doubts_about(rank: RankFacts) -> list[str]:
     """
     last = rank.anomalies[0].where.page if rank.anomalies else -1
     by_part: dict[str, OwnFault] = {}
-    for fault in sorted(that_cost_frames(rank.faults), key=lambda fault: (fault.where.page, fault.where.time_ns)):
+    for fault in sorted(rank.faults_that_cost_frames, key=lambda fault: (fault.where.page, fault.where.time_ns)):
         if fault.where.page <= last or last < 0:
             by_part.setdefault(fault.part, fault)
-    lost = lost_faults(rank)
-    failed = [f"{fault.part} failed {_since(fault)} ({fault.message})" for fault in by_part.values()]
-    if lost:
-        failed.append(f"parts failed {counted(lost, 'time')} more; its log had no room to record where")
+    failed = []
+    for fault in by_part.values():
+        since = (
+            f"in batch {fault.where.batch}"
+            if fault.where.page >= 0
+            else "before its first batch, or at an unknown time"
+        )
+        failed.append(f"{fault.part} failed {since} ({fault.message})")
+    if rank.lost_faults:
+        failed.append(f"parts failed {counted(rank.lost_faults, 'time')} more; its log had no room to record where")
     return [
         *(
             f"rank {rank.rank}: gpuwatch's own {text}: the value may have been made in what was not recorded since"
@@ -77,29 +56,17 @@ def doubts_about(rank: RankFacts) -> list[str]:
 
 def _unrecorded(rank: RankFacts, last: int) -> Iterator[str]:
     """A line about each time in which nothing was recorded, if it had begun by the page of the anomaly."""
-    state = rank.state
-    if state is None:
-        return
+    state = rank.counts
+    calls = "such calls are not recorded, and one may have made the value"
+    ran = "what ran until they were restored is not recorded, and may have made the value"
+    left_out = f"a thread called modules while another thread was in a forward; {calls}"
+    gone = f"the script, or a library, had cleared torch's global hooks, including gpuwatch's; {ran}"
     for times, first, line in (
-        (
-            state.calls_left_out,
-            state.left_out_page,
-            "a thread called modules while another thread was in a forward; such calls are not recorded, and one may "
-            "have made the value",
-        ),
-        (
-            state.hooks_gone,
-            state.gone_page,
-            "the script, or a library, had cleared torch's global hooks, including gpuwatch's; what ran until they "
-            "were restored is not recorded, and may have made the value",
-        ),
+        (state.calls_left_out, state.left_out_page, left_out),
+        (state.hooks_gone, state.gone_page, gone),
     ):
         if times and not 0 <= last < first:
             yield f"rank {rank.rank}: {line}"
-
-
-def _since(fault: OwnFault) -> str:
-    return f"in batch {fault.where.batch}" if fault.where.page >= 0 else "before its first batch, or at an unknown time"
 
 
 # Gaps that keep a run from being clean: places that could hide an overflow and were not observed.
@@ -127,16 +94,20 @@ def missing(facts: RunFacts) -> list[str]:
     ['rank 3 was not heard after batch 41', 'ranks 0, 1 called no module']
     """
     ranks = facts.of_attempt(facts.last_attempt)
-    silent = _never_heard(facts, ranks)
+    fixed = all(hello.min_nodes == hello.max_nodes for hello in facts.hellos)
+    silent = _unheard(ranks, _world_of(ranks) or (sum(hello.nproc for hello in facts.hellos) if fixed else 0))
     everyone = [*ranks, *facts.lone(facts.last_attempt)]
     reasons = {rank.rank: [*(_of_its_end(rank) or _of_its_work(rank)), *_of_its_losses(rank)] for rank in everyone}
-    clauses = _clauses(reasons, silent)
+    # Python processes below `gpuwatch run` that looked for torch, or ran a module, and could not be watched
+    unwatched = [reason for node in facts.nodes.values() if node.bye is not None for reason in node.bye.unwatched]
+    pages = facts.undecodable_pages + facts.unnamed_pages
     return [
         *_of_nodes(facts, bool(ranks or silent)),
-        *clauses,
+        *_clauses(reasons, silent),
         *_of_earlier_attempts(facts),
-        *_of_unwatched(facts),
-        *_of_pages(facts),
+        *([_first_of(unwatched)] if unwatched else []),
+        *([f"{counted(pages, 'page')} could not be read"] if pages else []),
+        *lost_messages(facts),
     ]
 
 
@@ -144,54 +115,32 @@ def _of_earlier_attempts(facts: RunFacts) -> list[str]:
     found = []
     for attempt in sorted({attempt for attempt, _ in facts.ranks if attempt != facts.last_attempt}):
         ranks = facts.of_attempt(attempt)
-        reasons = {
-            rank.rank: [*_of_its_end(rank, goes_on=_goes_on(facts, rank)), *_of_its_losses(rank)] for rank in ranks
-        }
+        ends = {rank.rank: _of_its_end(rank, goes_on=_goes_on(facts, rank)) for rank in ranks}
+        reasons = {rank.rank: [*ends[rank.rank], *_of_its_losses(rank)] for rank in ranks}
         found += [f"in attempt {attempt}, {clause}" for clause in _clauses(reasons, _unheard(ranks, _world_of(ranks)))]
     return found
 
 
 def _goes_on(facts: RunFacts, rank: RankFacts) -> bool:
     """Whether its process is a later attempt of the same rank: the script has called os.exec below `gpuwatch run`."""
-    pid = rank.state.pid if rank.state is not None else None
-    return any(
-        later.state is not None and later.state.pid == pid
-        for later in facts.ranks.values()
-        if later.rank == rank.rank and later.attempt > rank.attempt
-    )
+    later = [each.state for each in facts.ranks.values() if each.rank == rank.rank and each.attempt > rank.attempt]
+    return rank.state is not None and any(state is not None and state.pid == rank.state.pid for state in later)
 
 
 def _clauses(reasons: Mapping[int, list[_Reason]], silent: list[int]) -> list[str]:
-    by_reason: dict[_Reason, list[int]] = {}
-    for number, found in reasons.items():
-        for reason in found:
-            by_reason.setdefault(reason, []).append(number)
-    if silent:
-        by_reason.setdefault(_reason("[was|were] never heard from"), []).extend(silent)
-    return [
-        f"{numbers_text(numbers)} {one if len(numbers) == 1 else many}" for (one, many), numbers in by_reason.items()
-    ]
-
-
-def ran_another_program(rank: RankFacts) -> bool:
-    """Whether it is a program that `--no-python` has started."""
-    return rank.exit is not None and rank.exit.phase == "unwatched"
-
-
-def batches_of(rank: RankFacts) -> int:
-    """Forwards of its models, as far as is known."""
-    if rank.exit is not None and rank.exit.where.batch >= 0:
-        return rank.exit.where.batch + 1
-    return rank.state.batch + 1 if rank.state is not None else 0
+    pairs = [(number, reason) for number, found in reasons.items() for reason in found]
+    pairs += [(number, _reason("[was|were] never heard from")) for number in silent]
+    groups = [([number for number, _ in found], reason) for reason, found in grouped(pairs, itemgetter(1)).items()]
+    return [f"{numbers_text(numbers)} {one if len(numbers) == 1 else many}" for numbers, (one, many) in groups]
 
 
 def _of_its_end(rank: RankFacts, *, goes_on: bool = False) -> list[_Reason]:
     """Why its end was not heard, or it was not watched at all; [] if it was. `goes_on`: as a later attempt."""
     exit_, state = rank.exit, rank.state
     if exit_ is None or exit_.code is None:
-        place = f"after batch {batches_of(rank) - 1}" if batches_of(rank) > 0 else "at its end"
+        place = f"after batch {rank.batches - 1}" if rank.batches > 0 else "at its end"
         return [_reason("[was|were] not heard from {}", place)]
-    if ran_another_program(rank) and not goes_on:
+    if rank.ran_another_program and not goes_on:
         if state is not None and state.hooks != "none":
             return [_reason("became [another program|other programs] (os.exec), which [is|are] not watched")]
         return [_reason("ran [a program that is|programs that are] not watched")]
@@ -205,12 +154,12 @@ def _of_its_end(rank: RankFacts, *, goes_on: bool = False) -> list[_Reason]:
 def _of_its_work(rank: RankFacts) -> list[_Reason]:
     exit_ = rank.exit
     found = []
-    if exit_ is not None and left_silently(rank):
+    if exit_ is not None and rank.left_silently:
         found.append(_reason("exited with code 0 {}", doing(exit_)))
-    elif exit_ is not None and not (told_its_end(rank) or (rank.state is not None and rank.state.left)):
+    elif exit_ is not None and not (rank.told_its_end or rank.counts.left):
         end = "the [end of its script was|ends of their scripts were] not reported"
         found.append(_reason(f"ended with exit code {{}} {{}}: {end}", exit_.code, doing(exit_)))
-    if batches_of(rank) <= 0:
+    if rank.batches <= 0:
         found.append(_reason("called no module"))
     elif exit_ is not None and exit_.where.page < 0:
         found.append(_reason("skipped every batch"))
@@ -220,8 +169,8 @@ def _of_its_work(rank: RankFacts) -> list[_Reason]:
 
 
 def _of_its_losses(rank: RankFacts) -> Iterator[_Reason]:
-    state = rank.state
-    if state is None or not state.final or state.hooks == "failed":
+    state = rank.counts
+    if not state.final or state.hooks == "failed":
         return
     if state.unseen_child:
         yield _reason("had a child process (pid {}) that trained and was not watched", state.unseen_child)
@@ -234,10 +183,10 @@ def _of_its_losses(rank: RankFacts) -> Iterator[_Reason]:
     for loose in [loose for loose in rank.loose_parameters if loose.unread][:1]:
         parameters = counted(loose.unread, "parameter")
         yield _reason("trained {} on a device that no called module has ({})", parameters, loose.optimizer)
-    for fault in that_cost_frames(rank.faults)[:1]:
+    for fault in rank.faults_that_cost_frames[:1]:
         yield _reason("met an error in gpuwatch itself ({}: {})", fault.part, fault.message)
-    if lost_faults(rank):
-        errors = counted(lost_faults(rank), "error")
+    if rank.lost_faults:
+        errors = counted(rank.lost_faults, "error")
         yield _reason("met {} in gpuwatch itself that [its|their] log had no room for", errors)
     if state.calls_left_out:
         calls, when = counted(state.calls_left_out, "module call"), "while another thread was in a forward"
@@ -252,17 +201,9 @@ def _of_its_losses(rank: RankFacts) -> Iterator[_Reason]:
         yield _reason("lost {}: [its log was|their logs were] full, or [is|are] damaged", records)
 
 
-def _never_heard(facts: RunFacts, ranks: list[RankFacts]) -> list[int]:
-    world = _world_of(ranks)
-    hellos = facts.hellos
-    if not world and all(hello.min_nodes == hello.max_nodes for hello in hellos):
-        world = sum(hello.nproc for hello in hellos)
-    return _unheard(ranks, world)
-
-
 def _world_of(ranks: list[RankFacts]) -> int:
     """How many ranks an attempt has, as its own ranks say; 0: not known."""
-    return max((rank.state.world_size for rank in ranks if rank.state is not None), default=0)
+    return max((rank.counts.world_size for rank in ranks), default=0)
 
 
 def _unheard(ranks: list[RankFacts], world: int) -> list[int]:
@@ -281,30 +222,11 @@ def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
     elif not any_rank:
         notes = [node.bye.note for node in facts.nodes.values() if node.bye is not None and node.bye.note]
         found.append("no rank was heard from" + (f" ({notes[0]})" if notes else ""))
-    unended = {
-        node.hello.host
-        for agent, node in facts.nodes.items()
-        if node.hello is not None and _may_have_failed(facts, agent)
-    }
-    return [*found, *(f"the end of the job on {host} was not reported" for host in sorted(unended))]
-
-
-def _may_have_failed(facts: RunFacts, agent: str) -> bool:
-    """Its ranks have ended, and its goodbye, which tells whether that was a failure, was not heard."""
-    ranks = [rank for rank in facts.ranks.values() if rank.agent == agent]
-    return facts.nodes[agent].bye is None and all(rank.exit is not None for rank in ranks)
-
-
-def _of_unwatched(facts: RunFacts) -> list[str]:
-    """Python processes below `gpuwatch run` that looked for torch, or ran a module, and could not be watched."""
-    found = [reason for node in facts.nodes.values() if node.bye is not None for reason in node.bye.unwatched]
-    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-    return [f"{found[0]}{more}"] if found else []
-
-
-def _of_pages(facts: RunFacts) -> list[str]:
-    pages = facts.undecodable_pages + facts.unnamed_pages
-    return [*([f"{counted(pages, 'page')} could not be read"] if pages else []), *lost_messages(facts)]
+    # where ranks still run, their own gaps say more; a goodbye tells whether their ends were a failure
+    running = {rank.agent for rank in facts.ranks.values() if rank.exit is None}
+    unended = [node for node in facts.nodes.values() if node.bye is None and node.agent not in running]
+    hosts = sorted({node.host for node in unended if node.hello is not None})
+    return [*found, *(f"the end of the job on {host} was not reported" for host in hosts)]
 
 
 def lost_messages(facts: RunFacts) -> list[str]:
@@ -312,8 +234,7 @@ def lost_messages(facts: RunFacts) -> list[str]:
     found = []
     for _, node in sorted(facts.nodes.items()):
         if node.messages_lost:
-            host = node.hello.host if node.hello is not None else node.agent
-            is_are = "is" if node.messages_lost == 1 else "are"
+            host, is_are = node.host or node.agent, "is" if node.messages_lost == 1 else "are"
             found.append(f"{counted(node.messages_lost, 'message')} of node {host} {is_are} missing, or damaged")
     return found
 
@@ -339,38 +260,43 @@ def clean_verdict(facts: RunFacts) -> Verdict:
     if not lacking:
         return _clean(facts)
     ranks = facts.of_attempt(facts.last_attempt)
-    more = f", and {len(lacking) - 1} more (below)" if len(lacking) > 1 else ""
-    statement = f"No overflow seen, but it is not proven that there was none: {lacking[0]}{more}."
-    evidence = lacking[:_MOST_EVIDENCE] if more else []
+    below = " (below)" if len(lacking) > 1 else ""
+    statement = f"No overflow seen, but it is not proven that there was none: {_first_of(lacking)}{below}."
+    evidence = lacking[:_MOST_EVIDENCE] if below else []
     idle = f"{numbers_text([rank.rank for rank in ranks])} called no module"
     if ranks and not facts.processes and lacking == [idle]:  # all were watched to their ends: that proves nothing
         statement = f"Nothing was watched: no module was called on {counted(len(ranks), 'rank')}."
         evidence = [_NOTHING_CALLED, *_loose_lines(ranks)]
     return Verdict(
-        kind=VerdictKind.UNKNOWN,
-        statement=statement,
-        certainty=Certainty.UNKNOWN,
+        VerdictKind.UNKNOWN,
+        statement,
+        Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         evidence=evidence,
         next=[
-            *([_BY_ANOTHER_PROGRAM] if any(map(ran_another_program, ranks)) else []),
+            *([_BY_ANOTHER_PROGRAM] if any(rank.ran_another_program for rank in ranks) else []),
             *([_BY_THE_MODULE] if any(not each.around for rank in ranks for each in rank.not_looked_into) else []),
         ],
         missing=lacking[:_MOST_EVIDENCE],
     )
 
 
+def _first_of(found: list[str]) -> str:
+    return f"{found[0]}, and {len(found) - 1} more" if len(found) > 1 else found[0]
+
+
 def _clean(facts: RunFacts) -> Verdict:
     ranks = [*facts.of_attempt(facts.last_attempt), *facts.lone(facts.last_attempt)]
-    batches = max(map(batches_of, ranks), default=0)
+    batches = max((rank.batches for rank in ranks), default=0)
     idle = max((rank.batches_skipped for rank in facts.everyone.values()), default=0)  # before a restart, too
     scope = f"{_ranks_and_processes(ranks)}, {batches} batch{'es' if batches != 1 else ''}"
+    statement = f"No overflow: {scope}, every watched tensor finite{_exceptions(ranks)}."
     if idle:
-        scope += f" ({_looked_at(batches, idle)})"
-        finite = "every inspected tensor was finite"
-    else:
-        finite = "every watched tensor finite"
-    statement = f"No overflow{' seen' if idle else ''}: {scope}, {finite}{_exceptions(ranks)}."
+        looked_at = f"{idle} {'was' if idle == 1 else 'were'} skipped"
+        if idle < batches:
+            looked_at = f"only one in {round(batches / (batches - idle))} was inspected"
+        scope += f" ({looked_at})"
+        statement = f"No overflow seen: {scope}, every inspected tensor was finite{_exceptions(ranks)}."
     hidden = sorted({module_text(each.module, each.cls) for rank in ranks for each in rank.not_looked_into})
     if hidden:
         more = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""
@@ -378,16 +304,16 @@ def _clean(facts: RunFacts) -> Verdict:
     statement += "".join(f" {text[0].upper()}{text[1:]}." for text in unseen_texts(ranks))
     loose = _loose_lines(ranks)
     if loose:
-        statement += f" {loose[0][0].upper()}{loose[0][1:]}{f', and {len(loose) - 1} more' if loose[1:] else ''}."
+        statement += f" {loose[0][0].upper()}{_first_of(loose)[1:]}."
     warnings = worst_first([(rank.rank, warned) for rank in ranks for warned in rank.warned])
     if warnings:
-        number, worst = warnings[0]
-        more = f", and {len(warnings) - 1} more" if len(warnings) > 1 else ""
-        statement += f" Closest to trouble: {rank_name(number)}, {warning_text(worst)}{more}."
+        closest = [f"{rank_name(number)}, {warning_text(warned)}" for number, warned in warnings]
+        statement += f" Closest to trouble: {_first_of(closest)}."
+    is_told = all(rank.told_its_end for rank in ranks) and not loose
     return Verdict(
-        kind=VerdictKind.CLEAN,
-        statement=statement,
-        certainty=Certainty.ESTABLISHED if all(map(told_its_end, ranks)) and not loose else Certainty.SUPPORTED,
+        VerdictKind.CLEAN,
+        statement,
+        Certainty.ESTABLISHED if is_told else Certainty.SUPPORTED,
         attempt=facts.last_attempt,
         next=[
             *([step_for_compiled(ranks)] if hidden else []),
@@ -398,17 +324,17 @@ def _clean(facts: RunFacts) -> Verdict:
 
 def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
     """A rank says that it has seen an overflow, and its record of where has not come through."""
-    ranks = [rank for rank in facts.everyone.values() if rank.state is not None and rank.state.overflow]
+    ranks = [rank for rank in facts.everyone.values() if rank.counts.overflow]
     if not ranks:
         return None
     attempt = min(rank.attempt for rank in ranks)
     numbers = sorted(rank.rank for rank in ranks if rank.attempt == attempt)
-    alone = len(numbers) == 1
+    one = whose(facts, facts.one(attempt, numbers[0])) | {"device": None} if len(numbers) == 1 else {}
     return Verdict(
-        kind=VerdictKind.OVERFLOW,
-        statement=f"{ranks_text(numbers).capitalize()} saw an overflow; its module is unknown.",
-        certainty=Certainty.UNKNOWN,
-        **(whose(facts, facts.one(attempt, numbers[0])) | {"device": None} if alone else {}),
+        VerdictKind.OVERFLOW,
+        f"{ranks_text(numbers).capitalize()} saw an overflow; its module is unknown.",
+        Certainty.UNKNOWN,
+        **one,
         attempt=attempt,
         evidence=["the recorder's header says so; the event itself was lost"],
     )
@@ -419,16 +345,13 @@ def _loose_lines(ranks: list[RankFacts]) -> list[str]:
 
     Those never read are a gap in the proof, which `missing` reports instead.
     """
-    by_what: dict[tuple[str, int], list[int]] = {}
-    for rank in ranks:
-        for loose in rank.loose_parameters:
-            if not loose.unread:
-                by_what.setdefault((loose.optimizer, loose.parameters), []).append(rank.rank)
+    loose = ((rank.rank, each) for rank in ranks for each in rank.loose_parameters if not each.unread)
+    by_what = grouped(loose, lambda entry: (entry[1].optimizer, entry[1].parameters))
     return [
-        f"on {ranks_text(numbers)} {optimizer} updated {count} parameter{'' if count == 1 else 's'} that "
+        f"on {ranks_text([number for number, _ in found])} {optimizer} updated {counted(count, 'parameter')} that "
         f"belong{'s' if count == 1 else ''} to no module that was called: {'it was' if count == 1 else 'they were'} "
         "read after each step, and nowhere else"
-        for (optimizer, count), numbers in by_what.items()
+        for (optimizer, count), found in by_what.items()
     ]
 
 
@@ -438,13 +361,6 @@ def _ranks_and_processes(ranks: list[RankFacts]) -> str:
     lone = len(ranks) - known
     others = f"{lone} processes that are not ranks" if lone != 1 else "1 process that is not a rank"
     return " and ".join([*([counted(known, "rank")] if known or not lone else []), *([others] if lone else [])])
-
-
-def _looked_at(batches: int, idle: int) -> str:
-    if 0 < idle < batches:
-        every = round(batches / (batches - idle))
-        return f"only one in {every} was inspected"
-    return f"{idle} {'was' if idle == 1 else 'were'} skipped"
 
 
 def _led_nowhere(number: int, ranks: list[RankFacts]) -> str:
@@ -459,14 +375,9 @@ def _led_nowhere(number: int, ranks: list[RankFacts]) -> str:
 
 
 def _exceptions(ranks: list[RankFacts]) -> str:
-    found = []
-    hidden = sum(rank.hidden_rows for rank in ranks)
-    if hidden:
-        found.append(f"{counted(hidden, 'row')} that --ignore hides")
-    skipping = [rank for rank in ranks if rank.skipped_steps]
-    if skipping:
-        found.append(f"gradients whose step a GradScaler skipped on {ranks_text([rank.rank for rank in skipping])}")
-    absorbed = sum(rank.absorbed_rows for rank in ranks)
-    if absorbed:
-        found.append(_led_nowhere(absorbed, ranks))
+    hidden, absorbed = sum(rank.hidden_rows for rank in ranks), sum(rank.absorbed_rows for rank in ranks)
+    skipping = [rank.rank for rank in ranks if rank.skipped_steps]
+    found = [f"{counted(hidden, 'row')} that --ignore hides"] if hidden else []
+    found += [f"gradients whose step a GradScaler skipped on {ranks_text(skipping)}"] if skipping else []
+    found += [_led_nowhere(absorbed, ranks)] if absorbed else []
     return f", except for {' and '.join(found)}" if found else ""

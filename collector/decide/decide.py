@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from ...core.events import GpuXid
 from ...core.gpu.counters import GpuSincePreflight, gpu_of_rank, since_preflight
 from ...core.verdicts import Certainty, NodeBlame
 from ...core.wire.messages import AgentHello, SchedulerJob, fill_command
@@ -69,22 +68,20 @@ def uuid_of(rank: RankFacts) -> str:
 
 
 def _with_gpu(facts: RunFacts, verdict: Verdict) -> Verdict:
-    """The verdict with evidence about the GPU of the rank that it names."""
-    if verdict.rank is None or verdict.attempt is None:
-        return verdict
-    rank = facts.ranks.get((verdict.attempt, verdict.rank))
+    rank = facts.named(verdict.attempt, verdict.rank)
     gpu = gpu_of(facts, rank) if rank is not None else None
     if gpu is None:
         return verdict
-    steps = [xid.next for xid in gpu.xids if xid.next and xid.grade != "ok"]
-    return replace(
-        verdict, evidence=[*verdict.evidence, *gpu_lines(gpu)], next=list(dict.fromkeys([*steps, *verdict.next]))
-    )
+    steps = [*(xid.next for xid in gpu.xids if xid.next and xid.grade != "ok"), *verdict.next]
+    return replace(verdict, evidence=[*verdict.evidence, *gpu_lines(gpu)], next=list(dict.fromkeys(steps)))
 
 
 def gpu_lines(gpu: GpuSincePreflight) -> list[str]:
     """XIDs of the GPU and changes of its counters since the preflight, a line each."""
-    lines = [_xid_text(xid) for xid in gpu.xids[:_MAX_LINES]]
+    lines = []
+    for xid in gpu.xids[:_MAX_LINES]:
+        meaning = f" ({xid.meaning})" if xid.meaning else ""
+        lines.append(f"the driver reported XID {xid.number}{meaning} for its GPU {xid.device}")
     if len(gpu.xids) > _MAX_LINES:
         lines.append(f"and {len(gpu.xids) - _MAX_LINES} more XIDs")
     lines += [f"its GPU since the preflight, {change.grade}: {change.sentence}" for change in gpu.changes[:_MAX_LINES]]
@@ -95,11 +92,6 @@ def gpu_lines(gpu: GpuSincePreflight) -> list[str]:
     if gpu.unknown:
         lines.append(f"could not be read from it: {', '.join(sorted(gpu.unknown))}")
     return lines
-
-
-def _xid_text(xid: GpuXid) -> str:
-    meaning = f" ({xid.meaning})" if xid.meaning else ""
-    return f"the driver reported XID {xid.number}{meaning} for its GPU {xid.device}"
 
 
 # What to do about a node that the verdict blames: the scheduler's command that drains it, and a next job without it.
@@ -143,9 +135,7 @@ def _blamed(facts: RunFacts, verdict: Verdict, hellos: list[AgentHello]) -> dict
     blamed: dict[str, str] = {}
     if verdict.kind.blames == NodeBlame.SILENT and verdict.signal is None:
         blamed = dict.fromkeys([*_names(node for node in facts.nodes.values() if node.lost), *facts.down_nodes], "lost")
-    rank = None
-    if verdict.attempt is not None and verdict.rank is not None:
-        rank = facts.ranks.get((verdict.attempt, verdict.rank))
+    rank = facts.named(verdict.attempt, verdict.rank)
     if rank is not None and rank.agent in facts.nodes:
         gpu = gpu_of(facts, rank)
         if gpu is not None and gpu.grade == "fail":
@@ -161,14 +151,13 @@ def _by_preflight(facts: RunFacts, verdict: Verdict, hellos: list[AgentHello]) -
     bad = [finding for finding in findings_of(ranks) if finding.grade == "fail" and finding.stage == verdict.stage]
     names: list[str] = []
     for finding in bad:
-        if finding.subject not in _OWN_TO_THE_NODE:
-            continue
-        agents = {rank.agent for rank in ranks if rank.rank in finding.ranks}
-        names += _names(facts.nodes[agent] for agent in sorted(agents) if agent in facts.nodes)
-        names += [_name(hello) for hello in hellos if hello.host in finding.hosts]
-    if not bad and verdict.rank is not None:
-        rank = facts.ranks.get((facts.last_attempt, verdict.rank))
-        names += _names([facts.nodes[rank.agent]]) if rank is not None and rank.agent in facts.nodes else []
+        if finding.subject in _OWN_TO_THE_NODE:
+            agents = {rank.agent for rank in ranks if rank.rank in finding.ranks}
+            names += _names(facts.nodes[agent] for agent in sorted(agents) if agent in facts.nodes)
+            names += [_name(hello) for hello in hellos if hello.host in finding.hosts]
+    rank = facts.named(facts.last_attempt, verdict.rank)
+    if not bad and rank is not None and rank.agent in facts.nodes:
+        names += _names([facts.nodes[rank.agent]])
     if not names and verdict.stage == "arrive":
         arrived = {_name(hello) for hello in hellos}
         expected = next((hello.job.nodes for hello in hellos if hello.job is not None), [])

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from ...core.events import RunPosition
 from ..facts.facts import RankFacts, RunFacts
-from .words import first_line, hid_a_peer_failure, left_silently, own_error, was_aborted_at_exit, was_killed
+from .words import first_line
 
 _NUMBER = re.compile(r"\d+")
 _Group = TypeVar("_Group", str, tuple[str, str])
@@ -79,13 +79,11 @@ class _RankExit:
     """A rank's end, with the counts and times that order it among the others."""
 
     def __init__(self, facts: RunFacts, rank: RankFacts) -> None:
-        error, script, exit_ = own_error(rank), rank.script_exit, rank.exit
-        self.rank = rank
-        self.number = rank.rank
-        self.host = facts.host(rank)
-        self.lost_a_peer = error.peer_failure if error is not None else hid_a_peer_failure(rank)
+        error, script, exit_ = rank.error, rank.script_exit, rank.exit
+        self.rank, self.number, self.host = rank, rank.rank, facts.host(rank)
+        self.lost_a_peer = error.peer_failure if error is not None else rank.hid_a_peer_failure
         self.was_stopped = exit_ is not None and exit_.by == "torchrun"
-        self.is_weak = was_aborted_at_exit(rank) or self.was_stopped
+        self.is_weak = rank.was_aborted_at_exit or self.was_stopped
         """It may have ended badly because its launcher stopped it, or because its peers were gone."""
         own: RunPosition | None = error.where if error is not None else script.where if script is not None else None
         if script is not None and error is None and script.code == 0:
@@ -117,13 +115,11 @@ def _is_together(first: RankFacts, other: RankFacts, ns: int) -> bool:
 
 def _raised_alike(first: RankFacts, other: RankFacts) -> bool:
     """Whether both raised the same exception with the same words. Numbers may differ: each rank may name its own."""
-    mine, theirs = own_error(first), own_error(other)
+    mine, theirs = first.error, other.error
     if mine is None or theirs is None:
         return False
-    return all(
-        _NUMBER.sub("0", one) == _NUMBER.sub("0", two)
-        for one, two in ((mine.error, theirs.error), (first_line(mine.message), first_line(theirs.message)))
-    )
+    words = [(_NUMBER.sub("0", e.error), _NUMBER.sub("0", first_line(e.message))) for e in (mine, theirs)]
+    return words[0] == words[1]
 
 
 def _stopped_for(one: _RankExit, other: _RankExit) -> bool:
@@ -153,7 +149,7 @@ def left_before(facts: RunFacts, rank: RankFacts, victim: RankFacts) -> bool:
     one, other = _RankExit(facts, rank), _RankExit(facts, victim)
     if one.begun.keys() & other.begun.keys() and (_is_less(one.begun, other.begun) or _is_less(other.begun, one.begun)):
         return _is_less(one.begun, other.begun)
-    error = own_error(victim)
+    error = victim.error
     has_messages = error is not None and bool(error.where.sent or error.where.received)
     groups = one.begun.keys() | other.begun.keys() | {(group, "") for group in other.clock if not other.begun}
     return len(groups) <= 1 and not has_messages and 0 <= one.seq < other.seq
@@ -161,9 +157,8 @@ def left_before(facts: RunFacts, rank: RankFacts, victim: RankFacts) -> bool:
 
 def _is_less(mine: dict[_Group, int], theirs: dict[_Group, int]) -> bool:
     common = [group for group in mine.keys() & theirs.keys() if min(mine[group], theirs[group]) >= 0]
-    return any(mine[group] < theirs[group] for group in common) and not any(
-        mine[group] > theirs[group] for group in common
-    )
+    less = any(mine[group] < theirs[group] for group in common)
+    return less and not any(mine[group] > theirs[group] for group in common)
 
 
 def _gap_ns(one: _RankExit, other: _RankExit) -> int | None:
@@ -173,22 +168,14 @@ def _gap_ns(one: _RankExit, other: _RankExit) -> int | None:
     return other.times[0] - one.times[1]
 
 
-def _is_the_launchers(rank: RankFacts) -> bool:
-    exit_ = rank.exit
-    return exit_ is not None and exit_.by == "torchrun" and exit_.code is not None and exit_.code < 0
-
-
 def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
     """Whether a rank ended without torchrun. `signals` ended the launches; ranks may have got them, too."""
-    error = own_error(rank)
-    if error is not None:
-        return not (signals and error.error == "KeyboardInterrupt")
-    if rank.exit is not None and rank.exit.code is not None and -rank.exit.code in signals:
+    if rank.error is not None:
+        return not (signals and rank.error.error == "KeyboardInterrupt")
+    if -(rank.code or 0) in signals:
         return False
-    if was_killed(rank):
+    if rank.was_killed or rank.left_silently:
         return True
     if rank.script_exit is not None and rank.script_exit.code != 0:
-        return not _is_the_launchers(rank)
-    if left_silently(rank):
-        return True
-    return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code not in (0, None)
+        return rank.own_code is not None or (rank.code or 0) >= 0  # else its launcher has killed it
+    return bool(rank.own_code)

@@ -13,20 +13,7 @@ from ..report.sentence_parts import one_on, ranks_text
 from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
-from .words import (
-    cascade_of,
-    doing,
-    first_line,
-    left_silently,
-    node_name,
-    own_error,
-    pid_of,
-    progress_of,
-    signal_name,
-    was_killed,
-    when_of,
-    whose,
-)
+from .words import cascade_of, doing, first_line, progress_of, signal_name, when_of, whose
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS means an access to mapped memory that is not there: /dev/shm or a disk is full, or a mapped file "
@@ -61,7 +48,7 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
         if lost is None and all(_by_the_signal(facts, rank) for rank in endings.by_themselves):
             return None
         return lost or _left_early(facts, endings.by_themselves) or _unknown_peer(facts, endings.by_themselves)
-    if was_killed(endings.first) and own_error(endings.first) is None:
+    if endings.first.was_killed and endings.first.error is None:
         return _lost(facts, endings.first, endings)
     return _crash(facts, endings.first, endings)
 
@@ -69,14 +56,14 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
 def ending_text(facts: RunFacts, attempt: int) -> str:
     """How an attempt ended, as a line: `rank 1 raised ValueError: boom, after batch 3`."""
     endings = endings_of(facts, attempt)
-    first = endings.first
-    if first is not None:
-        return f"{ranks_text([first.rank, *(rank.rank for rank in endings.same)])} {how_it_ended(first)}"
+    if endings.first is not None:
+        numbers = [rank.rank for rank in (endings.first, *endings.same)]
+        return f"{ranks_text(numbers)} {how_it_ended(endings.first)}"
     if endings.by_themselves:
         victims = ranks_text([rank.rank for rank in endings.by_themselves])
         return f"{victims} lost the connection to another rank; it is unknown which one failed first"
     ranks = facts.of_attempt(attempt)
-    if ranks and all(rank.exit is not None and rank.exit.phase == "unwatched" for rank in ranks):
+    if ranks and all(rank.ran_another_program for rank in ranks):
         return "became another program"
     if ranks and all(rank.script_exit is not None for rank in ranks):
         batches = max((rank.exit.where.batch + 1 for rank in ranks if rank.exit is not None), default=0)
@@ -86,17 +73,16 @@ def ending_text(facts: RunFacts, attempt: int) -> str:
 
 def how_it_ended(rank: RankFacts) -> str:
     """`raised ValueError: boom, after batch 3`, `was killed by SIGKILL in the forward of batch 3`."""
-    error = own_error(rank)
+    error = rank.error
     if error is not None:
         message = first_line(error.message).rstrip(". ")
         when = f", in batch {error.where.batch}" if error.where.batch >= 0 else ", before its first batch"
         return f"raised {error.error}{f': {message}' if message else ''}{when}"
-    if rank.exit is not None and was_killed(rank):
-        return f"was killed by {signal_name(-(rank.exit.code or 0))} {doing(rank.exit)}"
-    if rank.exit is not None and left_silently(rank):
+    if rank.exit is not None and rank.was_killed:
+        return f"was killed by {signal_name(-(rank.code or 0))} {doing(rank.exit)}"
+    if rank.exit is not None and rank.left_silently:
         return f"exited with code 0 {doing(rank.exit)}"
-    code = rank.script_exit.code if rank.script_exit is not None else rank.exit.code if rank.exit is not None else None
-    return f"ended with exit code {code}"
+    return f"ended with exit code {rank.script_exit.code if rank.script_exit is not None else rank.code}"
 
 
 def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
@@ -107,12 +93,10 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
     ranks = facts.of_attempt(facts.last_attempt)
     left = []
     for rank in ranks:
-        exit_ = rank.exit
-        if rank in victims or (exit_ is not None and exit_.by == "torchrun"):
+        if rank in victims or (rank.exit is not None and rank.exit.by == "torchrun"):
             continue
-        if exit_ is None or (exit_.code, exit_.by) != (0, "itself"):
-            return None
-        if not all(left_before(facts, rank, victim) and _may_have_waited_for(victim, rank) for victim in victims):
+        waited = (left_before(facts, rank, victim) and _may_have_waited_for(victim, rank) for victim in victims)
+        if rank.own_code != 0 or not all(waited):
             return None
         left.append(rank)
     if not left or len(ranks) < facts.announced_ranks:
@@ -120,29 +104,21 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
     one, first = len(left) == 1, left[0]
     assert first.exit is not None
     who, others = (ranks_text([rank.rank for rank in some]) for some in (left, victims))
-    host = facts.host(first) if one else ""
-    ended = f"its process ended with exit code 0, {doing(first.exit)}" if one else "they ended with exit code 0"
+    where = f" on {facts.host(first)}" if one and facts.host(first) else ""
+    ended, them = "they ended with exit code 0", "them"
+    if one:
+        ended, them = f"its process ended with exit code 0, {doing(first.exit)}", "it"
+    exits = ((rank.rank, rank.exit) for rank in left if rank.exit is not None)
+    by_itself = "rank {} ended by itself after {} collectives; its recorder says: {}"
+    evidence = [by_itself.format(number, exit_.where.seq, doing(exit_)) for number, exit_ in exits]
+    for number, error in ((rank.rank, rank.errors[0]) for rank in victims if rank.errors):
+        evidence.append(f"rank {number}, after {error.where.collectives} collectives: {first_line(error.message)}")
     return Verdict(
-        kind=VerdictKind.CRASH,
-        statement=(
-            f"{who.capitalize()}{f' on {host}' if host else ''} left early: {ended}, and {others} lost the connection "
-            f"to {'it' if one else 'them'}."
-        ),
-        certainty=Certainty.SUPPORTED,
+        VerdictKind.CRASH,
+        f"{who.capitalize()}{where} left early: {ended}, and {others} lost the connection to {them}.",
+        Certainty.SUPPORTED,
         **(whose(facts, first) | when_of(first.exit.where) | {"root": None} if one else {"attempt": first.attempt}),
-        evidence=[
-            *(
-                f"rank {rank.rank} ended by itself after {rank.exit.where.seq} collectives; its recorder says: "
-                f"{doing(rank.exit)}"
-                for rank in left
-                if rank.exit is not None
-            ),
-            *(
-                f"rank {rank.rank}, after {error.where.collectives} collectives: {first_line(error.message)}"
-                for rank in victims
-                if (error := own_error(rank)) is not None
-            ),
-        ],
+        evidence=evidence,
         next=[f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, an early return, or os._exit."],
         cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in left}),
     )
@@ -162,13 +138,13 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
     """All ranks that were heard lost a peer, so the one that went first is unknown."""
     who = ranks_text([rank.rank for rank in victims]).capitalize()
     return Verdict(
-        kind=VerdictKind.LOST,
-        statement=f"{who} lost the connection to another rank; it is unknown which one failed first.",
-        certainty=Certainty.UNKNOWN,
+        VerdictKind.LOST,
+        f"{who} lost the connection to another rank; it is unknown which one failed first.",
+        Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         evidence=[
-            f"rank {rank.rank}: {first_line(error.message)}"
-            if (error := own_error(rank)) is not None
+            f"rank {rank.rank}: {first_line(rank.error.message)}"
+            if rank.error is not None
             else f"rank {rank.rank} {how_it_ended(rank)} after a collective had raised in it"
             for rank in victims
         ],
@@ -187,15 +163,14 @@ def _by_the_signal(facts: RunFacts, rank: RankFacts) -> bool:
     A launch records its signal after its ranks have ended, by the same clock as theirs.
     """
     node = facts.nodes.get(rank.agent)
-    error = own_error(rank)
-    if node is None or node.signal is None or error is None:
+    if node is None or node.signal is None or rank.error is None:
         return False
-    return error.where.time_ns > node.signal.time_ns - SIGNAL_S * 10**9
+    return rank.error.where.time_ns > node.signal.time_ns - SIGNAL_S * 10**9
 
 
 def _job_failed(facts: RunFacts) -> bool:
     """A node that is silent is no failure: its agent may have been stopped, or the link to it cut."""
-    return any(node.bye is not None and node.bye.outcome != "ok" for node in facts.nodes.values())
+    return any(node.bye is not None and not node.went_well for node in facts.nodes.values())
 
 
 def _certainty(endings: ExitOrder) -> Certainty:
@@ -209,13 +184,15 @@ def _who(first: RankFacts, endings: ExitOrder, host: str) -> str:
 
 
 def _later_lines(endings: ExitOrder) -> list[str]:
-    alike = "raised the same at the same point,"
-    at_once = "ended at the same point,"
-    behind = "had issued fewer collectives, and ended"
+    kinds = (
+        ("raised the same at the same point,", endings.alike),
+        ("ended at the same point,", endings.later),
+        ("had issued fewer collectives, and ended", endings.behind),
+    )
     return [
         f"{rank_name(rank.rank)} {what} at least {ns / 1e6:.0f} ms later by the clock of the same host: "
         f"it {how_it_ended(rank)}"
-        for what, ranks in ((alike, endings.alike), (at_once, endings.later), (behind, endings.behind))
+        for what, ranks in kinds
         for rank, ns in ranks
     ]
 
@@ -223,32 +200,24 @@ def _later_lines(endings: ExitOrder) -> list[str]:
 def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     exit_ = first.exit
     assert exit_ is not None and exit_.code is not None
-    name = signal_name(-exit_.code)
-    host = facts.host(first)
-    place = doing(exit_)
-    hints = []
-    short = ""
+    pid = first.state.pid if first.state is not None else "?"
+    name, host, place = signal_name(-exit_.code), facts.host(first), doing(exit_)
+    if name == "SIGABRT" and standing_at(exit_.groups) is not None:
+        return _aborted_in_a_collective(facts, first, endings.same + [rank for rank, _ in endings.later])
+    hint, short = _FATAL_TEXT.get(name, ""), ""
     if exit_.memory_kills:
         many = exit_.memory_kills
         short = f": the kernel killed {many} process{'es' if many > 1 else ''} of its memory cgroup for lack of memory"
-        hints.append(f"Give the job more memory on {host}, or let it use less: batch size, data loader workers.")
+        hint = f"Give the job more memory on {host}, or let it use less: batch size, data loader workers."
     elif name == "SIGKILL":
-        hints.append(
-            f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
-        )
-    elif name in _FATAL_TEXT:
-        hints.append(_FATAL_TEXT[name])
-    elif name == "SIGABRT" and first.script_exit is not None and first.script_exit.code == 0:
-        hints.append(_ABORTED_AT_EXIT)
-    line = next((line for line in exit_.stack if is_users(line.shown) and line.line), None)
-    at = f", at {line.short}" if line is not None else ""
-    inside = standing_at(exit_.groups) if name == "SIGABRT" else None
-    if inside is not None:
-        return _aborted_in_a_collective(facts, first, endings.same + [rank for rank, _ in endings.later])
+        hint = f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
+    elif first.was_aborted_at_exit:
+        hint = _ABORTED_AT_EXIT
+    at = next((f", at {line.short}" for line in exit_.stack if is_users(line.shown) and line.line), "")
     return Verdict(
-        kind=VerdictKind.LOST,
-        statement=f"{_who(first, endings, host)} was killed by {name} {place}{at}{short}.",
-        certainty=_certainty(endings),
+        VerdictKind.LOST,
+        f"{_who(first, endings, host)} was killed by {name} {place}{at}{short}.",
+        _certainty(endings),
         **whose(facts, first),
         **when_of(exit_.where),
         module=exit_.module,
@@ -256,12 +225,12 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         phase="forward" if exit_.phase == "forward" else None,
         signal=name,
         evidence=[
-            f"{facts.starter} saw {rank_name(first.rank)} (pid {pid_of(first)}) end with signal {-exit_.code}; "
+            f"{facts.starter} saw {rank_name(first.rank)} (pid {pid}) end with signal {-exit_.code}; "
             f"its recorder says: {place}",
             *_fatal_lines(exit_),
             *_later_lines(endings),
         ],
-        next=[*hints, *([_FRAMES.format(rank=first.rank)] if is_rank(first.rank) else [])],
+        next=[*filter(None, [hint]), *([_FRAMES.format(rank=first.rank)] if is_rank(first.rank) else [])],
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
 
@@ -280,15 +249,13 @@ def _fatal_lines(exit_: WorkerExit) -> list[str]:
 
 def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
     """A watchdog, or the library of the collectives, ends the rank that waits, and not the one that it waits for."""
-    ranks = [first, *same]
-    who = ranks_text(sorted(rank.rank for rank in ranks))
+    who = ranks_text(sorted(rank.rank for rank in (first, *same))).capitalize()
+    place = doing(first.exit) if first.exit is not None else ""
+    ended = f"{'were' if same else 'was'} ended by SIGABRT in a collective, {place}"
     return Verdict(
-        kind=VerdictKind.LOST,
-        statement=(
-            f"{who.capitalize()} {'was' if len(ranks) == 1 else 'were'} ended by SIGABRT in a collective, "
-            f"{doing(first.exit) if first.exit is not None else ''}: it is unknown which rank is at fault."
-        ),
-        certainty=Certainty.UNKNOWN,
+        VerdictKind.LOST,
+        f"{who} {ended}: it is unknown which rank is at fault.",
+        Certainty.UNKNOWN,
         attempt=first.attempt,
         signal="SIGABRT",
         evidence=progress_of(facts, first.attempt),
@@ -298,37 +265,33 @@ def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankF
 
 
 def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
-    error = own_error(first)
-    host = facts.host(first)
-    who = _who(first, endings, host)
+    error, seen = first.error, first.exit
+    who = _who(first, endings, facts.host(first))
     if error is not None:
         inside = f", inside `{error.module}`" if error.module else ""
         last = first_line(error.message).rstrip(". ")
         statement = f"{who} raised {error.error}{inside}{f': {last}' if last else ''}."
         evidence = [error.traceback.strip()]
         where = error.where
-    elif left_silently(first):
-        assert first.exit is not None
-        statement = f"{who} exited with code 0 {doing(first.exit)}, before its script had ended."
-        evidence = [f"its process ended by itself, and its recorder says: {doing(first.exit)}"]
-        where = first.exit.where
+    elif seen is not None and first.left_silently:
+        statement = f"{who} exited with code 0 {doing(seen)}, before its script had ended."
+        evidence = [f"its process ended by itself, and its recorder says: {doing(seen)}"]
+        where = seen.where
     else:
-        code = first.script_exit.code if first.script_exit is not None else first.exit.code if first.exit else None
-        statement = f"{who} ended with exit code {code}."
-        seen = first.exit
+        statement = f"{who} {how_it_ended(first)}."
         evidence = [f"it reported no exception; its recorder says: {doing(seen)}"] if seen is not None else []
-        where = first.exit.where if first.exit is not None else RunPosition(first.rank, first.attempt)
+        where = seen.where if seen is not None else RunPosition(first.rank, first.attempt)
     return Verdict(
-        kind=VerdictKind.CRASH,
-        statement=statement,
-        certainty=_certainty(endings),
+        VerdictKind.CRASH,
+        statement,
+        _certainty(endings),
         **whose(facts, first),
         **when_of(where),
         module=error.module if error is not None else None,
         evidence=evidence + _later_lines(endings),
         next=[
             "Look for os._exit or sys.exit in what runs there."
-            if left_silently(first)
+            if first.left_silently
             else "The script itself failed: its traceback is above, and in the job's output."
         ],
         cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in endings.same)}),
@@ -340,15 +303,13 @@ def lost_node_verdict(facts: RunFacts) -> Verdict | None:
     lost = [node for node in facts.nodes.values() if node.lost] if _job_failed(facts) else []
     if not lost:
         return _down_verdict(facts)
-    hosts = ", ".join(sorted(node_name(node) for node in lost))
+    hosts = ", ".join(sorted(node.name for node in lost))
     ranks = sorted({rank.rank for rank in facts.ranks.values() if rank.agent in {node.agent for node in lost}})
+    who = ranks_text(ranks) if ranks else "no rank known"
     return Verdict(
-        kind=VerdictKind.LOST,
-        statement=(
-            f"Node {hosts} ({ranks_text(ranks) if ranks else 'no rank known'}) went silent: "
-            "the node, or the link to it, is lost."
-        ),
-        certainty=Certainty.SUPPORTED,
+        VerdictKind.LOST,
+        f"Node {hosts} ({who}) went silent: the node, or the link to it, is lost.",
+        Certainty.SUPPORTED,
         rank=ranks[0] if len(ranks) == 1 else None,
         host=hosts,
         attempt=facts.last_attempt,
@@ -370,12 +331,11 @@ def _down_verdict(facts: RunFacts) -> Verdict | None:
     told_by = next((n.signal.told_by for n in facts.nodes.values() if n.signal and n.signal.told_by), "its scheduler")
     ranks = sorted({rank.rank for rank in facts.of_attempt(facts.last_attempt) if rank.agent in agents})
     names = ", ".join(down)
+    who = ranks_text(ranks) if ranks else "no rank known"
     return Verdict(
-        kind=VerdictKind.LOST,
-        statement=(
-            f"{scheduler} has lost node {names} ({ranks_text(ranks) if ranks else 'no rank known'}) and ended the job."
-        ),
-        certainty=Certainty.ESTABLISHED,
+        VerdictKind.LOST,
+        f"{scheduler} has lost node {names} ({who}) and ended the job.",
+        Certainty.ESTABLISHED,
         rank=ranks[0] if len(ranks) == 1 else None,
         host=names,
         attempt=facts.last_attempt,
@@ -395,9 +355,9 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
         reason = "the scheduler's warning: the time limit is near"
     why = f" ({reason})" if reason else ""
     return Verdict(
-        kind=VerdictKind.INTERRUPTED,
-        statement=f"The run was ended from outside by {name}{why}; no overflow had been seen.",
-        certainty=Certainty.ESTABLISHED,
+        VerdictKind.INTERRUPTED,
+        f"The run was ended from outside by {name}{why}; no overflow had been seen.",
+        Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
         signal=name,
         evidence=progress_of(facts, facts.last_attempt),
@@ -412,9 +372,9 @@ def unexplained_verdict(facts: RunFacts) -> Verdict | None:
     error = next((node.bye.error for node in facts.nodes.values() if node.bye is not None and node.bye.error), "")
     if error:
         return Verdict(
-            kind=VerdictKind.CRASH,
-            statement=f"{starter} failed by itself: {first_line(error).rstrip('. ')}.",
-            certainty=Certainty.SUPPORTED,
+            VerdictKind.CRASH,
+            f"{starter} failed by itself: {first_line(error).rstrip('. ')}.",
+            Certainty.SUPPORTED,
             attempt=facts.last_attempt,
             evidence=progress_of(facts, facts.last_attempt) or ["no rank had started"],
             next=[_PORT_TAKEN] if "EADDRINUSE" in error or "address already in use" in error.lower() else [],

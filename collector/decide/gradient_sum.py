@@ -25,13 +25,13 @@ from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, rows_
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..report.model import Verdict
-from ..report.sentence_parts import ranks_text
+from ..report.sentence_parts import one_on, ranks_text
 from .clean_verdict import doubts_about
 from .overflow_evidence import missing_ranks
 from .overflow_words import next_steps, overflow_at
 from .passed_values import PassedOperations, way_text
 from .replicas import page_of, peers
-from .words import cascade_of, found_text, place_of, whose
+from .words import cascade_of, whose
 
 Answer = Literal["sum", "narrower", "no"]
 """sum         the sum is beyond the largest number of the gradient's dtype
@@ -89,14 +89,9 @@ class GradientSum:
         more = len(self.own) - len(shown)
         dtype = next(iter(self.got.values())).dtype
         limit = f"; {dtype} holds at most {number_text(DTYPE_MAX[dtype])}" if dtype in DTYPE_MAX else ""
-        return (
-            f"abs max of each rank's own gradient: {', '.join(shown)}{f', and {more} more ranks' if more else ''}; "
-            f"their sum is at most {number_text(self.bound)}{limit}"
-        )
-
-    def all_zero(self) -> bool:
-        """Whether every rank's own gradient was 0 throughout."""
-        return all(row.abs_max == 0 for row in self.own.values())
+        others = f", and {more} more ranks" if more else ""
+        of_sum = f"their sum is at most {number_text(self.bound)}{limit}"
+        return f"abs max of each rank's own gradient: {', '.join(shown)}{others}; {of_sum}"
 
 
 def _has_inf(row: Row) -> bool:
@@ -127,16 +122,12 @@ def of_reduced(
         return _own_step(facts, first, [line])
     failed = [line for rank in ranks for line in doubts_about(rank)]
     settled = not unseen and not missing and len(ranks) > 1
-    evidence = [f"rank {other.rank}: {found_text(other)}, batch {other.batch}" for other in tier[:8]]
+    evidence = [f"rank {other.rank}: {other.text}, batch {other.batch}" for other in tier[:8]]
     if settled:
-        evidence.append(
-            f"{ranks_text([rank.rank for rank in ranks])}: the gradient was finite when the backward made it"
-        )
-        evidence += _sum_lines(found, first)
+        who = ranks_text([rank.rank for rank in ranks])
+        evidence += [f"{who}: the gradient was finite when the backward made it", *_sum_lines(found, first)]
     put = passages.put_into_sum(first) if settled and found.answer != "sum" else None
-    statement = _statement(first, tier, found if settled else None, put)
-    if first.cause:
-        statement += f" ({first.cause})"
+    cause = f" ({first.cause})" if first.cause else ""
     proven = found.is_proven and not failed
     whose_code: dict[str, Any] = {}
     if put is not None:
@@ -146,7 +137,7 @@ def of_reduced(
     return overflow_at(
         first,
         **whose_code,
-        statement=statement,
+        statement=_statement(first, tier, found if settled else None, put) + cause,
         certainty=Certainty.UNKNOWN if not settled else Certainty.ESTABLISHED if proven else Certainty.SUPPORTED,
         phase=FramePhase.COLLECTIVE,
         evidence=[*evidence, *unseen_text, *missing, *first.notes, *failed],
@@ -159,40 +150,35 @@ def _statement(
     first: LocalDiagnosis, tier: list[LocalDiagnosis], found: GradientSum | None, put: PassedTensor | None
 ) -> str:
     """`found`: what all ranks' gradients say; None if not all of them are known. `put`: what one put into the sum."""
-    what = f"{first.value} in the {first.role} of {place_of(first)}"
+    what = f"{first.value} in the {first.role} of {first.place}"
     if found is None:
-        return (
-            f"{ranks_text([other.rank for other in tier]).capitalize()} met {what} before the step of batch "
-            f"{first.batch}, after the gradients were reduced: it may have come from any rank."
-        )
+        who = ranks_text([other.rank for other in tier]).capitalize()
+        after = "after the gradients were reduced: it may have come from any rank"
+        return f"{who} met {what} before the step of batch {first.batch}, {after}."
+    finite = "every rank's own gradient was finite"
     if found.answer == "sum":
-        return (
-            f"{what} came out of the reduction over the ranks in batch {first.batch}: every rank's own gradient was "
-            f"finite, but their sum was not ({first.dtype})."
-        )
+        where = f"the reduction over the ranks in batch {first.batch}"
+        return f"{what} came out of {where}: {finite}, but their sum was not ({first.dtype})."
+    code = f"{_NO_SUM[found.answer]}; code that no frame shows made it"
     if put is not None:
-        return (
-            f"{what} was made by rank {put.where.rank} between its backward and {way_text(put)} in batch "
-            f"{first.batch}: every rank's own gradient was finite, and {_NO_SUM[found.answer]}; code that no frame "
-            "shows made it (a communication hook, the script's clipping or normalisation)."
-        )
+        where = f"by rank {put.where.rank} between its backward and {way_text(put)} in batch {first.batch}"
+        hooks = "a communication hook, the script's clipping or normalisation"
+        return f"{what} was made {where}: {finite}, and {code} ({hooks})."
     bad = sorted({first.rank, *(rank for rank, row in found.got.items() if not row.finite)})
-    return (
-        f"{what} was made between the backward and the step of batch {first.batch} on {ranks_text(bad)}: every rank's "
-        f"own gradient was finite, and {_NO_SUM[found.answer]}; code that no frame shows made it (the script's "
-        "clipping or normalisation, a communication hook), and on which rank is unknown."
-    )
+    where = f"between the backward and the step of batch {first.batch} on {ranks_text(bad)}"
+    hooks = "the script's clipping or normalisation, a communication hook"
+    return f"{what} was made {where}: {finite}, and {code} ({hooks}), and on which rank is unknown."
 
 
+_BETWEEN = "gradients between backward() and step()"
 _NO_SUM = {"narrower": "their sum is too, unless it is reduced in float16", "no": "no sum of them gives that value"}
 
 
 def _sum_lines(found: GradientSum, first: LocalDiagnosis) -> list[str]:
     if not found.own or not found.got:
         return []
-    lines = [found.line()]
-    if first.value == "nan" and found.answer == "no":
-        lines.append("nan is no sum of finite numbers")
+    is_nan = first.value == "nan" and found.answer == "no"
+    lines = [found.line(), *(["nan is no sum of finite numbers"] if is_nan else [])]
     if found.fine:
         lines.append(f"{ranks_text(found.fine)}: what the optimizer got was finite, and a sum is the same on all ranks")
     return lines
@@ -200,17 +186,16 @@ def _sum_lines(found: GradientSum, first: LocalDiagnosis) -> list[str]:
 
 def _next(first: LocalDiagnosis, found: GradientSum, unseen: list[int]) -> list[str]:
     if unseen:
-        return [
-            f"Look at what {ranks_text(unseen)} computed in that step: no gradient of "
-            f"{'its' if len(unseen) == 1 else 'their'} own was seen there.",
-            *next_steps(first)[-1:],
-        ]
+        own = f"{'its' if len(unseen) == 1 else 'their'} own"
+        look = f"Look at what {ranks_text(unseen)} computed in that step: no gradient of {own} was seen there."
+        return [look, *next_steps(first)[-1:]]
     if found.answer == "sum":
         return next_steps(first)
-    of_zero = "every own gradient was 0, so dividing by their norm divides by 0" if found.all_zero() else ""
+    why = "a norm of 0, a count of 0 tokens, a scale of inf"
+    if all(row.abs_max == 0 for row in found.own.values()):
+        why = "every own gradient was 0, so dividing by their norm divides by 0"
     return [
-        "Look at what the script does with gradients between backward() and step(), and at a communication hook: "
-        f"{of_zero or 'a norm of 0, a count of 0 tokens, a scale of inf'}.",
+        f"Look at what the script does with {_BETWEEN}, and at a communication hook: {why}.",
         *(["Let the communication hook divide before it sums, or reduce in bfloat16."] * (found.answer == "narrower")),
         *next_steps(first)[-1:],
     ]
@@ -218,27 +203,18 @@ def _next(first: LocalDiagnosis, found: GradientSum, unseen: list[int]) -> list[
 
 def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Verdict:
     rank = facts.one(first.attempt, first.rank)
-    host, failed = facts.host(rank), doubts_about(rank)
-    cause = f" ({first.cause})" if first.cause else ""
+    who, failed = one_on(first.rank, facts.host(rank)), doubts_about(rank)
+    what = f"{first.role} of {first.place}, batch {first.batch}{f' ({first.cause})' if first.cause else ''}"
+    seen = f"rank {first.rank}: the gradient"
+    code = "code between the backward and the step did it (clipping, unscaling, the script's own code)"
     return overflow_at(
         first,
-        **whose(facts, facts.one(first.attempt, first.rank)),
-        statement=(
-            f"Rank {first.rank}{f' on {host}' if host else ''} made {first.value} out of a finite gradient before its "
-            f"step: {first.role} of {place_of(first)}, batch {first.batch}{cause}; code between the backward "
-            "and the step did it (clipping, unscaling, the script's own code)."
-        ),
+        **whose(facts, rank),
+        statement=f"{who} made {first.value} out of a finite gradient before its step: {what}; {code}.",
         certainty=Certainty.ESTABLISHED if first.from_page and not failed else Certainty.SUPPORTED,
         phase=FramePhase.OPTIMIZER,
-        evidence=[
-            f"rank {first.rank}: the gradient was finite when the backward made it",
-            *evidence,
-            *first.notes,
-            *failed,
-        ],
-        next=[
-            "Look at what the script does with gradients between backward() and step(): a norm of 0, a scale of inf."
-        ],
+        evidence=[f"{seen} was finite when the backward made it", *evidence, *first.notes, *failed],
+        next=[f"Look at what the script does with {_BETWEEN}: a norm of 0, a scale of inf."],
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
 

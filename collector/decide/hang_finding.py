@@ -14,7 +14,8 @@ from ...core.events import RankLook, WorkerExit
 from ...core.settings import OnHang
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
-from .hang_groups import COMPARE_LINES, IN_ORDER, absent, capital, find_by_groups, who_waits
+from ..report.sentence_parts import grouped
+from .hang_groups import COMPARE_LINES, IN_ORDER, ODD_UNKNOWN, absent, capital, find_by_groups, who_waits
 from .hang_model import (
     BACKWARD,
     DEVICE,
@@ -60,12 +61,12 @@ def missed_reduction(positions: Mapping[int, RankPosition], waiting: list[int], 
     """
     away = [rank for rank, position in positions.items() if position.kind == "away"]
     found = absent(away, BACKWARD, waiting, waited, sure=False, what=positions[away[0]].what)
-    next_ = (
-        f"Look at what {ranks_text(away)} did then. To see the lines, have the stall reported while it "
-        "lasts: set --hang-timeout below the group's timeout."
-    )
+    lines = "To see the lines, have the stall reported while it lasts: set --hang-timeout below the group's timeout."
     evidence = [f"{ranks_text([rank])} was {positions[rank].what}" for rank in away]
-    return replace(found, next=[next_], evidence=evidence)
+    return replace(found, next=[f"Look at what {ranks_text(away)} did then. {lines}"], evidence=evidence)
+
+
+_UNSEEN = "{} of the ranks did not report their positions"
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,12 @@ class _StackScene:
         """Without a time where they have just moved: into a group's timeout, while they were asked."""
         return "have waited" + (f" for {self._still_s:.0f} s" if self._still_s >= 1 else "")
 
-    @property
-    def _away(self) -> list[int]:
-        """Those that do not wait. A rank that has raised lost another one: it is in it only if all of them have."""
-        away = [rank for rank, position in self.positions.items() if not position.waiting]
-        raised = {look.where.rank for look in self.looks if look.phase == "raised"}
-        return [rank for rank in away if rank not in raised] or away
-
     def find(self) -> HangFinding | None:
-        waiting, away = [rank for rank, position in self.positions.items() if position.waiting], self._away
+        waiting = [rank for rank, position in self.positions.items() if position.waiting]
+        away = [rank for rank, position in self.positions.items() if not position.waiting]
+        # a rank that has raised lost another one: it is in it only if all of them have
+        raised = {look.where.rank for look in self.looks if look.phase == "raised"}
+        away = [rank for rank in away if rank not in raised] or away
         certain = self.unseen <= 0 and all(self.positions[rank].kind == "waits" for rank in waiting)
         if waiting and self.left and not away:
             where, sure = self._operations(waiting), certain and len(waiting) > 1
@@ -116,35 +114,24 @@ class _StackScene:
         raised = all(look.phase == "raised" for look in self.looks)
         why = f"since {'its' if len(ranks) == 1 else 'their'} script {'raised' if raised else 'ended'}"
         line = f" It is at {lines[0]}." if len(ranks) == 1 and lines[0] else ""
-        return HangFinding(
-            f"{capital(ranks, 'has', 'have')} not exited for {self._still_s:.0f} s {why}.{line}",
-            Certainty.ESTABLISHED,
-            ranks,
-            ["Look for a non-daemon thread, a child process, or an atexit function."],
-            cause="does not end",
-            may_end=raised,
-        )
+        statement = f"{capital(ranks, 'has', 'have')} not exited for {self._still_s:.0f} s {why}.{line}"
+        next_ = ["Look for a non-daemon thread, a child process, or an atexit function."]
+        return HangFinding(statement, Certainty.ESTABLISHED, ranks, next_, cause="does not end", may_end=raised)
 
     def _last_one(self, rank: int) -> HangFinding:
         position = self.positions[rank]
-        return HangFinding(
-            f"Rank {rank} has not moved for {self._still_s:.0f} s, and all other ranks have ended. It is "
-            f"{position.what}.",
-            Certainty.SUPPORTED if position.kind == "unknown" else Certainty.ESTABLISHED,
-            [rank],
-            [f"Look at the line where rank {rank} is."],
-            cause="last one",
-        )
+        still = f"Rank {rank} has not moved for {self._still_s:.0f} s, and all other ranks have ended."
+        certainty = Certainty.SUPPORTED if position.kind == "unknown" else Certainty.ESTABLISHED
+        next_ = [f"Look at the line where rank {rank} is."]
+        return HangFinding(f"{still} It is {position.what}.", certainty, [rank], next_, cause="last one")
 
     def _nobody_waits(self, away: list[int]) -> HangFinding:
         if self.world_size == 1:
             statement = f"Rank 0 has not moved for {self._still_s:.0f} s. It is {self.positions[away[0]].what}."
             next_ = ["Look at the line where it is."]
             return HangFinding(statement, Certainty.ESTABLISHED, [0], next_, may_end=False)
-        statement = (
-            f"No rank has moved for {self._still_s:.0f} s, and none waits in a collective: it is unknown which "
-            "rank is the cause."
-        )
+        cause = "none waits in a collective: it is unknown which rank is the cause"
+        statement = f"No rank has moved for {self._still_s:.0f} s, and {cause}."
         return HangFinding(statement, Certainty.UNKNOWN, [], ["Look at the lines where the ranks are."], may_end=False)
 
     def _all_wait(self, waiting: list[int]) -> HangFinding:
@@ -154,31 +141,24 @@ class _StackScene:
         inside = self._operations(waiting)
         next_ = COMPARE_LINES
         if self.unseen > 0:
-            who = who_waits(waiting, self.waited).capitalize()
-            statement = (
-                f"{who} in {inside}, and {self.unseen} of the ranks did not report their positions: one of those never "
-                "reached it, or the link to its node is lost."
-            )
+            who, unseen = who_waits(waiting, self.waited).capitalize(), _UNSEEN.format(self.unseen)
+            lost = "one of those never reached it, or the link to its node is lost"
+            statement = f"{who} in {inside}, and {unseen}: {lost}."
             next_ = "Look at the nodes that did not report."
         elif DEVICE in operations:
             there = ranks_text([rank for rank in waiting if self.positions[rank].operation == DEVICE])
             statement = f"All ranks wait, and {there} in {DEVICE}: gpuwatch cannot see in which collective a GPU is."
         elif odd and 2 * number > len(waiting) and "wait" not in operations and BACKWARD not in operations:
-            statement = (
-                f"{capital(odd, 'waits', 'wait')} in {self._operations(odd)}, where {number} other ranks wait in "
-                f"{most}: the ranks do not issue the same collectives."
-            )
+            where = f"in {self._operations(odd)}, where {number} other ranks wait in {most}"
+            statement = f"{capital(odd, 'waits', 'wait')} {where}: the ranks do not issue the same collectives."
             return HangFinding(statement, Certainty.SUPPORTED, odd, [IN_ORDER])
         elif odd:
-            statement = (
-                f"All ranks wait, but not in the same operation ({inside}): the ranks do not issue the same "
-                "collectives, or wait for one in different ways. It is unknown which rank is the odd one."
-            )
+            why = "the ranks do not issue the same collectives, or wait for one in different ways"
+            statement = f"All ranks wait, but not in the same operation ({inside}): {why}. {ODD_UNKNOWN}"
         else:
-            statement = (
-                f"All {len(waiting)} ranks have reached {most}, and none has moved for {self._still_s:.0f} s: no rank "
-                "is missing, so their sizes or dtypes differ, or the network or a device does not complete it."
-            )
+            why = "no rank is missing, so their sizes or dtypes differ, or the network or a device does not complete it"
+            reached = f"All {len(waiting)} ranks have reached {most}"
+            statement = f"{reached}, and none has moved for {self._still_s:.0f} s: {why}."
             next_ = "Compare the lines where the ranks are stuck; if they are the same, test the links: gpuwatch check."
         return HangFinding(statement, Certainty.UNKNOWN, [], [next_])
 
@@ -187,11 +167,9 @@ class _StackScene:
 
     def lines(self) -> list[str]:
         """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`, a line for all that are alike."""
-        alike: dict[tuple[str, str, str], list[int]] = {}
-        for rank, position in self.positions.items():
-            alike.setdefault((position.kind, position.operation, position.line), []).append(rank)
-        lines = [_line(ranks, self.positions[ranks[0]]) for ranks in alike.values()]
-        return [*lines, *([f"{self.unseen} of the ranks did not report their positions"] if self.unseen > 0 else [])]
+        alike = grouped(self.positions.items(), lambda pair: (pair[1].kind, pair[1].operation, pair[1].line))
+        lines = [_line([rank for rank, _ in found], found[0][1]) for found in alike.values()]
+        return [*lines, *([_UNSEEN.format(self.unseen)] if self.unseen > 0 else [])]
 
 
 def _line(ranks: list[int], first: RankPosition) -> str:
@@ -270,7 +248,7 @@ class HangAction:
 def ending_of(found: HangFinding, looks: Sequence[RankLook], on_hang: OnHang, limit_s: float) -> HangAction:
     """`limit_s` is the limit that the first rank has passed."""
     if on_hang == "report":
-        return HangAction(False, "gpuwatch leaves the job as it is; to end it: --on-hang abort")
+        return HangAction(False, f"{_LEAVES}; to end it: --on-hang abort")
     return _abort(found, looks, limit_s) if on_hang == "abort" else _auto(found, looks, limit_s)
 
 
@@ -278,11 +256,8 @@ def _auto(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> Hang
     outlook = found.outlook
     if outlook.kind == "may go on":
         who = ranks_text(outlook.free) if outlook.free else "a rank that did not report"
-        return HangAction(
-            False,
-            f"gpuwatch leaves the job as it is, because {who} may still go on; the timeouts of its process groups "
-            "still apply; to end it anyway: --on-hang abort",
-        )
+        anyway = "the timeouts of its process groups still apply; to end it anyway: --on-hang abort"
+        return HangAction(False, f"{_LEAVES}, because {who} may still go on; {anyway}")
     if outlook.kind == "all wait" and not _have_rested(looks, PATIENCE_TIMES * limit_s):
         return HangAction(False, f"if no rank moves, gpuwatch ends the job after {PATIENCE_TIMES * limit_s:.0f} s")
     return _END
@@ -291,17 +266,14 @@ def _auto(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> Hang
 def _abort(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> HangAction:
     """End all ranks if the others wait for one; a rank that computes gets more time, as it may finish."""
     if not found.may_end:
-        return HangAction(False, "gpuwatch leaves the job as it is, because it sees no rank wait for another")
+        return HangAction(False, f"{_LEAVES}, because it sees no rank wait for another")
     patience_s = PATIENCE_TIMES * limit_s
     working = [look for look in looks if look.where.rank in found.ranks and computes(look)]
-    early = [look for look in working if not _have_rested([look], patience_s)]
+    early = [look.where.rank for look in working if not _have_rested([look], patience_s)]
     if not early:
         return _END
-    verb = "computes" if len(early) == 1 else "compute"
-    who = ranks_text(sorted(look.where.rank for look in early))
-    return HangAction(
-        False, f"gpuwatch leaves the job as it is, because {who} {verb}; it ends the job after {patience_s:.0f} s"
-    )
+    who = f"{ranks_text(early)} {'computes' if len(early) == 1 else 'compute'}"
+    return HangAction(False, f"{_LEAVES}, because {who}; it ends the job after {patience_s:.0f} s")
 
 
 def _have_rested(looks: Sequence[RankLook], seconds: float) -> bool:
@@ -309,3 +281,4 @@ def _have_rested(looks: Sequence[RankLook], seconds: float) -> bool:
 
 
 _END = HangAction(True, "ending the ranks")
+_LEAVES = "gpuwatch leaves the job as it is"

@@ -9,6 +9,7 @@ from ...core.events import GroupState
 from ...core.recorder.group_table import RECENT
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
+from ..report.sentence_parts import grouped
 from .hang_model import (
     HangFinding,
     OperationMismatch,
@@ -24,6 +25,8 @@ from .hang_model import (
 SAME_COLLECTIVES = "Every rank must issue the same collectives"
 IN_ORDER = f"{SAME_COLLECTIVES} in the same order: compare the lines below."
 COMPARE_LINES = "Compare the lines where the ranks are stuck."
+ODD_UNKNOWN = "It is unknown which rank is the odd one."
+_NOT_THE_SAME = "the ranks do not issue the same collectives"
 
 
 def absent(
@@ -44,10 +47,8 @@ def absent(
     """
     one, who = len(ranks) == 1, ranks_text(ranks)
     if left:
-        statement = (
-            f"{who.capitalize()} left early: {'its' if one else 'their'} script ended with exit code 0, while "
-            f"{who_waits(waiting, waited)} in {where}."
-        )
+        ended = f"{'its' if one else 'their'} script ended with exit code 0"
+        statement = f"{who.capitalize()} left early: {ended}, while {who_waits(waiting, waited)} in {where}."
         if len(waiting) == 1:  # they look the same
             statement += f" Or rank {waiting[0]} has issued one collective too many."
         next_ = f"{SAME_COLLECTIVES}: look for a loop that ends sooner on that rank, or an early return."
@@ -99,17 +100,12 @@ def _mismatch(found: OperationMismatch, world_size: int) -> HangFinding:
     inside = group_text(found.group, found.members, world_size)
     parts = sorted(found.kinds.items(), key=lambda pair: (-len(pair[1]), pair[1]))
     issued = [(ranks_text(sorted(ranks)), kind_text(kind)) for kind, ranks in parts]
-    statement = (
-        f"The ranks do not issue the same collectives: as collective {found.number}{inside}, "
-        + ", ".join(f"{who} issued {what}" for who, what in issued)
-        + ". It is unknown which rank is the odd one."
-    )
+    all_of_it = ", ".join(f"{who} issued {what}" for who, what in issued)
+    statement = f"{_NOT_THE_SAME.capitalize()}: as collective {found.number}{inside}, {all_of_it}. {ODD_UNKNOWN}"
     if found.odd:
-        statement = (
-            f"{ranks_text(found.odd).capitalize()} issued {' and '.join(what for _, what in issued[1:])}, where "
-            f"{len(parts[0][1])} other ranks issued {issued[0][1]}{inside}: the ranks do not issue the same "
-            "collectives."
-        )
+        theirs = " and ".join(what for _, what in issued[1:])
+        where = f"{len(parts[0][1])} other ranks issued {issued[0][1]}{inside}"
+        statement = f"{ranks_text(found.odd).capitalize()} issued {theirs}, where {where}: {_NOT_THE_SAME}."
     return HangFinding(
         statement,
         Certainty.SUPPORTED if found.odd else Certainty.UNKNOWN,
@@ -156,11 +152,9 @@ class _GroupScene:
         meeting = next((one for one in self.meetings if ranks[0] in one.waiting and not one.missing), None)
         if meeting is None or len(meeting.waiting) < 2:
             return None
-        others = [rank for rank in meeting.waiting if rank != ranks[0]]
-        statement = (
-            f"Rank {ranks[0]} is stopped in the middle of {meeting.text(self.world_size)}, in which "
-            f"{who_waits(others, self.waited)}. It is {self.positions[ranks[0]].what}."
-        )
+        others = who_waits([rank for rank in meeting.waiting if rank != ranks[0]], self.waited)
+        where = f"in the middle of {meeting.text(self.world_size)}, in which {others}"
+        statement = f"Rank {ranks[0]} is stopped {where}. It is {self.positions[ranks[0]].what}."
         return HangFinding(statement, Certainty.ESTABLISHED, ranks, ["Find out why it was stopped."])
 
     def did_not_come(self) -> HangFinding | None:
@@ -189,7 +183,7 @@ class _GroupScene:
         )
         return absent(
             sorted(heads),
-            " and ".join(dict.fromkeys(self._name(meeting) for meeting in meetings)),
+            " and ".join(dict.fromkeys(map(self._name, meetings))),
             direct,
             self.waited,
             sure=sure,
@@ -221,10 +215,8 @@ class _GroupScene:
             statement = f"The ranks wait for each other: {text}. A send and its receive do not match."
             next_ = "For each send there must be a receive on the other rank, and neither may wait for the other."
         elif len({(meeting.group, meeting.members) for meeting in stuck}) > 1:
-            statement = (
-                f"The ranks wait for each other in different groups: {text}. They issue the collectives of these "
-                "groups in different orders, or one of them has skipped one."
-            )
+            why = "They issue the collectives of these groups in different orders, or one of them has skipped one."
+            statement = f"The ranks wait for each other in different groups: {text}. {why}"
             next_ = "All ranks of two groups must issue the collectives of both in the same order."
         else:
             return None
@@ -248,12 +240,10 @@ class _GroupScene:
             odd, text = meeting.waiting, f"in {inside}, where {len(unplaced)} other ranks are {theirs}"
         elif len(meeting.waiting) != 1 or len(unplaced) != 1:
             return None
-        statement = (
-            f"Rank {odd[0]} waits {text}: the ranks do not issue the same collectives."
-            if odd
-            else f"The ranks do not issue the same collectives: {self._stand_in(meeting)}, and rank {unplaced[0]} is "
-            f"{theirs}. It is unknown which rank is the odd one."
-        )
+        both = f"{self._stand_in(meeting)}, and rank {unplaced[0]} is {theirs}"
+        statement = f"{_NOT_THE_SAME.capitalize()}: {both}. {ODD_UNKNOWN}"
+        if odd:
+            statement = f"Rank {odd[0]} waits {text}: {_NOT_THE_SAME}."
         certainty = Certainty.SUPPORTED if odd else Certainty.UNKNOWN
         return HangFinding(statement, certainty, odd, [IN_ORDER], cause="mismatch")
 
@@ -276,10 +266,9 @@ class _GroupScene:
         text = " and ".join(dict.fromkeys(meeting.text(self.world_size) for meeting in complete))
         ranks = sorted({rank for meeting in complete for rank in meeting.waiting})
         everyone = "All ranks" if len(ranks) == self.world_size else f"All ranks that are needed ({ranks_text(ranks)})"
-        statement = (
-            f"{everyone} have reached {text}, with the same sizes and dtypes as far as they show them, and "
-            f"{self.waited}: the network or a device does not complete it.{self._further(ranks)}"
-        )
+        alike = "with the same sizes and dtypes as far as they show them"
+        why = f"the network or a device does not complete it.{self._further(ranks)}"
+        statement = f"{everyone} have reached {text}, {alike}, and {self.waited}: {why}"
         next_ = ["Test the links: gpuwatch check."]
         return HangFinding(statement, Certainty.UNKNOWN, [], next_, cause="all came")
 
@@ -304,19 +293,19 @@ class _GroupScene:
 
     def evidence(self) -> list[str]:
         """`ranks 0, 2 have begun collective 9 and not ended it: all_reduce; rank 1 has begun none after 8`"""
+
+        def begun(rank: int) -> int:
+            return next((group.begun for group in self.positions[rank].groups if group.name == meeting.group), 0)
+
         lines = []
-        for meeting in self.meetings:
-            if meeting.number < 0:
-                continue
-            line = f"{ranks_text(meeting.waiting)} {'has' if len(meeting.waiting) == 1 else 'have'} begun collective "
-            line += f"{meeting.number} and not finished it: {meeting.text(self.world_size)}"
-            begun = {
-                rank: next((group.begun for group in self.positions[rank].groups if group.name == meeting.group), 0)
-                for rank in meeting.missing
-            }
-            for last in sorted(set(begun.values())):
-                ranks = [rank for rank, number in begun.items() if number == last]
-                what = f"none after {last}" if last else "none"
-                line += f"; {ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'} begun {what}"
+        for meeting in (meeting for meeting in self.meetings if meeting.number >= 0):
+            line = f"{_have(meeting.waiting)} begun collective {meeting.number} and not finished it: "
+            line += meeting.text(self.world_size)
+            for last, ranks in sorted(grouped(meeting.missing, begun).items()):
+                line += f"; {_have(ranks)} begun {f'none after {last}' if last else 'none'}"
             lines.append(line)
         return lines
+
+
+def _have(ranks: list[int]) -> str:
+    return f"{ranks_text(ranks)} {'has' if len(ranks) == 1 else 'have'}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...core.events import GroupState, IssuedOperation, RankLook, StackLine
+from ...core.events import GroupState, IssuedOperation, RankLook
 from ...core.recorder.group_table import members_of
 from ...core.recorder.layout import GROUPS
 from ...core.stalls import is_users
@@ -60,7 +60,7 @@ class HangFinding:
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _DDP = "/torch/nn/parallel/distributed.py"
 _AROUND_COLLECTIVES = (
-    "/torch/distributed/distributed_c10d.py",
+    _COLLECTIVES,
     "/torch/distributed/c10d_logger.py",
     "/torch/distributed/_functional_collectives.py",
     "/torch/distributed/utils.py",
@@ -135,7 +135,9 @@ def position_of(look: RankLook) -> RankPosition:
         kind: Kind = "waits" if sure else "may wait"
     else:
         kind = "stopped" if look.state in ("T", "t") else "away" if look.stack else "unknown"
-    return RankPosition(kind, does, operation, _line(look.stack), look.groups)
+    line = next((line for line in look.stack if is_users(line.shown)), look.stack[0] if look.stack else None)
+    shown = line.shown.removeprefix(line.file.rpartition("/")[0] + "/") if line is not None else ""
+    return RankPosition(kind, does, operation, shown, look.groups)
 
 
 def _operation(look: RankLook) -> tuple[str, bool]:
@@ -159,12 +161,6 @@ def _operation(look: RankLook) -> tuple[str, bool]:
     if inner.function == "_engine_run_backward" and look.busy < QUIET and look.state != "R":
         return BACKWARD, False
     return "", False
-
-
-def _line(stack: list[StackLine]) -> str:
-    """The innermost line of the user's own files; where there is none, of any file."""
-    line = next((line for line in stack if is_users(line.shown)), stack[0] if stack else None)
-    return line.shown.removeprefix(line.file.rpartition("/")[0] + "/") if line is not None else ""
 
 
 # Where ranks meet: one operation of one process group, which ranks stand in it, and which never began it. Pure.
@@ -200,8 +196,7 @@ class PendingOperation:
         """`all_reduce`, `all_reduce of group 1 (ranks 4-7)`, `send to rank 1`"""
         name = self.operation.operation if self.operation is not None and self.operation.operation else "a collective"
         if self.number < 0 and self.operation is not None:
-            peer = self.peer
-            whom = f"rank {peer}" if peer is not None else "any rank"
+            whom = f"rank {self.peer}" if self.peer is not None else "any rank"
             return f"{name} {'to' if name == 'send' else 'from'} {whom}"
         return name + group_text(self.group, self.members, world_size)
 
@@ -293,19 +288,17 @@ def mismatch_of(
 ) -> OperationMismatch | None:
     """The first number under which members of a group have begun different operations, where a rank stands at or
     behind it. None if there is none, or if the numbers cannot be compared: all have ended a number that differs."""
-    seen: dict[tuple[str, str], None] = {
-        (state.name, state.members): None for state, number in places.values() if number > 0
-    }
-    for name, text in seen:
+    for name, text in dict.fromkeys((state.name, state.members) for state, at in places.values() if at > 0):
         members = tuple(members_of(text, world_size))
         states = {rank: _state(tables.get(rank, ()), name, text) for rank in members}
         of_number: dict[int, dict[IssuedKind, list[int]]] = {}
         for rank, state in states.items():
             for issued in state.recent if state is not None else ():
                 if issued.number > 0 and issued.operation:
-                    of_number.setdefault(issued.number, {}).setdefault(_kind(issued), []).append(rank)
-        for number in sorted(of_number):
-            kinds = of_number[number]
+                    elements = issued.elements if issued.operation in _SAME_SIZE else -1
+                    kind = issued.operation, issued.dtype, elements, issued.peer
+                    of_number.setdefault(issued.number, {}).setdefault(kind, []).append(rank)
+        for number, kinds in sorted(of_number.items()):
             if len(kinds) < 2:
                 continue
             ranks = [rank for ranks in kinds.values() for rank in ranks]
@@ -351,8 +344,3 @@ def begun_in(groups: Sequence[GroupState], like: GroupState) -> int | None:
     if state is None:
         return None if len(groups) >= GROUPS else 0
     return state.begun
-
-
-def _kind(issued: IssuedOperation) -> IssuedKind:
-    sized = issued.operation in _SAME_SIZE
-    return issued.operation, issued.dtype, issued.elements if sized else -1, issued.peer

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from ...core.events import RankLook, WorkerExit
+from ...core.events import RankLook
 from ...core.text import ranks_text
 from ...core.verdicts import VerdictKind
 from ..facts.facts import RankFacts, RunFacts
@@ -15,16 +15,7 @@ from ..report.model import ConcurrentOrigin, Verdict
 from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
 from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, standing_at
-from .words import (
-    cascade_of,
-    doing,
-    first_line,
-    hid_a_peer_failure,
-    own_error,
-    was_aborted,
-    was_aborted_at_exit,
-    whose,
-)
+from .words import cascade_of, doing, first_line, whose
 
 _T = TypeVar("_T")
 
@@ -36,17 +27,17 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     """
     ranks = facts.of_attempt(facts.last_attempt if attempt is None else attempt)
     looks = last_looks(ranks)
-    if (
-        not looks
-        or (attempt in (None, facts.last_attempt) and _job_went_well(facts))
-        or any(_moved_since(rank, looks[rank.rank]) for rank in ranks if rank.rank in looks)
-    ):
+    went_well = attempt in (None, facts.last_attempt) and all(node.went_well for node in facts.nodes.values())
+    if not looks or went_well or any(_moved_since(rank, looks[rank.rank]) for rank in ranks if rank.rank in looks):
         return None
-    early = {rank.rank: rank.exit for rank in ranks if rank.exit is not None and _ended_before(rank.exit, looks)}
+    # a rank that was not asked had ended by then
+    early = {r.rank: r.exit for r in ranks if r.exit is not None and r.exit.by == "itself" and r.rank not in looks}
     found = find_hang(list(looks.values()), early, len(ranks))
     if found is None:
         return None
-    if found.cause == "does not end" and any(_has_ended(rank) for rank in ranks if rank.rank in found.ranks):
+    # one that has ended since, and not by a signal, was slow
+    slow = [rank.rank for rank in ranks if rank.code is not None and rank.code >= 0]
+    if found.cause == "does not end" and set(found.ranks) & set(slow):
         return None
     if any(_says_why(rank, waited=rank.rank not in found.ranks) for rank in ranks if rank.rank not in early):
         return None
@@ -59,27 +50,12 @@ def last_looks(ranks: list[RankFacts]) -> dict[int, RankLook]:
     return {rank.rank: look for rank in ranks for look in rank.looks if look.number == number}
 
 
-def _job_went_well(facts: RunFacts) -> bool:
-    return all(node.bye is not None and node.bye.outcome == "ok" for node in facts.nodes.values())
-
-
 def _moved_since(rank: RankFacts, look: RankLook) -> bool:
     """Whether a rank has gone on after it was asked. How it was ended says nothing of that."""
-    where = rank.exit.where if rank.exit is not None else None
-    if where is None:
+    if rank.exit is None:
         return False
-    before = look.where
+    before, where = look.where, rank.exit.where
     return (where.step, where.batch, where.seq) != (before.step, before.batch, before.seq)
-
-
-def _ended_before(exit_: WorkerExit, looks: dict[int, RankLook]) -> bool:
-    """A rank that was not asked had ended by then."""
-    return exit_.where.rank not in looks and exit_.by == "itself"
-
-
-def _has_ended(rank: RankFacts) -> bool:
-    """Whether a rank that had not ended when it was asked has ended after that, and not by a signal: it was slow."""
-    return rank.exit is not None and rank.exit.code is not None and rank.exit.code >= 0
 
 
 def _says_why(rank: RankFacts, *, waited: bool) -> bool:
@@ -87,13 +63,11 @@ def _says_why(rank: RankFacts, *, waited: bool) -> bool:
 
     A waiting rank that NCCL's watchdog aborts, or in which a group's timeout raises, has no reason of its own.
     """
-    error = own_error(rank)
-    if error is not None:
-        return not error.peer_failure
-    if waited and hid_a_peer_failure(rank):
+    if rank.error is not None:
+        return not rank.error.peer_failure
+    if waited and (rank.hid_a_peer_failure or rank.was_aborted):
         return False
-    code = rank.exit.code if rank.exit is not None and rank.exit.by == "itself" else None
-    return code not in (None, 0, -signal.SIGABRT) if waited else code not in (None, 0)
+    return bool(rank.own_code)
 
 
 def verdict_of(
@@ -110,9 +84,9 @@ def verdict_of(
     module, cls = _common((at.module, at.cls) for at in stood) or (None, None)
     batch = _common(at.where.batch for at in stood)
     return Verdict(
-        kind=kind,
-        statement=found.statement,
-        certainty=found.certainty,
+        kind,
+        found.statement,
+        found.certainty,
         **(whose(facts, named) if named is not None else {"rank": found.rank}),
         module=module,
         cls=cls,
@@ -134,10 +108,8 @@ def _common(values: Iterable[_T]) -> _T | None:
 
 
 def _concurrent(facts: RunFacts, rank: RankFacts, look: RankLook | None) -> ConcurrentOrigin:
-    module = look.module if look is not None and look.module is not None else ""
-    return ConcurrentOrigin(
-        rank.rank, module, look.cls or "" if look is not None else "", None, "", facts.host(rank), "did not come"
-    )
+    module, cls = (look.module or "", look.cls or "") if look is not None else ("", "")
+    return ConcurrentOrigin(rank.rank, module, cls, None, "", facts.host(rank), "did not come")
 
 
 # The verdict of a job that ended because its ranks did not meet, before it was seen to stand still.
@@ -154,9 +126,7 @@ _TIMED_OUT = ("imed out", "imeout", "failed to pass monitoredBarrier")
 def ended_verdict(facts: RunFacts) -> Verdict | None:
     """None if a rank ended for a reason of its own, if a signal ended the job, or if the tables lead to no rank."""
     nodes = facts.nodes.values()
-    if any(node.signal is not None for node in nodes) or all(
-        node.bye is None or node.bye.outcome == "ok" for node in nodes
-    ):
+    if any(node.signal is not None for node in nodes) or all(node.bye is None or node.went_well for node in nodes):
         return None
     ranks = facts.of_attempt(facts.last_attempt)
     reducing = _in_reduction(ranks)
@@ -164,14 +134,14 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
     shown = {rank: position for rank, position in positions.items() if position is not None}
     if len(shown) < len(ranks):
         return None
-    raised = [(rank, error) for rank in ranks if (error := own_error(rank)) is not None]
+    raised = [(rank, rank.errors[0]) for rank in ranks if rank.errors]
     timed_out = any(words in error.message for _, error in raised for words in _TIMED_OUT)
-    hidden = [rank for rank in ranks if hid_a_peer_failure(rank)]
-    aborted = [rank for rank in ranks if was_aborted(rank)]
+    hidden = [rank for rank in ranks if rank.hid_a_peer_failure]
+    aborted = [rank for rank in ranks if rank.was_aborted]
     if not raised and not hidden and not aborted:
         return None
     waited = "waited until the group's timeout" if timed_out else "waited"
-    world_size = max((len(ranks), *(rank.state.world_size for rank in ranks if rank.state is not None)))
+    world_size = max((len(ranks), *(rank.counts.world_size for rank in ranks)))
     found = find_by_groups(shown, world_size, waited)
     if found is None and timed_out and len(shown) == world_size:
         found = _missed_the_reduction(sorted(reducing), shown, waited)
@@ -211,38 +181,32 @@ def _counts(shown: dict[int, RankPosition]) -> list[str]:
     for rank, one in sorted(shown.items()):
         for group in one.groups:
             found.setdefault(group.name, {}).setdefault(group.begun, []).append(rank)
-    return [
-        f"collectives begun in group {name}: "
-        + "; ".join(f"{number} by {ranks_text(ranks)}" for number, ranks in sorted(by_number.items(), reverse=True))
-        for name, by_number in found.items()
-        if len(by_number) > 1
-    ]
+    lines = []
+    for name, by_number in found.items():
+        counts = (f"{number} by {ranks_text(ranks)}" for number, ranks in sorted(by_number.items(), reverse=True))
+        lines += [f"collectives begun in group {name}: {'; '.join(counts)}"] if len(by_number) > 1 else []
+    return lines
 
 
 def _in_reduction(ranks: list[RankFacts]) -> set[int]:
     """The ranks that waited in a backward for the gradients of others: they raised there, or were ended in a backward
     in which another one has raised. Without one that has raised there, a backward may be all computation."""
-    raised = {
-        rank.rank
-        for rank in ranks
-        if (error := own_error(rank)) is not None and error.peer_failure and _IN_BACKWARD in error.traceback
-    }
-    exits = [rank.exit for rank in ranks if rank.exit is not None and own_error(rank) is None]
+    errors = [(rank.rank, rank.error) for rank in ranks if rank.error is not None and rank.error.peer_failure]
+    raised = {rank for rank, error in errors if _IN_BACKWARD in error.traceback}
+    exits = [rank.exit for rank in ranks if rank.exit is not None and not rank.errors]
     ended = {exit_.where.rank for exit_ in exits if (exit_.by, exit_.phase) == ("torchrun", "backward")}
     return raised | ended if raised else set()
 
 
 def _position(rank: RankFacts, reduces: bool) -> RankPosition | None:
     """None for a rank that ended for a reason of its own, or whose end is not known."""
-    exit_, error = rank.exit, own_error(rank)
-    if exit_ is None or exit_.code is None:
+    exit_, error = rank.exit, rank.error
+    if exit_ is None or exit_.code is None or (error is not None and not error.peer_failure):
         return None
-    if error is not None and not error.peer_failure:
-        return None
-    failed = error is not None or hid_a_peer_failure(rank)
+    failed = error is not None or rank.hid_a_peer_failure
     placed = standing_at(exit_.groups, failed=failed) is not None
     if not failed and exit_.by == "itself":
-        if exit_.code == 0 or was_aborted_at_exit(rank):
+        if exit_.code == 0 or rank.was_aborted_at_exit:
             return RankPosition("left", groups=exit_.groups)
         if exit_.code != -signal.SIGABRT or not placed:
             return None

@@ -13,10 +13,9 @@ from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, reaso
 from ..facts.facts import RunFacts
 from ..facts.kept_pages import KeptPage
 from ..report.sentence_parts import ranks_text
-from .clean_verdict import doubts_about, was_not_watched
+from .clean_verdict import doubts_about
 from .overflow_words import is_alike, wild_line
 from .replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
-from .words import found_text, place_of
 
 _MAX_LINES = 8
 
@@ -30,18 +29,17 @@ def evidence_of(
     wild: WildWeight | None,
 ) -> tuple[str, list[str]]:
     """(certainty, lines) of a verdict that names a rank."""
-    lines = [*_of_itself(first), *first.notes, *_of_mask(first), *_of_weight(first, odd)]
-    doubts: list[str] = []
-    if (
-        first.source in ("carried", "unread")
-        or not first.sure
-        or (odd is not None and odd.agreed_in is None and _made(first))
-    ):
-        doubts.append("")
+    lines = [*_of_itself(first), *first.notes]
+    if first.turned is not None and not first.mask:
+        lines.append(f"-inf alone is expected in masks; {module_text(*first.turned)} turned it into nan")
+    lines += _of_weight(first, odd)
+    # whether the first non-finite row was an output, also where a weight that differs is blamed for it
+    made = parse_role(first.at[2]).kind is RoleKind.OUTPUT
+    is_odd = odd is not None and odd.agreed_in is None and made
+    doubts = [""] if first.source in ("carried", "unread") or not first.sure or is_odd else []
     if not first.from_page:
-        doubts.append(
-            f"the frames of batch {first.batch} of {rank_name(first.rank)} were not received, or not all of their names"
-        )
+        frames = f"the frames of batch {first.batch} of {rank_name(first.rank)}"
+        doubts.append(f"{frames} were not received, or not all of their names")
     doubts += doubts_about(facts.one(first.attempt, first.rank))
     doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
@@ -51,7 +49,7 @@ def evidence_of(
         doubts += _of_stages(facts, first)
     later = [other for other in order.diagnoses if order.before(first, other)]
     for diagnosis in later[:_MAX_LINES]:
-        when = f"batch {diagnosis.batch}, {place_of(diagnosis)}{reason(first, diagnosis)}"
+        when = f"batch {diagnosis.batch}, {diagnosis.place}{reason(first, diagnosis)}"
         lines.append(f"{rank_name(diagnosis.rank)} first saw a non-finite value later: {when}")
     if later and first.seq < 0:
         doubts.append("the ranks had no process group, so their batches alone put them in order")
@@ -60,8 +58,7 @@ def evidence_of(
     lines += _of_silent_groups(order) if others or concurrent else []
     for diagnosis in others[:_MAX_LINES]:
         lines.append(
-            f"{rank_name(diagnosis.rank)} met {found_text(diagnosis)}, batch {diagnosis.batch}: "
-            f"{_HANDED[diagnosis.source]}"
+            f"{rank_name(diagnosis.rank)} met {diagnosis.text}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
         )
     lines += _of_clean(facts, first)
     lines += _of_inputs(facts, first)
@@ -71,7 +68,7 @@ def evidence_of(
 
 
 def _of_unwatched(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
-    found = [rank.rank for rank in facts.of_attempt(first.attempt) if rank.rank != first.rank and was_not_watched(rank)]
+    found = [rank.rank for rank in facts.of_attempt(first.attempt) if rank.rank != first.rank and rank.was_not_watched]
     if not found:
         return []
     was, it = ("was", "it") if len(found) == 1 else ("were", "one of them")
@@ -107,7 +104,7 @@ def _of_compiled(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
     unseen = facts.one(first.attempt, first.rank).compiled_unseen
     doubts = [each.text for each in unseen] if first.phase == FramePhase.BACKWARD else []
     if is_compiled(facts, first):
-        doubts.append(f"compiled code inside {place_of(first)} was not inspected: a module inside it can have made it")
+        doubts.append(f"compiled code inside {first.place} was not inspected: a module inside it can have made it")
     return doubts
 
 
@@ -130,62 +127,41 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     where = f"{rank_name(first.rank)}, batch {first.batch}, frame {first.frame}"
     seen = module_text(first.at[0], first.at[1])
     if first.source == "carried":
-        return [f"{where}: {place_of(first)} received a non-finite value; its origin was not seen"]
+        return [f"{where}: {first.place} received a non-finite value; its origin was not seen"]
     if first.source == "unread":
-        return [
-            f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; its weights were not checked"
-        ]
+        return [f"{where}: inputs of {first.place} were finite, its {first.role} was not; its weights were not checked"]
     if first.source == "left":
-        return [
-            f"{where}: {first.role} of {seen} was not finite before that backward began: what was in .grad when the "
-            "module was first called was still there when it began"
-        ]
+        left = "what was in .grad when the module was first called was still there when it began"
+        return [f"{where}: {first.role} of {seen} was not finite before that backward began: {left}"]
     if first.phase == FramePhase.FORWARD and first.is_origin:
         if first.between is not None or first.own_code:
             return [f"{where}: no module call before it returned a non-finite value"]
+        finite, more = f"inputs and weights of {first.place} were finite", ""
         if first.mask:
-            return [
-                f"{where}: weights and inputs of {place_of(first)} were finite but for a -inf, its {first.role} was not"
-            ]
-        if not first.weights_read:
+            finite = f"weights and inputs of {first.place} were finite but for a -inf"
+        elif not first.weights_read:
             since = f"after step {first.step}" if first.step else "before the first step"
-            return [
-                f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; its weights were finite "
-                f"when they were last read, and not read since ({since})"
-            ]
-        return [f"{where}: inputs and weights of {place_of(first)} were finite, its {first.role} was not"]
+            finite = f"inputs of {first.place} were finite"
+            more = f"; its weights were finite when they were last read, and not read since ({since})"
+        return [f"{where}: {finite}, its {first.role} was not{more}"]
     if first.phase == FramePhase.BACKWARD:
         line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
         if first.source == "outside":
             return [line, f"the model returned what {seen} had returned: its gradient comes from outside the model"]
         if first.between is not None:
-            if first.between[0]:
-                line += f"; that of `{first.between[0]}` was finite before"
-            return [line]
+            return [line + (f"; that of `{first.between[0]}` was finite before" if first.between[0] else "")]
         if first.role == first.at[2]:
             return [line, f"the gradient of what {seen} returned was finite"]
         if first.excluded:
             others = "; ".join(first.excluded[:_MAX_LINES])
-            return [line, f"the gradient of what {place_of(first)} returned was finite; {_EXCLUDED}: {others}"]
-        if first.own_code:
-            return [line, f"{place_of(first)} received that tensor, and the gradient of its own output was finite"]
-        return [line, f"{place_of(first)} alone used that tensor, and the gradient of its own output was finite"]
+            return [line, f"the gradient of what {first.place} returned was finite; {_EXCLUDED}: {others}"]
+        used = "received" if first.own_code else "alone used"
+        return [line, f"{first.place} {used} that tensor, and the gradient of its own output was finite"]
     if first.phase == FramePhase.OPTIMIZER and parse_role(first.at[2]).kind is RoleKind.STATE:
         return [f"{where}: {first.at[2]} of {seen} was not finite after the step"]
     if first.phase == FramePhase.OPTIMIZER:
         return [f"{where}: the weight and its gradient were finite before the step, the weight was not after it"]
     return []
-
-
-def _of_mask(first: LocalDiagnosis) -> list[str]:
-    if first.turned is None or first.mask:
-        return []
-    return [f"-inf alone is expected in masks; {module_text(*first.turned)} turned it into nan"]
-
-
-def _made(first: LocalDiagnosis) -> bool:
-    """Whether the first non-finite row was an output, also where a weight that differs is blamed for it."""
-    return parse_role(first.at[2]).kind is RoleKind.OUTPUT
 
 
 def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
@@ -194,7 +170,7 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     mine = "not finite" if not odd.row.finite else f"abs max {number_text(odd.row.abs_max)}"
     return [
         f"this rank's copy of the weight differs from that of {ranks_text(odd.ranks)}: {odd.row.role} of "
-        f"{place_of(first)} is {mine}, theirs has abs max {number_text(odd.others.abs_max)}",
+        f"{first.place} is {mine}, theirs has abs max {number_text(odd.others.abs_max)}",
         f"{odd.compared} other weight{'s' if odd.compared != 1 else ''} of that step agree"
         f"{'s' if odd.compared == 1 else ''} between the ranks",
         f"the copies agreed in batch {odd.agreed_in}, so one of them has changed on its own since"
@@ -235,15 +211,11 @@ def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis], ranks
     """A line about origins that nothing puts in order. `ranks` is how many ranks there are in all."""
     if not concurrent:
         return []
-    lines = [
-        f"{ranks_text([other.rank for other in concurrent])}: a separate origin between the same two "
-        "collectives; nothing puts them in order"
-    ]
+    who = ranks_text([other.rank for other in concurrent])
+    lines = [f"{who}: a separate origin between the same two collectives; nothing puts them in order"]
     apart = [other for other in concurrent if is_alike(first, other) and other.batch != first.batch]
-    lines += [
-        f"{rank_name(other.rank)} numbers that batch {other.batch}: it ran extra batches, or skipped some"
-        for other in apart[:_MAX_LINES]
-    ]
+    for other in apart[:_MAX_LINES]:
+        lines.append(f"{rank_name(other.rank)} numbers that batch {other.batch}: it ran extra batches, or skipped some")
     if all(is_alike(first, other) for other in concurrent) and len(concurrent) + 1 == ranks:
         lines.append("all ranks met the same value in the same place: look at what they share, and not at one rank")
     return lines
@@ -261,15 +233,10 @@ def _of_stages(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
 
 def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
     """Lines about nodes and ranks that were never heard."""
-    reasons: list[str] = []
-    hellos = facts.hellos
-    expected_nodes = max((hello.min_nodes for hello in hellos), default=1)
-    missing = facts.announced_ranks - len(facts.of_attempt(attempt))
-    if len(hellos) < expected_nodes:
-        reasons.append(f"{expected_nodes - len(hellos)} of {expected_nodes} nodes were never heard from")
-    if missing > 0:
-        reasons.append(f"{missing} ranks were never heard from")
-    return reasons
+    expected = max((hello.min_nodes for hello in facts.hellos), default=1)
+    nodes, ranks = expected - len(facts.hellos), facts.announced_ranks - len(facts.of_attempt(attempt))
+    found = [f"{nodes} of {expected} nodes were never heard from"] if nodes > 0 else []
+    return [*found, f"{ranks} ranks were never heard from"] if ranks > 0 else found
 
 
 def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiagnosis]) -> list[str]:
@@ -298,9 +265,9 @@ def _of_clean(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
 
 def clean_peers(facts: RunFacts, first: LocalDiagnosis) -> list[int]:
     """The ranks whose page of the same point holds no alarm and no non-finite gradient for a GradScaler."""
-    return [number for number, page in peers(facts, first).items() if _is_clean(page)]
-
-
-def _is_clean(page: KeptPage) -> bool:
-    frames = sorted(page.suspicious_frames, key=lambda frame: frame.index)
-    return page.num_frames > 0 and first_alarm(frames) is None and first_expected_gradient(frames) is None
+    clean = []
+    for number, page in peers(facts, first).items():
+        frames = sorted(page.suspicious_frames, key=lambda frame: frame.index)
+        if page.num_frames > 0 and first_alarm(frames) is None and first_expected_gradient(frames) is None:
+            clean.append(number)
+    return clean

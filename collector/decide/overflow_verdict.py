@@ -19,7 +19,7 @@ from .overflow_evidence import evidence_of, is_compiled, large_weight, number_of
 from .overflow_words import NOBODY_LOOKED, batch_text, clues_of, next_steps, overflow_at, sentence
 from .passed_values import PassedOperations, ValueArrival, as_passed, fed_lines, way_text
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
-from .words import between_text, cascade_of, found_text, place_of, seen_in, step_for_compiled, whose
+from .words import between_text, cascade_of, step_for_compiled, whose
 
 _TIERS = (
     ("made", "changed"),
@@ -41,10 +41,8 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     if not diagnoses:
         return None
     first_attempt = min(diagnosis.attempt for diagnosis in diagnoses)
-    diagnoses = sorted(
-        (d for d in diagnoses if d.attempt == first_attempt), key=lambda d: (not is_rank(d.rank), d.rank)
-    )
-    order = DiagnosisOrder(diagnoses)
+    diagnoses = [d for d in diagnoses if d.attempt == first_attempt]
+    order = DiagnosisOrder(sorted(diagnoses, key=lambda d: (not is_rank(d.rank), d.rank)))
     level = order.earliest()
     outside = [d for d in level if d.source == "outside"][:_MOST_PASSED]
     level = [as_passed(facts, d) if d in outside else d for d in level]
@@ -63,20 +61,12 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
         return _unknown(facts, tier)
     if first.source == "weight" and is_param_group(first.module) and number_of_ranks(facts, first_attempt) > 1:
         return _unknown(facts, tier)  # its gradient may be a sum over all ranks, and it was not read
-    rest = tier[1:]
+    # each rank may have been fed it, unless one rank is fed what another has made
+    fed_too = [d for d in level if d not in tier and d.source in ("outside", "weight", "unread", "left")]
     page = page_of(facts, first)
-    rest += [  # each rank may have been fed it, unless one rank is fed what another has made
-        d
-        for d in level
-        if d not in tier
-        and d.source in ("outside", "weight", "unread", "left")
-        and run_the_same_model(page, page_of(facts, d))
-    ]
-    odd = (
-        odd_weight(facts, first)
-        if first.source in ("made", "weight") and first.phase in (FramePhase.FORWARD, FramePhase.WEIGHT)
-        else None
-    )
+    rest = [*tier[1:], *(d for d in fed_too if run_the_same_model(page, page_of(facts, d)))]
+    may_be_odd = first.source in ("made", "weight") and first.phase in (FramePhase.FORWARD, FramePhase.WEIGHT)
+    odd = odd_weight(facts, first) if may_be_odd else None
     if odd is not None and odd.certain:
         first = _of_weight(first, odd)
     return _named(facts, first, rest, order, odd)
@@ -96,7 +86,9 @@ def _fed(
     if own is not None and was_there and (own.source in ("outside", "weight") or own.seq <= put.where.seq):
         first = replace(own, notes=(*own.notes, *fed_lines(fed)))
         return _named(facts, first, [one for one in others if one is not own], order, None)
+    # none of the modules of the rank that has put it in is known to have made it
     rank = facts.ranks[met.attempt, put.where.rank]
+    batch = f"batch {met.batch}" if met.batch >= 0 else "its first batch"
     return overflow_at(
         met,
         **whose(facts, rank),
@@ -104,7 +96,11 @@ def _fed(
         value=put.value,
         step=put.where.step,
         batch=put.where.batch,
-        statement=_fed_sentence(met, fed, facts.host(rank)),
+        statement=(
+            f"{one_on(rank.rank, facts.host(rank))} put {put.value} into {way_text(put)}; rank {met.rank} received it "
+            f"in {batch} ({met.text}). No module of rank {rank.rank} was seen to make it: code that no frame shows "
+            "made it, or received it."
+        ),
         certainty=Certainty.SUPPORTED,
         evidence=[*fed_lines(fed), *met.notes, f"rank {rank.rank}: none of its module calls is known to have made it"],
         next=[f"Look at what rank {rank.rank} computes outside its modules, or receives, before {way_text(put)}."],
@@ -141,18 +137,18 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
 def _named(
     facts: RunFacts, first: LocalDiagnosis, rest: list[LocalDiagnosis], order: DiagnosisOrder, odd: OddWeight | None
 ) -> Verdict:
-    host = facts.host(facts.one(first.attempt, first.rank))
+    hosts = {d.rank: facts.host(facts.one(d.attempt, d.rank)) for d in (first, *rest)}
     blamed = odd if odd is not None and odd.certain else None
     page = page_of(facts, first)
     large = large_weight(page, first.frame) if page is not None and first.step == 0 and first.is_origin else None
-    clues = clues_of(facts, first, odd, blamed, large[0] if large is not None else "")
+    clues = clues_of(facts, first, odd, large[0] if large is not None else "")
     certainty, evidence = evidence_of(facts, first, order, rest, odd, clues.wild)
     if large is not None:
         evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
     return overflow_at(
         first,
         **whose(facts, facts.one(first.attempt, first.rank)),
-        statement=sentence(first, host, rest, blamed, number_of_ranks(facts, first.attempt)),
+        statement=sentence(first, hosts[first.rank], rest, blamed, number_of_ranks(facts, first.attempt)),
         certainty=certainty,
         between=first.between,
         evidence=evidence,
@@ -160,28 +156,27 @@ def _named(
             *([step_for_compiled([facts.one(first.attempt, first.rank)])] if is_compiled(facts, first) else []),
             *next_steps(first, clues),
         ],
-        concurrent=[_concurrent(facts, d) for d in rest],
+        concurrent=[
+            ConcurrentOrigin(d.rank, d.module, d.cls, d.own_role, d.value, hosts[d.rank], d.text, d.shown_by)
+            for d in rest
+        ],
         cascade=cascade_of(facts, first.attempt, {first.rank, *(d.rank for d in rest)}),
     )
-
-
-def _concurrent(facts: RunFacts, one: LocalDiagnosis) -> ConcurrentOrigin:
-    host = facts.host(facts.one(one.attempt, one.rank))
-    return ConcurrentOrigin(one.rank, one.module, one.cls, one.own_role, one.value, host, found_text(one), seen_in(one))
 
 
 def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], order: DiagnosisOrder) -> Verdict:
     """The rank is known. What happened in it is not: its batch was skipped."""
     first = tier[0]
-    host = facts.host(facts.one(first.attempt, first.rank))
-    evidence = [f"{rank_name(first.rank)}, batch {first.batch}: {found_text(first)}"]
+    who = one_on(first.rank, facts.host(facts.one(first.attempt, first.rank)))
+    evidence = [f"{rank_name(first.rank)}, batch {first.batch}: {first.text}"]
     evidence += of_concurrent(first, [d for d in order.diagnoses if d is not first and not order.before(first, d)])
     return overflow_at(
         first,
         **whose(facts, facts.one(first.attempt, first.rank)),
         module=None,
         cls=None,
-        statement=_skipped_sentence(first, host),
+        statement=f"{who} returned {first.value} from {first.root or 'its model'} in {batch_text(first)}, which was "
+        f"{first.cause}: the module is unknown; to find it, watch every batch with --every 1.",
         certainty=Certainty.SUPPORTED,
         evidence=evidence,
         next=next_steps(first),
@@ -199,7 +194,7 @@ def _unknown(facts: RunFacts, tier: list[LocalDiagnosis]) -> Verdict:
         certainty=Certainty.UNKNOWN,
         module=None if skipped else first.module,
         cls=None if skipped else first.cls,
-        evidence=[*(f"{rank_name(d.rank)}: {found_text(d)}, batch {d.batch}" for d in tier[:8]), *first.notes],
+        evidence=[*(f"{rank_name(d.rank)}: {d.text}, batch {d.batch}" for d in tier[:8]), *first.notes],
         between=first.between,
         next=next_steps(first, clues_of(facts, first)),
     )
@@ -214,49 +209,18 @@ def _unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     if first.source == "skipped":
         return f"{who} met {first.value} in {batch}, which was skipped ({first.cause}): its origin is unknown."
     if first.source == "received":
-        place = place_of(first)
-        if first.between is not None and first.seen_in != FramePhase.BACKWARD:
-            where = f"in {place}'s own forward, {between_text(first.between)}"
-        elif first.seen_in == FramePhase.BACKWARD:
-            where = f"in the backward of {place}"
-        else:
-            where = f"in the {first.role} of {place}"
-        return (
-            f"{who} met {first.value} in {batch} {where}; collectives ran there, so it may have come from any rank"
-            f"{cause}."
-        )
-    if first.source == "unread":
-        return (
-            f"{who} met a non-finite value in {batch} at the same point ({found_text(first)}); {NOBODY_LOOKED}{cause}."
-        )
+        where = f"in the {first.role} of {first.place}"
+        if first.seen_in == FramePhase.BACKWARD:
+            where = f"in the backward of {first.place}"
+        elif first.between is not None:
+            where = f"in {first.place}'s own forward, {between_text(first.between)}"
+        why = "collectives ran there, so it may have come from any rank"
+        return f"{who} met {first.value} in {batch} {where}; {why}{cause}."
     what = "a non-finite weight" if first.source == "weight" else "a non-finite value"
+    when, why = f"in {batch} at the same point", NOBODY_LOOKED
     if first.source == "weight" and first.seen_in == FramePhase.OPTIMIZER:
-        return (
-            f"{who} met {what} after the step of {batch} ({found_text(first)}); the gradients that went "
-            f"into that step were not read, so the first rank is unknown{cause}."
-        )
-    return (
-        f"{who} met {what} in {batch} at the same point ({found_text(first)}); "
-        f"it was made earlier, in code that was not watched, so the first rank is unknown{cause}."
-    )
-
-
-def _fed_sentence(met: LocalDiagnosis, fed: ValueArrival, host: str) -> str:
-    """The statement where a rank has put a value into an operation that none of its modules is known to have made."""
-    put = fed.put
-    assert put is not None
-    who = one_on(put.where.rank, host)
-    batch = f"batch {met.batch}" if met.batch >= 0 else "its first batch"
-    return (
-        f"{who} put {put.value} into {way_text(put)}; rank {met.rank} received it in {batch} ({found_text(met)}). "
-        f"No module of rank {put.where.rank} was seen to make it: code that no frame shows made it, or received it."
-    )
-
-
-def _skipped_sentence(first: LocalDiagnosis, host: str) -> str:
-    """The statement where the rank is known and the module is not."""
-    who = one_on(first.rank, host)
-    return (
-        f"{who} returned {first.value} from {first.root or 'its model'} in {batch_text(first)}, which was "
-        f"{first.cause}: the module is unknown; to find it, watch every batch with --every 1."
-    )
+        when = f"after the step of {batch}"
+        why = "the gradients that went into that step were not read, so the first rank is unknown"
+    elif first.source != "unread":
+        why = "it was made earlier, in code that was not watched, so the first rank is unknown"
+    return f"{who} met {what} {when} ({first.text}); {why}{cause}."

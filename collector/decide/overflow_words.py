@@ -18,11 +18,10 @@ from ..facts.facts import RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .replicas import OddWeight, WildWeight, page_of, wild_weight
-from .words import between_text, place_of, seen_in
+from .words import between_text
 
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
-_NOT_BY_RULE = "that step's update rule cannot have made it"
 NOBODY_LOOKED = "its weights were not checked"
 
 
@@ -52,35 +51,31 @@ def sentence(
 def is_alike(first: LocalDiagnosis, other: LocalDiagnosis) -> bool:
     """Whether two ranks met the same value in the same place, at the same point of the training."""
     fields = ("module", "cls", "own_role", "value", "phase", "source", "between")
-    return _is_same_point(first, other) and all(getattr(first, name) == getattr(other, name) for name in fields)
+    # each rank numbers its own batches: where rank 0 alone evaluates, the step and the collectives are the same
+    same_place = first.step == other.step and first.seq == other.seq >= 0 and first.clock == other.clock
+    same_point = first.batch == other.batch or same_place
+    return same_point and all(getattr(first, name) == getattr(other, name) for name in fields)
 
 
-def _is_same_point(first: LocalDiagnosis, other: LocalDiagnosis) -> bool:
-    """Each rank numbers its own batches: where rank 0 alone evaluates, the step and the collectives are the same."""
-    if first.batch == other.batch:
-        return True
-    return first.step == other.step and first.seq == other.seq >= 0 and first.clock == other.clock
+_SENTENCES = {
+    "changed": "{had} after the step of {batch}; it was changed outside of forward, backward and step: {history}",
+    "carried": "{who} handed {value} to {module} ({role}) in {batch}; the record does not show where it was made",
+    "left": "{had} before the backward of {batch} began: an earlier backward, or the script, left it in .grad",
+    "unread": f"{{had}} in {{batch}}, out of finite inputs; {NOBODY_LOOKED}",
+}
+"""Source -> the statement, where that alone tells what happened."""
 
 
 def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, plural: bool = False) -> str:
-    batch, module = batch_text(first), place_of(first)
+    batch, module = batch_text(first), first.place
     lead, had = f"{who} {verb}: ", f"{who} had {first.value} in the {first.role} of {module}"
     if first.source == "weight":
         return _of_weight(first, who, odd, had)
-    if first.source == "changed":
-        return (
-            f"{had} after the step of {batch}; it was changed outside of forward, backward and step: "
-            f"{first.history or _NOT_BY_RULE}"
+    if first.source in _SENTENCES:
+        history = first.history or "that step's update rule cannot have made it"
+        return _SENTENCES[first.source].format(
+            had=had, who=who, batch=batch, value=first.value, role=first.role, module=module, history=history
         )
-    if first.source == "carried":
-        return (
-            f"{who} handed {first.value} to {module} ({first.role}) in {batch}; the record does not show where it "
-            "was made"
-        )
-    if first.source == "left":
-        return f"{had} before the backward of {batch} began: an earlier backward, or the script, left it in .grad"
-    if first.source == "unread":
-        return f"{had} in {batch}, out of finite inputs; {NOBODY_LOOKED}"
     if first.phase == FramePhase.INPUT:
         fed = f"{'were' if plural else 'was'} fed {first.value}"
         return f"{who} {fed}: {first.role} of {module} in {batch} was bad before the model saw it"
@@ -115,36 +110,31 @@ def _one_of(names: list[str]) -> str:
 def _of_step(first: LocalDiagnosis, who: str, lead: str, had: str) -> str:
     role, batch = parse_role(first.role), batch_text(first)
     if role.kind is RoleKind.STATE:
-        kept = f"{role.key} that the optimizer keeps in {first.dtype} for {role.name} of {place_of(first)}"
+        kept = f"{role.key} that the optimizer keeps in {first.dtype} for {role.name} of {first.place}"
         if first.sure:
             return f"{lead}the step after {batch} made {first.value} in the {kept}, from finite gradients"
         since = f"; {first.history}" if first.history else ""
         return f"{who} had {first.value} in the {kept} after the step of {batch}{since}"
     if first.sure:
-        made = f"{first.value} in the {first.role} of {place_of(first)}"
+        made = f"{first.value} in the {first.role} of {first.place}"
         return f"{lead}the step after {batch} made {made}, from finite gradients"
-    return (
-        f"{had} after the step of {batch}, from finite gradients: the step made it, or something else changed the "
-        "weight after the forward"
-    )
+    doubt = "the step made it, or something else changed the weight after the forward"
+    return f"{had} after the step of {batch}, from finite gradients: {doubt}"
 
 
 def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None, had: str) -> str:
     batch = batch_text(first)
     if odd is not None:
         made = "" if not odd.row.finite else f", which made {first.value}"
-        since = f", but agreed with them in batch {odd.agreed_in}" if odd.agreed_in is not None else ""
-        if odd.untrained and odd.agreed_in is not None:
-            since += ": a bit flip in its memory, or code that changes it on this rank alone"
-        elif odd.agreed_in is not None:
-            since += ": a step on this rank alone, or code that changes it there"
-        else:
-            flip = "a bit flip, " if odd.untrained else ""
-            since += f": {flip}a different seed or checkpoint, or a missed broadcast, can explain that"
-        return (
-            f"{who} has a different {first.role} of {place_of(first)} than {ranks_text(odd.ranks)} in {batch}{made}; "
-            f"this rank's copy differs from the others'{since}"
-        )
+        flip = "a bit flip, " if odd.untrained else ""
+        since = f": {flip}a different seed or checkpoint, or a missed broadcast, can explain that"
+        if odd.agreed_in is not None:
+            how = "a step on this rank alone, or code that changes it there"
+            if odd.untrained:
+                how = "a bit flip in its memory, or code that changes it on this rank alone"
+            since = f", but agreed with them in batch {odd.agreed_in}: {how}"
+        than = f"a different {first.role} of {first.place} than {ranks_text(odd.ranks)} in {batch}{made}"
+        return f"{who} has {than}; this rank's copy differs from the others'{since}"
     if first.seen_in == FramePhase.OPTIMIZER:
         return f"{had} after the step of {batch}; the gradient that went into that step was not read"
     return f"{had} at the start of its forward in {batch}{f'; {first.history}' if first.history else ''}"
@@ -158,19 +148,17 @@ def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
     if first.source == "outside":
         return f"{gradient}, passed in from outside the model (the script's own loss), backward, {batch}"
     if first.between is not None:
-        return f"{gradient}, made in {place_of(first)}'s backward{_by(first)}, {batch}"
+        return f"{gradient}, made in {first.place}'s backward{_by(first)}, {batch}"
     own = " or ".join(map(_own_code_of, first.own_code))
     also = f", or made by {own}, which may have used the same tensor" if own else ""
-    return f"{first.value} in the {first.role} of {place_of(first)}, backward, {batch}{also}"
+    return f"{first.value} in the {first.role} of {first.place}, backward, {batch}{also}"
 
 
 def _by(first: LocalDiagnosis) -> str:
     """`, by `norm`, `act` or its own code`: what in the named module can have made a gradient; "" if unknown."""
     named = _named(first.suspects, "calls")
-    if first.module in first.own_code:
-        named.append("its own code")
-    if first.value != "nan" and len(first.suspects) > 1:
-        named.append("the sum of their gradients")
+    named += ["its own code"] if first.module in first.own_code else []
+    named += ["the sum of their gradients"] if first.value != "nan" and len(first.suspects) > 1 else []
     outside = " or ".join(_own_code_of(name) for name in first.own_code if name != first.module)
     else_ = f", or outside of it by {outside}" if outside else ""
     return (f", by {_one_of(named)}" if named else "") + else_
@@ -187,7 +175,7 @@ def batch_text(first: LocalDiagnosis) -> str:
 
 def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
     """A verdict at the place of a diagnosis. `rest` are its other fields, and those that differ from the diagnosis."""
-    place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": seen_in(first)}
+    place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": first.shown_by}
     return Verdict(kind=VerdictKind.OVERFLOW, **(place | rest))
 
 
@@ -217,20 +205,14 @@ class AdviceClues:
     weights: bool = False
 
 
-def clues_of(
-    facts: RunFacts,
-    first: LocalDiagnosis,
-    odd: OddWeight | None = None,
-    blamed: OddWeight | None = None,
-    large: str = "",
-) -> AdviceClues:
-    """The clues of a diagnosis. `odd` is a copy of a weight that differs, and `blamed` the same if it explains it."""
+def clues_of(facts: RunFacts, first: LocalDiagnosis, odd: OddWeight | None = None, large: str = "") -> AdviceClues:
+    """The clues of a diagnosis. `odd` is a copy of a weight that differs."""
     page = page_of(facts, first)
     frames = page.frames if page is not None else []
     from_outside = first.source == "outside" and first.phase == FramePhase.BACKWARD
     may_be_wild = odd is None and first.seen_in in _SHOWN and (first.is_origin or from_outside)
     return AdviceClues(
-        odd=blamed,
+        odd=odd if odd is not None and odd.certain else None,
         wild=wild_weight(facts, first) if may_be_wild else None,
         large=large,
         gradients=any(frame.gradients for frame in frames),
@@ -240,17 +222,13 @@ def clues_of(
 
 def wild_line(wild: WildWeight) -> str:
     """The line of evidence about a wild weight."""
-    return f"first unusual value: {_wild_text(wild)}, abs max {number_text(wild.row.abs_max)}, against {wild.against}"
-
-
-def _wild_text(wild: WildWeight) -> str:
-    return f"{wild.row.role} of {module_text(wild.frame.module, wild.frame.cls)}"
+    return f"first unusual value: {wild.name}, abs max {number_text(wild.row.abs_max)}, against {wild.against}"
 
 
 def next_steps(first: LocalDiagnosis, clues: AdviceClues | None = None) -> list[str]:
     """Short advice on what to look at."""
     clues = clues or AdviceClues()
-    steps = _of_clues(first, clues) or _by_source(first, clues)
+    steps = _of_clues(first, clues) or list(filter(None, [_by_source(first, clues)]))
     if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != FramePhase.OPTIMIZER:
         steps = [_FLOAT16, *steps]
     return steps if first.source == "skipped" else [*steps, _WHOLE_BATCHES]
@@ -260,10 +238,10 @@ def _of_clues(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
     if clues.odd is not None:
         return _steps_for_odd(clues.odd)
     if clues.wild is not None:
+        large = f"{clues.wild.name} so large, {number_text(clues.wild.row.abs_max)} against {clues.wild.against}"
         return [
-            f"Look first for what made the {_wild_text(clues.wild)} so large, "
-            f"{number_text(clues.wild.row.abs_max)} against {clues.wild.against}: the script, or a step with a "
-            "large gradient. The overflow follows from it."
+            f"Look first for what made the {large}: the script, or a step with a large gradient. The overflow follows "
+            "from it."
         ]
     if first.bad_buffers and first.is_origin:
         return [f"Look at what fills {first.bad_buffers[0]}: torch.empty, a checkpoint, a running average of nan."]
@@ -285,13 +263,11 @@ def _steps_for_odd(odd: OddWeight) -> list[str]:
     if odd.agreed_in is not None and odd.untrained:
         return [f"If no code of the script changes that weight on this rank alone, run {memory}"]
     if odd.agreed_in is not None:
-        return [
-            "Look at what trains or changes that weight on this rank alone: a gradient that is not reduced, a "
-            "learning rate, a copy."
-        ]
+        alone = "a gradient that is not reduced, a learning rate, a copy"
+        return [f"Look at what trains or changes that weight on this rank alone: {alone}."]
+    start = "Check whether every rank starts from the same seed and checkpoint"
     return [
-        "Check whether every rank starts from the same seed and checkpoint; --trace-batches 0,N shows when they "
-        "began to differ.",
+        f"{start}; --trace-batches 0,N shows when they began to differ.",
         *([f"If they started equal, run {memory}"] if odd.untrained else []),
     ]
 
@@ -306,47 +282,49 @@ _OF_SOURCE = {
 }
 
 
-def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:
+def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
+    """The advice; "" if there is none."""
     if first.source in _OF_SOURCE:
-        return [_OF_SOURCE[first.source]]
+        return _OF_SOURCE[first.source]
     if first.turned is not None:
-        return [
+        return (
             "A row of the mask that is -inf everywhere makes softmax nan: keep one position open, or use torch.where."
-        ]
+        )
     if first.source == "unread":
         if clues.weights:
-            return ["Look at that module's weights when it is called: in that batch they were not read."]
-        return ["Watch the weights, too: --watch forward,grads,weights."]
+            return "Look at that module's weights when it is called: in that batch they were not read."
+        return "Watch the weights, too: --watch forward,grads,weights."
     if first.source == "carried":
         if first.from_page:
-            return ["Watch what runs before that module, too: omit --modules, or let it match more modules."]
-        return ["Look at the inputs of that module: the frames of what ran before it in that batch were not received."]
+            return "Watch what runs before that module, too: omit --modules, or let it match more modules."
+        return "Look at the inputs of that module: the frames of what ran before it in that batch were not received."
     if first.phase == FramePhase.INPUT:
         if first.passed:
-            return [
-                "Look at what this rank receives, and at what it calls before that model. If that is finite, look at "
-                "its data loader."
-            ]
-        return ["Look at the data loader of this rank, or at the code that makes the model's inputs."]
+            before = "Look at what this rank receives, and at what it calls before that model."
+            return f"{before} If that is finite, look at its data loader."
+        return "Look at the data loader of this rank, or at the code that makes the model's inputs."
     if first.phase == FramePhase.BACKWARD:
-        return [_step_for_backward(first)]
-    if first.phase == FramePhase.OPTIMIZER and parse_role(first.role).kind is RoleKind.STATE:
-        return [
-            "Keep the optimizer's state in float32, or scale the gradients down: a square of a gradient overflows, and "
-            "a weight whose exp_avg_sq is inf is never updated again."
-        ]
+        return _step_for_backward(first)
     if first.phase == FramePhase.OPTIMIZER:
-        state = any(note.startswith("the optimizer's ") for note in first.notes)
-        also = ", and at the optimizer's state: its extremes are in the evidence" if state else ""
-        return [f"Look at the learning rate and eps of this parameter's group{also}."]
+        return _step_for_optimizer(first)
     if first.source == "weight":
-        return [_step_for_weight(first, clues)]
+        return _step_for_weight(first, clues)
     if first.step == 0 and first.phase == FramePhase.FORWARD:
         what = f"the {clues.large}" if clues.large else "the weights, and at the scale of the inputs"
-        return [_NO_STEP + f"look at the initialisation of {what}."]
-    if not first.from_page:
-        return []
-    return ["Look at abs max in the frames before it: growth over many batches means a learning rate that is too high."]
+        return _NO_STEP + f"look at the initialisation of {what}."
+    growth = "Look at abs max in the frames before it: growth over many batches means a learning rate that is too high."
+    return growth if first.from_page else ""
+
+
+def _step_for_optimizer(first: LocalDiagnosis) -> str:
+    if parse_role(first.role).kind is RoleKind.STATE:
+        return (
+            "Keep the optimizer's state in float32, or scale the gradients down: a square of a gradient overflows, and "
+            "a weight whose exp_avg_sq is inf is never updated again."
+        )
+    state = any(note.startswith("the optimizer's ") for note in first.notes)
+    also = ", and at the optimizer's state: its extremes are in the evidence" if state else ""
+    return f"Look at the learning rate and eps of this parameter's group{also}."
 
 
 def _step_for_weight(first: LocalDiagnosis, clues: AdviceClues) -> str:
@@ -368,15 +346,11 @@ def _step_for_backward(first: LocalDiagnosis) -> str:
     if first.cause:
         return "No scale helps against a gradient that is never finite: look at that module's backward, not the scaler."
     if first.source == "outside" and first.passed:
-        return (
-            "Look at where that gradient comes from: what the script does with the model's output, another model, "
-            "another rank."
-        )
+        others = "what the script does with the model's output, another model, another rank"
+        return f"Look at where that gradient comes from: {others}."
     if first.source == "outside":
         return "Look at the loss: its derivative at that output is not finite (log, sqrt or a division at 0)."
     if first.value == "nan":
-        return (
-            "Look for a derivative that is not finite at 0 (sqrt, norm, log, division), and clamp its input: "
-            "torch.where around it keeps the forward finite, not the backward."
-        )
+        clamp = "clamp its input: torch.where around it keeps the forward finite, not the backward"
+        return f"Look for a derivative that is not finite at 0 (sqrt, norm, log, division), and {clamp}."
     return "Scale the loss down (GradScaler), or compute this part in bfloat16 or float32."

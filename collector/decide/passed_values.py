@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ...core.events import PassedTensor
@@ -135,16 +135,11 @@ def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[
     """What came out of reductions that a gradient can have been a part of, in whatever dtype they were reduced."""
     if parse_role(diagnosis.role).kind is not RoleKind.GRAD_WEIGHT:
         return []
-    return [
-        one
-        for one in _came_out(rank, diagnosis.step, diagnosis.seq)
-        if one.operation in _REDUCTIONS and one.value == diagnosis.value and _elements_of(one) >= max(2, elements)
-    ]
-
-
-def _elements_of(one: PassedTensor) -> int:
-    """The elements on all ranks together: the gradient of a sharded weight has the shape of the whole."""
-    return one.elements * (len(_members(one)) if one.operation == "reduce_scatter" else 1)
+    came = _came_out(rank, diagnosis.step, diagnosis.seq)
+    came = [one for one in came if one.operation in _REDUCTIONS and one.value == diagnosis.value]
+    # the gradient of a sharded weight has the shape of the whole
+    parts = [len(_members(one)) if one.operation == "reduce_scatter" else 1 for one in came]
+    return [one for one, number in zip(came, parts, strict=True) if one.elements * number >= max(2, elements)]
 
 
 def _is_same_tensor(came: PassedTensor, put: PassedTensor) -> bool:
@@ -159,9 +154,9 @@ def _all_of(came: PassedTensor, summands: list[PassedTensor]) -> bool:
     members = _members(came)
     sizes = {one.where.rank: one.given_max or 0.0 for one in summands}
     limit = DTYPE_MAX.get(came.dtype)
-    return (
-        came.value != "nan" and limit is not None and set(sizes) == set(members) and sum(sizes.values()) > limit * 0.999
-    )
+    if came.value == "nan" or limit is None or set(sizes) != set(members):
+        return False
+    return sum(sizes.values()) > limit * 0.999
 
 
 def way_text(one: PassedTensor) -> str:
@@ -175,9 +170,8 @@ def way_text(one: PassedTensor) -> str:
 
 def fed_lines(fed: ValueArrival) -> list[str]:
     """The path as lines, from the rank that put it in to the rank that met it."""
-    lines = []
-    if fed.put is not None:
-        lines.append(f"rank {fed.put.where.rank} put {fed.put.value} into {way_text(fed.put)}")
+    put = fed.put
+    lines = [f"rank {put.where.rank} put {put.value} into {way_text(put)}"] if put is not None else []
     lines += [
         f"rank {one.where.rank}: {one.value} came out of {way_text(one)}, {one.elements} elements of {one.dtype}"
         for one in fed.ways[::-1]
@@ -209,36 +203,26 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
     if page is None or frame is None:
         return found
     is_backward = frame.phase == FramePhase.BACKWARD
-    last = _last_in(page, frame) if is_backward else _last_before(facts, page, frame)
+    last = max((other.seq for other in page.frames if other.index < frame.index), default=-1)
+    if not is_backward:
+        last = _last_before(facts, page, frame)
     now = frame.seq if is_backward else begun(frame)
     notes: list[str] = []
     if now > max(last, 0):
         when = "the forward's end" if is_backward else "what it did before" if last >= 0 else "its start"
-        notes.append(
-            f"rank {found.rank} issued {now - max(last, 0)} collectives, sends or receives between {when} and that "
-            "call: one can have brought it from another rank"
-        )
+        issued = f"{now - max(last, 0)} collectives, sends or receives between {when} and that call"
+        notes.append(f"rank {found.rank} issued {issued}: one can have brought it from another rank")
     others = sorted({f"`{other.root}`" for other in _other_models(facts, page, is_backward=is_backward)})
     if others:
-        notes.append(
-            f"{', '.join(others)} was called in between, too: the value can have been made from what it returned"
-        )
+        made = "the value can have been made from what it returned"
+        notes.append(f"{', '.join(others)} was called in between, too: {made}")
     if not notes:
         return found
-    if now > max(last, 0) and (_are_stages(facts, page) or _may_have_received_it(facts, found)):
+    counts = facts.one(found.attempt, found.rank).counts
+    unchecked = counts.passed_unseen and any(found.received.values())  # messages
+    if now > max(last, 0) and (unchecked or _are_stages(facts, page)):
         return replace(found, source="received", phase=FramePhase.COLLECTIVE, notes=(*found.notes, *notes))
     return replace(found, sure=False, passed=True, notes=(*found.notes, *notes))
-
-
-def _may_have_received_it(facts: RunFacts, found: LocalDiagnosis) -> bool:
-    """Whether the rank receives messages whose contents are not checked."""
-    state = facts.one(found.attempt, found.rank).state
-    return state is not None and state.passed_unseen and any(found.received.values())
-
-
-def _last_in(page: KeptPage, frame: Frame) -> int:
-    """The collectives issued at the last frame before this one in its page; -1 if none is known."""
-    return max((other.seq for other in page.frames if other.index < frame.index), default=-1)
 
 
 def _last_before(facts: RunFacts, page: KeptPage, frame: Frame) -> int:
@@ -256,12 +240,9 @@ def _other_models(facts: RunFacts, page: KeptPage, *, is_backward: bool) -> Iter
     """
     for other in facts.one(page.attempt, page.rank).pages.of_step(page.step):
         apart = other.root != page.root and (other.number > page.number) == is_backward
-        if apart and any(_is_tensor(row.shape) for frame in other.frames if not frame.module for row in frame.outputs):
+        shapes = (row.shape for frame in other.frames if not frame.module for row in frame.outputs)
+        if apart and any(shape is None or len(shape) > 0 for shape in shapes):
             yield other
-
-
-def _is_tensor(shape: Sequence[int] | None) -> bool:
-    return shape is None or len(shape) > 0
 
 
 def _are_stages(facts: RunFacts, page: KeptPage) -> bool:

@@ -9,18 +9,9 @@ from ...core.preflight import STAGES, PreflightFinding
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
-from ..report.model import (
-    GRADES,
-    BandwidthSize,
-    CascadedRank,
-    NodeRow,
-    PreflightReport,
-    RankInventory,
-    StageCell,
-    StageColumn,
-    Verdict,
-)
-from .words import counted, local_rank_of, node_name, unfinished_stage
+from ..report import model
+from ..report.model import GRADES, CascadedRank, Verdict
+from ..report.sentence_parts import counted, grouped
 
 _MAX_LINES = 12
 _CERTAINTY = dict.fromkeys(("rank", "gpu", "node"), Certainty.ESTABLISHED) | {"link": Certainty.SUPPORTED}
@@ -49,7 +40,7 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
     silent = _silent(facts, ranks)
     if silent:
         return _of_silence(facts, silent)
-    if any(node.bye is None or node.bye.outcome != "ok" for node in facts.nodes.values()):
+    if not all(node.went_well for node in facts.nodes.values()):
         return None
     findings = findings_of(ranks)
     warned = sum(finding.grade == "warn" for finding in findings)
@@ -57,13 +48,11 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
     noted = [*([counted(warned, "warning")] if warned else []), *([f"{unknown} unknown"] if unknown else [])]
     nodes = len({rank.agent for rank in ranks})
     seconds = max((seconds_of(rank) for rank in ranks), default=0.0)
+    where = f"{counted(len(ranks), 'rank')} on {counted(nodes, 'node')} in {seconds:.1f} s"
     return Verdict(
-        kind=VerdictKind.CLEAN,
-        statement=(
-            f"Preflight passed: {counted(len(ranks), 'rank')} on {counted(nodes, 'node')} in {seconds:.1f} s"
-            f"{', with ' + ' and '.join(noted) if noted else ''}."
-        ),
-        certainty=Certainty.ESTABLISHED,
+        VerdictKind.CLEAN,
+        f"Preflight passed: {where}{', with ' + ' and '.join(noted) if noted else ''}.",
+        Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
         evidence=[_line(finding) for finding in findings[:_MAX_LINES]],
         next=list(dict.fromkeys(finding.next for finding in findings if finding.next))[:_MAX_LINES],
@@ -72,12 +61,12 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
 
 def _of_silence(facts: RunFacts, silent: str) -> Verdict:
     missing = _nodes_missing(facts)
-    names = sorted(node_name(node) for node in facts.nodes.values())
+    names = sorted(node.name for node in facts.nodes.values())
     more = len(names) - _MAX_LINES
     return Verdict(
-        kind=VerdictKind.PREFLIGHT,
-        statement=f"Preflight: {silent or 'it was stopped, and no rank said why'}.",
-        certainty=Certainty.ESTABLISHED if missing else Certainty.UNKNOWN,
+        VerdictKind.PREFLIGHT,
+        f"Preflight: {silent or 'it was stopped, and no rank said why'}.",
+        Certainty.ESTABLISHED if missing else Certainty.UNKNOWN,
         attempt=facts.last_attempt,
         stage="arrive" if missing else None,
         evidence=[f"heard from: {', '.join(names[:_MAX_LINES])}{f' and {more} more' if more > 0 else ''}"],
@@ -94,10 +83,8 @@ def _silent(facts: RunFacts, ranks: list[RankFacts]) -> str:
     without = [rank.rank for rank in ranks if rank.preflight is None or rank.preflight.outcome == "skipped"]
     expected = sum(hello.nproc for hello in facts.hellos)
     if without:
-        why = next(
-            (rank.preflight.detail for rank in ranks if rank.preflight is not None and rank.preflight.detail), ""
-        )
-        return f"{ranks_text(without)} gave no result{f' ({why})' if why else ''}"
+        why = next((f" ({rank.preflight.detail})" for rank in ranks if rank.preflight and rank.preflight.detail), "")
+        return f"{ranks_text(without)} gave no result{why}"
     if len(ranks) < expected:
         return f"{counted(expected - len(ranks), 'rank')} of {expected} never started"
     return ""
@@ -116,13 +103,13 @@ def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Preflig
     victims = {rank for finding in failures for rank in finding.victims} - guilty
     victims |= {r.rank for r in ranks if r.preflight is not None and r.preflight.outcome == "victim"} - guilty
     alone = first.ranks[0] if first.subject in ("rank", "gpu") and len(first.ranks) == 1 else None
-    known = facts.ranks.get((facts.last_attempt, alone)) if alone is not None else None
+    known = facts.named(facts.last_attempt, alone)
     named = first.subject in ("rank", "gpu", "node")
     more = f" And {counted(len(same), 'other finding')} in the same stage." if same else ""
     return Verdict(
-        kind=VerdictKind.PREFLIGHT,
-        statement=f"Preflight, stage {first.stage}: {first.sentence.rstrip('. ')}.{more}",
-        certainty=_CERTAINTY.get(first.subject, Certainty.UNKNOWN),
+        VerdictKind.PREFLIGHT,
+        f"Preflight, stage {first.stage}: {first.sentence.rstrip('. ')}.{more}",
+        _CERTAINTY.get(first.subject, Certainty.UNKNOWN),
         rank=alone,
         host=first.hosts[0] if named and len(first.hosts) == 1 else None,
         device=first.device or (known.preflight.device or None if known is not None and known.preflight else None),
@@ -155,13 +142,13 @@ def _witnesses(ranks: list[RankFacts], first: PreflightFinding) -> list[str]:
     """The ranks that passed the failed stage, and those that never ended it."""
     passed = [r.rank for r in ranks if any(s.stage == first.stage and s.grade != "fail" for s in r.stages)]
     passed = [rank for rank in passed if rank not in first.ranks and rank not in first.victims]
-    stuck = [rank.rank for rank in ranks if unfinished_stage(rank) == first.stage]
+    stuck = [rank.rank for rank in ranks if rank.unfinished_stage == first.stage]
     lines = [f"{ranks_text(passed)} passed stage {first.stage}"] if passed else []
     return [*lines, f"{ranks_text(stuck)} did not finish it"] if stuck else lines
 
 
 def _victim_text(facts: RunFacts, number: int, first: PreflightFinding) -> str:
-    rank = facts.ranks.get((facts.last_attempt, number))
+    rank = facts.named(facts.last_attempt, number)
     if rank is not None and rank.preflight is not None and rank.preflight.outcome == "victim":
         return f"is a victim: {rank.preflight.detail or f'it waited in stage {rank.preflight.stage}'}"
     return f"is a victim of what failed in stage {first.stage}"
@@ -169,17 +156,15 @@ def _victim_text(facts: RunFacts, number: int, first: PreflightFinding) -> str:
 
 def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
     """The ranks reached no common conclusion: only each rank's own result is known."""
-    guilty, victims = (
-        [rank for rank in ranks if rank.preflight is not None and rank.preflight.outcome == outcome]
-        for outcome in ("failed", "victim")
-    )
+    by_outcome = grouped(ranks, lambda rank: rank.preflight.outcome if rank.preflight is not None else "")
+    guilty, victims = by_outcome.get("failed", []), by_outcome.get("victim", [])
     cascade = [CascadedRank(rank.rank, _outcome_text(rank)) for rank in victims]
     evidence = [f"rank {rank.rank} on {facts.host(rank)}: {_outcome_text(rank)}" for rank in [*guilty, *victims]]
     if not guilty:
         return Verdict(
-            kind=VerdictKind.PREFLIGHT,
-            statement="The preflight failed; each rank that failed was waiting for another: nobody is to blame.",
-            certainty=Certainty.UNKNOWN,
+            VerdictKind.PREFLIGHT,
+            "The preflight failed; each rank that failed was waiting for another: nobody is to blame.",
+            Certainty.UNKNOWN,
             attempt=facts.last_attempt,
             evidence=evidence[:_MAX_LINES],
             next=["Run it again with --nccl-debug, and look at the rank that is missing from the evidence."],
@@ -189,21 +174,19 @@ def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
     first = guilty[0]
     assert first.preflight is not None
     others = f" (and {ranks_text([rank.rank for rank in guilty[1:]])})" if guilty[1:] else ""
-    host = facts.host(first)
+    local = first.state.local_rank if first.state is not None else "?"
+    host, why = facts.host(first), first.preflight.detail.rstrip(". ")
     return Verdict(
-        kind=VerdictKind.PREFLIGHT,
-        statement=(
-            f"Preflight, stage {first.preflight.stage}: rank {first.rank}{others} on {host} failed: "
-            f"{first.preflight.detail.rstrip('. ')}."
-        ),
-        certainty=Certainty.ESTABLISHED,
+        VerdictKind.PREFLIGHT,
+        f"Preflight, stage {first.preflight.stage}: rank {first.rank}{others} on {host} failed: {why}.",
+        Certainty.ESTABLISHED,
         rank=first.rank,
         host=host,
         device=first.preflight.device or None,
         attempt=first.attempt,
         stage=first.preflight.stage,
         evidence=evidence[:_MAX_LINES],
-        next=[f"Look at {host}, local rank {local_rank_of(first)}, or leave that node out of the next run."],
+        next=[f"Look at {host}, local rank {local}, or leave that node out of the next run."],
         cascade=cascade,
     )
 
@@ -220,20 +203,21 @@ def _line(finding: PreflightFinding) -> str:
 # The table, which is part of report.json.
 
 
-def preflight_report(facts: RunFacts, attempt: int) -> PreflightReport:
+def preflight_report(facts: RunFacts, attempt: int) -> model.PreflightReport:
     """What the preflight of one attempt has found."""
     ranks = facts.of_attempt(attempt)
     findings = findings_of(ranks)
     nodes = _nodes(facts, ranks, findings)
-    return PreflightReport(
-        outcome=_outcome(ranks),
+    outcomes = {rank.preflight.outcome if rank.preflight is not None else "off" for rank in ranks}
+    return model.PreflightReport(
+        outcome=next((found for found in ("failed", "victim", "skipped", "off", "ok") if found in outcomes), "off"),
         seconds=round(max((seconds_of(rank) for rank in ranks), default=0.0), 3),
         stages=_columns(nodes),
         nodes=nodes,
         findings=findings,
         bandwidth=_bandwidth(facts, ranks),
         inventory=[
-            RankInventory(rank.rank, rank.inventory.facts)
+            model.RankInventory(rank.rank, rank.inventory.facts)
             for rank in ranks
             if rank.inventory is not None and rank.inventory.facts is not None
         ],
@@ -264,43 +248,21 @@ def worst(grades: Iterable[str]) -> str:
     return max((grade for grade in grades if grade), key=GRADES.index, default="")
 
 
-def _outcome(ranks: list[RankFacts]) -> str:
-    outcomes = {rank.preflight.outcome if rank.preflight is not None else "off" for rank in ranks}
-    for found in ("failed", "victim", "skipped", "off", "ok"):
-        if found in outcomes:
-            return found
-    return "off"
-
-
-def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[PreflightFinding]) -> list[NodeRow]:
-    blamed = _blamed(findings, {rank.rank for rank in ranks})
+def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[PreflightFinding]) -> list[model.NodeRow]:
+    everyone = [rank.rank for rank in ranks]
+    # by stage and rank, the first finding that blames it; one about the whole job blames all ranks
+    blamed = {(found.stage, rank): found for found in reversed(findings) for rank in found.ranks or everyone}
     victims = {(finding.stage, rank) for finding in findings for rank in finding.victims} - set(blamed)
     rows = []
     for node in facts.nodes.values():
         mine = [rank for rank in ranks if rank.agent == node.agent]
         if not mine and node.hello is None:
             continue
-        stages = {
-            stage: cell for stage in _reached(mine, blamed) if (cell := _cell(stage, mine, blamed, victims)) is not None
-        }
-        rows.append(
-            NodeRow(
-                host=node.hello.host if node.hello is not None else "",
-                ranks=[rank.rank for rank in mine],
-                grade=worst(cell.grade for cell in stages.values()),
-                stages=stages,
-            )
-        )
+        found = ((stage, _cell(stage, mine, blamed, victims)) for stage in _reached(mine, blamed))
+        stages = {stage: cell for stage, cell in found if cell is not None}
+        grade = worst(cell.grade for cell in stages.values())
+        rows.append(model.NodeRow(node.host, [rank.rank for rank in mine], grade, stages))
     return sorted(rows, key=lambda row: (row.ranks or [1 << 30], row.host))
-
-
-def _blamed(findings: list[PreflightFinding], everyone: set[int]) -> dict[tuple[str, int], PreflightFinding]:
-    """(stage, rank) -> the finding that blames it. A finding about the whole job blames all ranks."""
-    found: dict[tuple[str, int], PreflightFinding] = {}
-    for finding in findings:
-        for rank in finding.ranks or everyone:
-            found.setdefault((finding.stage, rank), finding)
-    return found
 
 
 def _reached(ranks: list[RankFacts], blamed: dict[tuple[str, int], PreflightFinding]) -> list[str]:
@@ -312,25 +274,20 @@ def _reached(ranks: list[RankFacts], blamed: dict[tuple[str, int], PreflightFind
 
 def _cell(
     stage: str, ranks: list[RankFacts], blamed: dict[tuple[str, int], PreflightFinding], victims: set[tuple[str, int]]
-) -> StageCell | None:
+) -> model.StageCell | None:
     """The worst of a node's ranks, and the time of the slowest."""
-    graded = []
-    for member in ranks:
-        key = (stage, member.rank)
-        found = _grade(stage, member, blamed.get(key), key in victims)
-        if found is not None:
-            graded.append((found[0], member.rank, found[1]))
+    keys = {rank.rank: (stage, rank.rank) for rank in ranks}
+    found = {r.rank: _grade(stage, r, blamed.get(keys[r.rank]), keys[r.rank] in victims) for r in ranks}
+    graded = {rank: grade_and_why for rank, grade_and_why in found.items() if grade_and_why is not None}
     if not graded:
         return None
-    grade = worst(found for found, _, _ in graded)
+    grade = worst(grade for grade, _ in graded.values())
     times = {rank.rank: event.seconds for rank in ranks for event in rank.stages if event.stage == stage}
     slowest = max(times, key=lambda rank: (times[rank], -rank), default=None)
-    rank, detail = next((rank, detail) for found, rank, detail in graded if found == grade)
+    shown = next(rank for rank, (of_rank, _) in graded.items() if of_rank == grade)
     if grade == "ok" and slowest is not None:
-        rank, detail = next((rank, detail) for _, rank, detail in graded if rank == slowest)
-    return StageCell(
-        grade=grade, ranks=len(times), seconds=times[slowest] if slowest is not None else 0.0, rank=rank, detail=detail
-    )
+        shown = slowest
+    return model.StageCell(grade, len(times), times[slowest] if slowest is not None else 0.0, shown, graded[shown][1])
 
 
 def _grade(stage: str, rank: RankFacts, finding: PreflightFinding | None, is_victim: bool) -> tuple[str, str] | None:
@@ -354,32 +311,21 @@ def _grade(stage: str, rank: RankFacts, finding: PreflightFinding | None, is_vic
     return grade, detail
 
 
-def _columns(nodes: list[NodeRow]) -> list[StageColumn]:
+def _columns(nodes: list[model.NodeRow]) -> list[model.StageColumn]:
     columns = []
     for stage in sorted({stage for node in nodes for stage in node.stages}, key=stage_order):
         cells = [(node, node.stages[stage]) for node in nodes if stage in node.stages]
         slowest, cell = max(cells, key=lambda pair: pair[1].seconds)
-        columns.append(
-            StageColumn(
-                stage=stage,
-                grade=worst(found.grade for _, found in cells),
-                ranks=sum(found.ranks for _, found in cells),
-                seconds=cell.seconds,
-                rank=cell.rank,
-                host=slowest.host,
-            )
-        )
+        grade, ranks = worst(found.grade for _, found in cells), sum(found.ranks for _, found in cells)
+        columns.append(model.StageColumn(stage, grade, ranks, cell.seconds, cell.rank, slowest.host))
     return columns
 
 
-def _bandwidth(facts: RunFacts, ranks: list[RankFacts]) -> list[BandwidthSize]:
-    found: dict[int, list[tuple[RankFacts, float, float, float]]] = {}
-    for rank in ranks:
-        for row in rank.bandwidth.rows if rank.bandwidth is not None else []:
-            found.setdefault(row.size_bytes, []).append((rank, row.time_us, row.algbw_gbs, row.busbw_gbs))
+def _bandwidth(facts: RunFacts, ranks: list[RankFacts]) -> list[model.BandwidthSize]:
+    found = ((rank, row) for rank in ranks if rank.bandwidth is not None for row in rank.bandwidth.rows)
     sizes = []
-    for size, rows in sorted(found.items()):
-        rank, time_us, algbw, busbw = min(rows, key=lambda row: (row[3], row[0].rank))
-        best = max(row[3] for row in rows)
-        sizes.append(BandwidthSize(size, len(rows), time_us, algbw, busbw, rank.rank, facts.host(rank), best))
+    for size, rows in sorted(grouped(found, lambda pair: pair[1].size_bytes).items()):
+        rank, row = min(rows, key=lambda pair: (pair[1].busbw_gbs, pair[0].rank))
+        best, place = max(each.busbw_gbs for _, each in rows), (rank.rank, facts.host(rank))
+        sizes.append(model.BandwidthSize(size, len(rows), row.time_us, row.algbw_gbs, row.busbw_gbs, *place, best))
     return sizes

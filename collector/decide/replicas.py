@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ...core.frames import Frame, FramePhase, Row, RowContent
+from ...core.frames import Frame, FramePhase, Row, RowContent, module_text
 from ...core.identity import is_rank
 from ..facts.calls import FrameCalls, begun
 from ..facts.diagnosis import LocalDiagnosis, number_text
@@ -72,9 +72,7 @@ def _is_alike(rank: RankFacts, page: KeptPage, other: RankFacts, found: KeptPage
 def _begin_alike(page: KeptPage, found: KeptPage) -> bool:
     """Whether as many collectives had been issued when the first call began, as far as that can be compared."""
     mine, theirs = page.first_frame, found.first_frame
-    if mine is None or theirs is None:
-        return True
-    if (mine.module, mine.phase) != (theirs.module, theirs.phase):
+    if mine is None or theirs is None or (mine.module, mine.phase) != (theirs.module, theirs.phase):
         return True
     return begun(mine) == begun(theirs) or min(begun(mine), begun(theirs)) < 0
 
@@ -88,14 +86,8 @@ def _is_training(rank: RankFacts, page: KeptPage) -> bool | None:
 
 def _are_apart(rank: RankFacts, other: RankFacts) -> bool:
     """Whether two ranks have ended in the same step and have counted different batches."""
-    mine, theirs = _last_place(rank), _last_place(other)
-    return mine is not None and theirs is not None and mine[0] == theirs[0] and mine[1] != theirs[1]
-
-
-def _last_place(rank: RankFacts) -> tuple[int, int] | None:
-    """(step, batch) where a rank was seen last."""
-    where = rank.exit.where if rank.exit is not None else rank.state
-    return (where.step, where.batch) if where is not None else None
+    mine, theirs = (each.exit.where if each.exit is not None else each.state for each in (rank, other))
+    return mine is not None and theirs is not None and mine.step == theirs.step and mine.batch != theirs.batch
 
 
 WILD = 2.0**16
@@ -145,10 +137,9 @@ class OddWeight:
         """Whether no training can have made it: no step did, or no step that its gradient allows."""
         if self.changed or not self.wild:
             return self.changed
-        return self.gradient is not None and self._beyond(_MOST_OF_STEP * max(self.gradient, 1.0))
-
-    def _beyond(self, step: float) -> bool:
-        mine, theirs = self.row.abs_max, self.others.abs_max
+        if self.gradient is None:
+            return False
+        mine, theirs, step = self.row.abs_max, self.others.abs_max, _MOST_OF_STEP * max(self.gradient, 1.0)
         return not self.row.finite or (mine is not None and theirs is not None and mine > theirs + step)
 
 
@@ -167,8 +158,7 @@ def peers(facts: RunFacts, diagnosis: LocalDiagnosis) -> dict[int, KeptPage]:
 def _earlier(facts: RunFacts, page: KeptPage) -> list[KeptPage]:
     """The pages of its root from before, latest first."""
     pages = facts.one(page.attempt, page.rank).pages.values()
-    earlier = [found for found in pages if found.root == page.root and found.number < page.number]
-    return sorted(earlier, key=lambda found: -found.number)
+    return sorted((p for p in pages if p.root == page.root and p.number < page.number), key=lambda p: -p.number)
 
 
 def run_the_same_model(left: KeptPage | None, right: KeptPage | None) -> bool:
@@ -249,6 +239,11 @@ class WildWeight:
     row: Row
     against: str
     """What it is compared with: `5.00e-01 in batch 2`, `5.00e-01 on rank 0`."""
+
+    @property
+    def name(self) -> str:
+        """`weight of `fc1` (Linear)`."""
+        return f"{self.row.role} of {module_text(self.frame.module, self.frame.cls)}"
 
 
 def wild_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> WildWeight | None:

@@ -6,13 +6,13 @@ import signal
 from collections.abc import Iterable
 from typing import Any
 
-from ...core.events import IgnoredAlarm, RangeWarning, RankLook, RunPosition, ScriptError, WorkerExit
+from ...core.events import IgnoredAlarm, RangeWarning, RankLook, RunPosition, WorkerExit
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, pid_of_number, rank_name
-from ..facts.diagnosis import LocalDiagnosis, number_text
-from ..facts.facts import NodeFacts, RankFacts, RunFacts
-from ..report.model import CascadedRank, SeenIn
-from ..report.sentence_parts import coarse_share_text
+from ..facts.diagnosis import number_text
+from ..facts.facts import RankFacts, RunFacts
+from ..report.model import CascadedRank
+from ..report.sentence_parts import badness, coarse_share_text
 
 _COMPILED = (
     "To have a module inside the compiled code named, let torch.compile capture the whole model in one graph "
@@ -21,11 +21,6 @@ _COMPILED = (
 _NOT_WITH_THIS_TORCH = (
     "To have a module inside the compiled code named, use torch 2.8 to 2.15, or run without torch.compile."
 )
-
-
-def counted(number: int, word: str) -> str:
-    """`1 row`, `2 rows`"""
-    return f"{number} {word}{'s' if number != 1 else ''}"
 
 
 def unseen_texts(ranks: Iterable[RankFacts]) -> list[str]:
@@ -45,11 +40,9 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
     for rank in facts.of_attempt(attempt):
         if rank.rank in initiating:
             continue
-        error = own_error(rank)
-        if error is not None:
-            found.append(
-                CascadedRank(rank.rank, f"raised {error.error} after {max(error.where.collectives, 0)} collectives")
-            )
+        if rank.error is not None:
+            how = f"raised {rank.error.error} after {max(rank.error.where.collectives, 0)} collectives"
+            found.append(CascadedRank(rank.rank, how))
         elif rank.exit is not None and rank.exit.code not in (0, None):
             how = f"was stopped by {facts.starter}" if rank.exit.by == "torchrun" else f"ended with {rank.exit.code}"
             found.append(CascadedRank(rank.rank, f"{how} {doing(rank.exit)}"))
@@ -76,103 +69,6 @@ def doing(seen: WorkerExit | RankLook) -> str:
     }.get(seen.phase, f"in phase {seen.phase}")
 
 
-def left_silently(rank: RankFacts) -> bool:
-    """Whether a process ended with code 0 in the middle of its work, as `os._exit(0)` does it."""
-    exit_ = rank.exit
-    return (
-        exit_ is not None
-        and (exit_.code, exit_.by) == (0, "itself")
-        and rank.script_exit is None
-        and not rank.errors
-        and exit_.phase in ("forward", "backward", "optimizer")
-    )
-
-
-def told_its_end(rank: RankFacts) -> bool:
-    """Whether its script has ended, or it has left its group and called nothing after that.
-
-    Ray kills its workers once they have left their group.
-    """
-    if rank.script_exit is not None:
-        return True
-    left, end = rank.left_group, rank.exit
-    if left is None or end is None or end.phase != "script":
-        return False
-    return (left.where.step, left.where.batch) == (end.where.step, end.where.batch)
-
-
-def was_killed(rank: RankFacts) -> bool:
-    """Whether a signal ended its process that its launcher did not send."""
-    return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code is not None and rank.exit.code < 0
-
-
-def was_aborted(rank: RankFacts) -> bool:
-    """Whether it ended its own process by SIGABRT, as a library does."""
-    return rank.exit is not None and (rank.exit.by, rank.exit.code) == ("itself", -signal.SIGABRT)
-
-
-def was_aborted_at_exit(rank: RankFacts) -> bool:
-    """Whether torch aborted the process after its script had ended well: a thread of gloo, say, that had lost its peers
-    (pytorch/pytorch#179291)."""
-    return was_aborted(rank) and rank.script_exit is not None and rank.script_exit.code == 0
-
-
-def hid_a_peer_failure(rank: RankFacts) -> bool:
-    """Whether it left with an exit code of its own after a collective had raised in it, and its script caught that."""
-    exit_, script = rank.exit, rank.script_exit
-    if exit_ is None or own_error(rank) is not None:
-        return False
-    left_badly = (script is not None and script.code != 0) or (exit_.by == "itself" and (exit_.code or 0) > 0)
-    return left_badly and any(group.phase == "failed" for group in exit_.groups)
-
-
-def _progress(rank: RankFacts) -> str:
-    """How far a rank got."""
-    stage = unfinished_stage(rank)
-    if stage and "preflight" in (
-        rank.exit.phase if rank.exit is not None else "",
-        rank.state.phase if rank.state else "",
-    ):
-        return f"{rank_name(rank.rank)}: in the preflight, stage {stage}"
-    if rank.exit is not None:
-        return f"{rank_name(rank.rank)}: {doing(rank.exit)}"
-    if rank.state is not None:
-        return f"{rank_name(rank.rank)}: {rank.state.phase}, step {rank.state.step}, batch {rank.state.batch}"
-    return f"{rank_name(rank.rank)}: nothing known"
-
-
-def unfinished_stage(rank: RankFacts) -> str:
-    """The stage of the preflight that a rank has begun and not ended; "" if there is none."""
-    ended = {event.stage for event in rank.stages}
-    return next((event.stage for event in reversed(rank.begun) if event.stage not in ended), "")
-
-
-def place_of(diagnosis: LocalDiagnosis) -> str:
-    """The module of a diagnosis."""
-    return module_text(diagnosis.module, diagnosis.cls)
-
-
-def found_text(diagnosis: LocalDiagnosis) -> str:
-    """What was found, and in which row: `nan in output of `fc` (Linear)`.
-
-    If no row of the named module holds the value, the text names the row that does: `nan in input[0] of `attn.c_proj`
-    (Linear), made in `attn` (Attention)'s own code`.
-    """
-    if diagnosis.own_role is not None:
-        return f"{diagnosis.value} in {diagnosis.own_role} of {place_of(diagnosis)}"
-    module, cls, role = diagnosis.at
-    text = f"{diagnosis.value} in {role} of {module_text(module, cls)}"
-    if diagnosis.source == "outside":
-        return f"{text}, from outside the model"
-    code = "backward" if diagnosis.seen_in == "backward" else "own code"
-    return f"{text}, {'made' if diagnosis.source == 'made' else 'passed on'} in {place_of(diagnosis)}'s {code}"
-
-
-def seen_in(diagnosis: LocalDiagnosis) -> SeenIn | None:
-    """The row of another module in which the value was first seen; None if it is the named module's own."""
-    return SeenIn(*diagnosis.at) if diagnosis.own_role is None else None
-
-
 def signal_name(number: int) -> str:
     """SIGTERM for 15."""
     try:
@@ -181,17 +77,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def device_of(rank: RankFacts) -> str | None:
-    """The device that a rank ran on, if it said so."""
-    return rank.inventory.device if rank.inventory is not None else None
-
-
 def whose(facts: RunFacts, rank: RankFacts) -> dict[str, Any]:
     """rank, host and device for a verdict that names a rank, or pid and host of a process that is none."""
     host = facts.host(rank) or None
     if not is_rank(rank.rank):
         return {"pid": pid_of_number(rank.rank), "host": host}
-    return {"rank": rank.rank, "host": host, "device": device_of(rank)}
+    return {"rank": rank.rank, "host": host, "device": rank.device}
 
 
 def when_of(where: RunPosition) -> dict[str, Any]:
@@ -202,33 +93,23 @@ def when_of(where: RunPosition) -> dict[str, Any]:
 
 def progress_of(facts: RunFacts, attempt: int) -> list[str]:
     """How far each rank of an attempt got."""
-    return [_progress(rank) for rank in facts.of_attempt(attempt)]
+    return [f"{rank_name(rank.rank)}: {_progress(rank)}" for rank in facts.of_attempt(attempt)]
 
 
-def pid_of(rank: RankFacts) -> str:
-    """Process id, `?` if unknown."""
-    return str(rank.state.pid) if rank.state is not None else "?"
-
-
-def local_rank_of(rank: RankFacts) -> str:
-    """Local rank, `?` if unknown."""
-    return str(rank.state.local_rank) if rank.state is not None else "?"
-
-
-def node_name(node: NodeFacts) -> str:
-    """Host of a node, the first letters of its agent's id if unknown."""
-    return node.hello.host if node.hello is not None else node.agent[:8]
+def _progress(rank: RankFacts) -> str:
+    if rank.unfinished_stage and any(
+        seen is not None and seen.phase == "preflight" for seen in (rank.exit, rank.state)
+    ):
+        return f"in the preflight, stage {rank.unfinished_stage}"
+    if rank.exit is not None:
+        return doing(rank.exit)
+    state = rank.state
+    return f"{state.phase}, step {state.step}, batch {state.batch}" if state is not None else "nothing known"
 
 
 def first_line(text: str) -> str:
     """The first line of a message, at most 300 characters."""
-    lines = text.strip().splitlines()
-    return lines[0][:300] if lines else ""
-
-
-def own_error(rank: RankFacts) -> ScriptError | None:
-    """The first exception that left the rank's script."""
-    return rank.errors[0] if rank.errors else None
+    return next(iter(text.strip().splitlines()), "")[:300]
 
 
 def between_text(between: tuple[str | None, str | None]) -> str:
@@ -244,14 +125,12 @@ def between_text(between: tuple[str | None, str | None]) -> str:
 def worst_first(warnings: list[tuple[int, RangeWarning]]) -> list[tuple[int, RangeWarning]]:
     """(rank, warning), the one with the least room first, and near overflow before underflow."""
 
-    def badness(entry: tuple[int, RangeWarning]) -> tuple[Any, ...]:
-        number, warned = entry
-        near = warned.kind == "near overflow"
-        lost = max(warned.subnormals or 0.0, warned.zeros or 0.0)
-        left = warned.headroom if warned.headroom is not None else 1e9
-        return (not near, left if near else -lost, number, warned.where.page, warned.module, warned.role)
+    def key(entry: tuple[int, RangeWarning]) -> tuple[Any, ...]:
+        number, row = entry
+        bad = badness(row.kind, row.headroom, row.subnormals, row.zeros)
+        return *bad, number, row.where.page, row.module, row.role
 
-    return sorted(warnings, key=badness)
+    return sorted(warnings, key=key)
 
 
 def warning_text(warned: RangeWarning) -> str:
@@ -262,20 +141,15 @@ def warning_text(warned: RangeWarning) -> str:
 
 
 def _amount_text(warned: RangeWarning) -> str:
-    """How close it was."""
     if warned.kind == "near overflow" and warned.headroom is not None:
-        return (
-            f"abs max {number_text(warned.abs_max)}, {warned.headroom:.1f} powers of two below {warned.dtype}'s limit"
-        )
-    shares = []
-    if warned.subnormals:
-        shares.append(f"{coarse_share_text(warned.subnormals)} subnormal")
-    if warned.zeros:
-        shares.append(f"{coarse_share_text(warned.zeros)} zeros")
-    return f"{', '.join(shares) or 'lost precision'} in {warned.dtype}"
+        size = f"abs max {number_text(warned.abs_max)}"
+        return f"{size}, {warned.headroom:.1f} powers of two below {warned.dtype}'s limit"
+    shares = ((warned.subnormals, "subnormal"), (warned.zeros, "zeros"))
+    text = ", ".join(f"{coarse_share_text(share)} {what}" for share, what in shares if share)
+    return f"{text or 'lost precision'} in {warned.dtype}"
 
 
-def _fields(event: Any, *places: str) -> dict[str, Any]:
+def fields_of(event: Any, *places: str) -> dict[str, Any]:
     """All of an event as report.json calls it, with these of its place in the run."""
     names = [name for name in event.__struct_fields__ if name != "where"]
     found = {"class" if name == "cls" else name: getattr(event, name) for name in names}
@@ -284,9 +158,8 @@ def _fields(event: Any, *places: str) -> dict[str, Any]:
 
 def warnings_of(rank: RankFacts) -> list[dict[str, Any]]:
     """For report.json, worst first."""
-    return [
-        _fields(warned, "batch", "step") for _, warned in worst_first([(rank.rank, warned) for warned in rank.warned])
-    ]
+    found = worst_first([(rank.rank, warned) for warned in rank.warned])
+    return [fields_of(warned, "batch", "step") for _, warned in found]
 
 
 def scaler_of(rank: RankFacts) -> dict[str, Any] | None:
@@ -294,7 +167,7 @@ def scaler_of(rank: RankFacts) -> dict[str, Any] | None:
     if not rank.skipped_steps:
         return None
     skips, names = rank.scaler_skips, ("module", "class", "role", "value", "batch")
-    first = _fields(skips[0], "batch") if skips else {}
+    first = fields_of(skips[0], "batch") if skips else {}
     return {
         "skips": rank.skipped_steps,
         "last_scale": skips[-1].scale if skips else None,
@@ -307,12 +180,7 @@ def waived_of(rank: RankFacts) -> list[dict[str, Any]]:
     found: dict[tuple[str, str, str], IgnoredAlarm] = {}
     for ignored in rank.ignored:
         found.setdefault((ignored.pattern, ignored.module, ignored.role), ignored)
-    return [_fields(ignored, "batch") for ignored in found.values()]
-
-
-def absorbed_of(rank: RankFacts) -> list[dict[str, Any]]:
-    """For report.json: the first bad value of each module and role that led nowhere."""
-    return [_fields(absorbed, "batch") for absorbed in rank.absorbed]
+    return [fields_of(ignored, "batch") for ignored in found.values()]
 
 
 def cost_of(rank: RankFacts) -> dict[str, Any] | None:
@@ -320,9 +188,4 @@ def cost_of(rank: RankFacts) -> dict[str, Any] | None:
     cost = rank.cost
     if cost is None:
         return None
-    return _fields(cost) | {"ratio": cost.watched_ns / cost.plain_ns if cost.plain_ns > 0 else None}
-
-
-def passed_of(rank: RankFacts) -> list[dict[str, Any]]:
-    """For report.json: what was not finite and passed between this rank and others, the earliest first."""
-    return [_fields(one, "step", "batch") for one in rank.passed]
+    return fields_of(cost) | {"ratio": cost.watched_ns / cost.plain_ns if cost.plain_ns > 0 else None}

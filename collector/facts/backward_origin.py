@@ -13,6 +13,7 @@ may have used it if that code made a tensor of its own afterwards; so may the lo
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from ...core.frames import Frame, FramePhase, Row, RowContent
 from ...core.roles import RoleKind
 from ...core.values import DTYPE_MAX
 from .calls import FrameCalls, TensorUsers, users_inside, users_of
-from .diagnosis import AlarmPage, LocalDiagnosis, quoted
+from .diagnosis import AlarmPage, LocalDiagnosis, Source, quoted
 
 # Which calls' operations can have made a bad gradient, from autograd's graph and the gradients above it.
 #
@@ -66,10 +67,7 @@ def makers_of(
     and finite. `returned_finite(module)`: whether all outputs of the module are known to be finite; asked only if the
     gradient is nan.
     """
-    outputs: dict[str, int] = {}
-    for node in graph[1:]:
-        if node.output:
-            outputs[node.module] = outputs.get(node.module, 0) + 1
+    outputs = Counter(node.module for node in graph[1:] if node.output)
     if not graph or not all(finite(module, number) for module, number in outputs.items()):
         return None
     able: dict[tuple[str, int], list[GraphNode]] = {}
@@ -82,7 +80,10 @@ def makers_of(
             continue
         reached.add(position)
         node = graph[position]
-        passes = node.passes or _makes_no_nan(node, returned_finite)
+        # it multiplies two tensors that are known to be finite: that makes no nan
+        passes = node.passes or (
+            node.product and returned_finite is not None and all(map(returned_finite, node.operands))
+        )
         handed_finite = node.output or (node.passes and any(finite(module, 1) for module in node.operands))
         if passes and handed_finite:
             passed.append(node)
@@ -95,11 +96,6 @@ def makers_of(
         for (module, call), nodes in sorted(able.items())
     )
     return GradientMakers(made, tuple(passed))
-
-
-def _makes_no_nan(node: GraphNode, returned_finite: Callable[[str], bool] | None) -> bool:
-    """Whether it multiplies two tensors that are known to be finite."""
-    return node.product and returned_finite is not None and all(map(returned_finite, node.operands))
 
 
 # How large a gradient can be that a matrix product, a convolution or an embedding has made, from frames' numbers.
@@ -127,9 +123,8 @@ def largest_gradient(call: Frame, ops: Iterable[str], gradients: list[Row], *, o
         return None
     if of_parameter:
         given = _largest([row for row in call.inputs if row.kind == RowContent.MEASURED])
-        return (
-            max(rows) * handed * max(given, 1.0) if given is not None and "ConvolutionBackward0" not in used else None
-        )
+        is_known = given is not None and "ConvolutionBackward0" not in used
+        return max(rows) * handed * max(given or 0.0, 1.0) if is_known else None
     weight = _largest(call.weights)
     shapes = [row.shape for row in call.weights if row.shape and len(row.shape) > 1]
     if weight is None or not shapes:
@@ -168,8 +163,6 @@ class _BackwardTrail:
         self._name = frame.module or frame.cls
         """The name of the gradient's module in `between`."""
 
-    # -- the two kinds of gradients -----------------------------------------------------------------------------
-
     def of_parameter(self) -> LocalDiagnosis:
         """A parameter's gradient. The module itself made it, if the gradient of its output was finite."""
         module = self._frame.module
@@ -188,10 +181,9 @@ class _BackwardTrail:
             return self._somewhere(users, sure=False)
         first = mine[0]
         if not self._calls_of(module) and first.cls != "MultiheadAttention":  # it uses its `out_proj` itself
-            note = (
-                f"no frame shows a call of {quoted(module)}: {quoted(first.module)} used its parameter itself, or ran "
-                "compiled code that was not inspected, in which case a module inside it can have made it"
-            )
+            compiled = "compiled code that was not inspected, in which case a module inside it can have made it"
+            used = f"{quoted(first.module)} used its parameter itself, or ran {compiled}"
+            note = f"no frame shows a call of {quoted(module)}: {used}"
             return self._made_inside(first, note, below=True)
         if self._may_be_reduced(mine):
             return self._diagnosis(module, self._frame.cls, received=True)
@@ -226,10 +218,8 @@ class _BackwardTrail:
         limit = DTYPE_MAX.get(self._row.dtype)
         if ops is None or limit is None or any(call.module != self._frame.module for call in mine):
             return False
-        bounds = [
-            largest_gradient(call, ops, [row for _, row in self._gradients_of(call)], of_parameter=True)
-            for call in mine
-        ]
+        handed = ([row for _, row in self._gradients_of(call)] for call in mine)
+        bounds = [largest_gradient(c, ops, rows, of_parameter=True) for c, rows in zip(mine, handed, strict=True)]
         return all(bound is not None and bound < limit / _FAR for bound in bounds)
 
     def _of_unseen(self, call: Frame, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
@@ -263,8 +253,6 @@ class _BackwardTrail:
             return self._somewhere(users, sure=bool(made))
         return self._of_users(users)
 
-    # -- what autograd's graph shows ----------------------------------------------------------------------------
-
     def _of_graph(self) -> LocalDiagnosis | None:
         """The diagnosis where the graph's operations and the gradients above leave a known choice; else None."""
         if not self._alarm.is_about(self._frame, self._row):
@@ -286,10 +274,8 @@ class _BackwardTrail:
         if not calls or any(call.collectives for call in calls.values()) or self._may_be_received([*calls.values()]):
             return None
         if len(calls) > 1:
-            users = TensorUsers(
-                calls=[call for call in calls.values() if not self._calls.children(call)],
-                own_code=[call.module for call in calls.values() if self._calls.children(call)],
-            )
+            inner = [call for call in calls.values() if not self._calls.children(call)]
+            users = TensorUsers(inner, [call.module for call in calls.values() if self._calls.children(call)])
             return self._somewhere(users, sure=False, excluded=tuple(excluded))
         (call,) = calls.values()
         role = self._role_in(call)
@@ -331,8 +317,6 @@ class _BackwardTrail:
         able = [row.role for row in call.inputs if row.dtype.startswith(("float", "bfloat", "complex"))]
         return handed or (able[0] if len(able) == 1 else "")
 
-    # -- what frames alone show ---------------------------------------------------------------------------------
-
     def _of_users(self, users: TensorUsers, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
         """Descend into the only call that used the tensor, for as long as there is only one.
 
@@ -345,15 +329,7 @@ class _BackwardTrail:
         if user is None:
             if users.returned and not users.calls and not users.own_code:
                 # the script's own loss made the gradient, or the next stage of a pipeline
-                return self._alarm.diagnosis(
-                    self._frame,
-                    self._row,
-                    "outside",
-                    FramePhase.BACKWARD,
-                    module="",
-                    cls=self._alarm.root_class,
-                    between=("", self._name),
-                )
+                return self._diagnosis("", self._alarm.root_class, source="outside", between=("", self._name))
             return self._somewhere(users, own_code, sure=bool(users.calls or users.own_code))
         if not self._calls.children(user):
             if not self._seen_finite([user]):
@@ -375,29 +351,17 @@ class _BackwardTrail:
         """Whether the value is no sum of finite gradients: it is nan, or those before were far from overflow."""
         if self._row.nan:
             return True
+        rows = [row for frame in self._before for row in frame.gradients if row.finite]
         largest = DTYPE_MAX.get(self._row.dtype)
-        seen = [
-            row.abs_max for frame in self._before for row in frame.gradients if row.finite and row.abs_max is not None
-        ]
-        return largest is not None and max(seen, default=0.0) < largest / _FAR
+        return largest is not None and max((row.abs_max or 0.0 for row in rows), default=0.0) < largest / _FAR
 
     def _sharing(self) -> set[str]:
         """Other modules that used the same parameter."""
-        name = self._row.parsed_role.name
-        module = self._frame.module
-        values = {
-            row.value
-            for call in self._calls_of(module)
-            for row in call.weights
-            if row.parsed_role.name == name and row.value >= 0
-        }
-        return {
-            call.module
-            for call in self._calls.frames
-            if call.module != module and any(row.value in values for row in call.weights)
-        }
-
-    # -- the gradients before this one --------------------------------------------------------------------------
+        name, module = self._row.parsed_role.name, self._frame.module
+        weights = [row for call in self._calls_of(module) for row in call.weights]
+        values = {row.value for row in weights if row.parsed_role.name == name and row.value >= 0}
+        others = (call for call in self._calls.frames if call.module != module)
+        return {call.module for call in others if any(row.value in values for row in call.weights)}
 
     def _calls_of(self, module: str) -> list[Frame]:
         return [call for call in self._calls.frames if call.module == module]
@@ -410,12 +374,8 @@ class _BackwardTrail:
     def _gradients_of(self, call: Frame) -> list[tuple[Frame, Row]]:
         """The gradients of a call's outputs. They carry the name of the first call that returned those tensors."""
         values = {row.value for row in call.outputs if row.value >= 0}
-        names = {
-            (other.module, f"grad {row.role}")
-            for other in self._calls.frames
-            for row in other.outputs
-            if row.value in values
-        }
+        outputs = ((other.module, row) for other in self._calls.frames for row in other.outputs)
+        names = {(module, f"grad {row.role}") for module, row in outputs if row.value in values}
         return [(frame, row) for frame in self._before for row in frame.rows if (frame.module, row.role) in names]
 
     def _seen_finite(self, calls: list[Frame]) -> bool:
@@ -427,11 +387,8 @@ class _BackwardTrail:
     def _is_unseen_inside(self, call: Frame) -> bool:
         """Whether no gradient was seen for the outputs of calls inside of this one."""
         own = {row.value for row in call.outputs}
-        inside = [
-            other
-            for other in self._calls.frames
-            if _is_inside(other.module, call.module) and not any(row.value in own for row in other.outputs)
-        ]
+        below = (other for other in self._calls.frames if _is_inside(other.module, call.module))
+        inside = [other for other in below if not any(row.value in own for row in other.outputs)]
         return bool(inside) and not any(self._gradients_of(other) for other in inside)
 
     def _unseen_around(self, call: Frame) -> Frame | None:
@@ -470,8 +427,6 @@ class _BackwardTrail:
         last = max(seen, default=self._before[-1].seq if self._before else -1)
         return 0 <= last < self._frame.seq
 
-    # -- diagnoses -----------------------------------------------------------------------------------------------
-
     def _somewhere(
         self, users: TensorUsers, own_code: tuple[str, ...] = (), *, sure: bool = True, **fields: Any
     ) -> LocalDiagnosis:
@@ -492,16 +447,12 @@ class _BackwardTrail:
             **fields,
         )
 
-    def _diagnosis(self, module: str, cls: str, *, received: bool = False, **fields: Any) -> LocalDiagnosis:
-        return self._alarm.diagnosis(
-            self._frame,
-            self._row,
-            "received" if received else "made",
-            FramePhase.BACKWARD,
-            module=module,
-            cls=cls,
-            **fields,
-        )
+    def _diagnosis(
+        self, module: str, cls: str, *, received: bool = False, source: Source = "made", **fields: Any
+    ) -> LocalDiagnosis:
+        place: Any = {"module": module, "cls": cls}
+        source = "received" if received else source
+        return self._alarm.diagnosis(self._frame, self._row, source, FramePhase.BACKWARD, **place, **fields)
 
 
 def _is_inside(module: str, scope: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from ...core.frames import Frame, FramePhase, Row, RowContent, is_inside
@@ -55,10 +55,6 @@ class FrameCalls:
         """The calls directly inside this one."""
         return self._children[frame.index]
 
-    def previous_sibling(self, frame: Frame) -> Frame | None:
-        """The last call of the same parent before this one."""
-        return next(self.older_siblings(frame), None)
-
     def older_siblings(self, frame: Frame) -> Iterator[Frame]:
         """The calls of the same parent before this one, latest first."""
         for earlier in reversed(self.frames):
@@ -89,13 +85,8 @@ class FrameCalls:
 
     def producer(self, value: int, before: int) -> tuple[Frame, Row] | None:
         """The first call to return this tensor, among the frames before index `before`."""
-        for frame in self.frames:
-            if frame.index >= before:
-                return None
-            for row in frame.outputs:
-                if row.value == value >= 0:
-                    return frame, row
-        return None
+        earlier = takewhile(lambda frame: frame.index < before, self.frames)
+        return next(((frame, row) for frame in earlier for row in frame.outputs if row.value == value >= 0), None)
 
     def outermost_with_input(self, frame: Frame, bad: Row) -> Frame:
         """The outermost call around `frame` that was handed the very same tensor."""
@@ -215,11 +206,8 @@ def _add_users(calls: FrameCalls, users: TensorUsers, call: Frame, value: int) -
         users.returned = True
     else:
         users.unwatched = True
-        users.calls += [
-            other
-            for other in calls.frames
-            if other.index > inside.index and calls.parent(other) is None and _uses(other, value)
-        ]
+        outermost = (other for other in calls.frames if calls.parent(other) is None)
+        users.calls += [other for other in outermost if other.index > inside.index and _uses(other, value)]
 
 
 def _add_maker(calls: FrameCalls, users: TensorUsers, call: Frame, value: int) -> None:
@@ -242,11 +230,9 @@ class OwnCodeResult(NamedTuple):
 
 
 def _own_code(calls: FrameCalls, scope: Frame, since: int) -> OwnCodeResult | None:
-    known = _values(scope.inputs)
+    known, children, explained = _values(scope.inputs), calls.children(scope), True
     free: list[int] = []
     takers: list[Frame] = []
-    explained, made = True, False
-    children = calls.children(scope)
     for child in children:
         if child.index > since and any(_can_lead_on(row) and row.value not in known for row in child.inputs):
             takers.append(child)
@@ -254,9 +240,8 @@ def _own_code(calls: FrameCalls, scope: Frame, since: int) -> OwnCodeResult | No
         known |= _values(child.outputs)
         returned = [row.value for row in child.outputs if _can_lead_on(row) and row.value >= 0]
         free += [value for value in returned if not any(_uses(other, value) for other in children)]
-    if any(_can_lead_on(row) and row.value not in known for row in scope.outputs):
-        made = True
-        explained &= bool(free)
+    made = any(_can_lead_on(row) and row.value not in known for row in scope.outputs)
+    explained &= bool(free) or not made
     return OwnCodeResult(takers, explained) if takers or made else None
 
 

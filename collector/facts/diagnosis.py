@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from ...core.frames import Frame, FramePhase, Page, Row, RowContent, format_numb
 from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
+from ..report.model import SeenIn
 from ..report.sentence_parts import ranks_text
 
 Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried", "left"]
@@ -102,6 +103,32 @@ class LocalDiagnosis:
         return self.role if self.module == self.at[0] or self.role != self.at[2] else None
 
     @property
+    def shown_by(self) -> SeenIn | None:
+        """The row of another module in which the value was first seen; None if it is `module`'s own."""
+        return SeenIn(*self.at) if self.own_role is None else None
+
+    @property
+    def place(self) -> str:
+        """The module, for a sentence."""
+        return module_text(self.module, self.cls)
+
+    @property
+    def text(self) -> str:
+        """What was found, and in which row: `nan in output of `fc` (Linear)`.
+
+        If no row of the named module holds the value, the text names the row that does: `nan in input[0] of
+        `attn.c_proj` (Linear), made in `attn` (Attention)'s own code`.
+        """
+        if self.own_role is not None:
+            return f"{self.value} in {self.own_role} of {self.place}"
+        module, cls, role = self.at
+        text = f"{self.value} in {role} of {module_text(module, cls)}"
+        if self.source == "outside":
+            return f"{text}, from outside the model"
+        code = "backward" if self.seen_in == "backward" else "own code"
+        return f"{text}, {'made' if self.source == 'made' else 'passed on'} in {self.place}'s {code}"
+
+    @property
     def is_origin(self) -> bool:
         """`module` made the value, out of finite ones."""
         return self.source == "made"
@@ -160,6 +187,10 @@ class AlarmPage:
             module, cls = frame.module, frame.cls
         if source == "received":
             phase = FramePhase.COLLECTIVE
+        # where the graph tells who is behind a value, an attribute may only have kept it afterwards
+        is_forward = phase == FramePhase.FORWARD and not again.own_code
+        held = is_forward and any(each.module != module for each in again.held)
+        may_be_elsewhere = bool(again.changed) or again.threads or held
         # a frame carries the number at its call's end; the value was seen before that
         seq = min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1)
         # what the rank had issued at that number; if nobody knows that, when the alarm was raised
@@ -176,11 +207,11 @@ class AlarmPage:
             shape=tuple(row.shape) if row.shape is not None else None,
             seq=seq,
             frame=frame.index,
-            sure=sure and not (source == "made" and _may_be_elsewhere(again, module, phase)),
+            sure=sure and not (source == "made" and may_be_elsewhere),
             at=(frame.module, frame.cls, row.role),
             seen_in=frame.phase,
             cause=anomaly.cause,
-            notes=(*notes, *_of_scale(again, phase), *_of_threads(again), *_around(anomaly, again)),
+            notes=(*notes, *_around(anomaly, again, phase)),
             bad_buffers=tuple(_buffers(anomaly, again)),
             changed=bool(again.changed),
             **fields,
@@ -217,31 +248,21 @@ def rows_in(frames: Iterable[Frame], phase: FramePhase, like: Frame, role: str, 
     ]
 
 
-def _may_be_elsewhere(again: LookedAgain, module: str, phase: FramePhase) -> bool:
-    """Whether a second look has found what may have made a value in another place than `module`."""
-    # where the graph tells who is behind a value, an attribute may only have kept it afterwards
-    held = phase == FramePhase.FORWARD and not again.own_code and any(each.module != module for each in again.held)
-    return bool(again.changed) or again.threads or held
-
-
-def _of_threads(again: LookedAgain) -> list[str]:
-    text = "modules were called in another thread within that forward, and have no frames: one can have made it"
-    return [text] if again.threads else []
-
-
-def _of_scale(again: LookedAgain, phase: FramePhase) -> list[str]:
-    """The scale that gradients had from a GradScaler: it may be the only reason why they were inf."""
-    if again.loss_scale is None or phase not in (FramePhase.BACKWARD, FramePhase.COLLECTIVE, FramePhase.OPTIMIZER):
-        return []
-    return [f"a GradScaler had scaled the loss; its scale was {again.loss_scale:g} when the alarm was raised"]
-
-
-def _around(anomaly: Anomaly, again: LookedAgain) -> list[str]:
+def _around(anomaly: Anomaly, again: LookedAgain, phase: FramePhase) -> list[str]:
     """What a second look at the module of an alarm has found beside its weights."""
-    found = [f"{name} is {value}" for name, value in _buffers(anomaly, again).items()]
-    found += [
-        f"attribute {each.name} of {module_text(each.module, each.cls)} holds {each.value}" for each in again.held
-    ]
+    found = []
+    # the scale that gradients had from a GradScaler may be the only reason why they were inf
+    is_scaled = phase in (FramePhase.BACKWARD, FramePhase.COLLECTIVE, FramePhase.OPTIMIZER)
+    if again.loss_scale is not None and is_scaled:
+        scale = f"{again.loss_scale:g} when the alarm was raised"
+        found.append(f"a GradScaler had scaled the loss; its scale was {scale}")
+    if again.threads:
+        found.append(
+            "modules were called in another thread within that forward, and have no frames: one can have made it"
+        )
+    found += [f"{name} is {value}" for name, value in _buffers(anomaly, again).items()]
+    for each in again.held:
+        found.append(f"attribute {each.name} of {module_text(each.module, each.cls)} holds {each.value}")
     found += [f"changed since it was last read, and not by a recorded step: {text}" for text in again.changed]
     if again.autocast:
         found.append(f"autocast was on: {again.autocast}")
@@ -279,16 +300,15 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         return replace(found, source="skipped")
     if anomaly.phase == FramePhase.COLLECTIVE:
         return replace(found, source="reduced")
-    if anomaly.phase == FramePhase.OPTIMIZER and parse_role(anomaly.role).kind is RoleKind.STATE:
+    kind = parse_role(anomaly.role).kind
+    if anomaly.phase == FramePhase.BACKWARD and kind is RoleKind.GRAD_OUTPUT:
+        # its user made it, and only the page shows the users
+        root_class = split_label(anomaly.where.root)[0]
+        return replace(found, module="", cls=root_class, between=("", anomaly.module), sure=False)
+    if anomaly.phase == FramePhase.BACKWARD or (anomaly.phase == FramePhase.OPTIMIZER and kind is RoleKind.STATE):
         return replace(found, sure=False)
-    if anomaly.phase == FramePhase.OPTIMIZER:  # its gradient may have been non-finite before the step
-        return replace(found, phase=FramePhase.WEIGHT, source="weight")
-    if anomaly.phase == FramePhase.BACKWARD:
-        if parse_role(anomaly.role).kind is RoleKind.GRAD_OUTPUT:  # its user made it, and only the page shows the users
-            root_class = split_label(anomaly.where.root)[0]
-            return replace(found, module="", cls=root_class, between=("", anomaly.module), sure=False)
-        return replace(found, sure=False)
-    if not anomaly.weights_finite:
+    # a gradient may have been non-finite before the step
+    if anomaly.phase == FramePhase.OPTIMIZER or not anomaly.weights_finite:
         return replace(found, phase=FramePhase.WEIGHT, source="weight")
     if not anomaly.inputs_finite:
         is_root = anomaly.module == "" and anomaly.phase == FramePhase.FORWARD
@@ -338,8 +358,7 @@ class DiagnosisOrder:
 
     def before(self, left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
         """Whether `left` was certainly earlier than `right`. Both are of a rank with a diagnosis in this order."""
-        mine, theirs = self._place[_key(left)], self._place[_key(right)]
-        return self._is_before(mine, theirs)
+        return self._is_before(self._place[_key(left)], self._place[_key(right)])
 
     def earliest(self) -> list[LocalDiagnosis]:
         """The diagnoses that none came before."""
@@ -348,10 +367,7 @@ class DiagnosisOrder:
 
     def silent_groups(self) -> list[str]:
         """Names of the process groups that count nothing, and so put no ranks in order. Several ranks are in each."""
-        ranks: defaultdict[str, int] = defaultdict(int)
-        for one in self.diagnoses:
-            for group, count in one.clock.items():
-                ranks[group] += count < 0
+        ranks = Counter(group for one in self.diagnoses for group, count in one.clock.items() if count < 0)
         return sorted(group for group, number in ranks.items() if number > 1)
 
     def _is_before(self, mine: int, theirs: int) -> bool:
@@ -380,12 +396,6 @@ def _clock(one: LocalDiagnosis) -> dict[str, int]:
     return {group: count for group, count in one.clock.items() if count >= 0}
 
 
-def _tie_break(one: LocalDiagnosis) -> int:
-    """The value may have been made earlier than it was seen. The count of one group can be compared, a sum cannot."""
-    alone = len(one.clock) == 1 and not one.sent and not one.received
-    return one.seq if alone else -1
-
-
 def _messages(sender: LocalDiagnosis, receiver: LocalDiagnosis) -> Iterator[tuple[str, int, int]]:
     """(group, how many messages of `sender` had been received, how many `sender` had sent) where both are known."""
     for group, peers in receiver.received.items():
@@ -409,8 +419,10 @@ def _cuts(diagnoses: list[LocalDiagnosis]) -> numpy.ndarray:
     found = numpy.zeros((len(diagnoses), len(diagnoses)), bool)
     members: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for place, one in enumerate(diagnoses):
+        # the value may have been made earlier than it was seen: the count of one group can be compared, a sum cannot
+        alone = len(one.clock) == 1 and not one.sent and not one.received
         for group, count in _clock(one).items():
-            members[group].append((place, count, _tie_break(one)))
+            members[group].append((place, count, one.seq if alone else -1))
         if not one.clock:
             for other_place, other in enumerate(diagnoses):
                 found[place, other_place] = _is_earlier_by_sum(one, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,20 +29,17 @@ class RankPages(dict[int, KeptPage]):
 
     def __setitem__(self, number: int, page: KeptPage) -> None:
         """Keep a page in place of the copy that is there."""
-        self._forget(number)
+        known = self.pop(number, None)
+        if known is not None:
+            for pages in (self._of_step[known.step], self._of_batch[known.batch]):
+                pages[:] = [found for found in pages if found is not known]
+            self.suspicious.pop(number, None)
         super().__setitem__(number, page)
         self._of_step.setdefault(page.step, []).append(page)
         self._of_batch.setdefault(page.batch, []).append(page)
         self.any_backward |= page.has_backward
         if page.may_hold_alarm:
             self.suspicious[number] = page
-
-    def _forget(self, number: int) -> None:
-        page = self.pop(number, None)
-        if page is not None:
-            for pages in (self._of_step[page.step], self._of_batch[page.batch]):
-                pages[:] = [found for found in pages if found is not page]
-            self.suspicious.pop(number, None)
 
     def of_step(self, step: int) -> Sequence[KeptPage]:
         """The pages of this optimizer step."""
@@ -50,6 +48,9 @@ class RankPages(dict[int, KeptPage]):
     def of_batch(self, batch: int) -> Sequence[KeptPage]:
         """The pages of this batch."""
         return self._of_batch.get(batch, ())
+
+
+_NOTHING = RankState(rank=-1, local_rank=-1, attempt=0, pid=-1, phase="", step=0, batch=-1, seq=-1)
 
 
 @dataclass
@@ -98,34 +99,139 @@ class RankFacts:
     """Where its first non-finite value came from; None if it had none."""
 
     @property
+    def counts(self) -> RankState:
+        """Its state; where that was not heard, one in which nothing has happened."""
+        return self.state if self.state is not None else _NOTHING
+
+    @property
     def hidden_rows(self) -> int:
         """Rows that a rule of the user's has hidden."""
-        return max(self.state.ignored if self.state is not None else 0, len(self.ignored))
+        return max(self.counts.ignored, len(self.ignored))
 
     @property
     def absorbed_rows(self) -> int:
         """Bad values that led nowhere, such as nan out of masks of -inf that the model has taken away again."""
-        return max(self.state.absorbed if self.state is not None else 0, len(self.absorbed))
+        return max(self.counts.absorbed, len(self.absorbed))
 
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps that a GradScaler has skipped."""
-        return max(self.state.scaler_skips if self.state is not None else 0, len(self.scaler_skips))
+        return max(self.counts.scaler_skips, len(self.scaler_skips))
 
     @property
     def warned_rows(self) -> int:
         """Rows near overflow or in underflow."""
-        return max(self.state.warned if self.state is not None else 0, len(self.warned))
+        return max(self.counts.warned, len(self.warned))
 
     @property
     def batches_skipped(self) -> int:
         """Batches that were left out."""
-        return self.state.batches_skipped if self.state is not None else 0
+        return self.counts.batches_skipped
 
     @property
     def cost(self) -> events.WatchCost | None:
         """The measurement that saw the most."""
         return max(self.costs, key=lambda cost: (cost.watched_batches, cost.plain_batches), default=None)
+
+    @property
+    def batches(self) -> int:
+        """Forwards of its models, as far as is known."""
+        ended_in = self.exit.where.batch if self.exit is not None else -1
+        return (ended_in if ended_in >= 0 else self.counts.batch) + 1
+
+    @property
+    def device(self) -> str | None:
+        """The device that it ran on, if it said so."""
+        return self.inventory.device if self.inventory is not None else None
+
+    @property
+    def faults_that_cost_frames(self) -> list[events.OwnFault]:
+        """The faults after which frames may be missing."""
+        return [fault for fault in self.faults if events.costs_frames(fault.part)]
+
+    @property
+    def lost_faults(self) -> int:
+        """How many more faults that cost frames it has counted than were heard: its log had no room for them."""
+        return max(0, self.counts.faults - len(self.faults_that_cost_frames))
+
+    @property
+    def unfinished_stage(self) -> str:
+        """The stage of the preflight that it has begun and not ended; "" if there is none."""
+        ended = {event.stage for event in self.stages}
+        return next((event.stage for event in reversed(self.begun) if event.stage not in ended), "")
+
+    # -- how it ended -------------------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> events.ScriptError | None:
+        """The first exception that left its script."""
+        return self.errors[0] if self.errors else None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of its process; None if that has not ended, or it is unknown."""
+        return self.exit.code if self.exit is not None else None
+
+    @property
+    def own_code(self) -> int | None:
+        """The same of a process that its launcher has not stopped; else None."""
+        return self.exit.code if self.exit is not None and self.exit.by == "itself" else None
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended its process that its launcher did not send."""
+        return (self.own_code or 0) < 0
+
+    @property
+    def was_aborted(self) -> bool:
+        """Whether it ended its own process by SIGABRT, as a library does."""
+        return self.own_code == -signal.SIGABRT
+
+    @property
+    def was_aborted_at_exit(self) -> bool:
+        """Whether torch aborted the process after its script had ended well: a thread of gloo, say, that had lost its
+        peers (pytorch/pytorch#179291)."""
+        return self.was_aborted and self.script_exit is not None and self.script_exit.code == 0
+
+    @property
+    def left_silently(self) -> bool:
+        """Whether its process ended with code 0 in the middle of its work, as `os._exit(0)` does it."""
+        at_work = self.exit is not None and self.exit.phase in ("forward", "backward", "optimizer")
+        return at_work and self.own_code == 0 and self.script_exit is None and not self.errors
+
+    @property
+    def told_its_end(self) -> bool:
+        """Whether its script has ended, or it has left its group and called nothing after that.
+
+        Ray kills its workers once they have left their group.
+        """
+        left, end = self.left_group, self.exit
+        if self.script_exit is not None:
+            return True
+        if left is None or end is None or end.phase != "script":
+            return False
+        return (left.where.step, left.where.batch) == (end.where.step, end.where.batch)
+
+    @property
+    def hid_a_peer_failure(self) -> bool:
+        """Whether it left with an exit code of its own after a collective had raised in it, and its script caught
+        that."""
+        if self.exit is None or self.errors:
+            return False
+        left_badly = (self.script_exit is not None and self.script_exit.code != 0) or (self.own_code or 0) > 0
+        return left_badly and any(group.phase == "failed" for group in self.exit.groups)
+
+    @property
+    def was_not_watched(self) -> bool:
+        """Whether it has run, and had no recorder or no hooks."""
+        if self.state is not None:
+            return self.state.hooks == "failed"
+        return self.exit is not None and self.exit.phase in ("starting", "unwatched")
+
+    @property
+    def ran_another_program(self) -> bool:
+        """Whether it is a program that `--no-python` has started."""
+        return self.exit is not None and self.exit.phase == "unwatched"
 
 
 @dataclass
@@ -152,6 +258,21 @@ class NodeFacts:
     messages_lost: int = 0
     """The number of its messages that are missing, though later ones were received."""
 
+    @property
+    def host(self) -> str:
+        """The node's name; "" if unknown."""
+        return self.hello.host if self.hello is not None else ""
+
+    @property
+    def name(self) -> str:
+        """Its host; the first letters of its agent's id if unknown."""
+        return self.hello.host if self.hello is not None else self.agent[:8]
+
+    @property
+    def went_well(self) -> bool:
+        """Whether it has said so with its goodbye."""
+        return self.bye is not None and self.bye.outcome == "ok"
+
 
 @dataclass
 class RunFacts:
@@ -175,6 +296,10 @@ class RunFacts:
     def one(self, attempt: int, number: int) -> RankFacts:
         """A rank, or a process that is none. Raises KeyError."""
         return (self.ranks if is_rank(number) else self.processes)[attempt, number]
+
+    def named(self, attempt: int | None, number: int | None) -> RankFacts | None:
+        """The rank that a verdict names; None if it names none, or that was never heard."""
+        return self.ranks.get((attempt, number)) if attempt is not None and number is not None else None
 
     def lone(self, attempt: int) -> list[RankFacts]:
         """The processes that are no rank, which have no attempts: they belong to the last one."""
@@ -206,7 +331,7 @@ class RunFacts:
     def announced_ranks(self) -> int:
         """The number of ranks, from the nodes, or from the ranks if the nodes do not know it beforehand."""
         said = sum(hello.nproc for hello in self.hellos)
-        return said or max((rank.state.world_size for rank in self.ranks.values() if rank.state is not None), default=0)
+        return said or max((rank.counts.world_size for rank in self.ranks.values()), default=0)
 
     @property
     def starter(self) -> str:
@@ -219,8 +344,7 @@ class RunFacts:
 
     def host(self, facts: RankFacts) -> str:
         """The host of a rank; "" if unknown."""
-        node = self.nodes.get(facts.agent)
-        return node.hello.host if node is not None and node.hello is not None else ""
+        return self.nodes[facts.agent].host if facts.agent in self.nodes else ""
 
 
 class HeardNumbers:

@@ -6,6 +6,7 @@ Each page is inspected once, on arrival. Its findings stay in memory, the page i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -16,19 +17,8 @@ from ...core.events import split_label
 from ...core.identity import is_rank
 from ...core.judge import anomaly_of, first_alarm
 from ...core.text import is_shown, shown, shown_lines, shown_name
-from ...core.wire.messages import (
-    AgentBody,
-    AgentHello,
-    EventMessage,
-    NameDefinitions,
-    NodeBeat,
-    NodeBye,
-    PageMessage,
-    RankHistoryMessage,
-    RankState,
-    TelemetryMessage,
-    node_of,
-)
+from ...core.wire import messages
+from ...core.wire.messages import AgentBody, NameDefinitions, PageMessage, RankHistoryMessage, RankState, node_of
 from .facts import HeardNumbers, NodeFacts, RankFacts, RunFacts
 from .forward_origin import diagnose
 from .kept_pages import KeptHistory, KeptPage, PageCache, RankNames
@@ -79,15 +69,10 @@ def _safe(value: Any, field: str, owner: str) -> Any:
 def _text(text: str, field: str, owner: str) -> str:
     if field in _SEVERAL_LINES and owner == "ScriptError":
         return text if text.isprintable() else shown_lines(text)
-    if field == "root":
-        return _root(text)
-    return shown_name(text) if field in _NAMES else shown(text)
-
-
-def _root(label: str) -> str:
-    cls, ordinal = split_label(label)
-    known = events.RootDef(0, cls, ordinal).label == label
-    return events.RootDef(0, shown_name(cls), ordinal).label if known else shown_name(label)
+    cls, ordinal = split_label(text)
+    if field == "root" and events.RootDef(0, cls, ordinal).label == text:
+        return events.RootDef(0, shown_name(cls), ordinal).label
+    return shown_name(text) if field == "root" or field in _NAMES else shown(text)
 
 
 _EARLIER_PAGES = 3
@@ -100,11 +85,11 @@ LoadHistory = Callable[[str, int], RankHistoryMessage | None]
 
 
 def fold(
-    messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[str] = (), load: LoadPage | None = None
+    stored: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[str] = (), load: LoadPage | None = None
 ) -> RunFacts:
     """Put messages together. `lost_agents` went silent, as the collector saw it; without `load` all pages are kept."""
     folded = FactFold(load)
-    for agent, n, body in messages:
+    for agent, n, body in stored:
         folded.add(agent, n, body)
     return folded.facts(lost_agents)
 
@@ -135,15 +120,12 @@ class FactFold:
         """One message of an agent, by its number; 0 is not numbered."""
         agent = node_of(name)
         self._heard.add(name, n)
-        body = (
-            received
-            if isinstance(received, PageMessage | RankHistoryMessage | NameDefinitions)
-            else shown_body(received)
-        )
+        is_columns = isinstance(received, PageMessage | RankHistoryMessage | NameDefinitions)
+        body = received if is_columns else shown_body(received)
         node = self._facts.nodes.setdefault(agent, NodeFacts(agent))
-        if isinstance(body, AgentHello):
+        if isinstance(body, messages.AgentHello):
             node.hello = body
-        elif isinstance(body, NodeBye):
+        elif isinstance(body, messages.NodeBye):
             node.bye = body
         elif isinstance(body, NameDefinitions):
             self._names_of(body.attempt, body.rank).add(name, body.entries)
@@ -151,13 +133,13 @@ class FactFold:
             self._take_page(name, n, body)
         elif isinstance(body, RankHistoryMessage):
             self._take_history(name, n, body)
-        elif isinstance(body, TelemetryMessage):
+        elif isinstance(body, messages.TelemetryMessage):
             known = node.telemetry.get(body.began_ns)
             if known is None or (known.sent_ns, known.samples) < (body.sent_ns, body.samples):
                 node.telemetry[body.began_ns] = body
-        elif isinstance(body, NodeBeat):
+        elif isinstance(body, messages.NodeBeat):
             _take_beat(self._facts, node, body)
-        elif isinstance(body, EventMessage):
+        elif isinstance(body, messages.EventMessage):
             if isinstance(body.event, events.Anomaly):
                 self._forget_inferred((body.event.where.attempt, body.event.where.rank))
                 self._met_in.add(body.event.where.step)
@@ -206,10 +188,9 @@ class FactFold:
         return facts
 
     def _names_of(self, attempt: int, rank: int) -> RankNames:
-        names = self._names.get((attempt, rank))
-        if names is None:
-            names = self._names[attempt, rank] = RankNames(self._cache.names)
-        return names
+        if (attempt, rank) not in self._names:
+            self._names[attempt, rank] = RankNames(self._cache.names)
+        return self._names[attempt, rank]
 
     def _take_page(self, name: str, n: int, message: PageMessage) -> None:
         names = self._names_of(message.attempt, message.rank)
@@ -274,9 +255,8 @@ class FactFold:
     def _forget_inferred(self, key: tuple[int, int]) -> None:
         if key in self._inferred:
             self._inferred.discard(key)
-            rank = self._facts.everyone.get(key)
-            if rank is not None:
-                rank.anomalies = []
+            if key in self._facts.everyone:
+                self._facts.everyone[key].anomalies = []
 
     def _diagnose(self, key: tuple[int, int], rank: RankFacts, *, from_pages: bool) -> bool:
         """Where its first anomaly came from; not again, if nothing has changed that the answer depends on.
@@ -383,7 +363,7 @@ _ONES = {get_args(hint)[0]: name for name, hint in _HINTS.items() if type(None) 
 """Class of an event -> the field of a rank that holds one of them."""
 
 
-def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMessage) -> None:
+def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: messages.EventMessage) -> None:
     event = message.event
     if isinstance(event, events.NodeSignal):
         node.signal = event
@@ -417,7 +397,7 @@ def _replaces(event: Any, known: Any) -> bool:
     return True
 
 
-def _take_beat(facts: RunFacts, node: NodeFacts, beat: NodeBeat) -> None:
+def _take_beat(facts: RunFacts, node: NodeFacts, beat: messages.NodeBeat) -> None:
     if beat.sent_ns:
         node.hot, node.gpus = beat.hot, beat.gpus
     if beat.clock_offset_ns is not None and beat.clock_round_trip_ns is not None:
@@ -434,21 +414,8 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: NodeBeat) -> None:
         node.pages_dropped[number] = max(node.pages_dropped.get(number, 0), dropped)
 
 
-def _moved(state: RankState) -> tuple[int, ...]:
-    """A key that orders beats by progress, whichever was received first: its numbers never decrease."""
-    return (
-        state.final,
-        state.step,
-        state.batch,
-        state.seq,
-        state.ignored,
-        state.absorbed,
-        state.scaler_skips,
-        state.warned,
-        state.batches_skipped,
-        state.faults,
-        state.records_lost,
-        state.calls_left_out,
-        state.hooks_gone,
-        state.left,
-    )
+_moved: Callable[[RankState], tuple[int, ...]] = attrgetter(
+    *("final", "step", "batch", "seq", "ignored", "absorbed", "scaler_skips", "warned", "batches_skipped"),
+    *("faults", "records_lost", "calls_left_out", "hooks_gone", "left"),
+)
+"""A key that orders beats by progress, whichever was received first: its numbers never decrease."""

@@ -56,11 +56,8 @@ def _of_gradient(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis:
     if isinstance(found, LocalDiagnosis):
         return found
     first = explain_gradient(alarm, *found)
-    note = (
-        "a GradScaler should have caught it, but the optimizer was called without it: scaler.step(optimizer) "
-        "skips that step"
-    )
-    return replace(first, notes=(*first.notes, note))
+    without = "the optimizer was called without it: scaler.step(optimizer) skips that step"
+    return replace(first, notes=(*first.notes, f"a GradScaler should have caught it, but {without}"))
 
 
 def _by_another_way(found: LocalDiagnosis, alarm: AlarmPage, first: Frame) -> LocalDiagnosis:
@@ -80,11 +77,9 @@ def _by_another_way(found: LocalDiagnosis, alarm: AlarmPage, first: Frame) -> Lo
     own_code = tuple(holders) if len(holders) == 1 else tuple(makers)
     scope = common(list(own_code))
     classes = {frame.module: frame.cls for frame in alarm.frames} | {name: each.cls for name, each in makers.items()}
-    notes = [
-        f"in autograd's graph it depends on {each.op} of {module_text(each.module, each.cls)}, with no frame in between"
-        for each in makers.values()
-        if each.module != found.module
-    ]
+    others = (each for each in makers.values() if each.module != found.module)
+    text = "in autograd's graph it depends on {} of {}, with no frame in between"
+    notes = [text.format(each.op, module_text(each.module, each.cls)) for each in others]
     return replace(
         found,
         module=scope,
@@ -115,10 +110,10 @@ class _ForwardTrail:
             return self._of_weight(frame, bad_weight)
         changed = self._changed_weight(frame)
         if changed is not None:
-            note = f"{changed.role} was finite when it was read after the last step"
-            if not frame.weights:
-                note = "weights are not watched (--watch): it was read when the alarm was raised"
-            since = f"it was finite when it was last read, and {UNSEEN}" if frame.weights else ""
+            note, since = "weights are not watched (--watch): it was read when the alarm was raised", ""
+            if frame.weights:
+                note = f"{changed.role} was finite when it was read after the last step"
+                since = f"it was finite when it was last read, and {UNSEEN}"
             found = self._of_weight(frame, changed)
             return replace(found, notes=(note,), changed_since=bool(frame.weights), history=since)
         output = output or _worst(frame.outputs)
@@ -140,32 +135,24 @@ class _ForwardTrail:
         """The call made nan of an -inf that is nothing new, or that is known to be the whole of a row."""
         given = self._trace_input(frame, mask)  # before the nan has a place of its own
         self._turned = (frame.module, frame.cls)
-        closed, notes = self._is_closed(frame, mask), []
-        if given.at != (frame.module, frame.cls, mask.role):
-            notes.append(f"the -inf in {mask.role} came from {given.at[2]} of {module_text(*given.at[:2])}")
+        told = frame.module == self._anomaly.module and mask.role in self._again.closed
+        closed = told or bool(mask.mark & RowMark.CLOSED)
+        notes = [f"no earlier batch was received, so it is unknown whether {mask.role} always holds -inf"]
         if before is not None:
-            notes.append(f"{mask.role} held -inf in batch {before.batch} as well, and caused no nan")
-        else:
-            notes.append(f"no earlier batch was received, so it is unknown whether {mask.role} always holds -inf")
+            notes = [f"{mask.role} held -inf in batch {before.batch} as well, and caused no nan"]
+        if given.at != (frame.module, frame.cls, mask.role):
+            notes.insert(0, f"the -inf in {mask.role} came from {given.at[2]} of {module_text(*given.at[:2])}")
         text = f"a row of {mask.role} is -inf throughout" if closed else f"{mask.role} held -inf"
         return self._diagnosis(frame, output, "made", sure=before is not None or closed, notes=notes, mask=text)
 
-    def _is_closed(self, frame: Frame, mask: Row) -> bool:
-        """Whether a row of the mask is known to be -inf throughout."""
-        told = frame.module == self._anomaly.module and mask.role in self._again.closed
-        return told or bool(mask.mark & RowMark.CLOSED)
-
     def _beside_neginf(self, frame: Frame, output: Row, given: Row) -> LocalDiagnosis:
         """The call was handed -inf and returned +inf. A mask makes no +inf; a Linear does, of a logarithm of 0."""
-        before = neginf_before(self._alarm.earlier, frame, given.role)
-        if before is not None and before.seen:
+        if not self._is_new(frame, given):
             return self._made_in(frame, output)
         if frame.weights and len(frame.inputs) == 1 and not self._calls.children(frame):
             return self._trace_input(frame, given)
-        found = self._made_in(frame, output)
-        note = (
-            f"{given.role} of {module_text(frame.module, frame.cls)} held -inf: the value may have been made from that"
-        )
+        found, place = self._made_in(frame, output), module_text(frame.module, frame.cls)
+        note = f"{given.role} of {place} held -inf: the value may have been made from that"
         return replace(found, sure=False, mask=found.mask or f"{given.role} held -inf", notes=(*found.notes, note))
 
     def _of_weight(self, frame: Frame, bad: Row) -> LocalDiagnosis:
@@ -217,18 +204,9 @@ class _ForwardTrail:
         if bad is None or not bad.module.startswith(f"{frame.module}." if frame.module else "") or not bad.module:
             return None
         note = f"{bad.role} of {module_text(bad.module, bad.cls)} was finite when it was read after the last step"
-        found = self._diagnosis(
-            frame,
-            _weight_row(bad.role, bad.value, bad.dtype),
-            "weight",
-            FramePhase.WEIGHT,
-            module=bad.module,
-            cls=bad.cls,
-            sure=False,
-            notes=(note,),
-            changed_since=True,
-        )
-        return replace(found, at=(bad.module, bad.cls, bad.role))
+        row, place = _weight_row(bad.role, bad.value, bad.dtype), {"module": bad.module, "cls": bad.cls}
+        found = self._diagnosis(frame, row, "weight", FramePhase.WEIGHT, **place, sure=False, notes=(note,))
+        return replace(found, changed_since=True, at=(bad.module, bad.cls, bad.role))
 
     def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
         children = self._calls.children(frame)
@@ -241,7 +219,11 @@ class _ForwardTrail:
             return inside
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
         unread = () if received else self._unread_weights(frame)
-        unseen = _unseen_object(frame) or self._without_graph(frame)
+        unseen = _unseen_object(frame)
+        if not unseen and self._again.without_graph and frame.module == self._anomaly.module:
+            # code of the script's own: it may have taken a value from a list or an object
+            graph = "autograd's graph does not show whether it took a value from anywhere but its arguments"
+            unseen = (f"{module_text(frame.module, frame.cls)} ran without gradients: {graph}",)
         return self._diagnosis(
             frame,
             output,
@@ -250,15 +232,6 @@ class _ForwardTrail:
             sure=not unseen,
             notes=(*unread, *unseen, *self._removed(frame, output)),
             weights_read=self._looked_again(frame),
-        )
-
-    def _without_graph(self, frame: Frame) -> tuple[str, ...]:
-        """A call without gradients, of code of the script's own: it may have taken a value from a list or an object."""
-        if not self._again.without_graph or frame.module != self._anomaly.module:
-            return ()
-        return (
-            f"{module_text(frame.module, frame.cls)} ran without gradients: autograd's graph does not show whether it "
-            "took a value from anywhere but its arguments",
         )
 
     def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
@@ -301,7 +274,7 @@ class _ForwardTrail:
         if holder.parent is None and holder.phase == FramePhase.FORWARD:
             row = next((row for row in holder.inputs if row.value == bad.value), bad)
             return self._diagnosis(holder, row, "outside", FramePhase.INPUT)
-        parent, before = calls.parent(holder), calls.previous_sibling(holder)
+        parent, before = calls.parent(holder), next(calls.older_siblings(holder), None)
         if parent is None and before is None:  # the module around it is not watched, or was not recomputed
             return self._diagnosis(holder, bad, "carried")
         if parent is not None and not again:
@@ -318,24 +291,16 @@ class _ForwardTrail:
         """The code of `parent` made it, after `before` returned and before `holder` was called."""
         now = min((seq for seq in (begun(holder), self._anomaly.where.seq) if seq >= 0), default=-1)
         since = before.seq if before is not None else begun(parent) if parent is not None else -1
-        notes = []
-        sure = parent is not None
+        itself, notes = "if it writes into it, it made the value itself", []
         if returns(holder, bad.value):
-            sure = False
-            notes.append(
-                f"{module_text(holder.module, holder.cls)} returned the same tensor that it received: "
-                "if it writes into it, it made the value itself"
-            )
+            name = module_text(holder.module, holder.cls)
+            notes.append(f"{name} returned the same tensor that it received: {itself}")
         for other in self._calls.older_siblings(holder):
             if any(row.value == bad.value and not row.finite for row in other.inputs):
-                sure = False
-                notes.append(
-                    f"{module_text(other.module, other.cls)} received the same tensor before, and it was non-finite "
-                    "when that call returned: if it writes into it, it made the value itself"
-                )
-        unseen = _unseen_object(parent) if parent is not None else ()
-        sure = sure and not unseen
-        notes += unseen
+                before_it = "received the same tensor before, and it was non-finite when that call returned"
+                notes.append(f"{module_text(other.module, other.cls)} {before_it}: {itself}")
+        notes += _unseen_object(parent) if parent is not None else ()
+        sure = parent is not None and not notes
         if parent is not None and not bad.only_neginf:
             masks = [row for row in parent.inputs if row.only_neginf]
             notes += [f"{module_text(parent.module, parent.cls)} had received -inf in {mask.role}" for mask in masks]
@@ -392,17 +357,8 @@ class _ForwardTrail:
 def _weight_row(role: str, value: str, dtype: str) -> Row:
     """A row for a weight of which the page has none."""
     flags = _FLAGS.get(value, NonFinite.NAN)
-    return Row(
-        role=role,
-        abs_min=None,
-        abs_max=None,
-        nan=bool(flags & NonFinite.NAN),
-        posinf=bool(flags & NonFinite.POSINF),
-        neginf=bool(flags & NonFinite.NEGINF),
-        dtype=dtype,
-        shape=None,
-        flags=int(flags),
-    )
+    nan, posinf, neginf = (bool(flags & kind) for kind in (NonFinite.NAN, NonFinite.POSINF, NonFinite.NEGINF))
+    return Row(role, None, None, nan, posinf, neginf, dtype, None, flags=int(flags))
 
 
 def _unseen_object(frame: Frame) -> tuple[str, ...]:
@@ -410,10 +366,8 @@ def _unseen_object(frame: Frame) -> tuple[str, ...]:
     kinds = {row.kind for row in frame.inputs}
     if RowContent.NOT_A_TENSOR not in kinds or RowContent.MEASURED in kinds:
         return ()
-    return (
-        f"{module_text(frame.module, frame.cls)} received an object that is not inspected: the value may have come "
-        "in it",
-    )
+    came = "received an object that is not inspected: the value may have come in it"
+    return (f"{module_text(frame.module, frame.cls)} {came}",)
 
 
 def _worst(rows: list[Row]) -> Row | None:

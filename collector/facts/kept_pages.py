@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy
 
@@ -22,6 +22,7 @@ from ...core.recorder.pages import NameTable, decode_frame
 from ...core.values import DTYPE_NAMES
 from ...core.wire.columns import NO_NUMBER, unpack
 from ...core.wire.messages import PageMessage, RankHistoryMessage
+from ..report.model import HeatModule
 
 # The definitions of all ranks, each kept once: ranks of one role define the same modules in the same order.
 #
@@ -50,14 +51,12 @@ class SharedNames:
     def after(self, place: int, entries: Iterable[Definition]) -> int:
         """The place of a rank that was at `place` and has defined these."""
         for entry in entries:
-            number = self._numbers.get(entry)
-            if number is None:
-                number = self._numbers[entry] = len(self._entries)
+            number = self._numbers.setdefault(entry, len(self._entries))
+            if number == len(self._entries):
                 self._entries.append(entry)
             step = (place, number)
-            there = self._next.get(step)
-            if there is None:
-                there = self._next[step] = len(self._came_from)
+            there = self._next.setdefault(step, len(self._came_from))
+            if there == len(self._came_from):
                 self._came_from.append(step)
                 self._depths.append(self._depths[place] + 1)
             place = there
@@ -135,48 +134,21 @@ class KeptPage:
     """One page of one rank."""
 
     __slots__ = (
-        "_cache",
-        "_common",
-        "_first",
-        "_key",
-        "_last_phase",
-        "_load",
-        "_named",
-        "_names",
-        "_root",
-        "_suspicious",
-        "attempt",
-        "batch",
-        "cleared_at",
-        "complete",
-        "num_frames",
-        "num_rows",
-        "number",
-        "rank",
-        "step",
+        *("_cache", "_common", "_first", "_key", "_last_phase", "_load", "_named", "_names", "_root", "_suspicious"),
+        *("attempt", "batch", "cleared_at", "complete", "num_frames", "num_rows", "number", "rank", "step"),
     )
 
     def __init__(self, message: PageMessage, load: Load, names: RankNames, cache: PageCache) -> None:
         """`load` gives the message again. Raises an error for bytes that no recorder holds."""
         tables = PageTables(message)
-        self.rank = message.rank
-        self.attempt = message.attempt
-        self.number = message.number
-        self.batch = message.batch
-        self.step = message.step
-        self.complete = message.complete
-        self.num_frames = len(tables.frames)
+        self.rank, self.attempt, self.number = message.rank, message.attempt, message.number
+        self.batch, self.step, self.complete = message.batch, message.step, message.complete
+        self.num_frames, self.num_rows = len(tables.frames), len(tables.rows)
         self._suspicious: tuple[int, bool] = names.place, tables.suspicious(names.names)
         bad = self._suspicious[1]  # nobody asks for the names of another one
         self._named = (names.place, tables.are_named(names.names)) if bad else (-1, False)
-        self.num_rows = len(tables.rows)
-        self._root = message.root
-        self._first = tables.first_fields
-        self._last_phase = tables.last_phase
-        self._load = load
-        self._names = names
-        self._cache = cache
-        self._key = next(cache.keys)
+        self._root, self._first, self._last_phase = message.root, tables.first_fields, tables.last_phase
+        self._load, self._names, self._cache, self._key = load, names, cache, next(cache.keys)
         cache.get("tables", self._key, lambda: tables)
         self._common: tuple[int, tuple[bytes, bytes, bytes]] | None = None
         self.cleared_at = -1
@@ -273,7 +245,7 @@ class KeptPage:
         if self._common is None or self._common[0] != self._names.place:
             tables = self._tables
             parts = tables.forward_modules(), tables.shape_of_calls(), tables.weights(self._names.names)
-            modules, calls, weights = map(_digest, parts)
+            modules, calls, weights = (hashlib.blake2b(part, digest_size=16).digest() for part in parts)
             self._common = self._names.place, (modules, calls, weights)
         return self._common[1]
 
@@ -315,27 +287,11 @@ class KeptPage:
         return PageTables(message if message is not None else PageMessage(0, 0, 0, 0, self.batch, 0, False, []))
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
 # How large the outputs of a rank's modules were: where it is stored, and the numbers once somebody looks.
 
 
-class ModuleOutputs(NamedTuple):
-    """What a module returned."""
-
-    module: str
-    cls: str
-    dtype: str
-
-
-class _HistoryColumns(NamedTuple):
-    """How the columns of a message become modules: column `sources[i]` belongs to module `targets[i]`."""
-
-    modules: list[ModuleOutputs]
-    sources: list[int]
-    targets: list[int]
+_HistoryColumns = tuple[list[HeatModule], list[int], list[int]]
+"""(modules, sources, targets): column `sources[i]` of a message belongs to module `targets[i]`"""
 
 
 @dataclass(frozen=True)
@@ -344,7 +300,7 @@ class OpenHistory:
 
     batches: list[int]
     steps: list[int]
-    modules: list[ModuleOutputs]
+    modules: list[HeatModule]
     numbers: Any
 
 
@@ -372,27 +328,29 @@ class KeptHistory:
         except ValueError:
             return None
         key = ("columns", self.names.place, tuple(message.slots), message.dtypes)
-        columns = self.cache.get("in common", key, lambda: self._columns(message))
-        found = numpy.full((len(numbers), len(columns.modules)), NO_NUMBER, numpy.float32)
-        if len(columns.modules) == len(columns.sources):
-            found[:, columns.targets] = numbers[:, columns.sources]
+        modules, sources, targets = self.cache.get("in common", key, lambda: self._columns(message))
+        found = numpy.full((len(numbers), len(modules)), NO_NUMBER, numpy.float32)
+        if len(modules) == len(sources):
+            found[:, targets] = numbers[:, sources]
         else:
-            for source, target in zip(columns.sources, columns.targets, strict=True):  # the larger one; nan above all
+            for source, target in zip(sources, targets, strict=True):  # the larger one; nan above all
                 found[:, target] = numpy.maximum(found[:, target], numbers[:, source])
-        return OpenHistory(message.batches, message.steps, columns.modules, found)
+        return OpenHistory(message.batches, message.steps, modules, found)
 
     def _columns(self, message: RankHistoryMessage) -> _HistoryColumns:
         names = self.names.names
         place: dict[str, int] = {}
-        found = _HistoryColumns([], [], [])
+        modules: list[HeatModule] = []
+        sources: list[int] = []
+        targets: list[int] = []
         for column, (slot_id, dtype) in enumerate(zip(message.slots, message.dtypes, strict=True)):
             slot = names.slots.get(slot_id)
             module = names.modules.get(slot.module) if slot is not None else None
             if module is not None:
                 if module.name not in place:
-                    place[module.name] = len(found.modules)
+                    place[module.name] = len(modules)
                     known = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else "unknown"
-                    found.modules.append(ModuleOutputs(module.name, module.cls, known))
-                found.sources.append(column)
-                found.targets.append(place[module.name])
-        return found
+                    modules.append(HeatModule(module.name, module.cls, known))
+                sources.append(column)
+                targets.append(place[module.name])
+        return modules, sources, targets

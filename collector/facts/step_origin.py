@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from ...core.frames import Frame, FramePhase, Page, Row, RowContent, RowMark
 from ...core.judge import first_expected_gradient
 from ...core.roles import RoleKind, is_param_group, role_of_parameter
 from ...core.values import DTYPE_MAX
+from ..report.sentence_parts import counted
 from .diagnosis import AlarmPage, LocalDiagnosis, Source, number_text, rows_in
 
 # Whether an optimizer's rule can have made a weight non-finite, from the known numbers of the step. Pure.
@@ -40,26 +40,17 @@ class KnownStep(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True)
-class _StepRule:
-    change: Callable[[Mapping[str, float], KnownStep], float | None]
-    """The largest change; None if that is not known."""
-    needs: tuple[str, ...] = ()
-    """Keys of the state without which nothing is known."""
-
-
 def can_make_non_finite(step: OptimizerStep | None, known: KnownStep) -> bool | None:
     """Whether the step can have made the weight non-finite; None if that is unknown."""
     largest = DTYPE_MAX.get(known.dtype)
     if step is None or largest is None or known.dtype not in _SMALLEST:
         return None
-    rule = _RULES.get(step.cls.rpartition(".")[2]) if is_torchs(step) else None
-    if rule is None or any(key not in known.state for key in rule.needs) or "lr" not in step.settings:
+    rule, needs = _RULES.get(step.cls.rpartition(".")[2], (None, ())) if is_torchs(step) else (None, ())
+    if rule is None or any(key not in known.state for key in needs) or "lr" not in step.settings:
         return None
-    numbers = (known.weight, known.gradient, *known.state.values())
-    if not all(math.isfinite(number) for number in numbers):
+    if not all(map(math.isfinite, (known.weight, known.gradient, *known.state.values()))):
         return None
-    change = rule.change(step.settings, known)
+    change = rule(step.settings, known)
     if change is None:
         return None
     decay = abs(step.settings["lr"] * step.settings.get("weight_decay", 0.0)) * known.weight
@@ -85,13 +76,11 @@ def square_overflows(step: OptimizerStep | None, key: str, gradient: float, dtyp
 
 
 def _sgd(settings: Mapping[str, float], known: KnownStep) -> float | None:
-    gradient = _decayed(settings, known)
     momentum = abs(settings.get("momentum", 0.0))
-    if not momentum:
-        return abs(settings["lr"]) * gradient
-    if "momentum_buffer" not in known.state:
+    buffer = known.state.get("momentum_buffer") if momentum else 0.0
+    if buffer is None:
         return None
-    return abs(settings["lr"]) * (gradient + (1 + momentum) * known.state["momentum_buffer"])
+    return abs(settings["lr"]) * (_decayed(settings, known) + (1 + momentum) * buffer)
 
 
 def _adam(settings: Mapping[str, float], known: KnownStep) -> float | None:
@@ -104,19 +93,15 @@ def _adam(settings: Mapping[str, float], known: KnownStep) -> float | None:
 
 def _adagrad(settings: Mapping[str, float], known: KnownStep) -> float | None:
     eps = _eps(settings, known)
-    gradient = _decayed(settings, known)
-    return abs(settings["lr"]) * gradient / eps if eps is not None else None
+    return abs(settings["lr"]) * _decayed(settings, known) / eps if eps is not None else None
 
 
 def _rmsprop(settings: Mapping[str, float], known: KnownStep) -> float | None:
     eps = _eps(settings, known)
     if eps is None or settings.get("centered"):  # the variance minus the mean's square may be negative: nan
         return None
-    gradient = _decayed(settings, known)
-    buffer = known.state.get("momentum_buffer", 0.0) if settings.get("momentum") else 0.0
-    if settings.get("momentum") and "momentum_buffer" not in known.state:
-        return None
-    return abs(settings["lr"]) * (gradient / eps + buffer)
+    buffer = known.state.get("momentum_buffer") if settings.get("momentum") else 0.0
+    return abs(settings["lr"]) * (_decayed(settings, known) / eps + buffer) if buffer is not None else None
 
 
 def _adafactor(settings: Mapping[str, float], known: KnownStep) -> float | None:
@@ -139,14 +124,16 @@ def _eps(settings: Mapping[str, float], known: KnownStep) -> float | None:
     return eps if eps > _SMALLEST[known.dtype] else None
 
 
-_RULES = {
-    "SGD": _StepRule(_sgd),
-    "Adam": _StepRule(_adam, ("exp_avg", "exp_avg_sq")),
-    "AdamW": _StepRule(_adam, ("exp_avg", "exp_avg_sq")),
-    "Adagrad": _StepRule(_adagrad, ("sum",)),
-    "RMSprop": _StepRule(_rmsprop, ("square_avg",)),
-    "Adafactor": _StepRule(_adafactor),
+_RULES: dict[str, tuple[Callable[[Mapping[str, float], KnownStep], float | None], tuple[str, ...]]] = {
+    "SGD": (_sgd, ()),
+    "Adam": (_adam, ("exp_avg", "exp_avg_sq")),
+    "AdamW": (_adam, ("exp_avg", "exp_avg_sq")),
+    "Adagrad": (_adagrad, ("sum",)),
+    "RMSprop": (_rmsprop, ("square_avg",)),
+    "Adafactor": (_adafactor, ()),
 }
+"""Optimizer -> (the largest change that its step can make, None if that is not known; keys of the state without which
+nothing is known)."""
 
 
 def explain_reduced(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis | tuple[Frame, Row]:
@@ -179,17 +166,18 @@ def explain_step(alarm: AlarmPage, frame: Frame, row: Row) -> LocalDiagnosis | t
     bad = next(((f, r) for f in alarm.frames if f.index < frame.index for r in f.gradients if not r.finite), None)
     if bad is not None and any(not gradient.finite for gradient in gradients):
         return bad
-    explain = _explain_state if is_state else _explain_weight
-    return explain(alarm, frame, row, gradients)
+    return (_explain_state if is_state else _explain_weight)(alarm, frame, row, gradients)
 
 
 def _explain_weight(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Row]) -> LocalDiagnosis:
     last = next(_readings(alarm.page, frame, row, alarm.earlier), None)
     before = last.row if last is not None else None
     was_bad = before is not None and not before.finite
-    states = _state_rows(alarm.frames, frame, row.parsed_role.name)
+    of_step, name = _rows_of_step(alarm.frames, frame), row.parsed_role.name
+    states = [each for each in of_step if each.role_kind is RoleKind.STATE and each.parsed_role.name == name]
+    had_none = any(each.role == f"state grad {row.role}" and each.kind == RowContent.NONE for each in of_step)
     notes = [
-        f"the optimizer's {state.parsed_role.key} of {row.parsed_role.name}: abs min "
+        f"the optimizer's {state.parsed_role.key} of {name}: abs min "
         f"{number_text(state.abs_min)}, abs max {number_text(state.abs_max)}"
         for state in states
         if state.kind == RowContent.MEASURED
@@ -197,7 +185,7 @@ def _explain_weight(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Ro
     step = alarm.anomaly.optimizer
     source: Source = "weight"
     sure, history = not is_param_group(frame.module), ""  # its gradient has no frames, nor what was computed with it
-    if not was_bad and _was_left_out(alarm.frames, frame, row):
+    if not was_bad and had_none:
         source, sure = "changed", before is not None and is_torchs(step)
         history = "it had no gradient, and a step changes no weight without one"
     elif not was_bad and gradients:
@@ -218,7 +206,9 @@ def _explain_weight(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Ro
 def _explain_state(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Row]) -> LocalDiagnosis:
     """States are read after few steps. The last one has made it if its own gradient explains it."""
     sure, notes = False, []
-    last = _last_state(alarm, frame, row)
+    pages = ((page, rows_in(page.frames, FramePhase.OPTIMIZER, frame, row.role)) for page in alarm.earlier)
+    last = next(((page, rows[0]) for page, rows in pages if rows), None)
+    last = last if last is not None and last[1].finite else None
     key = row.parsed_role.key
     if gradients:
         largest = max(map(_number, gradients))
@@ -232,27 +222,8 @@ def _explain_state(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Row
         when = f"after the step of batch {batch}: abs max {number_text(last[1].abs_max)}"
         notes.append(f"{key} was finite when it was last read, {when}")
         history = f"any step since that of batch {batch} can have made it: it was finite then, and {rarely}"
-    return alarm.diagnosis(
-        frame, row, "made", FramePhase.OPTIMIZER, sure=sure, notes=notes, history="" if sure else history
-    )
-
-
-def _last_state(alarm: AlarmPage, frame: Frame, row: Row) -> tuple[Page, Row] | None:
-    """The last reading of a state in an earlier page; None if there is none, or if it was bad as well."""
-    for page in alarm.earlier:
-        for found in rows_in(page.frames, FramePhase.OPTIMIZER, frame, row.role):
-            return (page, found) if found.finite else None
-    return None
-
-
-def _was_left_out(frames: list[Frame], frame: Frame, row: Row) -> bool:
-    """The step has found no gradient of this weight."""
-    return any(
-        found.role == f"state grad {row.role}" and found.kind == RowContent.NONE
-        for other in frames
-        if other.phase == FramePhase.OPTIMIZER and other.module == frame.module and other.index >= frame.index
-        for found in other.rows
-    )
+    history = "" if sure else history
+    return alarm.diagnosis(frame, row, "made", FramePhase.OPTIMIZER, sure=sure, notes=notes, history=history)
 
 
 _OPEN = (
@@ -262,27 +233,22 @@ _OPEN = (
 
 
 def _known(row: Row, before: Row, gradients: list[Row], states: list[Row]) -> KnownStep:
-    return KnownStep(
-        weight=_number(before),
-        gradient=max(map(_number, gradients)),
-        state={state.parsed_role.key: _number(state) for state in states},
-        elements=math.prod(row.shape) if row.shape is not None else 1 << 40,
-        dtype=row.dtype,
-    )
+    state = {state.parsed_role.key: _number(state) for state in states}
+    elements = math.prod(row.shape) if row.shape is not None else 1 << 40
+    return KnownStep(_number(before), max(map(_number, gradients)), state, elements, row.dtype)
 
 
 def _number(row: Row) -> float:
     return row.abs_max if row.finite and row.abs_max is not None else math.inf
 
 
-def _state_rows(frames: list[Frame], frame: Frame, name: str) -> list[Row]:
-    """A parameter's state: in the frame of the weight, or on a device in one that was written when its numbers came."""
+def _rows_of_step(frames: list[Frame], frame: Frame) -> list[Row]:
+    """Of the module of a weight: in its frame, or on a device in one that was written when its numbers came."""
     return [
         row
         for other in frames
         if other.phase == FramePhase.OPTIMIZER and other.module == frame.module and other.index >= frame.index
         for row in other.rows
-        if row.role_kind is RoleKind.STATE and row.parsed_role.name == name
     ]
 
 
@@ -344,26 +310,22 @@ def history_of(page: Page, frame: Frame, row: Row, earlier: Sequence[Page]) -> W
     steps = page.step - last.page.step - (1 if last.after_step else 0)
     batch = last.page.batch
     text = ""
-    if last.page is page:
-        text = "earlier in that batch, and no optimizer step was seen in between"
-    elif steps <= 0:
+    if last.page is page or steps <= 0:
         when = f"after step {page.step}" if last.after_step else f"in batch {batch}"
+        when = "earlier in that batch" if last.page is page else when
         text = f"{when}, and no optimizer step was seen in between"
     elif _is_whole([page, *since, last.page]):
         if last.after_step:
             text = f"after the step of batch {batch}, and no later step on it was seen"
-        elif _others_stepped([*since, last.page]) and _had_no_gradient([*since, last.page], frame, row):
+        elif _stepped_without_it([*since, last.page], frame, row):
             text = f"in batch {batch}, had no gradient since, and no step on it was seen"
     when = "after the step of" if last.after_step else "in the forward of"
     note = f"{row.role} was finite when it was last read, {when} batch {batch}: abs max {number_text(last.row.abs_max)}"
     if text:
         collective = ", a collective" if frame.seq > last.frame.seq >= 0 else ""
         return WeightHistory(True, f"it was finite {text}: the script, a load{collective} or memory changed it", note)
-    ran = f"{steps} optimizer step{'s' if steps != 1 else ''} ran in between"
-    text = (
-        f"it was finite in batch {batch}; {ran}, and it was not read after that: whether a step or something else "
-        "changed it is unknown"
-    )
+    ran = f"{counted(steps, 'optimizer step')} ran in between, and it was not read after that"
+    text = f"it was finite in batch {batch}; {ran}: whether a step or something else changed it is unknown"
     return WeightHistory(False, text, note)
 
 
@@ -373,17 +335,14 @@ def _is_whole(pages: list[Page]) -> bool:
     return not gaps and not any(each.lost_frames for each in pages)
 
 
-def _others_stepped(pages: list[Page]) -> bool:
-    """Whether other weights were read after a step: this one would have been, too, had an optimizer held it."""
-    return any(frame.phase == FramePhase.OPTIMIZER and frame.weights for page in pages for frame in page.frames)
-
-
-def _had_no_gradient(pages: list[Page], frame: Frame, row: Row) -> bool:
+def _stepped_without_it(pages: list[Page], frame: Frame, row: Row) -> bool:
+    """Whether other weights had gradients and were read after a step: so would this one, had an optimizer held it."""
+    frames = [other for page in pages for other in page.frames]
     seen = {
         (other.module, found.parsed_role.name)
-        for each in pages
-        for other in each.frames
+        for other in frames
         for found in other.gradients
         if found.role_kind is RoleKind.GRAD_WEIGHT and found.kind == RowContent.MEASURED
     }
-    return bool(seen) and (frame.module, row.parsed_role.name) not in seen
+    stepped = any(other.phase == FramePhase.OPTIMIZER and other.weights for other in frames)
+    return stepped and bool(seen) and (frame.module, row.parsed_role.name) not in seen

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -75,10 +75,8 @@ class MetricsExporter:
         try:
             self._server = _MetricsServer(host.strip("[]"), int(port), self)
         except OSError as error:
-            raise UsageError(
-                f"--metrics-port: expected an address that is free, found {address}: {error.strerror or error}; pass "
-                "another [HOST:]PORT"
-            ) from error
+            found = f"found {address}: {error.strerror or error}; pass another [HOST:]PORT"
+            raise UsageError(f"--metrics-port: expected an address that is free, {found}") from error
         self.url = f"http://{host}:{self._server.server_port}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, name="gpuwatch-metrics", daemon=True)
         self._thread.start()
@@ -160,7 +158,6 @@ class _MetricsServer(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """The thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -180,7 +177,6 @@ class _ScrapeHandler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer with the metrics, or with 404 or 503."""
         if self.path.partition("?")[0] not in ("/metrics", "/"):
             self.send_error(HTTPStatus.NOT_FOUND, "expected /metrics")
             return
@@ -213,17 +209,18 @@ _RANK = ("rank", "host")
 _MODULE = ("module", "dtype")
 
 
+@dataclass
+class _CollectedMetrics(Collector):
+    view: JobView
+    own: OwnNumbers
+
+    def collect(self) -> Iterator[Metric]:
+        return families(self.view, self.own)
+
+
 def text_of(view: JobView, own: OwnNumbers) -> bytes:
     """Prometheus's text format, version 0.0.4."""
     return generate_latest(_CollectedMetrics(view, own))
-
-
-class _CollectedMetrics(Collector):
-    def __init__(self, view: JobView, own: OwnNumbers) -> None:
-        self._view, self._own = view, own
-
-    def collect(self) -> Iterator[Metric]:
-        return families(self._view, self._own)
 
 
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
@@ -231,9 +228,8 @@ Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 def families(view: JobView, own: OwnNumbers) -> Iterator[Metric]:
     """All metrics; one without a known value has no sample."""
-    yield InfoMetricFamily(
-        "gpuwatch_run", "The run that this collector watches.", {"run": view.run, "attempt": str(view.attempt)}
-    )
+    run = {"run": view.run, "attempt": str(view.attempt)}
+    yield InfoMetricFamily("gpuwatch_run", "The run that this collector watches.", run)
     silent = sum(node.lost for node in view.nodes)
     for name, text, number in (
         ("gpuwatch_view_timestamp_seconds", "Unix time of these numbers.", view.time_ns / 1e9),
@@ -247,9 +243,8 @@ def families(view: JobView, own: OwnNumbers) -> Iterator[Metric]:
     yield _by_label(CounterMetricFamily, "gpuwatch_events", "Events by kind.", "kind", view.events_by_kind)
     values = {value: view.anomalies_by_value.get(value, 0) for value in ("nan", "+inf", "-inf")}
     yield _by_label(CounterMetricFamily, "gpuwatch_anomalies", "Anomalies.", "value", values)
-    yield _by_label(
-        CounterMetricFamily, "gpuwatch_lost", "Records dropped because there was no room for them.", "what", view.lost
-    )
+    text = "Records dropped because there was no room for them."
+    yield _by_label(CounterMetricFamily, "gpuwatch_lost", text, "what", view.lost)
     kinds = {str(kind): int(kind == view.kind) for kind in VerdictKind}
     yield _by_label(GaugeMetricFamily, "gpuwatch_verdict", "1: the verdict so far.", "kind", kinds)
     text = "Received, but not on the disk yet."
@@ -269,61 +264,54 @@ def _ranks(view: JobView) -> Iterator[Metric]:
     number = Counter(states.values())
     by_state = {str(state): number[state] for state in STATES}
     yield _by_label(GaugeMetricFamily, "gpuwatch_ranks", "Ranks by state.", "state", by_state)
-    state = GaugeMetricFamily("gpuwatch_rank_state", "1: the state that the rank is in.", labels=[*_RANK, "state"])
     states.update({process.rank: state_of(process, set()) for process in view.processes})
     everyone = [*view.ranks, *view.processes]
-    for rank in everyone:
-        state.add_metric([label_of(rank.rank), rank.host, states[rank.rank]], 1)
-    yield state
+    in_state = (([label_of(rank.rank), rank.host, states[rank.rank]], 1) for rank in everyone)
+    text = "1: the state that the rank is in."
+    yield _family(GaugeMetricFamily, "gpuwatch_rank_state", text, (*_RANK, "state"), in_state)
+    counter, gauge = CounterMetricFamily, GaugeMetricFamily
     batches = [(rank, max(0, rank.batch + 1)) for rank in everyone]
-    yield _of_ranks(CounterMetricFamily, "gpuwatch_rank_batches", "Batches that the rank has started.", batches)
+    yield _of_ranks(counter, "gpuwatch_rank_batches", "Batches that the rank has started.", batches)
     steps = [(rank, max(0, rank.step)) for rank in everyone]
-    yield _of_ranks(CounterMetricFamily, "gpuwatch_rank_steps", "Optimizer steps that it has finished.", steps)
+    yield _of_ranks(counter, "gpuwatch_rank_steps", "Optimizer steps that it has finished.", steps)
     still = [(rank, rank.still_s) for rank in everyone if not rank.ended]
-    yield _of_ranks(
-        GaugeMetricFamily, "gpuwatch_rank_still_seconds", "Seconds since the rank last recorded something.", still
-    )
+    yield _of_ranks(gauge, "gpuwatch_rank_still_seconds", "Seconds since the rank last recorded something.", still)
     use = [(rank, rank.gpu_use) for rank in view.ranks if rank.gpu_use >= 0]
     text = "Share of the time in which a kernel ran on the rank's GPU."
-    yield _of_ranks(GaugeMetricFamily, "gpuwatch_rank_gpu_use_share", text, use)
+    yield _of_ranks(gauge, "gpuwatch_rank_gpu_use_share", text, use)
     memory = [(rank, rank.gpu_memory) for rank in view.ranks if rank.gpu_memory >= 0]
-    yield _of_ranks(GaugeMetricFamily, "gpuwatch_rank_gpu_memory_share", "Share of its GPU's memory in use.", memory)
+    yield _of_ranks(gauge, "gpuwatch_rank_gpu_memory_share", "Share of its GPU's memory in use.", memory)
     slow = [(view.slow, view.slow.cost)] if view.slow is not None else []
     text = "Share of the job's time that the others wait for this rank."
-    yield _of_ranks(GaugeMetricFamily, "gpuwatch_straggler_share", text, slow)
+    yield _of_ranks(gauge, "gpuwatch_straggler_share", text, slow)
 
 
 def _of_ranks(kind: Family, name: str, text: str, of: Iterable[tuple[RankView | ViewStraggler, float]]) -> Metric:
-    found = kind(name, text, labels=_RANK)
-    for rank, number in of:
-        found.add_metric([label_of(rank.rank), rank.host], number)
-    return found
+    return _family(kind, name, text, _RANK, (([label_of(rank.rank), rank.host], number) for rank, number in of))
 
 
 def _modules(view: JobView) -> Iterator[Metric]:
-    left = GaugeMetricFamily(
-        "gpuwatch_module_headroom", "Powers of two from its output's abs max to its dtype's limit.", labels=_MODULE
-    )
-    largest = GaugeMetricFamily(
-        "gpuwatch_module_abs_max", "Largest absolute value of its output in the last batch.", labels=_MODULE
-    )
-    for hot in view.hot:
-        left.add_metric([hot.module, hot.dtype], hot.left)
-        largest.add_metric([hot.module, hot.dtype], hot.abs_max)
-    yield from (left, largest)
-    passing = GaugeMetricFamily(
-        "gpuwatch_forecast_batch",
-        "Batch in which its output is forecast to pass its dtype's limit.",
-        labels=[*_MODULE, "bound"],
-    )
-    for told in view.passing:
-        for bound, batch in (("earliest", told.earliest), ("middle", told.batch), ("latest", told.latest)):
-            passing.add_metric([told.module, told.dtype, bound], batch)
-    yield passing
+    gauge = GaugeMetricFamily
+    text = "Powers of two from its output's abs max to its dtype's limit."
+    left = (([hot.module, hot.dtype], hot.left) for hot in view.hot)
+    yield _family(gauge, "gpuwatch_module_headroom", text, _MODULE, left)
+    text = "Largest absolute value of its output in the last batch."
+    largest = (([hot.module, hot.dtype], hot.abs_max) for hot in view.hot)
+    yield _family(gauge, "gpuwatch_module_abs_max", text, _MODULE, largest)
+    text = "Batch in which its output is forecast to pass its dtype's limit."
+    bounds = {"earliest": "earliest", "middle": "batch", "latest": "latest"}
+    passing = (([p.module, p.dtype, bound], getattr(p, name)) for p in view.passing for bound, name in bounds.items())
+    yield _family(gauge, "gpuwatch_forecast_batch", text, (*_MODULE, "bound"), passing)
 
 
 def _by_label(kind: Family, name: str, text: str, label: str, of: dict[str, int]) -> Metric:
-    found = kind(name, text, labels=[label])
-    for value, number in of.items():
-        found.add_metric([value], number)
+    return _family(kind, name, text, (label,), (([value], number) for value, number in of.items()))
+
+
+def _family(
+    kind: Family, name: str, text: str, labels: Sequence[str], samples: Iterable[tuple[list[str], float]]
+) -> Metric:
+    found = kind(name, text, labels=labels)
+    for values, number in samples:
+        found.add_metric(values, number)
     return found

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -48,6 +49,12 @@ class PicturePace:
         self._due = now + max(EVERY_S, processor_s / _SHARE)
 
 
+def set_options(socket: zmq.Socket[bytes], **options: Any) -> None:
+    """Set options of a socket, each by its name in small letters: `ipv6=True`. Raises zmq.ZMQError."""
+    for name, value in options.items():
+        setattr(socket, name, value)
+
+
 _MOST_WORDS = 64
 """Subscriptions that are read in one turn. Nothing else from viewers is read."""
 
@@ -62,14 +69,8 @@ class ViewPublisher:
         self._pace = PicturePace()
         self._file: Path | None = None
         try:
-            self._socket.linger = 0
-            self._socket.ipv6 = True
-            self._socket.sndhwm = 4
-            self._socket.maxmsgsize = 1024
-            self._socket.xpub_verbose = 0
-            self._socket.curve_server = True
-            self._socket.curve_publickey = server.public
-            self._socket.curve_secretkey = server.private
+            set_options(self._socket, linger=0, ipv6=True, sndhwm=4, maxmsgsize=1024, xpub_verbose=0)
+            set_options(self._socket, curve_server=True, curve_publickey=server.public, curve_secretkey=server.private)
             self._socket.bind(re.sub(r":\d+$", ":*", address))
         except BaseException:
             self._socket.close()
@@ -161,13 +162,9 @@ class ViewSubscriber:
 
     def _connect(self, keys: ViewerKeys) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.SUB)
-        socket.linger = 0
-        socket.ipv6 = True
-        socket.rcvhwm = 4
-        socket.maxmsgsize = MAX_BYTES
-        socket.curve_serverkey = keys.server_key.encode()
-        socket.curve_publickey = keys.public_key.encode()
-        socket.curve_secretkey = keys.private_key.encode()
+        set_options(socket, linger=0, ipv6=True, rcvhwm=4, maxmsgsize=MAX_BYTES)
+        server, public, private = (key.encode() for key in (keys.server_key, keys.public_key, keys.private_key))
+        set_options(socket, curve_serverkey=server, curve_publickey=public, curve_secretkey=private)
         socket.subscribe(b"")
         socket.connect(keys.address)
         return socket

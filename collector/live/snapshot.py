@@ -13,6 +13,7 @@ from ..assemble.timeline import forecasts_of, is_sound, passing_text
 from ..decide.decide import uuid_of
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.fold import shown_body
+from ..report.sentence_parts import modules_text
 
 MOST_HOT = 8
 MOST_EVENTS = 12
@@ -26,7 +27,6 @@ def view_of(
 ) -> JobView:
     """`verdict` is the one so far, or ""; `kind` is its kind, and `slow` the rank that costs the others time."""
     attempt = facts.last_attempt
-    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     ranks = facts.of_attempt(attempt)
     lone = _lone(facts)
     anomalies = Counter(anomaly.value for rank in facts.everyone.values() for anomaly in rank.anomalies)
@@ -35,7 +35,7 @@ def view_of(
     return JobView(
         time_ns,
         run,
-        hellos[0].command if hellos else [],
+        next((hello.command for hello in facts.hellos), []),
         facts.announced_ranks,
         attempt,
         _nodes(facts),
@@ -64,17 +64,14 @@ def _lone(facts: RunFacts) -> list[RankFacts]:
 
 
 def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView:
-    state, ended = rank.state, rank.exit
-    code = ended.code if ended is not None else None
+    state, ended, host = rank.state, rank.exit is not None, facts.host(rank)
     if state is None:
-        phase = ended.phase if ended is not None else "starting"
-        return RankView(
-            rank.rank, facts.host(rank), phase, -1, -1, -1, "", 0.0, False, 0, exit=code, ended=ended is not None
-        )
+        phase = rank.exit.phase if rank.exit is not None else "starting"
+        return RankView(rank.rank, host, phase, -1, -1, -1, "", 0.0, False, 0, exit=rank.code, ended=ended)
     gpu = gpus.get(uuid_of(rank)) if gpus else None
     return RankView(
         rank.rank,
-        facts.host(rank),
+        host,
         state.phase,
         state.step,
         state.batch,
@@ -83,8 +80,8 @@ def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView
         state.age_s,
         state.overflow or bool(rank.anomalies),
         rank.warned_rows,
-        code,
-        ended is not None,
+        rank.code,
+        ended,
         state.waits,
         *((gpu.use, gpu.memory) if gpu is not None else ()),
     )
@@ -96,7 +93,7 @@ def _nodes(facts: RunFacts) -> list[NodeView]:
         health = [event for event in node.gpu_events if isinstance(event, GpuHealth)]
         xids = [event.number for event in node.gpu_events if isinstance(event, GpuXid)]
         gpus = (health[-1].grade if health[-1].grade == "ok" else health[-1].detail) if health else ""
-        found.append(NodeView(node.hello.host if node.hello is not None else "", node.lost, gpus, xids[-_MOST_XIDS:]))
+        found.append(NodeView(node.host, node.lost, gpus, xids[-_MOST_XIDS:]))
     return found
 
 
@@ -106,9 +103,8 @@ def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[ViewEvent]:
         name = rank_name(rank.rank)
         events: list[tuple[Any, str, bool]] = []
         for anomaly in rank.anomalies[:1]:
-            place = f"`{anomaly.module}`" if anomaly.module else "the root"
-            text = f"{anomaly.value} in {anomaly.role} of {place}, batch {anomaly.where.batch}"
-            events.append((anomaly, f"{name}: {text}", True))
+            place = f"{anomaly.role} of {modules_text([anomaly.module])}"
+            events.append((anomaly, f"{name}: {anomaly.value} in {place}, batch {anomaly.where.batch}", True))
         events += [(error, f"{name} raised {error.error}", True) for error in rank.errors[:1]]
         for forecast in filter(is_sound, rank.forecasts[:1]):
             events.append((forecast, f"{name}: in batch {forecast.where.batch} {passing_text(forecast)}", True))
@@ -118,7 +114,7 @@ def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[ViewEvent]:
             events.append((skip, f"{name}: GradScaler skipped a step, scale {skip.scale:g}", False))
         found += [ViewEvent(event.where.time_ns, text, loud) for event, text, loud in events]
     for node in facts.nodes.values():
-        host = node.hello.host if node.hello is not None else "a node"
+        host = node.host if node.hello is not None else "a node"
         for xid in [event for event in node.gpu_events if isinstance(event, GpuXid)][-_MOST_XIDS:]:
             text = f"{host}: XID {xid.number} {xid.meaning}".rstrip()
             found.append(ViewEvent(xid.time_ns, text, xid.grade == "fail"))
@@ -129,9 +125,7 @@ def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[ViewEvent]:
 
 def _passing(ranks: list[RankFacts]) -> list[LimitPassing]:
     found = [
-        LimitPassing(
-            told.module, told.dtype, told.batch + told.after, told.batch + told.earliest, told.batch + told.latest
-        )
+        LimitPassing(told.module, told.dtype, *(told.batch + n for n in (told.after, told.earliest, told.latest)))
         for told in forecasts_of(ranks)
     ]
     return sorted(found, key=lambda passing: (passing.batch, passing.module))[:MOST_PASSING]

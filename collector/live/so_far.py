@@ -6,7 +6,8 @@ An error in one of them is logged, once; it costs neither the others nor the rep
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy
 
@@ -18,6 +19,7 @@ from ..assemble.stragglers import LEAST_STEPS, PART_TEXT, WARM_UP, SlowRank, fin
 from ..assemble.timeline import is_sound, limit_text, passing_text, utc
 from ..decide.overflow_verdict import overflow_verdict
 from ..facts.fold import FactFold, shown_body
+from ..report.sentence_parts import one_on
 
 # The verdict over an overflow while the job still runs: one line in the collector's log each time that it changes.
 #
@@ -45,11 +47,8 @@ class LiveVerdict:
         used: Callable[[], float] = time.thread_time,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._folded = folded
-        self._say = say
-        self._clock = clock
-        self._used = used
-        self._now = now
+        self._folded, self._say = folded, say
+        self._clock, self._used, self._now = clock, used, now
         self._any = False
         self._changed = self._urgent = False
         self._due = 0.0
@@ -80,9 +79,7 @@ class LiveVerdict:
     def _decide(self) -> None:
         verdict = overflow_verdict(self._folded.facts(most_diagnosed=_MOST_DIAGNOSED))
         self._changed = self._folded.is_behind
-        if verdict is None:
-            return
-        line = f"the verdict so far: {verdict.certainty}: {verdict.statement}"
+        line = f"the verdict so far: {verdict.certainty}: {verdict.statement}" if verdict is not None else self.said
         if line != self.said:
             self.said = line
             self._say(f"{utc(self._now(), 'milliseconds')} {line}")
@@ -111,10 +108,9 @@ class LiveForecast:
         told = shown_body(body.event)
         if is_sound(told):
             self._told = True
-            self._say(
-                f"rank {told.where.rank}: outputs grow towards {told.dtype}'s limit of {limit_text(told.limit)}: in "
-                f"batch {told.where.batch} {passing_text(told)}, if it goes on as since batch {told.since}"
-            )
+            grow = f"outputs grow towards {told.dtype}'s limit of {limit_text(told.limit)}"
+            then = f"{passing_text(told)}, if it goes on as since batch {told.since}"
+            self._say(f"rank {told.where.rank}: {grow}: in batch {told.where.batch} {then}")
 
 
 # A slow rank while the job runs: one line when the others begin to wait for a rank, or do so no more.
@@ -136,9 +132,7 @@ class LiveStragglers:
     def __init__(
         self, folded: FactFold, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._folded = folded
-        self._say = say
-        self._clock = clock
+        self._folded, self._say, self._clock = folded, say, clock
         self._attempt = -1
         self._newest: dict[int, RankState] = {}
         self._before: dict[int, RankState] = {}
@@ -171,7 +165,9 @@ class LiveStragglers:
             return
         self._due = now + _LOOK_S
         if not self._before:
-            if self._all_are_here() and min(state.steps_timed for state in self._newest.values()) >= WARM_UP:
+            states = self._newest.values()
+            all_are_here = 1 < max(state.world_size for state in states) == len(states) and all(map(_is_timed, states))
+            if all_are_here and min(state.steps_timed for state in states) >= WARM_UP:
                 self._begin(now)
             return
         ranks = sorted(self._before)
@@ -184,21 +180,15 @@ class LiveStragglers:
         self._begin(now)
         slow = find_slow_now(ranks, means)
         if _rank_of(slow) == _rank_of(self._seen):
-            host = self._host(slow.rank) if slow is not None else ""
-            self.slow = ViewStraggler(slow.rank, host, slow.cost) if slow is not None else None
-            self._tell(slow, host)
+            self.slow = ViewStraggler(slow.rank, self._host(slow.rank), slow.cost) if slow is not None else None
+            self._tell(slow)
         self._seen = slow
-
-    def _all_are_here(self) -> bool:
-        states = self._newest.values()
-        world_size = max(state.world_size for state in states)
-        return 1 < world_size == len(self._newest) and all(map(_is_timed, states))
 
     def _begin(self, now: float) -> None:
         self._before = dict(self._newest)
         self._due = now + LEAST_S
 
-    def _tell(self, slow: SlowRank | None, host: str) -> None:
+    def _tell(self, slow: SlowRank | None) -> None:
         before = self._told
         if _rank_of(slow) == _rank_of(before) and (slow is None or before is None or before.loud or not slow.loud):
             return
@@ -207,14 +197,14 @@ class LiveStragglers:
             assert before is not None
             self._say(f"The others no longer wait for rank {before.rank}.")
             return
-        where = f" on {host}" if host else ""
         part = f" Most of the difference is {PART_TEXT[slow.part]}." if slow.part else ""
-        who = f"{'WARNING: ' if slow.loud else ''}Rank {slow.rank}{where}"
+        who = f"{'WARNING: ' if slow.loud else ''}{one_on(slow.rank, self._host(slow.rank))}"
         self._say(f"{who} costs the job {slow.cost:.0%} of its time now: the others wait for it.{part}")
 
     def _host(self, number: int) -> str:
         facts = self._folded.as_it_stands()
-        return next((facts.host(rank) for rank in facts.of_attempt(self._attempt) if rank.rank == number), "")
+        rank = facts.named(self._attempt, number)
+        return facts.host(rank) if rank is not None else ""
 
 
 def _is_timed(state: RankState) -> bool:
@@ -230,40 +220,28 @@ class LiveFindings:
 
     def __init__(self, folded: FactFold, say: Callable[[str], object], log: Callable[[str], object]) -> None:
         self._log = log
-        self._verdict = LiveVerdict(folded, log)
-        self._stragglers = LiveStragglers(folded, say)
-        parts = self._verdict, LiveForecast(folded, say), self._stragglers
-        self._parts: tuple[LiveVerdict, LiveForecast, LiveStragglers] = parts
+        self.verdict, self.stragglers = LiveVerdict(folded, log), LiveStragglers(folded, say)
+        self._forecast = LiveForecast(folded, say)
         self._errors: set[str] = set()
-
-    @property
-    def verdict_so_far(self) -> str:
-        """ "" where there is none."""
-        return self._verdict.said
-
-    @property
-    def slow(self) -> ViewStraggler | None:
-        """The rank that the others wait for in their steps."""
-        return self._stragglers.slow
 
     def hear(self, body: AgentBody) -> None:
         """What was added to the fold."""
-        for part in self._parts:
-            try:
+        for part in (self.verdict, self._forecast, self.stragglers):
+            with self._alone(part):
                 part.hear(body)
-            except Exception as error:
-                self._failed(part, error)
 
     def tick(self) -> None:
         """Report changes, once the messages that arrived together are heard."""
-        for part in (self._verdict, self._stragglers):
-            try:
+        for part in (self.verdict, self.stragglers):
+            with self._alone(part):
                 part.tick()
-            except Exception as error:
-                self._failed(part, error)
 
-    def _failed(self, part: object, error: Exception) -> None:
-        line = f"{type(part).__name__} has failed: {type(error).__name__}: {error}"
-        if line not in self._errors:
-            self._errors.add(line)
-            self._log(line)
+    @contextmanager
+    def _alone(self, part: object) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            line = f"{type(part).__name__} has failed: {type(error).__name__}: {error}"
+            if line not in self._errors:
+                self._errors.add(line)
+                self._log(line)

@@ -5,6 +5,7 @@ hear(body) takes every message; due() returns the lines that have changed since 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from ...core.events import PreflightBegan, PreflightResult, PreflightStage
@@ -118,16 +119,13 @@ class StageLines:
         stops = any(result.stops for result in self._results.values())
         if any(hello.check_only for hello in self._hosts.values()) or stops or outcomes == {"skipped"}:
             return PreflightOver(grade)
-        seconds: dict[int, float] = {}
-        for stage in self._stages.values():
-            for rank, event in stage.ended.items():
-                seconds[rank] = seconds.get(rank, 0.0) + event.seconds
+        seconds: defaultdict[int, float] = defaultdict(float)
+        for rank, event in (pair for stage in self._stages.values() for pair in stage.ended.items()):
+            seconds[rank] += event.seconds
         ranks, nodes = counted(self.ranks, "rank"), counted(len(self._hosts), "node")
-        noted = ""
+        noted = f", with {counted(len(findings), 'finding')}" if findings else ""
         if grade == "fail":
             noted = ", failed, and training starts anyway"
-        elif findings:
-            noted = f", with {counted(len(findings), 'finding')}"
         text = f"preflight {grade}: {ranks} on {nodes} in {max(seconds.values(), default=0.0):.1f} s{noted}"
         lines = [f"  {finding.stage}, {finding.grade}: {finding.sentence}" for finding in findings[:_MAX_WARNINGS]]
         left = len(findings) - len(lines)

@@ -61,9 +61,8 @@ class TopModel:
     def screen(self, width: int) -> TopScreen:
         """For a terminal of this width; no line is longer."""
         if not self._views:
-            return TopScreen(
-                [ScreenLine("waiting for the first update from the collector")], ScreenLine(""), [], [], []
-            )
+            waiting = ScreenLine("waiting for the first update from the collector")
+            return TopScreen([waiting], ScreenLine(""), [], [], [])
         view = self._views[-1]
         rates = self._rates()
         behind = behind_of(view.ranks)
@@ -129,11 +128,8 @@ def _waiting(view: JobView, behind: set[int]) -> ScreenLine:
     where = one.phase + (f", `{one.module}`" if one.module else "")
     waiting = sum(not rank.ended for rank in view.ranks) - len(behind)
     stood = "it has not moved" if len(behind) == 1 else f"rank {one.rank} has not moved"
-    return ScreenLine(
-        f"{names} {'is' if len(behind) == 1 else 'are'} waited for: {stood} for {one.still_s:.0f} s in {where}; "
-        f"{counted(waiting, 'rank')} wait{'s' if waiting == 1 else ''}",
-        "bad",
-    )
+    text = f"{names} {'is' if len(behind) == 1 else 'are'} waited for: {stood} for {one.still_s:.0f} s in {where}"
+    return ScreenLine(f"{text}; {counted(waiting, 'rank')} wait{'s' if waiting == 1 else ''}", "bad")
 
 
 def _gpus(view: JobView) -> list[ScreenLine]:
@@ -203,11 +199,9 @@ def _hot(view: JobView) -> list[ScreenLine]:
     lines = []
     for hot in view.hot:
         going = f", {hot.change:+.2f} a batch" if abs(hot.change) >= 0.005 else ""
-        limit = format_number(DTYPE_MAX.get(hot.dtype)).strip()
-        text = (
-            f"{hot.left:5.1f} powers of two below {hot.dtype}'s {limit}{going}: {hot.module or '(root)'}, "
-            f"{rank_name(hot.rank)}, batch {hot.batch}"
-        )
+        limit = f"{hot.dtype}'s {format_number(DTYPE_MAX.get(hot.dtype)).strip()}"
+        place = f"{hot.module or '(root)'}, {rank_name(hot.rank)}, batch {hot.batch}"
+        text = f"{hot.left:5.1f} powers of two below {limit}{going}: {place}"
         lines.append(ScreenLine(text, "bad" if hot.left < 1 else "warn" if hot.left < 3 else ""))
     return lines
 

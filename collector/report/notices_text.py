@@ -13,7 +13,7 @@ from ...core.identity import rank_name
 from ...core.text import shown_name
 from ...core.torch_names import notes_on
 from .model import RankReport, RunReport
-from .sentence_parts import coarse_share_text, counted, grouped, ranks_text
+from .sentence_parts import badness, coarse_share_text, counted, grouped, ranks_text
 
 PLAIN: Any = {"box": None, "pad_edge": False, "header_style": "bold"}
 """A table without lines."""
@@ -47,11 +47,9 @@ def trouble_lines(report: RunReport) -> Iterator[str]:
     for rank in report.everyone:
         for fault in rank.faults:
             yield f"gpuwatch's own fault on {rank_name(rank.rank)}: {fault}"
-    untold = report.collector.get("metrics_faults", 0)
-    if untold:
+    if untold := report.collector.get("metrics_faults", 0):
         yield f"gpuwatch's own fault in the collector: the metrics could not be computed {untold} times (see its log)"
-    unwritten = report.collector.get("unwritten", 0)
-    if unwritten:
+    if unwritten := report.collector.get("unwritten", 0):
         yield f"{unwritten} messages could not be written to the run store (is the disk full?)"
     found = [f"{report.collector[key]} {what}" for key, what in _TURNED_AWAY.items() if report.collector.get(key)]
     if found:
@@ -61,15 +59,8 @@ def trouble_lines(report: RunReport) -> Iterator[str]:
 def notice_lines(report: RunReport) -> list[str]:
     """Skipped steps, waived and absorbed values, batches skipped or not kept, the cost of watching: a line each."""
     ranks = report.ranks
-    return [
-        *_scaler(ranks),
-        *_waived(ranks),
-        *_absorbed(ranks),
-        *_skipped(ranks),
-        *_thinned(report.everyone),
-        *_groups(ranks),
-        *_cost(ranks),
-    ]
+    of_ranks = (line for notice in (_scaler, _waived, _absorbed, _skipped) for line in notice(ranks))
+    return [*of_ranks, *_thinned(report.everyone), *_groups(ranks), *_cost(ranks)]
 
 
 def node_notes(report: RunReport) -> Iterator[Text]:
@@ -134,26 +125,20 @@ def warned_rows_table(report: RunReport) -> Iterator[Table | Text]:
 
 
 def _badness(entry: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
-    number, warning = entry
-    near = warning["kind"] == "near overflow"
-    lost = max(warning.get("subnormals") or 0.0, warning.get("zeros") or 0.0)
-    headroom = warning.get("headroom")
-    left = headroom if headroom is not None else 1e9
-    return not near, left if near else -lost, number, warning["batch"], warning["module"], warning["role"]
+    number, row = entry
+    bad = badness(row["kind"], row.get("headroom"), row.get("subnormals"), row.get("zeros"))
+    return *bad, number, row["batch"], row["module"], row["role"]
 
 
 def _scaler(ranks: list[RankReport]) -> Iterator[str]:
     by_count = grouped((rank for rank in ranks if rank.scaler is not None), lambda rank: rank.scaler_skips)
     for count, alike in sorted(by_count.items()):
-        details = alike[0].scaler or {}
-        where = ""
+        details, where = alike[0].scaler or {}, ""
         if details.get("role") is not None:
             where = f", first for {details['value']} in {details['role']} of {details['module'] or 'the root'}"
         scale = f", last scale {details['last_scale']:g}" if details.get("last_scale") is not None else ""
-        yield (
-            f"GradScaler skipped {counted(count, 'step')} on {ranks_text([r.rank for r in alike])} "
-            f"(expected{where}{scale})"
-        )
+        who = ranks_text([rank.rank for rank in alike])
+        yield f"GradScaler skipped {counted(count, 'step')} on {who} (expected{where}{scale})"
 
 
 def _waived(ranks: list[RankReport]) -> Iterator[str]:
@@ -163,10 +148,8 @@ def _waived(ranks: list[RankReport]) -> Iterator[str]:
     for pattern, found in sorted(by_pattern.items())[:_MAX_HIDDEN]:
         number, first = min(found, key=lambda entry: (entry[1]["batch"], entry[0]))
         count = f"{counted(total, 'row')}, " if len(by_pattern) == 1 else ""
-        yield (
-            f"waived by --ignore '{pattern}': {count}first {first['value']} in {first['role']} of "
-            f"{first['module'] or 'the root'}, rank {number}, batch {first['batch']}"
-        )
+        where = f"{first['role']} of {first['module'] or 'the root'}, rank {number}, batch {first['batch']}"
+        yield f"waived by --ignore '{pattern}': {count}first {first['value']} in {where}"
     if total and len(by_pattern) != 1:
         yield f"waived by --ignore: {total} rows in all"
 
@@ -220,12 +203,8 @@ def _groups(ranks: list[RankReport]) -> Iterator[str]:
 
 
 def _cost(ranks: list[RankReport]) -> Iterator[str]:
-    measured = [
-        (rank.cost, rank.rank) for rank in ranks if rank.cost is not None and rank.cost.get("ratio") is not None
-    ]
+    measured = [(rank.cost, rank.rank) for rank in ranks if rank.cost and rank.cost.get("ratio") is not None]
     if measured:
         cost, rank = max(measured, key=lambda entry: entry[0]["ratio"])
-        yield (
-            f"Watching cost {cost['ratio']:.2f}x (median of {cost['watched_batches']} watched batches against "
-            f"{cost['plain_batches']} plain ones, rank {rank}, the slowest)"
-        )
+        batches = f"{cost['watched_batches']} watched batches against {cost['plain_batches']} plain ones"
+        yield f"Watching cost {cost['ratio']:.2f}x (median of {batches}, rank {rank}, the slowest)"

@@ -37,11 +37,9 @@ def print_stages(console: Console, preflight: PreflightReport) -> None:
 
 def stage_rows(preflight: PreflightReport) -> list[tuple[str, list[int], list[StageCell | None]]]:
     """(hosts, ranks, the slowest cell of each stage or None), a row for each node or for several that are alike."""
-    rows = []
+    rows, stages = [], [column.stage for column in preflight.stages]
     for nodes in _folded(preflight.nodes):
-        by_stage = (
-            [node.stages[column.stage] for node in nodes if column.stage in node.stages] for column in preflight.stages
-        )
+        by_stage = ([node.stages[stage] for node in nodes if stage in node.stages] for stage in stages)
         slowest = [max(cells, key=lambda cell: cell.seconds, default=None) for cells in by_stage]
         rows.append((_hosts_text(nodes), [rank for node in nodes for rank in node.ranks], slowest))
     return rows
@@ -52,13 +50,10 @@ def _folded(nodes: list[NodeRow]) -> list[list[NodeRow]]:
     if len(nodes) <= _MOST_ROWS:
         return [[node] for node in nodes]
     rows: list[list[NodeRow]] = []
-    for group in grouped(
-        nodes, lambda node: tuple((stage, cell.grade) for stage, cell in node.stages.items())
-    ).values():
-        if group[0].grade == "ok" or len(group) > _MOST_ALIKE:
-            rows.append(group)
-        else:
-            rows += [[node] for node in group]
+    alike = grouped(nodes, lambda node: tuple((stage, cell.grade) for stage, cell in node.stages.items()))
+    for group in alike.values():
+        together = group[0].grade == "ok" or len(group) > _MOST_ALIKE
+        rows += [group] if together else [[node] for node in group]
     return sorted(rows, key=lambda row: (-GRADES.index(row[0].grade or "ok"), row[0].ranks))
 
 
@@ -96,9 +91,8 @@ def _list(console: Console, title: str, findings: list[PreflightFinding]) -> Non
     for finding in findings[:_MAX_FINDINGS]:
         place = "" if finding.stage == "consistency" else f"{finding.stage}, "
         next_ = f" {finding.next}" if finding.next else ""
-        console.print(
-            Text.assemble("  - ", (f"{place}{finding.grade}", _STYLES[finding.grade]), f": {finding.sentence}.{next_}")
-        )
+        grade = (f"{place}{finding.grade}", _STYLES[finding.grade])
+        console.print(Text.assemble("  - ", grade, f": {finding.sentence}.{next_}"))
     if len(findings) > _MAX_FINDINGS:
         console.print(Text(f"  - and {len(findings) - _MAX_FINDINGS} more in report.json"))
     console.print()

@@ -84,6 +84,13 @@ def coarse_share_text(share: float) -> str:
     return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
+def badness(kind: str, headroom: float | None, subnormals: float | None, zeros: float | None) -> tuple[bool, float]:
+    """Sorts rows near a limit: those near overflow with the least room first, then those that have lost the most."""
+    near = kind == "near overflow"
+    left = headroom if headroom is not None else 1e9
+    return not near, left if near else -max(subnormals or 0.0, zeros or 0.0)
+
+
 def size_text(size: float) -> str:
     """`245 GiB`, `1.5 MiB`"""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -105,15 +106,15 @@ _MAX_ATTEMPTS = 8
 
 def concurrent_lines(concurrent: list[ConcurrentOrigin]) -> list[str]:
     """Ranks that met the same share a line, because there can be hundreds."""
-    alike = grouped(
-        concurrent, lambda one: one.text or f"{one.value} in {one.role} of {module_text(one.module, one.cls)}"
-    )
-    return [
-        f"{rank_name(others[0].rank)} on {others[0].host}: {found}"
-        if len(others) == 1
-        else f"{ranks_text([other.rank for other in others])}: {found}"
-        for found, others in alike.items()
-    ]
+    lines = []
+    for one, *more in grouped(concurrent, _found_by).values():
+        who = ranks_text(other.rank for other in (one, *more)) if more else f"{rank_name(one.rank)} on {one.host}"
+        lines.append(f"{who}: {_found_by(one)}")
+    return lines
+
+
+def _found_by(one: ConcurrentOrigin) -> str:
+    return one.text or f"{one.value} in {one.role} of {module_text(one.module, one.cls)}"
 
 
 def attempt_lines(report: RunReport) -> list[str]:
@@ -131,19 +132,13 @@ def earlier_lines(report: RunReport) -> list[str]:
 def cascade_lines(cascade: list[CascadedRank]) -> list[str]:
     """Ranks that ended in the same way share a line, because there can be hundreds."""
     alike = grouped(cascade, lambda entry: entry.how)
-    lines = [
-        f"{ranks_text(entry.rank for entry in entries)} {how if len(entries) == 1 else _plural(how)}"
-        for how, entries in alike.items()
-    ]
+    lines = []
+    for how, entries in list(alike.items())[:_MAX_CASCADE]:
+        if len(entries) > 1:
+            how = re.sub("^is a victim", "are victims", re.sub("^was stopped", "were stopped", how))
+        lines.append(f"{ranks_text(entry.rank for entry in entries)} {how}")
     left = sum(map(len, list(alike.values())[_MAX_CASCADE:]))
-    return [*lines[:_MAX_CASCADE], *([f"and {left} more ranks"] if left else [])]
-
-
-def _plural(how: str) -> str:
-    for one, many in (("is a victim", "are victims"), ("was stopped", "were stopped")):
-        if how.startswith(one):
-            return many + how.removeprefix(one)
-    return how
+    return [*lines, *([f"and {left} more ranks"] if left else [])]
 
 
 def first_text(first: RankAnomaly | None) -> str:
@@ -168,7 +163,8 @@ def render_text(
     `warnings`: each row near overflow or in underflow is shown, too.
     """
     console = TextConsole(width, color=color)
-    _head(console, report)
+    run, nodes = report.run, counted(report.run.nnodes, "node")
+    console.rule(f"gpuwatch report: run {run.id}, {counted(run.world_size, 'rank')} on {nodes}")
     if is_about_preflight(report):
         print_stages(console, report.preflight)
     shown = rank_to_show(report, rank)
@@ -204,21 +200,13 @@ def _titled(console: Console, section: ReportSection, lines: Iterable[Renderable
         console.print(Text(section.heading, style=style), *found, sep="\n")
 
 
-def _head(console: Console, report: RunReport) -> None:
-    run = report.run
-    ranks, nodes = counted(run.world_size, "rank"), counted(run.nnodes, "node")
-    console.rule(f"gpuwatch report: run {run.id}, {ranks} on {nodes}")
-
-
 def _verdict(console: Console, report: RunReport) -> None:
     verdict = report.verdict
     console.print(Text(f"VERDICT  {verdict.kind}, {verdict.certainty}", style=f"bold {verdict.kind.tone}"))
     console.print(Text(verdict.statement, style="bold"))
     _list(console, "Why", verdict.evidence)
-    if verdict.concurrent:
-        _list(console, "At the same time", concurrent_lines(verdict.concurrent))
-    if verdict.cascade:
-        _list(console, "Because of it", cascade_lines(verdict.cascade))
+    _list(console, "At the same time", concurrent_lines(verdict.concurrent))
+    _list(console, "Because of it", cascade_lines(verdict.cascade))
     _list(console, "Next", verdict.next)
     console.print()
 

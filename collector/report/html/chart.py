@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ....core.frames import format_number
 from ....core.values import DTYPE_MAX
-from ..model import ModuleForecast, ModuleHistory, RunReport
+from ..model import ModuleForecast, RunReport
 from ..side_by_side import rank_to_show, side_by_side
 
 WIDTH, HEIGHT = 640, 330
@@ -87,6 +87,9 @@ def over_the_batches(report: RunReport) -> OutputChart | None:
     first = min(series.batches[0] for series in history.ranks)
     last = max(series.batches[-1] for series in history.ranks)
     others = f"; {history.left_out} more ranks are in the store" if history.left_out else ""
+    told = next((each for each in report.forecasts if each.module == history.module), None)
+    if told is not None and (told.dtype != history.dtype or not first <= told.batch < min(batch, last)):
+        told = None
     return _draw(
         f"abs max of the output of {history.module or 'the root module'}, batch by batch",
         f"A line for each of {len(ranks)} ranks; rank {named.rank} is the thick one{others}. "
@@ -96,13 +99,8 @@ def over_the_batches(report: RunReport) -> OutputChart | None:
         even_ticks(first, last),
         (history.dtype, history.limit),
         batch,
-        _forecast(report, history, min(batch, last), first),
+        told,
     )
-
-
-def _forecast(report: RunReport, history: ModuleHistory, before: int, first: int) -> ModuleForecast | None:
-    told = next((each for each in report.forecasts if each.module == history.module), None)
-    return told if told is not None and told.dtype == history.dtype and first <= told.batch < before else None
 
 
 def along_the_calls(report: RunReport) -> OutputChart | None:
@@ -154,11 +152,10 @@ def _draw(
     wide = last - first or 1
 
     def place(x: float, y: float) -> Point:
+        across = (x - first) / wide * (WIDTH - LEFT - RIGHT)
         clipped = min(max(math.log10(y), low), high) if y > 0 else low
-        return (
-            round(LEFT + (x - first) / wide * (WIDTH - LEFT - RIGHT), 1),
-            round(HEIGHT - BOTTOM - (clipped - low) / (high - low) * (HEIGHT - TOP - BOTTOM), 1),
-        )
+        up = (clipped - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+        return round(LEFT + across, 1), round(HEIGHT - BOTTOM - up, 1)
 
     lines: list[RankLine] = []
     marks: list[tuple[float, str, int]] = []
@@ -234,8 +231,6 @@ def even_ticks(first: int, last: int, most: int = 8) -> list[tuple[float, str]]:
     >>> even_ticks(0, 68, 4)
     [(0, '0'), (20, '20'), (40, '40'), (60, '60')]
     """
-    span = max(1, last - first)
-    step = next(
-        step for power in range(12) for step in (10**power, 2 * 10**power, 5 * 10**power) if span / step <= most
-    )
+    steps = (digit * 10**power for power in range(12) for digit in (1, 2, 5))
+    step = next(step for step in steps if max(1, last - first) / step <= most)
     return [(batch, str(batch)) for batch in range(-(-first // step) * step, last + 1, step)]

@@ -55,9 +55,8 @@ def rank_grid(report: RunReport) -> RankGrid | None:
     num = len(report.ranks)
     side = next(side for side in (64, 48, 40, 32, 26, 20, 16, 12, 9, 6, 4) if side == 4 or _height(num, side) <= 240)
     columns = _WIDTH // side
-    squares = [
-        (rank.rank, n % columns * side, n // columns * side, looks[rank.rank]) for n, rank in enumerate(report.ranks)
-    ]
+    places = ((n % columns * side, n // columns * side) for n in range(num))
+    squares = [(rank.rank, x, y, looks[rank.rank]) for rank, (x, y) in zip(report.ranks, places, strict=True)]
     title = "Where each rank is" if hang else "How each rank ended"
     return RankGrid(title, squares, side, _WIDTH, _height(num, side), groups)
 
@@ -73,8 +72,7 @@ def _ending(rank: RankReport) -> str:
 
 
 def _place(rank: RankReport) -> str:
-    lines = own_lines(rank.stack)
-    return (lines[1] if len(lines) > 1 else lines[0]) if lines else "did not report its position"
+    return next(iter(own_lines(rank.stack)[1::-1]), "did not report its position")
 
 
 _MOST_NODES = 12

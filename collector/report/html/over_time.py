@@ -63,24 +63,18 @@ def _curves(at_s: Sequence[float], figures: list[FigureSeries], top: float, high
     high = (SPARK_HEIGHT - 2 * EDGE) / (top or 1.0)
     xs = [f"{EDGE + wide * (at - first):.0f}" for at in at_s]
     span = f"from {when_text(first, event)} to {when_text(last, event)}" if event else "over the run"
-    one = figures[0]
-    most = amount_text(highest, one.unit)
-    return FigureCurves(
-        one.text,
-        most,
-        [(figure.of or "the host", _curve(xs, figure.values, high)) for figure in figures],
-        _event_x(at_s, wide) if event else None,
-        f"{one.text}, {counted(len(figures), 'curve')}, {span}, at most {most}",
-    )
+    title, most = figures[0].text, amount_text(highest, figures[0].unit)
+    curves = [(figure.of or "the host", _curve(xs, figure.values, high)) for figure in figures]
+    description = f"{title}, {counted(len(figures), 'curve')}, {span}, at most {most}"
+    return FigureCurves(title, most, curves, _event_x(at_s, wide) if event else None, description)
 
 
 def _event_x(at_s: Sequence[float], wide: float) -> float | None:
     """None where it was further away than two samples are from each other."""
     first, last = at_s[0], at_s[-1]
     near = (last - first) / (len(at_s) - 1)
-    if not first - near <= 0 <= last + near:
-        return None
-    return round(EDGE + wide * (min(max(0.0, first), last) - first), 1)
+    is_near = first - near <= 0 <= last + near
+    return round(EDGE + wide * (min(max(0.0, first), last) - first), 1) if is_near else None
 
 
 def _curve(xs: list[str], values: Sequence[float | None], high: float) -> str:
@@ -146,36 +140,27 @@ def lanes(report: RunReport) -> TimelineLanes | None:
         return None
     everyone = dict.fromkeys(rank for rank in [report.named, *met, *(e.rank for e in events)] if rank is not None)
     ranks = list(everyone)[:_MOST_LANES]
-    last: dict[int | None, int] = {}
-    for event in events:
-        last[event.rank] = max(last.get(event.rank, -1), _seq(event))
-    kept = [(event, _moment(event, last)) for event in events if event.rank in ranks]
+    last = {rank: max(map(_seq, group)) for rank, group in grouped(events, lambda event: event.rank).items()}
+    shapes = list(SHAPES)
+    seen_at = ((event, last[event.rank] if event.kind == "ended" else _seq(event)) for event in events)
+    kept = [(event, (seq, shapes.index(event.kind))) for event, seq in seen_at if event.rank in ranks]
     moments = sorted({moment for _, moment in kept})
     wide = (_WIDTH - _LEFT - 30) / max(1, len(moments))
     place = {moment: round(_LEFT + wide * (n + 0.5), 1) for n, moment in enumerate(moments)}
     found = []
     for n, rank in enumerate(ranks):
         name = rank_name(rank)
-        mine = [
-            (place[moment], SHAPES[event.kind], f"{name}, after {event.seq} collectives: {event.what}")
-            for event, moment in kept
-            if event.rank == rank
-        ]
+        own = ((event, place[moment]) for event, moment in kept if event.rank == rank)
+        mine = [(x, SHAPES[e.kind], f"{name}, after {e.seq} collectives: {e.what}") for e, x in own]
         end = max((x for x, _, _ in mine), default=float(_LEFT))
         found.append(RankLane(rank, name, _TOP + n * _HEIGHT, end, rank == report.named, mine))
     first = {moment[0]: moment for moment in reversed(moments)}
     collectives = sorted(first)
-    ticks = [
-        (place[first[seq]], str(seq) if seq >= 0 else "none") for seq in collectives[:: max(1, len(collectives) // 10)]
-    ]
+    ticked = collectives[:: max(1, len(collectives) // 10)]
+    ticks = [(place[first[seq]], str(seq) if seq >= 0 else "none") for seq in ticked]
     others = len({event.rank for event in events}) - len(ranks)
     return TimelineLanes(found, _LEFT, _WIDTH, _TOP + len(found) * _HEIGHT + 26, ticks, others)
 
 
 def _seq(event: TimelineEntry) -> int:
     return event.seq if event.seq is not None else -1
-
-
-def _moment(event: TimelineEntry, last: dict[int | None, int]) -> tuple[int, int]:
-    at = last[event.rank] if event.kind == "ended" else _seq(event)
-    return at, list(SHAPES).index(event.kind)

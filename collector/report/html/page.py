@@ -14,19 +14,11 @@ from markupsafe import Markup, escape
 from ....core.frames import Row, RowContent, format_number
 from ....core.text import ranks_text
 from ....core.verdicts import ReportSection, VerdictKind
+from .. import text_report
 from ..model import RankReport, RunReport
 from ..notices_text import notice_lines, trouble_lines
 from ..preflight_text import bytes_text
 from ..side_by_side import frame_key, frames_text, rank_to_show, stacks_text, title_of
-from ..text_report import (
-    attempt_lines,
-    cascade_lines,
-    concurrent_lines,
-    earlier_lines,
-    first_text,
-    is_open,
-    sections_of,
-)
 from .chart import OutputChart, along_the_calls, over_the_batches
 from .grids import LEGEND, RankGrid, StageGrid, heat_map, level_of, rank_grid, stage_grid
 from .over_time import SPARK_HEIGHT, SPARK_WIDTH, lanes, sparklines
@@ -71,7 +63,7 @@ def render_html(report: RunReport) -> str:
     shown = rank_to_show(report)
     healthy = _healthy(report, shown)
     texts, left_out = _frame_texts(report)
-    attempts, earlier = attempt_lines(report), earlier_lines(report)
+    attempts, earlier = text_report.attempt_lines(report), text_report.earlier_lines(report)
     trouble, notices = list(trouble_lines(report)), notice_lines(report)
     lost = [rank for rank in report.ranks if rank.lost.total]
     found_lanes = lanes(report)
@@ -93,8 +85,11 @@ def render_html(report: RunReport) -> str:
         report=report,
         verdict=report.verdict,
         sections=[
-            (section, is_open(report, section) or (section == ReportSection.TIMELINE and found_lanes is not None))
-            for section in sections_of(report)
+            (
+                section,
+                text_report.is_open(report, section) or (section == ReportSection.TIMELINE and found_lanes is not None),
+            )
+            for section in text_report.sections_of(report)
         ],
         counts=counts,
         style=Markup(style),
@@ -102,8 +97,8 @@ def render_html(report: RunReport) -> str:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'",
         picture=picture_of(report),
-        concurrent=concurrent_lines(report.verdict.concurrent),
-        cascade=cascade_lines(report.verdict.cascade),
+        concurrent=text_report.concurrent_lines(report.verdict.concurrent),
+        cascade=text_report.cascade_lines(report.verdict.cascade),
         attempts=attempts,
         earlier=earlier,
         trouble=trouble,
@@ -135,14 +130,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        first=first_text,
-        number=_number,
-        bytes=bytes_text,
-        ranks=_ranks,
-        code=code_of,
-        level=level_of,
-    )
+    filters = {"first": text_report.first_text, "number": _number, "bytes": bytes_text, "ranks": _ranks}
+    environment.filters.update(filters, code=code_of, level=level_of)
     return environment
 
 

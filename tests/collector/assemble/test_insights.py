@@ -10,8 +10,9 @@ from gpuwatch.collector.assemble import insights as find
 from gpuwatch.collector.assemble import insights as over_batches
 from gpuwatch.collector.assemble.insights import find_insights
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.facts.kept_pages import ModuleOutputs, OpenHistory
+from gpuwatch.collector.facts.kept_pages import OpenHistory
 from gpuwatch.collector.report import model as insight
+from gpuwatch.collector.report.model import HeatModule
 from gpuwatch.core.events import RangeWarning, ScalerSkip
 from gpuwatch.core.wire.messages import EventMessage
 
@@ -113,7 +114,7 @@ def test_a_scaler_that_settles_is_no_finding(make):
 
 def history(numbers, names=("fc1", "fc2")) -> OpenHistory:
     table = numpy.array(numbers, numpy.float32)
-    columns = [ModuleOutputs(name, "Linear", "float32") for name in names]
+    columns = [HeatModule(name, "Linear", "float32") for name in names]
     counted = list(range(len(table)))
     return OpenHistory(counted, counted, columns, table)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.decide.decide import decide
-from gpuwatch.collector.decide.words import passed_of
+from gpuwatch.collector.decide.words import fields_of
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import PassedTensor
 from gpuwatch.core.wire.messages import EventMessage
@@ -174,7 +174,7 @@ def test_a_finite_rank_stays_out_of_it_whatever_order_the_messages_come_in(make)
 
 def test_the_report_has_what_passed(make):
     facts = fold([("a0", 1, tells(make, 1, "recv", 5, peer=0, tag=2))])
-    (one,) = passed_of(facts.ranks[0, 1])
+    (one,) = (fields_of(one, "step", "batch") for one in facts.ranks[0, 1].passed)
     assert one == {
         "step": 2,
         "batch": 2,

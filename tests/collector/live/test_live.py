@@ -26,7 +26,7 @@ def test_an_error_is_logged_once_and_the_rest_goes_on(make, monkeypatch):
     assert logged == ["LiveVerdict has failed: RuntimeError: no such thing"]
     for body in messages:
         live.hear(body)
-    live._parts[0]._due = 0.0
+    live.verdict._due = 0.0
     live.tick()
     assert "the verdict so far: " in logged[-1]
     assert said == []
