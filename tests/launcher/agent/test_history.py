@@ -6,8 +6,7 @@ import itertools
 import struct
 
 import pytest
-from gpuwatch.collector.decide.clean_verdict import that_cost_frames
-from gpuwatch.core.events import ModuleDef, OwnFault, RootDef, SlotDef
+from gpuwatch.core.events import ModuleDef, OwnFault, RootDef, SlotDef, costs_frames
 from gpuwatch.core.frames import Phase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.reader import RecorderReader
@@ -214,7 +213,7 @@ def test_an_error_of_ours_is_told_once_and_costs_nothing_else(writer, watch, mon
     monkeypatch.setattr(place, fail)
     (fault,) = poll_until_told(watch, writer, 12)
     assert (fault.part, fault.message, fault.where.rank) == (part, "RuntimeError: no such thing", 0)
-    assert that_cost_frames([fault]) == []
+    assert not costs_frames(fault.part)
     watch.want(WantedBatch(0, "Net", 0, 3), 20.0)
     histories = [body for body in watch.end(1, "itself", 30.0) if isinstance(body, RankHistoryMessage)]
     assert len(histories) == 1, "the rest goes on"
