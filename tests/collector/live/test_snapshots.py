@@ -28,6 +28,7 @@ def drawn(views, columns, lines, *keys):
     async def run():
         app = TopApp(lambda: left.pop(0) if left else None, lambda: False, "run-1")
         async with app.run_test(size=(columns, lines)) as pilot:
+            await pilot.pause()  # its widgets are there
             while left:
                 app.look()
             await pilot.pause()

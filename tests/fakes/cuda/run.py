@@ -14,7 +14,9 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from zlib import crc32
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[2]
@@ -45,8 +47,9 @@ def main() -> int:
     packages = next((options.venv / "lib").glob("python*/site-packages"))
     build.build(FOLDER / "lib", packages)
     (packages / "stand_in_cuda.pth").write_text(f"{HERE}\nimport stand_in_cuda.hook\n")
-    link = FOLDER / "path" / "gpuwatch"
-    link.parent.mkdir(parents=True, exist_ok=True)
+    # not in the checkout: what walks through it, as `make docs` does, would come back to it by the link
+    link = Path(tempfile.gettempdir()) / f"stand-in-cuda-{os.getuid()}-{crc32(bytes(CHECKOUT)):x}" / "gpuwatch"
+    link.parent.mkdir(mode=0o700, exist_ok=True)
     link.unlink(missing_ok=True)
     link.symlink_to(CHECKOUT)
     environment = {**os.environ, **build.environment(FOLDER / "lib"), "PYTHONPATH": str(link.parent)}
