@@ -197,6 +197,8 @@ class PreflightRun:
             return heads if rank in heads else []
         if step.startswith("pairs "):
             return next((roster.ranks_of(*pair) for pair in before.pairs if node in pair), [])
+        if step.startswith("ranks "):
+            return next((list(pair) for pair in before.pairs if rank in pair), [])
         return list(range(self._me.world_size))
 
     def _do(self, step: str, before: StepConclusion) -> RankStepReport:

@@ -6,7 +6,8 @@ A step is what the ranks do between two meetings. A stage, which the user sees, 
     full    arrive, consistency, health, allocation, compute, node group, heads, cross group, bandwidth
 
 If the group over all ranks fails and no rank is clearly to blame, `inside` tests the group of each node (unless that
-was done before). Then pairs of nodes are tried: `pairs 1`, `pairs 2`, ...
+was done before). Then pairs of nodes are tried: `pairs 1`, `pairs 2`, ... If a job's only node fails inside, pairs of
+its ranks are tried: `ranks 1`, `ranks 2`, ...
 """
 
 from __future__ import annotations
@@ -20,16 +21,21 @@ from ...core.events import BandwidthRows, OwnFault, PreflightBegan, PreflightSta
 from ...core.preflight import BandwidthRow, InventoryFacts, PreflightFinding
 
 _LOCAL = ("arrive", "consistency", "health", "allocation")
-_STAGE_OF = {"heads": "cross group", "inside": "node group"}
+_STAGE_OF = {"heads": "cross group", "pairs": "cross group", "inside": "node group", "ranks": "node group"}
 
 
 def stage_of(step: str) -> str:
     """The stage that a step belongs to.
 
-    >>> stage_of("pairs 2")
-    'cross group'
+    >>> stage_of("pairs 2"), stage_of("ranks 1")
+    ('cross group', 'node group')
     """
-    return "cross group" if step.startswith("pairs ") else _STAGE_OF.get(step, step)
+    return _STAGE_OF.get(step.partition(" ")[0] if is_of_pairs(step) else step, step)
+
+
+def is_of_pairs(step: str) -> bool:
+    """Whether pairs of nodes or of ranks test each other in the step."""
+    return step.startswith(("pairs ", "ranks "))
 
 
 def steps_of(mode: str, num_nodes: int) -> list[str]:
@@ -235,7 +241,7 @@ class RankRoster(msgspec.Struct, frozen=True):
 
 
 class PairResult(msgspec.Struct, frozen=True):
-    """The result of the group test of two nodes. `detail` says what failed."""
+    """The result of the group test of two nodes, or of two ranks. `detail` says what failed."""
 
     a: int
     b: int
@@ -254,10 +260,10 @@ class StepConclusion(msgspec.Struct, frozen=True, omit_defaults=True):
     """Only with the arrival's conclusion."""
     arrived: int = 0
     pairs: list[tuple[int, int]] = []
-    """The nodes that test each other in the next step."""
+    """The nodes, or the ranks, that test each other in the next step."""
     tried: list[PairResult] = []
     note: str = ""
-    """The result of a step without failures, in words."""
+    """The result of a step without failures, in words; while pairs of ranks are tried, why the group failed."""
 
     @property
     def failed(self) -> bool:

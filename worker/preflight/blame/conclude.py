@@ -23,6 +23,7 @@ from ..steps import (
     RankStepReport,
     StepConclusion,
     is_local,
+    is_of_pairs,
     stage_of,
     step_after,
 )
@@ -253,7 +254,7 @@ def _of_groups(
     nodes = roster.ranks_by_node
     if heard.step in ("node group", "inside"):
         now = _inside_nodes(stage, heard, now, roster)
-    elif heard.step.startswith("pairs "):
+    elif is_of_pairs(heard.step):
         return _of_pairs(heard, before, now, roster)
     else:
         judgement = judge_group(stage, heard.reports, roster.hosts_by_rank, one_node=len(nodes) == 1)
@@ -261,7 +262,7 @@ def _of_groups(
             now = _blame(now, judgement.findings, stage, judgement.victims)
             if not judgement.findings:
                 return _search(settings, heard, now, roster, judgement.detail)
-    if now.failed:
+    if now.failed or now.next:
         return now
     if heard.step == "inside":  # the group of each node works
         return _try_pairs(now, roster, [], 1)
@@ -274,6 +275,9 @@ def _inside_nodes(stage: str, heard: StepReports, now: StepConclusion, roster: R
         judgement = judge_group(stage, {rank: heard.reports[rank] for rank in ranks}, hosts, one_node=True)
         if not judgement.failed:
             continue
+        if not judgement.findings and len(ranks) > 2 and len(roster.ranks_by_node) == 1:
+            now = _blame(now, [], stage, judgement.victims)
+            return _try_ranks(now, roster, [], 1, judgement.detail)
         host, unknown = roster.hosts_by_node[node], f"the rank at fault is unknown: {judgement.detail}"
         sentence = f"{ranks_text(ranks)} inside node {host} do not work together; {unknown}"
         next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
@@ -306,16 +310,32 @@ def _try_pairs(now: StepConclusion, roster: RankRoster, tried: list[PairResult],
     return _blame(now, blaming.blame(tried, nodes, roster.hosts_by_node))
 
 
+def _try_ranks(
+    now: StepConclusion, roster: RankRoster, tried: list[PairResult], number: int, why: str
+) -> StepConclusion:
+    """The same for the ranks of the only node, whose group failed: `why`."""
+    ranks = range(len(roster.ranks))
+    pairs = blaming.next_pairs(tried, ranks, blaming.GOOD_PARTNERS) if number <= blaming.ROUNDS else []
+    if pairs:
+        return replace(now, next=f"ranks {number}", pairs=pairs, tried=tried, note=why)
+    return _blame(now, blaming.blame_ranks(tried, roster.hosts_by_rank, why))
+
+
 def _of_pairs(heard: StepReports, before: StepConclusion, now: StepConclusion, roster: RankRoster) -> StepConclusion:
-    tried = list(before.tried)
+    tried, stage = list(before.tried), stage_of(heard.step)
+    kind, _, number = heard.step.partition(" ")
+    of_ranks = kind == "ranks"
     for a, b in before.pairs:
-        ranks = roster.ranks_of(a, b)
-        judgement = judge_group("cross group", {rank: heard.reports[rank] for rank in ranks}, roster.hosts_by_rank)
+        ranks = [a, b] if of_ranks else roster.ranks_of(a, b)
+        reports = {rank: heard.reports[rank] for rank in ranks}
+        judgement = judge_group(stage, reports, roster.hosts_by_rank, one_node=of_ranks)
         tried.append(PairResult(a, b, not judgement.failed, judgement.detail))
         now = _blame(now, judgement.findings)
     if now.failed:
         return now
-    return _try_pairs(now, roster, tried, int(heard.step.removeprefix("pairs ")) + 1)
+    if of_ranks:
+        return _try_ranks(now, roster, tried, int(number) + 1, before.note)
+    return _try_pairs(now, roster, tried, int(number) + 1)
 
 
 # -- totals ---------------------------------------------------------------------------------------------------------

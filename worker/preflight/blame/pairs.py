@@ -1,5 +1,7 @@
 """Finds who is to blame when the group over all nodes failed: which pairs of nodes to try next, and the verdict. Pure.
 
+The same for the ranks of a job's only node.
+
 A node that works with any other node is good. A pair of good nodes that fails is a bad link. A node is bad only if it
 failed with every other node while others work together; until then it stays a suspect, as its partners could be the bad
 ones. On the example of four nodes where 0 and 2 cannot talk:
@@ -17,8 +19,9 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from ....core.preflight import PreflightFinding, Subject
+from ....core.text import ranks_text
 from ..steps import PairResult
-from .group_blame import failure
+from .group_blame import failure, rank_failed
 
 Pair = tuple[int, int]
 
@@ -30,13 +33,16 @@ ROUNDS = 9
 PARTNERS = 8
 """A node is bad only if it failed with this many others, or with all others if there are fewer."""
 
+GOOD_PARTNERS = 2
+"""Within a node, a rank is bad if it failed with this many ranks that work with others: links are few there."""
 
-def next_pairs(results: Collection[PairResult], nodes: Collection[int]) -> list[Pair]:
+
+def next_pairs(results: Collection[PairResult], nodes: Collection[int], good_partners: int = PARTNERS) -> list[Pair]:
     """The pairs to try in the next round, each node in at most one of them. Empty if more pairs would not help.
 
-    Call it with all results so far, at most ROUNDS times.
+    Call it with all results so far, at most ROUNDS times. For ranks of one node, `good_partners` is GOOD_PARTNERS.
     """
-    tried = _TriedNodes(results, nodes)
+    tried = _TriedNodes(results, nodes, good_partners)
     if tried.failed and not tried.suspects:
         return []
     order = {node: place for place, node in enumerate(sorted(nodes))}
@@ -73,11 +79,41 @@ def blame(
     ]
 
 
+def blame_ranks(results: Collection[PairResult], hosts: Mapping[int, str], why: str) -> list[PreflightFinding]:
+    """The verdict on the ranks of one node; never empty. `hosts`: that of each rank. `why`: why their group failed."""
+    tried = _TriedNodes(results, hosts, GOOD_PARTNERS)
+    bad = sorted(rank for rank in tried.suspects if tried.is_bad(rank)) if tried.good else []
+    victims = [rank for rank in hosts if rank not in bad]
+    good = ", ".join(f"{a} and {b}" for a, b in sorted(tried.passed)[:3])
+    findings = []
+    for rank in bad:
+        partners = tried.failed_with(rank)
+        first = tried.details[min(rank, partners[0]), max(rank, partners[0])]
+        said = (
+            f"works with none of the {len(partners)} ranks that it was tried with ({ranks_text(partners)}: {first}), "
+            f"while others work together ({good})"
+        )
+        findings.append(rank_failed("node group", rank, hosts[rank], said, victims=[] if findings else victims))
+    if findings:
+        return findings
+    host = next(iter(hosts.values()))
+    if tried.failed:
+        pairs = "these pairs fail: " + ", ".join(f"{a} and {b}" for a, b in sorted(tried.failed)[:8])
+    else:
+        pairs = f"each of the {len(tried.passed)} pairs tried works by itself"
+    sentence = (
+        f"{ranks_text(hosts)} inside node {host} do not work together; the rank at fault is unknown: {why}; {pairs}"
+    )
+    next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
+    return [failure("node group", "node", [], [host], sentence, next_, victims=victims)]
+
+
 class _TriedNodes:
     """The conclusion from the results about each node."""
 
-    def __init__(self, results: Collection[PairResult], nodes: Collection[int]) -> None:
+    def __init__(self, results: Collection[PairResult], nodes: Collection[int], good_partners: int = PARTNERS) -> None:
         self.count = len(nodes)
+        self._good_partners = good_partners
         self.details = {_pair(result): result.detail for result in results}
         self.passed = {_pair(result) for result in results if result.ok}
         self.failed = {_pair(result) for result in results} - self.passed
@@ -90,7 +126,11 @@ class _TriedNodes:
 
     def is_bad(self, node: int) -> bool:
         """Whether a suspect has failed with enough partners to exclude them as the cause."""
-        return len(self.failed_with(node)) >= min(self.count - 1, PARTNERS)
+        partners = self.failed_with(node)
+        return (
+            len(partners) >= min(self.count - 1, PARTNERS)
+            or len(self.good.intersection(partners)) >= self._good_partners
+        )
 
     def is_worth(self, pair: Pair) -> bool:
         """Whether a pair is worth trying: for a suspect, or, while nothing has failed, for a link."""

@@ -28,10 +28,12 @@ def settings(mode: str = "quick") -> WorkerSettings:
 
 
 class Job:
-    """A job of `nodes` nodes with two ranks each, in which `fault` says what a rank reports that is not well."""
+    """A job of `nodes` nodes with `size` ranks each, in which `fault` says what a rank reports that is not well."""
 
-    def __init__(self, nodes: int, mode: str = "quick", fault: Fault = lambda step, rank, before: None) -> None:
-        self.world = 2 * nodes
+    def __init__(
+        self, nodes: int, mode: str = "quick", fault: Fault = lambda step, rank, before: None, size: int = 2
+    ) -> None:
+        self.world, self.size = size * nodes, size
         self.terms = settings(mode)
         self.fault = fault
         self.steps: list[str] = []
@@ -39,9 +41,10 @@ class Job:
 
     def good(self, step: str, rank: int) -> RankStepReport:
         if step == "arrive":
-            return RankStepReport(attendance=RankAttendance(f"node-{rank // 2}", rank // 2, rank % 2, 2, "cpu"))
+            node, local_rank = divmod(rank, self.size)
+            return RankStepReport(attendance=RankAttendance(f"node-{node}", node, local_rank, self.size, "cpu"))
         if step == "consistency":
-            return RankStepReport(facts=InventoryFacts(host=f"node-{rank // 2}", node=rank // 2))
+            return RankStepReport(facts=InventoryFacts(host=f"node-{rank // self.size}", node=rank // self.size))
         if step == "compute":
             return RankStepReport(computed=ComputeResult("abc", 1.0, "cpu"))
         return OK
@@ -210,3 +213,33 @@ def test_a_rank_that_died_is_named_without_more_tests():
     assert job.steps[-1] == "cross group"
     assert [found.ranks for found in job.failures] == [[4]]
     assert job.standings == {**dict.fromkeys(range(6), "victim"), 4: "failed"}
+
+
+@pytest.mark.parametrize("mode", ["quick", "full"])
+@pytest.mark.parametrize(("size", "named"), [(2, []), (3, [1]), (8, [1])])
+def test_pairs_of_ranks_are_tried_if_the_only_node_fails_inside(mode, size, named):
+    """Rank 1 never connects, and no rank can tell which one it waits for."""
+
+    def fault(step: str, rank: int, before: StepConclusion) -> RankStepReport | None:
+        pair = next((pair for pair in before.pairs if rank in pair), (rank,))
+        return TIMED_OUT if step == "node group" or (step.startswith("ranks ") and 1 in pair) else None
+
+    job = Job(1, mode, fault, size)
+    rounds = [step for step in job.steps if step.startswith("ranks ")]
+    assert rounds == [f"ranks {number + 1}" for number in range(len(rounds))]
+    assert (1 <= len(rounds) <= 3) == bool(named)
+    (found,) = job.failures
+    assert (found.stage, found.ranks) == ("node group", named)
+    assert job.standings == {rank: "failed" if rank in named else "victim" for rank in range(size)}
+    assert "timed out" in found.sentence
+
+
+def test_a_rank_that_dies_beside_its_partner_is_named_without_more_pairs():
+    died = RankStepReport("died", "killed by SIGKILL", said="all_reduce")
+
+    def fault(step: str, rank: int, before: StepConclusion) -> RankStepReport | None:
+        return TIMED_OUT if step == "node group" else died if step.startswith("ranks ") and rank == 2 else None
+
+    job = Job(1, fault=fault, size=4)
+    assert job.steps[-1] == "ranks 1"
+    assert [found.ranks for found in job.failures] == [[2]]

@@ -4,7 +4,7 @@ import re
 from itertools import combinations
 
 import pytest
-from gpuwatch.worker.preflight.blame.pairs import ROUNDS, PairResult, blame, next_pairs
+from gpuwatch.worker.preflight.blame.pairs import GOOD_PARTNERS, ROUNDS, PairResult, blame, blame_ranks, next_pairs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -158,3 +158,44 @@ def test_a_cluster_too_large_for_all_pairs_says_how_many_were_tried():
 
 def test_in_a_large_cluster_a_bad_node_is_named_within_the_rounds():
     assert Cluster(40, bad=[17]).named == [("node", ["gpu-17"])]
+
+
+# -- the ranks of one node ------------------------------------------------------------------------------------------
+
+
+def within_a_node(count, bad, cut=()):
+    """(findings, rounds) of the only node of a job, whose group has failed."""
+    hosts = dict.fromkeys(range(count), "gpu-0")
+    results, rounds = [], 0
+    while rounds < ROUNDS and (pairs := next_pairs(results, hosts, GOOD_PARTNERS)):
+        rounds += 1
+        results += [PairResult(a, b, not {a, b} & set(bad) and (a, b) not in cut, "timed out") for a, b in pairs]
+    return blame_ranks(results, hosts, "no answer"), rounds
+
+
+@given(st.integers(3, 10).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
+def test_a_bad_rank_is_named_if_two_good_ones_are_left_and_never_a_good_one(node):
+    count, bad = node
+    findings, _ = within_a_node(count, bad)
+    named = {rank for finding in findings for rank in finding.ranks}
+    assert named <= bad
+    assert bool(named) == (bool(bad) and count - len(bad) >= 2)
+    assert {rank for finding in findings for rank in finding.victims} == set(range(count)) - named
+    assert bad or "each of the" in findings[0].sentence
+
+
+@pytest.mark.parametrize("count", range(3, 17))
+def test_one_bad_rank_takes_three_rounds_at_most(count):
+    for bad in range(count):
+        (found,), rounds = within_a_node(count, [bad])
+        assert (found.subject, found.ranks, found.hosts) == ("rank", [bad], ["gpu-0"])
+        assert f"rank {bad} (gpu-0) works with none of the 2 ranks that it was tried with" in found.sentence
+        assert rounds <= 3
+
+
+@pytest.mark.parametrize("count", range(4, 9))
+def test_one_bad_link_names_no_rank(count):
+    for pair in combinations(range(count), 2):
+        (found,), _ = within_a_node(count, [], [pair])
+        assert found.ranks == []
+        assert f"the rank at fault is unknown: no answer; these pairs fail: {pair[0]} and {pair[1]}" in found.sentence
