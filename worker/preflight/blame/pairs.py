@@ -25,7 +25,7 @@ from .group_blame import failure, rank_failed
 
 Pair = tuple[int, int]
 
-STAGE = "cross group"
+STAGE, INSIDE = "cross group", "node group"
 
 ROUNDS = 9
 """The most rounds: enough to try every pair of up to ten nodes."""
@@ -85,7 +85,7 @@ def blame_ranks(results: Collection[PairResult], hosts: Mapping[int, str], why: 
     bad = sorted(rank for rank in tried.suspects if tried.is_bad(rank)) if tried.good else []
     victims = [rank for rank in hosts if rank not in bad]
     good = ", ".join(f"{a} and {b}" for a, b in sorted(tried.passed)[:3])
-    findings = []
+    findings: list[PreflightFinding] = []
     for rank in bad:
         partners = tried.failed_with(rank)
         first = tried.details[min(rank, partners[0]), max(rank, partners[0])]
@@ -93,7 +93,7 @@ def blame_ranks(results: Collection[PairResult], hosts: Mapping[int, str], why: 
             f"works with none of the {len(partners)} ranks that it was tried with ({ranks_text(partners)}: {first}), "
             f"while others work together ({good})"
         )
-        findings.append(rank_failed("node group", rank, hosts[rank], said, victims=[] if findings else victims))
+        findings.append(rank_failed(INSIDE, rank, hosts[rank], said, victims=[] if findings else victims))
     if findings:
         return findings
     host = next(iter(hosts.values()))
@@ -105,7 +105,7 @@ def blame_ranks(results: Collection[PairResult], hosts: Mapping[int, str], why: 
         f"{ranks_text(hosts)} inside node {host} do not work together; the rank at fault is unknown: {why}; {pairs}"
     )
     next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
-    return [failure("node group", "node", [], [host], sentence, next_, victims=victims)]
+    return [failure(INSIDE, "node", [], [host], sentence, next_, victims=victims)]
 
 
 class _TriedNodes:
