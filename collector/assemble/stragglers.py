@@ -99,8 +99,8 @@ def find_stragglers(ranks: Mapping[int, RankTimes]) -> StepComparison | None:
     slow = late[n] >= WARN
     how: Literal["constantly", "now and then"] = "constantly" if slow.mean() >= _ALWAYS else "now and then"
     own_s, others_s = (float(seconds[slow].mean()) for seconds in (own[n], _median_of_others(own, n)))
-    place = list(ranks)[n], float(late[n].mean()), _part_of(table, n, slow)
-    return StepComparison(len(common), step_s, [SlowRank(*place, how, int(slow.sum()), own_s, others_s)])
+    rank, cost, part = list(ranks)[n], float(late[n].mean()), _part_of(table, n, slow)
+    return StepComparison(len(common), step_s, [SlowRank(rank, cost, part, how, int(slow.sum()), own_s, others_s)])
 
 
 def find_slow_now(ranks: list[int], means: Any) -> SlowRank | None:

@@ -163,9 +163,19 @@ def _decide(session: WorkerSession, identity: RankIdentity, concluded: Preflight
     stops = bool(failures) and session.settings.on_preflight_failure == "stop"
     mine = next((one for one in concluded.outcomes if one.rank == rank), RankOutcome(rank, "ok"))
     peers = sorted((o for o in concluded.outcomes if o.rank != rank), key=lambda o: o.outcome)  # failed, then victims
-    own = mine.outcome, mine.stage, mine.detail, stops, concluded.backend, concluded.device
-    written = peers[:MOST_WRITTEN], concluded.findings[:MOST_WRITTEN]
-    session.recorder.append(PreflightResult(session.where(), *own, *written))
+    session.recorder.append(
+        PreflightResult(
+            session.where(),
+            mine.outcome,
+            mine.stage,
+            mine.detail,
+            stops,
+            concluded.backend,
+            concluded.device,
+            peers[:MOST_WRITTEN],
+            concluded.findings[:MOST_WRITTEN],
+        )
+    )
     if not stops:
         return None
     first = failures[0]

@@ -263,7 +263,9 @@ class StepConclusion(msgspec.Struct, frozen=True, omit_defaults=True):
     """The nodes, or the ranks, that test each other in the next step."""
     tried: list[PairResult] = []
     note: str = ""
-    """The result of a step without failures, in words; while pairs of ranks are tried, why the group failed."""
+    """The result of a step without failures, in words."""
+    why: str = ""
+    """While pairs of ranks are tried: why their group failed."""
 
     @property
     def failed(self) -> bool:

@@ -394,9 +394,21 @@ class AlarmRecorder:
     def _warn(self, kind: str, page: OpenPage, frame: Frame, row: Row) -> None:
         self._fields[HeadField.WARNED] += 1
         if len(self._warned) < _MAX_WARNED and self._is_first(self._warned, NonFiniteRow(page, frame, row), kind):
-            of = frame.module, frame.cls, frame.phase, row.role, row.dtype
-            numbers = row.abs_max, row.headroom, row.zeros, row.subnormals
-            self._recorder.append(RangeWarning(self._progress.where_of(page, frame), kind, *of, *numbers))
+            self._recorder.append(
+                RangeWarning(
+                    self._progress.where_of(page, frame),
+                    kind,
+                    frame.module,
+                    frame.cls,
+                    frame.phase,
+                    row.role,
+                    row.dtype,
+                    abs_max=row.abs_max,
+                    headroom=row.headroom,
+                    zeros=row.zeros,
+                    subnormals=row.subnormals,
+                )
+            )
 
 
 @dataclass(eq=False, repr=False)

@@ -149,9 +149,23 @@ class PassedValues:
         high = given.high
         went_in = "" if high == NOT_LOOKED else "not finite" if high == NOT_FINITE else "finite"
         largest = decode(high, _ENCODINGS[given.dtype]) if high >= 0 and given.dtype in _ENCODINGS else None
-        place = OPERATIONS[operation], group.name, group.members, number, peer, tag
-        bad = bool(came_out), name_of(NonFinite(flags)), DTYPE_NAMES[dtype], elements
-        self._progress.recorder.append(PassedTensor(where or self._progress.where(), *place, *bad, went_in, largest))
+        self._progress.recorder.append(
+            PassedTensor(
+                where or self._progress.where(),
+                OPERATIONS[operation],
+                group.name,
+                group.members,
+                number,
+                peer,
+                tag,
+                came_out=bool(came_out),
+                value=name_of(NonFinite(flags)),
+                dtype=DTYPE_NAMES[dtype],
+                elements=elements,
+                given=went_in,
+                given_max=largest,
+            )
+        )
 
 
 def _in_host_memory(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None:

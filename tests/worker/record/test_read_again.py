@@ -6,7 +6,6 @@ A collective writes into a tensor that a module has returned; a bit of a weight 
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -34,14 +33,6 @@ def driver(request, monkeypatch):
 def writer(request, monkeypatch):
     if request.param == "python":
         monkeypatch.setattr(native_writer, "FrameWriter", None)
-
-
-@pytest.fixture
-def group(tmp_path):
-    """A process group of this process alone. Its collectives write into the tensor and count up."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store-{os.getpid()}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Reduced(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,13 +23,6 @@ def driver(monkeypatch):
 def writer(request, monkeypatch):
     if request.param == "python":
         monkeypatch.setattr(process_groups, "GroupWriter", None)
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store-{os.getpid()}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Communicates(nn.Module):

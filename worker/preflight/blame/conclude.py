@@ -29,7 +29,7 @@ from ..steps import (
 )
 from . import pairs as blaming
 from .consistency import compare
-from .group_blame import failure, judge_group, rank_failed
+from .group_blame import failure, judge_group, rank_failed, undecided_inside
 from .odd_ranks import below, odd_digests, slow_devices, slow_links, slowest
 
 # Who has arrived, and who is missing: "ranks 9-15 (node gpu-017) did not arrive within 60 s". Pure.
@@ -119,7 +119,7 @@ def conclude(
     settings: WorkerSettings, heard: StepReports, before: StepConclusion, roster: RankRoster | None
 ) -> StepConclusion:
     """The conclusion of a step. `before`: that of the previous step. `roster`: None until all ranks have arrived."""
-    now = StepConclusion(findings=before.findings, outcomes=before.outcomes, arrived=before.arrived)
+    now = StepConclusion(findings=before.findings, outcomes=before.outcomes, arrived=before.arrived, why=before.why)
     if heard.step == "arrive":
         now = _attendance(settings, heard, now)
         roster = now.roster
@@ -265,7 +265,7 @@ def _of_groups(
     if now.failed or now.next:
         return now
     if heard.step == "inside":  # the group of each node works
-        return _try_pairs(now, roster, [], 1)
+        return _try_pairs("pairs", now, roster, [], 1)
     return replace(now, next=step_after(heard.step, settings.preflight, len(nodes)))
 
 
@@ -276,12 +276,9 @@ def _inside_nodes(stage: str, heard: StepReports, now: StepConclusion, roster: R
         if not judgement.failed:
             continue
         if not judgement.findings and len(ranks) > 2 and len(roster.ranks_by_node) == 1:
-            now = _blame(now, [], stage, judgement.victims)
-            return _try_ranks(now, roster, [], 1, judgement.detail)
-        host, unknown = roster.hosts_by_node[node], f"the rank at fault is unknown: {judgement.detail}"
-        sentence = f"{ranks_text(ranks)} inside node {host} do not work together; {unknown}"
-        next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
-        undecided = failure(stage, "node", [], [host], sentence, next_, victims=ranks)
+            now = replace(_blame(now, [], stage, judgement.victims), why=judgement.detail)
+            return _try_pairs("ranks", now, roster, [], 1)
+        undecided = undecided_inside(ranks, roster.hosts_by_node[node], judgement.detail)
         now = _blame(now, judgement.findings or [undecided], stage, judgement.victims)
     return now
 
@@ -298,27 +295,21 @@ def _search(
         return _blame(now, [failure(stage, "job", [], [], sentence, next_, victims=victims)])
     if settings.preflight == "quick":
         return replace(now, next="inside")
-    return _try_pairs(now, roster, [], 1)
+    return _try_pairs("pairs", now, roster, [], 1)
 
 
-def _try_pairs(now: StepConclusion, roster: RankRoster, tried: list[PairResult], number: int) -> StepConclusion:
-    """The next round of pairs, or the verdict when no pair is left to try."""
-    nodes = roster.ranks_by_node
-    pairs = blaming.next_pairs(tried, list(nodes)) if number <= blaming.ROUNDS else []
-    if pairs:
-        return replace(now, next=f"pairs {number}", pairs=pairs, tried=tried)
-    return _blame(now, blaming.blame(tried, nodes, roster.hosts_by_node))
-
-
-def _try_ranks(
-    now: StepConclusion, roster: RankRoster, tried: list[PairResult], number: int, why: str
+def _try_pairs(
+    kind: str, now: StepConclusion, roster: RankRoster, tried: list[PairResult], number: int
 ) -> StepConclusion:
-    """The same for the ranks of the only node, whose group failed: `why`."""
-    ranks = range(len(roster.ranks))
-    pairs = blaming.next_pairs(tried, ranks, blaming.GOOD_PARTNERS) if number <= blaming.ROUNDS else []
+    """The next round of pairs of nodes (kind `pairs`) or of ranks (`ranks`); the verdict when none is left to try."""
+    of_ranks, nodes, hosts = kind == "ranks", roster.ranks_by_node, roster.hosts_by_rank
+    each, good_partners = (hosts, blaming.GOOD_PARTNERS) if of_ranks else (nodes, blaming.PARTNERS)
+    pairs = blaming.next_pairs(tried, each, good_partners) if number <= blaming.ROUNDS else []
     if pairs:
-        return replace(now, next=f"ranks {number}", pairs=pairs, tried=tried, note=why)
-    return _blame(now, blaming.blame_ranks(tried, roster.hosts_by_rank, why))
+        return replace(now, next=f"{kind} {number}", pairs=pairs, tried=tried)
+    if of_ranks:
+        return _blame(now, blaming.blame_ranks(tried, hosts, now.why))
+    return _blame(now, blaming.blame(tried, nodes, roster.hosts_by_node))
 
 
 def _of_pairs(heard: StepReports, before: StepConclusion, now: StepConclusion, roster: RankRoster) -> StepConclusion:
@@ -333,9 +324,7 @@ def _of_pairs(heard: StepReports, before: StepConclusion, now: StepConclusion, r
         now = _blame(now, judgement.findings)
     if now.failed:
         return now
-    if of_ranks:
-        return _try_ranks(now, roster, tried, int(number) + 1, before.note)
-    return _try_pairs(now, roster, tried, int(number) + 1)
+    return _try_pairs(kind, now, roster, tried, int(number) + 1)
 
 
 # -- totals ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from ....core.preflight import PreflightFinding, Subject
 from ....core.text import ranks_text
 from ..steps import RankStepReport
 
+INSIDE = "node group"
+
 
 @dataclass(frozen=True)
 class GroupBlame:
@@ -49,6 +51,13 @@ def rank_failed(
     sentence = f"rank {rank}{f' ({host})' if host else ''} {said}"
     next_ = next_ or f"Look at {host or 'its host'}, or leave that node out of the next run."
     return failure(stage, "rank", [rank], [host] if host else [], sentence, next_, victims=sorted(victims))
+
+
+def undecided_inside(ranks: list[int], host: str, why: str) -> PreflightFinding:
+    """The finding of a node whose ranks do not work together, if none of them is known to be at fault."""
+    sentence = f"{ranks_text(ranks)} inside node {host} do not work together; the rank at fault is unknown: {why}"
+    next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
+    return failure(INSIDE, "node", [], [host], sentence, next_, victims=ranks)
 
 
 def judge_group(

@@ -21,11 +21,11 @@ from itertools import combinations
 from ....core.preflight import PreflightFinding, Subject
 from ....core.text import ranks_text
 from ..steps import PairResult
-from .group_blame import failure, rank_failed
+from .group_blame import INSIDE, failure, rank_failed, undecided_inside
 
 Pair = tuple[int, int]
 
-STAGE, INSIDE = "cross group", "node group"
+STAGE = "cross group"
 
 ROUNDS = 9
 """The most rounds: enough to try every pair of up to ten nodes."""
@@ -96,16 +96,11 @@ def blame_ranks(results: Collection[PairResult], hosts: Mapping[int, str], why: 
         findings.append(rank_failed(INSIDE, rank, hosts[rank], said, victims=[] if findings else victims))
     if findings:
         return findings
-    host = next(iter(hosts.values()))
     if tried.failed:
         pairs = "these pairs fail: " + ", ".join(f"{a} and {b}" for a, b in sorted(tried.failed)[:8])
     else:
         pairs = f"each of the {len(tried.passed)} pairs tried works by itself"
-    sentence = (
-        f"{ranks_text(hosts)} inside node {host} do not work together; the rank at fault is unknown: {why}; {pairs}"
-    )
-    next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
-    return [failure(INSIDE, "node", [], [host], sentence, next_, victims=victims)]
+    return [undecided_inside(victims, next(iter(hosts.values())), f"{why}; {pairs}")]
 
 
 class _TriedNodes:
