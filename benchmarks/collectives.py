@@ -13,12 +13,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gpuwatch.core.judge import WarningLimits
 from gpuwatch.core.recorder.group_table import GroupField
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.hooks.process_groups import CollectivePatches
-from gpuwatch.worker.record.passed import PassedValues
+from gpuwatch.worker.record.device_rows import LateMasks
+from gpuwatch.worker.record.names import ModuleSelection
+from gpuwatch.worker.record.passed import LatePassed, PassedValues
 from gpuwatch.worker.record.progress import RunProgress
+from gpuwatch.worker.record.rows import RowWriter
+from gpuwatch.worker.stats.notable import NotableFilter
 from turns import in_turns, interval
 
 PLAIN, NATIVE, PYTHON = "plain", "native", "Python"
@@ -37,14 +42,21 @@ def measure(rounds: int) -> dict[str, list[float]]:
         recorder = RecorderWriter(Path(folder) / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
         progress = RunProgress(recorder, WorkerSettings(""), 0)
         groups = progress.groups
-        passed = PassedValues(progress, groups)
+        passed = PassedValues(progress)
         faults: list[Exception] = []
+
+        def on_fault(part: str, error: Exception) -> None:
+            faults.append(error)
+
+        rows = RowWriter(recorder, ModuleSelection((), ()), NotableFilter(WarningLimits()), on_fault, progress.lock)
+        late = LatePassed(passed, rows, progress, LateMasks(rows))  # told of each collective, as in a watched rank
         watchers = {
             name: CollectivePatches(
                 groups,
-                lambda part, error: faults.append(error),
+                on_fault,
                 native=name != PYTHON,
                 passed=passed if name != SHOWN else None,
+                late=late,
             )
             for name in (SHOWN, NATIVE, PYTHON)
         }

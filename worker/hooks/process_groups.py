@@ -23,7 +23,7 @@ from ..patches import PatchLedger
 from ..record.collectives import NO_MESSAGE, count_with
 from ..record.group_slots import GroupCall, GroupTable, OperationPlace, described
 from ..record.passed import NOT_FINITE, LatePassed, PassedValues, PassedWhen, look_at, refs_to, tensors_in
-from ..stats.device import is_on_device, late_device
+from ..stats.device import is_on_device, late_device, may_have_devices
 from .group_calls import METHODS, NOT_EVERYWHERE, WAIT, ReplacedMethod
 from .native_writer import difference
 
@@ -48,7 +48,7 @@ class CollectivePatches:
         self._groups = groups
         self._passed = passed
         self._late = late if passed is not None else None
-        self._send_before = late.send_before if late is not None else None
+        self._send_before = late.send_before if late is not None and may_have_devices() else None
         self._on_fault = on_fault
         self._native = native
         self._patches = PatchLedger(on_fault)

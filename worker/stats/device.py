@@ -237,6 +237,12 @@ def has_reader(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and late_device() is not None)
 
 
+def may_have_devices() -> bool:
+    """Whether this torch can have tensors that `has_reader` holds for. Asks no driver."""
+    built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]  # torch has no annotation there
+    return bool(built) or late_device() is not None
+
+
 def device_for(device: torch.device) -> StatsDevice:
     """The `StatsDevice` for tensors on `device`. Raises TypeError for an unknown kind."""
     if device.type == "cuda":
