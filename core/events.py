@@ -527,6 +527,11 @@ class GroupState(msgspec.Struct, frozen=True):
     """How long it has been there, in seconds."""
     recent: list[IssuedOperation] = []
     """The last few, by number."""
+    pending: int | None = None
+    """Number of the first operation that its device has not completed, by NCCL's flight recorder; 0: none; None: not
+    known."""
+    pending_s: float = 0.0
+    """How long its device has had that, in seconds."""
 
 
 class StackLine(msgspec.Struct, frozen=True):

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core import flight_recorder
 from ..core.events import OwnFault, ReplacedFunctions, RunPosition, ScriptError, ScriptExit
 from ..core.identity import is_from_peer_failure
 from ..core.own_imports import own_imports
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
+from ..core.recorder.scratch import SHARED_MEMORY
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
 from ..core.torch_names import NEWEST, missing, release_of
@@ -206,6 +208,7 @@ class WorkerSession:
             from .hooks.module_hooks import ModuleHooks
 
             self._tell_what_torch_lacks()
+            self._let_nccl_answer()
             hooks = ModuleHooks(self.recorder, self.settings, self.rank)
             hooks.attach()
             self.hooks = hooks
@@ -215,6 +218,13 @@ class WorkerSession:
         except Exception as error:
             self.recorder.fields[HeadField.HOOKS] = HooksState.FAILED
             self.record_fault("attach", f"{type(error).__name__}: {error}")
+
+    def _let_nccl_answer(self) -> None:
+        """At a stall the node agent asks torch what the device was given: see core/flight_recorder.py."""
+        torch, folder = sys.modules["torch"], self.recorder.path.parent
+        if torch.version.cuda is not None and folder.parent == SHARED_MEMORY:  # where a pipe can be made for sure
+            release = release_of(str(torch.__version__)) or NEWEST
+            os.environ.update(flight_recorder.variables(folder, release, os.environ))
 
     def _record_replaced(self) -> None:
         """Record which functions are replaced, unless that is recorded: an import may have added some."""

@@ -24,6 +24,7 @@ from .hang_model import (
     HangPrognosis,
     RankPosition,
     computes,
+    has_left,
     position_of,
     standing_at,
 )
@@ -35,7 +36,11 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
 
     `ended` are the ranks of that attempt that have ended, with how they did. `world_size` is how many ranks there are.
     """
-    looks = sorted(looks, key=lambda look: look.where.rank)
+    gone = {
+        look.where.rank: WorkerExit(look.where, 0, "itself", groups=look.groups) for look in looks if has_left(look)
+    }
+    ended = {**gone, **ended}
+    looks = sorted((look for look in looks if look.where.rank not in gone), key=lambda look: look.where.rank)
     positions = {look.where.rank: position_of(look) for look in looks}
     if all(position.kind == "stopped" for position in positions.values()):
         return None
@@ -214,9 +219,11 @@ def _bound(position: RankPosition, look: RankLook) -> Literal["shown", "seems", 
         return "shown" if look.state == "T" else "free"  # t: a debugger looks at it
     if look.phase == "raised":
         return "seems"  # it does not come back; what it does while it leaves, such as an upload, may take a while
+    placed = standing_at(look.groups) is not None
+    if placed and position.kind == "waits" and position.operation in (DEVICE, BACKWARD):  # it may spin meanwhile
+        return "shown"
     if look.busy >= QUIET:
         return "free"
-    placed = standing_at(look.groups) is not None
     if position.kind == "waits" and placed:
         return "shown"
     if position.kind == "unknown" and placed:

@@ -16,6 +16,7 @@ from .hang_model import (
     PendingOperation,
     RankPosition,
     group_text,
+    is_pending,
     kind_text,
     meetings_of,
     mismatch_of,
@@ -82,7 +83,7 @@ def find_by_groups(positions: Mapping[int, RankPosition], world_size: int, waite
         and (place := standing_at(one.groups, failed=one.failed)) is not None
     }
     tables = {rank: one.groups for rank, one in positions.items()}
-    if not any(positions[rank].kind == "waits" for rank in places):
+    if not any(positions[rank].kind == "waits" or is_pending(positions[rank].groups) for rank in places):
         return None
     meetings = meetings_of(tables, places, world_size)
     if any(not meeting.members for meeting in meetings):
@@ -142,7 +143,9 @@ class _GroupScene:
     @property
     def _in_threads(self) -> bool:
         """Whether a rank waits for others in a thread, while its main thread does something else."""
-        return any(self.positions[rank].kind == "away" for rank in self.places)
+        return any(
+            self.positions[rank].kind == "away" and not state.pending for rank, (state, _) in self.places.items()
+        )
 
     def stopped(self) -> HangFinding | None:
         """A rank that was stopped in the middle of what the others wait in."""
@@ -180,6 +183,7 @@ class _GroupScene:
             and all(meeting.number > 0 for meeting in meetings)  # a receive may have been begun before
             and not (left and len(direct) < 2)  # of two, the other may have issued one too many
             and not self._in_threads
+            and all(self._is_counted(rank, meeting) for meeting in meetings for rank in heads & set(meeting.missing))
         )
         return absent(
             sorted(heads),
@@ -192,6 +196,13 @@ class _GroupScene:
             further=self._further(direct),
             cause="left early" if left else "did not come",
         )
+
+    def _is_counted(self, rank: int, meeting: PendingOperation) -> bool:
+        """Whether all that this rank has begun is known. C++ counts on by itself: torch's recorder has that, or what a
+        rank leaves at its end."""
+        if self.positions[rank].kind == "left" or not self.places[meeting.waiting[0]][0].pending:
+            return True
+        return any(group.name == meeting.group and group.pending is not None for group in self.positions[rank].groups)
 
     def _further(self, direct: list[int]) -> str:
         further = sorted(set(self.places) - set(direct))

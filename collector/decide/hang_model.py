@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...core.events import GroupState, IssuedOperation, RankLook
+from ...core.events import GroupState, IssuedOperation, RankLook, StackLine
 from ...core.recorder.group_table import members_of
 from ...core.recorder.layout import GROUPS
 from ...core.stalls import is_users
@@ -73,6 +74,17 @@ _OWN_WORDS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "__call__
 _WAITS = (".wait(", "wait_tensor(", "synchronize(", "barrier(", "wait_for(")
 _WAITS_FOR_DEVICE = (".item(", ".cpu(", ".tolist(", ".numpy(", "cuda.synchronize(")
 """Calls that a rank on a GPU stands in while its device waits for other ranks. In host memory they take no time."""
+_READS_DEVICE = re.compile(
+    r"\.(to|cuda|nonzero|argwhere|any|all|equal|allclose|unique|masked_select|synchronize|wait|copy_)\("
+    r"|\b(bool|float|int|print|len|str|repr|min|max|sum|sorted|format)\(|\b(if|while|assert|not|and|or|in)\b|\[|\bf[\"']"
+)
+"""What a line may have that waits for the device, where that is known to wait for others."""
+_IS_OTHER_WAIT = re.compile(
+    r"(sleep|recv|read|acquire|join|select|poll|connect|accept|input|communicate|system|run|get|open|write|flush|save|load"
+    r"|request|urlopen|wait_for|result)\w*\("
+)
+_NOT_FOR_DEVICE = ("/torch/utils/data/", "/torch/serialization.py", "/torch/multiprocessing/", "/torch/distributed/")
+"""Where torch waits for something else."""
 DEVICE = "a call that waits for the device"
 BACKWARD = "the backward's reduction of gradients"
 QUIET = 0.5
@@ -118,8 +130,23 @@ class RankPosition:
         return self.doing + (f", at {self.line}" if self.line else "")
 
 
+def is_pending(groups: Iterable[GroupState]) -> bool:
+    """Whether a rank's device waits for other ranks."""
+    return any(group.pending for group in groups)
+
+
+def has_left(look: RankLook) -> bool:
+    """Whether a rank's process was gone after its script had ended: torchrun reports that when the others have ended.
+
+    Had it failed, torchrun would have ended the others.
+    """
+    return look.phase == "finished" and look.state in ("", "Z", "X")
+
+
 def computes(look: RankLook) -> bool:
     """Whether a rank that waits for nobody works, on a crowded node too: it is running, or has run."""
+    if is_pending(look.groups) and position_of(look).kind == "waits":  # a host may spin while it waits for its device
+        return False
     return look.busy >= _COMPUTES or look.state == "R"
 
 
@@ -130,7 +157,7 @@ def position_of(look: RankLook) -> RankPosition:
     'stopped'
     """
     does = ("leaving, " if look.phase in ("finished", "raised") else "") + doing(look)
-    operation, sure = ("", False) if look.state in ("T", "t") else _operation(look)
+    operation, sure = ("", False) if look.state in ("T", "t") else _operation(look, is_pending(look.groups))
     if operation:
         kind: Kind = "waits" if sure else "may wait"
     else:
@@ -140,8 +167,9 @@ def position_of(look: RankLook) -> RankPosition:
     return RankPosition(kind, does, operation, shown, look.groups)
 
 
-def _operation(look: RankLook) -> tuple[str, bool]:
-    """(what it waits in, whether that is sure); ("", False) if it does not."""
+def _operation(look: RankLook, is_pending: bool) -> tuple[str, bool]:
+    """(what it waits in, whether that is sure); ("", False) if it does not. `is_pending`: its device waits for other
+    ranks."""
     stack = look.stack
     if not stack:
         return "", False
@@ -155,12 +183,21 @@ def _operation(look: RankLook) -> tuple[str, bool]:
     if resting and any(part in inner.file for part in _AROUND_COLLECTIVES):
         return ("DDP's own collective" if _DDP in inner.file else inner.function.lstrip("_")), True
     if any(word in inner.text for word in _WAITS_FOR_DEVICE):
-        return DEVICE, False
+        return DEVICE, is_pending
+    if inner.function == "_engine_run_backward" and (is_pending or (look.busy < QUIET and look.state != "R")):
+        return BACKWARD, is_pending
+    if is_pending and _may_wait_for_device(inner):
+        return DEVICE, True
     if any(word in inner.text for word in _WAITS):
         return "wait", True
-    if inner.function == "_engine_run_backward" and look.busy < QUIET and look.state != "R":
-        return BACKWARD, False
     return "", False
+
+
+def _may_wait_for_device(inner: StackLine) -> bool:
+    """Whether the innermost line is one that waits for the device when that waits."""
+    if "/torch/" in inner.file:
+        return not any(part in inner.file for part in _NOT_FOR_DEVICE)
+    return bool(_READS_DEVICE.search(inner.text)) and not _IS_OTHER_WAIT.search(inner.text)
 
 
 # Where ranks meet: one operation of one process group, which ranks stand in it, and which never began it. Pure.
@@ -244,14 +281,19 @@ def kind_text(kind: IssuedKind) -> str:
     return text + (f" of {dtype}" if dtype else "")
 
 
-def standing_at(groups: Iterable[GroupState], *, failed: bool = False) -> tuple[GroupState, int] | None:
-    """Where a rank stands, by its own table: the group and the number; `failed`: or where it has just raised."""
+def standing_at(groups: Sequence[GroupState], *, failed: bool = False) -> tuple[GroupState, int] | None:
+    """Where a rank stands, by its own table and its device: the group and the number; `failed`: or where it has just
+    raised.
+
+    A host that waits on a group of its own, over gloo say, comes before its device.
+    """
     phases = ("issuing", "waiting", "failed") if failed else ("issuing", "waiting")
-    inside = [group for group in groups if group.phase in phases and group.at]
-    if not inside:
-        return None
-    latest = min(inside, key=lambda group: group.since_s)
-    return latest, latest.at
+    inside = [group for group in groups if group.phase in phases and group.at and not group.pending]
+    if inside:
+        latest = min(inside, key=lambda group: group.since_s)
+        return latest, latest.at
+    oldest = max((group for group in groups if group.pending), key=lambda group: group.pending_s, default=None)
+    return (oldest, oldest.pending) if oldest is not None and oldest.pending else None
 
 
 def meetings_of(

@@ -62,7 +62,7 @@ class GroupField(IntEnum):
     SINCE_NS = 4
     """Of `STATE`, monotonic."""
     ENDED = 5
-    """Highest number that it has waited for to its end."""
+    """Highest number that it has waited for to its end, or ENDS_ON_DEVICE."""
     P2P = 6
     """Sends and receives so far."""
     P2P_WHAT = 7
@@ -70,6 +70,10 @@ class GroupField(IntEnum):
     SIZE = 9
     COUNTED = 10
     """The group's own counter after the last operation. What it is ahead later, torch has issued without Python."""
+
+
+ENDS_ON_DEVICE = -1
+"""Waiting for a collective of NCCL makes a stream wait, and the host goes on."""
 
 
 class GroupPhase(IntEnum):
@@ -162,7 +166,7 @@ def _group(data: bytes, at: int, now_ns: int) -> GroupState | None:
         members=_text(data, at + MEMBERS_AT, MEMBERS_BYTES),
         size=fields[GroupField.SIZE],
         begun=fields[GroupField.BEGUN],
-        ended=fields[GroupField.ENDED],
+        ended=max(0, fields[GroupField.ENDED]),
         phase=GroupPhase(state).name.lower() if state in GroupPhase._value2member_map_ else "none",
         at=fields[GroupField.AT],
         since_s=round(max(0, now_ns - fields[GroupField.SINCE_NS]) / 1e9, 1),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from ...core.events import RankLook, RankStall
+from ...core.flight_recorder import with_device
 from ...core.stalls import takes_long
 from .batch_history import LAST_STEPS
+from .nccl_dump import NcclDump
 from .rank_watch import RankWatch
 from .stacks import StackLook
 
@@ -110,6 +113,15 @@ _PAUSED_S = 5.0
 """The agent looks many times a second. After a gap this long, it was stopped itself: Ctrl-Z, a laptop asleep."""
 
 
+class _RankQuestions(NamedTuple):
+    """What one rank is asked at a stall."""
+
+    number: int
+    watch: RankWatch
+    stack: StackLook
+    nccl: NcclDump
+
+
 class StallWatch:
     """Finds stalls of one node's ranks. `timeout_s` 0: reports none; None: learns each rank's limit from its steps."""
 
@@ -117,7 +129,7 @@ class StallWatch:
         self._folder = folder
         self._timeout_s = timeout_s
         self._rests: dict[tuple[int, int], RankRest] = {}
-        self._looks: list[tuple[int, RankWatch, StackLook]] = []
+        self._looks: list[_RankQuestions] = []
         self._next = 0.0
         self._looked = 0.0
 
@@ -146,18 +158,16 @@ class StallWatch:
         """Look at all of these ranks; `seen` gives what comes of it."""
         for watch in watches:
             if not watch.ended:
-                self._looks.append((number, watch, StackLook(self._folder, watch.rank, watch.attempt, watch.pid, now)))
+                stack = StackLook(self._folder, watch.rank, watch.attempt, watch.pid, now)
+                nccl = NcclDump(self._folder, watch.rank, watch.pid, now)
+                self._looks.append(_RankQuestions(number, watch, stack, nccl))
 
     def seen(self, now: float) -> Iterator[RankLook]:
         """The looks that are finished."""
-        due = [
-            entry
-            for entry in self._looks
-            if entry[2].is_due(now, may_spy=sum(look.spy is not None for *_, look in self._looks) < MOST_SPYING)
-        ]
-        self._looks = [entry for entry in self._looks if entry not in due]
-        for number, watch, look in due:
-            found = look.result()
+        due = [look for look in self._looks if self._is_due(look, now)]
+        self._looks = [look for look in self._looks if look not in due]
+        for number, watch, stack, nccl in due:
+            found = stack.result()
             state = watch.state()
             if state is None or watch.ended:
                 continue
@@ -169,15 +179,19 @@ class StallWatch:
                 phase=state.phase,
                 module=state.module,
                 cls=state.cls,
-                groups=watch.groups(),
+                groups=with_device(watch.groups(), nccl.result(), time.time_ns()),
                 **found._asdict(),
                 limit_s=round(rest.limit_s(state.batch, self._limit(watch), takes_long=takes_long(found.stack)), 1),
             )
 
+    def _is_due(self, look: _RankQuestions, now: float) -> bool:
+        may_spy = sum(each.stack.spy is not None for each in self._looks) < MOST_SPYING
+        return look.stack.is_due(now, may_spy=may_spy) & look.nccl.is_due(now)
+
     def close(self) -> None:
         """Let go of looks that are not finished."""
-        for _, _, look in self._looks:
-            look.close()
+        for look in self._looks:
+            look.stack.close()
         self._looks.clear()
 
     def _limit(self, watch: RankWatch) -> HangLimit:

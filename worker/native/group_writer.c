@@ -295,7 +295,7 @@ int ended(GroupWriter *self, const Place *place)
     if (fields == NULL)
         return PyErr_Occurred() ? -1 : 0;
     ((int64_t *)memory.buf)[F_WAITED_NS] += now_ns() - fields[G_SINCE_NS];
-    if (place->number > fields[G_ENDED])
+    if (fields[G_ENDED] >= 0 && place->number > fields[G_ENDED]) /* below 0: the device ends them */
         fields[G_ENDED] = place->number;
     publish(&fields[G_STATE], 0);
     PyBuffer_Release(&memory);

@@ -248,7 +248,7 @@ class GroupTable:
         fields = self._fields
         self._header[_WAITED] += _now() - fields[at + _SINCE]
         fields[at + _STATE] = 0
-        if place.number > fields[at + _ENDED]:
+        if 0 <= fields[at + _ENDED] < place.number:
             fields[at + _ENDED] = place.number
         if place.message != NO_MESSAGE:
             self.messages.waited_for(place.slot.number, place.message)
@@ -293,6 +293,8 @@ class GroupTable:
         slot.members = table.members_text(sorted(ranks))
         self._write_text(slot.at + table.MEMBERS_AT, table.MEMBERS_BYTES, slot.members)
         self._fields[slot.field + GroupField.SIZE] = group.size()
+        if "nccl" in str(module._world.pg_map.get(group, ("",))[0]):  # a host does not wait for its device
+            self._fields[slot.field + GroupField.ENDED] = table.ENDS_ON_DEVICE
         self._count_unseen(slot, group._get_sequence_number_for_group())
         self._fields[slot.field + GroupField.USED] = 1
 
