@@ -8,7 +8,7 @@ from ..core.events import RankLook, RankStall, WorkerExit
 from ..core.settings import OnHang
 from ..core.wire.messages import AgentBody, ranks_of
 from .decide.hang_finding import HangAction, ending_of, find_hang
-from .decide.hang_model import HangFinding
+from .decide.hang_model import HangFinding, has_left
 
 # The first node to report a rank owns it for that attempt. A node owns no more ranks than its hello announced.
 #
@@ -111,10 +111,13 @@ class AskedAll:
             return None
         self._open = False
         looks = list(self._looks.values())
-        if any(look.still_s < max(_STILL_SHARE * self._limit_s, _OWN_SHARE * look.limit_s) for look in looks):
+        if any(not has_left(look) and look.still_s < self._rest_s(look) for look in looks):
             return None
         found = find_hang(looks, ended, world_size)
         if found is None:
             return None
         self._again_at = now + AGAIN_S
         return found, ending_of(found, looks, on_hang, self._limit_s)
+
+    def _rest_s(self, look: RankLook) -> float:
+        return max(_STILL_SHARE * self._limit_s, _OWN_SHARE * look.limit_s)

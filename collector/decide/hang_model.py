@@ -80,7 +80,7 @@ _READS_DEVICE = re.compile(
 )
 """What a line may have that waits for the device, where that is known to wait for others."""
 _IS_OTHER_WAIT = re.compile(
-    r"(sleep|recv|read|acquire|join|select|poll|connect|accept|input|communicate|system|run|get|open|write|flush|save|load"
+    r"\b(sleep|recv|read|acquire|join|select|poll|connect|accept|input|communicate|system|run|get|open|write|flush|save|load"
     r"|request|urlopen|wait_for|result)\w*\("
 )
 _NOT_FOR_DEVICE = ("/torch/utils/data/", "/torch/serialization.py", "/torch/multiprocessing/", "/torch/distributed/")

@@ -59,8 +59,8 @@ def _ask(pipe: Path, pid: int) -> bool:
 
 
 def _has_open(pid: int, file: os.stat_result) -> bool:
-    with suppress(OSError):
-        for one in os.scandir(f"/proc/{pid}/fd"):
+    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as descriptors:
+        for one in descriptors:
             with suppress(OSError):
                 if os.path.samestat(os.stat(one.path), file):  # noqa: PTH116  # without an object for each
                     return True

@@ -335,3 +335,80 @@ def test_the_order_in_which_ranks_tell_changes_nothing():
     looks = [look(0, IN_ALL_REDUCE), look(1, LOADING), look(2, IN_BACKWARD), look(3, [], state="T")]
 
     assert len({repr(find(*order)) for order in itertools.permutations(looks)}) == 1
+
+
+# Over NCCL: the host has gone on, and its device waits.
+
+LOOPING = [StackLine("/home/me/train.py", 45, "step", "sums += value * 2"), MAIN]
+
+
+def pending(number=9, begun=9, name="0", **fields):
+    recent = [IssuedOperation(number, "all_reduce", "float32", 8)]
+    return GroupState(
+        name, "0-2", 3, begun, max(0, number - 1), recent=recent, pending=number, pending_s=300.0, **fields
+    )
+
+
+def done(begun=8, name="0"):
+    return GroupState(name, "0-2", 3, begun, begun, pending=0)
+
+
+@pytest.mark.parametrize("line", ["x.to('cpu')", "if loss > 3:", "print(loss)", "float(loss)", "torch.nonzero(x)"])
+@pytest.mark.parametrize(("state", "busy"), [("S", 0.0), ("R", 1.0)], ids=["rests", "spins"])
+def test_a_device_says_in_which_collective_its_host_waits(line, state, busy):
+    stack = [StackLine("/home/me/train.py", 44, "step", line), MAIN]
+    waits = [look(rank, stack, groups=[pending()], state=state, busy=busy) for rank in (0, 2)]
+    found = find(*waits, look(1, LOADING, groups=[done()]))
+
+    assert (found.rank, found.certainty, found.cause) == (1, "established", "did not come")
+    assert found.statement.startswith("Rank 1 never reached all_reduce, in which ranks 0, 2 have waited for 300 s.")
+    assert found.evidence[0].startswith("ranks 0, 2 wait in a call that waits for the device: train.py:44")
+    assert (found.outlook.kind, found.outlook.free) == ("may go on", [1])
+
+
+def test_a_host_that_does_something_else_has_a_device_that_waits():
+    found = find(
+        look(0, LOADING, groups=[pending()]),
+        look(1, LOADING, groups=[done()]),
+        look(2, LOOPING, busy=1.0, groups=[pending()]),
+    )
+
+    assert (found.rank, found.certainty) == (1, "established")
+    assert found.outlook.free == [0, 1, 2]
+
+
+def test_a_rank_whose_process_is_gone_has_left():
+    stack = [StackLine("/home/me/train.py", 44, "step", "x.item()"), MAIN]
+    waits = [look(rank, stack, groups=[pending()]) for rank in (0, 2)]
+    found = find(*waits, look(1, [], state="", phase="finished", groups=[done()]))
+
+    assert (found.rank, found.certainty, found.cause) == (1, "established", "left early")
+    assert found.outlook.kind == "cannot go on"
+
+
+def test_a_rank_whose_torch_did_not_answer_may_have_begun_more():
+    """C++ begins collectives that its table has not counted yet."""
+    stack = [StackLine("/home/me/train.py", 44, "step", "x.item()"), MAIN]
+    waits = [look(rank, stack, groups=[pending()]) for rank in (0, 2)]
+    stopped = look(1, [], state="T", groups=[GroupState("0", "0-2", 3, 8, 8)])
+
+    assert (find(*waits, stopped).rank, find(*waits, stopped).certainty) == (1, "supported")
+
+
+def test_devices_that_all_have_reached_it_blame_nobody():
+    stack = [StackLine("/home/me/train.py", 44, "step", "x.item()"), MAIN]
+    found = find(*(look(rank, stack, groups=[pending()]) for rank in range(3)))
+
+    assert (found.rank, found.certainty, found.cause) == (None, "unknown", "all came")
+
+
+def test_a_host_that_waits_over_another_backend_comes_before_its_device():
+    gloo = table(3, "broadcast", name="1", members="0-2")
+    found = find(
+        look(0, IN_BROADCAST, groups=[pending(), gloo]),
+        look(1, LOADING, groups=[done(), table(2, name="1", members="0-2")]),
+        look(2, IN_BROADCAST, groups=[pending(), gloo]),
+    )
+
+    assert found.rank == 1
+    assert "broadcast" in found.statement

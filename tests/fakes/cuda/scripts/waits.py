@@ -1,8 +1,9 @@
-"""Two ranks over NCCL. Rank 1 does something else where rank 0 waits for its device, in one of the ways there are."""
+"""Ranks over NCCL. Rank 1 does something else where the others wait for their devices, in one of the ways there are."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -11,37 +12,61 @@ import torch.distributed as dist
 
 
 def main(way: str, other: str) -> None:
-    """`way`: how rank 0 waits. `other`: what rank 1 does in place of the collective."""
+    """`way`: how the others wait. `other`: what rank 1 does in the meantime."""
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl")
     model = torch.nn.Linear(8, 8).cuda()
     if way == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
-    tensor = torch.ones(8, device="cuda")
-    for _ in range(3):  # what both do
-        model(tensor).sum().backward()
+    elif way == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    step = pipeline(model, rank) if way == "pipeline" else None
+    tensor = torch.ones(8, 8, device="cuda")
+    for _ in range(3):  # what all of them do
+        if step is not None:
+            step(tensor)
+        else:
+            model(tensor).sum().backward()
         dist.all_reduce(tensor)
         tensor.zero_()
-    print(f"rank {rank} sums {float(tensor.sum())}", flush=True)
+    print(f"rank {rank} has {float(tensor.sum())}", flush=True)
     if rank == 1:
-        if other == "sleep":
-            time.sleep(3600)
-        elif other == "leave":
+        if other == "leave":
             return
-        elif other == "broadcast":
+        if other == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if other == "broadcast":
             dist.broadcast(tensor, 0)
             tensor.to("cpu")
-        elif other == "stop":
-            os.kill(os.getpid(), 19)
+        time.sleep(3600)
     if way == "recv":
         dist.recv(tensor, 1)
-    elif way != "ddp":
+    elif way not in ("ddp", "fsdp2", "pipeline"):
         dist.all_reduce(tensor)
-    waits(way, model, tensor)
+    wait(way, model, tensor)
+    if step is not None:
+        step(tensor)
+        torch.cuda.synchronize()
 
 
-def waits(way: str, model: torch.nn.Module, tensor: torch.Tensor) -> None:
+def pipeline(model: torch.nn.Module, rank: int):
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    size = dist.get_world_size()
+    stage = PipelineStage(model, rank, size, torch.device("cuda", rank))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: (output - target).square().mean())
+
+    def step(tensor: torch.Tensor) -> None:
+        given = (torch.ones(8, 8, device="cuda"),) if rank == 0 else ()
+        schedule.step(*given, target=torch.ones(8, 8, device="cuda") if rank == size - 1 else None)
+
+    return step
+
+
+def wait(way: str, model: torch.nn.Module, tensor: torch.Tensor) -> None:
     if way in ("to", "recv"):
         tensor.to("cpu")
     elif way == "bool":
@@ -51,17 +76,17 @@ def waits(way: str, model: torch.nn.Module, tensor: torch.Tensor) -> None:
     elif way == "print":
         print(tensor)
     elif way == "float":
-        float(tensor[0])
+        float(tensor[0, 0])
     elif way == "int":
-        int(tensor[0])
+        int(tensor[0, 0])
     elif way == "if":
-        if tensor[0] > 5:
+        if tensor[0, 0] > 5:
             print("more")
     elif way == "event":
         event = torch.cuda.Event()
         event.record()
         event.synchronize()
-    elif way in ("backward", "ddp"):
+    elif way in ("backward", "ddp", "fsdp2"):
         model(tensor).sum().backward()
         torch.cuda.synchronize()
 

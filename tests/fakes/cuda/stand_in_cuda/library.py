@@ -24,7 +24,8 @@ def library() -> Any:
     found.stand_in_counter_name.restype = ctypes.c_char_p
     found.stand_in_contexts.restype = ctypes.c_ulong
     found.stand_in_issue.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_long]
-    found.stand_in_wait.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    found.synchronize = found.stand_in_wait
+    found.synchronize.argtypes = [ctypes.c_int, ctypes.c_void_p]
     found.stand_in_describe.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
     return found
 

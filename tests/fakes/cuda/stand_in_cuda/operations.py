@@ -148,7 +148,7 @@ class Operation:
     def _waits(self, given: dict[str, Any], cpu: dict[str, Any], device: int) -> Any:
         """As torch's own code does it: the host waits for the stream, and then knows."""
         _tell_of_wait()
-        library().stand_in_wait(device, torch._C._cuda_getCurrentRawStream(device))
+        library().synchronize(device, torch._C._cuda_getCurrentRawStream(device))  # a stack shows this line
         outs = dict.fromkeys(self._outs)
         for name in outs:
             cpu[name] = torch.empty(0, dtype=given[name].dtype)

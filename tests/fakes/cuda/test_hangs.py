@@ -1,0 +1,67 @@
+"""Hangs over the real ProcessGroupNCCL: the rank, from torch's flight recorder, however the others wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "waits.py"
+
+
+def hang(folder, way, other, nproc=3, on_hang="auto", **environment):
+    """(exit code, verdict, what gpuwatch has printed)"""
+    command = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--standalone", "--nproc-per-node", str(nproc)]
+    command += ["--preflight", "off", "--hang-timeout", "8", "--on-hang", on_hang, str(SCRIPT), way, other]
+    variables = {**os.environ, "STAND_IN_CUDA_DEVICES": str(nproc), **environment}
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=280)
+    file = folder / "gpuwatch-runs" / "latest" / "report.json"
+    assert file.is_file(), done.stderr
+    return done.returncode, json.loads(file.read_text())["verdict"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "way", ["to", "bool", "nonzero", "print", "float", "int", "if", "event", "backward", "ddp", "fsdp2"]
+)
+def test_a_rank_that_left_is_named_however_the_others_wait_and_the_job_ends(tmp_path, way):
+    code, verdict, said = hang(tmp_path, way, "leave")
+
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, "established"), said
+    assert "left early" in verdict["statement"]
+    assert "(ending the ranks)" in said
+    assert code == 5
+
+
+def test_a_host_that_spins_waits_for_its_device(tmp_path):
+    _, verdict, said = hang(tmp_path, "to", "leave", STAND_IN_CUDA_SPIN="1")
+
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, "established"), said
+    assert "(ending the ranks)" in said
+
+
+@pytest.mark.parametrize(
+    ("other", "on_hang", "certainty", "words"),
+    [
+        ("sleep", "abort", "established", "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited"),
+        ("stop", "auto", "supported", "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited"),
+        ("broadcast", "auto", "supported", "Rank 1 issued broadcast of 64 elements of float32"),
+    ],
+)
+def test_a_rank_that_does_something_else_is_named(tmp_path, other, on_hang, certainty, words):
+    _, verdict, said = hang(tmp_path, "to", other, on_hang=on_hang)
+
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, certainty), said
+    assert words in verdict["statement"]
+    assert "(ending the ranks)" in said
+
+
+@pytest.mark.parametrize("way", ["recv", "pipeline"])
+def test_a_rank_that_sends_nothing_is_named(tmp_path, way):
+    _, verdict, said = hang(tmp_path, way, "leave", nproc=2)
+
+    assert (verdict["kind"], verdict["rank"]) == ("hang", 1), said
+    assert "(ending the ranks)" in said
