@@ -48,7 +48,7 @@ def test_a_host_that_spins_waits_for_its_device(tmp_path):
     [
         ("sleep", "abort", "established", "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited"),
         ("stop", "auto", "supported", "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited"),
-        ("broadcast", "auto", "supported", "Rank 1 issued broadcast of 64 elements of float32"),
+        ("order", "abort", "supported", "ranks 0, 2 wait in all_reduce; rank 1 waits in all_reduce of group 1"),
     ],
 )
 def test_a_rank_that_does_something_else_is_named(tmp_path, other, on_hang, certainty, words):

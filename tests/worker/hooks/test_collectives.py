@@ -632,3 +632,17 @@ shown["unseen"] = unseal(recorder.fields[HeadField.PASSED_UNSEEN])
     assert [each[4] for each in shown[0]["no work"]] == [True]
     assert [each[4] for each in shown[1]["no work"]] == [False, True]
     assert [rank["unseen"] for rank in shown] == [0, 0]
+
+
+@BOTH
+def test_a_host_that_has_waited_for_nccl_knows_of_no_end(both):
+    """It makes its stream wait, and goes on. The group is of gloo, and called one of NCCL."""
+    for shown in both("""
+other = dist.new_group([0, 1])
+groups = dist.distributed_c10d._world.pg_map
+groups[other] = "cpu:gloo,cuda:nccl", groups[other][1]
+for group in (dist.group.WORLD, other):
+    dist.all_reduce(x, group=group)
+show("after")
+"""):
+        assert [(group["begun"], group["ended"]) for group in shown["after"]] == [(1, 1), (1, 0)]

@@ -24,6 +24,7 @@ def main(way: str, other: str) -> None:
 
         fully_shard(model)
     step = pipeline(model, rank) if way == "pipeline" else None
+    group = dist.new_group()
     tensor = torch.ones(8, 8, device="cuda")
     for _ in range(3):  # what all of them do
         if step is not None:
@@ -38,8 +39,8 @@ def main(way: str, other: str) -> None:
             return
         if other == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if other == "broadcast":
-            dist.broadcast(tensor, 0)
+        if other == "order":
+            dist.all_reduce(tensor, group=group)
             tensor.to("cpu")
         time.sleep(3600)
     if way == "recv":
