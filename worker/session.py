@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core import flight_recorder
 from ..core.events import OwnFault, ReplacedFunctions, RunPosition, ScriptError, ScriptExit
 from ..core.identity import is_from_peer_failure
 from ..core.own_imports import own_imports
+from ..core.recorder import flight_recorder
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
 from ..core.recorder.scratch import SHARED_MEMORY
 from ..core.recorder.writer import RecorderWriter
@@ -220,9 +220,10 @@ class WorkerSession:
             self.record_fault("attach", f"{type(error).__name__}: {error}")
 
     def _let_nccl_answer(self) -> None:
-        """At a stall the node agent asks torch what the device was given: see core/flight_recorder.py."""
-        torch, folder = sys.modules["torch"], self.recorder.path.parent
-        if torch.version.cuda is not None and folder.parent == SHARED_MEMORY:  # where a pipe can be made for sure
+        """At a stall the node agent asks torch what the device was given: see core/recorder/flight_recorder.py."""
+        torch, folder = sys.modules["torch"], Path(self.recorder.path).parent
+        is_for_gpus = torch.version.cuda is not None or torch.version.hip is not None
+        if is_for_gpus and folder.parent == SHARED_MEMORY:  # where a pipe can be made for sure
             release = release_of(str(torch.__version__)) or NEWEST
             os.environ.update(flight_recorder.variables(folder, release, os.environ))
 

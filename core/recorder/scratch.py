@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ..flight_recorder import dumps_in, pipes_of
 from ..host import host_name, stat_fields
 from ..own_files import write_whole
+from .flight_recorder import dumps_in, pipes_of
 from .layout import file_bytes
 
 _PREFIX = "gpuwatch-"

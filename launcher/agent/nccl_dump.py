@@ -1,4 +1,4 @@
-"""Asks a rank's torch for its flight recorder of NCCL, and reads it: see core/flight_recorder.py."""
+"""Asks a rank's torch for its flight recorder of NCCL, and reads it: see core/recorder/flight_recorder.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from ...core.flight_recorder import DeviceProgress, file_of, pipe_of, read_dump
+from ...core.recorder.flight_recorder import DeviceProgress, file_of, pipe_of, read_dump
 
 ANSWER_S = 6.0
 """torch looks at its pipe about once a second, and writes some megabytes."""

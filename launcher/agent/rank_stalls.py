@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...core.events import RankLook, RankStall
-from ...core.flight_recorder import with_device
+from ...core.recorder.flight_recorder import with_device
 from ...core.stalls import takes_long
 from .batch_history import LAST_STEPS
 from .nccl_dump import NcclDump

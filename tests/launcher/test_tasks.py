@@ -13,7 +13,7 @@ from gpuwatch.launcher.tasks import HostTasks
 
 
 def test_a_task_that_is_coming_has_not_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(module.os, "getpid", lambda: 1)
     owner = HostTasks("a job", number=2)
     flock, seen = fcntl.flock, []
@@ -42,7 +42,7 @@ def places(tmp_path, monkeypatch):
     found = [tmp_path / "shm", tmp_path / "tmp"]
     for folder in found:
         folder.mkdir()
-    monkeypatch.setattr(module, "SHARED_MEMORY", found[0])
+    monkeypatch.setattr(module, "_SHARED_MEMORY", found[0])
     monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(found[1]))
     return found
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.flight_recorder import dumps_in, file_of, pipe_of, pipes_of
+from gpuwatch.core.recorder.flight_recorder import dumps_in, file_of, pipe_of, pipes_of
 from gpuwatch.core.recorder.scratch import keep_dumps, remove_scratch
 from gpuwatch.launcher.agent.nccl_dump import ANSWER_S, NcclDump
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 from gpuwatch.core.events import GroupState, IssuedOperation
-from gpuwatch.core.flight_recorder import DeviceProgress, pipe_of, read_dump, variables, with_device
+from gpuwatch.core.recorder.flight_recorder import DeviceProgress, pipe_of, read_dump, variables, with_device
 
 DONE, GIVEN = "completed", "scheduled"
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from .events import GroupState, IssuedOperation
-from .recorder.group_table import OPERATIONS, RECENT
-from .torch_names import Release
+from ..events import GroupState, IssuedOperation
+from ..torch_names import Release
+from .group_table import OPERATIONS, RECENT
 
 _PIPE, _FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
 _OLD_FILE, _SIZE, _OLD_SIZE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
@@ -92,7 +92,7 @@ def read_dump(data: bytes) -> dict[str, DeviceProgress] | None:
     """What torch has written, by the groups' names; None if it is not whole, or something else."""
     try:
         entries = _PlainValues(io.BytesIO(data)).load()["entries"]
-        found: dict[str, list[_Entry]] = {}
+        found: dict[str, list[_RecordedOperation]] = {}
         for one in entries:
             found.setdefault(str(one["process_group"][0]), []).append(_entry(one))
         return {name: _progress(of_group) for name, of_group in found.items()}
@@ -101,7 +101,7 @@ def read_dump(data: bytes) -> dict[str, DeviceProgress] | None:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _RecordedOperation:
     number: int
     """Below 0: of a message."""
     name: str
@@ -110,7 +110,7 @@ class _Entry:
     issued: IssuedOperation
 
 
-def _entry(one: Mapping[str, Any]) -> _Entry:
+def _entry(one: Mapping[str, Any]) -> _RecordedOperation:
     name = str(one["profiling_name"]).removeprefix("nccl:")
     number = -int(one["p2p_seq_id"]) if one.get("is_p2p") else int(one["collective_seq_id"])
     operation, _, peers = name.partition(" ")
@@ -120,7 +120,7 @@ def _entry(one: Mapping[str, Any]) -> _Entry:
     peer = int(peers[peers.index("-") + 2 :] if "->" in peers else peers[peers.index("<") + 2 :]) if peers else -1
     sizes, dtypes = one.get("input_sizes") or [[]], one.get("input_dtypes") or [""]
     issued = IssuedOperation(number, known, _DTYPES.get(dtypes[0], ""), math.prod(sizes[0]), peer)
-    return _Entry(number, name, one["state"] == "completed", int(one["time_created_ns"]), issued)
+    return _RecordedOperation(number, name, one["state"] == "completed", int(one["time_created_ns"]), issued)
 
 
 _DTYPES = {
@@ -131,7 +131,7 @@ _BUNDLE = "coalesced"
 """The entry of a bundle of operations, which follows theirs and is the only one whose end torch sees."""
 
 
-def _progress(entries: list[_Entry]) -> DeviceProgress:
+def _progress(entries: list[_RecordedOperation]) -> DeviceProgress:
     """A group's collectives and bundles run in the order of their issue; a message alone has its own stream."""
     ends = [
         place for place, entry in enumerate(entries) if entry.is_done and (entry.number > 0 or entry.name == _BUNDLE)
@@ -171,7 +171,7 @@ def _with_device(group: GroupState, device: DeviceProgress, now_ns: int) -> Grou
         return group
     table = {issued.number: issued for issued in group.recent}
     numbers = {*sorted(device.recent)[-RECENT:], *([device.pending] if device.pending else [])}
-    recent = []
+    recent = [issued for issued in group.recent if issued.number < 0 and issued.number != device.pending]
     for number in sorted(numbers):
         shown, known = device.recent[number], table.get(number)
         # the table has the root as well
