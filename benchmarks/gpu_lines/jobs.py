@@ -158,6 +158,20 @@ def fsdp2(device: torch.device) -> Iterator[Row]:
     yield from several("fsdp2", device)
 
 
+def hang(device: torch.device) -> Iterator[Row]:
+    """Rank 1 sleeps where rank 0 waits for its device, in several ways."""
+    if torch.cuda.device_count() < 2:
+        yield Row("a hang over NCCL", "skipped", note=f"needs 2 GPUs or more, found {torch.cuda.device_count()}")
+        return
+    for way in ("float", "to", "backward", "ddp"):
+        options = ("--preflight", "off", "--hang-timeout", "20", "--on-hang", "abort")
+        job = launch(*options, script=HERE / "waits.py", arguments=(way, "sleep"), nproc=2)
+        found = tuple(job.verdict.get(key) for key in ("kind", "rank", "certainty"))
+        text = ", ".join(map(str, found))
+        good = found == ("hang", 1, "established")
+        yield Row(f"rank 1 sleeps, rank 0 waits ({way})", passed(good), text, "hang, 1, established", job.story)
+
+
 def example(device: torch.device) -> Iterator[Row]:
     """examples/train_transformer.py overflows by its learning rate; where depends on the device."""
     nproc = min(2, torch.cuda.device_count()) if device.type == "cuda" else 2

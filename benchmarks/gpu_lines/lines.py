@@ -64,6 +64,7 @@ LINES = (
     Line("contexts", "driver:contexts", "CUDA contexts per process"),
     Line("syncs", "driver:syncs", "host syncs per step"),
     Line("launches", "driver:launches", "kernel launches, and microseconds for each"),
+    Line("stub", "stub:stub", "the same counts as on the stand-in for a driver"),
     Line("bandwidth", "driver:bandwidth", "GB/s of the reader per dtype"),
     Line("eager", "cost:eager", "step ratio, eager", late=True, limit_s=600),
     Line("compiled", "cost:compiled", "step ratio, compiled", late=True, limit_s=900),
@@ -74,5 +75,6 @@ LINES = (
     Line("preflight", "jobs:preflight", "seconds of the preflight", late=True),
     Line("ddp", "jobs:ddp", "DistributedDataParallel", late=True),
     Line("fsdp2", "jobs:fsdp2", "FSDP2", late=True),
+    Line("hang", "jobs:hang", "a hang over NCCL, named", limit_s=900),
     Line("example", "jobs:example", "the example of the README", late=True, limit_s=1500),
 )

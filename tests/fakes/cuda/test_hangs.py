@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "scripts" / "waits.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_lines" / "waits.py"
 
 
 def hang(folder, way, other, nproc=3, on_hang="auto", **environment):

@@ -1,0 +1,99 @@
+"""What a watched step of GPT-2 asks of the device: the same counts on a GPU as on the stand-in (tests/fakes/cuda)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gpuwatch
+import torch
+
+from .lines import Row, first_line, passed
+
+CASES = {
+    "forward": (("forward",), 35),
+    "forward, weights": (("forward", "weights"), 38),
+    "all": (("forward", "grads", "weights", "comms"), 93),
+}
+"""What is watched -> launches of a step of GPT-2 of two layers. tests/fakes/cuda/test_costs.py counts them on the
+stand-in: a number that falls there is a gain."""
+WARM = 5
+"""Steps until each kernel is compiled, and each parameter's row is known."""
+_STEPS = 4
+_PAGEABLE = "Pageable"
+
+
+def gpt2(layers: int) -> torch.nn.Module:
+    """Of no size. Raises ImportError without transformers."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_head": 2, "vocab_size": 64, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    found: torch.nn.Module = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=layers, use_cache=False, **sizes)
+    )
+    return found.cuda()
+
+
+def step_of(net: torch.nn.Module) -> Callable[[], None]:
+    """One step of its training."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    x = torch.arange(8, device="cuda")[None]
+
+    def step() -> None:
+        loss = net(input_ids=x, labels=x).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def stub(device: torch.device) -> Iterator[Row]:
+    """A difference says where the stand-in is not what it stands for."""
+    if importlib.util.find_spec("transformers") is None:
+        yield Row("launches as on the stand-in", "skipped", note="needs transformers")
+        return
+    step = step_of(gpt2(2))
+    _repeat(step, WARM)
+    plain = _events(step)
+    for name, (watched, launches) in CASES.items():
+        net = gpt2(2)
+        with gpuwatch.watch(net, watch=watched, on_overflow="continue"):
+            step = step_of(net)
+            _repeat(step, WARM)
+            try:
+                found = _events(step)
+            except RuntimeError as error:
+                yield Row(f"GPT-2, {name}", "fail", first_line(error))
+                continue
+        added = (_kernels(found) - _kernels(plain)) / _STEPS
+        yield Row(f"launches a step of GPT-2, {name}", passed(added == launches), f"{added:g}", f"{launches}, exactly")
+        copies = (_pageable(found) - _pageable(plain)) / _STEPS
+        yield Row(f"copies of pageable memory a step, {name}", passed(copies == 0), f"{copies:g}", "none")
+
+
+def _repeat(step: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        step()
+    torch.cuda.synchronize()
+
+
+def _events(step: Callable[[], None]) -> list[str]:
+    """Names of what ran on the device in some steps."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        _repeat(step, _STEPS)
+    events: Any = profiler.events()
+    return [event.name for event in events if event.device_type == DeviceType.CUDA]
+
+
+def _kernels(names: list[str]) -> int:
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
+
+
+def _pageable(names: list[str]) -> int:
+    return sum(name.startswith("Memcpy") and _PAGEABLE in name for name in names)
