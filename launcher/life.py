@@ -19,7 +19,7 @@ import msgspec
 from ..core import host
 from ..core.errors import ExitCode, UsageError
 from ..core.recorder.run_folder import write_meeting_key
-from ..core.recorder.scratch import RESCUED, keep_dumps, keep_rescued, make_scratch, remove_scratch
+from ..core.recorder.scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
 from ..core.text import plain_text
 from ..core.wire import pipe
 from ..core.wire.keys import JobKeys
@@ -271,5 +271,4 @@ class JobLife:
             self.agent = None
         self._end_collector()
         keep_rescued(self.scratch, self._say)
-        keep_dumps(self.scratch, self._say)
         remove_scratch(self.scratch)

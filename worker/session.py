@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 from ..core.events import OwnFault, ReplacedFunctions, RunPosition, ScriptError, ScriptExit
 from ..core.identity import is_from_peer_failure
 from ..core.own_imports import own_imports
-from ..core.recorder import flight_recorder
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
-from ..core.recorder.scratch import SHARED_MEMORY
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
 from ..core.torch_names import NEWEST, missing, release_of
-from .patches import replaced
+from .nccl_answers import answer_about_nccl
+from .patches import after_import, replaced
 from .rank_process import Undo, hear_of_ends, note_when_training, watch_children
 from .record.collectives import issued, position
 from .stack_file import answer_with_stacks
@@ -189,9 +188,10 @@ class WorkerSession:
         return hooks is None or (hooks.progress.lock.comes_free(SETTLE_S) and self.settle())
 
     def answer_with_stacks(self) -> None:
-        """Let the node agent ask for this rank's stack. Never raises."""
+        """Let the node agent ask for this rank's stack, and for what its devices were given. Never raises."""
         try:
             answer_with_stacks(self.recorder.path.parent, self.rank, self.settings.attempt)
+            after_import("torch", self._answer_about_nccl)
         except Exception as error:
             self.record_fault("stacks", f"{type(error).__name__}: {error}")
 
@@ -208,7 +208,6 @@ class WorkerSession:
             from .hooks.module_hooks import ModuleHooks
 
             self._tell_what_torch_lacks()
-            self._let_nccl_answer()
             hooks = ModuleHooks(self.recorder, self.settings, self.rank)
             hooks.attach()
             self.hooks = hooks
@@ -219,13 +218,15 @@ class WorkerSession:
             self.recorder.fields[HeadField.HOOKS] = HooksState.FAILED
             self.record_fault("attach", f"{type(error).__name__}: {error}")
 
-    def _let_nccl_answer(self) -> None:
-        """At a stall the node agent asks torch what the device was given: see core/recorder/flight_recorder.py."""
-        torch, folder = sys.modules["torch"], Path(self.recorder.path).parent
-        is_for_gpus = torch.version.cuda is not None or torch.version.hip is not None
-        if is_for_gpus and folder.parent == SHARED_MEMORY:  # where a pipe can be made for sure
+    def _answer_about_nccl(self) -> None:
+        try:
+            torch = sys.modules["torch"]
+            if torch.version.cuda is None and torch.version.hip is None:
+                return
             release = release_of(str(torch.__version__)) or NEWEST
-            os.environ.update(flight_recorder.variables(folder, release, os.environ))
+            answer_about_nccl(self.recorder.path.parent, self.rank, self.settings.attempt, release)
+        except Exception as error:
+            self.record_fault("stacks", f"{type(error).__name__}: {error}")
 
     def _record_replaced(self) -> None:
         """Record which functions are replaced, unless that is recorded: an import may have added some."""

@@ -1,8 +1,7 @@
-"""NCCL's flight recorder, as torch writes it at our request: what each group's device was given, and has completed.
+"""torch's flight recorder of NCCL, as a rank writes it at our request: what its device was given, and has completed.
 
-torch keeps the last collectives of a process (`TORCH_FR_BUFFER_SIZE`), and writes them into a file when something comes
-in through a pipe: its monitor's thread reads the pipe about once a second, so that a rank answers while it waits for
-its device. The file is a pickle of plain values.
+torch keeps the last collectives of a process (`TORCH_FR_BUFFER_SIZE`), and gives them as a pickle of plain values. A
+rank answers while it waits for its device (worker/nccl_answers.py).
 (pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)
 """
 
@@ -19,54 +18,17 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..events import GroupState, IssuedOperation
-from ..torch_names import Release
 from .group_table import OPERATIONS, RECENT
 
-_PIPE, _FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE"
-_OLD_FILE, _SIZE, _OLD_SIZE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-_NEW_NAMES: Release = (2, 8)
-"""Releases before it know the old names alone; it and later ones warn of those."""
-_KEPT = 2000
-"""Collectives that torch keeps by default from 2.7 on; before, none."""
+
+def pipe_of(folder: Path, rank: int, attempt: int) -> Path:
+    """What comes in there is a question. `folder` is that of the node's recorders."""
+    return folder / f"rank-{rank:05d}.attempt-{attempt:03d}.nccl"
 
 
-def variables(folder: Path, release: Release, environ: Mapping[str, str]) -> dict[str, str]:
-    """What a rank's environment needs before its first process group, so that torch answers; {} where the user has set
-    one of these variables. `folder` is that of the node's recorders."""
-    if any(name in environ for name in (_PIPE, _FILE, _OLD_FILE)) or "0" in (
-        environ.get(_SIZE),
-        environ.get(_OLD_SIZE),
-    ):
-        return {}
-    new = release >= _NEW_NAMES
-    found = {_PIPE: f"{folder}{_PIPE_STEM}", _FILE if new else _OLD_FILE: str(folder / _FILE_STEM)}
-    if _SIZE not in environ and _OLD_SIZE not in environ:
-        found[_SIZE if new else _OLD_SIZE] = str(_KEPT)
-    return found
-
-
-_PIPE_STEM, _FILE_STEM = ".nccl-", "nccl-"
-
-
-def pipe_of(folder: Path, rank: int) -> Path:
-    """Beside the folder: a process that outlives it finds a place for its pipe still, and torch ends one that does
-    not."""
-    return Path(f"{folder}{_PIPE_STEM}{rank}.pipe")
-
-
-def pipes_of(folder: Path) -> list[Path]:
-    """All pipes of a node's ranks."""
-    return list(folder.parent.glob(f"{folder.name}{_PIPE_STEM}*.pipe"))
-
-
-def file_of(folder: Path, rank: int) -> Path:
-    """What torch writes."""
-    return folder / f"{_FILE_STEM}{rank}"
-
-
-def dumps_in(folder: Path) -> list[Path]:
-    """All that torch has written and nobody has read."""
-    return sorted(folder.glob(f"{_FILE_STEM}*"))
+def file_of(folder: Path, rank: int, attempt: int) -> Path:
+    """The answer."""
+    return pipe_of(folder, rank, attempt).with_suffix(".dump")
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,14 @@ from pathlib import Path
 
 from ..host import host_name, stat_fields
 from ..own_files import write_whole
-from .flight_recorder import dumps_in, pipes_of
 from .layout import file_bytes
 
 _PREFIX = "gpuwatch-"
-SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")
 _DISK = Path("/var/tmp")
 _OWNER = "owner"
 _FILES = 32
-_FILES_OF_RANK = 4
+_FILES_OF_RANK = 6
 """The most files of a rank in a folder, without those that the script has."""
 KEPT_ATTEMPTS = 2
 """How many attempts that have ended keep their recorders."""
@@ -40,10 +39,10 @@ def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence:
     remove_stale()
     size, files = recorders * file_bytes(), _FILES + _FILES_OF_RANK * recorders
     trouble = ""
-    takes_files = _files_free(SHARED_MEMORY) > 2 * files
-    if _free(SHARED_MEMORY) > 2 * size and takes_files:
+    takes_files = _files_free(_SHARED_MEMORY) > 2 * files
+    if _free(_SHARED_MEMORY) > 2 * size and takes_files:
         try:
-            return _new_folder(SHARED_MEMORY)
+            return _new_folder(_SHARED_MEMORY)
         except OSError as error:
             trouble = f": {error}"
     # the first that has the room, or the most of it
@@ -57,17 +56,17 @@ def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence:
         say(f"the recorders are in {base}, where a batch takes longer to record{trouble}")
         return folder
     need = f"{recorders} recorders need {size >> 20} MiB"
-    lacks = f"{_mib_free(SHARED_MEMORY)}, and {need}"
-    if not takes_files and _free(SHARED_MEMORY) >= 0:
-        lacks = f"{_files_free(SHARED_MEMORY)} inodes free, and {recorders} recorders may need {files}"
+    lacks = f"{_mib_free(_SHARED_MEMORY)}, and {need}"
+    if not takes_files and _free(_SHARED_MEMORY) >= 0:
+        lacks = f"{_files_free(_SHARED_MEMORY)} inodes free, and {recorders} recorders may need {files}"
     say(
-        f"{SHARED_MEMORY} has {lacks}, and the script should have as much left: the recorders are in {base}, where "
+        f"{_SHARED_MEMORY} has {lacks}, and the script should have as much left: the recorders are in {base}, where "
         "a batch takes longer to record"
     )
     if _free(base) < size:
         say(
             f"{base} has {_mib_free(base)}, and {need}: ranks that find no room go on unwatched; make room in "
-            f"{SHARED_MEMORY}, or set TMPDIR to a disk that has it"
+            f"{_SHARED_MEMORY}, or set TMPDIR to a disk that has it"
         )
     return folder
 
@@ -134,11 +133,7 @@ def _pid_namespace() -> int:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove the folder and the pipes beside it; twice does no harm. A process that has no descriptor left for a moment
-    tries again."""
-    for pipe in pipes_of(folder):
-        with suppress(OSError):
-            pipe.unlink()
+    """Remove the folder; twice does no harm. A process that has no descriptor left for a moment tries again."""
     for _ in range(_TRIES):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -163,21 +158,9 @@ def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: 
     return folder
 
 
-def keep_dumps(scratch: Path, say: Callable[[str], object] = lambda sentence: None) -> None:
-    """Move what torch has written there by itself, at a timeout of NCCL, to where it stays, and say where."""
-    found = dumps_in(scratch)
-    if not found:
-        return
-    with suppress(OSError):
-        folder = Path(tempfile.mkdtemp(prefix="gpuwatch-nccl-"))
-        for path in found:
-            shutil.move(path, folder / path.name)
-        say(f"torch's flight recorder of NCCL, which it wrote at a timeout, is in {folder}")
-
-
 def remove_stale() -> None:
     """Remove this user's folders whose launch is surely gone (it and its agent were killed)."""
-    for base in {SHARED_MEMORY, *_disks()}:
+    for base in {_SHARED_MEMORY, *_disks()}:
         for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
             with suppress(OSError, ValueError, TypeError):
                 if _is_ours(folder) and _is_gone(*_read_owner(folder / _OWNER).split()):

@@ -35,7 +35,7 @@ from ...core.host import LineReader, OwnClock
 from ...core.identity import is_rank
 from ...core.recorder.layout import file_name
 from ...core.recorder.run_folder import PROCESSES, pid_of_file
-from ...core.recorder.scratch import KEPT_ATTEMPTS, adopt_scratch, keep_dumps, keep_rescued, remove_scratch
+from ...core.recorder.scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch
 from ...core.tell import flush_streams
 from ...core.text import from_json
 from ...core.verdicts import VerdictKind
@@ -166,7 +166,6 @@ class NodeAgentLoop:
             self.close()
             if self._launch_gone:
                 keep_rescued(self._folder)
-                keep_dumps(self._folder)
                 remove_scratch(self._folder)
 
     def turn(self, now: float, *, heard: bool = True) -> None:

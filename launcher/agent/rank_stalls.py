@@ -159,7 +159,7 @@ class StallWatch:
         for watch in watches:
             if not watch.ended:
                 stack = StackLook(self._folder, watch.rank, watch.attempt, watch.pid, now)
-                nccl = NcclDump(self._folder, watch.rank, watch.pid, now)
+                nccl = NcclDump(self._folder, watch.rank, watch.attempt, now)
                 self._looks.append(_RankQuestions(number, watch, stack, nccl))
 
     def seen(self, now: float) -> Iterator[RankLook]:

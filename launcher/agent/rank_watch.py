@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from ...core import events
 from ...core.identity import is_rank, rank_name
+from ...core.recorder.flight_recorder import file_of, pipe_of
 from ...core.recorder.layout import HeadField, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
 from ...core.stalls import stack_file_name
@@ -266,7 +267,9 @@ class RankWatch:
     def remove(self) -> None:
         """Free the recorder's memory."""
         self.close()
-        for path in (self._path, self._path.with_name(stack_file_name(self.rank, self.attempt))):
+        folder = self._path.parent
+        whose = folder, self.rank, self.attempt
+        for path in (self._path, folder / stack_file_name(self.rank, self.attempt), pipe_of(*whose), file_of(*whose)):
             with suppress(OSError):
                 path.unlink()
 

@@ -23,7 +23,7 @@ def bases(tmp_path, monkeypatch):
     shared.mkdir()
     temporary.mkdir()
     monkeypatch.setattr(scratch, "_DISK", tmp_path / "none")
-    monkeypatch.setattr(scratch, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(scratch, "_SHARED_MEMORY", shared)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     return shared, temporary
 
@@ -49,7 +49,7 @@ def test_the_folder_is_private_and_in_shared_memory_where_there_is_room(bases):
 
 
 def test_without_room_in_shared_memory_a_disk_takes_it_and_that_is_said(bases, small_disk, monkeypatch):
-    monkeypatch.setattr(scratch, "SHARED_MEMORY", small_disk)
+    monkeypatch.setattr(scratch, "_SHARED_MEMORY", small_disk)
     said = []
     assert scratch.make_scratch(2, said.append).parent == bases[1]
     (sentence,) = said
@@ -65,7 +65,7 @@ def test_half_of_the_shared_memory_is_left_to_the_script(bases, monkeypatch):
 
 
 def test_of_two_disks_the_first_with_room_takes_it(bases, small_disk, monkeypatch):
-    monkeypatch.setattr(scratch, "SHARED_MEMORY", small_disk)
+    monkeypatch.setattr(scratch, "_SHARED_MEMORY", small_disk)
     monkeypatch.setattr(scratch, "_DISK", bases[0])
     assert scratch.make_scratch(1).parent == bases[1]
     monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
@@ -129,7 +129,7 @@ def test_a_folder_of_a_live_process_stays_when_the_clock_is_set(bases, tmp_path)
     stat_file.write_text(text.replace(boot, f"btime {int(boot.split()[1]) - 3600}"))
     code = (
         "import psutil, tempfile; from pathlib import Path; from gpuwatch.core.recorder import scratch\n"
-        f"scratch.SHARED_MEMORY = Path({str(bases[0])!r}); tempfile.tempdir = {str(bases[1])!r}\n"
+        f"scratch._SHARED_MEMORY = Path({str(bases[0])!r}); tempfile.tempdir = {str(bases[1])!r}\n"
         f"print(psutil.Process({os.getpid()}).create_time())\n"
         "scratch.make_scratch(1)"
     )
@@ -211,7 +211,7 @@ def test_whatever_somebody_has_put_in_place_of_an_owner_file_a_launch_goes_on(ba
         owner.write_bytes(b"1" * 10_000_000 if what == "long" else b"\xff\xfe \0")
     code = (
         "import tempfile; from pathlib import Path; from gpuwatch.core.recorder import scratch\n"
-        f"scratch.SHARED_MEMORY = Path({str(bases[0])!r}); tempfile.tempdir = {str(bases[1])!r}\n"
+        f"scratch._SHARED_MEMORY = Path({str(bases[0])!r}); tempfile.tempdir = {str(bases[1])!r}\n"
         "scratch.remove_stale()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -245,7 +245,7 @@ def test_what_the_runs_folder_took_no_more_of_is_kept(bases):
 
 
 def test_where_nothing_has_room_it_is_told_before_the_training_starts(bases, small_disk, monkeypatch):
-    monkeypatch.setattr(scratch, "SHARED_MEMORY", small_disk)
+    monkeypatch.setattr(scratch, "_SHARED_MEMORY", small_disk)
     monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
     said = []
     assert scratch.make_scratch(8, said.append).parent == small_disk

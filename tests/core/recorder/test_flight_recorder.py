@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 from gpuwatch.core.events import GroupState, IssuedOperation
-from gpuwatch.core.recorder.flight_recorder import DeviceProgress, pipe_of, read_dump, variables, with_device
+from gpuwatch.core.recorder.flight_recorder import DeviceProgress, read_dump, with_device
 
 DONE, GIVEN = "completed", "scheduled"
 
@@ -101,19 +101,3 @@ def test_a_group_without_collectives_has_none_pending():
     (found,) = with_device([state(0)], {}, 0)
 
     assert found.pending == 0
-
-
-def test_variables_that_the_user_has_set_stay(tmp_path):
-    names = {"TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_FR_BUFFER_SIZE"}
-
-    assert variables(tmp_path, (2, 11), {}).keys() == names
-    assert variables(tmp_path, (2, 11), {"TORCH_FR_BUFFER_SIZE": "9"}).keys() == names - {"TORCH_FR_BUFFER_SIZE"}
-    assert "TORCH_FR_BUFFER_SIZE" not in variables(tmp_path, (2, 5), {})  # torch 2.5 knows its old name alone
-    for name, value in {
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "/x",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/x",
-        "TORCH_FR_DUMP_TEMP_FILE": "/x",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
-    }.items():
-        assert variables(tmp_path, (2, 11), {name: value}) == {}
-    assert str(pipe_of(tmp_path, 3)) == f"{variables(tmp_path, (2, 11), {})['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}3.pipe"

@@ -1,30 +1,34 @@
-"""A rank is asked for its flight recorder through a real pipe: another process reads it, and answers as torch does."""
+"""A rank is asked through a real pipe for its flight recorder of NCCL, and answers in a thread.
+
+Only torch's own function is another one, as no torch without CUDA has it.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from gpuwatch.core.recorder.flight_recorder import dumps_in, file_of, pipe_of, pipes_of
-from gpuwatch.core.recorder.scratch import keep_dumps, remove_scratch
+from gpuwatch.core.recorder.flight_recorder import file_of, pipe_of
 from gpuwatch.launcher.agent.nccl_dump import ANSWER_S, NcclDump
 
-TORCH = """
-import os, sys
-pipe, file, data = sys.argv[1], sys.argv[2], bytes.fromhex(sys.argv[3])
-os.mkfifo(pipe)
-asked = os.open(pipe, os.O_RDWR)
-print("ready", flush=True)
-os.read(asked, 128)
-with open(file, "wb") as opened:
-    for at in range(len(data)):
-        opened.write(data[at : at + 1])
-        opened.flush()
+RANK = """
+import os, sys, threading, time, types
+from pathlib import Path
+from gpuwatch.worker.nccl_answers import answer_about_nccl
+folder, data = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
+
+def dump(includeCollectives, includeStackTraces, onlyActive):
+    assert threading.current_thread() is not threading.main_thread()
+    return data
+
+sys.modules["torch._C._distributed_c10d"] = types.SimpleNamespace(_dump_nccl_trace=dump)
+answer_about_nccl(folder, 0, 2, (2, 11))
+print(threading.enumerate() == [threading.main_thread()], "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ, flush=True)
 sys.stdin.read()
 """
 ENTRY = {
@@ -35,74 +39,50 @@ ENTRY = {
 
 
 @pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "scratch").mkdir()
-    return tmp_path / "scratch"
-
-
-@pytest.fixture
-def torch_of(folder):
-    children = []
-
-    def start(rank):
-        data = pickle.dumps({"entries": [ENTRY]}).hex()
-        command = [sys.executable, "-c", TORCH, str(pipe_of(folder, rank)), str(file_of(folder, rank)), data]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        children.append(child)
-        assert child.stdout.readline() == "ready\n"
-        return child.pid
-
-    yield start
-    for child in children:
+def rank(tmp_path):
+    command = [sys.executable, "-c", RANK, str(tmp_path), pickle.dumps({"entries": [ENTRY]}).hex()]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "True False\n"
+    with child:
+        yield child
         child.kill()
-        child.communicate()
 
 
-def test_a_rank_answers_and_its_file_is_gone(folder, torch_of):
-    dump = NcclDump(folder, 0, torch_of(0), 0.0)
+def answered(dump):
     while not dump.is_due(1.0):
         time.sleep(0.01)
-
-    assert (dump.result()["0"].enqueued, dump.result()["0"].pending) == (5, 5)
-    assert dumps_in(folder) == []
+    return dump.result()
 
 
-def test_one_that_does_not_answer_is_waited_for_so_long(folder, torch_of):
-    pid = torch_of(0)
-    os.kill(pid, 19)
-    dump = NcclDump(folder, 0, pid, 100.0)
+def test_a_rank_answers_each_question_and_ends_as_before(tmp_path, rank):
+    for _ in range(3):
+        found = answered(NcclDump(tmp_path, 0, 2, 0.0))
+
+        assert (found["0"].enqueued, found["0"].pending) == (5, 5)
+        assert not file_of(tmp_path, 0, 2).exists()
+    rank.stdin.close()
+    assert rank.wait(60) == 0
+
+
+def test_one_that_is_stopped_is_waited_for_so_long(tmp_path, rank):
+    rank.send_signal(signal.SIGSTOP)
+    dump = NcclDump(tmp_path, 0, 2, 100.0)
 
     assert not dump.is_due(100.0 + ANSWER_S - 0.1)
     assert dump.is_due(100.0 + ANSWER_S)
     assert dump.result() is None
-    os.kill(pid, 18)
+    rank.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("what", ["none", "another process reads it", "a file", "nobody reads it"])
-def test_a_rank_without_a_pipe_of_its_own_is_not_waited_for(folder, torch_of, what):
-    pid = os.getppid()
-    if what == "another process reads it":
-        torch_of(0)
-    elif what == "a file":
-        pipe_of(folder, 0).write_text("")
+@pytest.mark.parametrize("what", ["none", "nobody reads it", "its rank has ended"])
+def test_where_nobody_reads_the_pipe_nobody_is_waited_for(tmp_path, rank, what):
+    attempt = 2 if what == "its rank has ended" else 1
+    if what == "its rank has ended":
+        rank.kill()
+        rank.wait()
     elif what == "nobody reads it":
-        os.mkfifo(pipe_of(folder, 0))
-    dump = NcclDump(folder, 0, pid, 0.0)
+        os.mkfifo(pipe_of(tmp_path, 0, attempt))
+    dump = NcclDump(tmp_path, 0, attempt, 0.0)
 
     assert dump.is_due(0.0)
     assert dump.result() is None
-
-
-def test_what_torch_wrote_by_itself_is_kept(folder, torch_of):
-    file_of(folder, 0).write_bytes(b"of a timeout")
-    dump = NcclDump(folder, 0, torch_of(0), 0.0)
-    while not dump.is_due(1.0):
-        time.sleep(0.01)
-    said = []
-    keep_dumps(folder, said.append)
-    remove_scratch(folder)
-
-    assert dump.result() is not None
-    assert pipes_of(folder) == []
-    assert not folder.exists()
-    assert Path(said[0].rpartition(" ")[2], "nccl-0.at-timeout").read_bytes() == b"of a timeout"
