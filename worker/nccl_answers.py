@@ -24,20 +24,26 @@ _NONE_BY_DEFAULT: Release = (2, 8)
 _MODULE = "torch._C._distributed_c10d"
 
 
-def answer_about_nccl(folder: Path, rank: int, attempt: int, release: Release) -> None:
-    """Wait for questions in a thread. Raises OSError if the pipe cannot be made.
-
-    If the limit of open files leaves no number that is out of the script's reach, there is no answer.
-    """
+def have_it_recorded(release: Release) -> None:
+    """Before the first process group: have torch record."""
     if release < _NONE_BY_DEFAULT:
         os.environ.setdefault(_SIZE, "2000")
+
+
+def answer_about_nccl(folder: Path, rank: int, attempt: int) -> None:
+    """Wait for questions in a thread, from the first group of NCCL on: that has threads, too. Twice does no harm.
+
+    Where there can be none, or the limit of open files leaves no number that is out of the script's reach, there is no
+    answer.
+    """
     pipe = pipe_of(folder, rank, attempt)
-    os.mkfifo(pipe, 0o600)
-    asked = OwnDescriptor(pipe, os.O_RDWR)  # so that it is not at its end while nobody asks
-    if asked.is_out_of_reach:
-        _thread.start_new_thread(_answer, (asked, file_of(folder, rank, attempt)))  # threading does not list it
-    else:
-        asked.close()
+    with suppress(OSError, RuntimeError):
+        os.mkfifo(pipe, 0o600)
+        asked = OwnDescriptor(pipe, os.O_RDWR)  # so that it is not at its end while nobody asks
+        if asked.is_out_of_reach:
+            _thread.start_new_thread(_answer, (asked, file_of(folder, rank, attempt)))  # threading does not list it
+        else:
+            asked.close()
 
 
 def _answer(asked: OwnDescriptor, file: Path) -> None:

@@ -18,8 +18,8 @@ from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
 from ..core.torch_names import NEWEST, missing, release_of
-from .nccl_answers import answer_about_nccl
-from .patches import after_import, replaced
+from .nccl_answers import have_it_recorded
+from .patches import replaced
 from .rank_process import Undo, hear_of_ends, note_when_training, watch_children
 from .record.collectives import issued, position
 from .stack_file import answer_with_stacks
@@ -188,10 +188,9 @@ class WorkerSession:
         return hooks is None or (hooks.progress.lock.comes_free(SETTLE_S) and self.settle())
 
     def answer_with_stacks(self) -> None:
-        """Let the node agent ask for this rank's stack, and for what its devices were given. Never raises."""
+        """Let the node agent ask for this rank's stack. Never raises."""
         try:
             answer_with_stacks(self.recorder.path.parent, self.rank, self.settings.attempt)
-            after_import("torch", self._answer_about_nccl)
         except Exception as error:
             self.record_fault("stacks", f"{type(error).__name__}: {error}")
 
@@ -208,6 +207,7 @@ class WorkerSession:
             from .hooks.module_hooks import ModuleHooks
 
             self._tell_what_torch_lacks()
+            have_it_recorded(release_of(str(sys.modules["torch"].__version__)) or NEWEST)
             hooks = ModuleHooks(self.recorder, self.settings, self.rank)
             hooks.attach()
             self.hooks = hooks
@@ -217,16 +217,6 @@ class WorkerSession:
         except Exception as error:
             self.recorder.fields[HeadField.HOOKS] = HooksState.FAILED
             self.record_fault("attach", f"{type(error).__name__}: {error}")
-
-    def _answer_about_nccl(self) -> None:
-        try:
-            torch = sys.modules["torch"]
-            if torch.version.cuda is None and torch.version.hip is None:
-                return
-            release = release_of(str(torch.__version__)) or NEWEST
-            answer_about_nccl(self.recorder.path.parent, self.rank, self.settings.attempt, release)
-        except Exception as error:
-            self.record_fault("stacks", f"{type(error).__name__}: {error}")
 
     def _record_replaced(self) -> None:
         """Record which functions are replaced, unless that is recorded: an import may have added some."""

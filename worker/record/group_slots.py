@@ -12,12 +12,14 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from ...core.recorder import group_table as table
 from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, HeadField
 from ...core.recorder.writer import RecorderWriter
+from ..nccl_answers import answer_about_nccl
 from ..stats.tensor_stats import CODES
 from .collectives import ANYONE, MOST_PENDING, NO_MESSAGE, GroupMessages, PeerCounts
 
@@ -91,6 +93,7 @@ class GroupTable:
     """This rank's process groups."""
 
     def __init__(self, recorder: RecorderWriter) -> None:
+        self._folder = Path(recorder.path).parent
         self._view = recorder.view
         self.fields = self._header = recorder.fields
         self._fields = recorder.groups
@@ -295,6 +298,7 @@ class GroupTable:
         self._fields[slot.field + GroupField.SIZE] = group.size()
         if "nccl" in str(module._world.pg_map.get(group, ("",))[0]):  # a host does not wait for its device
             self._fields[slot.field + GroupField.ENDED] = table.ENDS_ON_DEVICE
+            answer_about_nccl(self._folder, self._header[HeadField.RANK], self._header[HeadField.ATTEMPT])
         self._count_unseen(slot, group._get_sequence_number_for_group())
         self._fields[slot.field + GroupField.USED] = 1
 

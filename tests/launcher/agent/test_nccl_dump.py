@@ -15,6 +15,7 @@ import time
 import pytest
 from gpuwatch.core.recorder.flight_recorder import file_of, pipe_of
 from gpuwatch.launcher.agent.nccl_dump import ANSWER_S, NcclDump
+from gpuwatch.worker.nccl_answers import have_it_recorded
 
 RANK = """
 import os, sys, threading, time, types
@@ -27,8 +28,9 @@ def dump(includeCollectives, includeStackTraces, onlyActive):
     return data
 
 sys.modules["torch._C._distributed_c10d"] = types.SimpleNamespace(_dump_nccl_trace=dump)
-answer_about_nccl(folder, 0, 2, (2, 11))
-print(threading.enumerate() == [threading.main_thread()], "TORCH_NCCL_TRACE_BUFFER_SIZE" in os.environ, flush=True)
+answer_about_nccl(folder, 0, 2)
+answer_about_nccl(folder, 0, 2)
+print(threading.enumerate() == [threading.main_thread()], len(os.listdir("/proc/self/task")), flush=True)
 sys.stdin.read()
 """
 ENTRY = {
@@ -42,7 +44,7 @@ ENTRY = {
 def rank(tmp_path):
     command = [sys.executable, "-c", RANK, str(tmp_path), pickle.dumps({"entries": [ENTRY]}).hex()]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdout.readline() == "True False\n"
+    assert child.stdout.readline() == "True 2\n"
     with child:
         yield child
         child.kill()
@@ -86,3 +88,15 @@ def test_where_nobody_reads_the_pipe_nobody_is_waited_for(tmp_path, rank, what):
 
     assert dump.is_due(0.0)
     assert dump.result() is None
+
+
+@pytest.mark.parametrize(("release", "size"), [((2, 5), "2000"), ((2, 8), None)])
+def test_a_torch_that_records_nothing_by_default_is_asked_to(monkeypatch, release, size):
+    name = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    have_it_recorded(release)
+    assert os.environ.get(name) == size
+    monkeypatch.setenv(name, "7")
+    have_it_recorded(release)
+    assert os.environ[name] == "7"
