@@ -20,7 +20,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _DISK = Path("/var/tmp")
 _OWNER = "owner"
 _FILES = 32
-_FILES_OF_RANK = 6
+_FILES_OF_RANK = 4
 """The most files of a rank in a folder, without those that the script has."""
 KEPT_ATTEMPTS = 2
 """How many attempts that have ended keep their recorders."""
