@@ -24,9 +24,9 @@ _NONE_BY_DEFAULT: Release = (2, 8)
 _MODULE = "torch._C._distributed_c10d"
 
 
-def have_it_recorded(release: Release) -> None:
-    """Before the first process group: have torch record."""
-    if release < _NONE_BY_DEFAULT:
+def have_it_recorded(release: Release, *, for_gpus: bool) -> None:
+    """Before the first process group: have torch record, if it was built `for_gpus`."""
+    if for_gpus and release < _NONE_BY_DEFAULT:
         os.environ.setdefault(_SIZE, "2000")
 
 

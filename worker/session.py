@@ -207,7 +207,9 @@ class WorkerSession:
             from .hooks.module_hooks import ModuleHooks
 
             self._tell_what_torch_lacks()
-            have_it_recorded(release_of(str(sys.modules["torch"].__version__)) or NEWEST)
+            torch = sys.modules["torch"]
+            for_gpus = torch.version.cuda is not None or torch.version.hip is not None
+            have_it_recorded(release_of(str(torch.__version__)) or NEWEST, for_gpus=for_gpus)
             hooks = ModuleHooks(self.recorder, self.settings, self.rank)
             hooks.attach()
             self.hooks = hooks

@@ -237,22 +237,33 @@ def _step_ms(task: Task, how: str) -> float:
 
 def _kernels(call: Callable[[], Any], how: str, net: nn.Module) -> list[tuple[str, float]]:
     """(name, microseconds) of each kernel that ran in `call`, copies left out."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
     with watched(how, net):
         call()
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            call()
-            torch.cuda.synchronize()
+        found = on_device(call)
+    return [(name, us) for name, us in found if is_kernel(name)]
+
+
+def on_device(call: Callable[[], Any]) -> list[tuple[str, float]]:
+    """(name, microseconds) of each kernel and copy that ran in `call`."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
     return [
         (event.name, event.time_range.elapsed_us())
         for event in profiler.events()
         if event.device_type == DeviceType.CUDA
-        and not event.name.startswith(("Memcpy", "Memset", "Optimizer.", "ProfilerStep"))
+        and not event.name.startswith(("Optimizer.", "ProfilerStep"))
         and not getattr(event, "is_user_annotation", False)
     ]
+
+
+def is_kernel(name: str) -> bool:
+    """Whether what `on_device` names is no copy."""
+    return not name.startswith(("Memcpy", "Memset"))
 
 
 # -- bandwidth ------------------------------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import gpuwatch
 import torch
 
-from .lines import Row, first_line, passed
+from .driver import is_kernel, on_device
+from .lines import Row, passed
 
 CASES = {
     "forward": (("forward",), 35),
@@ -55,23 +56,21 @@ def stub(device: torch.device) -> Iterator[Row]:
     if importlib.util.find_spec("transformers") is None:
         yield Row("launches as on the stand-in", "skipped", note="needs transformers")
         return
-    step = step_of(gpt2(2))
-    _repeat(step, WARM)
-    plain = _events(step)
-    for name, (watched, launches) in CASES.items():
+    plain = _steps_of(gpt2(2))
+    for name, (what, launches) in CASES.items():
         net = gpt2(2)
-        with gpuwatch.watch(net, watch=watched, on_overflow="continue"):
-            step = step_of(net)
-            _repeat(step, WARM)
-            try:
-                found = _events(step)
-            except RuntimeError as error:
-                yield Row(f"GPT-2, {name}", "fail", first_line(error))
-                continue
+        with gpuwatch.watch(net, watch=what, on_overflow="continue"):
+            found = _steps_of(net)
         added = (_kernels(found) - _kernels(plain)) / _STEPS
         yield Row(f"launches a step of GPT-2, {name}", passed(added == launches), f"{added:g}", f"{launches}, exactly")
         copies = (_pageable(found) - _pageable(plain)) / _STEPS
         yield Row(f"copies of pageable memory a step, {name}", passed(copies == 0), f"{copies:g}", "none")
+
+
+def _steps_of(net: torch.nn.Module) -> list[tuple[str, float]]:
+    step = step_of(net)
+    _repeat(step, WARM)
+    return on_device(partial(_repeat, step, _STEPS))
 
 
 def _repeat(step: Callable[[], None], times: int) -> None:
@@ -80,20 +79,9 @@ def _repeat(step: Callable[[], None], times: int) -> None:
     torch.cuda.synchronize()
 
 
-def _events(step: Callable[[], None]) -> list[str]:
-    """Names of what ran on the device in some steps."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        _repeat(step, _STEPS)
-    events: Any = profiler.events()
-    return [event.name for event in events if event.device_type == DeviceType.CUDA]
+def _kernels(found: list[tuple[str, float]]) -> int:
+    return sum(is_kernel(name) for name, _ in found)
 
 
-def _kernels(names: list[str]) -> int:
-    return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
-
-
-def _pageable(names: list[str]) -> int:
-    return sum(name.startswith("Memcpy") and _PAGEABLE in name for name in names)
+def _pageable(found: list[tuple[str, float]]) -> int:
+    return sum(name.startswith("Memcpy") and _PAGEABLE in name for name, _ in found)

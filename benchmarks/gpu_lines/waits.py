@@ -28,7 +28,7 @@ def main(way: str, other: str) -> None:
     tensor = torch.ones(8, 8, device="cuda")
     for _ in range(3):  # what all of them do
         if step is not None:
-            step(tensor)
+            step()
         else:
             model(tensor).sum().backward()
         dist.all_reduce(tensor)
@@ -49,7 +49,7 @@ def main(way: str, other: str) -> None:
         dist.all_reduce(tensor)
     wait(way, model, tensor)
     if step is not None:
-        step(tensor)
+        step()
         torch.cuda.synchronize()
 
 
@@ -60,7 +60,7 @@ def pipeline(model: torch.nn.Module, rank: int):
     stage = PipelineStage(model, rank, size, torch.device("cuda", rank))
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: (output - target).square().mean())
 
-    def step(tensor: torch.Tensor) -> None:
+    def step() -> None:
         given = (torch.ones(8, 8, device="cuda"),) if rank == 0 else ()
         schedule.step(*given, target=torch.ones(8, 8, device="cuda") if rank == size - 1 else None)
 

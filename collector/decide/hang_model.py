@@ -157,7 +157,7 @@ def position_of(look: RankLook) -> RankPosition:
     'stopped'
     """
     does = ("leaving, " if look.phase in ("finished", "raised") else "") + doing(look)
-    operation, sure = ("", False) if look.state in ("T", "t") else _operation(look, is_pending(look.groups))
+    operation, sure = ("", False) if look.state in ("T", "t") else _operation(look)
     if operation:
         kind: Kind = "waits" if sure else "may wait"
     else:
@@ -167,10 +167,9 @@ def position_of(look: RankLook) -> RankPosition:
     return RankPosition(kind, does, operation, shown, look.groups)
 
 
-def _operation(look: RankLook, is_pending: bool) -> tuple[str, bool]:
-    """(what it waits in, whether that is sure); ("", False) if it does not. `is_pending`: its device waits for other
-    ranks."""
-    stack = look.stack
+def _operation(look: RankLook) -> tuple[str, bool]:
+    """(what it waits in, whether that is sure); ("", False) if it does not."""
+    stack, device_waits = look.stack, is_pending(look.groups)
     if not stack:
         return "", False
     for line in stack:
@@ -183,10 +182,10 @@ def _operation(look: RankLook, is_pending: bool) -> tuple[str, bool]:
     if resting and any(part in inner.file for part in _AROUND_COLLECTIVES):
         return ("DDP's own collective" if _DDP in inner.file else inner.function.lstrip("_")), True
     if any(word in inner.text for word in _WAITS_FOR_DEVICE):
-        return DEVICE, is_pending
-    if inner.function == "_engine_run_backward" and (is_pending or (look.busy < QUIET and look.state != "R")):
-        return BACKWARD, is_pending
-    if is_pending and _may_wait_for_device(inner):
+        return DEVICE, device_waits
+    if inner.function == "_engine_run_backward" and (device_waits or (look.busy < QUIET and look.state != "R")):
+        return BACKWARD, device_waits
+    if device_waits and _may_wait_for_device(inner):
         return DEVICE, True
     if any(word in inner.text for word in _WAITS):
         return "wait", True
@@ -292,8 +291,8 @@ def standing_at(groups: Sequence[GroupState], *, failed: bool = False) -> tuple[
     if inside:
         latest = min(inside, key=lambda group: group.since_s)
         return latest, latest.at
-    oldest = max((group for group in groups if group.pending), key=lambda group: group.pending_s, default=None)
-    return (oldest, oldest.pending) if oldest is not None and oldest.pending else None
+    pending = [(group, group.pending) for group in groups if group.pending]
+    return max(pending, key=lambda place: place[0].pending_s, default=None)
 
 
 def meetings_of(

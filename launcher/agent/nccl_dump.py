@@ -27,11 +27,11 @@ class NcclDump:
 
     def is_due(self, now: float) -> bool:
         """Whether it has answered, or will not."""
-        if self._is_asked and self._found is None:
-            self._found = read_dump(_whole(self._file))
-            if self._found is not None:
-                self._file.unlink(missing_ok=True)
-        return not self._is_asked or self._found is not None or now >= self._end
+        if self._is_asked and self._file.exists():  # it is whole, and read once, whatever it is
+            self._is_asked = False
+            self._found = read_dump(_read(self._file))
+            self._file.unlink(missing_ok=True)
+        return not self._is_asked or now >= self._end
 
     def result(self) -> dict[str, DeviceProgress] | None:
         """By the groups' names; None if it has not answered."""
@@ -53,8 +53,8 @@ def _ask(pipe: Path) -> bool:
     return True
 
 
-def _whole(file: Path) -> bytes:
-    """b"" while there is none."""
+def _read(file: Path) -> bytes:
+    """b"" if it cannot be read, or is too large."""
     with suppress(OSError):
         return file.read_bytes() if file.stat().st_size <= _MOST_BYTES else b""
     return b""

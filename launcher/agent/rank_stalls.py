@@ -186,7 +186,7 @@ class StallWatch:
 
     def _is_due(self, look: _RankQuestions, now: float) -> bool:
         may_spy = sum(each.stack.spy is not None for each in self._looks) < MOST_SPYING
-        return look.stack.is_due(now, may_spy=may_spy) & look.nccl.is_due(now)
+        return look.stack.is_due(now, may_spy=may_spy) and look.nccl.is_due(now)
 
     def close(self) -> None:
         """Let go of looks that are not finished."""

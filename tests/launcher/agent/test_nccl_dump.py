@@ -66,6 +66,16 @@ def test_a_rank_answers_each_question_and_ends_as_before(tmp_path, rank):
     assert rank.wait(60) == 0
 
 
+def test_an_answer_that_cannot_be_read_is_not_waited_for(tmp_path, rank):
+    rank.send_signal(signal.SIGSTOP)
+    dump = NcclDump(tmp_path, 0, 2, 0.0)
+    file_of(tmp_path, 0, 2).write_bytes(b"no pickle")
+
+    assert dump.is_due(0.0)
+    assert dump.result() is None
+    rank.send_signal(signal.SIGCONT)
+
+
 def test_one_that_is_stopped_is_waited_for_so_long(tmp_path, rank):
     rank.send_signal(signal.SIGSTOP)
     dump = NcclDump(tmp_path, 0, 2, 100.0)
@@ -90,13 +100,15 @@ def test_where_nobody_reads_the_pipe_nobody_is_waited_for(tmp_path, rank, what):
     assert dump.result() is None
 
 
-@pytest.mark.parametrize(("release", "size"), [((2, 5), "2000"), ((2, 8), None)])
-def test_a_torch_that_records_nothing_by_default_is_asked_to(monkeypatch, release, size):
+@pytest.mark.parametrize(
+    ("release", "for_gpus", "size"), [((2, 5), True, "2000"), ((2, 5), False, None), ((2, 8), True, None)]
+)
+def test_a_torch_that_records_nothing_by_default_is_asked_to(monkeypatch, release, for_gpus, size):
     name = "TORCH_NCCL_TRACE_BUFFER_SIZE"
     monkeypatch.setenv(name, "")
     monkeypatch.delenv(name)
-    have_it_recorded(release)
+    have_it_recorded(release, for_gpus=for_gpus)
     assert os.environ.get(name) == size
     monkeypatch.setenv(name, "7")
-    have_it_recorded(release)
+    have_it_recorded(release, for_gpus=for_gpus)
     assert os.environ[name] == "7"
