@@ -16,7 +16,8 @@ PLAIN = ("--preflight", "off")
 @pytest.mark.sample(1, of="compiled scripts")
 @pytest.mark.parametrize("late", [pytest.param({}, id="host"), pytest.param({"GPUWATCH_LATE_DEVICE": "0"}, id="late")])
 def test_no_script_notices_us_and_what_this_torch_hides_is_told(bench, late):
-    alone = bench.torchrun("--nproc-per-node", "1", bench.script(SCRIPT), str(bench.cwd / "alone.json"))
+    arguments = ("--nproc-per-node", "1", bench.script(SCRIPT), str(bench.cwd / "alone.json"))
+    alone = bench.torchrun(*arguments, TORCHINDUCTOR_COMPILE_THREADS="1")  # else processes that each import torch
     assert alone.code == 0
     file = str(bench.cwd / "watched.json")
     watched = bench.launch(SCRIPT, *PLAIN, "--on-overflow", "continue", nproc=1, args=(file,), **late)
