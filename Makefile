@@ -13,7 +13,7 @@ TURN ?= $(SEED)
 export PYTHONDONTWRITEBYTECODE =
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED) --turn $(TURN)
 
-.PHONY: help demo test slow soak matrix fuzz gpu cuda-stub lint typecheck docs check clean
+.PHONY: help demo test slow soak matrix fuzz gpu cuda-stub lint named typecheck docs check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -67,13 +67,17 @@ lint: $(READY)  ## formatting and lint rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-# mypy does not see an editable install whose package folder is the repository's root; it sees this link.
-typecheck: $(READY)  ## strict types
-	@mkdir -p .venv/typing && ln -sfn "$(CURDIR)" .venv/typing/gpuwatch
+# mypy and mkdocs do not see an editable install whose package folder is the repository's root. They see these folders
+# with links to its files; through a link to the root, mkdocs would read all of .venv.
+PACKAGE := __init__.py __main__.py py.typed cli collector core launcher slurm worker
+named: $(READY)
+	@rm -rf .venv/typing && mkdir -p .venv/typing/gpuwatch
+	@cp -rs $(PACKAGE:%="$(CURDIR)/%") .venv/typing/gpuwatch
+
+typecheck: named  ## strict types
 	MYPYPATH=.venv/typing $(BIN)/mypy -p gpuwatch
 
-docs: $(READY)  ## docs/ as a site in build/site; a link or a name that leads nowhere is an error
-	@mkdir -p .venv/typing && ln -sfn "$(CURDIR)" .venv/typing/gpuwatch
+docs: named  ## docs/ as a site in build/site; a link or a name that leads nowhere is an error
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

@@ -60,7 +60,7 @@ def test_a_module_runs_as_one(bench):
 
 @pytest.mark.slow
 def test_a_script_that_raises_prints_what_it_prints_under_torchrun(bench):
-    watched = bench.launch("raises.py")
+    watched = bench.launch("raises.py", "--preflight", "off")
     plain = bench.torchrun("--nproc-per-node", "2", bench.script("raises.py"))
 
     assert watched.code == plain.code == 1
@@ -80,7 +80,9 @@ def lines_of_rank(stderr: str, rank: int) -> list[str]:
 
 @pytest.mark.slow
 def test_torchruns_own_options_do_what_they_do(bench):
-    run = bench.launch("clean.py", "--log-dir", "logs here", "--redirects", "3", "--local-ranks-filter", "0")
+    run = bench.launch(
+        *("clean.py", "--preflight", "off", "--log-dir", "logs here", "--redirects", "3", "--local-ranks-filter", "0")
+    )
 
     assert run.code == 0
     assert run.stdout == ""
@@ -113,7 +115,9 @@ def test_elastic_restarts_work_and_their_attempts_are_kept_apart(bench):
 
 @pytest.mark.slow
 def test_an_overflow_is_not_restarted(bench):
-    run = bench.launch("ddp_overflow.py", "--max-restarts", "3", args=("--rank", "1", "--batch", "1"))
+    run = bench.launch(
+        "ddp_overflow.py", "--preflight", "off", "--max-restarts", "3", args=("--rank", "1", "--batch", "1")
+    )
 
     assert run.code == 4
     assert run.report["run"]["attempts"] == 1

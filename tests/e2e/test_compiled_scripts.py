@@ -10,15 +10,17 @@ from gpuwatch.worker.compile.views import compiled_views
 pytestmark = pytest.mark.slow
 
 SCRIPT = "compiled_scripts.py"
+PLAIN = ("--preflight", "off")
 
 
 @pytest.mark.sample(1, of="compiled scripts")
 @pytest.mark.parametrize("late", [pytest.param({}, id="host"), pytest.param({"GPUWATCH_LATE_DEVICE": "0"}, id="late")])
 def test_no_script_notices_us_and_what_this_torch_hides_is_told(bench, late):
-    alone = bench.torchrun("--nproc-per-node", "1", bench.script(SCRIPT), str(bench.cwd / "alone.json"))
+    arguments = ("--nproc-per-node", "1", bench.script(SCRIPT), str(bench.cwd / "alone.json"))
+    alone = bench.torchrun(*arguments, TORCHINDUCTOR_COMPILE_THREADS="1")  # else processes that each import torch
     assert alone.code == 0
     file = str(bench.cwd / "watched.json")
-    watched = bench.launch(SCRIPT, "--on-overflow", "continue", nproc=1, args=(file,), **late)
+    watched = bench.launch(SCRIPT, *PLAIN, "--on-overflow", "continue", nproc=1, args=(file,), **late)
     assert watched.code == {"clean": 0, "unknown": 6}[watched.verdict["kind"]]
 
     expected = json.loads((bench.cwd / "alone.json").read_text())
@@ -40,12 +42,12 @@ def test_no_script_notices_us_and_what_this_torch_hides_is_told(bench, late):
 def test_gradients_that_compiled_autograd_hides_are_told_and_found_where_the_optimizer_reads_them(bench, late):
     said = "gradients of a backward that compiled autograd runs are not inspected"
     args = (str(bench.cwd / "watched.json"), "the_backward_alone_compiled")
-    clean = bench.launch(SCRIPT, nproc=1, args=args, **late)
+    clean = bench.launch(SCRIPT, *PLAIN, nproc=1, args=args, **late)
     assert clean.code == 0
     assert clean.stderr.count(f"gpuwatch: {said}\n") == 1
     assert f"{said[0].upper()}{said[1:]}." in clean.verdict["statement"]
 
-    bad = bench.launch("compiled_autograd_nan.py", nproc=1, **late)
+    bad = bench.launch("compiled_autograd_nan.py", *PLAIN, nproc=1, **late)
     verdict = bad.verdict
     assert (bad.code, verdict["kind"], verdict["batch"]) == (4, "overflow", 1)
     assert " grad" in verdict["statement"]

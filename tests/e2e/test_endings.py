@@ -15,10 +15,11 @@ import pytest
 from .conftest import Run
 
 pytestmark = pytest.mark.sample(4, of="an end")  # of those without a mark of their own
+PLAIN = ("--preflight", "off")
 
 
 def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
-    run = bench.launch("killed.py")
+    run = bench.launch("killed.py", *PLAIN)
 
     assert run.code == 5
     verdict = run.verdict
@@ -46,7 +47,7 @@ def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
     ],
 )
 def test_a_rank_that_a_fatal_signal_ends_is_told_with_the_line_where_it_came(bench, name, line, hint):
-    run = bench.launch("killed.py", "--preflight", "off", args=(name,))
+    run = bench.launch("killed.py", *PLAIN, args=(name,))
 
     verdict = run.verdict
     assert (run.code, verdict["kind"], verdict["rank"], verdict["signal"]) == (5, "lost", 1, name)
@@ -74,7 +75,7 @@ def test_a_rank_that_a_fatal_signal_ends_is_told_with_the_line_where_it_came(ben
     ],
 )
 def test_the_first_to_raise_is_named_whatever_the_others_do_then(bench, how, nproc, certainty):
-    run = bench.launch("followers.py", "--preflight", "off", args=(how,), nproc=nproc)
+    run = bench.launch("followers.py", *PLAIN, args=(how,), nproc=nproc)
 
     verdict = run.verdict
     assert (run.code, verdict["kind"], verdict["rank"], verdict["certainty"]) == (1, "crash", 1, certainty)
@@ -83,7 +84,7 @@ def test_the_first_to_raise_is_named_whatever_the_others_do_then(bench, how, npr
 
 @pytest.mark.slow
 def test_a_data_loaders_worker_that_outlives_its_rank_is_told_and_left_alone(bench):
-    run = bench.launch("stuck_loader.py", "--preflight", "off", nproc=1)
+    run = bench.launch("stuck_loader.py", *PLAIN, nproc=1)
     (left,) = bench.processes()
     left.kill()
 
@@ -106,7 +107,7 @@ def test_a_rank_that_the_kernel_ends_for_lack_of_memory_is_told_so(bench):
         pytest.skip(f"cannot make a memory cgroup: {error}")
     try:
         inside = f'echo $$ > {folder}/cgroup.procs && exec "$@"'
-        launch = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--nproc-per-node", "2", "--preflight", "off"]
+        launch = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--nproc-per-node", "2", *PLAIN]
         subprocess.run(
             ["sh", "-c", inside, "sh", *launch, bench.script("eats.py")],
             cwd=bench.cwd,
@@ -129,7 +130,7 @@ def test_a_rank_that_the_kernel_ends_for_lack_of_memory_is_told_so(bench):
     ],
 )
 def test_a_signal_ends_everything_and_the_report_is_written(bench, number):
-    process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "2", bench.script("waits.py"))
+    process = bench.start("gpuwatch.cli.main", "launch", *PLAIN, "--nproc-per-node", "2", bench.script("waits.py"))
     assert process.stdout is not None
     assert process.stdout.readline() == "training\n"
     process.send_signal(number)
@@ -143,7 +144,7 @@ def test_a_signal_ends_everything_and_the_report_is_written(bench, number):
 
 @pytest.mark.slow
 def test_a_second_signal_leaves_at_once_and_leaves_nothing(bench):
-    process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "1", bench.script("waits.py"))
+    process = bench.start("gpuwatch.cli.main", "launch", *PLAIN, "--nproc-per-node", "1", bench.script("waits.py"))
     assert process.stdout is not None
     assert process.stdout.readline() == "training\n"
     process.send_signal(signal.SIGTERM)
@@ -155,7 +156,7 @@ def test_a_second_signal_leaves_at_once_and_leaves_nothing(bench):
 
 @pytest.mark.slow
 def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
-    process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "1", bench.script("waits.py"))
+    process = bench.start("gpuwatch.cli.main", "launch", *PLAIN, "--nproc-per-node", "1", bench.script("waits.py"))
     assert process.stdout is not None
     assert process.stdout.readline() == "training\n"
     (worker,) = bench.running("-mgpuwatch.worker")
@@ -177,7 +178,7 @@ def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
 def test_a_helper_that_is_killed_in_the_middle_costs_nothing(bench, helper):
     options = ("--rank", "1", "--batch", "40", "--batches", "100000")
     process = bench.start(
-        "gpuwatch.cli.main", "launch", "--nproc-per-node", "2", bench.script("ddp_overflow.py"), *options
+        "gpuwatch.cli.main", "launch", *PLAIN, "--nproc-per-node", "2", bench.script("ddp_overflow.py"), *options
     )
     assert process.stdout is not None
     assert process.stdout.readline().startswith("batch 0")
@@ -215,7 +216,7 @@ def slowed_down(process):
 def test_a_report_that_takes_long_is_waited_for(bench):
     options = ("--rank", "1", "--batch", "10", "--batches", "100000")
     process = bench.start(
-        "gpuwatch.cli.main", "launch", "--nproc-per-node", "2", bench.script("ddp_overflow.py"), *options
+        "gpuwatch.cli.main", "launch", *PLAIN, "--nproc-per-node", "2", bench.script("ddp_overflow.py"), *options
     )
     assert process.stdout is not None
     assert process.stdout.readline().startswith("batch 0")
@@ -232,7 +233,7 @@ def test_a_report_that_takes_long_is_waited_for(bench):
 @pytest.mark.slow  # until the agent is given up
 @pytest.mark.parametrize("on_overflow", ["abort", "continue"])
 def test_without_any_agent_the_launch_still_tells_what_its_rank_has_said(bench, on_overflow):
-    options = ("--on-overflow", on_overflow)
+    options = (*PLAIN, "--on-overflow", on_overflow)
     run = bench.launch(
         "ddp_overflow.py", *options, args=("--rank", "1", "--batch", "2"), PYTHONPATH=str(bench.script("dead_agent"))
     )
@@ -249,7 +250,9 @@ def test_two_jobs_on_one_host_do_not_meet(bench):
         (bench.script("ddp_overflow.py"), "--rank", "1", "--batch", "1"),
         (bench.script("killed.py"),),
     ]
-    started = [bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "2", *command) for command in commands]
+    started = [
+        bench.start("gpuwatch.cli.main", "launch", *PLAIN, "--nproc-per-node", "2", *command) for command in commands
+    ]
     runs = [bench.finish(process) for process in started]
 
     assert [run.code for run in runs] == [4, 5]

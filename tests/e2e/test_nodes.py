@@ -10,6 +10,7 @@ from gpuwatch.core.recorder.scratch import remove_stale
 pytestmark = pytest.mark.sample(2, of="several nodes")  # of those without a mark of their own
 
 SCRIPTS = Path(__file__).parent / "scripts"
+PLAIN = ("--preflight", "off")
 
 
 def start_node(bench, port: int, *options: str, script: str = "ddp_overflow.py", args: tuple[str, ...] = ()):
@@ -75,7 +76,7 @@ def test_a_port_in_use_by_someone_else_is_one_sentence(bench, port):
 
 @pytest.mark.slow  # a collector is given up after 15 s of silence
 def test_a_collector_that_does_not_answer_is_said_and_the_training_goes_on(bench, port):
-    run = bench.launch("clean.py", "--collector", f"tcp://127.0.0.1:{port}", nproc=1)
+    run = bench.launch("clean.py", *PLAIN, "--collector", f"tcp://127.0.0.1:{port}", nproc=1)
 
     assert run.code == 6
     assert "rank 0 step 9" in run.stdout
@@ -89,7 +90,7 @@ def test_a_collector_that_was_started_by_hand(bench, port):
     collector = bench.start(
         "gpuwatch.cli.main", "collect", "--bind", f"tcp://127.0.0.1:{port}", "--secret-file", "secret", "--nodes", "1"
     )
-    options = ("--collector", f"tcp://127.0.0.1:{port}", "--secret-file", "secret")
+    options = (*PLAIN, "--collector", f"tcp://127.0.0.1:{port}", "--secret-file", "secret")
     run = bench.launch("ddp_overflow.py", *options, args=("--rank", "0", "--batch", "1"))
     collected = bench.finish(collector)
 
@@ -135,12 +136,12 @@ def test_a_script_that_is_not_there_is_one_sentence(refused):
 
 @pytest.mark.slow  # a node is given up after 20 s of silence
 def test_a_node_that_is_gone_is_lost_and_its_victims_are_not_blamed(bench, port):
-    head = start_node(bench, port, "--collector-port", str(port + 1), args=LONG)
+    head = start_node(bench, port, *PLAIN, "--collector-port", str(port + 1), args=LONG)
     assert head.stderr is not None
     while "the report will be in" not in head.stderr.readline():
         pass
     before = {process.pid for process in bench.processes()}
-    other = start_node(bench, port, args=LONG)
+    other = start_node(bench, port, *PLAIN, args=LONG)
     assert head.stdout is not None
     assert head.stdout.readline().startswith("batch 0")
     power_cut = [process for process in bench.processes() if process.pid not in before and is_of(process, other.pid)]

@@ -9,6 +9,7 @@ from gpuwatch.core.errors import RANK_OVERFLOW
 pytestmark = pytest.mark.sample(2, of="an overflow")  # of those without a mark of their own
 
 slow = pytest.mark.slow
+PLAIN = ("--preflight", "off")
 
 
 @pytest.fixture(
@@ -63,7 +64,7 @@ def test_the_rank_the_module_and_the_batch_are_named(bench, nproc, rank, batch):
 
 @slow
 def test_a_model_that_takes_keywords_and_returns_a_dict(bench):
-    run = bench.launch("kwargs_dict.py")
+    run = bench.launch("kwargs_dict.py", *PLAIN)
 
     assert run.code == 4
     verdict = run.verdict
@@ -74,7 +75,7 @@ def test_a_model_that_takes_keywords_and_returns_a_dict(bench):
 
 @slow
 def test_frames_of_nested_keywords_and_outputs_are_opened(bench):
-    run = bench.launch("kwargs_dict.py", "--on-overflow", "continue", "--trace-batches", "1")
+    run = bench.launch("kwargs_dict.py", *PLAIN, "--on-overflow", "continue", "--trace-batches", "1")
 
     assert run.code == 4
     assert run.stderr.count("traced: all frames") == 2
@@ -88,7 +89,7 @@ def test_frames_of_nested_keywords_and_outputs_are_opened(bench):
 
 @slow
 def test_two_models_in_one_script_are_told_apart(bench):
-    run = bench.launch("two_models.py")
+    run = bench.launch("two_models.py", *PLAIN)
 
     assert run.code == 4
     verdict = run.verdict
@@ -97,7 +98,7 @@ def test_two_models_in_one_script_are_told_apart(bench):
 
 @slow
 def test_training_goes_on_after_an_overflow_when_asked_to(bench):
-    run = bench.launch("ddp_overflow.py", "--on-overflow", "continue", args=("--rank", "1", "--batch", "2"))
+    run = bench.launch("ddp_overflow.py", *PLAIN, "--on-overflow", "continue", args=("--rank", "1", "--batch", "2"))
 
     assert run.code == 4
     assert "batch 5 loss" in run.stdout
@@ -110,7 +111,7 @@ def test_training_goes_on_after_an_overflow_when_asked_to(bench):
 
 @slow
 def test_the_report_can_be_read_and_made_again(bench):
-    run = bench.launch("ddp_overflow.py", args=("--rank", "1", "--batch", "1"))
+    run = bench.launch("ddp_overflow.py", *PLAIN, args=("--rank", "1", "--batch", "1"))
     written = run.report
 
     shown = bench.gpuwatch("report")
@@ -129,14 +130,14 @@ def test_the_report_can_be_read_and_made_again(bench):
 
 @slow
 def test_at_most_as_many_frames_as_asked_for(bench):
-    run = bench.launch("ddp_overflow.py", "--max-frames", "1", args=("--rank", "1", "--batch", "1"))
+    run = bench.launch("ddp_overflow.py", *PLAIN, "--max-frames", "1", args=("--rank", "1", "--batch", "1"))
 
     assert [[frame["module"] for frame in rank["frames"]] for rank in run.report["ranks"]] == [["block.widen"]] * 2
 
 
 @slow
 def test_the_job_ends_cleanly_after_the_batch_asked_for(bench):
-    run = bench.launch("ddp_overflow.py", "--abort-after-batch", "2", args=("--rank", "1", "--batch", "4"))
+    run = bench.launch("ddp_overflow.py", *PLAIN, "--abort-after-batch", "2", args=("--rank", "1", "--batch", "4"))
 
     assert run.code == 0
     assert run.verdict["kind"] == "clean"

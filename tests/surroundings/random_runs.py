@@ -12,10 +12,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,11 +21,14 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
 from gpuwatch.core.recorder.scratch import remove_stale
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this is a script, too
+
+from forks import LAUNCH, Forks
 
 HERE = Path(__file__).parent
 LIGHT_RANK = HERE.parent / "sweep" / "light_rank.py"
@@ -135,7 +136,7 @@ class Job:
 
     @property
     def request(self) -> dict[str, Any]:
-        """As forks.py reads it."""
+        """As tests/forks.py reads it."""
         where = self.surroundings
         env = {name: value for name, value in os.environ.items() if not name.startswith(_REMOVED)}
         for name, value in {
@@ -223,58 +224,20 @@ class Job:
         return lines
 
 
-class Forks:
-    """Starts jobs, several at once."""
-
-    def __enter__(self) -> Forks:
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "forks.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-        os.set_blocking(self._process.stdout.fileno(), False)
-        self._text = ""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-
-    def run(self, jobs: list[Job]) -> None:
-        """To their ends, or until they have had their time."""
-        assert self._process.stdin is not None
+def run(forks: Forks, jobs: list[Job]) -> None:
+    """To their ends, or until they have had their time."""
+    for job in jobs:
+        job.pid = forks.start(**job.request)
+    deadline = time.monotonic() + DEADLINE_S
+    while any(job.code is None for job in jobs) and time.monotonic() < deadline:
         for job in jobs:
-            self._process.stdin.write(json.dumps(job.request) + "\n")
-        self._process.stdin.flush()
-        unnamed = list(jobs)
-        deadline = time.monotonic() + DEADLINE_S
-        while any(job.code is None for job in jobs) and time.monotonic() < deadline:
-            for word, pid, *code in self._words():
-                if word == "pid":
-                    unnamed.pop(0).pid = int(pid)
-                else:
-                    next(job for job in jobs if job.pid == int(pid)).code = int(code[0])
-            for job in jobs:
-                job.look()
-            time.sleep(0.02)
-        for job in jobs:
-            if job.code is None:
-                for process in job.processes():
-                    process.kill()
-
-    def _words(self) -> list[list[str]]:
-        assert self._process.stdout is not None
-        self._text += os.read(self._process.stdout.fileno(), 4096).decode() if self._is_readable() else ""
-        *lines, self._text = self._text.split("\n")
-        return [line.split() for line in lines]
-
-    def _is_readable(self) -> bool:
-        return bool(select.select([self._process.stdout], [], [], 0)[0])
+            job.code = forks.code(job.pid)
+            job.look()
+        time.sleep(0.02)
+    for job in jobs:
+        if job.code is None:
+            for process in job.processes():
+                process.kill()
 
 
 def wrongs(job: Job, ended: Ended, control: Ended | None) -> list[str]:
@@ -313,14 +276,14 @@ def run_seed(seed: int, forks: Forks, folder: Path, *, verbose: bool = False) ->
     shutil.rmtree(folder, ignore_errors=True)
     number = rng.choice([1, 1, 2])
     jobs = [Job(folder / str(each), Surroundings.draw(rng), watched=True) for each in range(number)]
-    forks.run(jobs)
+    run(forks, jobs)
     found = []
     for each, job in enumerate(jobs):
         ended = job.outcome()
         control = None
         if not is_plain(job, ended) and not ends_by_signal(job) and not job.surroundings.overflows:
             bare = Job(folder / f"control-{each}", job.surroundings, watched=False)
-            forks.run([bare])
+            run(forks, [bare])
             control = bare.outcome()
         if verbose:
             print(f"  {ended.code} {(ended.verdict or {}).get('kind')} {job.surroundings}", flush=True)
@@ -332,7 +295,7 @@ def run_seed(seed: int, forks: Forks, folder: Path, *, verbose: bool = False) ->
 
 def main() -> None:
     first, end = map(int, sys.argv[1:3])
-    with tempfile.TemporaryDirectory() as folder, Forks() as forks:
+    with tempfile.TemporaryDirectory() as folder, Forks(*LAUNCH) as forks:
         for seed in range(first, end):
             began = time.monotonic()
             found = run_seed(seed, forks, Path(folder) / "jobs", verbose=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .random_runs import Forks, run_seed
+from ..forks import LAUNCH, Forks
+from .random_runs import run_seed
 
 SEEDS = 200
 IN_A_TEST = 10
@@ -17,5 +18,5 @@ IN_A_TEST = 10
 def test_no_harm_no_leftover_and_nothing_false(first, tmp_path, request):
     """In a sample: 4 of the ten seeds."""
     seeds = range(first, first + (4 if request.config.getoption("sample") else IN_A_TEST))
-    with Forks() as forks:
+    with Forks(*LAUNCH) as forks:
         assert [text for seed in seeds for text in run_seed(seed, forks, tmp_path / "jobs")] == []

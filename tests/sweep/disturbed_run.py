@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import struct
@@ -12,12 +11,16 @@ import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # sweep.py is a script
+
+from forks import LAUNCH, Forks
 
 HERE = Path(__file__).parent
 MARK = "TEST_RUN_MARK"
@@ -130,41 +133,18 @@ class Launches:
     """Starts launches, one after another, in `folder`."""
 
     folder: Path
-    _zygote: subprocess.Popen[str] | None = field(default=None, init=False)
 
     def __enter__(self) -> Launches:
-        self._shim = compile_shim(self.folder)
-        self._start()
+        shim = str(compile_shim(self.folder))
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(_REMOVED)}
+        self._env = {**clean, "LD_PRELOAD": shim, "OMP_NUM_THREADS": "1"}
+        self._forks = Forks(*LAUNCH, env=self._env)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._stop()
-
-    def _start(self) -> None:
-        env = {name: value for name, value in os.environ.items() if not name.startswith(_REMOVED)}
-        self._zygote = subprocess.Popen(
-            [sys.executable, str(HERE / "zygote.py")],
-            env={**env, "LD_PRELOAD": str(self._shim), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._word(DEADLINE_S) == "ready"
-
-    def _stop(self) -> None:
-        if self._zygote is not None:
-            assert self._zygote.stdin is not None
-            assert self._zygote.stdout is not None
-            self._zygote.stdin.close()
-            self._zygote.wait()
-            self._zygote.stdout.close()
-            self._zygote = None
-
-    def _word(self, timeout_s: float) -> str | None:
-        assert self._zygote is not None
-        assert self._zygote.stdout is not None
-        ready, _, _ = select.select([self._zygote.stdout], [], [], timeout_s)
-        return self._zygote.stdout.readline().strip() if ready else None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._forks.__exit__(kind, error, trace)
 
     def run(self, job: str, failure: Failure) -> Outcome:
         """One launch to its end, and a look at what it leaves behind."""
@@ -173,26 +153,18 @@ class Launches:
         (place / "tmp").mkdir(parents=True)
         new_counts(place)
         mark = uuid.uuid4().hex
-        env = {MARK: mark, **environment(place, failure)}
+        env = {**self._env, MARK: mark, **environment(place, failure)}
         options, arguments = JOBS[job]
         script = [str(HERE / "light_rank.py"), str(BATCHES), *arguments]
-        argv = ["launch", "--standalone", "--nproc-per-node", "2", "--preflight", "off", *options, *script]
+        argv = ["gpuwatch", "launch", "--standalone", "--nproc-per-node", "2", "--preflight", "off", *options, *script]
         began = time.monotonic()
-        self._ask({"argv": argv, "cwd": str(place), "env": env, "log": str(place / "said")})
-        pid_word = self._word(DEADLINE_S)
-        assert pid_word is not None
-        word = self._word(DEADLINE_S)
-        if word is None:
-            os.kill(int(pid_word), signal.SIGKILL)
-            self._word(DEADLINE_S)
+        shim = self._env["LD_PRELOAD"]
+        pid = self._forks.start(argv, cwd=str(place), env=env, log=str(place / "said"), shim=shim)
+        code = self._forks.code(pid, DEADLINE_S)
+        if code is None:
+            os.kill(pid, signal.SIGKILL)
         left = _processes(mark)
-        return self._outcome(job, failure, place, None if word is None else int(word), left, time.monotonic() - began)
-
-    def _ask(self, job: dict[str, Any]) -> None:
-        assert self._zygote is not None
-        assert self._zygote.stdin is not None
-        self._zygote.stdin.write(json.dumps(job) + "\n")
-        self._zygote.stdin.flush()
+        return self._outcome(job, failure, place, code, left, time.monotonic() - began)
 
     @staticmethod
     def _outcome(job: str, failure: Failure, place: Path, code: int | None, left: list[str], seconds: float) -> Outcome:

@@ -12,9 +12,8 @@ from ...core.frames import Phase
 from ...core.recorder.layout import NOTHING
 from ..patches import after_import
 from ..record.judging import FrameWriter
-from ..record.progress import RunProgress
-from ..record.roots import ModuleInfo, RankRoots, RootInfo
-from ..record.rows import RecordedRow, RowWriter
+from ..record.roots import ModuleInfo, RootInfo
+from ..record.rows import RecordedRow
 from . import traced_hooks as traced
 from .kinds import RegionPolicy
 from .views import CompiledViews, compiled_views
@@ -45,24 +44,10 @@ class GradientHooks(Protocol):
 class CompiledRegions:
     """The compiled regions of a rank. Works without torch._dynamo too: there are no regions then."""
 
-    def __init__(
-        self,
-        policy: RegionPolicy,
-        progress: RunProgress,
-        roots: RankRoots,
-        rows: RowWriter,
-        frames: FrameWriter,
-        gradients: GradientHooks,
-        fault: Callable[[str, Exception], None],
-    ) -> None:
+    def __init__(self, policy: RegionPolicy, frames: FrameWriter, gradients: GradientHooks) -> None:
         self._hooks: Iterable[Callable[..., Any]] = ()
-        self._policy = policy
-        self._fault = fault
-        self._progress = progress
-        self._roots = roots
-        self._rows = rows
-        self._frames = frames
-        self._gradients = gradients
+        self._policy, self._frames, self._gradients = policy, frames, gradients
+        self._rows, self._fault = frames.rows, frames.progress.faults.record
         self._attached = False
         self._give_up: Callable[[], None] = lambda: None
         """Waits no longer for torch._dynamo."""
@@ -121,12 +106,10 @@ class CompiledRegions:
         from .untraced import leave_alone
 
         traced.before, traced.after = traced_before, traced_after
-        grads = "grads" in self._progress.settings.watch
+        grads = "grads" in self._frames.progress.settings.watch
         without = (lambda: self._policy.unseen(views)) if grads and not views.gradients else None
         self._regions = RankRegions(self._policy, grads and views.gradients, self._fault, without)
-        self._pages = RegionPages(
-            self._regions, self._policy, self._progress, self._roots, self._rows, self._frames, self._gradients
-        )
+        self._pages = RegionPages(self._regions, self._policy, self._frames, self._gradients)
         if grads:
             self._gradients.precede(self._pages.take_gradients)
             leave_alone((self._pages.take_gradients,))  # no Python function calls it: the compiled hooks do

@@ -12,9 +12,8 @@ from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.values import decode
 from ..record.judging import FrameWriter
-from ..record.progress import RunProgress
-from ..record.roots import ModuleInfo, RankRoots, RootInfo
-from ..record.rows import RecordedRow, RowWriter
+from ..record.roots import ModuleInfo, RootInfo
+from ..record.rows import RecordedRow
 from ..stats.device import without_modes
 from .attach import GradientHooks
 from .graph_op import SEEN
@@ -29,24 +28,12 @@ class RegionPages:
     """Writes the frames of the regions that have run."""
 
     def __init__(
-        self,
-        regions: RankRegions,
-        policy: RegionPolicy,
-        progress: RunProgress,
-        roots: RankRoots,
-        rows: RowWriter,
-        frames: FrameWriter,
-        gradients: GradientHooks,
+        self, regions: RankRegions, policy: RegionPolicy, frames: FrameWriter, gradients: GradientHooks
     ) -> None:
-        self._regions = regions
-        self._policy = policy
-        self._progress = progress
-        self._recorder = progress.recorder
-        self._roots = roots
-        self._rows = rows
-        self._frames = frames
-        self._gradients = gradients
-        self._grads = "grads" in progress.settings.watch
+        self._regions, self._policy, self._frames, self._gradients = regions, policy, frames, gradients
+        self._progress, self._roots, self._rows = frames.progress, frames.roots, frames.rows
+        self._recorder = self._progress.recorder
+        self._grads = "grads" in self._progress.settings.watch
         self._seen: dict[int, RecordedRow] = {}
         """place -> its row in the page, for the last region that ran."""
         self._inputs: list[RecordedRow] = []
@@ -134,13 +121,7 @@ class RegionPages:
         return self._roots.child(module, under.root, under)
 
     def _put(
-        self,
-        frame: RegionFrame,
-        page: OpenPage,
-        seen: dict[int, RecordedRow],
-        parent: int,
-        depth: int,
-        phase: Phase,
+        self, frame: RegionFrame, page: OpenPage, seen: dict[int, RecordedRow], parent: int, depth: int, phase: Phase
     ) -> None:
         info = frame.info
         rows: list[RecordedRow] = []

@@ -80,7 +80,7 @@ class ModuleHooks:
         self._gradients = gradients = BackwardHooks(frames)
         self._skipping = skipping = BatchSkipping(frames, only)
         policy = CompiledPolicy(running, skipping, frames)
-        self._graphs = graphs = CompiledRegions(policy, progress, roots, rows, frames, gradients, fault)
+        self._graphs = graphs = CompiledRegions(policy, frames, gradients)
         self._global = global_hooks = GlobalHooks(running, progress)
         self._steps = steps = OptimizerHooks(frames, gradients, graphs, global_hooks, only is not None)
         self._scalers = scalers = GradScalerHooks(frames, gradients, steps)

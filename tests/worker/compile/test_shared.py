@@ -168,6 +168,7 @@ def alone_in_a_group():
 KINDS = ["method", "by name", "in another order", "checkpoints", "a graph each", "breaks", "a part is trained"]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", [*KINDS, "shapes", "DDP", "FSDP2"])
 def test_all_is_told_that_is_told_without_the_compiler(watch, alone_in_a_group, on_host, kind):
     def run(compiled):
@@ -251,6 +252,7 @@ def test_what_two_models_share_is_told_of_each(watch, on_host):
     assert watched.of(NotLookedInto) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "its blocks"])
 def test_a_graph_that_runs_twice_before_its_backward_trains(watch, on_host, whole):
     """Autograd refuses the first run's backward if that of the second has changed a tensor that both have kept."""
@@ -276,6 +278,7 @@ def test_a_graph_that_runs_twice_before_its_backward_trains(watch, on_host, whol
     assert watched.of(NotLookedInto)  # the gradients of the first run
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("removed", [True, False], ids=["after gpuwatch is removed", "in batches left out"])
 def test_blocks_train_where_nothing_is_recorded(watch, on_host, removed):
     """No hook sees then that their graph runs for one after the other."""
@@ -339,6 +342,7 @@ def test_gradients_in_blocks_without_any_of_their_own_are_told_as_not_seen(watch
     assert {f.module for f in watched.frames("backward")} >= {"blocks.0.mlp.up", "blocks.2.mlp.up", "blocks.3"}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "its blocks"])
 def test_what_has_no_gradient_is_not_told_as_not_seen(watch, on_host, whole):
     """The loss uses nothing of what the first modules have made."""
@@ -370,6 +374,7 @@ class Root(nn.Module):
         return ((x * x + 1) * (1 - self.zero)).sqrt()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen blocks", "a graph that runs twice"])
 def test_what_made_a_gradient_where_none_was_seen_is_not_made_up(on_host, frozen):
     """The block is named, and nothing inside of it."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from gpuwatch.worker.hooks import process_groups as hooks
 from gpuwatch.worker.stats.device import LATE_DEVICE
+
+from ...forks import Forks
 
 BOTH = pytest.mark.parametrize("both", ["native", "python"], indirect=True)
 
@@ -80,28 +82,33 @@ os._exit(0)  # the destructors of gloo abort a process now and then
 """
 
 
+@pytest.fixture(scope="module")
+def forks():
+    with Forks("torch.distributed", "gpuwatch.worker.hooks.process_groups", "gpuwatch.worker.record.rows") as forks:
+        yield forks
+
+
 @pytest.fixture
-def both(tmp_path, request):
+def both(tmp_path, request, forks):
     """Runs a body on two ranks, by default with the compiled writer."""
     writer = getattr(request, "param", "native")
     if writer == "native" and hooks.GroupWriter is None:
         pytest.skip("worker/native was not built where gpuwatch was installed")
 
     def run(body: str, faulty: list[str] = []) -> list[dict]:  # noqa: B006  # it is read only
+        said = [tmp_path / f"said-{rank}" for rank in range(2)]
+        code = RANK + body + END
         ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK + body + END, str(rank), str(tmp_path), writer], stderr=subprocess.PIPE
-            )
+            forks.start(["-c", code, str(rank), str(tmp_path), writer], env=dict(os.environ), log=str(said[rank]))
             for rank in range(2)
         ]
         try:
-            for process in ranks:
-                _, errors = process.communicate(timeout=200)
-                assert process.returncode == 0, errors.decode()
+            for process, log in zip(ranks, said, strict=True):
+                assert forks.code(process, 200.0) == 0, log.read_text()
         finally:
             for process in ranks:
-                process.kill()
-                process.communicate()
+                if forks.code(process) is None:
+                    os.kill(process, signal.SIGKILL)
         found = [json.loads((Path(tmp_path) / f"shown-{rank}").read_text()) for rank in range(2)]
         assert [faults for _, faults in found] == [faulty, faulty]
         return [shown for shown, _ in found]
