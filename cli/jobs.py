@@ -126,6 +126,15 @@ def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | Non
         raise UsageError(f"--metrics-port: {error}") from error
 
 
+def _notify_targets(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
+    from ..launcher.option_types import notify_target, notify_targets
+
+    try:
+        return notify_targets([notify_target(text) for text in texts])
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--notify: {error}") from error
+
+
 @click.command(name="collect")
 @click.option("--bind", default="tcp://*:29401", show_default=True, help="Where to listen: tcp://ADDRESS:PORT.")
 @click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes of the job.")
@@ -148,6 +157,14 @@ def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | Non
     help="Serve Prometheus metrics on this port of 127.0.0.1, or of HOST, another address of this host (0.0.0.0: "
     "all). Needs the extra `metrics`.",
 )
+@click.option(
+    "--notify",
+    metavar="URL|COMMAND",
+    multiple=True,
+    callback=_notify_targets,
+    help="At the verdict, a stall and a forecast, post a small JSON to this address, or run this command with the JSON "
+    "on its stdin. May be repeated (or the variable GPUWATCH_NOTIFY).",
+)
 def collect(
     bind: str,
     nodes: int,
@@ -156,6 +173,7 @@ def collect(
     runs_dir: str,
     max_frames: int,
     metrics_port: str | None,
+    notify: tuple[str, ...],
 ) -> int:
     """Wait for the node agents of one job, write its report, and exit with its exit code.
 
@@ -168,4 +186,4 @@ def collect(
     secret = job_secret(secret_file, rdzv_id, local=False)
     if not bind.startswith("tcp://"):
         raise UsageError(f"--bind: expected tcp://ADDRESS:PORT, found {bind!r}")
-    return collect_by_hand(bind, nodes, rdzv_id, secret, Path(runs_dir), max_frames, metrics_port, sys.stdout)
+    return collect_by_hand(bind, nodes, rdzv_id, secret, Path(runs_dir), max_frames, metrics_port, notify, sys.stdout)

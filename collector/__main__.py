@@ -10,6 +10,7 @@ import sqlite3
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -62,6 +63,8 @@ def main() -> int:
         _refuse(CannotBind(False, f"no folder for the run: {error}", may_pass=may_pass))
         server.close()
         return int(ExitCode.USAGE)
+    if config.notify:
+        server.notify(config.notify)
     url = server.metrics.url if server.metrics is not None else ""
     if not write_line(sys.stdout.buffer, CollectorBound(server.address, str(paths.folder), url)):
         store.close()
@@ -121,11 +124,20 @@ def serve(server: CollectorServer, paths: RunPaths, store: RunStore, config: Col
 
 
 def collect(
-    bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, max_frames: int, metrics: str | None, out: TextIO
+    bind: str,
+    nodes: int,
+    rdzv_id: str,
+    secret: str,
+    runs_dir: Path,
+    max_frames: int,
+    metrics: str | None,
+    notify: Sequence[str],
+    out: TextIO,
 ) -> int:
     """Serve one job without a launch: wait for its nodes, until Ctrl-C. Returns its exit code.
 
-    Raises UsageError if an address or the folder is not available. `metrics` is the `HOST:PORT` for Prometheus.
+    Raises UsageError if an address or the folder is not available. `metrics` is the `HOST:PORT` for Prometheus,
+    `notify` has addresses and commands (live/job_notifier.py).
     """
     keys = derive_keys(secret, rdzv_id)
     pairs = *keys.collector, keys.agent.public, *keys.viewer
@@ -138,6 +150,8 @@ def collect(
     except UsageError:
         server.close()
         raise
+    if notify:
+        server.notify(notify)
     try:
         paths = new_run(runs_dir.absolute())
         store = open_store(paths, max_frames)

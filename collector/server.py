@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import zmq
 from msgspec import structs
@@ -29,13 +29,14 @@ from .agent_socket import AgentSocket, CurveAccess
 from .assemble.timeline import utc
 from .facts.fold import FactFold
 from .finish import make_report, no_report, stamp, stored_fact
+from .live.job_notifier import JobNotification, JobNotifier
 from .live.publisher import ViewPublisher
 from .live.snapshot import view_of
 from .live.so_far import LiveFindings
 from .live.stage_lines import StageLines
 from .protocol import Action, FinishRun, LookAhead, NotifyUser, RunProtocol, SendMessage, StoreMessage
 from .report.model import RunReport
-from .run_files import RunPaths
+from .run_files import RunPaths, exit_code
 from .store import RunStore
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class CollectorServer:
         """The viewer's private key is written into the run's folder; without it, nobody can view the job."""
         self.metrics: MetricsExporter | None = None
         """The metrics endpoint; it is closed with the server."""
+        self._notifier: JobNotifier | None = None
         self._looked_at = False
         self._context = zmq.Context()
         self._view: ViewPublisher | None = None
@@ -149,6 +151,10 @@ class CollectorServer:
         self.metrics = MetricsExporter(address)
         self._looked_at = True
 
+    def notify(self, targets: Sequence[str]) -> None:
+        """Send the verdict, stalls and forecasts to these addresses and commands, too."""
+        self._notifier = JobNotifier(targets, self._say)
+
     def run(
         self,
         paths: RunPaths,
@@ -169,7 +175,7 @@ class CollectorServer:
         self._paths, self._store, self._protocol = paths, store, run_protocol
         self._tell = tell or (lambda line: None)
         self._folded = folded if folded is not None else FactFold(store.page, store.history)
-        self._live = LiveFindings(self._folded, self._say, log)
+        self._live = LiveFindings(self._folded, self._say, log, self._forecast)
         if self._view is not None:
             self._view.tell(paths.folder)
         clock, poller = OwnClock(), zmq.Poller()
@@ -253,6 +259,7 @@ class CollectorServer:
                 self._send(action.agent, action.message)
             elif isinstance(action, NotifyUser):
                 self._tell(UserNotice(action.text))
+                self._notify("stall", action.text)
         return any(isinstance(action, FinishRun) for action in actions)
 
     def _show(self, now: float) -> None:
@@ -285,6 +292,29 @@ class CollectorServer:
     def _say(self, sentence: str) -> None:
         log(f"{utc(time.time(), 'milliseconds')} {sentence}")
         self._tell(UserNotice(sentence))
+
+    def _forecast(self, sentence: str) -> None:
+        self._say(sentence)
+        self._notify("forecast", sentence)
+
+    def _notify(
+        self, event: Literal["verdict", "stall", "forecast"], sentence: str, report: RunReport | None = None
+    ) -> None:
+        if self._notifier is None:
+            return
+        verdict, run = report.verdict if report is not None else None, self._paths.run_id
+        text = f"gpuwatch, run {run}: {f'{verdict.kind}, {verdict.certainty}: ' if verdict else ''}{sentence}"
+        notification = JobNotification(text, event, run, str(self._paths.folder))
+        if report is not None and verdict is not None:
+            notification = structs.replace(
+                notification,
+                verdict=str(verdict.kind),
+                certainty=str(verdict.certainty),
+                exit_code=exit_code(report),
+                rank=verdict.rank,
+                module=verdict.module,
+            )
+        self._notifier.put(notification)
 
     def _send(self, agent: str, message: wire.CollectorMessage) -> None:
         if isinstance(message, MessageAck):
@@ -320,6 +350,10 @@ class CollectorServer:
         final = made.result()[1] if error is None else no_report(self._paths, error)
         if self.metrics is not None:
             self.metrics.conclude(final.kind)
+        if error is None:
+            self._notify("verdict", made.result()[0].verdict.statement, made.result()[0])
+        else:
+            self._notify("verdict", f"the report could not be made ({type(error).__name__}: {error})")
         self._bid_farewell(final)
         if error is not None:
             raise ReportFailed(str(error)) from error
@@ -355,6 +389,8 @@ class CollectorServer:
 
     def close(self) -> None:
         """Let the last messages out, then close everything."""
+        if self._notifier is not None:
+            self._notifier.close()
         if self.metrics is not None:
             self.metrics.close()
         if self._view is not None:

@@ -26,6 +26,7 @@ from ..core.wire.keys import JobKeys
 from ..core.wire.messages import AgentHello
 from .head_collector import HeadCollector, answers
 from .helper_processes import NodeAgent
+from .option_types import notify_targets, without_addresses
 from .plan import CollectorPlan
 from .say import SeenOverflows, say, where_it_is
 from .scheduler_job import SchedulerFacts
@@ -72,6 +73,7 @@ class JobTerms:
             fallback=str(scratch / RESCUED),
             viewer_private_key=keys.viewer.private.decode(),
             metrics=args.metrics_port or "",
+            notify=notify_targets(args.notify),
         )
 
     def agent_config(self, address: str, scratch: Path) -> pipe.AgentConfig:
@@ -91,7 +93,7 @@ class JobTerms:
                 nproc=self.nproc,
                 min_nodes=plan.min_nodes,
                 max_nodes=plan.max_nodes,
-                command=[plain_text(word) for word in self.command],
+                command=[plain_text(word) for word in without_addresses(self.command, args.notify or [])],
                 versions=host.versions(),
                 rdzv_id=plan.job,
                 trace_batches=args.trace_batches,

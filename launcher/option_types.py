@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
-from collections.abc import Callable
+import shlex
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
+from urllib.parse import urlsplit
 
 from ..core.errors import UsageError
 from ..core.gpu.health_grades import load_thresholds
@@ -16,6 +20,7 @@ from ..core.settings import Watched
 from ..core.text import parse_amount, parse_size
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+_NOTIFY_VARIABLE = "GPUWATCH_NOTIFY"
 _LEAST_TESTED = 1 << 10
 _LEAST_ALLOCATED = 1 << 20
 """A bare `80` was meant as `80%`."""
@@ -95,6 +100,16 @@ def _metrics_address(text: str) -> str:
     return f"{host or bracketed(loopback())}:{digits}"
 
 
+def _is_notify_target(text: str) -> bool:
+    if text.startswith(("http://", "https://")):
+        return bool(urlsplit(text).hostname)
+    try:
+        words = shlex.split(text)
+    except ValueError:  # a quote that is not closed
+        return False
+    return bool(words) and shutil.which(words[0]) is not None
+
+
 def _is_amount(text: str) -> bool:
     found = parse_amount(text)
     return found is not None and not 0 < found.size < _LEAST_ALLOCATED
@@ -119,6 +134,7 @@ port = _form("a port from 1 to 65535", is_port, int)
 address = _form("tcp://HOST:PORT", _is_address, str)
 metrics_address = _form("[HOST:]PORT with a port from 1 to 65535", _is_metrics_address, _metrics_address)
 """As `HOST:PORT`."""
+notify_target = _form("http://..., https://... or a command that can be started", _is_notify_target, str)
 size = _form(
     "a size of 1KiB or more, such as 256MiB",
     lambda text: (parse_size(text) or 0) >= _LEAST_TESTED,
@@ -153,3 +169,23 @@ def parse_nnodes(text: str) -> tuple[int, int]:
 def bracketed(host: str) -> str:
     """A host as it stands before `:PORT`."""
     return f"[{host}]" if ":" in host else host
+
+
+def notify_targets(given: Sequence[str] | None) -> tuple[str, ...]:
+    """What --notify was given, else what is in GPUWATCH_NOTIFY. Raises UsageError if the variable is wrong."""
+    variable = os.environ.get(_NOTIFY_VARIABLE, "")
+    if given or not variable:
+        return tuple(given or ())
+    try:
+        return (notify_target(variable),)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{_NOTIFY_VARIABLE}: {error}") from error
+
+
+def without_addresses(command: Sequence[str], targets: Sequence[str]) -> list[str]:
+    """A command line whose addresses of --notify are hidden: many of them are a secret."""
+    found = [*command]
+    for target in targets:
+        if target.startswith(("http://", "https://")):
+            found = [word.replace(target, "...") for word in found]
+    return found

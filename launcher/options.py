@@ -85,6 +85,17 @@ _METRICS: OptionTable = {
         "of that node (0.0.0.0: all); needs the extra `metrics`",
     },
 }
+_NOTIFY: OptionTable = {
+    "--notify": {
+        "type": parsers.notify_target,
+        "action": "append",
+        "default": None,
+        "metavar": "URL|COMMAND",
+        "help": "at the verdict, a stall and a forecast, post a small JSON to this address (Slack, Discord, any "
+        "webhook) or run this command with the JSON on its stdin, on the head node; may be repeated (or the variable "
+        "GPUWATCH_NOTIFY, which keeps an address out of command lines)",
+    },
+}
 _LAUNCH: OptionTable = {
     "--preflight": {
         "choices": get_args(PreflightMode),
@@ -216,7 +227,7 @@ def get_parser() -> argparse.ArgumentParser:
         "module to overflow. Every option of torchrun works as it does there; gpuwatch's own are in the last group."
     )
     before, after = _of_workers("preflight"), _of_workers("failure")
-    _add_group(parser, _of_workers("watching"), _AGENT, _LAUNCH, before, after, _COLLECTOR, _METRICS)
+    _add_group(parser, _of_workers("watching"), _AGENT, _LAUNCH, before, after, _COLLECTOR, _METRICS, _NOTIFY)
     parser.set_defaults(check_only=False)
     return parser
 
@@ -248,6 +259,7 @@ def get_check_parser() -> argparse.ArgumentParser:
         on_hang="report",
         telemetry=0.0,
         metrics_port=None,
+        notify=None,
     )
     return parser
 
@@ -261,7 +273,7 @@ def get_run_parser() -> argparse.ArgumentParser:
         "starts the ranks: accelerate, DeepSpeed, Lightning, Ray, mpirun, torchrun, torch.multiprocessing.spawn.",
     )
     before, after = _of_workers("preflight"), _of_workers("failure")
-    _add_group(parser, _of_workers("watching"), _AGENT, _RUN, before, after, _COLLECTOR, _METRICS)
+    _add_group(parser, _of_workers("watching"), _AGENT, _RUN, before, after, _COLLECTOR, _METRICS, _NOTIFY)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     parser.set_defaults(check_only=False, preflight_timeout=_PATIENCE_S)
     return parser

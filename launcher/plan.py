@@ -60,6 +60,11 @@ def make_plan(
                 "expected one of --collector and --metrics-port, found both; it is the collector that serves metrics: "
                 "gpuwatch collect --metrics-port [HOST:]PORT"
             )
+        if args.notify:
+            raise UsageError(
+                "expected one of --collector and --notify, found both; it is the collector that notifies: "
+                "gpuwatch collect --notify URL|COMMAND"
+            )
         return CollectorPlan(min_nodes, max_nodes, False, False, "", args.collector, job, False)
     if max_nodes == 1 or args.standalone:
         port = str(args.collector_port) if args.collector_port is not None else "*"

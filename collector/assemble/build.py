@@ -99,7 +99,7 @@ def build_report(
         by_module=shown_frames.over_ranks(opened, verdict),
         forecasts=forecasts_of(all_ranks),
         insights=find_insights(facts, attempt, opened),
-        steps=_or_why(lambda: step_report(facts, attempt), model.StepReport([]), "where the time goes"),
+        steps=_or_why(lambda: step_report(facts, attempt, verdict.rank), model.StepReport([]), "where the time goes"),
         telemetry=_or_why(lambda: telemetry_report(facts, verdict), model.TelemetryReport(), "the nodes' figures"),
         processes=processes,
     )

@@ -37,6 +37,8 @@ LEAST_STEPS = 16
 """Steps that all ranks have in common."""
 LEAST_SLOW = 4
 """Steps in which a rank must be slow."""
+_SHORT_STEP_S, _MANY_STEPS = 0.05, 200
+"""Shorter steps differ between ranks by chance: only so many of them show a slow rank."""
 _ALWAYS = 0.8
 """Share of the steps in which a rank is slow that is so constantly."""
 _MOST_OF_IT = 0.6
@@ -93,7 +95,7 @@ def find_stragglers(ranks: Mapping[int, RankTimes]) -> StepComparison | None:
     step_s, late = _lateness(table)
     if step_s <= 0:
         return None
-    n = _clear_one(late)
+    n = _clear_one(late) if step_s >= _SHORT_STEP_S or len(common) >= _MANY_STEPS else None
     if n is None:
         return StepComparison(len(common), step_s, [])
     slow = late[n] >= WARN
@@ -169,8 +171,8 @@ PART_TEXT = {
 }
 
 
-def step_report(facts: RunFacts, attempt: int) -> StepReport | None:
-    """None if no rank has timed a step."""
+def step_report(facts: RunFacts, attempt: int, named: int | None) -> StepReport | None:
+    """None if no rank has timed a step. `named`: the verdict's rank. Beside it no other rank is called slow."""
     ranks = facts.of_attempt(attempt)
     timed = [rank for rank in ranks if rank.step_times is not None]
     if not timed:
@@ -187,7 +189,8 @@ def step_report(facts: RunFacts, attempt: int) -> StepReport | None:
     if found is None:
         return StepReport(shown)
     by_rank = {rank.rank: rank for rank in timed}
-    slow_ranks = [_straggler(facts, by_rank[slow.rank], slow, found) for slow in found.slow]
+    shown_slow = [slow for slow in found.slow if named in (None, slow.rank)]
+    slow_ranks = [_straggler(facts, by_rank[slow.rank], slow, found) for slow in shown_slow]
     return StepReport(shown, found.steps, float(f"{found.step_s:.3g}"), slow_ranks)
 
 

@@ -216,12 +216,18 @@ def _rank_of(told: SlowRank | None) -> int | None:
 
 
 class LiveFindings:
-    """`say` receives sentences for the user, `log` lines for the log."""
+    """`say` receives sentences for the user, `forecast` the forecast, `log` lines for the log."""
 
-    def __init__(self, folded: FactFold, say: Callable[[str], object], log: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        folded: FactFold,
+        say: Callable[[str], object],
+        log: Callable[[str], object],
+        forecast: Callable[[str], object],
+    ) -> None:
         self._log = log
         self.verdict, self.stragglers = LiveVerdict(folded, log), LiveStragglers(folded, say)
-        self._forecast = LiveForecast(folded, say)
+        self._forecast = LiveForecast(folded, forecast)
         self._errors: set[str] = set()
 
     def hear(self, body: AgentBody) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -13,7 +14,7 @@ from ...core.identity import rank_name
 from ...core.text import shown_name
 from ...core.torch_names import notes_on
 from .model import RankReport, RunReport
-from .sentence_parts import badness, coarse_share_text, counted, grouped, ranks_text
+from .sentence_parts import badness, coarse_share_text, counted, grouped, list_item, ranks_text
 
 PLAIN: Any = {"box": None, "pad_edge": False, "header_style": "bold"}
 """A table without lines."""
@@ -31,10 +32,10 @@ _TURNED_AWAY = {
 }
 
 
-def notes(report: RunReport) -> Iterator[Text]:
+def notes(report: RunReport) -> Iterator[RenderableType]:
     """Trouble of gpuwatch's own, then expected and waived values, skipped batches and the cost of watching."""
-    yield from (Text(f"  - {line}", style="yellow") for line in trouble_lines(report))
-    yield from (Text(f"  - {line}") for line in notice_lines(report))
+    yield from (list_item(line, "yellow") for line in trouble_lines(report))
+    yield from (list_item(line) for line in notice_lines(report))
 
 
 def trouble_lines(report: RunReport) -> Iterator[str]:
@@ -63,7 +64,7 @@ def notice_lines(report: RunReport) -> list[str]:
     return [*of_ranks, *_thinned(report.everyone), *_groups(ranks), *_cost(ranks)]
 
 
-def node_notes(report: RunReport) -> Iterator[Text]:
+def node_notes(report: RunReport) -> Iterator[RenderableType]:
     """Unusual figures of the nodes around the event."""
     telemetry = report.telemetry
     if telemetry is None:
@@ -71,28 +72,28 @@ def node_notes(report: RunReport) -> Iterator[Text]:
     first = list({notable.what: notable for notable in reversed(telemetry.notable)}.values())[::-1]
     for notable in first[:_MAX_NOTABLE]:
         alike = f"; the same on {counted(notable.alike, 'other node')}" if notable.alike else ""
-        yield Text(f"  - {notable.text}{alike}")
+        yield list_item(f"{notable.text}{alike}")
     if len(first) > _MAX_NOTABLE:
         yield Text(f"{len(first) - _MAX_NOTABLE} more in report.json")
     if telemetry.trouble:
         yield Text(telemetry.trouble, style="yellow")
 
 
-def step_notes(report: RunReport) -> Iterator[Text]:
+def step_notes(report: RunReport) -> Iterator[RenderableType]:
     """The ranks that the others wait for."""
     steps = report.steps
     if steps is None:
         return
     for slow in steps.stragglers:
-        yield Text(f"  - {slow.text}")
-        yield from (Text(f"    {line}") for line in slow.beside)
+        yield list_item(slow.text)
+        yield from (list_item(line, mark="  ") for line in slow.beside)
     if steps.trouble:
         yield Text(steps.trouble, style="yellow")
 
 
-def insight_notes(report: RunReport, *, warnings: bool) -> Iterator[Text]:
+def insight_notes(report: RunReport, *, warnings: bool) -> Iterator[RenderableType]:
     """The insights. `warnings`: the rows behind them follow."""
-    yield from (Text(f"  - {insight.text}. {insight.next}") for insight in report.insights[:_MAX_INSIGHTS])
+    yield from (list_item(f"{insight.text}. {insight.next}") for insight in report.insights[:_MAX_INSIGHTS])
     left_out = len(report.insights) - _MAX_INSIGHTS
     rows = sum(rank.warned for rank in report.ranks)
     more = [f"{left_out} more in report.json"] if left_out > 0 else []

@@ -10,7 +10,7 @@ from ...core.preflight import PreflightFinding
 from ...core.text import ranks_text
 from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, RunReport, StageCell
 from .notices_text import PLAIN
-from .sentence_parts import counted, grouped
+from .sentence_parts import counted, grouped, list_item
 
 _STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}
 _MOST_ROWS = 8
@@ -92,9 +92,9 @@ def _list(console: Console, title: str, findings: list[PreflightFinding]) -> Non
         place = "" if finding.stage == "consistency" else f"{finding.stage}, "
         next_ = f" {finding.next}" if finding.next else ""
         grade = (f"{place}{finding.grade}", _STYLES[finding.grade])
-        console.print(Text.assemble("  - ", grade, f": {finding.sentence}.{next_}"))
+        console.print(list_item(Text.assemble(grade, f": {finding.sentence}.{next_}")))
     if len(findings) > _MAX_FINDINGS:
-        console.print(Text(f"  - and {len(findings) - _MAX_FINDINGS} more in report.json"))
+        console.print(list_item(f"and {len(findings) - _MAX_FINDINGS} more in report.json"))
     console.print()
 
 

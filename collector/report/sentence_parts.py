@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from ...core.events import ThreadSeen
 from ...core.identity import is_rank, rank_name
@@ -133,6 +135,13 @@ _STATES = {
     "t": "which a debugger has stopped",
     "Z": "which has ended",
 }
+
+
+def list_item(text: Text | str, style: str = "", *, mark: str = "- ") -> Table:
+    """`  - text`. Its further lines stand below its first word."""
+    item = Table.grid(Column(no_wrap=True), Column(overflow="fold"))
+    item.add_row(f"  {mark}", Text(text, style) if isinstance(text, str) else text)
+    return item
 
 
 class TextConsole(Console):

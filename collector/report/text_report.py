@@ -26,7 +26,7 @@ from .notices_text import (
     warned_rows_table,
 )
 from .preflight_text import print_findings, print_stages
-from .sentence_parts import TextConsole, counted, grouped, one_on
+from .sentence_parts import TextConsole, counted, grouped, list_item, one_on
 from .side_by_side import can_be_compared, frames_text, rank_to_show, side_by_side, stacks_text
 
 # Which sections a report has, and which of them are open. The text and the page print this one list.
@@ -202,7 +202,9 @@ def _titled(console: Console, section: ReportSection, lines: Iterable[Renderable
 
 def _verdict(console: Console, report: RunReport) -> None:
     verdict = report.verdict
-    console.print(Text(f"VERDICT  {verdict.kind}, {verdict.certainty}", style=f"bold {verdict.kind.tone}"))
+    unknown = verdict.kind is VerdictKind.UNKNOWN
+    what = "unknown: not proven clean" if unknown else f"{verdict.kind}, {verdict.certainty}"
+    console.print(Text(f"VERDICT  {what}", style=f"bold {verdict.kind.tone}"))
     console.print(Text(verdict.statement, style="bold"))
     _list(console, "Why", verdict.evidence)
     _list(console, "At the same time", concurrent_lines(verdict.concurrent))
@@ -217,7 +219,7 @@ def _list(console: Console, title: str, items: list[str]) -> None:
     console.print(Text(title, style="bold"))
     for item in items:
         lines = item.splitlines() or [""]
-        console.print(Text(f"  - {lines[0]}"))
+        console.print(list_item(lines[0]))
         for line in lines[1:]:
             console.print(Text(f"    {line}"), soft_wrap=True)
 

@@ -109,6 +109,8 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     """Goes into the run's folder, for `gpuwatch top`; "" shows the run to nobody."""
     metrics: str = ""
     """`HOST:PORT` where a Prometheus scrapes; "": nowhere."""
+    notify: tuple[str, ...] = ()
+    """Addresses and commands that get a JSON at the verdict, a stall and a forecast."""
 
 
 class CollectorBound(msgspec.Struct, frozen=True, tag="bound"):

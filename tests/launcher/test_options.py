@@ -265,6 +265,11 @@ def test_what_follows_the_script_is_the_scripts():
         ("--metrics-port", ":9400"),
         ("--metrics-port", "::1:9400"),
         ("--metrics-port", "[::1]"),
+        ("--notify", "ftp://example.org"),
+        ("--notify", "https://"),
+        ("--notify", "no-such-program-here --flag"),
+        ("--notify", "'an open quote"),
+        ("--notify", ""),
         ("--collector-port", "²"),
     ],
 )

@@ -93,6 +93,7 @@ def test_all_nodes_salt_their_keys_with_the_same_job():
         ("--nnodes ²", ["--nnodes", "'²'"]),
         ("--collector tcp://far:9 --collector-port 9", ["--collector", "--collector-port"]),
         ("--collector tcp://far:9 --metrics-port 9", ["--collector", "gpuwatch collect --metrics-port"]),
+        ("--collector tcp://far:9 --notify http://far:9/", ["--collector", "gpuwatch collect --notify"]),
     ],
 )
 def test_what_cannot_work_is_told_in_one_sentence(line, parts):

@@ -74,14 +74,19 @@ class RunningCalls:
         return NOTHING
 
     def is_sharded(self) -> bool:
-        """Whether FSDP gathers weights between the calls of the root. Those collectives write into no argument."""
+        """Whether FSDP or DeepSpeed's ZeRO 3 gathers weights between the calls of the root, and frees them after each.
+
+        Those collectives write into no argument. ZeRO 3 keeps a rank's part of a parameter as its `ds_tensor`.
+        """
         root = self.stack[0]
         known = self._sharded.get(root.root.id)
         if known is None:
             module = root.ref()
             parts = module.modules() if module is not None else ()
             classes = {cls.__name__ for part in parts for cls in type(part).__mro__}
-            known = self._sharded[root.root.id] = bool(classes & {"FSDPModule", "FullyShardedDataParallel"})
+            known = bool(classes & {"FSDPModule", "FullyShardedDataParallel"})
+            known = known or (module is not None and any(hasattr(each, "ds_tensor") for each in module.parameters()))
+            self._sharded[root.root.id] = known
         return known
 
     def drop_dead(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.assemble.build import build_report
+from gpuwatch.collector.assemble.stragglers import step_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.core.events import RankInventoryEvent, StepTimes
@@ -52,3 +53,17 @@ def test_clocks_and_heat_stand_beside_it(make, with_figures):
     assert (slow_rank.beside[:2] == expected) == with_figures
     said = " ".join(render_text(report).split())
     assert (expected[1] in said) == with_figures
+
+
+@pytest.mark.parametrize(("verdicts_rank", "slow"), [(None, [2]), (2, [2]), (1, [])])
+def test_beside_a_verdict_on_another_rank_no_rank_is_called_slow(make, verdicts_rank, slow):
+    messages = []
+    for rank in range(4):
+        bodies = [make.hello(f"a{rank}", f"h{rank}", nproc=1, nodes=4)]
+        bodies += rank_of(make, rank, forward_ms=130 if rank == 2 else 50, waiting_ms=0 if rank == 2 else 80)
+        messages += [(f"a{rank}", n, body) for n, body in enumerate(bodies, 1)]
+
+    report = step_report(fold(messages), 0, verdicts_rank)
+
+    assert [each.rank for each in report.stragglers] == slow
+    assert report.compared == 37

@@ -154,3 +154,13 @@ def test_below_a_tenth_nothing_is_told():
 
     assert found is not None
     assert found.slow == []
+
+
+@pytest.mark.parametrize(("count", "named"), [(17, []), (199, []), (200, [1])])
+def test_short_steps_differ_by_chance_unless_there_are_many(count, named):
+    own = [[[0.0, forward, 0.001, 0.0]] * (count + WARM_UP) for forward in (0.0013, 0.0047, 0.0013)]
+
+    found = find_stragglers(job(own))
+
+    assert found is not None
+    assert (found.steps, [slow.rank for slow in found.slow]) == (count, named)

@@ -13,7 +13,7 @@ def test_an_error_is_logged_once_and_the_rest_goes_on(make, monkeypatch):
         raise RuntimeError("no such thing")
 
     folded, said, logged = FactFold(), [], []
-    live = LiveFindings(folded, said.append, logged.append)
+    live = LiveFindings(folded, said.append, logged.append, said.append)
     messages = overflow(make, 0, seq=1).messages()
     with monkeypatch.context() as patch:
         patch.setattr("gpuwatch.collector.live.so_far.overflow_verdict", broken)

@@ -123,8 +123,17 @@ class FSDPModule(GPT2):
     """Has the name by which a sharded model is known: the memory of its weights may be freed after each call."""
 
 
-def test_a_sharded_models_weights_are_dealt_with_before_their_memory_is_freed(tmp_path, kernels):
-    model = FSDPModule()
+def partitioned() -> GPT2:
+    """As DeepSpeed's ZeRO 3 keeps a model: each parameter has a rank's part."""
+    model = GPT2()
+    for parameter in model.parameters():
+        parameter.ds_tensor = parameter.detach()[:1]
+    return model
+
+
+@pytest.mark.parametrize("sharded", [FSDPModule, partitioned])
+def test_a_sharded_models_weights_are_dealt_with_before_their_memory_is_freed(tmp_path, kernels, sharded):
+    model = sharded()
     ids = torch.zeros(1, 8, dtype=torch.long)
     watched = Watched(tmp_path / "recorder", watch=("forward", "weights"))
     at_ends = []

@@ -6,7 +6,7 @@
   const search = document.getElementById("search");
   const rankBox = document.getElementById("rank");
   const found = document.getElementById("found");
-  document.querySelector(".tools").hidden = false;
+  document.querySelector(".tools").hidden = !document.querySelector("[data-module], #by-rank details[data-rank], #ranks tr:nth-child(17)");
 
   const read = () => new URLSearchParams(location.hash.slice(1));
   const write = (changes) => {
