@@ -162,7 +162,8 @@ class PreflightRun:
 
         reports_s, conclusion_s = deadlines.reports(stage), deadlines.conclusion(stage)
         times = {"reports_s": reports_s, "conclusion_s": conclusion_s, "deputy_s": DEPUTY_S}
-        data = self._meeting.meet(step, msgspec.json.encode(report), draw, **times)
+        failed = bool(report.own) or report.kind in ("fault", "fallen")
+        data = self._meeting.meet(step, msgspec.json.encode(report), draw, failed=failed, **times)
         return msgspec.json.decode(data, type=StepConclusion)
 
     def _leave(self, now: StepConclusion) -> None:

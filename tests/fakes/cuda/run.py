@@ -54,6 +54,11 @@ def main() -> int:
     link.symlink_to(CHECKOUT)
     environment = {**os.environ, **build.environment(FOLDER / "lib"), "PYTHONPATH": str(link.parent)}
     environment["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    with tempfile.TemporaryDirectory(prefix="stand-in-nccl-", dir="/dev/shm") as environment["STAND_IN_NCCL_FOLDER"]:
+        return run(options, python, environment)
+
+
+def run(options: argparse.Namespace, python: Path, environment: dict[str, str]) -> int:
     if options.shell:
         return subprocess.run([os.environ.get("SHELL", "sh")], env=environment).returncode
     tests = options.pytest or [*(SAMPLE if options.sample else TESTS)]

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
+from preflight_faults import DEADLINES_S, FAULTS, SILENT, TOLD, WRONG, check, places
 
-OPTIONS = ("--alloc", "16MiB", "--bandwidth-size", "1MiB")
+SAMPLE = {(3, "fail-op", 1), (2, "die-op", 0), (2, "hang-init", 1), (3, "silent-op", 2), (3, "bad-sum", 1)}
+CASES = [(nproc, fault, at) for nproc in DEADLINES_S for fault in FAULTS for at in places(nproc)]
+
+
+def test_without_a_fault_nobody_is_named(tmp_path):
+    found = check(tmp_path, 2)
+    assert (found.code, found.verdict["rank"], found.backends) == (0, None, {"nccl"}), found.log
 
 
 @pytest.mark.parametrize(
-    ("nproc", "fault", "rank", "words"),
-    [
-        (2, "", None, ""),
-        (2, "1:bad-sum", 1, "rank 1 computes wrong sums"),
-        (2, "1:hang-init", None, "the rank at fault is unknown"),
-        (3, "1:hang-init", 1, "rank 1 (.*) works with none of the 2 ranks that it was tried with"),
-        (3, "1:silent-op", 1, "rank 1 (.*) works with none of the 2 ranks that it was tried with"),
-    ],
+    ("nproc", "fault", "at"),
+    [pytest.param(*case, marks=[] if case in SAMPLE else [pytest.mark.soak]) for case in CASES],
 )
-def test_a_fault_of_nccl_is_laid_to_its_rank_or_to_none(tmp_path, nproc, fault, rank, words):
-    options = "--nproc-per-node", str(nproc), *OPTIONS
-    command = [sys.executable, "-m", "gpuwatch.cli.main", "check", "--standalone", *options]
-    environment = {**os.environ, "STAND_IN_NCCL_FAULT": fault, "STAND_IN_CUDA_DEVICES": str(nproc)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
-    report = json.loads((tmp_path / "gpuwatch-runs" / "latest" / "report.json").read_text())
+def test_a_fault_of_nccl_is_laid_to_its_rank_or_to_none(tmp_path, nproc, fault, at):
+    found = check(tmp_path, nproc, fault, at)
 
-    assert done.returncode == (3 if fault else 0), done.stderr
-    assert [each["preflight"]["backend"] for each in report["ranks"]] == ["nccl"] * nproc
-    assert report["verdict"]["rank"] == rank
-    assert re.search(words, report["verdict"]["statement"])
+    assert (found.code, found.backends) == (3, {"nccl"}), found.log
+    is_known = nproc > 2 or fault not in SILENT
+    expected = (at, "established") if is_known else (None, "unknown")
+    assert (found.verdict["rank"], found.verdict["certainty"]) == expected, found.verdict
+    words = {**dict.fromkeys(TOLD, f"rank {at} .*(failed|died)"), **dict.fromkeys(WRONG, f"rank {at} computes wrong sums")}
+    assert re.search(words.get(fault, "" if is_known else "the rank at fault is unknown"), found.verdict["statement"])
+    told = [entry["how"] for entry in found.verdict["cascade"] if f"it stopped, as rank {at} had failed" in entry["how"]]
+    assert (len(told) == nproc - 1) == (fault in TOLD), found.verdict

@@ -25,6 +25,7 @@ from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.preflight.bandwidth import measure
 from gpuwatch.worker.preflight.device_tests import allocate, compute
 from gpuwatch.worker.preflight.group_collectives import check_group, join
+from gpuwatch.worker.preflight.meeting import StoreRendezvous, connect
 from gpuwatch.worker.preflight.parts import RankTests
 from gpuwatch.worker.preflight.rank_child import RankChild
 from gpuwatch.worker.preflight.steps import StageDeadlines
@@ -168,8 +169,10 @@ def spoil(way: str, store: dist.Store | None) -> None:
 
 
 def run_rank(request, rank, port, said):
-    if request["call"] == "quick":
-        return quick(request, rank, port)
+    if request["call"] in ("quick", "one fails"):
+        me = RankIdentity(rank, rank, len(request["ranks"]), len(request["ranks"]), "127.0.0.1", port, True)
+        parts = RankTests(me, WorkerSettings("", alloc="1MiB"), StageDeadlines(request["timeout_s"]), "test", "")
+        return (quick if request["call"] == "quick" else beside_rank_2)(request, me, parts)
 
     def call(say):
         way = request.get("faults", {}).get(str(rank))
@@ -204,7 +207,7 @@ def run_rank(request, rank, port, said):
     }
 
 
-def quick(request, rank, port):
+def quick(request, me, parts):
     """The stages of a quick preflight, in the rank's own process and child; how many processes that takes."""
     fork, forks = os.fork, []
 
@@ -213,8 +216,6 @@ def quick(request, rank, port):
         return fork()
 
     os.fork = counted
-    me = RankIdentity(rank, rank, len(request["ranks"]), len(request["ranks"]), "127.0.0.1", port, True)
-    parts = RankTests(me, WorkerSettings("", alloc="1MiB"), StageDeadlines(60.0), "test", "")
     reports = [
         parts.inventory(),
         parts.allocation([""] * len(request["ranks"])),
@@ -223,6 +224,17 @@ def quick(request, rank, port):
     parts.close()
     left = len(psutil.Process().children())
     return {"value": {"kinds": [one.kind for one in reports], "forks": len(forks), "left": left}}
+
+
+def beside_rank_2(request, me, parts):
+    """Rank 2 fails before it reaches the group, and reports that; the others' reports. One waits for what never ends."""
+    if me.rank == 2:
+        times = {"reports_s": 0.0, "conclusion_s": 0.0, "deputy_s": 0.0}
+        meeting = StoreRendezvous(connect(me, 20.0), "test", me.rank, me.world_size)
+        return {"value": meeting.meet("ranks 1", b"", lambda found: b"drawn", **times, failed=True).decode()}
+    spoil("like NCCL", None)
+    report = parts.in_group("ranks 1", request["group"], "gloo", lambda step: None)
+    return {"value": msgspec.to_builtins(report)}
 
 
 def host_store(tell):
