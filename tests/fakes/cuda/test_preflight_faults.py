@@ -27,7 +27,12 @@ def test_a_fault_of_nccl_is_laid_to_its_rank_or_to_none(tmp_path, nproc, fault, 
     is_known = nproc > 2 or fault not in SILENT
     expected = (at, "established") if is_known else (None, "unknown")
     assert (found.verdict["rank"], found.verdict["certainty"]) == expected, found.verdict
-    words = {**dict.fromkeys(TOLD, f"rank {at} .*(failed|died)"), **dict.fromkeys(WRONG, f"rank {at} computes wrong sums")}
+    words = {
+        **dict.fromkeys(TOLD, f"rank {at} .*(failed|died)"),
+        **dict.fromkeys(WRONG, f"rank {at} computes wrong sums"),
+    }
     assert re.search(words.get(fault, "" if is_known else "the rank at fault is unknown"), found.verdict["statement"])
-    told = [entry["how"] for entry in found.verdict["cascade"] if f"it stopped, as rank {at} had failed" in entry["how"]]
+    told = [
+        entry["how"] for entry in found.verdict["cascade"] if f"it stopped, as rank {at} had failed" in entry["how"]
+    ]
     assert (len(told) == nproc - 1) == (fault in TOLD), found.verdict

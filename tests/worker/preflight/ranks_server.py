@@ -23,12 +23,13 @@ import torch.distributed as dist
 from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.preflight.bandwidth import measure
+from gpuwatch.worker.preflight.course import PreflightRun
 from gpuwatch.worker.preflight.device_tests import allocate, compute
 from gpuwatch.worker.preflight.group_collectives import check_group, join
 from gpuwatch.worker.preflight.meeting import StoreRendezvous, connect
 from gpuwatch.worker.preflight.parts import RankTests
 from gpuwatch.worker.preflight.rank_child import RankChild
-from gpuwatch.worker.preflight.steps import StageDeadlines
+from gpuwatch.worker.preflight.steps import PreflightEnd, StageDeadlines
 
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")
@@ -169,8 +170,10 @@ def spoil(way: str, store: dist.Store | None) -> None:
 
 
 def run_rank(request, rank, port, said):
-    if request["call"] in ("quick", "one fails"):
+    if request["call"] in ("quick", "one fails", "course"):
         me = RankIdentity(rank, rank, len(request["ranks"]), len(request["ranks"]), "127.0.0.1", port, True)
+        if request["call"] == "course":
+            return course(request, me)
         parts = RankTests(me, WorkerSettings("", alloc="1MiB"), StageDeadlines(request["timeout_s"]), "test", "")
         return (quick if request["call"] == "quick" else beside_rank_2)(request, me, parts)
 
@@ -227,7 +230,7 @@ def quick(request, me, parts):
 
 
 def beside_rank_2(request, me, parts):
-    """Rank 2 fails before it reaches the group, and reports that; the others' reports. One waits for what never ends."""
+    """Rank 2 fails before it reaches the group, and reports that; what the others report. None of theirs ends."""
     if me.rank == 2:
         times = {"reports_s": 0.0, "conclusion_s": 0.0, "deputy_s": 0.0}
         meeting = StoreRendezvous(connect(me, 20.0), "test", me.rank, me.world_size)
@@ -235,6 +238,18 @@ def beside_rank_2(request, me, parts):
     spoil("like NCCL", None)
     report = parts.in_group("ranks 1", request["group"], "gloo", lambda step: None)
     return {"value": msgspec.to_builtins(report)}
+
+
+def course(request, me):
+    """All of a quick preflight: how it ended, and the seconds since the first process group."""
+    os.environ.update(request["environment"], RANK=str(me.rank))
+    lines = []
+    settings = WorkerSettings("", alloc="1MiB", preflight_timeout_s=request["timeout_s"])
+    run = PreflightRun(me, settings, lambda line: lines.append((time.monotonic(), line)), time.monotonic())
+    run.run()
+    began_s = next(at_s for at_s, line in lines if getattr(line, "step", "") == "node group")
+    (end,) = (line for _, line in lines if isinstance(line, PreflightEnd))
+    return {"end": msgspec.json.encode(end).decode(), "seconds": lines[-1][0] - began_s}
 
 
 def host_store(tell):
