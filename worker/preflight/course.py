@@ -172,7 +172,7 @@ class PreflightRun:
             self._steps.append(_FAREWELL)
             times = {"reports_s": FAREWELL_S, "conclusion_s": FAREWELL_S + 1.0, "deputy_s": 1.0}
             with suppress(StoreLost, NoConclusion):  # this rank has the conclusion already
-                self._meeting.meet(_FAREWELL, b"{}", lambda reports: b"{}", **times)
+                self._meeting.meet(_FAREWELL, b"{}", lambda reports: b"{}", failed=False, **times)
         with suppress(StoreLost):  # its host has ended, and the store with it
             self._meeting.leave(self._steps, self._arrived)
 
