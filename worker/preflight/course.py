@@ -162,7 +162,8 @@ class PreflightRun:
 
         reports_s, conclusion_s = deadlines.reports(stage), deadlines.conclusion(stage)
         times = {"reports_s": reports_s, "conclusion_s": conclusion_s, "deputy_s": DEPUTY_S}
-        data = self._meeting.meet(step, msgspec.json.encode(report), draw, **times)
+        failed = bool(report.own) or report.kind in ("fault", "fallen")
+        data = self._meeting.meet(step, msgspec.json.encode(report), draw, failed=failed, **times)
         return msgspec.json.decode(data, type=StepConclusion)
 
     def _leave(self, now: StepConclusion) -> None:
@@ -171,7 +172,7 @@ class PreflightRun:
             self._steps.append(_FAREWELL)
             times = {"reports_s": FAREWELL_S, "conclusion_s": FAREWELL_S + 1.0, "deputy_s": 1.0}
             with suppress(StoreLost, NoConclusion):  # this rank has the conclusion already
-                self._meeting.meet(_FAREWELL, b"{}", lambda reports: b"{}", **times)
+                self._meeting.meet(_FAREWELL, b"{}", lambda reports: b"{}", failed=False, **times)
         with suppress(StoreLost):  # its host has ended, and the store with it
             self._meeting.leave(self._steps, self._arrived)
 

@@ -5,6 +5,7 @@ For every step of the preflight, the keys are these, below a prefix of this atte
     arrive/0 ... arrive/511     a rank's report; the rank deletes it after it has read the conclusion
     arrive/conclusion           drawn by rank 0 from all reports; if rank 0 gives none in time, by another rank
     arrive/deputy               that other rank
+    arrive/failed               the first rank whose own part failed: the others need not wait for it in a process group
     left                        number of ranks that have left; the last one deletes the remaining keys
 """
 
@@ -23,6 +24,7 @@ from ...core.identity import RankIdentity
 from ...core.preflight import SealBroken, WordSeal
 
 LEADER = 0
+FAILED = "failed"
 
 
 class StoreLost(Exception):
@@ -64,9 +66,9 @@ def connect(identity: RankIdentity, timeout_s: float) -> Any:
         raise StoreLost(_first_line(error)) from error
 
 
-def group_store(identity: RankIdentity, prefix: str, group: str, timeout_s: float) -> Store:
-    """A store for one process group, below our prefix. For the child that makes the group."""
-    return PrefixStore(f"{prefix}/group {group}", connect(identity, timeout_s))
+def store_below(identity: RankIdentity, prefix: str, timeout_s: float) -> Store:
+    """A new client of the store for the child that makes a process group. It sees the keys below `prefix`."""
+    return PrefixStore(prefix, connect(identity, timeout_s))
 
 
 class StoreRendezvous:
@@ -90,9 +92,15 @@ class StoreRendezvous:
         reports_s: float,
         conclusion_s: float,
         deputy_s: float,
+        failed: bool = False,
     ) -> bytes:
-        """Write this rank's report and return the conclusion. Raises NoConclusion if there is none in time."""
+        """Write this rank's report and return the conclusion. Raises NoConclusion if there is none in time.
+
+        `failed`: this rank's own part of the step has failed.
+        """
         try:
+            if failed:
+                self._store.compare_set(f"{step}/{FAILED}", "", str(self._rank))
             mine = f"{step}/{self._rank}"
             self._store.set(mine, self._seal.close(f"{self._prefix}/{mine}", report.decode()))
             if self._rank == LEADER:
@@ -131,7 +139,7 @@ class StoreRendezvous:
     def _keys(self, steps: list[str]) -> list[str]:
         """All keys below our prefix, including those of process groups if torch can list keys (2.5 cannot)."""
         if not hasattr(self._base, "list_keys"):
-            return [*(f"{step}/{name}" for step in steps for name in ("conclusion", "deputy")), "left"]
+            return [*(f"{step}/{name}" for step in steps for name in ("conclusion", "deputy", FAILED)), "left"]
         prefix = f"{self._prefix}/"
         keys = [key.removeprefix("/") for key in self._base.list_keys()]
         return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]

@@ -7,8 +7,12 @@ a new child: a group cannot be destroyed safely when one of its ranks may have e
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,18 +31,20 @@ from .device_tests import AllocationResult, allocate, compute
 from .group_collectives import check_group, join
 from .health import HealthResult, check_health, cuda_load
 from .inventory import gather, gather_device
-from .meeting import group_store
-from .rank_child import RankChild, Say, TestEnding
+from .meeting import FAILED, StoreLost, store_below
+from .rank_child import Answer, ProbeFailure, RankChild, Say, TestEnding
 from .steps import ComputeResult, RankMeasurements, RankStepReport, StageDeadlines, stage_of
 
 _HEALTH_SHARE = 0.8
 """The share of the stage's deadline for NVML's answer. The rest is for the start, and to report a missing answer."""
 _LOG_TAIL = 200_000
+_GRACE_SHARE = 0.05
+"""The share of a group's time in which a rank may still report itself, once another rank has told that it failed."""
 
 
-def perform(test: Callable[..., Any], say: Say) -> Any:
+def perform(test: Callable[..., Any], answer: Answer) -> Any:
     """Run a test, in the child. Empties torch's cache: the next test or another rank may need the memory."""
-    result = test(say) if isinstance(test, GroupTest) else test()
+    result = test(answer) if isinstance(test, GroupTest) else test()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotations there
         torch.cuda.empty_cache()
     return result
@@ -46,11 +52,11 @@ def perform(test: Callable[..., Any], say: Say) -> Any:
 
 @dataclass(frozen=True)
 class GroupTest:
-    """A test of a process group of `ranks`, whose store is below `prefix` and `name`. The child must end after it."""
+    """A test of a process group of `ranks` in a step. Its keys are below `prefix`. The child must end after it."""
 
     identity: RankIdentity
     prefix: str
-    name: str
+    step: str
     device: torch.device
     backend: str
     ranks: list[int]
@@ -60,14 +66,34 @@ class GroupTest:
     bandwidth_bytes: int | None = None
     """The largest size of the bandwidth test, 0 for the default; None to test the collectives instead."""
 
-    def __call__(self, say: Say) -> str | RankMeasurements:
+    def __call__(self, answer: Answer) -> str | RankMeasurements:
         """Run the collectives, or measure their bandwidth."""
         if self.log is not None:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(self.log))
-        store = group_store(self.identity, self.prefix, self.name, self.timeout_s)
-        group = join(store, self.device, self.backend, self.ranks, self.identity.rank, self.timeout_s, say)
+        heeding = threading.Timer(self._grace_s, self._end_with_another, [answer])  # most groups end before that
+        heeding.daemon = True
+        heeding.start()
+        name = f"group {self.step} {self.ranks[0]}"  # the groups of one step have no rank in common
+        store = store_below(self.identity, f"{self.prefix}/{name}", self.timeout_s)
+        group = join(store, self.device, self.backend, self.ranks, self.identity.rank, self.timeout_s, answer)
         return check_group(group) if self.bandwidth_bytes is None else measure(group, self.bandwidth_bytes)
+
+    @property
+    def _grace_s(self) -> float:
+        return self.timeout_s * _GRACE_SHARE
+
+    def _end_with_another(self, answer: Answer) -> None:
+        """End this process once another rank of the group has told that it failed: no wait for it need end."""
+        with suppress(StoreLost, RuntimeError):  # no rank has told in time
+            store = store_below(self.identity, f"{self.prefix}/{self.step}", self.timeout_s)
+            store.wait([FAILED], timedelta(seconds=self.timeout_s))
+            rank = store.get(FAILED).decode()
+            if rank not in map(str, self.ranks):
+                return
+            time.sleep(self._grace_s)
+            answer(TestEnding("raised", failure=ProbeFailure(f"it stopped, as rank {rank} had failed", peers=[])))
+            os._exit(0)
 
 
 @dataclass
@@ -163,7 +189,7 @@ class RankTests:
         test = GroupTest(
             self.identity,
             self.prefix,
-            name=f"{step} {ranks[0]}",  # the groups of one step have no rank in common
+            step=step,
             device=self.device if backend == "nccl" else torch.device("cpu"),
             backend=backend,
             ranks=list(ranks),

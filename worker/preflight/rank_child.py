@@ -39,10 +39,6 @@ class ProbeFailure(Exception):
         self.next = next
 
 
-Say = Callable[[str], None]
-Perform = Callable[[Any, Say], Any]
-"""What the child does with a request. It calls `say` with each step. Both the request and its result are pickled."""
-
 _KILLED_S = 5.0
 """Time for a killed process to end. One that is blocked in a driver never ends, and is abandoned."""
 _LAST_WORDS = 20000
@@ -63,6 +59,13 @@ class TestEnding:
     """For `ok`: the result of the test."""
     output: str = ""
     """The end of the child's output in this test, if the test failed."""
+
+
+Say = Callable[[str], None]
+Answer = Callable[[str | TestEnding], None]
+Perform = Callable[[Any, Answer], Any]
+"""What the child does with a request. It answers with each step, and may answer with the test's ending from another
+thread. Both the request and its result are pickled."""
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,15 @@ import torch
 import torch.distributed as dist
 from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.settings import WorkerSettings
+from gpuwatch.worker.preflight import steps
 from gpuwatch.worker.preflight.bandwidth import measure
+from gpuwatch.worker.preflight.course import PreflightRun
 from gpuwatch.worker.preflight.device_tests import allocate, compute
 from gpuwatch.worker.preflight.group_collectives import check_group, join
+from gpuwatch.worker.preflight.meeting import StoreRendezvous, connect
 from gpuwatch.worker.preflight.parts import RankTests
 from gpuwatch.worker.preflight.rank_child import RankChild
-from gpuwatch.worker.preflight.steps import StageDeadlines
+from gpuwatch.worker.preflight.steps import PreflightEnd, StageDeadlines
 
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")
@@ -168,8 +171,12 @@ def spoil(way: str, store: dist.Store | None) -> None:
 
 
 def run_rank(request, rank, port, said):
-    if request["call"] == "quick":
-        return quick(request, rank, port)
+    if request["call"] in ("quick", "one fails", "course"):
+        me = RankIdentity(rank, rank, len(request["ranks"]), len(request["ranks"]), "127.0.0.1", port, True)
+        if request["call"] == "course":
+            return course(request, me)
+        parts = RankTests(me, WorkerSettings("", alloc="1MiB"), StageDeadlines(request["timeout_s"]), "test", "")
+        return (quick if request["call"] == "quick" else beside_rank_2)(request, me, parts)
 
     def call(say):
         way = request.get("faults", {}).get(str(rank))
@@ -204,7 +211,7 @@ def run_rank(request, rank, port, said):
     }
 
 
-def quick(request, rank, port):
+def quick(request, me, parts):
     """The stages of a quick preflight, in the rank's own process and child; how many processes that takes."""
     fork, forks = os.fork, []
 
@@ -213,8 +220,6 @@ def quick(request, rank, port):
         return fork()
 
     os.fork = counted
-    me = RankIdentity(rank, rank, len(request["ranks"]), len(request["ranks"]), "127.0.0.1", port, True)
-    parts = RankTests(me, WorkerSettings("", alloc="1MiB"), StageDeadlines(60.0), "test", "")
     reports = [
         parts.inventory(),
         parts.allocation([""] * len(request["ranks"])),
@@ -223,6 +228,31 @@ def quick(request, rank, port):
     parts.close()
     left = len(psutil.Process().children())
     return {"value": {"kinds": [one.kind for one in reports], "forks": len(forks), "left": left}}
+
+
+def beside_rank_2(request, me, parts):
+    """Rank 2 fails before it reaches the group, and reports that; what the others report. None of theirs ends."""
+    if me.rank == 2:
+        times = {"reports_s": 0.0, "conclusion_s": 0.0, "deputy_s": 0.0}
+        meeting = StoreRendezvous(connect(me, 20.0), "test", me.rank, me.world_size)
+        return {"value": meeting.meet("ranks 1", b"", lambda found: b"drawn", **times, failed=True).decode()}
+    spoil("like NCCL", None)
+    report = parts.in_group("ranks 1", request["group"], "gloo", lambda step: None)
+    return {"value": msgspec.to_builtins(report)}
+
+
+def course(request, me):
+    """All of a quick preflight: how it ended, and the seconds since the first group, whose deadline is `timeout_s`."""
+    os.environ.update(request["environment"], RANK=str(me.rank))
+    steps._TABLE_S.update(dict.fromkeys(steps._TABLE_S, 600.0) | {"node group": request["timeout_s"]})
+    lines = []
+    settings = WorkerSettings("", alloc="1MiB", preflight_timeout_s=600.0)
+    run = PreflightRun(me, settings, lambda line: lines.append((time.monotonic(), line)), time.monotonic())
+    run.run()
+    (end,) = (line for _, line in lines if isinstance(line, PreflightEnd))
+    began_s = next((at_s for at_s, line in lines if getattr(line, "step", "") == "node group"), None)
+    assert began_s is not None, end
+    return {"end": msgspec.json.encode(end).decode(), "seconds": lines[-1][0] - began_s}
 
 
 def host_store(tell):

@@ -76,7 +76,8 @@ def test_all_hear_one_conclusion_and_no_key_is_left(server):
 
     def take_part(rank: int, seat: StoreRendezvous) -> bytes:
         heard = [
-            seat.meet(step, f"{step}{rank}".encode(), ranks.draw, **LONG) for step in ("arrive", "allocation", "last")
+            seat.meet(step, f"{step}{rank}".encode(), ranks.draw, **LONG, failed=step == "last" and rank > 0)
+            for step in ("arrive", "allocation", "last")
         ]
         seat.leave(["arrive", "allocation", "last"], 3)
         return heard[1]

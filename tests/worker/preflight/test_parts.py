@@ -37,6 +37,23 @@ def test_the_quick_stages_share_one_process(run_ranks):
         assert outcome["value"]["left"] == 0
 
 
+def test_who_waits_for_a_rank_that_has_failed_stops(run_ranks):
+    outcomes = run_ranks("one fails", [0, 1, 2], group=[0, 1, 2], timeout_s=20.0)
+
+    for rank in (0, 1):  # at the deadline they would accuse it: it did not reach the group
+        report = outcomes[rank]["value"]
+        assert (report["kind"], report["own"], report["said"]) == ("raised", False, "init")
+        assert report["detail"] == "it stopped, as rank 2 had failed"
+        assert "peers" not in report
+
+
+def test_a_rank_of_another_group_that_has_failed_stops_nobody(run_ranks):
+    outcomes = run_ranks("one fails", [0, 1, 2], group=[0, 1], timeout_s=2.0)
+
+    for rank in (0, 1):
+        assert outcomes[rank]["value"]["detail"].startswith("all_reduce did not end within 1 s")
+
+
 def test_a_stage_that_hangs_ends_the_process_and_is_told():
     pids = []
 

@@ -185,11 +185,12 @@ static uint64_t hash(const void *bytes, size_t size, uint64_t value) {
     return value;
 }
 static int open_communicator(Communicator **opened, uint64_t id, int size, int rank) {
-    char path[64];
+    char path[256];
+    const char *folder = getenv("STAND_IN_NCCL_FOLDER");
     void *released = release_gil();
     size_t bytes = sizeof(Shared) + (size_t)size * SLOT + (size_t)size * size * SLOT;
     while (fault("hang-init", rank)) sleep(1000);
-    snprintf(path, sizeof path, "/dev/shm/stand-in-nccl-%016lx", (unsigned long)id);
+    snprintf(path, sizeof path, "%s/stand-in-nccl-%016lx", folder ? folder : "/dev/shm", (unsigned long)id);
     int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (file < 0 || size > MOST_RANKS || ftruncate(file, bytes)) { take_gil(released); return SYSTEM_ERROR; }
     Communicator *new = calloc(1, sizeof *new);
