@@ -5,7 +5,7 @@ The table stands behind the fixed part of the recorder, in the same header: `GRO
 and its members as text. The rank writes in place; any bytes are read without harm.
 
 A collective's number counts those of its group, from 1 on, and is the same on all its members as long as they issue
-the same ones. What torch issues without Python, such as DDP's reductions, is counted as well, but not described.
+the same ones. What C++ issues without Python, such as DDP's reductions, is counted as well; it is described from torch 2.14 on.
 Sends and receives are counted apart, with numbers below 0.
 """
 
@@ -85,6 +85,8 @@ class GroupPhase(IntEnum):
     WAITING = 2
     FAILED = 3
     """The call or the wait has raised."""
+    ISSUED = 4
+    """C++ has issued it without Python, and waits for it where it needs the result."""
 
 
 def what_of(operation: int, dtype: int, peer: int) -> int:

@@ -1,7 +1,7 @@
 """Sees every operation that Python begins on a process group, and every wait for one.
 
 All of torch's own Python (`all_reduce`, FSDP, object collectives, `barrier`) calls the methods of `ProcessGroup` and of
-`Work`; what C++ issues by itself, such as DDP's reductions, is only counted. A method is replaced on its class by one
+`Work`; what C++ issues by itself is noted by torch's own hooks where it has them (group_hooks.py). A method is replaced on its class by one
 of the same name that notes and calls it: no tensor is touched, and an error of ours is recorded and goes no further. A
 subclass that has a method of its own keeps it.
 
@@ -13,18 +13,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from threading import get_ident
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from ...core.recorder.group_table import OPERATIONS
+from ...core.recorder.group_table import OPERATIONS, GroupPhase
 from ..patches import PatchLedger
 from ..record.collectives import NO_MESSAGE, count_with
 from ..record.group_slots import GroupCall, GroupTable, OperationPlace, described
 from ..record.passed import NOT_FINITE, LatePassed, PassedValues, PassedWhen, look_at, refs_to, tensors_in
 from ..stats.device import is_on_device, late_device, may_have_devices
 from .group_calls import METHODS, NOT_EVERYWHERE, WAIT, ReplacedMethod
+from .group_hooks import GroupHooks
 from .native_writer import difference
 
 try:
@@ -52,6 +54,7 @@ class CollectivePatches:
         self._on_fault = on_fault
         self._native = native
         self._patches = PatchLedger(on_fault)
+        self._hooks = GroupHooks(groups, self._fault, self._send_before)
 
     def attach(self) -> None:
         """Replace the methods in this process's torch, if it was built with `torch.distributed`."""
@@ -67,11 +70,14 @@ class CollectivePatches:
         bundle_begun, bundle_ended = self._groups.bundle_begun, self._groups.bundle_ended
         self._note_after(module.ProcessGroup, "_start_coalescing", lambda group, _: bundle_begun(group))
         self._note_after(module.ProcessGroup, "_end_coalescing", bundle_ended)
+        self._hooks.attach(module, self._patches)
 
     def detach(self, failed: bool = False) -> None:
         """Restore torch's methods and clear the table, which would become outdated. `failed`: the rank continues."""
         self._patches.undo()
         self._groups.clear(failed)
+        if not failed:  # else one of the hooks may call this
+            self._hooks.detach()
 
     def _fault(self, error: Exception) -> None:
         """Detach at the first error of ours: the table then shows no communication, rather than half of it."""
@@ -158,12 +164,15 @@ class CollectivePatches:
                 on_fault(error)
             if place is None:
                 return before(self, *args, **kwargs)
+            groups.threads_inside.add(get_ident())
             try:
                 result = before(self, *args, **kwargs)
             except BaseException:
                 with suppress(Exception):  # the error of the call is raised
-                    groups.failed(place)
+                    groups.leave_phase(place, GroupPhase.FAILED)
                 raise
+            finally:
+                groups.threads_inside.discard(get_ident())
             try:
                 finish(place, self, result)
             except Exception as error:

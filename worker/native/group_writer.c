@@ -306,13 +306,13 @@ int ended(GroupWriter *self, const Place *place)
     return done != NULL ? 1 : -1;
 }
 
-int failed(GroupWriter *self, const Place *place)
+int leave_phase(GroupWriter *self, const Place *place, int64_t phase)
 {
     Py_buffer memory;
     int64_t *fields = borrow_place(self, place, &memory);
     if (fields == NULL)
         return PyErr_Occurred() ? -1 : 0;
-    publish(&fields[G_STATE], GROUP_FAILED);
+    publish(&fields[G_STATE], phase);
     PyBuffer_Release(&memory);
     return 1;
 }

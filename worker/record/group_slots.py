@@ -27,7 +27,7 @@ _modules = sys.modules
 _now = time.monotonic_ns
 _pack_move, _pack_operation, _what_of = table.MOVE.pack_into, table.OPERATION.pack_into, table.what_of
 _RECENT_AT, _OPERATION_BYTES = table.RECENT_AT, table.OPERATION_BYTES
-_ISSUING, _WAITING, _FAILED = int(GroupPhase.ISSUING), int(GroupPhase.WAITING), int(GroupPhase.FAILED)
+_ISSUING, _WAITING = int(GroupPhase.ISSUING), int(GroupPhase.WAITING)
 _MOVE_AT, _P2P, _RING_MASK = 8 * GroupField.BEGUN, int(GroupField.P2P), table.RECENT - 1
 _BEGUN, _STATE, _ENDED = int(GroupField.BEGUN), int(GroupField.STATE), int(GroupField.ENDED)
 _COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), int(HeadField.WAITED_NS)
@@ -107,6 +107,8 @@ class GroupTable:
         """The GroupWriter; None if the methods below write the operations."""
         self._pending: dict[int, tuple[Any, OperationPlace]] = {}
         """id of a work -> (weak reference, place)"""
+        self.threads_inside: set[int] = set()
+        """Those in a replaced method, where the methods below write: what torch issues meanwhile is the method's."""
         self.messages = GroupMessages()
         self._beside: dict[str, int] = {}
         """Name of a group -> count of its own counter that was no collective, when the table was cleared."""
@@ -256,9 +258,9 @@ class GroupTable:
         if place.message != NO_MESSAGE:
             self.messages.waited_for(place.slot.number, place.message)
 
-    def failed(self, place: OperationPlace) -> None:
-        """The call or the wait has raised."""
-        self._fields[place.slot.field + _STATE] = _FAILED
+    def leave_phase(self, place: OperationPlace, phase: GroupPhase) -> None:
+        """The call or the wait has raised; or C++ has issued it, and nobody shows its end."""
+        self._fields[place.slot.field + _STATE] = phase
 
     def count_again(self, place: OperationPlace, group: Any) -> None:
         """Read the group's own counter again: it may count operations or messages that are no collectives."""

@@ -212,6 +212,66 @@ show("after")
     assert all(group["recent"][-1]["operation"] == "barrier" for group in after)
 
 
+OWN_HOOKS = hasattr(torch.distributed.ProcessGroup, "register_pre_hook")
+"""Whether torch calls hooks for what C++ issues by itself: from 2.14 on."""
+
+
+@BOTH
+@pytest.mark.slow
+@pytest.mark.sample(1)
+def test_what_cpp_issues_is_described_once_where_torch_has_hooks_and_else_counted(both):
+    """DDP's own collectives, those of functional and compiled code, and calls with keywords."""
+    shown = both(
+        """
+import torch.distributed._functional_collectives as functional
+group = dist.new_group([0, 1])
+net = torch.nn.Linear(4, 3, dtype=torch.float64)
+net = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
+table.notice(); show("made")
+net(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+table.notice(); show("reduced")
+dist.all_reduce(x, group=group)
+show("python")
+torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.broadcast(torch.ones(6), 1, group.group_name))
+table.notice(); show("functional")
+torch.compile(lambda x: functional.all_reduce(x + 1, "sum", group) * 2, backend="aot_eager")(torch.ones(7))
+table.notice(); show("compiled")
+group.allreduce(tensors=[torch.ones(8)]).wait()
+table.notice(); show("keywords")
+collectives.detach()
+dist.all_reduce(x, group=group)
+collectives.attach()
+dist.all_reduce(x, group=group)
+show("again")
+"""
+    )
+    for found in shown:
+        groups = {name: next(g for g in all_ if g["name"] == "1") for name, all_ in found.items()}
+        after = {
+            name: [(op["operation"], op["dtype"], op["elements"], op["peer"]) for op in group["recent"]]
+            for name, group in groups.items()
+        }
+        begun = [groups[name]["begun"] for name in ("reduced", "python", "functional", "compiled", "keywords")]
+        assert begun == [*range(begun[0], begun[0] + 5)] and begun[0] == groups["made"]["begun"] + 1 > 2
+        assert after["python"][-1] == ("all_reduce", "float32", 4, -1)
+        assert groups["python"]["ended"] == groups["python"]["begun"]
+        assert after["again"] == [("all_reduce", "float32", 4, -1)]
+        if not OWN_HOOKS:
+            assert {name: len(ops) for name, ops in after.items() if name != "again"} == dict.fromkeys(
+                ("made", "reduced"), 0
+            ) | dict.fromkeys(("python", "functional", "compiled", "keywords"), 1)
+            continue
+        numbers = [op["number"] for op in groups["keywords"]["recent"]]
+        assert numbers == [*range(numbers[-1] - 7, numbers[-1] + 1)], "none is left out"
+        assert ("broadcast", "float64", 15, 0) in after["made"], "the parameters of the first rank"
+        assert after["reduced"][-1] == ("all_reduce", "float64", 15, -1)
+        assert after["functional"][-1] == ("broadcast", "float32", 6, 1)
+        assert after["compiled"][-1] == ("all_reduce", "float32", 7, -1)
+        assert after["keywords"][-1] == ("all_reduce", "float32", 8, -1)
+        assert groups["reduced"]["phase"] == groups["compiled"]["phase"] == "issued"
+        assert groups["made"]["ended"] == 0, "nobody in Python has waited for it"
+
+
 @BOTH
 @pytest.mark.slow
 def test_more_groups_than_there_is_room_for_are_counted(both):
