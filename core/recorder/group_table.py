@@ -70,6 +70,8 @@ class GroupField(IntEnum):
     SIZE = 9
     COUNTED = 10
     """The group's own counter after the last operation. What it is ahead later, torch has issued without Python."""
+    AFTER = 11
+    """Its STATE after a call or a wait: NONE, or ON_DEVICE if all calls of the group are noted."""
 
 
 ENDS_ON_DEVICE = -1
@@ -86,7 +88,9 @@ class GroupPhase(IntEnum):
     FAILED = 3
     """The call or the wait has raised."""
     ISSUED = 4
-    """C++ has issued it without Python, and waits for it where it needs the result."""
+    """C++ has issued it without Python, and waits where it needs the result."""
+    ON_DEVICE = 5
+    """A device was given it, and the host goes on."""
 
 
 def what_of(operation: int, dtype: int, peer: int) -> int:

@@ -6,7 +6,6 @@ compiled code), call no method in Python. All others are noted by the replaced m
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from ...core.recorder.group_table import OPERATIONS, GroupPhase
+from ...core.torch_names import name_in_torch
 from ..patches import PatchLedger
 from ..record.group_slots import GroupTable
 
@@ -41,10 +41,11 @@ class GroupHooks:
 
     def attach(self, module: Any, patches: PatchLedger) -> None:
         """Register with the groups that there are, and with each new one before its first collective."""
-        names = getattr(sys.modules.get("torch._C._distributed_c10d"), "HookOpName", None)
+        names = name_in_torch("torch._C._distributed_c10d.HookOpName")
         if names is None or not hasattr(module.ProcessGroup, "register_pre_hook"):
             return
         self._operations = {getattr(names, name): OPERATIONS.index(ours) for name, ours in _OPERATIONS.items()}
+        self._groups.sees_all = True
         for group in list(module._pg_map):
             self._register(group)
         patches.replace(module, "_register_process_group", self._and_register)

@@ -271,7 +271,7 @@ int issued_work(GroupWriter *self, Place *place, PyObject *work)
     int64_t *fields = borrow_place(self, place, &memory);
     if (fields == NULL)
         return PyErr_Occurred() ? -1 : 0;
-    publish(&fields[G_STATE], 0);
+    publish(&fields[G_STATE], fields[G_AFTER]);
     PyBuffer_Release(&memory);
     if (work == Py_None)
         return 1;
@@ -297,7 +297,7 @@ int ended(GroupWriter *self, const Place *place)
     ((int64_t *)memory.buf)[F_WAITED_NS] += now_ns() - fields[G_SINCE_NS];
     if (fields[G_ENDED] >= 0 && place->number > fields[G_ENDED]) /* below 0: the device ends them */
         fields[G_ENDED] = place->number;
-    publish(&fields[G_STATE], 0);
+    publish(&fields[G_STATE], fields[G_AFTER]);
     PyBuffer_Release(&memory);
     if (place->message == NO_MESSAGE || self->message_received == NULL)
         return 1;
@@ -312,7 +312,7 @@ int leave_phase(GroupWriter *self, const Place *place, int64_t phase)
     int64_t *fields = borrow_place(self, place, &memory);
     if (fields == NULL)
         return PyErr_Occurred() ? -1 : 0;
-    publish(&fields[G_STATE], phase);
+    publish(&fields[G_STATE], phase == GROUP_ISSUED && fields[G_AFTER] != 0 ? fields[G_AFTER] : phase);
     PyBuffer_Release(&memory);
     return 1;
 }

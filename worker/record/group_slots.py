@@ -31,6 +31,7 @@ _ISSUING, _WAITING = int(GroupPhase.ISSUING), int(GroupPhase.WAITING)
 _MOVE_AT, _P2P, _RING_MASK = 8 * GroupField.BEGUN, int(GroupField.P2P), table.RECENT - 1
 _BEGUN, _STATE, _ENDED = int(GroupField.BEGUN), int(GroupField.STATE), int(GroupField.ENDED)
 _COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), int(HeadField.WAITED_NS)
+_AFTER = int(GroupField.AFTER)
 
 
 class GroupCall(IntEnum):
@@ -103,6 +104,8 @@ class GroupTable:
         self.memory = recorder.memory
         self.shows = False
         """Whether operations are noted. Else the table stays empty: a number that does not move would be wrong."""
+        self.sees_all = False
+        """Whether torch calls hooks for what C++ issues: else that is counted late."""
         self.native: Any = None
         """The GroupWriter; None if the methods below write the operations."""
         self._pending: dict[int, tuple[Any, OperationPlace]] = {}
@@ -240,7 +243,7 @@ class GroupTable:
 
     def issued(self, place: OperationPlace, work: Any) -> None:
         """The call that began an operation has returned `work`, which the script may wait for."""
-        self._fields[place.slot.field + _STATE] = 0
+        self._fields[place.slot.field + _STATE] = self._fields[place.slot.field + _AFTER]
         if work is not None:
             pending = self._pending
             if len(pending) > MOST_PENDING:
@@ -252,7 +255,7 @@ class GroupTable:
         at = place.slot.field
         fields = self._fields
         self._header[_WAITED] += _now() - fields[at + _SINCE]
-        fields[at + _STATE] = 0
+        fields[at + _STATE] = fields[at + _AFTER]
         if 0 <= fields[at + _ENDED] < place.number:
             fields[at + _ENDED] = place.number
         if place.message != NO_MESSAGE:
@@ -260,7 +263,8 @@ class GroupTable:
 
     def leave_phase(self, place: OperationPlace, phase: GroupPhase) -> None:
         """The call or the wait has raised; or C++ has issued it, and nobody shows its end."""
-        self._fields[place.slot.field + _STATE] = phase
+        after = self._fields[place.slot.field + _AFTER]
+        self._fields[place.slot.field + _STATE] = after if after and phase == GroupPhase.ISSUED else phase
 
     def count_again(self, place: OperationPlace, group: Any) -> None:
         """Read the group's own counter again: it may count operations or messages that are no collectives."""
@@ -300,6 +304,7 @@ class GroupTable:
         self._fields[slot.field + GroupField.SIZE] = group.size()
         if "nccl" in str(module._world.pg_map.get(group, ("",))[0]):  # a host does not wait for its device
             self._fields[slot.field + GroupField.ENDED] = table.ENDS_ON_DEVICE
+            self._fields[slot.field + GroupField.AFTER] = GroupPhase.ON_DEVICE if self.sees_all else GroupPhase.NONE
             answer_about_nccl(self._folder, self._header[HeadField.RANK], self._header[HeadField.ATTEMPT])
         self._count_unseen(slot, group._get_sequence_number_for_group())
         self._fields[slot.field + GroupField.USED] = 1
