@@ -6,6 +6,7 @@ compiled code), call no method in Python. All others are noted by the replaced m
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class GroupHooks:
         self._on_fault = on_fault
         self._send_before = send_before
         self._operations: dict[Any, int] = {}
+        self._registers = False
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def attach(self, module: Any, patches: PatchLedger) -> None:
@@ -45,7 +47,8 @@ class GroupHooks:
         if names is None or not hasattr(module.ProcessGroup, "register_pre_hook"):
             return
         self._operations = {getattr(names, name): OPERATIONS.index(ours) for name, ours in _OPERATIONS.items()}
-        self._groups.sees_all = True
+        self._groups.sees_all = self._registers = True
+        atexit.register(self._leave)  # C++ may keep a group for longer than Python lives, and frees its hook then
         for group in list(module._pg_map):
             self._register(group)
         patches.replace(module, "_register_process_group", self._and_register)
@@ -53,10 +56,15 @@ class GroupHooks:
     def detach(self) -> None:
         """Take the hooks away, unless another thread may be inside of one: torch then calls what was freed."""
         if threading.active_count() == 1:
-            for group in list(self._hooked):
-                with suppress(RuntimeError):
-                    group.unregister_pre_hook(_ID)
-            self._hooked.clear()
+            atexit.unregister(self._leave)
+            self._leave()
+
+    def _leave(self) -> None:
+        self._registers = False
+        for group in list(self._hooked):
+            with suppress(RuntimeError):
+                group.unregister_pre_hook(_ID)
+        self._hooked.clear()
 
     def _and_register(self, before: Any) -> Callable[..., Any]:
         def _register_process_group(name: Any, group: Any) -> Any:
@@ -67,6 +75,8 @@ class GroupHooks:
         return _register_process_group
 
     def _register(self, group: Any) -> None:
+        if not self._registers:
+            return
         writer = self._groups.native
         hook = writer.hook(group, self._operations) if writer is not None else self._hook(group)
         with suppress(RuntimeError, TypeError):  # a kind of group of its own; its collectives are counted

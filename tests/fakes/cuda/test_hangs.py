@@ -65,3 +65,19 @@ def test_a_rank_that_sends_nothing_is_named(tmp_path, way):
 
     assert (verdict["kind"], verdict["rank"]) == ("hang", 1), said
     assert "(ending the ranks)" in said
+
+
+@pytest.mark.parametrize("way", ["to", "bool", "if", "event", "backward", "ddp", "fsdp2"])
+def test_over_nccl2_which_records_nothing_the_ranks_own_tables_show_it(tmp_path, way):
+    code, verdict, said = hang(tmp_path, way, "sleep", on_hang="abort", TORCH_DIST_USE_NCCL2="1")
+
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, "established"), said
+    assert "Rank 1 never reached all_" in verdict["statement"]
+    assert code == 5
+
+
+def test_over_nccl2_a_rank_that_left_ends_the_job(tmp_path):
+    code, verdict, said = hang(tmp_path, "to", "leave", TORCH_DIST_USE_NCCL2="1")
+
+    assert (code, verdict["kind"], verdict["rank"], verdict["certainty"]) == (5, "hang", 1, "established"), said
+    assert "(ending the ranks)" in said
