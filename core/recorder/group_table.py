@@ -39,6 +39,7 @@ OPERATIONS = (
     "monitored_barrier",
     "send",
     "recv",
+    "new_window",
 )
 """By code. The first one is unknown."""
 

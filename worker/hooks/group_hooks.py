@@ -37,7 +37,7 @@ class GroupHooks:
         self._groups = groups
         self._on_fault = on_fault
         self._send_before = send_before
-        self._operations: dict[Any, int] = {}
+        self._operations: dict[int, int] = {}
         self._registers = False
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -46,7 +46,7 @@ class GroupHooks:
         names = name_in_torch("torch._C._distributed_c10d.HookOpName")
         if names is None or not hasattr(module.ProcessGroup, "register_pre_hook"):
             return
-        self._operations = {getattr(names, name): OPERATIONS.index(ours) for name, ours in _OPERATIONS.items()}
+        self._operations = {getattr(names, name).value: OPERATIONS.index(ours) for name, ours in _OPERATIONS.items()}
         self._groups.sees_all = self._registers = True
         atexit.register(self._leave)  # C++ may keep a group for longer than Python lives, and frees its hook then
         for group in list(module._pg_map):
@@ -89,7 +89,7 @@ class GroupHooks:
 
         def before(call: Any) -> None:
             try:
-                operation, group = operations.get(call.name), ref()
+                operation, group = operations.get(call.name.value), ref()
                 if operation is None or group is None or threading.get_ident() in groups.threads_inside:
                     return
                 tensors = call.input_tensors or call.output_tensors

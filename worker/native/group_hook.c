@@ -10,7 +10,7 @@ typedef struct {
     PyObject_HEAD
     GroupWriter *writer;
     PyObject *group;      /* a weak reference: the group holds the hook */
-    PyObject *operations; /* torch's HookOpName -> code of the operation */
+    PyObject *operations; /* value of torch's HookOpName -> code of the operation */
 } GroupHook;
 
 static PyTypeObject *hook_type;
@@ -35,10 +35,11 @@ static int note_call(GroupHook *self, PyObject *group, PyObject *call)
 {
     Place place = {.outputs = NULL, .given_late = NULL};
     int64_t operation, root;
-    PyObject *name = PyObject_GetAttr(call, s_name);
-    PyObject *code = name != NULL ? PyDict_GetItemWithError(self->operations, name) : NULL; /* else it is no collective */
+    PyObject *name = PyObject_GetAttr(call, s_name), *value = name != NULL ? PyObject_GetAttr(name, s_value) : NULL;
+    PyObject *code = value != NULL ? PyDict_GetItemWithError(self->operations, value) : NULL; /* else it is no collective */
     const int known = code != NULL && integer_from(code, &operation);
     Py_XDECREF(name);
+    Py_XDECREF(value);
     if (!known)
         return PyErr_Occurred() ? -1 : 0;
     PyObject *tensor = tensor_of(call);

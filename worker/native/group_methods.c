@@ -324,7 +324,7 @@ static PyMethodDef writer_methods[] = {
      "method(name, before, call, operation, tensor, peer, is_rooted, tag, given, returned, given_at_root, returned_at_root)"
      " -> method\n\nA method that notes and calls `before`. Positions of its arguments are -1 for none."},
     {"hook", METHOD(writer_hook), METH_VARARGS,
-     "hook(group, operations) -> callable\n\nWhat torch calls before each collective of the group. operations: HookOpName -> code."},
+     "hook(group, operations) -> callable\n\nWhat torch calls before each collective of the group. operations: value of HookOpName -> code."},
     {"enter", METHOD(writer_enter), METH_VARARGS, "enter(number, group) -> None\n\nThe group holds that slot from now on."},
     {"remember", METHOD(writer_remember), METH_VARARGS,
      "remember(slot, work, number, message) -> None\n\nSomebody may wait for this work of the group in that slot."},
