@@ -78,8 +78,8 @@ METHODS = (
 """The replaced methods of a process group."""
 NOT_EVERYWHERE = {
     *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    *("gather_single", "gather_into_tensor", "all_to_all_single", "new_window"),
+    *("gather_single", "gather_into_tensor", "all_to_all_single", "new_window", "block_current_stream"),
 }
 """Some of the supported versions of torch (2.5 to 2.15) lack these."""
-WAIT = ReplacedMethod("wait", GroupCall.WAIT)
-"""The replaced method of a work."""
+WAITS = (ReplacedMethod("wait", GroupCall.WAIT), ReplacedMethod("block_current_stream", GroupCall.BLOCK))
+"""The replaced methods of a work."""

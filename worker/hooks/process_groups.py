@@ -25,7 +25,7 @@ from ..record.collectives import NO_MESSAGE, count_with
 from ..record.group_slots import GroupCall, GroupTable, OperationPlace, described
 from ..record.passed import NOT_FINITE, LatePassed, PassedValues, PassedWhen, look_at, refs_to, tensors_in
 from ..stats.device import is_on_device, late_device, may_have_devices
-from .group_calls import METHODS, NOT_EVERYWHERE, WAIT, ReplacedMethod
+from .group_calls import METHODS, NOT_EVERYWHERE, WAITS, ReplacedMethod
 from .group_hooks import GroupHooks
 from .native_writer import difference
 
@@ -66,7 +66,8 @@ class CollectivePatches:
         self._groups.native = self._writer(module.ProcessGroup) if self._native else None
         for method in METHODS:
             self._replace(module.ProcessGroup, method)
-        self._replace(module.Work, WAIT)
+        for method in WAITS:
+            self._replace(module.Work, method)
         bundle_begun, bundle_ended = self._groups.bundle_begun, self._groups.bundle_ended
         self._note_after(module.ProcessGroup, "_start_coalescing", lambda group, _: bundle_begun(group))
         self._note_after(module.ProcessGroup, "_end_coalescing", bundle_ended)
@@ -183,7 +184,7 @@ class CollectivePatches:
 
     def _begin_of(self, method: ReplacedMethod) -> Callable[[Any, tuple[Any, ...]], OperationPlace | None]:
         groups, code = self._groups, OPERATIONS.index(method.operation)
-        if method.call == GroupCall.WAIT:
+        if method.call in (GroupCall.WAIT, GroupCall.BLOCK):
             return lambda work, args: groups.waits_for(work)
 
         def begin(group: Any, args: tuple[Any, ...]) -> OperationPlace | None:
@@ -236,7 +237,10 @@ class CollectivePatches:
         def finish(place: OperationPlace, owner: Any, result: Any) -> None:
             if counts_again:
                 groups.count_again(place, owner)
-            if ends:
+            if method.call == GroupCall.BLOCK:
+                groups.ended(place, on_host=False)
+                self._look_late(place, PassedWhen.ISSUED, _alive(place))
+            elif ends:
                 groups.ended(place)
                 alive = _alive(place)
                 self._look_late(place, PassedWhen.CAME_OUT, alive)

@@ -96,7 +96,7 @@ static int begin(GroupMethod *self, PyObject *const *args, Py_ssize_t given, Pla
 {
     if (given < 1 || self->tensor + 1 >= given) /* called with keywords: only the group's own counter counts it */
         return 0;
-    if (self->call == CALL_WAIT)
+    if (self->call == CALL_WAIT || self->call == CALL_BLOCK)
         return waits_for(self->writer, args[0], place);
     /* held: a list may change while Python runs */
     PyObject *tensor = self->tensor >= 0 ? first_of(args[self->tensor + 1]) : NULL;
@@ -120,8 +120,10 @@ static int finish(GroupMethod *self, PyObject *object, PyObject *result, Place *
     GroupWriter *writer = self->writer;
     if ((self->call == CALL_P2P || self->call == CALL_BARRIER) && count_again(writer, place, object) < 0)
         return -1;
+    if (self->call == CALL_BLOCK) /* its stream waits, and the host goes on */
+        return ended(writer, place, 0) < 0 ? -1 : look_at_issued(writer, place);
     if (self->call == CALL_WAIT || self->call == CALL_BARRIER)
-        return ended(writer, place) < 0 ? -1 : look_at_outputs(writer, place);
+        return ended(writer, place, 1) < 0 ? -1 : look_at_outputs(writer, place);
     /* the script cannot wait for it alone: its backend has synchronised the stream, or it is one of a bundle of messages */
     const int has_no_work = result == Py_None || (self->call == CALL_P2P && place->message == NO_MESSAGE);
     if (has_no_work && look_at_issued(writer, place) < 0)

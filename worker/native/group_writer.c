@@ -288,14 +288,14 @@ int issued_work(GroupWriter *self, Place *place, PyObject *work)
     return 1;
 }
 
-int ended(GroupWriter *self, const Place *place)
+int ended(GroupWriter *self, const Place *place, int on_host)
 {
     Py_buffer memory;
     int64_t *fields = borrow_place(self, place, &memory);
     if (fields == NULL)
         return PyErr_Occurred() ? -1 : 0;
     ((int64_t *)memory.buf)[F_WAITED_NS] += now_ns() - fields[G_SINCE_NS];
-    if (fields[G_ENDED] >= 0 && place->number > fields[G_ENDED]) /* below 0: the device ends them */
+    if (on_host && fields[G_ENDED] >= 0 && place->number > fields[G_ENDED]) /* below 0: the device ends them */
         fields[G_ENDED] = place->number;
     publish(&fields[G_STATE], fields[G_AFTER]);
     PyBuffer_Release(&memory);

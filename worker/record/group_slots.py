@@ -42,6 +42,8 @@ class GroupCall(IntEnum):
     BARRIER = 2
     """A collective that has ended when the call returns, and that the group's own counter counts by its messages."""
     WAIT = 3
+    BLOCK = 4
+    """A wait of the current stream: the host goes on."""
 
 
 class GroupSlot:
@@ -250,13 +252,13 @@ class GroupTable:
                 self._pending = pending = {}
             pending[id(work)] = weakref.ref(work), place
 
-    def ended(self, place: OperationPlace) -> None:
-        """The wait has ended on this rank, as far as the host can see."""
+    def ended(self, place: OperationPlace, on_host: bool = True) -> None:
+        """The wait has ended on this rank, as far as the host can see; or a stream waits, and not the host."""
         at = place.slot.field
         fields = self._fields
         self._header[_WAITED] += _now() - fields[at + _SINCE]
         fields[at + _STATE] = fields[at + _AFTER]
-        if 0 <= fields[at + _ENDED] < place.number:
+        if on_host and 0 <= fields[at + _ENDED] < place.number:
             fields[at + _ENDED] = place.number
         if place.message != NO_MESSAGE:
             self.messages.waited_for(place.slot.number, place.message)

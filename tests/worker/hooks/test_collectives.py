@@ -217,8 +217,7 @@ OWN_HOOKS = hasattr(torch.distributed.ProcessGroup, "register_pre_hook")
 
 
 @BOTH
-@pytest.mark.slow
-@pytest.mark.sample(1)
+@pytest.mark.quick(1)
 def test_what_cpp_issues_is_described_once_where_torch_has_hooks_and_else_counted(both):
     """DDP's own collectives, those of functional and compiled code, and calls with keywords."""
     shown = both(
@@ -653,9 +652,55 @@ note("again")
         assert found["alone"]["received"] == found["again"]["received"] == {"0": {str(1 - rank): 3}}
 
 
+@BOTH
+@pytest.mark.slow
+@pytest.mark.sample(1)
+def test_a_stream_that_waits_brings_the_output_and_no_end(both, monkeypatch):
+    """`Work.block_current_stream`; that of gloo needs a GPU."""
+    monkeypatch.setenv(LATE_DEVICE, "7")
+    shown = both(
+        LOOKS
+        + """
+collectives.detach()
+dist.Work.block_current_stream = lambda self: None
+collectives.attach()
+work = dist.all_reduce(bad := torch.full((3,), float("nan") if rank else 1.0), async_op=True)
+while not work.is_completed():
+    pass
+shown["issued"] = all_told()
+work.block_current_stream()
+shown["blocked"] = all_told()
+shown["groups"] = [msgspec.to_builtins(group) for group in told.groups()]
+"""
+    )
+    assert [[each[4] for each in rank["issued"]] for rank in shown] == [[], [False]]
+    assert [[each[:6] for each in rank["blocked"]] for rank in shown] == [[["all_reduce", 1, -1, 0, True, "nan"]]] * 2
+    for rank in shown:
+        assert [(group["begun"], group["ended"], group["phase"]) for group in rank["groups"]] == [(1, 0, "none")]
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.ProcessGroup, "new_window"), reason="torch has no windows")
+def test_a_window_is_a_collective_of_all_members(both):
+    """That of gloo raises."""
+    shown = both(
+        """
+try:
+    dist.group.WORLD.new_window(x)
+except RuntimeError:
+    show("window")
+dist.all_reduce(x)
+show("after")
+"""
+    )
+    for found in shown:
+        (window,), (after,) = found["window"], found["after"]
+        assert (window["phase"], window["begun"], window["recent"][0]["operation"]) == ("failed", 1, "new_window")
+        assert [op["number"] for op in after["recent"]] == [1, 2]
+
+
 def test_every_operation_of_this_torchs_process_groups_is_known():
     """A new release adds some, as 2.15 has added gather_single."""
-    kinds = re.compile(r"^_?(all|broadcast|reduce|gather|scatter|send|recv|barrier|monitored)")
+    kinds = re.compile(r"^_?(all|broadcast|reduce|gather|scatter|send|recv|barrier|monitored|new_window)")
     found = {name for name in vars(torch.distributed.ProcessGroup) if kinds.match(name) and "sequence" not in name}
     assert found <= {method.name for method in hooks.METHODS}
 

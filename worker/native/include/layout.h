@@ -37,7 +37,7 @@
     DO(G_P2P, 6) DO(G_P2P_WHAT, 7) DO(G_P2P_ELEMENTS, 8) DO(G_COUNTED, 10) DO(G_AFTER, 11)                                   \
     DO(GROUP_ISSUING, 1) DO(GROUP_WAITING, 2) DO(GROUP_FAILED, 3) DO(GROUP_ISSUED, 4) DO(GROUP_ON_DEVICE, 5)                                            \
     /* kinds of replaced methods of a process group */                                                       \
-    DO(CALL_COLLECTIVE, 0) DO(CALL_P2P, 1) DO(CALL_BARRIER, 2) DO(CALL_WAIT, 3)
+    DO(CALL_COLLECTIVE, 0) DO(CALL_P2P, 1) DO(CALL_BARRIER, 2) DO(CALL_WAIT, 3) DO(CALL_BLOCK, 4)
 
 #define AS_CONSTANT(NAME, NUMBER) NAME = NUMBER,
 enum { EACH_NUMBER(AS_CONSTANT) };
