@@ -305,9 +305,7 @@ def left_open(
     return min(found, key=lambda place: place[0].since_s, default=None)
 
 
-def with_pending(
-    tables: Mapping[int, Sequence[GroupState]], world_size: int
-) -> Mapping[int, Sequence[GroupState]]:
+def with_pending(tables: Mapping[int, Sequence[GroupState]], world_size: int) -> Mapping[int, Sequence[GroupState]]:
     """Add what a device cannot have completed where torch's recorder shows nothing, as with the backend nccl2.
 
     A device takes the collectives of a group in their order. All ranks' tables must note what C++ issues.

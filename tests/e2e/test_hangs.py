@@ -35,7 +35,11 @@ def test_it_is_named_with_what_it_does(bench, how, place, line):
 
     verdict = run.verdict
     assert run.code == 5
-    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, "established" if OWN_HOOKS else "supported")
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == (
+        "hang",
+        1,
+        "established" if OWN_HOOKS else "supported",
+    )
     assert verdict["statement"].startswith("Rank 1 never reached the backward's reduction of gradients")
     assert place in verdict["statement"]
     assert line in verdict["statement"]
