@@ -300,7 +300,7 @@ def standing_at(groups: Sequence[GroupState], *, failed: bool = False) -> tuple[
 def left_open(
     groups: Iterable[GroupState], tables: Mapping[int, Sequence[GroupState]], world_size: int
 ) -> tuple[GroupState, int] | None:
-    """Where a rank that waits stands by what C++ has issued for it: what cannot have completed, as a member is missing."""
+    """Where a rank that waits stands by what C++ has issued: the first that a member never began, which has no end."""
     found = [(group, number) for group in groups if (number := _first_open(group, "issued", tables, world_size))]
     return min(found, key=lambda place: place[0].since_s, default=None)
 

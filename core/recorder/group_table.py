@@ -5,7 +5,8 @@ The table stands behind the fixed part of the recorder, in the same header: `GRO
 and its members as text. The rank writes in place; any bytes are read without harm.
 
 A collective's number counts those of its group, from 1 on, and is the same on all its members as long as they issue
-the same ones. What C++ issues without Python, such as DDP's reductions, is counted as well; it is described from torch 2.14 on.
+the same ones. What C++ issues without Python, such as DDP's reductions, is counted as well; from torch 2.14 on it is
+described, too.
 Sends and receives are counted apart, with numbers below 0.
 """
 

@@ -1,7 +1,8 @@
 """Registers torch's own hooks of process groups, which also see what C++ issues by itself.
 
-torch 2.14 and later have them. DDP's reductions and its broadcasts at construction, and functional collectives (those of
-compiled code), call no method in Python. All others are noted by the replaced methods, and the hook leaves them alone.
+torch 2.14 and later have them. DDP's reductions and its broadcasts at construction, and functional collectives (those
+of compiled code), call no method in Python. All others are noted by the replaced methods, and the hook leaves them
+alone.
 """
 
 from __future__ import annotations

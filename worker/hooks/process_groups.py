@@ -1,9 +1,9 @@
 """Sees every operation that Python begins on a process group, and every wait for one.
 
 All of torch's own Python (`all_reduce`, FSDP, object collectives, `barrier`) calls the methods of `ProcessGroup` and of
-`Work`; what C++ issues by itself is noted by torch's own hooks where it has them (group_hooks.py). A method is replaced on its class by one
-of the same name that notes and calls it: no tensor is touched, and an error of ours is recorded and goes no further. A
-subclass that has a method of its own keeps it.
+`Work`; what C++ issues by itself is noted by torch's own hooks where it has them (group_hooks.py). A method is replaced
+on its class by one of the same name that notes and calls it: no tensor is touched, and an error of ours is recorded and
+goes no further. A subclass that has a method of its own keeps it.
 
 Where worker/native was built, the new method is a C function: it has no line in a traceback of the user's.
 """
