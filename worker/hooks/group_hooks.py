@@ -68,9 +68,11 @@ class GroupHooks:
         self._hooked.clear()
 
     def _and_register(self, before: Any) -> Callable[..., Any]:
-        def _register_process_group(name: Any, group: Any) -> Any:
-            result = before(name, group)
-            self._register(group)
+        def _register_process_group(*args: Any, **kwargs: Any) -> Any:
+            result = before(*args, **kwargs)
+            for group in (*args, *kwargs.values()):
+                if hasattr(group, "register_pre_hook"):
+                    self._register(group)
             return result
 
         return _register_process_group
@@ -79,10 +81,11 @@ class GroupHooks:
         if not self._registers:
             return
         writer = self._groups.native
-        hook = writer.hook(group, self._operations) if writer is not None else self._hook(group)
-        with suppress(RuntimeError, TypeError):  # a kind of group of its own; its collectives are counted
-            group.register_pre_hook(_ID, hook)
+        try:
+            group.register_pre_hook(_ID, writer.hook(group, self._operations) if writer else self._hook(group))
             self._hooked.add(group)
+        except Exception as error:  # the script makes a group
+            self._on_fault(error)
 
     def _hook(self, group: Any) -> Callable[[Any], None]:
         """What worker/native/group_hook.c does likewise."""
