@@ -461,7 +461,7 @@ for native in (True, False):
 )
 @pytest.mark.slow
 def test_torchs_own_flight_recorder_has_the_same_operations_under_the_same_numbers(both, monkeypatch):
-    """Also of what C++ issues: our table counts those, and torch's recorder describes them."""
+    """Also of what C++ issues: our table counts those, and from 2.14 on describes them as well."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1000")
     shown = both(
         """
@@ -481,7 +481,7 @@ show("ours")
 shown["torchs"] = json.loads(_dump_fr_trace_json())["entries"]
 """
     )
-    dtypes = {"Float": "float32", "Double": "float64", "BFloat16": "bfloat16"}
+    dtypes = {"Float": "float32", "Double": "float64", "BFloat16": "bfloat16", "Int": "int32", "Long": "int64"}
     for found in shown:
         entries = [entry for entry in found["torchs"] if not entry["is_p2p"]]
         for group in found["ours"]:
