@@ -1,6 +1,7 @@
 """What it costs the host to show a collective: `all_reduce` of four numbers on a gloo group of one process, in turns.
 
 python benchmarks/collectives.py --rounds 200
+python benchmarks/collectives.py --cpp           # issued by C++, as DDP's are: seen from torch 2.14 on
 """
 
 from __future__ import annotations
@@ -33,9 +34,20 @@ AT_MOST_US = 1.0
 _CALLS = 200
 
 
-def measure(rounds: int) -> dict[str, list[float]]:
-    """Variant -> microseconds for a collective and its wait, one number a round. SystemExit on a fault of ours."""
+def measure(rounds: int, cpp: bool = False) -> dict[str, list[float]]:
+    """Variant -> microseconds for a collective and its wait, one number a round. SystemExit on a fault of ours.
+
+    `cpp`: C++ issues it and waits for it.
+    """
     tensor = torch.ones(4)
+    in_cpp = torch.ops._c10d_functional
+
+    def reduce() -> None:
+        if cpp:
+            in_cpp.wait_tensor(in_cpp.all_reduce_(tensor, "sum", dist.group.WORLD.group_name))
+        else:
+            dist.all_reduce(tensor)
+
     spent: dict[str, list[float]] = {PLAIN: [], SHOWN: [], NATIVE: [], PYTHON: []}
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -67,14 +79,15 @@ def measure(rounds: int) -> dict[str, list[float]]:
                 watcher.attach()
                 if (groups.native is not None) != (variant != PYTHON):
                     raise SystemExit("the native part is not there: install a C compiler, then gpuwatch again")
-            dist.all_reduce(tensor)
+            reduce()
             began = time.perf_counter()
             for _ in range(_CALLS):
-                dist.all_reduce(tensor)
+                reduce()
             spent[variant].append((time.perf_counter() - began) / _CALLS * 1e6)
             if watcher is not None:
-                shown = groups.slot_of(dist.group.WORLD)
-                if shown is None or recorder.groups[shown.field + GroupField.ENDED] < _CALLS:
+                groups.notice()
+                shown, number = groups.slot_of(dist.group.WORLD), GroupField.BEGUN if cpp else GroupField.ENDED
+                if shown is None or recorder.groups[shown.field + number] < _CALLS:
                     raise SystemExit("the collectives were not noted")
                 watcher.detach()
 
@@ -90,12 +103,16 @@ def main() -> None:
     """Print the median of the difference, and its 95 % interval."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200, help=f"of {_CALLS} collectives each (default: 200)")
-    spent = measure(parser.parse_args().rounds)
-    print(f"all_reduce of 4 numbers, one process: {statistics.median(spent[PLAIN]):.2f} us")
+    parser.add_argument("--cpp", action="store_true", help="a functional collective, which C++ issues")
+    options = parser.parse_args()
+    spent = measure(options.rounds, options.cpp)
+    print(f"torch {torch.__version__}, all_reduce of 4 numbers, one process: {statistics.median(spent[PLAIN]):.2f} us")
     for name in (SHOWN, NATIVE, PYTHON):
         added = [watched - plain for plain, watched in zip(spent[PLAIN], spent[name], strict=True)]
         low, high = interval(added)
-        print(f"shown in the recorder, {name}: {statistics.median(added):.2f} us more ({low:.2f} to {high:.2f})")
+        ratio = statistics.median(watched / plain for plain, watched in zip(spent[PLAIN], spent[name], strict=True))
+        more = f"{statistics.median(added):.2f} us more ({low:.2f} to {high:.2f}), {ratio:.3f} of plain"
+        print(f"shown in the recorder, {name}: {more}")
 
 
 if __name__ == "__main__":

@@ -116,7 +116,10 @@ NAMES = (
     TorchName(_C10D, "_pg_map", COMMS),
     TorchName(_C10D, "_world", COMMS),
     TorchName(_C10D, "_update_default_pg", RUN),
+    TorchName(_C10D, "_register_process_group", HANGS),
     TorchName(_GROUP, "_get_sequence_number_for_group", COMMS),
+    TorchName(_GROUP, "register_pre_hook", HANGS, since=(2, 14), instead=True),  # before: C++'s own are only counted
+    TorchName("torch._C._distributed_c10d", "HookOpName", HANGS, since=(2, 14), instead=True),
     TorchName(_GROUP, "_start_coalescing", HANGS),
     TorchName(_GROUP, "_end_coalescing", HANGS),
     TorchName(_GROUP, "_allgather_base", HANGS),

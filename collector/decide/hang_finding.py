@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from msgspec import structs
+
 from ...core.events import RankLook, WorkerExit
 from ...core.settings import OnHang
 from ...core.text import ranks_text
@@ -27,6 +29,7 @@ from .hang_model import (
     has_left,
     position_of,
     standing_at,
+    with_pending,
 )
 
 
@@ -40,6 +43,9 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
         look.where.rank: WorkerExit(look.where, 0, "itself", groups=look.groups) for look in looks if has_left(look)
     }
     ended = {**gone, **ended}
+    left_tables = {rank: exit_.groups for rank, exit_ in ended.items()}
+    tables = with_pending({**{look.where.rank: look.groups for look in looks}, **left_tables}, world_size)
+    looks = [structs.replace(look, groups=list(tables[look.where.rank])) for look in looks]
     looks = sorted((look for look in looks if look.where.rank not in gone), key=lambda look: look.where.rank)
     positions = {look.where.rank: position_of(look) for look in looks}
     if all(position.kind == "stopped" for position in positions.values()):

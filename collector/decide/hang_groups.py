@@ -11,6 +11,7 @@ from ...core.text import ranks_text
 from ...core.verdicts import Certainty
 from ..report.sentence_parts import grouped
 from .hang_model import (
+    BACKWARD,
     HangFinding,
     OperationMismatch,
     PendingOperation,
@@ -18,6 +19,7 @@ from .hang_model import (
     group_text,
     is_pending,
     kind_text,
+    left_open,
     meetings_of,
     mismatch_of,
     standing_at,
@@ -83,7 +85,13 @@ def find_by_groups(positions: Mapping[int, RankPosition], world_size: int, waite
         and (place := standing_at(one.groups, failed=one.failed)) is not None
     }
     tables = {rank: one.groups for rank, one in positions.items()}
-    if not any(positions[rank].kind == "waits" or is_pending(positions[rank].groups) for rank in places):
+    for rank, one in positions.items():
+        if one.waiting and rank not in places and (place := left_open(one.groups, tables, world_size)) is not None:
+            places[rank] = place
+    if not any(
+        positions[rank].kind == "waits" or is_pending(positions[rank].groups) or state.phase == "issued"
+        for rank, (state, _) in places.items()
+    ):
         return None
     meetings = meetings_of(tables, places, world_size)
     if any(not meeting.members for meeting in meetings):
@@ -295,6 +303,9 @@ class _GroupScene:
         """`all_reduce`, `the send of rank 1`"""
         if meeting.number < 0 and meeting.operation is not None:
             return f"the {meeting.operation.operation} of {ranks_text(meeting.waiting)}"
+        by_torch = all(self.places[rank][0].phase == "issued" for rank in meeting.waiting)
+        if by_torch and all(self.positions[rank].operation == BACKWARD for rank in meeting.waiting):
+            return BACKWARD
         return meeting.text(self.world_size)
 
     def _stand_in(self, meeting: PendingOperation) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec.structs import replace
+
 from ...core.events import GroupState, IssuedOperation, RankLook, StackLine
 from ...core.recorder.group_table import members_of
 from ...core.recorder.layout import GROUPS
@@ -293,6 +295,45 @@ def standing_at(groups: Sequence[GroupState], *, failed: bool = False) -> tuple[
         return latest, latest.at
     pending = [(group, group.pending) for group in groups if group.pending]
     return max(pending, key=lambda place: place[0].pending_s, default=None)
+
+
+def left_open(
+    groups: Iterable[GroupState], tables: Mapping[int, Sequence[GroupState]], world_size: int
+) -> tuple[GroupState, int] | None:
+    """Where a rank that waits stands by what C++ has issued: the first that a member never began, which has no end."""
+    found = [(group, number) for group in groups if (number := _first_open(group, "issued", tables, world_size))]
+    return min(found, key=lambda place: place[0].since_s, default=None)
+
+
+def with_pending(tables: Mapping[int, Sequence[GroupState]], world_size: int) -> Mapping[int, Sequence[GroupState]]:
+    """Add what a device cannot have completed where torch's recorder shows nothing, as with the backend nccl2.
+
+    A device takes the collectives of a group in their order. All ranks' tables must note what C++ issues.
+    """
+    on_device = {(group.name, group.members) for groups in tables.values() for group in groups if group.phase == _GIVEN}
+    if not on_device:
+        return tables
+
+    def seen(group: GroupState) -> GroupState:
+        if group.pending is not None or (group.name, group.members) not in on_device:
+            return group
+        number = _first_open(group, _GIVEN, tables, world_size)
+        return replace(group, pending=number, pending_s=group.since_s if number else 0.0)
+
+    return {rank: [seen(group) for group in groups] for rank, groups in tables.items()}
+
+
+_GIVEN = "on_device"
+
+
+def _first_open(group: GroupState, phase: str, tables: Mapping[int, Sequence[GroupState]], world_size: int) -> int:
+    """The first collective that the rank has begun and another member has not; 0 if there is none."""
+    if group.phase != phase or group.pending is not None:
+        return 0
+    # nothing is known of a rank without a table
+    counts = [begun_in(tables[rank], group) for rank in members_of(group.members, world_size) if tables.get(rank)]
+    first = 1 + min((begun for begun in counts if begun is not None), default=group.begun)
+    return first if first <= group.begun else 0
 
 
 def meetings_of(

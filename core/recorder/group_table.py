@@ -5,7 +5,8 @@ The table stands behind the fixed part of the recorder, in the same header: `GRO
 and its members as text. The rank writes in place; any bytes are read without harm.
 
 A collective's number counts those of its group, from 1 on, and is the same on all its members as long as they issue
-the same ones. What torch issues without Python, such as DDP's reductions, is counted as well, but not described.
+the same ones. What C++ issues without Python, such as DDP's reductions, is counted as well; from torch 2.14 on it is
+described, too.
 Sends and receives are counted apart, with numbers below 0.
 """
 
@@ -39,6 +40,7 @@ OPERATIONS = (
     "monitored_barrier",
     "send",
     "recv",
+    "new_window",
 )
 """By code. The first one is unknown."""
 
@@ -70,6 +72,8 @@ class GroupField(IntEnum):
     SIZE = 9
     COUNTED = 10
     """The group's own counter after the last operation. What it is ahead later, torch has issued without Python."""
+    AFTER = 11
+    """Its STATE after a call or a wait: NONE, or ON_DEVICE if all calls of the group are noted."""
 
 
 ENDS_ON_DEVICE = -1
@@ -85,6 +89,10 @@ class GroupPhase(IntEnum):
     WAITING = 2
     FAILED = 3
     """The call or the wait has raised."""
+    ISSUED = 4
+    """C++ has issued it without Python, and waits where it needs the result."""
+    ON_DEVICE = 5
+    """A device was given it, and the host goes on."""
 
 
 def what_of(operation: int, dtype: int, peer: int) -> int:

@@ -73,12 +73,13 @@ METHODS = (
     ReplacedMethod("recv", GroupCall.P2P, "recv", tensor=0, peer=1, tag=2, returned=0),
     ReplacedMethod("recv_anysource", GroupCall.P2P, "recv", tensor=0, tag=1, returned=0),
     ReplacedMethod("monitored_barrier", GroupCall.BARRIER, "monitored_barrier"),
+    ReplacedMethod("new_window", GroupCall.BARRIER, "new_window"),
 )
 """The replaced methods of a process group."""
 NOT_EVERYWHERE = {
     *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    *("gather_single", "gather_into_tensor", "all_to_all_single"),
+    *("gather_single", "gather_into_tensor", "all_to_all_single", "new_window", "block_current_stream"),
 }
 """Some of the supported versions of torch (2.5 to 2.15) lack these."""
-WAIT = ReplacedMethod("wait", GroupCall.WAIT)
-"""The replaced method of a work."""
+WAITS = (ReplacedMethod("wait", GroupCall.WAIT), ReplacedMethod("block_current_stream", GroupCall.BLOCK))
+"""The replaced methods of a work."""

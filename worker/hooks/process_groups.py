@@ -1,9 +1,9 @@
 """Sees every operation that Python begins on a process group, and every wait for one.
 
 All of torch's own Python (`all_reduce`, FSDP, object collectives, `barrier`) calls the methods of `ProcessGroup` and of
-`Work`; what C++ issues by itself, such as DDP's reductions, is only counted. A method is replaced on its class by one
-of the same name that notes and calls it: no tensor is touched, and an error of ours is recorded and goes no further. A
-subclass that has a method of its own keeps it.
+`Work`; what C++ issues by itself is noted by torch's own hooks where it has them (group_hooks.py). A method is replaced
+on its class by one of the same name that notes and calls it: no tensor is touched, and an error of ours is recorded and
+goes no further. A subclass that has a method of its own keeps it.
 
 Where worker/native was built, the new method is a C function: it has no line in a traceback of the user's.
 """
@@ -13,18 +13,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from threading import get_ident
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from ...core.recorder.group_table import OPERATIONS
+from ...core.recorder.group_table import OPERATIONS, GroupPhase
 from ..patches import PatchLedger
 from ..record.collectives import NO_MESSAGE, count_with
 from ..record.group_slots import GroupCall, GroupTable, OperationPlace, described
 from ..record.passed import NOT_FINITE, LatePassed, PassedValues, PassedWhen, look_at, refs_to, tensors_in
 from ..stats.device import is_on_device, late_device, may_have_devices
-from .group_calls import METHODS, NOT_EVERYWHERE, WAIT, ReplacedMethod
+from .group_calls import METHODS, NOT_EVERYWHERE, WAITS, ReplacedMethod
+from .group_hooks import GroupHooks
 from .native_writer import difference
 
 try:
@@ -52,6 +54,7 @@ class CollectivePatches:
         self._on_fault = on_fault
         self._native = native
         self._patches = PatchLedger(on_fault)
+        self._hooks = GroupHooks(groups, self._fault, self._send_before)
 
     def attach(self) -> None:
         """Replace the methods in this process's torch, if it was built with `torch.distributed`."""
@@ -63,15 +66,19 @@ class CollectivePatches:
         self._groups.native = self._writer(module.ProcessGroup) if self._native else None
         for method in METHODS:
             self._replace(module.ProcessGroup, method)
-        self._replace(module.Work, WAIT)
+        for method in WAITS:
+            self._replace(module.Work, method)
         bundle_begun, bundle_ended = self._groups.bundle_begun, self._groups.bundle_ended
         self._note_after(module.ProcessGroup, "_start_coalescing", lambda group, _: bundle_begun(group))
         self._note_after(module.ProcessGroup, "_end_coalescing", bundle_ended)
+        self._hooks.attach(module, self._patches)
 
     def detach(self, failed: bool = False) -> None:
         """Restore torch's methods and clear the table, which would become outdated. `failed`: the rank continues."""
         self._patches.undo()
         self._groups.clear(failed)
+        if not failed:  # else one of the hooks may call this
+            self._hooks.detach()
 
     def _fault(self, error: Exception) -> None:
         """Detach at the first error of ours: the table then shows no communication, rather than half of it."""
@@ -158,12 +165,15 @@ class CollectivePatches:
                 on_fault(error)
             if place is None:
                 return before(self, *args, **kwargs)
+            groups.threads_inside.add(get_ident())
             try:
                 result = before(self, *args, **kwargs)
             except BaseException:
                 with suppress(Exception):  # the error of the call is raised
-                    groups.failed(place)
+                    groups.leave_phase(place, GroupPhase.FAILED)
                 raise
+            finally:
+                groups.threads_inside.discard(get_ident())
             try:
                 finish(place, self, result)
             except Exception as error:
@@ -174,7 +184,7 @@ class CollectivePatches:
 
     def _begin_of(self, method: ReplacedMethod) -> Callable[[Any, tuple[Any, ...]], OperationPlace | None]:
         groups, code = self._groups, OPERATIONS.index(method.operation)
-        if method.call == GroupCall.WAIT:
+        if method.call in (GroupCall.WAIT, GroupCall.BLOCK):
             return lambda work, args: groups.waits_for(work)
 
         def begin(group: Any, args: tuple[Any, ...]) -> OperationPlace | None:
@@ -227,7 +237,10 @@ class CollectivePatches:
         def finish(place: OperationPlace, owner: Any, result: Any) -> None:
             if counts_again:
                 groups.count_again(place, owner)
-            if ends:
+            if method.call == GroupCall.BLOCK:
+                groups.ended(place, on_host=False)
+                self._look_late(place, PassedWhen.ISSUED, _alive(place))
+            elif ends:
                 groups.ended(place)
                 alive = _alive(place)
                 self._look_late(place, PassedWhen.CAME_OUT, alive)

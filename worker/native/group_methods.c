@@ -22,8 +22,9 @@ static PyTypeObject *method_type;
 
 /* -- one call --------------------------------------------------------------------------------------------------- */
 
-/* Hand the exception that is set to Python. It ends here. */
-static void tell_fault(GroupWriter *self)
+_Thread_local int calls_inside;
+
+void tell_fault(GroupWriter *self)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
@@ -81,8 +82,7 @@ static int look_at_inputs(GroupMethod *self, PyObject *const *args, Py_ssize_t g
     return place->given.high == NOT_FINITE ? tell_passed(writer, place, 0, tensors) : 0;
 }
 
-/* An operation begins. -1 with an exception set. */
-static int tell_before(GroupWriter *writer)
+int tell_before(GroupWriter *writer)
 {
     if (writer->send_before == NULL || writer->send_before == Py_None)
         return 0;
@@ -96,7 +96,7 @@ static int begin(GroupMethod *self, PyObject *const *args, Py_ssize_t given, Pla
 {
     if (given < 1 || self->tensor + 1 >= given) /* called with keywords: only the group's own counter counts it */
         return 0;
-    if (self->call == CALL_WAIT)
+    if (self->call == CALL_WAIT || self->call == CALL_BLOCK)
         return waits_for(self->writer, args[0], place);
     /* held: a list may change while Python runs */
     PyObject *tensor = self->tensor >= 0 ? first_of(args[self->tensor + 1]) : NULL;
@@ -120,8 +120,10 @@ static int finish(GroupMethod *self, PyObject *object, PyObject *result, Place *
     GroupWriter *writer = self->writer;
     if ((self->call == CALL_P2P || self->call == CALL_BARRIER) && count_again(writer, place, object) < 0)
         return -1;
+    if (self->call == CALL_BLOCK) /* its stream waits, and the host goes on */
+        return ended(writer, place, 0) < 0 ? -1 : look_at_issued(writer, place);
     if (self->call == CALL_WAIT || self->call == CALL_BARRIER)
-        return ended(writer, place) < 0 ? -1 : look_at_outputs(writer, place);
+        return ended(writer, place, 1) < 0 ? -1 : look_at_outputs(writer, place);
     /* the script cannot wait for it alone: its backend has synchronised the stream, or it is one of a bundle of messages */
     const int has_no_work = result == Py_None || (self->call == CALL_P2P && place->message == NO_MESSAGE);
     if (has_no_work && look_at_issued(writer, place) < 0)
@@ -133,7 +135,7 @@ static void note_failure(GroupMethod *self, const Place *place)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace); /* the error of the call is raised */
-    if (failed(self->writer, place) < 0)
+    if (leave_phase(self->writer, place, GROUP_FAILED) < 0)
         PyErr_Clear();
     PyErr_Restore(type, value, trace);
 }
@@ -145,7 +147,9 @@ static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_
     const int noted = begin(self, args, given, &place);
     if (noted < 0)
         tell_fault(self->writer);
+    calls_inside += noted > 0;
     PyObject *result = PyObject_Vectorcall(self->before, args, (size_t)given, names);
+    calls_inside -= noted > 0;
     if (noted > 0) {
         if (result == NULL)
             note_failure(self, &place);
@@ -321,6 +325,8 @@ static PyMethodDef writer_methods[] = {
     {"method", METHOD(writer_method), METH_VARARGS,
      "method(name, before, call, operation, tensor, peer, is_rooted, tag, given, returned, given_at_root, returned_at_root)"
      " -> method\n\nA method that notes and calls `before`. Positions of its arguments are -1 for none."},
+    {"hook", METHOD(writer_hook), METH_VARARGS,
+     "hook(group, operations) -> callable\n\nWhat torch calls before each collective of the group. operations: value of HookOpName -> code."},
     {"enter", METHOD(writer_enter), METH_VARARGS, "enter(number, group) -> None\n\nThe group holds that slot from now on."},
     {"remember", METHOD(writer_remember), METH_VARARGS,
      "remember(slot, work, number, message) -> None\n\nSomebody may wait for this work of the group in that slot."},
@@ -339,7 +345,7 @@ static PyType_Spec writer_spec = {"gpuwatch.worker.native.core.GroupWriter", siz
 int add_group_methods(PyObject *module)
 {
     method_type = (PyTypeObject *)PyType_FromSpec(&method_spec);
-    PyTypeObject *type = method_type != NULL ? add_type(module, "GroupWriter", &writer_spec) : NULL;
+    PyTypeObject *type = method_type != NULL && add_group_hook() == 0 ? add_type(module, "GroupWriter", &writer_spec) : NULL;
     Py_XDECREF(type);
     return type == NULL ? -1 : 0;
 }

@@ -271,7 +271,7 @@ int issued_work(GroupWriter *self, Place *place, PyObject *work)
     int64_t *fields = borrow_place(self, place, &memory);
     if (fields == NULL)
         return PyErr_Occurred() ? -1 : 0;
-    publish(&fields[G_STATE], 0);
+    publish(&fields[G_STATE], fields[G_AFTER]);
     PyBuffer_Release(&memory);
     if (work == Py_None)
         return 1;
@@ -288,16 +288,16 @@ int issued_work(GroupWriter *self, Place *place, PyObject *work)
     return 1;
 }
 
-int ended(GroupWriter *self, const Place *place)
+int ended(GroupWriter *self, const Place *place, int on_host)
 {
     Py_buffer memory;
     int64_t *fields = borrow_place(self, place, &memory);
     if (fields == NULL)
         return PyErr_Occurred() ? -1 : 0;
     ((int64_t *)memory.buf)[F_WAITED_NS] += now_ns() - fields[G_SINCE_NS];
-    if (fields[G_ENDED] >= 0 && place->number > fields[G_ENDED]) /* below 0: the device ends them */
+    if (on_host && fields[G_ENDED] >= 0 && place->number > fields[G_ENDED]) /* below 0: the device ends them */
         fields[G_ENDED] = place->number;
-    publish(&fields[G_STATE], 0);
+    publish(&fields[G_STATE], fields[G_AFTER]);
     PyBuffer_Release(&memory);
     if (place->message == NO_MESSAGE || self->message_received == NULL)
         return 1;
@@ -306,13 +306,13 @@ int ended(GroupWriter *self, const Place *place)
     return done != NULL ? 1 : -1;
 }
 
-int failed(GroupWriter *self, const Place *place)
+int leave_phase(GroupWriter *self, const Place *place, int64_t phase)
 {
     Py_buffer memory;
     int64_t *fields = borrow_place(self, place, &memory);
     if (fields == NULL)
         return PyErr_Occurred() ? -1 : 0;
-    publish(&fields[G_STATE], GROUP_FAILED);
+    publish(&fields[G_STATE], phase == GROUP_ISSUED && fields[G_AFTER] != 0 ? fields[G_AFTER] : phase);
     PyBuffer_Release(&memory);
     return 1;
 }

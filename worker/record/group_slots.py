@@ -27,10 +27,11 @@ _modules = sys.modules
 _now = time.monotonic_ns
 _pack_move, _pack_operation, _what_of = table.MOVE.pack_into, table.OPERATION.pack_into, table.what_of
 _RECENT_AT, _OPERATION_BYTES = table.RECENT_AT, table.OPERATION_BYTES
-_ISSUING, _WAITING, _FAILED = int(GroupPhase.ISSUING), int(GroupPhase.WAITING), int(GroupPhase.FAILED)
+_ISSUING, _WAITING = int(GroupPhase.ISSUING), int(GroupPhase.WAITING)
 _MOVE_AT, _P2P, _RING_MASK = 8 * GroupField.BEGUN, int(GroupField.P2P), table.RECENT - 1
 _BEGUN, _STATE, _ENDED = int(GroupField.BEGUN), int(GroupField.STATE), int(GroupField.ENDED)
 _COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), int(HeadField.WAITED_NS)
+_AFTER = int(GroupField.AFTER)
 
 
 class GroupCall(IntEnum):
@@ -41,6 +42,8 @@ class GroupCall(IntEnum):
     BARRIER = 2
     """A collective that has ended when the call returns, and that the group's own counter counts by its messages."""
     WAIT = 3
+    BLOCK = 4
+    """A wait of the current stream: the host goes on."""
 
 
 class GroupSlot:
@@ -103,10 +106,14 @@ class GroupTable:
         self.memory = recorder.memory
         self.shows = False
         """Whether operations are noted. Else the table stays empty: a number that does not move would be wrong."""
+        self.sees_all = False
+        """Whether torch calls hooks for what C++ issues: else that is counted late."""
         self.native: Any = None
         """The GroupWriter; None if the methods below write the operations."""
         self._pending: dict[int, tuple[Any, OperationPlace]] = {}
         """id of a work -> (weak reference, place)"""
+        self.threads_inside: set[int] = set()
+        """Those in a replaced method, where the methods below write: what torch issues meanwhile is the method's."""
         self.messages = GroupMessages()
         self._beside: dict[str, int] = {}
         """Name of a group -> count of its own counter that was no collective, when the table was cleared."""
@@ -238,27 +245,28 @@ class GroupTable:
 
     def issued(self, place: OperationPlace, work: Any) -> None:
         """The call that began an operation has returned `work`, which the script may wait for."""
-        self._fields[place.slot.field + _STATE] = 0
+        self._fields[place.slot.field + _STATE] = self._fields[place.slot.field + _AFTER]
         if work is not None:
             pending = self._pending
             if len(pending) > MOST_PENDING:
                 self._pending = pending = {}
             pending[id(work)] = weakref.ref(work), place
 
-    def ended(self, place: OperationPlace) -> None:
-        """The wait has ended on this rank, as far as the host can see."""
+    def ended(self, place: OperationPlace, on_host: bool = True) -> None:
+        """The wait has ended on this rank, as far as the host can see; or a stream waits, and not the host."""
         at = place.slot.field
         fields = self._fields
         self._header[_WAITED] += _now() - fields[at + _SINCE]
-        fields[at + _STATE] = 0
-        if 0 <= fields[at + _ENDED] < place.number:
+        fields[at + _STATE] = fields[at + _AFTER]
+        if on_host and 0 <= fields[at + _ENDED] < place.number:
             fields[at + _ENDED] = place.number
         if place.message != NO_MESSAGE:
             self.messages.waited_for(place.slot.number, place.message)
 
-    def failed(self, place: OperationPlace) -> None:
-        """The call or the wait has raised."""
-        self._fields[place.slot.field + _STATE] = _FAILED
+    def leave_phase(self, place: OperationPlace, phase: GroupPhase) -> None:
+        """The call or the wait has raised; or C++ has issued it, and nobody shows its end."""
+        after = self._fields[place.slot.field + _AFTER]
+        self._fields[place.slot.field + _STATE] = after if after and phase == GroupPhase.ISSUED else phase
 
     def count_again(self, place: OperationPlace, group: Any) -> None:
         """Read the group's own counter again: it may count operations or messages that are no collectives."""
@@ -298,6 +306,7 @@ class GroupTable:
         self._fields[slot.field + GroupField.SIZE] = group.size()
         if "nccl" in str(module._world.pg_map.get(group, ("",))[0]):  # a host does not wait for its device
             self._fields[slot.field + GroupField.ENDED] = table.ENDS_ON_DEVICE
+            self._fields[slot.field + GroupField.AFTER] = GroupPhase.ON_DEVICE if self.sees_all else GroupPhase.NONE
             answer_about_nccl(self._folder, self._header[HeadField.RANK], self._header[HeadField.ATTEMPT])
         self._count_unseen(slot, group._get_sequence_number_for_group())
         self._fields[slot.field + GroupField.USED] = 1

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from gpuwatch.collector.decide.hang_groups import find_by_groups
-from gpuwatch.collector.decide.hang_model import RankPosition
+from gpuwatch.collector.decide.hang_model import BACKWARD, RankPosition
 from gpuwatch.core.events import GroupState, IssuedOperation
 
 WAITED = "have waited for 300 s"
@@ -78,6 +78,47 @@ def test_a_rank_that_waits_in_what_its_table_does_not_show_keeps_it_from_being_s
     found = find(waits(all_reduce(9)), away(group(8)), waits(all_reduce(9)), backward, world=4)
 
     assert (found.rank, found.certainty) == (1, "supported")
+
+
+def reduces(begun, *issued, **more):
+    """C++ has issued these, and waits for them in a backward."""
+    states = [group(begun, begun, *issued or ("all_reduce",), phase="issued", ended=0, **more)]
+    return RankPosition("may wait", "in the backward of batch 3", BACKWARD, groups=states)
+
+
+def test_a_reduction_that_torch_has_issued_cannot_have_completed_without_a_rank_that_never_began_it():
+    found = find(reduces(9), away(group(8, None, "all_reduce")), reduces(9))
+
+    assert (found.rank, found.certainty, found.cause) == (1, "established", "did not come")
+    assert found.statement.startswith(f"Rank 1 never reached {BACKWARD}, in which ranks 0, 2 have waited for 300 s.")
+    assert found.evidence == [
+        "ranks 0, 2 have begun collective 9 and not finished it: all_reduce; rank 1 has begun none after 8"
+    ]
+
+
+def test_a_rank_between_two_reductions_is_not_the_one_that_did_not_come():
+    found = find(reduces(9), away(group(6)), reduces(8))
+
+    assert (found.rank, found.certainty) == (1, "established")
+
+
+def test_a_reduction_that_all_have_begun_says_nothing():
+    """It may have completed: torch does not show its end."""
+    assert find(reduces(9), away(group(9, 9, "all_reduce", phase="issued", ended=0)), reduces(9)) is None
+
+
+def test_a_rank_that_computes_stands_nowhere_whatever_torch_has_issued():
+    found = find(away(group(9, 9, "all_reduce", phase="issued", ended=0)), away(group(8)), away(group(8)))
+
+    assert found is None
+
+
+def test_a_rank_whose_reduction_stands_where_others_have_a_barrier_is_the_odd_one():
+    barrier = waits(group(9, 9, "all_reduce", ("barrier", "", 0)))
+    found = find(barrier, reduces(9, "all_reduce", ("all_reduce", "float32", 145)), barrier)
+
+    assert (found.rank, found.certainty, found.cause) == (1, "supported", "mismatch")
+    assert found.statement.startswith("Rank 1 issued all_reduce of 145 elements of float32, where 2 other ranks issued")
 
 
 def test_a_skipped_collective_shows_as_another_operation_under_the_same_number():

@@ -412,3 +412,43 @@ def test_a_host_that_waits_over_another_backend_comes_before_its_device():
 
     assert found.rank == 1
     assert "broadcast" in found.statement
+
+
+# Over NCCL without its recorder, where the ranks' tables note all that is issued (torch 2.14, the backend nccl2).
+
+AT_TO = [StackLine("/home/me/train.py", 44, "step", "x.to('cpu')"), MAIN]
+
+
+def given(begun=9):
+    recent = [IssuedOperation(number, "all_reduce", "float32", 8) for number in range(begun - 3, begun + 1)]
+    return GroupState("0", "0-2", 3, begun, 0, "on_device", begun, 300.0, recent)
+
+
+@pytest.mark.parametrize("others", [(9, 9), (12, 10)], ids=["in the same", "further"])
+def test_a_device_stands_at_the_first_collective_that_a_member_never_began(others):
+    waits = [look(rank, AT_TO, groups=[given(begun)]) for rank, begun in zip((0, 2), others, strict=True)]
+    found = find(*waits, look(1, LOADING, groups=[given(8)]))
+
+    assert (found.rank, found.certainty, found.cause) == (1, "established", "did not come")
+    assert found.statement.startswith("Rank 1 never reached all_reduce, in which ranks 0, 2 have waited for 300 s.")
+    assert found.evidence[-1].startswith("ranks 0, 2 have begun collective 9 and not finished it: all_reduce")
+    assert found.outlook.free == [1]
+
+
+def test_a_device_may_have_completed_what_all_have_begun():
+    found = find(*(look(rank, stack, groups=[given(9)]) for rank, stack in enumerate((AT_TO, LOADING, AT_TO))))
+
+    assert (found.rank, found.certainty) == (None, "unknown")
+
+
+def test_of_a_rank_without_a_table_nothing_follows_for_a_device():
+    found = find(look(0, AT_TO, groups=[given(9)]), look(1, LOADING), look(2, AT_TO, groups=[given(9)]))
+
+    assert (found.rank, found.certainty) == (None, "unknown")
+
+
+def test_a_stopped_rank_whose_table_notes_all_is_known_to_have_begun_no_more():
+    waits = [look(rank, AT_TO, groups=[pending()]) for rank in (0, 2)]
+    found = find(*waits, look(1, [], state="T", groups=[given(8)]))
+
+    assert (found.rank, found.certainty) == (1, "established")

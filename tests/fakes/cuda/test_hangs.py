@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_lines" / "waits.py"
+STOPPED = "established" if hasattr(torch.distributed.ProcessGroup, "register_pre_hook") else "supported"
+"""Of a rank whose torch cannot answer: from 2.14 on, its table has all that it has begun."""
 
 
 def hang(folder, way, other, nproc=3, on_hang="auto", **environment):
@@ -47,7 +50,7 @@ def test_a_host_that_spins_waits_for_its_device(tmp_path):
     ("other", "on_hang", "certainty", "words"),
     [
         ("sleep", "abort", "established", "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited"),
-        ("stop", "auto", "supported", "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited"),
+        ("stop", "auto", STOPPED, "Rank 1 never reached all_reduce, in which ranks 0, 2 have waited"),
         ("order", "abort", "supported", "ranks 0, 2 wait in all_reduce; rank 1 waits in all_reduce of group 1"),
     ],
 )
@@ -64,4 +67,20 @@ def test_a_rank_that_sends_nothing_is_named(tmp_path, way):
     _, verdict, said = hang(tmp_path, way, "leave", nproc=2)
 
     assert (verdict["kind"], verdict["rank"]) == ("hang", 1), said
+    assert "(ending the ranks)" in said
+
+
+@pytest.mark.parametrize("way", ["to", "bool", "if", "event", "backward", "ddp", "fsdp2"])
+def test_over_nccl2_which_records_nothing_the_ranks_own_tables_show_it(tmp_path, way):
+    code, verdict, said = hang(tmp_path, way, "sleep", on_hang="abort", TORCH_DIST_USE_NCCL2="1")
+
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", 1, "established"), said
+    assert "Rank 1 never reached all_" in verdict["statement"]
+    assert code == 5
+
+
+def test_over_nccl2_a_rank_that_left_ends_the_job(tmp_path):
+    code, verdict, said = hang(tmp_path, "to", "leave", TORCH_DIST_USE_NCCL2="1")
+
+    assert (code, verdict["kind"], verdict["rank"], verdict["certainty"]) == (5, "hang", 1, "established"), said
     assert "(ending the ranks)" in said

@@ -212,6 +212,65 @@ show("after")
     assert all(group["recent"][-1]["operation"] == "barrier" for group in after)
 
 
+OWN_HOOKS = hasattr(torch.distributed.ProcessGroup, "register_pre_hook")
+"""Whether torch calls hooks for what C++ issues by itself: from 2.14 on."""
+
+
+@BOTH
+@pytest.mark.quick(1)
+def test_what_cpp_issues_is_described_once_where_torch_has_hooks_and_else_counted(both):
+    """DDP's own collectives, those of functional and compiled code, and calls with keywords."""
+    shown = both(
+        """
+import torch.distributed._functional_collectives as functional
+group = dist.new_group([0, 1])
+net = torch.nn.Linear(4, 3, dtype=torch.float64)
+net = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
+table.notice(); show("made")
+net(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+table.notice(); show("reduced")
+dist.all_reduce(x, group=group)
+show("python")
+torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.broadcast(torch.ones(6), 1, group.group_name))
+table.notice(); show("functional")
+torch.compile(lambda x: functional.all_reduce(x + 1, "sum", group) * 2, backend="aot_eager")(torch.ones(7))
+table.notice(); show("compiled")
+group.allreduce(tensors=[torch.ones(8)]).wait()
+table.notice(); show("keywords")
+collectives.detach()
+dist.all_reduce(x, group=group)
+collectives.attach()
+dist.all_reduce(x, group=group)
+show("again")
+"""
+    )
+    for found in shown:
+        groups = {name: next(g for g in all_ if g["name"] == "1") for name, all_ in found.items()}
+        after = {
+            name: [(op["operation"], op["dtype"], op["elements"], op["peer"]) for op in group["recent"]]
+            for name, group in groups.items()
+        }
+        begun = [groups[name]["begun"] for name in ("reduced", "python", "functional", "compiled", "keywords")]
+        assert begun == [*range(begun[0], begun[0] + 5)] and begun[0] == groups["made"]["begun"] + 1 > 2
+        assert after["python"][-1] == ("all_reduce", "float32", 4, -1)
+        assert groups["python"]["ended"] == groups["python"]["begun"]
+        assert after["again"] == [("all_reduce", "float32", 4, -1)]
+        if not OWN_HOOKS:
+            assert {name: len(ops) for name, ops in after.items() if name != "again"} == dict.fromkeys(
+                ("made", "reduced"), 0
+            ) | dict.fromkeys(("python", "functional", "compiled", "keywords"), 1)
+            continue
+        numbers = [op["number"] for op in groups["keywords"]["recent"]]
+        assert numbers == [*range(numbers[-1] - 7, numbers[-1] + 1)], "none is left out"
+        assert ("broadcast", "float64", 15, 0) in after["made"], "the parameters of the first rank"
+        assert after["reduced"][-1] == ("all_reduce", "float64", 15, -1)
+        assert after["functional"][-1] == ("broadcast", "float32", 6, 1)
+        assert after["compiled"][-1] == ("all_reduce", "float32", 7, -1)
+        assert after["keywords"][-1] == ("all_reduce", "float32", 8, -1)
+        assert groups["reduced"]["phase"] == groups["compiled"]["phase"] == "issued"
+        assert groups["made"]["ended"] == 0, "nobody in Python has waited for it"
+
+
 @BOTH
 @pytest.mark.slow
 def test_more_groups_than_there_is_room_for_are_counted(both):
@@ -402,7 +461,7 @@ for native in (True, False):
 )
 @pytest.mark.slow
 def test_torchs_own_flight_recorder_has_the_same_operations_under_the_same_numbers(both, monkeypatch):
-    """Also of what C++ issues: our table counts those, and torch's recorder describes them."""
+    """Also of what C++ issues: our table counts those, and from 2.14 on describes them as well."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1000")
     shown = both(
         """
@@ -422,7 +481,7 @@ show("ours")
 shown["torchs"] = json.loads(_dump_fr_trace_json())["entries"]
 """
     )
-    dtypes = {"Float": "float32", "Double": "float64", "BFloat16": "bfloat16"}
+    dtypes = {"Float": "float32", "Double": "float64", "BFloat16": "bfloat16", "Int": "int32", "Long": "int64"}
     for found in shown:
         entries = [entry for entry in found["torchs"] if not entry["is_p2p"]]
         for group in found["ours"]:
@@ -593,9 +652,55 @@ note("again")
         assert found["alone"]["received"] == found["again"]["received"] == {"0": {str(1 - rank): 3}}
 
 
+@BOTH
+@pytest.mark.slow
+@pytest.mark.sample(1)
+def test_a_stream_that_waits_brings_the_output_and_no_end(both, monkeypatch):
+    """`Work.block_current_stream`; that of gloo needs a GPU."""
+    monkeypatch.setenv(LATE_DEVICE, "7")
+    shown = both(
+        LOOKS
+        + """
+collectives.detach()
+dist.Work.block_current_stream = lambda self: None
+collectives.attach()
+work = dist.all_reduce(bad := torch.full((3,), float("nan") if rank else 1.0), async_op=True)
+while not work.is_completed():
+    pass
+shown["issued"] = all_told()
+work.block_current_stream()
+shown["blocked"] = all_told()
+shown["groups"] = [msgspec.to_builtins(group) for group in told.groups()]
+"""
+    )
+    assert [[each[4] for each in rank["issued"]] for rank in shown] == [[], [False]]
+    assert [[each[:6] for each in rank["blocked"]] for rank in shown] == [[["all_reduce", 1, -1, 0, True, "nan"]]] * 2
+    for rank in shown:
+        assert [(group["begun"], group["ended"], group["phase"]) for group in rank["groups"]] == [(1, 0, "none")]
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.ProcessGroup, "new_window"), reason="torch has no windows")
+def test_a_window_is_a_collective_of_all_members(both):
+    """That of gloo raises."""
+    shown = both(
+        """
+try:
+    dist.group.WORLD.new_window(x)
+except RuntimeError:
+    show("window")
+dist.all_reduce(x)
+show("after")
+"""
+    )
+    for found in shown:
+        (window,), (after,) = found["window"], found["after"]
+        assert (window["phase"], window["begun"], window["recent"][0]["operation"]) == ("failed", 1, "new_window")
+        assert [op["number"] for op in after["recent"]] == [1, 2]
+
+
 def test_every_operation_of_this_torchs_process_groups_is_known():
     """A new release adds some, as 2.15 has added gather_single."""
-    kinds = re.compile(r"^_?(all|broadcast|reduce|gather|scatter|send|recv|barrier|monitored)")
+    kinds = re.compile(r"^_?(all|broadcast|reduce|gather|scatter|send|recv|barrier|monitored|new_window)")
     found = {name for name in vars(torch.distributed.ProcessGroup) if kinds.match(name) and "sequence" not in name}
     assert found <= {method.name for method in hooks.METHODS}
 

@@ -6,7 +6,20 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "group_writer.h"
+
 /* Make the types, and add GroupWriter to the module. -1 with an exception set. */
 int add_group_methods(PyObject *module);
+int add_group_hook(void);
+
+/* How many noted methods this thread is inside of: what torch issues meanwhile is theirs. */
+extern _Thread_local int calls_inside;
+
+/* Hand the exception that is set to Python. It ends here. */
+void tell_fault(GroupWriter *self);
+/* An operation begins. -1 with an exception set. */
+int tell_before(GroupWriter *writer);
+/* hook(group, operations) -> what torch calls before the group's collectives */
+PyObject *writer_hook(GroupWriter *self, PyObject *args);
 
 #endif

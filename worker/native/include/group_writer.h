@@ -75,8 +75,8 @@ int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *t
               Place *place);
 int waits_for(GroupWriter *self, PyObject *work, Place *place);
 int issued_work(GroupWriter *self, Place *place, PyObject *work);
-int ended(GroupWriter *self, const Place *place);
-int failed(GroupWriter *self, const Place *place);
+int ended(GroupWriter *self, const Place *place, int on_host);
+int leave_phase(GroupWriter *self, const Place *place, int64_t phase);
 int count_again(GroupWriter *self, const Place *place, PyObject *group);
 
 /* Forget all groups and works. */

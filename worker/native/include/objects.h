@@ -12,7 +12,8 @@
     DO(next_id) DO(_version) DO(_parameters) DO(_backward_hooks) DO(_register_hook_dict) DO(_attached) DO(_page)    \
     DO(before_parameter) DO(requires_grad) DO(watch_output) DO(watch_parameter) DO(of_output) DO(of_parameter)      \
     DO(_is_compiling_flag) DO(untyped_storage) DO(nbytes) DO(data_ptr) DO(rootRank)                                   \
-    DO(_get_sequence_number_for_group) DO(is_neg) DO(packed) DO(rank)
+    DO(_get_sequence_number_for_group) DO(is_neg) DO(packed) DO(rank) DO(name) DO(value) \
+    DO(input_tensors) DO(output_tensors)
 #define DECLARE_NAME(NAME) extern PyObject *s_##NAME;
 EACH_NAME(DECLARE_NAME)
 

@@ -1,0 +1,108 @@
+"""Registers torch's own hooks of process groups, which also see what C++ issues by itself.
+
+torch 2.14 and later have them. DDP's reductions and its broadcasts at construction, and functional collectives (those
+of compiled code), call no method in Python. All others are noted by the replaced methods, and the hook leaves them
+alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from ...core.recorder.group_table import OPERATIONS, GroupPhase
+from ...core.torch_names import name_in_torch
+from ..patches import PatchLedger
+from ..record.group_slots import GroupTable
+
+_OPERATIONS = {
+    **{"ALLREDUCE": "all_reduce", "BROADCAST": "broadcast", "REDUCE": "reduce", "ALLGATHER": "all_gather"},
+    **{"REDUCE_SCATTER": "reduce_scatter", "ALLTOALL": "all_to_all", "BARRIER": "barrier"},
+    **{"SCATTER": "scatter", "GATHER": "gather"},
+}
+"""By the name of torch's HookOpName."""
+_ID = 0x67707577
+"""Of our hook in a group: torch's own count from 0."""
+
+
+class GroupHooks:
+    """A hook in each group of this process."""
+
+    def __init__(
+        self, groups: GroupTable, on_fault: Callable[[Exception], None], send_before: Callable[[], object] | None
+    ) -> None:
+        self._groups = groups
+        self._on_fault = on_fault
+        self._send_before = send_before
+        self._operations: dict[int, int] = {}
+        self._registers = False
+        self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def attach(self, module: Any, patches: PatchLedger) -> None:
+        """Register with the groups that there are, and with each new one before its first collective."""
+        names = name_in_torch("torch._C._distributed_c10d.HookOpName")
+        if names is None or not hasattr(module.ProcessGroup, "register_pre_hook"):
+            return
+        self._operations = {getattr(names, name).value: OPERATIONS.index(ours) for name, ours in _OPERATIONS.items()}
+        self._groups.sees_all = self._registers = True
+        atexit.register(self._leave)  # C++ may keep a group for longer than Python lives, and frees its hook then
+        for group in list(module._pg_map):
+            self._register(group)
+        patches.replace(module, "_register_process_group", self._and_register)
+
+    def detach(self) -> None:
+        """Take the hooks away, unless another thread may be inside of one: torch then calls what was freed."""
+        if threading.active_count() == 1:
+            atexit.unregister(self._leave)
+            self._leave()
+
+    def _leave(self) -> None:
+        self._registers = False
+        for group in list(self._hooked):
+            with suppress(RuntimeError):
+                group.unregister_pre_hook(_ID)
+        self._hooked.clear()
+
+    def _and_register(self, before: Any) -> Callable[..., Any]:
+        def _register_process_group(*args: Any, **kwargs: Any) -> Any:
+            result = before(*args, **kwargs)
+            for group in (*args, *kwargs.values()):
+                if hasattr(group, "register_pre_hook"):
+                    self._register(group)
+            return result
+
+        return _register_process_group
+
+    def _register(self, group: Any) -> None:
+        if not self._registers:
+            return
+        writer = self._groups.native
+        try:
+            group.register_pre_hook(_ID, writer.hook(group, self._operations) if writer else self._hook(group))
+            self._hooked.add(group)
+        except Exception as error:  # the script makes a group
+            self._on_fault(error)
+
+    def _hook(self, group: Any) -> Callable[[Any], None]:
+        """What worker/native/group_hook.c does likewise."""
+        groups, ref, operations = self._groups, weakref.ref(group), self._operations
+
+        def before(call: Any) -> None:
+            try:
+                operation, group = operations.get(call.name.value), ref()
+                if operation is None or group is None or threading.get_ident() in groups.threads_inside:
+                    return
+                tensors = call.input_tensors or call.output_tensors
+                place = groups.begin(group, operation, tensors[0] if tensors else None, call.root)
+                if place is not None:
+                    groups.leave_phase(place, GroupPhase.ISSUED)
+                    if self._send_before is not None:
+                        self._send_before()
+            except Exception as error:  # torch would raise it from the script's collective
+                self._on_fault(error)
+
+        return before
