@@ -27,6 +27,7 @@ from ...core.recorder.layout import HeadField, SegmentField
 from ...core.recorder.writer import RecorderWriter
 from ...core.values import PENDING
 from .device import CLOSE_S, StatsDevice, StreamKey, device_for, has_ended, without_modes
+from .kernel_launcher import KernelLauncher
 from .notable import NotableFilter
 from .passed_readings import PassedReadings
 from .stream_buffer import DeviceRow as DeviceRow
@@ -96,7 +97,7 @@ class DeviceStatsBuffer:
         if self._driver.type != "cuda":
             return TorchReader()
         try:
-            reader = TritonReader()
+            reader = TritonReader(launcher=KernelLauncher(self._add_note))
             if not reader.interpreted:
                 return reader
             self._add_note(_no_kernel("Triton runs in its interpreter"))
