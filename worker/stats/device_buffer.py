@@ -185,7 +185,7 @@ class DeviceStatsBuffer:
 
         All are on the device of `tensor`. `elements` are the sizes of the `fresh` tensors, each contiguous in its
         storage. The first `values` of them are no weights. `known` are weights that were read before. The values lie
-        side by side, those of `fresh` first. `may_wait`: one tensor, which nothing is expected to change before the next
+        side by side, those of `fresh` first. `may_wait`: one tensor, which nothing should change before the next
         `read_waiting`. If it was changed in place by then, its numbers are lost, and no other one waits. Returns the
         index of the first, and a row for each weight in `fresh`. If `frame` must do it, returns None and does nothing.
         """

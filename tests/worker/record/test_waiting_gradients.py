@@ -1,4 +1,4 @@
-"""Gradients of parameters on a device are read together when the backward ends. The late device shows when they are read."""
+"""Gradients of parameters on a device are read together when the backward ends. A late device shows when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that the driver launches: only after its parameters and a trial were right. The driver is one on host memory."""
+"""Kernels that the driver launches: only after their parameters and a trial were right. This driver is on the host."""
 
 from __future__ import annotations
 
