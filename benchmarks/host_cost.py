@@ -213,7 +213,7 @@ def _use_device(hooks: ModuleHooks, recorder: RecorderWriter) -> None:
         return [recorder.value(0, 0, PENDING) for _ in tensors], [pending for _ in earlier]
 
     def read(
-        tensor: Any, fresh: Any, elements: Any, values: int, known: Any, count: bool
+        tensor: Any, fresh: Any, elements: Any, values: int, known: Any, count: bool, may_wait: bool
     ) -> tuple[int, list[TensorStats]]:
         index, _ = recorder.values(len(fresh) + len(known), PENDING)
         return index, [pending for _ in range(values, len(fresh))]
