@@ -103,6 +103,9 @@ class BackwardHooks:
         """The page of the running backward."""
         self.scaled = False
         """A GradScaler checks the gradients of this backward."""
+        self.waits = False
+        """Gradients of parameters are read together, when the running backward ends. Nothing else changes them until
+        then: with process groups, DDP and FSDP would."""
         self.graphs = GraphHold()
         self._backwards: deque[int] = deque(maxlen=_MOST_PAGES)
         """Numbers of the pages whose backward has begun."""
@@ -134,6 +137,7 @@ class BackwardHooks:
         """Remove the hooks of parameters. Those of outputs do nothing from now on and are freed with their graph."""
         self._attached = False
         self._give_up()
+        self._read_waiting()
         self.graphs = GraphHold()
         for _, handle in self.parameters.values():
             handle.remove()
@@ -208,6 +212,9 @@ class BackwardHooks:
             self.left.backward_begins(calls.page)
             if self.graphs.begins(calls):
                 Variable._execution_engine.queue_callback(self.backward_ends)
+                self.waits = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            elif self.waits and any(graph.within is not None for graph in self.graphs.running):
+                self._read_waiting()  # a backward within this one may add to the same gradients
 
     def backward_ends(self) -> None:
         """Hold the graph until its numbers have arrived. The next batch lets go of it if it keeps memory.
@@ -216,10 +223,17 @@ class BackwardHooks:
         torch has queued itself: DDP waits for the gradients of all ranks.
         """
         with self._progress.faults.within("end of the backward"):
+            self._read_waiting()
             self._progress.times.backward_ends()
             Variable._execution_engine.queue_callback(self._progress.times.reduction_ends)
             self.graphs.ends(self._judging.collect())
             self.let_go()
+
+    def _read_waiting(self) -> None:
+        if self.waits:
+            self.waits = False
+            with self._progress.lock:
+                self._rows.read_waiting()
 
     def has_run(self, page: int) -> bool:
         """Whether a backward has reached the outputs of the root of this page, which is one of the latest."""
@@ -282,6 +296,7 @@ class BackwardHooks:
     def batch_begins(self) -> None:
         """A root's forward begins: the previous backward has ended."""
         self._page = None
+        self._read_waiting()  # the backward before has failed
         self.let_go()
         self.graphs.batch_begins(self._rows.is_capturing)
         if len(self.local) > 4 * max(64, len(self.parameters)):  # zero_grad(set_to_none=True) makes new ones each step

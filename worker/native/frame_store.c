@@ -43,7 +43,7 @@ static int read_segment(FrameWriter *self, Frame *frame)
 
 int begin_frame(FrameWriter *self, Frame *frame)
 {
-    frame->used = 0;
+    frame->used = frame->may_wait = 0;
     return read_segment(self, frame);
 }
 

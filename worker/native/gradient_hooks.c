@@ -79,13 +79,25 @@ static int remember_local(FrameWriter *self, PyObject *gradient)
     return good;
 }
 
-/* BackwardHooks.take for an ordinary gradient: 1 if its frame was written, 0 if it is left to Python. `is_local`: the gradient
-   of a parameter */
-static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject *gradient, int is_local)
+/* Whether the gradient of a parameter may be read when the backward ends: no other hook gets it before. */
+static int may_wait(Hook *self, PyObject *parameter)
+{
+    if (truth_of(self->gradients, s_waits) != 1)
+        return 0;
+    PyObject *hooks = PyObject_GetAttr(parameter, s__post_accumulate_grad_hooks);
+    const int alone = hooks != NULL && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) == 1;
+    Py_XDECREF(hooks);
+    return alone;
+}
+
+/* BackwardHooks.take for an ordinary gradient: 1 if its frame was written, 0 if it is left to Python. `parameter`: whose it is,
+   NULL for the gradient of an output */
+static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject *gradient, PyObject *parameter)
 {
     Frame frame;
     Call call = {.parent = NOTHING, .phase = PHASE_BACKWARD, .rank_phase = RANK_BACKWARD};
     int64_t number;
+    const int is_local = parameter != NULL;
     if ((PyObject *)Py_TYPE(gradient) != self->tensor || !begin_frame(self, &frame) ||
         hook->gradients != self->gradients)
         return 0;
@@ -95,6 +107,7 @@ static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject
     if (scaled < 0 || (!is_local && !may_look(self)) || !issued_now(self, &call.seq)) /* a parameter's hook has asked */
         return 0;
     call.rank_module = call.module;
+    frame.may_wait = is_local && may_wait(hook, parameter);
     PyObject *slots = PyObject_GetAttr(hook->info, s_slots);
     const int taken = slots != NULL && PyDict_CheckExact(slots) &&
                       gradient_row(self, &frame, slots, hook->role, gradient, scaled ? MARK_SCALED : 0) &&
@@ -133,7 +146,7 @@ static int take_parameter(Hook *self, PyObject *parameter)
         page = root != NULL ? PyObject_GetAttr(root, s_page) : NULL;
     }
     if (page != NULL && page != Py_None)
-        taken = take_gradient(writer, self, page, gradient, 1);
+        taken = take_gradient(writer, self, page, gradient, parameter);
 done:
     PyErr_Clear();
     Py_XDECREF(gradient);
@@ -168,7 +181,7 @@ static PyObject *output_hook_call(Hook *self, PyObject *args, PyObject *kwargs)
         Py_RETURN_NONE;
     Py_INCREF(self);
     Py_INCREF(page);
-    if (truth_of(self->gradients, s__attached) == 1 && take_gradient((FrameWriter *)self->writer, self, page, gradient, 0))
+    if (truth_of(self->gradients, s__attached) == 1 && take_gradient((FrameWriter *)self->writer, self, page, gradient, NULL))
         result = Py_NewRef(Py_None);
     else
         result = nothing_of(PyObject_CallMethodObjArgs(self->gradients, s_of_output, self->info, self->role, page,

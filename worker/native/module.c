@@ -7,6 +7,7 @@
 #include "gradient_hooks.h"
 #include "graph_look.h"
 #include "group_methods.h"
+#include "launches.h"
 #include "layout.h"
 #include "objects.h"
 #include "readings.h"
@@ -123,6 +124,13 @@ static PyMethodDef methods[] = {
     {"tables", METHOD(tables), METH_FASTCALL,
      "tables(entries, share_of, most, rows) -> (bytes, [(variant, programs, bytes), ...])\n\n"
      "As `tables` of worker/stats/triton_reader.py. Raises TypeError and ValueError."},
+    {"use_driver", use_driver, METH_O,
+     "use_driver(address) -> None\n\n"
+     "The address of the driver's cuLaunchKernel, or of a function with its parameters. Raises TypeError."},
+    {"launch", METHOD(launch), METH_FASTCALL,
+     "launch(kernel, programs, stream, argument, ...) -> int\n\n"
+     "Launch a kernel (LAUNCHED_KERNEL of worker/stats/kernel_launcher.py) with integers as its arguments. Returns the\n"
+     "driver's error, 0 if there is none. Raises TypeError, ValueError and OverflowError, and launches nothing then."},
     {"use_threads", METHOD(use_threads), METH_FASTCALL,
      "use_threads(parallel, most, is_parallel, thread, team) -> None\n\n"
      "Read large tensors with the threads of an OpenMP library. The arguments are the addresses of its GOMP_parallel,\n"

@@ -27,6 +27,7 @@ from ...core.recorder.layout import HeadField, SegmentField
 from ...core.recorder.writer import RecorderWriter
 from ...core.values import PENDING
 from .device import CLOSE_S, StatsDevice, StreamKey, device_for, has_ended, without_modes
+from .kernel_launcher import KernelLauncher
 from .notable import NotableFilter
 from .passed_readings import PassedReadings
 from .stream_buffer import DeviceRow as DeviceRow
@@ -48,6 +49,8 @@ from .torch_reader import (
 from .triton_reader import TritonReader
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
+_MOST_HELD = 16 << 20
+"""Bytes of gradients that wait for a launch: they are not kept alive for longer."""
 _kept: list[tuple[FileCopies, PassedReadings]] = []
 """Closed, but copies are still outstanding: their memory is kept as long as the process lives."""
 
@@ -82,6 +85,9 @@ class DeviceStatsBuffer:
         self._last: tuple[StreamBuffer, int] | None = None
         self._together = False
         """Tensors that are measured wait for one launch."""
+        self._may_wait = True
+        """No waiting tensor was changed by the script so far."""
+        self._held_bytes = 0
         self._queued = 0
         """Values whose copy was not started yet. All belong to the current segment or to `_unsent`."""
         self._queued_page = -1
@@ -96,7 +102,7 @@ class DeviceStatsBuffer:
         if self._driver.type != "cuda":
             return TorchReader()
         try:
-            reader = TritonReader()
+            reader = TritonReader(launcher=KernelLauncher(self._add_note))
             if not reader.interpreted:
                 return reader
             self._add_note(_no_kernel("Triton runs in its interpreter"))
@@ -173,13 +179,15 @@ class DeviceStatsBuffer:
         values: int,
         known: list[KnownWeight],
         count: bool,
+        may_wait: bool = False,
     ) -> tuple[int, list[DeviceRow]] | None:
         """Like `frame`, for tensors and weights that the native writer has fully examined.
 
         All are on the device of `tensor`. `elements` are the sizes of the `fresh` tensors, each contiguous in its
         storage. The first `values` of them are no weights. `known` are weights that were read before. The values lie
-        side by side, those of `fresh` first. Returns the index of the first, and a row for each weight in `fresh`. If
-        `frame` must do it, returns None and does nothing.
+        side by side, those of `fresh` first. `may_wait`: one tensor, which nothing should change before the next
+        `read_waiting`. If it was changed in place by then, its numbers are lost, and no other one waits. Returns the
+        index of the first, and a row for each weight in `fresh`. If `frame` must do it, returns None and does nothing.
         """
         page = self._recorder.page
         assert page is not None
@@ -202,8 +210,11 @@ class DeviceStatsBuffer:
         if known:
             buffer.weights.append(WaitingTensors(known, behind, count))
             buffer.remembered.append((behind, [weight[3] for weight in known]))
-        if fresh and self._together:
+        may_wait = may_wait and self._may_wait
+        if fresh and (self._together or may_wait):
             buffer.waiting.append(WaitingTensors(fresh, first, count))
+            if may_wait:
+                self._hold(buffer, tensor, elements[0], first)
         elif fresh:
             self._read(list(map(dense, fresh, elements)), buffer, first, count)
         return index, rows
@@ -292,14 +303,29 @@ class DeviceStatsBuffer:
             self._together = False
             self.read_waiting()
 
+    def _hold(self, buffer: StreamBuffer, tensor: torch.Tensor, elements: int, position: int) -> None:
+        buffer.held.append((tensor, version_of(tensor), tensor.data_ptr(), position))
+        self._held_bytes += elements * tensor.itemsize
+        if self._held_bytes > _MOST_HELD:
+            without_modes(self.read_waiting)
+
+    def _drop_changed(self, buffer: StreamBuffer) -> int:
+        changed = buffer.drop_changed() if buffer.held else 0
+        if changed:
+            self._may_wait = False
+            self._fields[HeadField.ROWS_LOST] += changed
+        return changed
+
     def read_waiting(self) -> None:
         """Read the tensors that wait for a launch. Those of a stream that is being captured keep waiting."""
+        self._held_bytes = 0
         first_error: Exception | None = None
         for buffer in self._buffers.values():
             if buffer.waiting or buffer.weights:
                 with self._driver.use(buffer.key, buffer.stream):
                     try:
                         if not self._driver.is_capturing() and buffer.rows is not None:
+                            self._queued -= self._drop_changed(buffer)
                             self._read_waiting(buffer, buffer.rows)
                     except Exception as error:
                         lost = buffer.drop()
@@ -402,7 +428,9 @@ class DeviceStatsBuffer:
                 with self._driver.use(buffer.key, buffer.stream):
                     try:
                         if not self._driver.is_capturing():
-                            self._send_stream(buffer, page, values_at, lost)
+                            self._drop_changed(buffer)
+                            if buffer.positions:
+                                self._send_stream(buffer, page, values_at, lost)
                         elif is_end:  # a graph is captured on this stream, while another one is current
                             self._fields[HeadField.ROWS_LOST] += buffer.drop()
                         else:

@@ -389,9 +389,6 @@ def pack(rows, packed, count, BLOCK: tl.constexpr):
         tl.store(row + column, nothing, mask=there)
 
 
-VERSION = triton.__version__
-
-
 def element(dtype):
     """Triton's type for elements of a dtype of torch."""
     return getattr(tl, str(dtype).removeprefix("torch."))

@@ -20,6 +20,7 @@ from ...core.recorder.layout import HeadField
 from ...core.recorder.writer import RecorderWriter
 from .device import StatsDevice, StreamKey, file_system_of, without_modes
 from .notable import NotableFilter
+from .tensor_stats import has_memory, version_of
 from .torch_reader import Earlier, GroupedReadings, PackedRows, WaitingTensors
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
@@ -67,6 +68,8 @@ class StreamBuffer:
     """Positions in the segment whose copy was not started yet."""
     waiting: list[WaitingTensors] = field(default_factory=list)
     """Tensors among them that the next launch reads."""
+    held: list[tuple[torch.Tensor, int, int, int]] = field(default_factory=list)
+    """(tensor, version, address, position) of those that the script could change meanwhile."""
     weights: list[WaitingTensors] = field(default_factory=list)
     """Weights among them that were read before. One launch deals with all of them before the rows are packed."""
     remembered: list[tuple[int, Sequence[DeviceRow]]] = field(default_factory=list)
@@ -79,7 +82,23 @@ class StreamBuffer:
         dropped = len(self.positions)
         self.rows = None
         self.positions, self.waiting, self.weights, self.remembered, self.limits = [], [], [], [], {}
+        self.held = []
         return dropped
+
+    def drop_changed(self) -> int:
+        """Drop the waiting tensors that were changed in place: their numbers are lost. Returns how many there were."""
+        held, self.held = self.held, []
+        changed = {
+            position
+            for tensor, version, address, position in held
+            if version_of(tensor) != version or tensor.data_ptr() != address or not has_memory(tensor)
+        }
+        if changed:
+            self.waiting = [one for one in self.waiting if one.first not in changed]
+            self.positions = [position for position in self.positions if position not in changed]
+            for position in changed:
+                self.limits.pop(position, None)
+        return len(changed)
 
     def take_readings(self) -> GroupedReadings:
         """Take the readings that wait for a launch out of the queue."""

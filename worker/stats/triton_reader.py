@@ -1,21 +1,22 @@
 """Reads a tensor into a row on its device with the kernels of kernel.py, at little cost for the host.
 
 For each launch, Triton binds the arguments, derives a key from them and looks up the compiled kernel. That takes
-several times as long as the driver's launch. Here the key holds only the arguments that can differ, and the compiled
-kernel is launched directly.
+many times as long as the driver's launch. Here the key holds only the arguments that can differ, and the driver
+launches the compiled kernel (kernel_launcher.py).
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .device import without_modes
+from .kernel_launcher import KernelLauncher, launch
+from .kernel_trial import KernelTrial, TrialWay
 from .tensor_stats import LOW_PRECISION
 from .torch_reader import DTYPES, ENTRY, KINDS, GroupedReadings, KernelDtype, TensorSource
 
@@ -24,11 +25,6 @@ try:
 except ImportError:  # gpuwatch was installed without a C compiler
     _native_tables = None  # type: ignore[assignment]
 
-_OLDEST, _NEWEST = (3, 3), (3, 9)
-"""The Triton versions whose compiled kernels take all arguments, constants included, in this order.
-
-A compiled kernel does not check the number of its arguments, so other versions are launched in the ordinary way.
-"""
 _OPTIONS = {"enable_fp_fusion": True}
 """The options of an ordinary launch. The kernels multiply no floats; without it, Triton 3.9 warns the script."""
 _INT32 = 1 << 31
@@ -42,42 +38,47 @@ _BLOCKS = 8
 class TritonReader:
     """See `Reader`. Raises ImportError without Triton. The first launches may raise any exception."""
 
-    def __init__(self, kernel: Any = None, version: str = "") -> None:
+    def __init__(self, kernel: Any = None, launcher: KernelLauncher | None = None) -> None:
         if kernel is None:
             from . import kernel as ours
 
-            kernel, version = ours, ours.VERSION
+            kernel = ours
         self._kernel = kernel
-        self._is_direct = _OLDEST <= _release(version) <= _NEWEST
-        self._compiled: dict[tuple[Any, ...], Any] = {}
-        self._reads: dict[tuple[Any, ...], tuple[Any, int, int, tuple[Any, ...]]] = {}
-        """Key of a read -> (compiled kernel, elements in a block, most programs, constants)"""
+        self._launcher = launcher or KernelLauncher()
+        self._stream = self._launcher.stream
+        self._reads: dict[tuple[Any, ...], tuple[bytes, int, int]] = {}
+        """Key of a read -> (kernel for `launch`, elements in a block, most programs)"""
+        self._kernels: dict[tuple[Any, ...], bytes] = {}
+        """The others for `launch`"""
         self._programs: dict[torch.device, int] = {}
         self.interpreted: bool = kernel.INTERPRETED
 
     def read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """See `Reader`. The device must be the current one."""
         tensor, elements, inner, stride = source
-        address, target = tensor.data_ptr(), rows.data_ptr()
-        key = read_key(tensor.dtype, count, tensor.get_device(), address, target, elements, inner, stride)
+        address, target, device = tensor.data_ptr(), rows.data_ptr(), tensor.get_device()
+        key = read_key(tensor.dtype, count, device, address, target, elements, inner, stride)
         known = self._reads.get(key)
-        if known is None:
-            without_modes(self._first_read, key, source, rows, position, count)
-            return
-        compiled, block, most, constants = known
-        programs = min(-(-elements // block), most)
-        compiled[programs, 1, 1](address, target, position, elements, inner, stride, *constants)
+        if known is not None:
+            kernel, block, most = known
+            programs = min(-(-elements // block), most)
+            if not launch(kernel, programs, self._stream(device), address, target, position, elements, inner, stride):
+                return
+        without_modes(self._ordinary_read, key, source, rows, position, count)
 
-    def _first_read(self, key: Any, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
+    def _ordinary_read(self, key: Any, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """An ordinary launch, which compiles the kernel where Triton has not done so yet."""
         tensor, elements, inner, stride = source
-        kind, block, constants = _constants(tensor.dtype, count, layout_of(elements, stride))
+        layout = layout_of(elements, stride)
+        kind, block, constants = _constants(tensor.dtype, count, layout)
         most = self._most_programs(tensor.device)
         view = tensor if kind.read_as is tensor.dtype else tensor.view(kind.read_as)
-        launch = self._kernel.read[(min(-(-elements // block), most),)]
-        compiled = launch(view, rows, position, elements, inner, stride, *constants, **_OPTIONS)
-        if self._is_direct and compiled is not None:
-            self._reads[key] = compiled, block, most, constants
+        ordinary = self._kernel.read[(min(-(-elements // block), most),)]
+        compiled = ordinary(view, rows, position, elements, inner, stride, *constants, **_OPTIONS)
+        sizes = bytes((8, 8, 4, *(8 if size >= _INT32 else 4 for size in (elements, inner, stride))))
+        found = self._tried(key, compiled, sizes, rows.device, TrialWay.READ, tensor.dtype, count, layout)
+        if found is not None:
+            self._reads[key] = found, block, most
 
     def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
         """See `Reader`. One launch for all tensors of one dtype and layout, as torch's foreach operations do it.
@@ -90,36 +91,50 @@ class TritonReader:
         table = _on(device, b"".join([earlier, *(entries for _, _, entries in groups)]))
         at = _ROWS
         for variant, programs, entries in groups:
-            kind, _, constants = _constants(*_parts_of(variant))
             tensors = table[at:], table, rows
-            addresses = [each.data_ptr() for each in tensors]
             number = len(entries) // ENTRY.size
-            arguments = number, self._kernel.element(kind.read_as), bool(variant & 2), *constants, bool(variant & 1)
-            key = device, "many", variant, *(each % 16 == 0 for each in addresses)
-            compiled = self._compiled.get(key)
-            if compiled is not None:
-                compiled[programs, 1, 1](*addresses, *arguments)
-            else:
-                self._keep(key, self._kernel.read_many[(programs,)](*tensors, *arguments, **_OPTIONS))
+            key = device, "many", variant, *(each.data_ptr() % 16 == 0 for each in tensors)
+            if not self._launched(key, programs, tensors, number):
+                parts = _parts_of(variant)
+                kind, _, constants = _constants(*parts)
+                options = self._kernel.element(kind.read_as), bool(variant & 2), *constants, bool(variant & 1)
+                compiled = self._kernel.read_many[(programs,)](*tensors, number, *options, **_OPTIONS)
+                self._keep(key, compiled, device, TrialWay.KEPT if variant & 1 else TrialWay.MANY, *parts)
             at += number * _ENTRY
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """See `Reader`."""
         packed = rows.new_empty(count, 3)
         programs = -(-count // _PACK_BLOCK)
-        address, target = rows.data_ptr(), packed.data_ptr()
-        key = (rows.device, "pack", address % 16 == 0, target % 16 == 0)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled[programs, 1, 1](address, target, count, _PACK_BLOCK)
-        else:
-            self._keep(key, self._kernel.pack[(programs,)](rows, packed, count, _PACK_BLOCK, **_OPTIONS))
+        key = (rows.device, "pack", rows.data_ptr() % 16 == 0, packed.data_ptr() % 16 == 0)
+        if not self._launched(key, programs, (rows, packed), count):
+            compiled = self._kernel.pack[(programs,)](rows, packed, count, _PACK_BLOCK, **_OPTIONS)
+            self._keep(key, compiled, rows.device, TrialWay.PACK, torch.float32)
         return packed
 
-    def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
-        """Cache the compiled kernel, which an ordinary launch returns."""
-        if self._is_direct and compiled is not None:
-            self._compiled[key] = compiled
+    def _launched(self, key: tuple[Any, ...], programs: int, tensors: Sequence[torch.Tensor], number: int) -> bool:
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            return False
+        stream = self._stream(tensors[0].get_device())
+        return launch(kernel, programs, stream, *[each.data_ptr() for each in tensors], number) == 0
+
+    def _keep(self, key: tuple[Any, ...], compiled: Any, device: torch.device, way: TrialWay, *about: Any) -> None:
+        sizes = bytes((8, 8, 4) if way is TrialWay.PACK else (8, 8, 8, 4))
+        kernel = self._tried(key, compiled, sizes, device, way, *about)
+        if kernel is not None:
+            self._kernels[key] = kernel
+
+    def _tried(
+        self, key: Any, compiled: Any, sizes: bytes, device: torch.device, way: TrialWay, *about: Any
+    ) -> bytes | None:
+        """What an ordinary launch has returned, for `launch`, if its trial has passed."""
+
+        def begin(kernel: bytes) -> KernelTrial:
+            stream = self._stream(-1 if device.index is None else device.index)
+            return KernelTrial(way, functools.partial(launch, kernel, 1, stream), device, *about)
+
+        return self._launcher.tried(key, compiled, sizes, begin)
 
     def _most_programs(self, device: torch.device) -> int:
         """As many as keep the device's memory busy: a tensor gets no more."""
@@ -197,8 +212,3 @@ def read_key(
     wide = elements >= _INT32 or inner >= _INT32 or stride >= _INT32
     sizes = (elements < _INT32, inner < _INT32, stride < _INT32) if wide else None
     return dtype, count, device, address % 16 == 0, target % 16 == 0, stride == 0, sizes
-
-
-def _release(version: str) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)

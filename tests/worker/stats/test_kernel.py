@@ -35,7 +35,7 @@ from gpuwatch.worker.stats.torch_reader import (
     graph_source,
     source_of,
 )
-from gpuwatch.worker.stats.triton_reader import _OLDEST, _OPTIONS, TritonReader, _constants, _release
+from gpuwatch.worker.stats.triton_reader import _OPTIONS, TritonReader, _constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -488,8 +488,6 @@ def compiled(function, arguments, constants, aligned):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    if _release(triton.__version__) < _OLDEST:
-        pytest.skip("an older Triton is launched in its own way")
     types = [*arguments, *["constexpr"] * len(constants)]
     signature = dict(zip(function.arg_names, types, strict=True))
     constexprs = {(len(arguments) + at,): value for at, value in enumerate(constants)}

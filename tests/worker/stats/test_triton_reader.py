@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
 import torch
+from gpuwatch.worker.stats.kernel_launcher import KernelLauncher
 from gpuwatch.worker.stats.torch_reader import KINDS, GroupedReadings, WaitingTensors, fresh_rows, source_of
-from gpuwatch.worker.stats.triton_reader import _OLDEST, TritonReader, _constants, _release, layout_of, read_key
+from gpuwatch.worker.stats.triton_reader import TritonReader, _constants, layout_of, read_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-KNOWN_TRITON = pytest.mark.skipif(
-    HAS_TRITON and _release(metadata.version("triton")) < _OLDEST, reason="an older Triton is launched in its own way"
-)
 
 
 class Function:
@@ -40,8 +37,28 @@ class Compiled:
     def __init__(self, function):
         self.function = function
 
-    def __getitem__(self, grid):
-        return lambda *args: self.function.direct.append((grid, args))
+
+class Launcher:
+    """As KernelLauncher, with kernels whose trial has passed: `launched` has what the driver gets."""
+
+    def __init__(self, monkeypatch):
+        self.launched, self.error = {}, 0
+        monkeypatch.setattr("gpuwatch.worker.stats.triton_reader.launch", self.launch)
+
+    def launch(self, kernel, programs, stream, *arguments):
+        self.launched.setdefault(kernel, []).append((programs, stream, arguments))
+        return self.error
+
+    def stream(self, device):
+        return 70 + device
+
+    def tried(self, key, compiled, sizes, begin):
+        return compiled.function
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    return Launcher(monkeypatch)
 
 
 @pytest.fixture
@@ -50,33 +67,39 @@ def kernel():
     return SimpleNamespace(**functions, element=str, INTERPRETED=False)
 
 
-def test_the_second_launch_of_a_kind_is_direct_and_has_the_same_arguments(kernel):
-    reader = TritonReader(kernel, "3.7.1")
+def test_the_second_launch_of_a_kind_is_the_drivers_and_has_the_same_arguments(kernel, launcher):
+    reader = TritonReader(kernel, launcher)
     rows = fresh_rows(4, torch.device("cpu"))
     tensors = [torch.ones(5000, dtype=torch.float16), torch.ones(30, dtype=torch.float16)]
     for position, tensor in enumerate(tensors):
         reader.read(source_of(tensor), rows, position, True)
         packed = reader.pack(rows, 2)
     ((grid, first),) = kernel.read.ordinary
-    ((direct_grid, second),) = kernel.read.direct
-    assert (grid, direct_grid) == ((2,), (1, 1, 1))
-    assert first[:2] == (tensors[0], rows)
-    assert second[:2] == (tensors[1].data_ptr(), rows.data_ptr())
-    assert (first[2:6], second[2:6]) == ((0, 5000, 5000, 0), (1, 30, 30, 0))
-    assert first[6:] == second[6:] == (3, True, 0, 4, 1024)
-    ((_, packing),) = kernel.pack.direct
-    assert packing == (rows.data_ptr(), packed.data_ptr(), 2, 128)
+    assert grid == (2,)
+    assert first == (tensors[0], rows, 0, 5000, 5000, 0, 3, True, 0, 4, 1024)
+    assert launcher.launched[kernel.read] == [(1, 69, (tensors[1].data_ptr(), rows.data_ptr(), 1, 30, 30, 0))]
+    assert launcher.launched[kernel.pack] == [(1, 69, (rows.data_ptr(), packed.data_ptr(), 2))]
 
 
-def test_tensors_of_one_dtype_and_layout_share_a_launch_and_a_table(kernel):
-    reader = TritonReader(kernel, "3.7.1")
+def test_a_launch_that_the_driver_refuses_is_made_by_triton(kernel, launcher):
+    reader, rows, tensor = TritonReader(kernel, launcher), fresh_rows(4, torch.device("cpu")), torch.ones(30)
+    launcher.error = 201  # no context is current in this thread
+    for position in range(3):
+        reader.read(source_of(tensor), rows, position, True)
+        reader.pack(rows, 2)
+    assert (len(kernel.read.ordinary), len(kernel.pack.ordinary)) == (3, 3)
+    assert [arguments[2] for _, arguments in kernel.read.ordinary] == [0, 1, 2]
+
+
+def test_tensors_of_one_dtype_and_layout_share_a_launch_and_a_table(kernel, launcher):
+    reader = TritonReader(kernel, launcher)
     reader._programs[torch.device("cpu")] = 3
     rows = fresh_rows(40, torch.device("cpu"))
     large, small, half = torch.ones(40_000), torch.ones(30), torch.ones(30, dtype=torch.float16)
     for _ in range(2):
         sources = [source_of(each) for each in (large, half, small, small[::2])]
         reader.read_many(GroupedReadings([WaitingTensors(sources, 10, True)], rows.device), rows)
-    assert len(kernel.read_many.ordinary) == len(kernel.read_many.direct) == 3
+    assert len(kernel.read_many.ordinary) == len(launcher.launched[kernel.read_many]) == 3
     ((grid, (table, earlier, target, *constants)), *_) = kernel.read_many.ordinary
     assert (grid, target) == ((4,), rows)
     assert table[:16].view(2, 8).tolist() == [  # three programs, then one
@@ -85,17 +108,8 @@ def test_tensors_of_one_dtype_and_layout_share_a_launch_and_a_table(kernel):
     ]
     assert earlier[:256].tolist() == [0] * 256
     assert constants == [2, "torch.float32", large.data_ptr() % 16 == 0, 2, False, 0, 4, 512, False]
-    again = kernel.read_many.direct[0]
-    assert (again[0], again[1][2:]) == ((4, 1, 1), (rows.data_ptr(), *constants))
-
-
-@pytest.mark.parametrize("version", ["3.2.0", "3.10.0", "2.1.0", "4.0", "unheard of"])
-def test_a_triton_that_is_not_known_is_launched_in_the_ordinary_way(kernel, version):
-    reader = TritonReader(kernel, version)
-    rows = fresh_rows(4, torch.device("cpu"))
-    for position in range(3):
-        reader.read(source_of(torch.ones(30)), rows, position, False)
-    assert (len(kernel.read.ordinary), len(kernel.read.direct)) == (3, 0)
+    programs, _, again = launcher.launched[kernel.read_many][0]
+    assert (programs, again[2:]) == (4, (rows.data_ptr(), 2))
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
@@ -103,7 +117,7 @@ def test_a_launch_leaves_no_option_open_of_which_triton_warns_the_script(kernel)
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
 
-    reader, rows = TritonReader(kernel, "3.9.0"), fresh_rows(4, torch.device("cpu"))
+    reader, rows = TritonReader(kernel), fresh_rows(4, torch.device("cpu"))
     reader.read(source_of(torch.ones(30)), rows, 0, False)
     reader.pack(rows, 1)
     reader.read_many(GroupedReadings([WaitingTensors([source_of(torch.ones(30))], 1, True)], rows.device), rows)
@@ -115,15 +129,6 @@ def test_a_launch_leaves_no_option_open_of_which_triton_warns_the_script(kernel)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
-@KNOWN_TRITON
-def test_the_installed_triton_is_known():
-    import triton
-
-    assert TritonReader(SimpleNamespace(INTERPRETED=False), triton.__version__)._is_direct
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
-@KNOWN_TRITON
 @settings(max_examples=40)
 @given(data=st.data())
 def test_calls_with_one_key_are_one_specialisation_to_triton(data):
@@ -171,9 +176,9 @@ def test_calls_with_one_key_are_one_specialisation_to_triton(data):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_direct_launches_give_what_ordinary_ones_give():
-    direct, ordinary = TritonReader(), TritonReader()
-    assert direct._is_direct
-    ordinary._is_direct = False
+    notes = []
+    direct, ordinary = TritonReader(launcher=KernelLauncher(notes.append)), TritonReader()
+    ordinary._tried = lambda *about: None
     memory = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda")
     for dtype in KINDS:
         if dtype is torch.bool:
@@ -183,15 +188,22 @@ def test_direct_launches_give_what_ordinary_ones_give():
         found = []
         for reader in (direct, ordinary):
             rows = fresh_rows(len(tensors), torch.device("cuda"))
-            for _ in range(2):
+            for _ in range(3):
                 for position, tensor in enumerate(tensors):
                     reader.read(source_of(tensor), rows, position, True)
                 packed = reader.pack(rows, len(tensors))
+                torch.cuda.synchronize()  # trials have arrived
             found.append(packed.tolist())
-            for _ in range(2):
+            for _ in range(3):
                 reader.read_many(
                     GroupedReadings([WaitingTensors([source_of(each) for each in tensors], 0, True)], rows.device), rows
                 )
                 packed = reader.pack(rows, len(tensors))
+                torch.cuda.synchronize()
             found.append(packed.tolist())
         assert found == [found[0]] * 4
+    assert notes == []
+    assert direct._reads
+    assert {key[1] for key in direct._kernels} == {"many", "pack"}
+    assert not ordinary._reads
+    assert not ordinary._kernels

@@ -87,7 +87,7 @@ static int are_simple(const Asked *asked)
 }
 
 /* Call `device_read`: a new reference, or NULL with an exception set. */
-static PyObject *read_simple(FrameWriter *self, const Asked *asked, int count)
+static PyObject *read_simple(FrameWriter *self, const Asked *asked, int count, int may_wait)
 {
     PyObject *fresh = PyList_New(0), *elements = PyList_New(0), *known = PyList_New(0), *found = NULL;
     PyObject *values = PyLong_FromLong(asked->values);
@@ -98,7 +98,7 @@ static PyObject *read_simple(FrameWriter *self, const Asked *asked, int count)
                                        append(elements, PyLong_FromLongLong(asked->elements[i]));
     if (good)
         found = PyObject_CallFunctionObjArgs(self->device_read, asked->rows[0]->object, fresh, elements, values, known,
-                                             count ? Py_True : Py_False, NULL);
+                                             count ? Py_True : Py_False, may_wait ? Py_True : Py_False, NULL);
     Py_XDECREF(fresh);
     Py_XDECREF(elements);
     Py_XDECREF(known);
@@ -107,13 +107,13 @@ static PyObject *read_simple(FrameWriter *self, const Asked *asked, int count)
 }
 
 /* 1 if they are being read; 0, and nothing was done, if `device_frame` must be asked; -1 if it has failed. */
-static int read_side_by_side(FrameWriter *self, const Asked *asked, int64_t step, int count)
+static int read_side_by_side(FrameWriter *self, const Asked *asked, int64_t step, int count, int may_wait)
 {
     long long first;
     PyObject *numbers;
     if (self->device_read == NULL || !are_simple(asked))
         return 0;
-    PyObject *found = read_simple(self, asked, count);
+    PyObject *found = read_simple(self, asked, count, may_wait);
     if (found == Py_None) {
         Py_DECREF(found);
         return 0;
@@ -168,6 +168,6 @@ int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
     gather(frame, &asked);
     if (asked.used == 0)
         return 1;
-    const int done = read_side_by_side(self, &asked, step, count);
+    const int done = read_side_by_side(self, &asked, step, count, frame->may_wait);
     return (done > 0 || (done == 0 && read_others(self, &asked, step, count))) && follow_segment(self, frame);
 }

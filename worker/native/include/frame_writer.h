@@ -21,7 +21,7 @@
    the last call for this weight, version and step has returned for it, or None. `count`: also count zeros and subnormals.
    Returned are the index of each tensor's value, which is in the page by then, None if it cannot be measured; and the numbers
    of each weight. And None, or what does the same for ordinary tensors, whose values lie side by side:
-   device_read(tensor, fresh, elements, values, known, count) -> (index, [numbers, ...]) | None. See
+   device_read(tensor, fresh, elements, values, known, count, may_wait) -> (index, [numbers, ...]) | None. See
    DeviceStatsBuffer.read_frame. */
 #define EACH_OPTIONAL(DO) DO(device_frame) DO(device_read)
 

@@ -33,6 +33,7 @@ typedef struct {
 typedef struct {
     Row rows[MOST_ROWS];
     int used;
+    int may_wait; /* a tensor on a device: see DeviceStatsBuffer.read_frame */
     int64_t at, page, batch, value_base, frames, row_count, values;
 } Frame;
 

@@ -111,6 +111,12 @@ EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, C
     *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
     return 0;
 }
+EXPORT CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, size_t *size) {
+    int found = described_size(function, index);
+    *offset = 8 * index;
+    *size = found;
+    return found ? 0 : CUDA_ERROR_INVALID_VALUE;
+}
 EXPORT CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) { return 0; }
 EXPORT CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return 0; }
 EXPORT CUresult cuOccupancyMaxActiveClusters(int *number, CUfunction function, const CUlaunchConfig *config) { *number = 1; return 0; }

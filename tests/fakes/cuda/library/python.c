@@ -62,6 +62,17 @@ EXPORT void stand_in_describe(void *kernel, int number, const int *sizes) {
     described = new;
 }
 
+static Described *description_of(void *kernel) {
+    Described *found = described;
+    while (found && found->kernel != kernel) found = found->next;
+    return found;
+}
+/* The bytes of a parameter; 0 if the kernel has none of this number. */
+int described_size(void *kernel, size_t index) {
+    Described *found = description_of(kernel);
+    return found && index < (size_t)found->number ? found->sizes[index] : 0;
+}
+
 typedef struct Launch { void *kernel; unsigned grid[3]; char arguments[8 * MOST_ARGUMENTS]; } Launch;
 
 static void run_kernel(Operation *self, int device) {
@@ -71,8 +82,7 @@ static void run_kernel(Operation *self, int device) {
 }
 /* 0 if nobody has described the kernel. */
 int launch_described(const char *name, void *kernel, Stream *stream, const unsigned grid[3], void **arguments) {
-    Described *found = described;
-    while (found && found->kernel != kernel) found = found->next;
+    Described *found = description_of(kernel);
     if (!found) return 0;
     Launch launch = {kernel, {grid[0], grid[1], grid[2]}, {0}};
     for (int place = 0; place < found->number; place++) memcpy(launch.arguments + 8 * place, arguments[place], found->sizes[place]);

@@ -103,4 +103,5 @@ int is_reachable(const void *address, size_t size); /* host memory that the devi
 void *release_gil(void);
 void take_gil(void *released);
 int launch_described(const char *name, void *kernel, Stream *stream, const unsigned grid[3], void **arguments);
+int described_size(void *kernel, size_t index);
 #endif
