@@ -29,6 +29,7 @@ from ..stack_file import look_at_stack_file
 from ..stats.device import without_modes
 from .call_frames import CallFrames
 from .global_hooks import GlobalHooks
+from .second_run import SecondRuns
 from .skipping import BatchSkipping
 
 try:
@@ -50,6 +51,7 @@ class ModuleCalls:
     _frames: CallFrames
     _skipping: BatchSkipping
     _global: GlobalHooks
+    _second_runs: SecondRuns
 
     def __post_init__(self) -> None:
         self._running, self._gradients = self._frames.running, self._frames.gradients
@@ -106,12 +108,15 @@ class ModuleCalls:
                 return
             if not self._stack or _is_tracing():
                 return
-            finished = None
+            info, finished = self._stack[-1], None
             try:
                 finished = self._leave(module, args, kwargs, output)
             except Exception as error:
                 self._fault("forward hook", error)
                 return
+            if self._judging.pending is not None and info.ref() is module:
+                with self._progress.faults.within("a second run"):
+                    self._second_runs.returned(info, args, kwargs, output)
             if finished is not None:
                 self._batch_ended(finished)
             if self._sync and output is not None:
