@@ -62,7 +62,7 @@ class MadeValue:
     constant: bool = False
     """The code has written it as a number: `full(..., -inf)`."""
     unwritten: bool = False
-    """`torch.empty`: nobody has written it."""
+    """`torch.empty`: no operation has written it. A kernel that torch does not dispatch may have."""
     operation: BadOperation | None = None
     """Set if it made the value of operands that explain nothing."""
     origin: MadeValue | None = None
@@ -180,7 +180,7 @@ class OperationWatch(TorchDispatchMode):
         record.unknown |= name in _EMPTY
         if not flags:
             return
-        made = MadeValue(flags, self._order, span, unwritten=name in _EMPTY)
+        made = MadeValue(flags, self._order, span)
         made.constant = any(isinstance(each, float) and not math.isfinite(each) for each in _numbers(args, kwargs))
         known = {which: operand.made for which, operand in operands.items() if operand.made is not None}
         others = [maker for which, maker in known.items() if which != id(tensor)]
@@ -189,8 +189,13 @@ class OperationWatch(TorchDispatchMode):
             made.origin = _origin(made, others)
         else:
             made.origin = _origin(made, list(known.values()))
+        if name in _EMPTY:
+            made.unwritten = True
+            made.origin = None
         if made.origin is made:
             made.operation = self._describe(tensor, func, args, kwargs, operands, numbers)
+            if made.operation is None:
+                made.origin = None
         record.bad.append(made)
 
     # -- the origin ---------------------------------------------------------------------------------------------
@@ -204,7 +209,8 @@ class OperationWatch(TorchDispatchMode):
 
     def _describe(
         self, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, operands: dict[int, _Operand], output: Any
-    ) -> BadOperation:
+    ) -> BadOperation | None:
+        """None if an operand is not finite that nobody was seen to make: a kernel of Triton's is not dispatched."""
         inputs = []
         kinds = {argument.name: str(argument.type) for argument in func._schema.arguments}
         names = [argument.name for argument in func._schema.arguments]
@@ -214,8 +220,12 @@ class OperationWatch(TorchDispatchMode):
                 inputs.append(_number(float(value)))
             for leaf in _pytree.tree_leaves(value):
                 if isinstance(leaf, torch.Tensor) and _has_numbers(leaf):
-                    known = operands[id(leaf)].numbers
-                    inputs.append(known if known.value else numbers_of(leaf)[0])
+                    known, flags = operands[id(leaf)].numbers, 0
+                    if not known.value:
+                        known, flags = numbers_of(leaf)
+                    if flags:
+                        return None
+                    inputs.append(known)
         module, file, line = self._place()
         code = getline(file, line).strip()
         return BadOperation(str(func), module, file, line, code, inputs, output, without_modes(pattern_of, tensor))
@@ -297,8 +307,10 @@ def _name(func: Any) -> str:
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an operation writes in place."""
     found = []
+    is_norm = _BATCH_NORM in func._schema.name
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        is_running = is_norm and argument.name.startswith("running_")  # native_batch_norm does not declare it
+        if is_running or (argument.alias_info is not None and argument.alias_info.is_write):
             value = kwargs.get(argument.name, args[position] if position < len(args) else None)
             found += [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return found

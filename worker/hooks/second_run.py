@@ -133,7 +133,7 @@ class SecondRuns:
         if not why and not call.reached:
             why = "a second run of the forward did not make it again"
         if not why and call.operation is None:
-            self._why = "it was made outside of the calls that could run again"
+            self._why = "no operation that torch dispatches made it in a call that could run again"
             return
         operation = None if why else call.operation
         self._end(why, operation, eagerly=eagerly, seconds=round(time.monotonic() - began, 3))
