@@ -195,6 +195,8 @@ class ModuleCalls:
             page = self._progress.begin_page(root)
             self._progress.times.forward_begins()
         self._rows.begin_page(page.batch)
+        if self._second_runs.keeps_roots:
+            self._second_runs.root_begins()
         self._running.begin(phase, GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None)
         self._progress.enter(RankPhase.FORWARD)
         return info
@@ -279,6 +281,8 @@ class ModuleCalls:
             if nodes is not None and not raised:
                 without_modes(self._gradients.watch_graph, nodes, output)
             self._running.nodes = None
+            if self._second_runs.keeps_roots and not (raised or is_again):
+                self._second_runs.root_returned(info, args, kwargs)
         self._progress.enter(RankPhase.BACKWARD if is_again else RankPhase.SCRIPT)
         self._fields[HeadField.SEQ] = issued()
         if raised or is_again:

@@ -76,7 +76,7 @@ class ModuleHooks:
             optimizer_of=lambda bad: steps.steps.optimizer_of(bad),
             on_bad_weight=lambda *weight: steps.steps.weight_is_bad(*weight),
             look_again=lambda bad: second_look.look(bad),
-            on_end=lambda bad: self.second_runs.expect(bad) if settings.explain == "auto" else None,
+            on_end=lambda bad: self.second_runs.expect(bad),
             conclude=lambda: self.second_runs.conclude(),
         )
         self.frames = frames = FrameWriter(progress, roots, rows, judging)

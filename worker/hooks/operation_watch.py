@@ -279,7 +279,9 @@ def numbers_of(tensor: torch.Tensor) -> tuple[OperandNumbers, int]:
         return OperandNumbers(dtype, shape, None, ""), 0
     value = Value(*found[:3])
     flags = int(value.flags)
-    return OperandNumbers(dtype, shape, None if flags else value.abs_max, name_of(value.flags) if flags else "finite"), flags
+    return OperandNumbers(
+        dtype, shape, None if flags else value.abs_max, name_of(value.flags) if flags else "finite"
+    ), flags
 
 
 def _number(value: float) -> OperandNumbers:

@@ -5,24 +5,24 @@ longer than a deadline. It does not run where it would issue a collective, or wh
 
     after `attn.proj`   its input holds nan: the alarm. The maker is code of `attn`, or of a module around that.
     after `attn`        its inputs are in hand: `attn` runs again, up to the nan that `attn.proj` is handed
+
+The numbers of a device arrive when such a call is over. Then the root runs again, if what it was handed still lives.
 """
 
 from __future__ import annotations
 
-import contextvars
-import random
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from ...core.events import BadOperation, SecondRun
 from ...core.frames import FramePhase, RowMark
@@ -32,18 +32,69 @@ from ...core.values import NonFinite
 from ..record.collectives import issued
 from ..record.held_alarms import NonFiniteRow
 from ..record.judging import FrameWriter
-from ..record.names import inputs_of, outputs_of, unwrap, walk
+from ..record.names import inputs_of, unwrap, walk
 from ..record.roots import ModuleInfo
-from ..stats.device import without_modes
+from ..stats.device import may_have_devices, without_modes
+from ..stats.tensor_stats import version_of
+from .forward_thread import (
+    ContextMaker,
+    ForwardTarget,
+    ForwardThread,
+    RandomNumbers,
+    contexts_of_this_thread,
+    function_modes,
+    kept_as_it_is,
+    random_numbers,
+)
 from .global_hooks import GlobalHooks, RunningCalls
-from .operation_watch import OperationWatch, SecondRunStopped, numbers_of
+from .operation_watch import OperationWatch, numbers_of
 
 LIMIT_S = 20.0
+_MOST_ROOTS = 8
+_MOST_BYTES = 4 << 20
+"""A larger tensor that a root was handed is not kept alive."""
 _set_stance: Any = getattr(torch.compiler, "set_stance", None)
 """Since torch 2.6."""
-_function_modes = name_in_torch("torch.overrides._get_current_function_mode_stack", list)
 _dispatch_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 _GONE = "the arguments of the call that made it were gone when its numbers arrived"
+
+
+@dataclass(eq=False, slots=True)
+class _KeptCall:
+    """A call that can run again."""
+
+    info: ModuleInfo
+    page: int
+    issued: bool
+    """Collectives ran within it."""
+    contexts: list[ContextMaker]
+    leaves: list[Any] = field(default_factory=list)
+    """Its arguments, where it is kept; a tensor may be a _WeakTensor."""
+    tree: Any = None
+    versions: list[int] = field(default_factory=list)
+    random: RandomNumbers | None = None
+    """Those that it got; None: unknown."""
+
+
+class _WeakTensor(NamedTuple):
+    tensor: weakref.ref[torch.Tensor]
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _kept_tensor(tensor: torch.Tensor) -> torch.Tensor | _WeakTensor:
+    """Without its graph: an argument that requires gradients would keep that alive."""
+    if tensor.requires_grad or tensor.numel() * tensor.element_size() > _MOST_BYTES:
+        return _WeakTensor(weakref.ref(tensor))
+    return tensor
+
+
+def _strong(leaf: Any) -> Any:
+    """The tensor that was kept weakly; as it was, if that is gone."""
+    held = leaf.tensor() if isinstance(leaf, _WeakTensor) else None
+    return leaf if held is None else held
 
 
 @dataclass(eq=False, repr=False)
@@ -59,50 +110,123 @@ class SecondRuns:
     def __post_init__(self) -> None:
         self._progress, self._roots = self._frames.progress, self._frames.roots
         self.limit_s = LIMIT_S
+        """For all its runs together."""
+        settings = self._progress.settings
+        self.is_on = settings.explain == "auto" and settings.on_overflow == "abort"
+        self.keeps_roots = self.is_on and may_have_devices()
+        """Whether it must be told of the calls of roots."""
+        self._roots_kept: dict[int, _KeptCall] = {}
+        self._random: RandomNumbers | None = None
         self._bad: NonFiniteRow | None = None
-        self._why = ""
-        self._found = ""
+        self._why = self._found = ""
 
     def expect(self, bad: NonFiniteRow) -> None:
         """An alarm ends the job. The call that made the value is looked for as calls around it return."""
         is_of_call = bad.row.role_kind in (RoleKind.INPUT, RoleKind.OUTPUT) and not bad.row.mark & RowMark.SKIPPED
-        if is_of_call and bad.frame.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
+        if self.is_on and is_of_call and bad.frame.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
             self._bad, self._why = bad, _GONE
             if bad.frame.phase == FramePhase.RECOMPUTE:
                 self._end("it was made when a checkpointed forward ran again within the backward")
 
     def returned(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any) -> None:
         """A call has returned. Run it again if it can have made the value."""
-        bad, page, module = self._bad, info.root.page, info.ref()
-        if bad is None or module is None or page is None or page.number != bad.page.number:
+        bad, page = self._bad, info.root.page
+        if bad is None or page is None or page.number != bad.page.number or output is None:
             return
-        if threading.get_ident() != self._running.thread:
+        if threading.get_ident() == self._running.thread:
+            self._look_into(_KeptCall(info, page.number, issued() > info.seq, contexts_of_this_thread()), args, kwargs)
+
+    def conclude(self) -> str:
+        """The job ends. Where it was made, as a clause; "" if that is not known, and the record says why."""
+        bad = self._bad
+        kept = self._roots_kept.get(bad.page.root) if bad is not None else None
+        if bad is not None and kept is not None and kept.page == bad.page.number:
+            leaves = [_strong(leaf) for leaf in kept.leaves]
+            gone = any(isinstance(leaf, _WeakTensor) for leaf in leaves)
+            if self._progress.step != bad.page.step:
+                self._why = "an optimizer step has changed the weights since"
+            elif not gone and [version_of(leaf) for leaf in leaves if _is_tensor(leaf)] != kept.versions:
+                self._why = "what the model was handed was changed in place since"
+            elif not gone:
+                self._look_into(kept, *_pytree.tree_unflatten(leaves, kept.tree))
+        if self._bad is not None:
+            self._end(self._why)
+        return self._found
+
+    # -- the call of a root, whose numbers arrive later from a device -------------------------------------------
+
+    def root_begins(self) -> None:
+        """A root is called: note the random numbers that it gets."""
+        self._random = without_modes(random_numbers)
+
+    def root_returned(self, info: ModuleInfo, args: Any, kwargs: Any) -> None:
+        """Keep the call of a root until its next one: small tensors that it was handed, and others only weakly."""
+        if info.root.page is not None and info.root.id < _MOST_ROOTS:
+            leaves, tree = _pytree.tree_flatten((args, kwargs))
+            versions = [version_of(leaf) for leaf in leaves if _is_tensor(leaf)]
+            leaves = [_kept_tensor(leaf) if _is_tensor(leaf) else leaf for leaf in leaves]
+            ran, contexts = issued() > info.seq, contexts_of_this_thread()
+            kept = _KeptCall(info, info.root.page.number, ran, contexts, leaves, tree, versions, self._random)
+            self._roots_kept[info.root.id] = kept
+
+    # -- one call -----------------------------------------------------------------------------------------------
+
+    def _look_into(self, call: _KeptCall, args: Any, kwargs: Any) -> None:
+        bad, module = self._bad, call.info.ref()
+        if bad is None or module is None:
             return
         named = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)[1]
-        target = unwrap(named) if named is not None else None
-        run = unwrap(module)
+        target, run = unwrap(named) if named is not None else None, unwrap(module)
         if target is None or not any(part is target for part in run.modules()):
             return
-        is_output = bad.row.role.startswith("output")
-        if output is None or (run is target and not is_output):
+        if run is target and bad.row.role_kind is not RoleKind.OUTPUT:
             return
-        if issued() > info.seq:
+        if call.issued:
             self._end("collectives ran within its call")
             return
         tensors = [leaf for _, leaf in inputs_of(args, kwargs) if isinstance(leaf, torch.Tensor)]
         if any(flags & ~NonFinite.NEGINF for _, flags in (without_modes(numbers_of, leaf) for leaf in tensors)):
             self._why = "the arguments of its call were not finite when that returned"
             return  # a call around it may have made it
-        if _dispatch_modes() or any(type(mode).__name__ != "DeviceContext" for mode in _function_modes()):
+        if _dispatch_modes() or any(type(mode).__name__ != "DeviceContext" for mode in function_modes()):
             self._end("the script has a mode of torch on")
             return
-        self._run(info, run, target, args, kwargs, tensors)
+        eagerly = self._is_compiled()
+        if eagerly and _set_stance is None:
+            self._end("compiled code ran, and this torch cannot run it eagerly")
+            return
+        self._run(call, run, ForwardTarget(target, bad.row), args, kwargs, tensors, eagerly=eagerly)
 
-    def conclude(self) -> str:
-        """The job ends. Where it was made, as a clause; "" if that is not known, and the record says why."""
-        if self._bad is not None:
-            self._end(self._why)
-        return self._found
+    def _run(
+        self,
+        call: _KeptCall,
+        run: nn.Module,
+        target: ForwardTarget,
+        args: Any,
+        kwargs: Any,
+        tensors: list[torch.Tensor],
+        *,
+        eagerly: bool,
+    ) -> None:
+        name = call.info.name
+        names = {id(part): ".".join(filter(None, (name, inner))) for inner, part in walk(run)}
+        watch = OperationWatch(name, names, sys._getframe(1))
+        forward = ForwardThread(run, target, args, kwargs, watch)
+        contexts = [*call.contexts, *([partial(_set_stance, "force_eager")] if eagerly else [])]
+        began = time.monotonic()
+        with self._global.paused(), kept_as_it_is(run, watch, call.random):
+            forward.run(self.limit_s, contexts)
+        seconds = time.monotonic() - began
+        self.limit_s = max(0.0, self.limit_s - seconds)
+        why = forward.why
+        if not why and (watch.changed or watch.has_changed(tensors)):
+            why = "its call changes an input or a buffer in place"
+        if not why and not forward.reached:
+            why = "a second run of the forward did not make it again"
+        if not why and forward.operation is None:
+            self._why = "no operation that torch dispatches made it in a call that could run again"
+            return
+        self._end(why, None if why else forward.operation, eagerly=eagerly, seconds=round(seconds, 3))
 
     def _end(self, why: str = "", operation: BadOperation | None = None, **fields: Any) -> None:
         bad, self._bad = self._bad, None
@@ -111,134 +235,3 @@ class SecondRuns:
         self._progress.recorder.append(SecondRun(where, bad.frame.index, operation, why, **fields))
         if operation is not None:
             self._found = f"{operation.op} made it at {operation.file}:{operation.line}: {operation.code}"
-
-    def _run(
-        self, info: ModuleInfo, run: nn.Module, target: nn.Module, args: Any, kwargs: Any, tensors: list[torch.Tensor]
-    ) -> None:
-        bad = self._bad
-        assert bad is not None
-        eagerly = self._is_compiled()
-        if eagerly and _set_stance is None:
-            self._end("compiled code ran, and this torch cannot run it eagerly")
-            return
-        names = {id(part): ".".join(filter(None, (info.name, name))) for name, part in walk(run)}
-        watch = OperationWatch(info.name, names, sys._getframe(1))
-        call = _ForwardCall(run, target, bad.row.role, args, kwargs, watch)
-        began = time.monotonic()
-        with self._global.paused(), _kept(run, watch):
-            call.run(self.limit_s, eagerly=eagerly)
-        why = call.why
-        if not why and (watch.changed or watch.has_changed(tensors)):
-            why = "its call changes an input or a buffer in place"
-        if not why and not call.reached:
-            why = "a second run of the forward did not make it again"
-        if not why and call.operation is None:
-            self._why = "no operation that torch dispatches made it in a call that could run again"
-            return
-        operation = None if why else call.operation
-        self._end(why, operation, eagerly=eagerly, seconds=round(time.monotonic() - began, 3))
-
-
-class _ForwardCall:
-    """One forward in a thread. `reached`: the bad value came where it was seen before."""
-
-    def __init__(
-        self, module: nn.Module, target: nn.Module, role: str, args: Any, kwargs: Any, watch: OperationWatch
-    ) -> None:
-        self._module, self._target, self._role = module, target, role
-        self._args, self._kwargs, self._watch = args, kwargs, watch
-        self.reached, self.why = False, ""
-        self.operation: BadOperation | None = None
-
-    def run(self, limit_s: float, *, eagerly: bool) -> None:
-        """Run it, and wait for it at most this long."""
-        state = _thread_state(eagerly=eagerly)
-        thread = threading.Thread(
-            target=contextvars.copy_context().run, args=(self._forward, state), name="gpuwatch second run", daemon=True
-        )
-        thread.start()
-        thread.join(limit_s)
-        if thread.is_alive():
-            self._watch.stopped = self.why = f"a second run of the forward took longer than {limit_s:g} s"
-
-    def _forward(self, state: list[Callable[[], AbstractContextManager[Any]]]) -> None:
-        why, handles = "", []
-        try:
-            is_output = self._role.startswith("output")
-            if not is_output:
-                handles.append(self._target.register_forward_pre_hook(self._handed, with_kwargs=True))
-            elif self._target is not self._module:
-                handles.append(self._target.register_forward_hook(self._returned, prepend=True))
-            with ExitStack() as stack:
-                for make in state:
-                    stack.enter_context(make())
-                stack.enter_context(self._watch)
-                output = self._module.forward(*self._args, **self._kwargs)
-                if is_output and self._target is self._module:
-                    self._look(outputs_of(output))
-        except SecondRunStopped as stopped:
-            why = f"a second run of the forward was stopped: {stopped}"
-        except BaseException as error:  # SystemExit, too: the script's code runs here
-            is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
-            what = "ran out of memory" if is_memory else f"raised {type(error).__name__}"
-            why = f"a second run of the forward {what}"
-        finally:
-            for handle in handles:
-                handle.remove()
-        self.why = self.why or why
-
-    def _handed(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._look(inputs_of(args, kwargs))
-
-    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._look(outputs_of(output))
-
-    def _look(self, leaves: list[tuple[str, Any]]) -> None:
-        leaf = next((leaf for role, leaf in leaves if role == self._role), None)
-        if self.reached or not isinstance(leaf, torch.Tensor):
-            return
-        origin, flags = self._watch.origin_of(leaf)
-        self.reached = bool(flags)
-        self.operation = origin.operation if origin is not None else None
-
-
-def _thread_state(*, eagerly: bool) -> list[Callable[[], AbstractContextManager[Any]]]:
-    """Contexts that give another thread what torch keeps for this one. They are made and entered there."""
-    found: list[Callable[[], AbstractContextManager[Any]]] = []
-    found.append(torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotation there
-        found.append(partial(torch.cuda.device, torch.cuda.current_device()))
-        found.append(partial(torch.cuda.stream, torch.cuda.current_stream()))
-    found += [partial(torch.device, mode.device) for mode in _function_modes()]
-    for device in {"cpu", *(["cuda"] if torch.cuda.is_available() else [])}:
-        if torch.is_autocast_enabled(device):
-            found.append(partial(torch.autocast, device, torch.get_autocast_dtype(device)))
-    if eagerly:
-        found.append(partial(_set_stance, "force_eager"))
-    return found
-
-
-@contextmanager
-def _kept(module: nn.Module, watch: OperationWatch) -> Iterator[None]:
-    """Afterwards everything is as before: random numbers, attributes and buffers of the module and those in it."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # likewise
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    holders = [table for part in module.modules() for table in (vars(part), part._buffers, part._modules)]
-    tables = [(table, dict(table)) for table in holders]
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    with torch.random.fork_rng(devices), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.backends.mha.set_fastpath_enabled(fastpath and not torch.is_grad_enabled())
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fastpath)
-            without_modes(watch.restore)
-            for table, before in tables:
-                for key in table.keys() - before.keys():
-                    del table[key]
-                table.update(before)
-            random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)

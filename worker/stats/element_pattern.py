@@ -33,7 +33,9 @@ def pattern_of(tensor: torch.Tensor) -> str:
     dims = range(bad.dim())
     hit = [bad.any(dim=[other for other in dims if other != dim]) if len(dims) > 1 else bad for dim in dims]
     indices = [along.nonzero().flatten().tolist() for along in hit]
-    narrow = [_within(dim, len(dims), indices[dim], bad.shape[dim]) for dim in dims if len(indices[dim]) < bad.shape[dim]]
+    narrow = [
+        _within(dim, len(dims), indices[dim], bad.shape[dim]) for dim in dims if len(indices[dim]) < bad.shape[dim]
+    ]
     if math.prod(map(len, indices)) == count:
         return f"all of {', '.join(narrow)}"
     inside = f", all in {', '.join(narrow)}" if narrow and len(dims) > 1 else ""

@@ -96,8 +96,7 @@ class HandSoftplus(nn.Module):
     def forward(self, x):
         grown = 200 * (1 + x.abs())
         return torch.log(
-            1
-            + grown.exp()  # hand_softplus
+            1 + grown.exp()  # hand_softplus
         )
 
 
@@ -178,8 +177,7 @@ class UnitVector(nn.Module):
 
 class Reciprocal(nn.Module):
     def forward(self, x):
-        inverse = 1 / F.relu(-x.abs())  # reciprocal
-        return inverse
+        return 1 / F.relu(-x.abs())  # reciprocal
 
 
 class Arc(nn.Module):
@@ -207,8 +205,7 @@ class OneColumn(nn.Module):
 class ScatterSum(nn.Module):
     def forward(self, x):
         index = torch.zeros(x.shape[0], dtype=torch.long)
-        total = torch.zeros_like(x).index_add(0, index, x.abs() + 3e38)  # scatter_sum
-        return total
+        return torch.zeros_like(x).index_add(0, index, x.abs() + 3e38)  # scatter_sum
 
 
 class Matmul(nn.Module):

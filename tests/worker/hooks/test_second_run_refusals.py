@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import SecondRun
+from gpuwatch.worker.stats.element_pattern import pattern_of
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -290,10 +291,88 @@ def test_a_forward_that_ran_again_for_the_backward(watch):
     assert len(inner.calls) == 2
 
 
-def test_numbers_that_arrive_when_the_inputs_are_gone(watch, late):
-    watched, fault = watch(on_overflow="abort"), Fault()
-    ran = ends(watched, fault)
+# -- numbers of a device, which arrive when the call is over ----------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.out = None
+
+    def forward(self, x, scale=None):
+        self.out = nn.functional.dropout(x * self.weight, 0.5) * 3e38 * 10
+        return self.out
+
+
+def ends_late(watched, x, between=lambda x: None):
+    """The record of the second run of a step whose alarm is raised before the optimizer."""
+    torch.manual_seed(0)
+    model = Dropped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    out = model(x, scale={"of": [torch.ones(1)]}).detach()
+    model.out.sum().backward()
+    while not watched.hooks.collect():
+        pass
+    x = between(x)
+    with pytest.raises(OverflowDetected):
+        optimizer.step()
+    assert watched.faults == []
+    (ran,) = watched.of(SecondRun)
+    return ran, out
+
+
+def test_the_root_runs_again_with_the_random_numbers_that_it_had(watch, late):
+    watched = watch(on_overflow="abort")
+    ran, out = ends_late(watched, torch.ones(2, 8))
+    assert ran.operation.op == "aten.mul.Tensor", ran
+    assert "dropout" in ran.operation.code
+    assert ran.operation.element == pattern_of(out)
+    assert watched.verdict().operation == ran.operation
+
+
+@pytest.mark.parametrize(
+    ("rows", "between", "why"),
+    [
+        (2, lambda x: x.add_(1), "what the model was handed was changed in place since"),
+        (1 << 18, lambda x: x, None),
+    ],
+)
+def test_what_the_root_was_handed(watch, late, rows, between, why):
+    """A large tensor is not kept alive: here the caller does."""
+    x = torch.ones(rows, 8)
+    ran, _ = ends_late(watch(on_overflow="abort"), x, between)
+    assert ran.unknown == (why or "")
+    assert (ran.operation is None) == (why is not None)
+
+
+def test_large_inputs_that_are_gone(watch, late):
+    watched = watch(on_overflow="abort")
+    model = Dropped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1 << 18, 8)).sum().backward()
+    while not watched.hooks.collect():
+        pass
+    with pytest.raises(OverflowDetected):
+        optimizer.step()
+    (ran,) = watched.of(SecondRun)
     assert ran.unknown == "the arguments of the call that made it were gone when its numbers arrived"
+
+
+def test_weights_that_a_step_has_changed(watch, late):
+    watched = watch(on_overflow="abort")
+    model = Dropped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    late.held.add(0)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    late.held.clear()
+    while not watched.hooks.collect():
+        pass
+    with pytest.raises(OverflowDetected):
+        optimizer.step()
+    (ran,) = watched.of(SecondRun)
+    assert ran.unknown == "an optimizer step has changed the weights since"
 
 
 def test_an_input_that_was_bad_is_nobodys_operation(watch):
