@@ -177,7 +177,8 @@ def operation_lines(ran: SecondRun | None, operation: BadOperation | None) -> li
     if operation is None:
         return [f"which operation made it is not known: {ran.unknown}"] if ran.unknown else []
     sizes = [number_text(each.abs_max) if each.value == "finite" else each.value for each in operation.inputs]
-    given = f"abs max {', '.join(filter(None, sizes))} in, " if any(sizes) else ""
+    *rest, last = list(filter(None, sizes)) or [""]
+    given = f"abs max {' and '.join(filter(None, (', '.join(rest), last)))} in, " if last else ""
     made = operation.output
     place = f"`{operation.code}`, {PurePath(operation.file).name}:{operation.line}, " if operation.file else ""
     how = "; found by running the compiled code eagerly" if ran.eagerly else ""

@@ -80,7 +80,7 @@ class _StorageRecord:
     bad: list[MadeValue] = field(default_factory=list)
 
 
-class _Operand(NamedTuple):
+class _HandedTensor(NamedTuple):
     numbers: OperandNumbers
     flags: int
     made: MadeValue | None
@@ -134,13 +134,13 @@ class OperationWatch(TorchDispatchMode):
             self._wrote(leaf, func, args, kwargs, operands, is_new=not is_written)
         return result
 
-    def _operand(self, tensor: torch.Tensor, *, read: bool = False) -> _Operand:
+    def _operand(self, tensor: torch.Tensor, *, read: bool = False) -> _HandedTensor:
         """What an operation is handed. Finite without a look, where only finite values were written into it."""
         record = self._record(tensor)
         if not (read or record is None or record.unknown or record.bad):
-            return _Operand(OperandNumbers("", None, None, ""), 0, None)
+            return _HandedTensor(OperandNumbers("", None, None, ""), 0, None)
         numbers, flags = numbers_of(tensor)
-        return _Operand(numbers, flags, self._maker(record, tensor, flags) if flags else None)
+        return _HandedTensor(numbers, flags, self._maker(record, tensor, flags) if flags else None)
 
     def _record(self, tensor: torch.Tensor, *, is_new: bool = False) -> _StorageRecord | None:
         key = _key(tensor)
@@ -166,7 +166,7 @@ class OperationWatch(TorchDispatchMode):
         func: Any,
         args: Any,
         kwargs: Any,
-        operands: dict[int, _Operand],
+        operands: dict[int, _HandedTensor],
         *,
         is_new: bool,
     ) -> None:
@@ -208,7 +208,7 @@ class OperationWatch(TorchDispatchMode):
         return self._maker(self._storages.get(_key(tensor) or -1), tensor, flags).origin, flags
 
     def _describe(
-        self, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, operands: dict[int, _Operand], output: Any
+        self, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, operands: dict[int, _HandedTensor], output: Any
     ) -> BadOperation | None:
         """None if an operand is not finite that nobody was seen to make: a kernel of Triton's is not dispatched."""
         inputs = []
