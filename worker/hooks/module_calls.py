@@ -195,7 +195,7 @@ class ModuleCalls:
             page = self._progress.begin_page(root)
             self._progress.times.forward_begins()
         self._rows.begin_page(page.batch)
-        if self._second_runs.keeps_roots:
+        if self._second_runs.is_on:
             self._second_runs.root_begins()
         self._running.begin(phase, GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None)
         self._progress.enter(RankPhase.FORWARD)

@@ -114,7 +114,7 @@ class SecondRuns:
         settings = self._progress.settings
         self.is_on = settings.explain == "auto" and settings.on_overflow == "abort"
         self.keeps_roots = self.is_on and may_have_devices()
-        """Whether it must be told of the calls of roots."""
+        """Whether it must be told of the arguments of roots."""
         self._roots_kept: dict[int, _KeptCall] = {}
         self._random: RandomNumbers | None = None
         self._bad: NonFiniteRow | None = None
@@ -134,7 +134,9 @@ class SecondRuns:
         if bad is None or page is None or page.number != bad.page.number or output is None:
             return
         if threading.get_ident() == self._running.thread:
-            self._look_into(_KeptCall(info, page.number, issued() > info.seq, contexts_of_this_thread()), args, kwargs)
+            begun_with = self._random if not self._running.stack else None
+            call = _KeptCall(info, page.number, self._has_issued(info), contexts_of_this_thread(), random=begun_with)
+            self._look_into(call, args, kwargs)
 
     def conclude(self) -> str:
         """The job ends. Where it was made, as a clause; "" if that is not known, and the record says why."""
@@ -165,9 +167,15 @@ class SecondRuns:
             leaves, tree = _pytree.tree_flatten((args, kwargs))
             versions = [version_of(leaf) for leaf in leaves if _is_tensor(leaf)]
             leaves = [_kept_tensor(leaf) if _is_tensor(leaf) else leaf for leaf in leaves]
-            ran, contexts = issued() > info.seq, contexts_of_this_thread()
+            ran, contexts = self._has_issued(info), contexts_of_this_thread()
             kept = _KeptCall(info, info.root.page.number, ran, contexts, leaves, tree, versions, self._random)
             self._roots_kept[info.root.id] = kept
+
+    def _has_issued(self, info: ModuleInfo) -> bool:
+        """Whether collectives ran in a call that has just returned: in that of the module that a wrapper wraps."""
+        module = info.ref()
+        inner = info.root.modules.get(id(unwrap(module)), info) if module is not None else info
+        return issued() > inner.seq
 
     # -- one call -----------------------------------------------------------------------------------------------
 
@@ -182,7 +190,7 @@ class SecondRuns:
         if run is target and bad.row.role_kind is not RoleKind.OUTPUT:
             return
         if call.issued:
-            self._end("collectives ran within its call")
+            self._end("collectives ran within the call; with --sync a smaller part may run again")
             return
         tensors = [leaf for _, leaf in inputs_of(args, kwargs) if isinstance(leaf, torch.Tensor)]
         if any(flags & ~NonFinite.NEGINF for _, flags in (without_modes(numbers_of, leaf) for leaf in tensors)):

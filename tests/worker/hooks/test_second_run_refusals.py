@@ -11,6 +11,7 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import SecondRun
+from gpuwatch.worker.record.collectives import issued
 from gpuwatch.worker.stats.element_pattern import pattern_of
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -75,8 +76,39 @@ def group():
 def test_a_collective_in_the_call(watch, group):
     fault = Fault(lambda call: torch.distributed.all_reduce(torch.ones(1)))
     ran = ends(watch(on_overflow="abort"), fault)
-    assert ran.unknown == "collectives ran within its call"
+    assert ran.unknown == "collectives ran within the call; with --sync a smaller part may run again"
     assert len(fault.calls) == 1
+
+
+def test_with_sync_the_module_itself_runs_again_where_collectives_ran_around_it(watch, group):
+    class Reduced(nn.Module):
+        def forward(self, x):
+            torch.distributed.all_reduce(torch.ones(1))
+            return x
+
+    ran = ends(watch(on_overflow="abort", sync=True), nn.Sequential(Reduced(), Fault()))
+    assert ran.operation.module == "1.1"
+
+
+def test_collectives_of_ddp_around_its_module_are_no_obstacle(watch, group):
+    watched = watch(on_overflow="abort")
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(4), Fault()))
+    before = issued()
+    with pytest.raises(OverflowDetected):
+        model(torch.ones(2, 4))
+    assert issued() > before, "it has sent its buffers"
+    (ran,) = watched.of(SecondRun)
+    assert ran.operation.module == "1"
+
+
+def test_random_numbers_of_the_root_are_those_of_the_first_run(watch):
+    torch.manual_seed(1)
+    watched, model = watch(on_overflow="abort"), Dropped()
+    with pytest.raises(OverflowDetected):
+        model(torch.ones(4, 8))
+    first = model.out.detach()
+    (ran,) = watched.of(SecondRun)
+    assert ran.operation.element == pattern_of(first)
 
 
 def test_a_collective_that_the_first_run_had_not(watch, group):
