@@ -6,11 +6,12 @@ fields go at the end and have defaults, so that an old worker can talk to a new 
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal
 
 import msgspec
 
-from .frames import FramePhase
+from .frames import FramePhase, format_number
 from .preflight import BandwidthRow, Grade, InventoryFacts, PreflightFinding
 
 
@@ -273,6 +274,19 @@ class BadOperation(msgspec.Struct, frozen=True):
     output: OperandNumbers
     element: str
     """Which elements are not finite, in words (worker/stats/element_pattern.py)."""
+
+
+def operation_text(found: BadOperation) -> str:
+    """One line: the code, its place, the operation, and the numbers.
+
+    `scores = q @ k`, model.py:87, aten.mm.default: abs max 3.20e+20 and 3.00e+36 in, +inf out (float32 [8, 8]); everything
+    """
+    sizes = [format_number(each.abs_max).strip() if each.value == "finite" else each.value for each in found.inputs]
+    *rest, last = list(filter(None, sizes)) or [""]
+    given = f"abs max {' and '.join(filter(None, (', '.join(rest), last)))} in, " if last else ""
+    place = f"`{found.code}`, {PurePath(found.file).name}:{found.line}, " if found.file else ""
+    made = found.output
+    return f"{place}{found.op}: {given}{made.value} out ({made.dtype} {made.shape}); {found.element}"
 
 
 class SecondRun(RankEvent, frozen=True, tag="second_run"):

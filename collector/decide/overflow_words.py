@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
-from ...core.events import BadOperation, SecondRun
+from ...core.events import BadOperation, SecondRun, operation_text
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
@@ -176,14 +175,8 @@ def operation_lines(ran: SecondRun | None, operation: BadOperation | None) -> li
         return []
     if operation is None:
         return [f"which operation made it is not known: {ran.unknown}"] if ran.unknown else []
-    sizes = [number_text(each.abs_max) if each.value == "finite" else each.value for each in operation.inputs]
-    *rest, last = list(filter(None, sizes)) or [""]
-    given = f"abs max {' and '.join(filter(None, (', '.join(rest), last)))} in, " if last else ""
-    made = operation.output
-    place = f"`{operation.code}`, {PurePath(operation.file).name}:{operation.line}, " if operation.file else ""
     how = "; found by running the compiled code eagerly" if ran.eagerly else ""
-    out = f"{made.value} out ({made.dtype} {made.shape}); {operation.element}"
-    return [f"{place}{operation.op}: {given}{out}{how}"]
+    return [operation_text(operation) + how]
 
 
 def operation_of(first: LocalDiagnosis, ran: SecondRun | None) -> BadOperation | None:

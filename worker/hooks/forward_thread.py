@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from ..record.names import inputs_of, outputs_of
 from ..stats.device import without_modes
 from .operation_watch import OperationWatch, SecondRunStopped
 
+_set_stance: Any = getattr(torch.compiler, "set_stance", None)
+"""Since torch 2.6."""
 ContextMaker = Callable[[], AbstractContextManager[Any]]
 function_modes = name_in_torch("torch.overrides._get_current_function_mode_stack", list)
 
@@ -105,6 +107,13 @@ class ForwardThread:
 
 
 # What torch and Python keep beside the tensors.
+
+
+def runs_eagerly() -> ContextMaker | None:
+    """A context in which compiled code runs eagerly; None where this torch has none."""
+    if "torch._dynamo" not in sys.modules:  # it would be imported
+        return nullcontext
+    return partial(_set_stance, "force_eager") if _set_stance is not None else None
 
 
 def _has_cuda() -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from linecache import getline
 from pathlib import Path
@@ -86,6 +87,15 @@ class _HandedTensor(NamedTuple):
     made: MadeValue | None
 
 
+class OperationPlace(NamedTuple):
+    """Where an operation was called."""
+
+    module: str
+    file: str = ""
+    line: int = 0
+    code: str = ""
+
+
 class OperationWatch(TorchDispatchMode):
     """A mode that is entered around the second run."""
 
@@ -99,6 +109,8 @@ class OperationWatch(TorchDispatchMode):
         self._order = 0
         self.changed: list[int] = []
         """Storages that were there before and got something else in place, that depends on what they held."""
+        self.on_output: Callable[[str, OperationPlace, OperandNumbers], None] | None = None
+        """Called with what each operation has written."""
         self.stopped = ""
         """Set from outside: the run ends at its next operation."""
 
@@ -174,6 +186,8 @@ class OperationWatch(TorchDispatchMode):
         if record is None:
             return
         numbers, flags = numbers_of(tensor)
+        if self.on_output is not None and name not in _EMPTY:
+            self.on_output(str(func), self._place(), numbers)
         span = _span(tensor)
         if tensor.is_contiguous():  # what was there is gone
             record.bad = [made for made in record.bad if not (span[0] <= made.span[0] and made.span[1] <= span[1])]
@@ -226,12 +240,11 @@ class OperationWatch(TorchDispatchMode):
                     if flags:
                         return None
                     inputs.append(known)
-        module, file, line = self._place()
-        code = getline(file, line).strip()
-        return BadOperation(str(func), module, file, line, code, inputs, output, without_modes(pattern_of, tensor))
+        place = self._place()
+        return BadOperation(str(func), *place, inputs, output, without_modes(pattern_of, tensor))
 
-    def _place(self) -> tuple[str, str, int]:
-        """(the innermost module, the file and line of the innermost frame that is not torch's)."""
+    def _place(self) -> OperationPlace:
+        """The innermost module, and the innermost line that is not torch's."""
         module, found = None, None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and (module is None or found is None):
@@ -243,8 +256,11 @@ class OperationWatch(TorchDispatchMode):
         caller = self._caller
         while found is None and caller is not None:
             found, caller = (caller if _is_of_user(caller) else None), caller.f_back
-        where = (found.f_code.co_filename, found.f_lineno) if found is not None else ("", 0)
-        return (self._module if module is None else module), *where
+        module = self._module if module is None else module
+        if found is None:
+            return OperationPlace(module)
+        file, line = found.f_code.co_filename, found.f_lineno
+        return OperationPlace(module, file, line, getline(file, line).strip())
 
     # -- what the run changes -----------------------------------------------------------------------------------
 

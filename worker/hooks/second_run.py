@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +44,7 @@ from .forward_thread import (
     function_modes,
     kept_as_it_is,
     random_numbers,
+    runs_eagerly,
 )
 from .global_hooks import GlobalHooks, RunningCalls
 from .operation_watch import OperationWatch, numbers_of
@@ -53,8 +53,6 @@ LIMIT_S = 20.0
 _MOST_ROOTS = 8
 _MOST_BYTES = 4 << 20
 """A larger tensor that a root was handed is not kept alive."""
-_set_stance: Any = getattr(torch.compiler, "set_stance", None)
-"""Since torch 2.6."""
 _dispatch_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 _GONE = "the arguments of the call that made it were gone when its numbers arrived"
 
@@ -199,11 +197,11 @@ class SecondRuns:
         if _dispatch_modes() or any(type(mode).__name__ != "DeviceContext" for mode in function_modes()):
             self._end("the script has a mode of torch on")
             return
-        eagerly = self._is_compiled()
-        if eagerly and _set_stance is None:
+        eager = runs_eagerly()
+        if eager is None:
             self._end("compiled code ran, and this torch cannot run it eagerly")
             return
-        self._run(call, run, ForwardTarget(target, bad.row), args, kwargs, tensors, eagerly=eagerly)
+        self._run(call, run, ForwardTarget(target, bad.row), args, kwargs, tensors, eager)
 
     def _run(
         self,
@@ -213,17 +211,15 @@ class SecondRuns:
         args: Any,
         kwargs: Any,
         tensors: list[torch.Tensor],
-        *,
-        eagerly: bool,
+        eager: ContextMaker,
     ) -> None:
         name = call.info.name
         names = {id(part): ".".join(filter(None, (name, inner))) for inner, part in walk(run)}
         watch = OperationWatch(name, names, sys._getframe(1))
         forward = ForwardThread(run, target, args, kwargs, watch)
-        contexts = [*call.contexts, *([partial(_set_stance, "force_eager")] if eagerly else [])]
         began = time.monotonic()
         with self._global.paused(), kept_as_it_is(run, watch, call.random):
-            forward.run(self.limit_s, contexts)
+            forward.run(self.limit_s, [*call.contexts, eager])
         seconds = time.monotonic() - began
         self.limit_s = max(0.0, self.limit_s - seconds)
         why = forward.why
@@ -234,7 +230,7 @@ class SecondRuns:
         if not why and forward.operation is None:
             self._why = "no operation that torch dispatches made it in a call that could run again"
             return
-        self._end(why, None if why else forward.operation, eagerly=eagerly, seconds=round(seconds, 3))
+        self._end(why, None if why else forward.operation, eagerly=self._is_compiled(), seconds=round(seconds, 3))
 
     def _end(self, why: str = "", operation: BadOperation | None = None, **fields: Any) -> None:
         bad, self._bad = self._bad, None
