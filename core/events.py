@@ -279,7 +279,7 @@ class BadOperation(msgspec.Struct, frozen=True):
 def operation_text(found: BadOperation) -> str:
     """One line: the code, its place, the operation, and the numbers.
 
-    `scores = q @ k`, model.py:87, aten.mm.default: abs max 3.20e+20 and 3.00e+36 in, +inf out (float32 [8, 8]); everything
+    `scores = q @ k`, model.py:87, aten.mm.default: abs max 3.20e+20 and 3.00e+36 in, inf out (float32 [8]); everything
     """
     sizes = [format_number(each.abs_max).strip() if each.value == "finite" else each.value for each in found.inputs]
     *rest, last = list(filter(None, sizes)) or [""]

@@ -96,12 +96,12 @@ class OperationPlace(NamedTuple):
     code: str = ""
 
 
-class OperationWatch(TorchDispatchMode):
+class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation there
     """A mode that is entered around the second run."""
 
     def __init__(self, module: str, names: dict[int, str], caller: FrameType | None) -> None:
         """`caller` has called `module`. `names`: id of a module inside it -> its name."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._module, self._names, self._caller = module, names, caller
         self._storages: dict[int, _StorageRecord] = {}
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -161,7 +161,8 @@ class OperationWatch(TorchDispatchMode):
         record = self._storages.get(key)
         if record is None or is_new:
             storage = tensor.untyped_storage()
-            record = self._storages[key] = _StorageRecord(StorageWeakRef(storage), not is_new, not is_new)
+            alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # likewise
+            record = self._storages[key] = _StorageRecord(alive, not is_new, not is_new)
         return record
 
     def _maker(self, record: _StorageRecord | None, tensor: torch.Tensor, flags: int) -> MadeValue:
@@ -356,7 +357,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     size = tensor.element_size()
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.storage_offset() * size
-    return first, first + (reach + 1) * size
+    return int(first), int(first + (reach + 1) * size)
 
 
 def _is_of_user(frame: FrameType) -> bool:
