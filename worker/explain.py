@@ -15,7 +15,7 @@ from ..core.events import BadOperation, OperandNumbers, operation_text
 from ..core.frames import format_number
 from ..core.values import headroom
 from .hooks.forward_thread import kept_as_it_is, runs_eagerly
-from .hooks.operation_watch import OperationPlace, OperationWatch, SecondRunStopped
+from .hooks.operation_watch import CodePlace, OperationWatch, SecondRunStopped
 from .record.names import outputs_of, unwrap, walk
 
 _MOST_SHOWN = 20
@@ -26,7 +26,7 @@ class SeenOperation:
     """What one operation of a forward returned. `headroom`: powers of two up to the largest number of its dtype."""
 
     op: str
-    place: OperationPlace
+    place: CodePlace
     output: OperandNumbers
     headroom: float | None
     """None if the output is not finite, or 0 throughout."""
@@ -71,7 +71,7 @@ def explain(module: nn.Module, *args: Any, **kwargs: Any) -> ForwardExplanation:
     watch = OperationWatch("", {id(part): name for name, part in walk(run)}, sys._getframe(1))
     seen: list[SeenOperation] = []
 
-    def note(op: str, place: OperationPlace, output: OperandNumbers) -> None:
+    def note(op: str, place: CodePlace, output: OperandNumbers) -> None:
         room = headroom(output.abs_max, output.dtype) if output.abs_max else None
         seen.append(SeenOperation(op, place, output, room))
 

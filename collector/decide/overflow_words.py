@@ -174,7 +174,7 @@ def operation_lines(ran: SecondRun | None, operation: BadOperation | None) -> li
     if ran is None:
         return []
     if operation is None:
-        return [f"which operation made it is not known: {ran.unknown}"] if ran.unknown else []
+        return [f"which operation made it is not known: {ran.unknown or 'in a second run another module made it'}"]
     how = "; found by running the compiled code eagerly" if ran.eagerly else ""
     return [operation_text(operation) + how]
 

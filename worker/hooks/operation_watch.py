@@ -60,6 +60,8 @@ class MadeValue:
     order: int = -1
     span: tuple[int, int] = (0, 0)
     """First and last byte in its storage."""
+    place: Any = None
+    """Its elements in its storage."""
     constant: bool = False
     """The code has written it as a number: `full(..., -inf)`."""
     unwritten: bool = False
@@ -87,7 +89,7 @@ class _HandedTensor(NamedTuple):
     made: MadeValue | None
 
 
-class OperationPlace(NamedTuple):
+class CodePlace(NamedTuple):
     """Where an operation was called."""
 
     module: str
@@ -109,7 +111,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         self._order = 0
         self.changed: list[int] = []
         """Storages that were there before and got something else in place, that depends on what they held."""
-        self.on_output: Callable[[str, OperationPlace, OperandNumbers], None] | None = None
+        self.on_output: Callable[[str, CodePlace, OperandNumbers], None] | None = None
         """Called with what each operation has written."""
         self.stopped = ""
         """Set from outside: the run ends at its next operation."""
@@ -190,12 +192,16 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         if self.on_output is not None and name not in _EMPTY:
             self.on_output(str(func), self._place(), numbers)
         span = _span(tensor)
-        if tensor.is_contiguous():  # what was there is gone
-            record.bad = [made for made in record.bad if not (span[0] <= made.span[0] and made.span[1] <= span[1])]
+        place, all_of_it = _place_of(tensor), tensor.is_contiguous()
+        record.bad = [  # what was there is gone
+            made
+            for made in record.bad
+            if not (made.place == place or (all_of_it and span[0] <= made.span[0] and made.span[1] <= span[1]))
+        ]
         record.unknown |= name in _EMPTY
         if not flags:
             return
-        made = MadeValue(flags, self._order, span)
+        made = MadeValue(flags, self._order, span, place)
         made.constant = any(isinstance(each, float) and not math.isfinite(each) for each in _numbers(args, kwargs))
         known = {which: operand.made for which, operand in operands.items() if operand.made is not None}
         others = [maker for which, maker in known.items() if which != id(tensor)]
@@ -244,7 +250,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         place = self._place()
         return BadOperation(str(func), *place, inputs, output, without_modes(pattern_of, tensor))
 
-    def _place(self) -> OperationPlace:
+    def _place(self) -> CodePlace:
         """The innermost module, and the innermost line that is not torch's."""
         module, found = None, None
         frame: FrameType | None = sys._getframe(1)
@@ -259,9 +265,9 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             found, caller = (caller if _is_of_user(caller) else None), caller.f_back
         module = self._module if module is None else module
         if found is None:
-            return OperationPlace(module)
+            return CodePlace(module)
         file, line = found.f_code.co_filename, found.f_lineno
-        return OperationPlace(module, file, line, getline(file, line).strip())
+        return CodePlace(module, file, line, getline(file, line).strip())
 
     # -- what the run changes -----------------------------------------------------------------------------------
 
@@ -358,6 +364,11 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.storage_offset() * size
     return int(first), int(first + (reach + 1) * size)
+
+
+def _place_of(tensor: torch.Tensor) -> Any:
+    strided = tensor.layout is torch.strided
+    return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if strided else None
 
 
 def _is_of_user(frame: FrameType) -> bool:

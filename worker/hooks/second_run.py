@@ -111,6 +111,7 @@ class SecondRuns:
         """For all its runs together."""
         settings = self._progress.settings
         self.is_on = settings.explain == "auto" and settings.on_overflow == "abort"
+        """Until its one run."""
         self.keeps_roots = self.is_on and may_have_devices()
         """Whether it must be told of the arguments of roots."""
         self._roots_kept: dict[int, _KeptCall] = {}
@@ -233,7 +234,7 @@ class SecondRuns:
         self._end(why, None if why else forward.operation, eagerly=self._is_compiled(), seconds=round(seconds, 3))
 
     def _end(self, why: str = "", operation: BadOperation | None = None, **fields: Any) -> None:
-        bad, self._bad = self._bad, None
+        bad, self._bad, self.is_on = self._bad, None, False
         assert bad is not None
         where = self._progress.where_of(bad.page, bad.frame)
         self._progress.recorder.append(SecondRun(where, bad.frame.index, operation, why, **fields))

@@ -456,3 +456,28 @@ def test_what_a_kernel_wrote_that_torch_does_not_dispatch(watch, made):
     ran = ends(watch(on_overflow="abort"), Unseen(made))
     assert ran.operation is None
     assert ran.unknown.startswith("no operation that torch dispatches made it")
+
+
+class Halves(nn.Module):
+    """Writes a column twice: first inf, then what is finite. Another column stays bad."""
+
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        out[:, 0] = x[:, 0] / 0
+        out[:, 0] = x[:, 0]
+        out[:, 2] = x[:, 2].abs().log1p().neg().log()
+        return out
+
+
+def test_what_was_overwritten_is_not_blamed(watch):
+    ran = ends(watch(on_overflow="abort"), Halves())
+    assert ran.operation.op == "aten.log.default"
+
+
+def test_a_script_that_goes_on_has_one_run(watch):
+    watched, fault = watch(on_overflow="abort"), Fault()
+    for _ in range(3):
+        with pytest.raises(OverflowDetected):
+            nn.Sequential(fault)(torch.ones(2, 4))
+    assert len(fault.calls) == 4
+    assert len(watched.of(SecondRun)) == 1
