@@ -376,7 +376,7 @@ FAULTS = {
     "matmul": (Matmul, "aten.mm"),
     "kept": (Kept, "aten.pow"),
     "helper": (Helper, "aten.mul"),
-    "fused": (Fused, "aten._scaled_dot_product"),
+    "fused": (Fused, ("aten._scaled_dot_product", "aten.bmm")),  # as torch has it
     "branches": (Branches, "aten.pow"),
     "sampled": (Sampled, "aten.div"),
     "half_scores": (Attend, "aten.mm"),
