@@ -14,13 +14,15 @@ if typing.TYPE_CHECKING:
     from .core.recorder.run_folder import env
     from .worker.debug_underflow_overflow import DebugUnderflowOverflow
     from .worker.detect_overflow import detect_overflow
+    from .worker.explain import explain
     from .worker.watch import watch
 
-__all__ = ["DebugUnderflowOverflow", "GpuwatchError", "OverflowDetected", "detect_overflow", "env", "watch"]
+__all__ = ["DebugUnderflowOverflow", "GpuwatchError", "OverflowDetected", "detect_overflow", "env", "explain", "watch"]
 
 _HOME = {
     "DebugUnderflowOverflow": ".worker.debug_underflow_overflow",
     "detect_overflow": ".worker.detect_overflow",
+    "explain": ".worker.explain",
     "env": ".core.recorder.run_folder",
     "watch": ".worker.watch",
 }

@@ -6,11 +6,12 @@ fields go at the end and have defaults, so that an old worker can talk to a new 
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal
 
 import msgspec
 
-from .frames import FramePhase
+from .frames import FramePhase, format_number
 from .preflight import BandwidthRow, Grade, InventoryFacts, PreflightFinding
 
 
@@ -244,6 +245,63 @@ class Anomaly(RankEvent, frozen=True, tag="anomaly"):
     """What the rank had issued before, the latest last. Only a rank's first alarm has it."""
 
 
+class OperandNumbers(msgspec.Struct, frozen=True):
+    """A tensor that went into an operation or came out of it, or a number."""
+
+    dtype: str
+    """`float32`; `number` of Python's own."""
+    shape: list[int] | None
+    """None for a number."""
+    abs_max: float | None
+    """None where it is not finite, or was not read."""
+    value: str
+    """`finite`, `nan`, `+inf`, `-inf`; "" if it was not read."""
+
+
+class BadOperation(msgspec.Struct, frozen=True):
+    """The operation that made a non-finite value in a second run of a module's forward."""
+
+    op: str
+    """`aten.mul.Tensor`"""
+    module: str
+    """Name of the innermost module in whose forward it ran."""
+    file: str
+    line: int
+    """The innermost line of the script's own code, or of a library that is not torch."""
+    code: str
+    """That line."""
+    inputs: list[OperandNumbers]
+    output: OperandNumbers
+    element: str
+    """Which elements are not finite, in words (worker/stats/element_pattern.py)."""
+
+
+def operation_text(found: BadOperation) -> str:
+    """One line: the code, its place, the operation, and the numbers.
+
+    `scores = q @ k`, model.py:87, aten.mm.default: abs max 3.20e+20 and 3.00e+36 in, inf out (float32 [8]); everything
+    """
+    sizes = [format_number(each.abs_max).strip() if each.value == "finite" else each.value for each in found.inputs]
+    *rest, last = list(filter(None, sizes)) or [""]
+    given = f"abs max {' and '.join(filter(None, (', '.join(rest), last)))} in, " if last else ""
+    place = f"`{found.code}`, {PurePath(found.file).name}:{found.line}, " if found.file else ""
+    made = found.output
+    return f"{place}{found.op}: {given}{made.value} out ({made.dtype} {made.shape}); {found.element}"
+
+
+class SecondRun(RankEvent, frozen=True, tag="second_run"):
+    """The forward in which a rank's first alarm was raised has run a second time, or could not."""
+
+    frame: int
+    """The alarm's."""
+    operation: BadOperation | None = None
+    unknown: str = ""
+    """Why it is None: a sentence without its full stop."""
+    eagerly: bool = False
+    """The call had run compiled code."""
+    seconds: float = 0.0
+
+
 class RangeWarning(RankEvent, frozen=True, tag="warned"):
     """A finite value near overflow or in underflow: the first of its kind in one row of one module."""
 
@@ -465,8 +523,8 @@ _COST_FRAMES = (
     "compiled backward, detect_overflow, process groups, what passes, device, graph, a second look, "
     "the weights of a step, the step of a weight, attach, settle, run, recorder"
 )
-_COST_EVIDENCE = "preflight, collectives, stacks"
-"""Without them the explanation of a hang has less evidence."""
+_COST_EVIDENCE = "preflight, collectives, stacks, a second run"
+"""Without them an explanation has less evidence."""
 _NOTES = "hooks, names of torch, device note, native frame writer"
 """About how frames are read and written."""
 _LOOK_BACK = "step times, history, forecasts, hottest modules"
@@ -718,6 +776,7 @@ class GpuHealth(msgspec.Struct, frozen=True, tag="gpu_health"):
 
 WorkerEvent = (
     Anomaly
+    | SecondRun
     | RangeWarning
     | ScalerSkip
     | IgnoredAlarm

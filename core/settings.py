@@ -17,6 +17,7 @@ VARIABLE = "GPUWATCH_WORKER"
 
 OnOverflow = Literal["abort", "continue"]
 Watched = Literal["forward", "grads", "weights", "comms"]
+Explain = Literal["auto", "off"]
 OnHang = Literal["report", "auto", "abort"]
 OnPreflightFailure = Literal["stop", "continue"]
 PreflightMode = Literal["full", "quick", "off"]
@@ -67,6 +68,13 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     on_overflow: Annotated[
         OnOverflow, WorkerOption("when a rank finds inf or nan: end the job (the default), or record it and train on")
     ] = "abort"
+    explain: Annotated[
+        Explain,
+        WorkerOption(
+            "at an overflow that ends the job, run the forward of its module once more to find the operation and the "
+            "line: auto (the default) where that is safe, or off"
+        ),
+    ] = "auto"
     watch: Annotated[
         tuple[Watched, ...],
         WorkerOption(

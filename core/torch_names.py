@@ -46,6 +46,7 @@ class TorchName(NamedTuple):
 
 # -- what the report lacks without a name -----------------------------------------------------------------------------
 
+LINE = "the operation that made an overflow is not looked for"
 NOTHING_SEEN = "the training is not recorded"
 KWARGS = "keyword arguments are not in the frames"
 NATIVE = "Python writes the frames, which takes longer"
@@ -92,6 +93,10 @@ NAMES = (
     TorchName("torch._C", "DisableTorchFunction", NOTHING_SEEN),
     TorchName("torch._C", "_set_grad_enabled", NOTHING_SEEN),
     TorchName("torch._C", "_len_torch_dispatch_stack", MODES),
+    TorchName("torch.utils._python_dispatch", "TorchDispatchMode", LINE),
+    TorchName("torch.overrides", "_get_current_function_mode_stack", LINE),
+    TorchName("torch.UntypedStorage", "_cdata", LINE),
+    TorchName("<operation>", "_schema", LINE),
     TorchName("torch.utils._python_dispatch", "_disable_current_modes", NOTHING_SEEN),
     TorchName("torch.utils._pytree", "tree_flatten", NOTHING_SEEN),
     TorchName("torch.Tensor", "_version", NOTHING_SEEN),

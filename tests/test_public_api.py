@@ -11,7 +11,7 @@ from types import ModuleType
 import gpuwatch
 import pytest
 
-CALLS = {"DebugUnderflowOverflow": True, "detect_overflow": True, "env": False, "watch": False}
+CALLS = {"DebugUnderflowOverflow": True, "detect_overflow": True, "env": False, "explain": True, "watch": False}
 """Whether torch comes with the name; else it comes with the first call."""
 
 

@@ -19,7 +19,7 @@ from ..core.recorder.pages import NameTable, decode_page
 from ..core.recorder.reader import RecorderReader
 from ..core.recorder.scratch import make_scratch, remove_scratch
 from ..core.recorder.writer import RecorderWriter
-from ..core.settings import OnOverflow, Watched, WorkerSettings
+from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings
 from ..core.wire.messages import (
     AgentBody,
     AgentHello,
@@ -197,6 +197,7 @@ def watch(
     underflow_share: float = 0.1,
     scaler_skips: int = 12,
     state_every: int = 50,
+    explain: Explain = "auto",
 ) -> ModelWatch:
     """Watch a model, or, with None, every model of this process. Returns a handle, which is also a context manager.
 
@@ -215,10 +216,10 @@ def watch(
     if state_every < 0:
         raise ValueError(f"expected state_every=0 (never) or more, found state_every={state_every}")
     unknown = set(watch) - set(get_args(Watched))
-    if unknown or on_overflow not in ("abort", "continue"):
+    if unknown or on_overflow not in ("abort", "continue") or explain not in ("auto", "off"):
         raise ValueError(
-            "expected watch= of forward, grads, weights, comms and on_overflow= abort or continue, "
-            f"found {watch!r}, {on_overflow!r}"
+            "expected watch= of forward, grads, weights, comms, on_overflow= abort or continue and explain= auto or "
+            f"off, found {watch!r}, {on_overflow!r}, {explain!r}"
         )
     settings = WorkerSettings(
         recorder_dir="",
@@ -233,6 +234,7 @@ def watch(
         underflow_share=underflow_share,
         scaler_skips=scaler_skips,
         state_every=state_every,
+        explain=explain,
     )
     folder = make_scratch(1)
     remove = partial(_remove_in, os.getpid(), folder)

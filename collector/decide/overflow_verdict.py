@@ -16,7 +16,16 @@ from ..report.sentence_parts import one_on, ranks_text
 from .clean_verdict import doubts_about
 from .gradient_sum import of_reduced
 from .overflow_evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
-from .overflow_words import NOBODY_LOOKED, batch_text, clues_of, next_steps, overflow_at, sentence
+from .overflow_words import (
+    NOBODY_LOOKED,
+    batch_text,
+    clues_of,
+    next_steps,
+    operation_lines,
+    operation_of,
+    overflow_at,
+    sentence,
+)
 from .passed_values import PassedOperations, ValueArrival, as_passed, fed_lines, way_text
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .words import between_text, cascade_of, step_for_compiled, whose
@@ -145,15 +154,22 @@ def _named(
     certainty, evidence = evidence_of(facts, first, order, rest, odd, clues.wild)
     if large is not None:
         evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
+    rank = facts.one(first.attempt, first.rank)
+    ran = rank.second_run if first.is_origin and first.phase == FramePhase.FORWARD else None
+    if ran is not None and (ran.where.batch, ran.where.root) != (first.batch, first.root):
+        ran = None
+    operation = operation_of(first, ran)
+    evidence[1:1] = operation_lines(ran, operation)
     return overflow_at(
         first,
-        **whose(facts, facts.one(first.attempt, first.rank)),
+        **whose(facts, rank),
+        operation=operation,
         statement=sentence(first, hosts[first.rank], rest, blamed, number_of_ranks(facts, first.attempt)),
         certainty=certainty,
         between=first.between,
         evidence=evidence,
         next=[
-            *([step_for_compiled([facts.one(first.attempt, first.rank)])] if is_compiled(facts, first) else []),
+            *([step_for_compiled([rank])] if is_compiled(facts, first) else []),
             *next_steps(first, clues),
         ],
         concurrent=[

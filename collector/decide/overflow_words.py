@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.events import BadOperation, SecondRun, operation_text
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
@@ -166,6 +167,28 @@ def _by(first: LocalDiagnosis) -> str:
 
 def _own_code_of(name: str) -> str:
     return f"code of `{name}` itself" if name else "the root module's own code"
+
+
+def operation_lines(ran: SecondRun | None, operation: BadOperation | None) -> list[str]:
+    """What a second run of the forward has found, or why it has not: `scores = q @ k, model.py:87, aten.mm: ...`."""
+    if ran is None:
+        return []
+    if operation is None:
+        return [f"which operation made it is not known: {ran.unknown or 'in a second run another module made it'}"]
+    how = "; found by running the compiled code eagerly" if ran.eagerly else ""
+    return [operation_text(operation) + how]
+
+
+def operation_of(first: LocalDiagnosis, ran: SecondRun | None) -> BadOperation | None:
+    """The operation that a second run has found, if it ran in a module that the diagnosis names.
+
+    One that made an -inf of finite numbers may be in front of the module that made nan of that.
+    """
+    if ran is None or ran.operation is None:
+        return None
+    name = ran.operation.module
+    inside = not first.module or name == first.module or name.startswith(f"{first.module}.")
+    return ran.operation if inside or name in first.own_code or first.mask or first.turned else None
 
 
 def batch_text(first: LocalDiagnosis) -> str:

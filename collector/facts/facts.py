@@ -62,6 +62,8 @@ class RankFacts:
     agent: str = ""
     anomalies: list[events.Anomaly] = field(default_factory=list)
     errors: list[events.ScriptError] = field(default_factory=list)
+    second_run: events.SecondRun | None = None
+    """What a second run of the forward of its alarm has found."""
     faults: list[events.OwnFault] = field(default_factory=list)
     begun: list[events.PreflightBegan] = field(default_factory=list)
     stages: list[events.PreflightStage] = field(default_factory=list)

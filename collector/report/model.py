@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ...core.events import GpuHealth, GpuXid
+from ...core.events import BadOperation, GpuHealth, GpuXid
 from ...core.frames import Frame, FramePhase, Page
 from ...core.gpu.counters import GpuSincePreflight
 from ...core.identity import is_rank, pid_of_number, rank_name
@@ -80,6 +80,7 @@ class Verdict(msgspec.Struct, frozen=True):
     seen_in: SeenIn | None = None
     pid: int | None = None
     missing: list[str] = []
+    operation: BadOperation | None = None
 
 
 class RankStepTotals(msgspec.Struct, frozen=True):

@@ -107,7 +107,7 @@ def test_imports_between_rooms_run_one_way(room):
 FLOORS = {
     "worker": [
         "path",
-        "joining.py __main__.py __init__.py watch.py detect_overflow.py debug_underflow_overflow.py "
+        "joining.py __main__.py __init__.py watch.py detect_overflow.py debug_underflow_overflow.py explain.py "
         "before_init.py meeting_place.py",
         "preflight",
         "preflight/blame",

@@ -11,6 +11,7 @@ ALL_CHANGED = WorkerSettings(
     round="abc-3",
     attempt=3,
     on_overflow="continue",
+    explain="off",
     trace_batches=[0, 7],
     abort_after_batch=0,
     preflight="off",

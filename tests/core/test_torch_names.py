@@ -31,6 +31,7 @@ ROOT = pathlib.Path(gpuwatch.__file__).parent
 RELEASE = release_of(torch.__version__)
 OBJECTS = {
     "<module>": lambda: torch.nn.Linear(1, 1),
+    "<operation>": lambda: torch.ops.aten.mul.Tensor,
     "<autograd node>": lambda: (torch.ones(2, requires_grad=True) + 1).grad_fn,
 }
 """What has no class that could be asked."""

@@ -54,9 +54,25 @@ def test_an_overflow_is_named_on_the_first_and_on_the_last_device(device):
     assert all(row.abs_max is not None for frame in frames for row in frame.rows)
 
 
-def test_a_step_waits_for_nothing():
+def test_the_line_of_an_overflow_is_found_when_its_numbers_have_arrived():
     net = Net().cuda()
-    with gpuwatch.watch(net, on_overflow="continue"):
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    with gpuwatch.watch(net) as watched:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = net(torch.full((8, 64), 60000.0, device="cuda")).float().mean()
+        loss.backward()
+        torch.cuda.synchronize()
+        with pytest.raises(gpuwatch.OverflowDetected, match=r"aten\.mm\.default made it at"):
+            optimizer.step()
+    found = watched.verdict().operation
+    assert found.code == "return self.up(torch.sigmoid(self.down(x / largest)) * largest)"
+    assert (found.module, found.output.dtype, found.element) == ("up", "float16", "everything")
+
+
+@pytest.mark.parametrize("on_overflow", ["continue", "abort"])
+def test_a_step_waits_for_nothing(on_overflow):
+    net = Net().cuda()
+    with gpuwatch.watch(net, on_overflow=on_overflow):
         train(net, "cuda")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that the mode is a prototype

@@ -9,7 +9,8 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -173,6 +174,25 @@ class GlobalHooks:
                 fields[HeadField.GONE_PAGE] = fields[HeadField.PAGE]
             fields[HeadField.HOOKS_GONE] += 1
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Without our hooks on modules and optimizers, which come back at the places that they had among others'."""
+        ours = {handle.id for handle in self.handles}
+        tables = [table for handle in self.handles if (table := handle.hooks_dict_ref()) is not None]
+        before = [dict(table) for table in tables]
+        for table in tables:
+            for each in ours & table.keys():
+                del table[each]
+        try:
+            yield
+        finally:
+            ours &= {handle.id for handle in self.handles}  # they may have been detached since
+            for table, earlier in zip(tables, before, strict=True):
+                since = dict(table)
+                table.clear()
+                table.update({each: hook for each, hook in earlier.items() if each in ours or each in since})
+                table.update(since)
+
     def detach(self) -> None:
         """Remove them."""
         for handle in self.handles:
@@ -197,21 +217,8 @@ def patch_exports(hooks: GlobalHooks, patches: PatchLedger) -> None:
     def without_hooks(call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def export(*args: Any, **kwargs: Any) -> Any:
-            ours = {handle.id for handle in hooks.handles}
-            tables = [table for handle in hooks.handles if (table := handle.hooks_dict_ref()) is not None]
-            before = [dict(table) for table in tables]
-            for table in tables:
-                for each in ours & table.keys():
-                    del table[each]
-            try:
+            with hooks.paused():
                 return call(*args, **kwargs)
-            finally:
-                ours &= {handle.id for handle in hooks.handles}  # they may have been detached since
-                for table, earlier in zip(tables, before, strict=True):
-                    since = dict(table)
-                    table.clear()  # ours come back at the places that they had among others' hooks
-                    table.update({each: hook for each, hook in earlier.items() if each in ours or each in since})
-                    table.update(since)
 
         return export
 

@@ -29,6 +29,7 @@ from ..stack_file import look_at_stack_file
 from ..stats.device import without_modes
 from .call_frames import CallFrames
 from .global_hooks import GlobalHooks
+from .second_run import SecondRuns
 from .skipping import BatchSkipping
 
 try:
@@ -50,6 +51,7 @@ class ModuleCalls:
     _frames: CallFrames
     _skipping: BatchSkipping
     _global: GlobalHooks
+    _second_runs: SecondRuns
 
     def __post_init__(self) -> None:
         self._running, self._gradients = self._frames.running, self._frames.gradients
@@ -106,12 +108,15 @@ class ModuleCalls:
                 return
             if not self._stack or _is_tracing():
                 return
-            finished = None
+            info, finished = self._stack[-1], None
             try:
                 finished = self._leave(module, args, kwargs, output)
             except Exception as error:
                 self._fault("forward hook", error)
                 return
+            if self._judging.pending is not None and info.ref() is module:
+                with self._progress.faults.within("a second run"):
+                    self._second_runs.returned(info, args, kwargs, output)
             if finished is not None:
                 self._batch_ended(finished)
             if self._sync and output is not None:
@@ -190,6 +195,8 @@ class ModuleCalls:
             page = self._progress.begin_page(root)
             self._progress.times.forward_begins()
         self._rows.begin_page(page.batch)
+        if self._second_runs.is_on:
+            self._second_runs.root_begins()
         self._running.begin(phase, GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None)
         self._progress.enter(RankPhase.FORWARD)
         return info
@@ -274,6 +281,8 @@ class ModuleCalls:
             if nodes is not None and not raised:
                 without_modes(self._gradients.watch_graph, nodes, output)
             self._running.nodes = None
+            if self._second_runs.keeps_roots and not (raised or is_again):
+                self._second_runs.root_returned(info, args, kwargs)
         self._progress.enter(RankPhase.BACKWARD if is_again else RankPhase.SCRIPT)
         self._fields[HeadField.SEQ] = issued()
         if raised or is_again:

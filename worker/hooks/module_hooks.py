@@ -37,6 +37,7 @@ from .native_writer import called_by_native_hooks
 from .optimizer import OptimizerHooks
 from .process_groups import CollectivePatches
 from .second_look import SecondLook
+from .second_run import SecondRuns
 from .skipping import BatchSkipping, CompiledPolicy
 
 
@@ -75,6 +76,8 @@ class ModuleHooks:
             optimizer_of=lambda bad: steps.steps.optimizer_of(bad),
             on_bad_weight=lambda *weight: steps.steps.weight_is_bad(*weight),
             look_again=lambda bad: second_look.look(bad),
+            on_end=lambda bad: self.second_runs.expect(bad),
+            conclude=lambda: self.second_runs.conclude(),
         )
         self.frames = frames = FrameWriter(progress, roots, rows, judging)
         self._gradients = gradients = BackwardHooks(frames)
@@ -86,7 +89,8 @@ class ModuleHooks:
         self._scalers = scalers = GradScalerHooks(frames, gradients, steps)
         self._call_frames = call_frames = CallFrames(running, frames, gradients, graphs, policy)
         second_look = SecondLook(call_frames, steps.steps, scalers)
-        self._calls = ModuleCalls(call_frames, skipping, global_hooks)
+        self.second_runs = SecondRuns(frames, running, global_hooks, lambda: bool(policy.around))
+        self._calls = ModuleCalls(call_frames, skipping, global_hooks, self.second_runs)
         looks = "comms" in settings.watch
         recorder.fields[HeadField.PASSED_UNSEEN] = seal(not looks)
         self._collectives = CollectivePatches(

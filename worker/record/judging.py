@@ -82,6 +82,10 @@ class AlarmRecorder:
     """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
     look_again: Callable[[NonFiniteRow], LookedAgain | None]
     """Reads the module of the first alarm again."""
+    on_end: Callable[[NonFiniteRow], None]
+    """Called for the alarm that ends the job."""
+    conclude: Callable[[], str]
+    """Called before the job ends: where the value was made, as a clause; "" if unknown."""
 
     def __post_init__(self, has_run: Callable[[int], bool]) -> None:
         settings = self._progress.settings
@@ -316,6 +320,7 @@ class AlarmRecorder:
             self._fields[HeadField.RECORDS_LOST] += 1
         if anomaly.aborts and self.pending is None:
             self.pending = anomaly
+            self._asked("a second run", where, self.on_end, bad)
 
     def _asked(
         self, what: str, where: RunPosition, ask: Callable[_P, _T], *args: _P.args, **named: _P.kwargs
@@ -386,8 +391,9 @@ class AlarmRecorder:
         """Raise OverflowDetected if an anomaly is to end the job."""
         pending, self.pending = self.pending, None
         if pending is not None:
+            found = self._asked("a second run", self._progress.where(), self.conclude)
             self._fields[HeadField.ABORT] = seal(ExitCode.OVERFLOW)
-            raise OverflowDetected(sentence(pending, launched=bool(self._progress.settings.recorder_dir)))
+            raise OverflowDetected(sentence(pending, found or "", launched=bool(self._progress.settings.recorder_dir)))
 
     # -- near overflow and underflow ----------------------------------------------------------------------------
 
@@ -453,13 +459,17 @@ _LAUNCHED = (
 _ALONE = 'report() of the watch shows the frames. To go on training after an overflow: on_overflow="continue"'
 
 
-def sentence(anomaly: Anomaly, *, launched: bool = True) -> str:
-    """The message of the failing rank's OverflowDetected. `launched`: the run has a launcher, and a report."""
+def sentence(anomaly: Anomaly, found: str = "", *, launched: bool = True) -> str:
+    """The message of the failing rank's OverflowDetected. `found`: where it was made, as a clause.
+
+    `launched`: the run has a launcher, and a report.
+    """
     module = module_text(anomaly.module, anomaly.cls)
     cause = f" ({anomaly.cause})" if anomaly.cause else ""
     is_output = parse_role(anomaly.role).kind is RoleKind.OUTPUT
     handed = ", which was handed a non-finite input" if is_output and not anomaly.inputs_finite else ""
     return (
         f"gpuwatch: rank {anomaly.where.rank}: {anomaly.value} in {shown_name(anomaly.role)} of {module}{handed}, "
-        f"{anomaly.phase} of batch {anomaly.where.batch}{cause}; {_LAUNCHED if launched else _ALONE}"
+        f"{anomaly.phase} of batch {anomaly.where.batch}{cause}; {f'{found}; ' if found else ''}"
+        f"{_LAUNCHED if launched else _ALONE}"
     )

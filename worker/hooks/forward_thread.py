@@ -1,0 +1,187 @@
+"""A forward that runs once more in a thread of its own, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...core.events import BadOperation
+from ...core.frames import Row
+from ...core.roles import RoleKind
+from ...core.torch_names import name_in_torch
+from ...core.values import NonFinite
+from ..record.names import inputs_of, outputs_of
+from ..stats.device import without_modes
+from .operation_watch import OperationWatch, SecondRunStopped
+
+_set_stance: Any = getattr(torch.compiler, "set_stance", None)
+"""Since torch 2.6."""
+ContextMaker = Callable[[], AbstractContextManager[Any]]
+function_modes = name_in_torch("torch.overrides._get_current_function_mode_stack", list)
+
+
+class ForwardTarget(NamedTuple):
+    """The tensor that was bad: an argument or a result of a module's call."""
+
+    module: nn.Module
+    row: Row
+
+    @property
+    def is_output(self) -> bool:
+        """Whether the call returned it."""
+        return self.row.role_kind is RoleKind.OUTPUT
+
+    def is_like(self, tensor: Any, flags: int) -> bool:
+        """Whether a tensor of the second run holds what was seen in the first."""
+        alike = flags & (NonFinite.POSINF | NonFinite.NEGINF if self.row.flags & NonFinite.INF else self.row.flags)
+        return bool(alike) and (self.row.shape is None or list(tensor.shape) == list(self.row.shape))
+
+
+class ForwardThread:
+    """One forward of `module` under a watch. `reached`: the bad value came where it had been seen before."""
+
+    def __init__(self, module: nn.Module, target: ForwardTarget, args: Any, kwargs: Any, watch: OperationWatch) -> None:
+        self._module, self._target, self._watch = module, target, watch
+        self._args, self._kwargs = args, kwargs
+        self.reached, self.why = False, ""
+        self.operation: BadOperation | None = None
+
+    def run(self, limit_s: float, contexts: Sequence[ContextMaker]) -> None:
+        """Run it, and wait for it at most this long. A thread that goes on ends at its next operation."""
+        run = contextvars.copy_context().run
+        thread = threading.Thread(target=run, args=(self._forward, contexts), name="gpuwatch second run", daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if thread.is_alive():
+            self._watch.stopped = self.why = f"a second run of the forward took longer than {limit_s:g} s"
+
+    def _forward(self, contexts: Sequence[ContextMaker]) -> None:
+        why, hook = "", None
+        module, target = self._module, self._target
+        try:
+            if not target.is_output:
+                hook = target.module.register_forward_pre_hook(self._handed, with_kwargs=True)
+            elif target.module is not module:
+                hook = target.module.register_forward_hook(self._returned, prepend=True)
+            with ExitStack() as stack:
+                for make in contexts:
+                    stack.enter_context(make())
+                stack.enter_context(self._watch)
+                output = module.forward(*self._args, **self._kwargs)
+                if hook is None:
+                    self._look(outputs_of(output))
+        except SecondRunStopped as stopped:
+            why = f"a second run of the forward was stopped: {stopped}"
+        except BaseException as error:  # SystemExit, too: the script's code runs here
+            is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+            what = "ran out of memory" if is_memory else f"raised {type(error).__name__}"
+            why = f"a second run of the forward {what}"
+        if hook is not None:
+            hook.remove()
+        self.why = self.why or why
+
+    def _handed(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._look(inputs_of(args, kwargs))
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._look(outputs_of(output))
+
+    def _look(self, leaves: list[tuple[str, Any]]) -> None:
+        leaf = next((leaf for role, leaf in leaves if role == self._target.row.role), None)
+        if self.reached or not isinstance(leaf, torch.Tensor):
+            return
+        origin, flags = self._watch.origin_of(leaf)
+        self.reached = self._target.is_like(leaf, flags)
+        self.operation = origin.operation if self.reached and origin is not None else None
+
+
+# What torch and Python keep beside the tensors.
+
+
+def runs_eagerly() -> ContextMaker | None:
+    """A context in which compiled code runs eagerly; None where this torch has none."""
+    if "torch._dynamo" not in sys.modules:  # it would be imported
+        return nullcontext
+    return partial(_set_stance, "force_eager") if _set_stance is not None else None
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no annotation there
+
+
+def contexts_of_this_thread() -> list[ContextMaker]:
+    """Contexts that give another thread what torch keeps for this one. They are made and entered there."""
+    found: list[ContextMaker] = [torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad]
+    devices = ["cpu"]
+    if _has_cuda():
+        devices.append("cuda")
+        found.append(partial(torch.cuda.device, torch.cuda.current_device()))
+        found.append(partial(torch.cuda.stream, torch.cuda.current_stream()))
+    found += [partial(torch.device, mode.device) for mode in function_modes() if hasattr(mode, "device")]
+    for device in devices:
+        if torch.is_autocast_enabled(device):
+            found.append(partial(torch.autocast, device, torch.get_autocast_dtype(device)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RandomNumbers:
+    """The state of torch's generators: that of the CPU, and seed and offset of the current CUDA device."""
+
+    cpu: torch.Tensor
+    cuda: tuple[int, int] | None = None
+
+
+def random_numbers() -> RandomNumbers:
+    """The state now. Waits for no device."""
+    cuda = None
+    if _has_cuda() and not torch.cuda.is_current_stream_capturing():
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        cuda = generator.initial_seed(), generator.get_offset()
+    return RandomNumbers(torch.get_rng_state(), cuda)
+
+
+@contextmanager
+def kept_as_it_is(module: nn.Module, watch: OperationWatch, start: RandomNumbers | None) -> Iterator[None]:
+    """Afterwards all is as before: random numbers, attributes and buffers of a module and of those in it.
+
+    Within it torch's generators begin at `start`.
+    """
+    devices = [torch.cuda.current_device()] if _has_cuda() else []
+    numpy = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    holders = [table for part in module.modules() for table in (vars(part), part._buffers, part._modules)]
+    tables = [(table, dict(table)) for table in holders]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.mha.set_fastpath_enabled(fast and not torch.is_grad_enabled())
+        if start is not None:
+            torch.set_rng_state(start.cpu)
+            if start.cuda is not None and devices:
+                generator = torch.cuda.default_generators[devices[0]]
+                generator.manual_seed(start.cuda[0])
+                generator.set_offset(start.cuda[1])
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            without_modes(watch.restore)
+            for table, before in tables:
+                for key in table.keys() - before.keys():
+                    del table[key]
+                table.update(before)
+            random.setstate(of_python)
+            if numpy is not None:
+                numpy.random.set_state(of_numpy)

@@ -1,0 +1,68 @@
+"""Which elements of a tensor are not finite, in words. An expert looks at that pattern first."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .tensor_stats import to_plain
+
+_MOST_LISTED = 4
+_OF_MATRIX = ("row", "column")
+
+
+def pattern_of(tensor: torch.Tensor) -> str:
+    """The elements that are not finite; "" if there are none, or they cannot be read. Waits for a device.
+
+    `everything`, `one element of 4.2M, at [3, 5]`, `all of row 17 (dim 0)`, `12 of 4096 elements, all in head..`: the
+    last index of a matrix counts its columns, and dimensions of other tensors have numbers alone.
+    """
+    plain = to_plain(tensor.detach())
+    if plain is None:
+        return ""
+    bad = ~torch.isfinite(plain)
+    total, count = bad.numel(), int(bad.sum())
+    if not count:
+        return ""
+    if count == total:
+        return "everything"
+    first = [int(index) for index in _first(bad)]
+    if count == 1:
+        return f"one element of {count_text(total)}, at {first}"
+    dims = range(bad.dim())
+    hit = [bad.any(dim=[other for other in dims if other != dim]) if len(dims) > 1 else bad for dim in dims]
+    indices = [along.nonzero().flatten().tolist() for along in hit]
+    narrow = [
+        _within(dim, len(dims), indices[dim], bad.shape[dim]) for dim in dims if len(indices[dim]) < bad.shape[dim]
+    ]
+    if math.prod(map(len, indices)) == count:
+        return f"all of {', '.join(narrow)}"
+    inside = f", all in {', '.join(narrow)}" if narrow and len(dims) > 1 else ""
+    return f"{count_text(count)} of {count_text(total)} elements{inside}, the first at {first}"
+
+
+def _first(bad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.unravel_index(bad.reshape(-1).to(torch.uint8).argmax(), bad.shape)
+
+
+def _within(dim: int, dims: int, indices: list[int], size: int) -> str:
+    """`row 17 (dim 0)`, `rows 3, 5 (dim 0)`, `12 of 64 rows (dim 0), from 3 on`; of other tensors `17 of dim 1`."""
+    name = _OF_MATRIX[dim] if dims == 2 else "index" if dims > 1 else "element"
+    where = f" (dim {dim})" if dims == 2 else f" of dim {dim}" if dims > 2 else ""
+    if len(indices) > _MOST_LISTED:
+        plural = "indices" if name == "index" else f"{name}s"
+        return f"{len(indices)} of {size} {plural}{where} from {indices[0]} to {indices[-1]}"
+    plural = name if len(indices) == 1 else "indices" if name == "index" else f"{name}s"
+    return f"{plural} {', '.join(map(str, indices))}{where}"
+
+
+def count_text(count: int) -> str:
+    """
+    >>> count_text(4096), count_text(4_200_000)
+    ('4096', '4.2M')
+    """
+    for unit, size in (("G", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.1f}{unit}"
+    return str(count)
