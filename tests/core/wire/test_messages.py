@@ -40,6 +40,26 @@ ENTRIES = [
     records.ShapeDef(3, (2, 0, 5)),
 ]
 EVENTS = [
+    records.SecondRun(
+        HERE,
+        7,
+        records.BadOperation(
+            "aten.mul.Tensor",
+            "layer.0",
+            "model.py",
+            87,
+            "y = x * self.scale",
+            [
+                records.OperandNumbers("float16", [2, 3], 3.2e3, "finite"),
+                records.OperandNumbers("number", None, None, "+inf"),
+            ],
+            records.OperandNumbers("float16", [2, 3], None, "+inf"),
+            "everything",
+        ),
+        eagerly=True,
+        seconds=0.2,
+    ),
+    records.SecondRun(HERE, 7, unknown="a second run of the forward stayed finite"),
     records.Anomaly(
         HERE,
         4,
