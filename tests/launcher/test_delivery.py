@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from gpuwatch.cli.report import report as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.events import Anomaly, RangeWarning, RunPosition
+from gpuwatch.core.events import Anomaly, BatchInputs, RangeWarning, RunPosition
 from gpuwatch.core.recorder.scratch import keep_rescued
 from gpuwatch.core.wire.messages import VERDICT_PATIENCE_S, AgentHello, EventMessage, NameDefinitions, NodeBye
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded, WorkersStarted
@@ -124,6 +124,9 @@ def test_a_collector_whose_store_was_lost_is_told_everything_again(node):
     until(lambda: not list(node.scratch.glob("*.attempt-001.recorder")), "the oldest recorders are freed")
     node.ranks[1].writer.append(ANOMALY_OF_ATTEMPT_4)
     until(lambda: any(isinstance(body.event, Anomaly) for body in stored(node, EventMessage)), "the anomaly")
+    node.ranks[1].writer.append(BatchInputs(ANOMALY_OF_ATTEMPT_4.where, {"input[0]": "516d23b029490e8d"}))
+    inputs = "what came after it: the anomaly was acknowledged before that was stored"
+    until(lambda: any(isinstance(body.event, BatchInputs) for body in stored(node, EventMessage)), inputs)
     kill(node.collector, signal.SIGSTOP)
     for path in node.run_dir.glob("run.sqlite*"):
         path.unlink()
