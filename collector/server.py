@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import zmq
 from msgspec import structs
@@ -29,14 +29,14 @@ from .agent_socket import AgentSocket, CurveAccess
 from .assemble.timeline import utc
 from .facts.fold import FactFold
 from .finish import make_report, no_report, stamp, stored_fact
-from .live.job_notifier import JobNotification, JobNotifier
+from .live.job_notifier import JobNotification, JobNotifier, NotifiedEvent
 from .live.publisher import ViewPublisher
 from .live.snapshot import view_of
 from .live.so_far import LiveFindings
 from .live.stage_lines import StageLines
 from .protocol import Action, FinishRun, LookAhead, NotifyUser, RunProtocol, SendMessage, StoreMessage
-from .report.model import RunReport
-from .run_files import RunPaths, exit_code
+from .report.model import RunReport, Verdict
+from .run_files import RunPaths
 from .store import RunStore
 
 if TYPE_CHECKING:
@@ -297,24 +297,16 @@ class CollectorServer:
         self._say(sentence)
         self._notify("forecast", sentence)
 
-    def _notify(
-        self, event: Literal["verdict", "stall", "forecast"], sentence: str, report: RunReport | None = None
-    ) -> None:
-        if self._notifier is None:
-            return
-        verdict, run = report.verdict if report is not None else None, self._paths.run_id
-        text = f"gpuwatch, run {run}: {f'{verdict.kind}, {verdict.certainty}: ' if verdict else ''}{sentence}"
-        notification = JobNotification(text, event, run, str(self._paths.folder))
-        if report is not None and verdict is not None:
-            notification = structs.replace(
-                notification,
-                verdict=str(verdict.kind),
-                certainty=str(verdict.certainty),
-                exit_code=exit_code(report),
-                rank=verdict.rank,
-                module=verdict.module,
-            )
-        self._notifier.put(notification)
+    def _notify(self, event: NotifiedEvent, sentence: str, **of_verdict: Any) -> None:
+        if self._notifier is not None:
+            run = self._paths.run_id
+            text = f"gpuwatch, run {run}: {sentence}"
+            self._notifier.put(JobNotification(text, event, run, str(self._paths.folder), **of_verdict))
+
+    def _notify_verdict(self, verdict: Verdict, exit_code: int) -> None:
+        kind, certainty = str(verdict.kind), str(verdict.certainty)
+        fields = {"verdict": kind, "certainty": certainty, "rank": verdict.rank, "module": verdict.module}
+        self._notify("verdict", f"{kind}, {certainty}: {verdict.statement}", exit_code=exit_code, **fields)
 
     def _send(self, agent: str, message: wire.CollectorMessage) -> None:
         if isinstance(message, MessageAck):
@@ -351,7 +343,7 @@ class CollectorServer:
         if self.metrics is not None:
             self.metrics.conclude(final.kind)
         if error is None:
-            self._notify("verdict", made.result()[0].verdict.statement, made.result()[0])
+            self._notify_verdict(made.result()[0].verdict, final.exit_code)
         else:
             self._notify("verdict", f"the report could not be made ({type(error).__name__}: {error})")
         self._bid_farewell(final)

@@ -188,6 +188,11 @@ _MARKS = b"\xf4\x8f\xbe", b"\xf4\x8f\xbf"
 T = TypeVar("T")
 
 
+def is_web_address(text: str) -> bool:
+    """Whether a text is meant as the address of a web server."""
+    return text.startswith(("http://", "https://"))
+
+
 def plain_text(text: str) -> str:
     r"""For a reader: `w\udcff` where the byte 255 was."""
     return text.encode(errors="backslashreplace").decode()

@@ -17,7 +17,7 @@ from ..core.errors import UsageError
 from ..core.gpu.health_grades import load_thresholds
 from ..core.host import loopback
 from ..core.settings import Watched
-from ..core.text import parse_amount, parse_size
+from ..core.text import is_web_address, parse_amount, parse_size
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _NOTIFY_VARIABLE = "GPUWATCH_NOTIFY"
@@ -101,7 +101,7 @@ def _metrics_address(text: str) -> str:
 
 
 def _is_notify_target(text: str) -> bool:
-    if text.startswith(("http://", "https://")):
+    if is_web_address(text):
         return bool(urlsplit(text).hostname)
     try:
         words = shlex.split(text)
@@ -186,6 +186,6 @@ def without_addresses(command: Sequence[str], targets: Sequence[str]) -> list[st
     """A command line whose addresses of --notify are hidden: many of them are a secret."""
     found = [*command]
     for target in targets:
-        if target.startswith(("http://", "https://")):
+        if is_web_address(target):
             found = [word.replace(target, "...") for word in found]
     return found

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from ...core.text import is_web_address
 from ...core.threads import start_thread
 
 _DEADLINE_S = 10.0
@@ -35,12 +36,15 @@ _MOST_OF_DISCORD = 2000
 _MAY_PASS = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
+NotifiedEvent = Literal["verdict", "stall", "forecast"]
+
+
 class JobNotification(msgspec.Struct, frozen=True, omit_defaults=True):
     """The JSON."""
 
     text: str
     """What happened, in a sentence or several."""
-    event: Literal["verdict", "stall", "forecast"]
+    event: NotifiedEvent
     run: str
     folder: str
     """The run's folder, on the head node."""
@@ -54,14 +58,9 @@ class JobNotification(msgspec.Struct, frozen=True, omit_defaults=True):
     """The verdict's module."""
 
 
-def is_address(target: str) -> bool:
-    """Whether a target is an address, and no command."""
-    return target.startswith(("http://", "https://"))
-
-
 def name_of_target(target: str) -> str:
     """A target without what may be secret: the host of an address, the program of a command."""
-    return urlsplit(target).hostname or "?" if is_address(target) else shlex.split(target)[0]
+    return urlsplit(target).hostname or "?" if is_web_address(target) else shlex.split(target)[0]
 
 
 class JobNotifier:
@@ -100,7 +99,7 @@ class JobNotifier:
         data = _data_for(target, notification)
         why = ""
         for pause_s in (*self._pauses_s, None):
-            why, may_pass = _posted(target, data) if is_address(target) else _handed_over(target, data)
+            why, may_pass = _posted(target, data) if is_web_address(target) else _handed_over(target, data)
             if not why:
                 return
             if not may_pass or pause_s is None:
@@ -125,7 +124,7 @@ class JobNotifier:
 
 def _data_for(target: str, notification: JobNotification) -> bytes:
     """Slack's and Discord's own addresses take a message and nothing else."""
-    host = urlsplit(target).hostname if is_address(target) else None
+    host = urlsplit(target).hostname if is_web_address(target) else None
     if host == "hooks.slack.com":
         return msgspec.json.encode({"text": notification.text})
     if host in ("discord.com", "discordapp.com"):

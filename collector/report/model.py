@@ -82,6 +82,11 @@ class Verdict(msgspec.Struct, frozen=True):
     missing: list[str] = []
     operation: BadOperation | None = None
 
+    @property
+    def how_sure(self) -> str:
+        """Behind the kind, as the text and the page show it: a run that is unknown has no certainty beside that."""
+        return "not proven clean" if self.kind is VerdictKind.UNKNOWN else str(self.certainty)
+
 
 class RankStepTotals(msgspec.Struct, frozen=True):
     """The number of timed steps of a rank, and their total seconds in each part."""

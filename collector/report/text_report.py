@@ -202,9 +202,8 @@ def _titled(console: Console, section: ReportSection, lines: Iterable[Renderable
 
 def _verdict(console: Console, report: RunReport) -> None:
     verdict = report.verdict
-    unknown = verdict.kind is VerdictKind.UNKNOWN
-    what = "unknown: not proven clean" if unknown else f"{verdict.kind}, {verdict.certainty}"
-    console.print(Text(f"VERDICT  {what}", style=f"bold {verdict.kind.tone}"))
+    mark = ":" if verdict.kind is VerdictKind.UNKNOWN else ","
+    console.print(Text(f"VERDICT  {verdict.kind}{mark} {verdict.how_sure}", style=f"bold {verdict.kind.tone}"))
     console.print(Text(verdict.statement, style="bold"))
     _list(console, "Why", verdict.evidence)
     _list(console, "At the same time", concurrent_lines(verdict.concurrent))

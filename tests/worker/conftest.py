@@ -32,6 +32,16 @@ def use_late_device(patch: pytest.MonkeyPatch, driver: LateDevice | None) -> Non
         patch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
 
 
+@pytest.fixture
+def alone_in_a_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    from torch import distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 class Watched:
     """Attached hooks and a reader of what they record."""
 

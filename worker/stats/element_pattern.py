@@ -15,8 +15,8 @@ _OF_MATRIX = ("row", "column")
 def pattern_of(tensor: torch.Tensor) -> str:
     """The elements that are not finite; "" if there are none, or they cannot be read. Waits for a device.
 
-    `everything`, `one element of 4.2M, at [3, 5]`, `all of row 17 (dim 0)`, `12 of 4096 elements, all in head..`: the
-    last index of a matrix counts its columns, and dimensions of other tensors have numbers alone.
+    `everything`, `one element of 4.2M, at [3, 5]`, `all of row 17 (dim 0)`, `12 of 4096 elements, all in rows 3, 5
+    (dim 0), the first at [3, 0]`. A matrix has rows and columns; the dimensions of other tensors have numbers alone.
     """
     plain = to_plain(tensor.detach())
     if plain is None:

@@ -8,7 +8,6 @@ from collections import Counter
 import gpuwatch
 import pytest
 import torch
-import torch.distributed as dist
 from gpuwatch.core.events import NotLookedInto
 from gpuwatch.worker.compile import places
 from gpuwatch.worker.compile.views import compiled_views
@@ -156,13 +155,6 @@ def told(watched):
         )
         found.append((forward, numbers))
     return found
-
-
-@pytest.fixture
-def alone_in_a_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 KINDS = ["method", "by name", "in another order", "checkpoints", "a graph each", "breaks", "a part is trained"]

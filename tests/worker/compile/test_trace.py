@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from gpuwatch.core.events import IgnoredAlarm, NotLookedInto
 from gpuwatch.core.recorder.layout import HeadField
@@ -591,13 +590,6 @@ class Wide(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x
-
-
-@pytest.fixture
-def alone_in_a_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore")  # what DDP says of a world of one

@@ -402,15 +402,6 @@ TABLE = [
 ]
 
 
-@pytest.fixture
-def group():
-    """A process group of one rank."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def model_of(fault, way):
     if fault in WHOLE:
         return WHOLE[fault][0]()
@@ -437,7 +428,7 @@ def test_the_operation_and_the_line(watch, request, fault, way):
     model = model_of(fault, way)
     called = model
     if way == "ddp":
-        request.getfixturevalue("group")
+        request.getfixturevalue("alone_in_a_group")
     watched = watch(on_overflow="abort")
     if way == "ddp":
         called = nn.parallel.DistributedDataParallel(model)

@@ -65,22 +65,14 @@ def test_it_does_not_run(watch, settings):
     assert watched.verdict().operation is None
 
 
-@pytest.fixture
-def group():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_a_collective_in_the_call(watch, group):
+def test_a_collective_in_the_call(watch, alone_in_a_group):
     fault = Fault(lambda call: torch.distributed.all_reduce(torch.ones(1)))
     ran = ends(watch(on_overflow="abort"), fault)
     assert ran.unknown == "collectives ran within the call; with --sync a smaller part may run again"
     assert len(fault.calls) == 1
 
 
-def test_with_sync_the_module_itself_runs_again_where_collectives_ran_around_it(watch, group):
+def test_with_sync_the_module_itself_runs_again_where_collectives_ran_around_it(watch, alone_in_a_group):
     class Reduced(nn.Module):
         def forward(self, x):
             torch.distributed.all_reduce(torch.ones(1))
@@ -90,7 +82,7 @@ def test_with_sync_the_module_itself_runs_again_where_collectives_ran_around_it(
     assert ran.operation.module == "1.1"
 
 
-def test_collectives_of_ddp_around_its_module_are_no_obstacle(watch, group):
+def test_collectives_of_ddp_around_its_module_are_no_obstacle(watch, alone_in_a_group):
     watched = watch(on_overflow="abort")
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(4), Fault()))
     before = issued()
@@ -111,7 +103,7 @@ def test_random_numbers_of_the_root_are_those_of_the_first_run(watch):
     assert ran.operation.element == pattern_of(first)
 
 
-def test_a_collective_that_the_first_run_had_not(watch, group):
+def test_a_collective_that_the_first_run_had_not(watch, alone_in_a_group):
     reduced = torch.ones(1)
     fault = Fault(lambda call: call > 1 and torch.distributed.all_reduce(reduced.add_(1)))
     ran = ends(watch(on_overflow="abort"), fault)
