@@ -19,13 +19,19 @@ from ..collector.run_files import RunPaths, list_runs, read_report
 from ..core.errors import GpuwatchError, UsageError
 from ..core.text import shown
 from ..core.wire.spool import SUFFIX
+from ..launcher.saved_settings import saved_runs_dir
 
 if TYPE_CHECKING:
     from ..collector.live.publisher import ViewSubscriber
     from ..collector.report.model import RunReport
 
 _MOST_RUNS = 50
-RUNS_DIR = click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
+RUNS_DIR = click.option(
+    "--runs-dir",
+    default=saved_runs_dir,
+    show_default="gpuwatch-runs, or the saved setting",
+    help="Folder with the runs' folders.",
+)
 
 
 def format_option(*forms: str, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -39,7 +45,7 @@ TEXT_OR_JSON = format_option("text", "json", text="What to print.")
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of runs in the runs' folder, the newest first."""
-    folder = Path(ctx.params.get("runs_dir") or "gpuwatch-runs")
+    folder = Path(ctx.params.get("runs_dir") or saved_runs_dir())
     try:
         runs = sorted((path.parent.name for path in folder.glob("*/run.sqlite")), reverse=True)
     except OSError:

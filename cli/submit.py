@@ -15,7 +15,8 @@ import click
 from ..collector.run_files import RunPaths, read_report
 from ..core.errors import UsageError
 from ..core.recorder.run_folder import runs_of_job
-from ..slurm.batch_script import RUNS_DIR, BatchScript, render
+from ..launcher.saved_settings import saved_runs_dir
+from ..slurm.batch_script import BatchScript, render
 from ..slurm.sbatch import JobTask, LocalSlurm
 from ..slurm.submission import JobFollower, LaunchOptions, SbatchCommand, batch_script, command_line_options, take_apart
 
@@ -68,6 +69,7 @@ def submit_job(arguments: list[str], verb: Verb) -> int:
         click.echo(render(BatchScript()), nl=False)
         return 0
     _check(parser, submission, verb)
+    submission.runs_dir = submission.runs_dir or saved_runs_dir()
     bad_nodes = [node for run in submission.exclude_bad for node in _bad_nodes(run, submission)]
     script = render(batch_script(submission, verb, _program(submission), bad_nodes))
     if submission.print_only:
@@ -82,7 +84,7 @@ def submit_job(arguments: list[str], verb: Verb) -> int:
     if "--parsable" in options:
         click.echo(job)
     else:
-        _say(f"submitted job {job}; the report will be in {submission.runs_dir or RUNS_DIR}")
+        _say(f"submitted job {job}; the report will be in {submission.runs_dir}")
     return _follow(slurm, job, submission, started) if submission.wait else 0
 
 
@@ -129,7 +131,7 @@ def _program(submission: SbatchCommand) -> tuple[str, ...]:
 def _bad_nodes(run: str, submission: SbatchCommand) -> list[str]:
     from .report import find_run
 
-    path = find_run(run, Path(submission.runs_dir or RUNS_DIR))
+    path = find_run(run, Path(submission.runs_dir or "."))
     if path.is_file():
         raise UsageError(f"--exclude-bad: expected a run's folder, found the spool file {path} of one node")
     nodes = read_report(RunPaths(path)).verdict.bad_nodes
@@ -148,7 +150,7 @@ def _follow(slurm: LocalSlurm, job: str, submission: SbatchCommand, started: str
 
 def _conclude(task: JobTask, submission: SbatchCommand, started: str) -> int:
     """Print the report of a job that is over; its exit code is SLURM's, or the run's where SLURM has ended the job."""
-    paths = _run_of(task, Path(submission.runs_dir or RUNS_DIR), started)
+    paths = _run_of(task, Path(submission.runs_dir or "."), started)
     if paths is None:
         _say(f"job {task.id} ended as {task.state.lower()} and left no report; see its output")
         return task.exit_code or int(task.state != "COMPLETED")

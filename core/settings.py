@@ -173,8 +173,9 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     preflight_timeout_s: Annotated[
         float,
         _OfPreflight(
-            "how long to wait for all ranks to arrive (%(default)g); no stage of the preflight gets more than this",
-            "SECONDS",
+            "how long to wait for all ranks to arrive, such as 90 or 5m (%(default)g seconds); no stage of the "
+            "preflight gets more than this",
+            "DURATION",
             form="seconds",
         ),
     ] = 300.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -65,6 +66,19 @@ def parse_amount(text: str) -> MemoryAmount | None:
         return MemoryAmount(size=size) if size is not None else None
     share = float(found[1]) / 100
     return MemoryAmount(share=share) if 0 < share <= 1 else None
+
+
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?) ?(s|m|min|h|)", re.ASCII)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a duration; nan if it is none, which is in no range.
+
+    >>> parse_seconds("90"), parse_seconds("90s"), parse_seconds("1.5m"), parse_seconds("2h")
+    (90.0, 90.0, 90.0, 7200.0)
+    """
+    found = _DURATION.fullmatch(text.strip())
+    return float(found[1]) * {"m": 60, "min": 60, "h": 3600}.get(found[2], 1) if found else math.nan
 
 
 # Ranks and other numbers in words: `ranks 0-3, 7`.

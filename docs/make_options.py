@@ -18,7 +18,25 @@ TOP = """\
 # All options
 
 This page is made from the parsers. Every command also has `--help`. An option with dashes may be spelled with `_` too,
-as torchrun's may.
+as torchrun's may. A duration is a number of seconds, or has a unit: `90s`, `5m`, `2h`.
+
+## Saved settings
+
+An option of gpuwatch that is not on the command line is taken from its variable (`GPUWATCH_EVERY` for `--every`), else
+from `gpuwatch.toml`, or `[tool.gpuwatch]` of `pyproject.toml`:
+
+    hang-timeout = "5m"
+    trace-batches = [0, 100]
+    sync = true
+
+    [run]
+    preflight = "quick"
+
+Tables named `launch`, `run` and `check` are for that command alone. The file is that of the working folder, or of the
+nearest folder above it that belongs to you. The launch says which settings it has taken, and
+`gpuwatch launch --show-settings` prints each option with its value and where that is from. An unknown option, or a
+value that the option would not take, ends the command with exit code 2. Options of torchrun have its own variables
+(`PET_NNODES`). On Python 3.10, a file needs the package `tomli`.
 """
 
 

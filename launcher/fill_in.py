@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from ..core.errors import UsageError
 from .option_types import bracketed, parse_nnodes
 from .plan import C10D_DEFAULT_PORT, add_rendezvous_conf
+from .saved_settings import given_options
 from .say import say
 from .scheduler_job import JobVariable, SchedulerFacts, nodes, port, read_facts, whole
 from .slurm_variables import SLURM
@@ -136,19 +137,6 @@ def expect_address(host: str, limit_s: float) -> None:
                     "address that every node can reach, the same on every node"
                 ) from error
         time.sleep(1)
-
-
-def given_options(parser: argparse.ArgumentParser, arguments: list[str], environ: Mapping[str, str]) -> set[str]:
-    """What was said: on the command line, or in torchrun's own variables (PET_NNODES for --nnodes).
-
-    The parser is of no use afterwards: it has lost its defaults.
-    """
-    dests = {action.dest for action in parser._actions}
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-    parser._defaults.clear()
-    said = set(vars(parser.parse_known_args(arguments)[0]))
-    return said | {dest for dest in dests if f"PET_{dest.upper()}" in environ}
 
 
 def fill_in(

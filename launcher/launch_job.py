@@ -32,7 +32,7 @@ from .fill_in import fill_in_from_job
 from .life import JobLife, JobTerms, RankStarter
 from .live_lines import live_lines
 from .option_types import is_number
-from .options import check_together, get_check_parser, get_parser, worker_settings
+from .options import get_check_parser, get_parser, parse_check, parse_launch, worker_settings
 from .plan import CollectorPlan, job_keys, limit_rendezvous, make_plan
 from .say import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
 from .say import say, say_signal, tell_left_behind, tell_of_torch
@@ -75,20 +75,17 @@ def launch(arguments: list[str]) -> int:
             "expected gpuwatch launch outside of gpuwatch run, found one inside the other, and both would watch the "
             "ranks; write gpuwatch launch alone, or gpuwatch run -- torchrun with the same arguments"
         )
-    parser = get_parser()
-    args = parser.parse_args(arguments)
-    job = fill_in_from_job(args, parser, arguments)
+    args = parse_launch(arguments)
+    job = fill_in_from_job(args, get_parser(), arguments)
     plan = make_plan(args, _is_this_host, loopback())
     expect_script(args)
-    check_together(args)
     return _run(args, plan, ["gpuwatch", "launch", *arguments], job)
 
 
 def check(arguments: list[str]) -> int:
     """Run the preflight of a job, and nothing after it. Returns the exit code; raises UsageError as `launch` does."""
-    parser = get_check_parser()
-    args = parser.parse_args(arguments)
-    job = fill_in_from_job(args, parser, arguments)
+    args = parse_check(arguments)
+    job = fill_in_from_job(args, get_check_parser(), arguments)
     plan = make_plan(args, _is_this_host, loopback())
     args.max_restarts = 0
     limit_rendezvous(args)

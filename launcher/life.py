@@ -26,7 +26,7 @@ from ..core.wire.keys import JobKeys
 from ..core.wire.messages import AgentHello
 from .head_collector import HeadCollector, answers
 from .helper_processes import NodeAgent
-from .option_types import notify_targets, without_addresses
+from .option_types import without_addresses
 from .plan import CollectorPlan
 from .say import SeenOverflows, say, where_it_is
 from .scheduler_job import SchedulerFacts
@@ -73,7 +73,7 @@ class JobTerms:
             fallback=str(scratch / RESCUED),
             viewer_private_key=keys.viewer.private.decode(),
             metrics=args.metrics_port or "",
-            notify=notify_targets(args.notify),
+            notify=tuple(args.notify or ()),
         )
 
     def agent_config(self, address: str, scratch: Path) -> pipe.AgentConfig:
@@ -217,6 +217,8 @@ class JobLife:
             self.run_dir = Path(answer.run_dir)
             relative = os.path.relpath(answer.run_dir)
             self._say(f"the report will be in {answer.run_dir if relative.startswith('..') else relative}")
+            for option in terms.args.saved:
+                self._say(option)
             if answer.metrics:
                 self._say(f"Prometheus metrics are at {answer.metrics}")
             return plan.connect or answer.address

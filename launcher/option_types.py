@@ -17,7 +17,7 @@ from ..core.errors import UsageError
 from ..core.gpu.health_grades import load_thresholds
 from ..core.host import loopback
 from ..core.settings import Watched
-from ..core.text import is_web_address, parse_amount, parse_size
+from ..core.text import is_web_address, parse_amount, parse_seconds, parse_size
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _NOTIFY_VARIABLE = "GPUWATCH_NOTIFY"
@@ -116,15 +116,19 @@ def _is_amount(text: str) -> bool:
 
 
 batches = _form("batch numbers such as 0,1,3", lambda text: min(_batches(text)) >= 0, _batches)
-seconds = _form("a number of seconds of 1 or more", lambda text: 1 <= _float(text) < 1e6, float)
+seconds = _form(
+    "a duration of 1 second or more, such as 90 or 5m", lambda text: 1 <= parse_seconds(text) < 1e6, parse_seconds
+)
 hang_timeout = _form(
-    "auto, or a number of seconds from 0 to 1e+06",
-    lambda text: text == "auto" or 0 <= _float(text) <= 1e6,
-    lambda text: None if text == "auto" else float(text),
+    "auto, or a duration from 0 to 1e+06 seconds, such as 120 or 2m",
+    lambda text: text == "auto" or 0 <= parse_seconds(text) <= 1e6,
+    lambda text: None if text == "auto" else parse_seconds(text),
 )
 """0 for never; None for `auto`."""
 telemetry = _form(
-    "0, or a number of seconds from 1 to 3600", lambda text: _float(text) == 0 or 1 <= _float(text) <= 3600, float
+    "0, or a duration from 1 second to 1 hour, such as 5 or 1m",
+    lambda text: parse_seconds(text) == 0 or 1 <= parse_seconds(text) <= 3600,
+    parse_seconds,
 )
 watched = _form(f"some of {','.join(get_args(Watched))}", lambda text: {*_parts(text)} <= {*get_args(Watched)}, _parts)
 module_pattern = _form("a module's name or a pattern such as 'encoder.*'", str.strip, str)

@@ -14,6 +14,7 @@ import msgspec
 from ..core.errors import UsageError
 from ..core.settings import OnHang, PreflightMode, WorkerOption, WorkerSettings
 from . import option_types as parsers
+from .saved_settings import SHOW, parse_with_saved
 from .torchrun_parser import torchrun_parser
 
 # The options: those of a worker stand in core/settings.py, those of the node agent and the collector here.
@@ -30,11 +31,11 @@ _AGENT: OptionTable = {
     },
     "--hang-timeout": {
         "type": parsers.hang_timeout,
-        "metavar": "SECONDS",
-        "help": "when a rank has made no progress for this long (auto: ten times its slowest recent step, and at "
-        "least 60; 300 until three steps are known; 0: never), ask all ranks for their positions and report which "
-        "one the others wait for; the limit is four times as long before the first batch, and at least three times "
-        "the longest pause after which the rank moved again",
+        "metavar": "DURATION",
+        "help": "when a rank has made no progress for this long, such as 120 or 2m (auto: ten times its slowest recent "
+        "step, and at least 60; 300 until three steps are known; 0: never), ask all ranks for their positions and "
+        "report which one the others wait for; the limit is four times as long before the first batch, and at least "
+        "three times the longest pause after which the rank moved again",
     },
     "--on-hang": {
         "choices": get_args(OnHang),
@@ -45,7 +46,7 @@ _AGENT: OptionTable = {
     "--telemetry": {
         "type": parsers.telemetry,
         "default": 5.0,
-        "metavar": "SECONDS",
+        "metavar": "DURATION",
         "help": "how often to read each node's figures: processors, memory, network, disks, GPUs (%(default)g; 0: "
         "never); the report shows what stood out around the event",
     },
@@ -96,6 +97,13 @@ _NOTIFY: OptionTable = {
         "GPUWATCH_NOTIFY, which keeps an address out of command lines)",
     },
 }
+_SETTINGS: OptionTable = {
+    SHOW: {
+        "action": "store_true",
+        "help": "print each option of gpuwatch with its value and where that is from, and end",
+    },
+}
+_LAST = (_COLLECTOR, _METRICS, _NOTIFY, _SETTINGS)
 _LAUNCH: OptionTable = {
     "--preflight": {
         "choices": get_args(PreflightMode),
@@ -227,7 +235,7 @@ def get_parser() -> argparse.ArgumentParser:
         "module to overflow. Every option of torchrun works as it does there; gpuwatch's own are in the last group."
     )
     before, after = _of_workers("preflight"), _of_workers("failure")
-    _add_group(parser, _of_workers("watching"), _AGENT, _LAUNCH, before, after, _COLLECTOR, _METRICS, _NOTIFY)
+    _add_group(parser, _of_workers("watching"), _AGENT, _LAUNCH, before, after, *_LAST)
     parser.set_defaults(check_only=False)
     return parser
 
@@ -247,7 +255,7 @@ def get_check_parser() -> argparse.ArgumentParser:
         for group in parser._action_groups:
             if action in group._group_actions:
                 group._group_actions.remove(action)
-    _add_group(parser, _CHECK, _of_workers("preflight"), _COLLECTOR)
+    _add_group(parser, _CHECK, _of_workers("preflight"), _COLLECTOR, _SETTINGS)
     parser.set_defaults(
         check_only=True,
         preflight_timeout=_PATIENCE_S,
@@ -273,7 +281,7 @@ def get_run_parser() -> argparse.ArgumentParser:
         "starts the ranks: accelerate, DeepSpeed, Lightning, Ray, mpirun, torchrun, torch.multiprocessing.spawn.",
     )
     before, after = _of_workers("preflight"), _of_workers("failure")
-    _add_group(parser, _of_workers("watching"), _AGENT, _RUN, before, after, _COLLECTOR, _METRICS, _NOTIFY)
+    _add_group(parser, _of_workers("watching"), _AGENT, _RUN, before, after, *_LAST)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     parser.set_defaults(check_only=False, preflight_timeout=_PATIENCE_S)
     return parser
@@ -299,11 +307,29 @@ class _CheckParser(SentenceParser):
         return parsed
 
 
+def parse_launch(arguments: list[str]) -> argparse.Namespace:
+    """The options and the script. Raises UsageError where they make no sense."""
+    args = parse_with_saved(get_parser, arguments, _known())
+    check_together(args)
+    return args
+
+
+def parse_check(arguments: list[str]) -> argparse.Namespace:
+    """The options. Raises UsageError where they make no sense."""
+    return parse_with_saved(get_check_parser, arguments, _known())
+
+
+def _known() -> set[str]:
+    """The options of all commands, without dashes before them."""
+    tables = (*map(_of_workers, ("watching", "preflight", "failure")), _AGENT, *_LAST, _LAUNCH, _CHECK, _RUN)
+    return {name[2:] for table in tables for name in table}
+
+
 def parse_run(arguments: list[str]) -> argparse.Namespace:
     """The options, with the command in `command`. Raises UsageError where they make no sense, or without a command."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     before, dashes, after = arguments[:at], arguments[at : at + 1], arguments[at + 1 :]
-    args = get_run_parser().parse_args(before)
+    args = parse_with_saved(get_run_parser, before, _known())
     args.command = [*args.command, *dashes, *after] if args.command else after
     if not args.command:
         raise UsageError("expected a command to run, found none: gpuwatch run [options] -- COMMAND...")

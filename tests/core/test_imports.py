@@ -124,7 +124,7 @@ FLOORS = {
         "fill_in.py",
         "plan.py",
         "scheduler_job.py slurm_variables.py",
-        "option_types.py say.py",
+        "option_types.py saved_settings.py say.py",
         "agent",
     ],
     "collector": [

@@ -1,0 +1,204 @@
+"""Options that a user has saved: in variables `GPUWATCH_EVERY`, in `gpuwatch.toml`, in `[tool.gpuwatch]` of
+`pyproject.toml`.
+
+The command line comes first, then the variable, then the file. The file is that of the working folder or of the nearest
+folder above it, as far as these belong to the user: another user's file could name a command to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import UsageError
+from ..core.text import is_web_address
+
+RUNS_DIR = "gpuwatch-runs"
+SHOW = "--show-settings"
+_COMMANDS = ("launch", "run", "check")
+_FILES = (("gpuwatch.toml", ()), ("pyproject.toml", ("tool", "gpuwatch")))
+"""By name, the tables within each that hold the settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedOption:
+    """A value as argparse would have it, and as it was written."""
+
+    value: Any
+    text: str
+    source: str
+    """`gpuwatch.toml`, `GPUWATCH_EVERY`."""
+
+
+def parse_with_saved(
+    make_parser: Callable[[], argparse.ArgumentParser], arguments: list[str], known: Collection[str]
+) -> argparse.Namespace:
+    """The command line's options, completed by the saved ones, with a line for each of these in `saved`.
+
+    `known` are the options of all commands, as `every`. Raises UsageError; SystemExit after `--show-settings`.
+    """
+    parser = make_parser()
+    own = _own_options(parser)
+    saved = _saved_options(own, parser.prog.split()[-1], known, os.environ)
+    if _is_asked(arguments):
+        line = [*arguments, *([] if parser.prog.endswith("check") else ["-"])]  # there may be no script
+        if (args := parser.parse_args(line)).show_settings:
+            sys.stdout.write(_table(own, saved, given_options(make_parser(), line, {}), args))
+            parser.exit()
+    args = parser.parse_args(arguments)
+    said = given_options(make_parser(), arguments, {}) if saved else set()
+    used = {name: option for name, option in saved.items() if own[name].dest not in said}
+    for name, option in used.items():
+        setattr(args, own[name].dest, option.value)
+    sources = dict.fromkeys(option.source for option in used.values())
+    args.saved = [
+        f"from {source}: " + " ".join(f"--{name} {one.text}" for name, one in used.items() if one.source == source)
+        for source in sources
+    ]
+    return args
+
+
+def given_options(parser: argparse.ArgumentParser, arguments: list[str], environ: Mapping[str, str]) -> set[str]:
+    """What was said: on the command line, or in torchrun's own variables (PET_NNODES for --nnodes).
+
+    The parser is of no use afterwards: it has lost its defaults.
+    """
+    dests = {action.dest for action in parser._actions}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    parser._defaults.clear()
+    said = set(vars(parser.parse_known_args(arguments)[0]))
+    return said | {dest for dest in dests if f"PET_{dest.upper()}" in environ}
+
+
+def _is_asked(arguments: list[str]) -> bool:
+    return any(word.replace("_", "-") == SHOW for word in arguments)
+
+
+def saved_runs_dir() -> str:
+    """The folder of the runs: the variable's, the file's, or the default."""
+    if variable := os.environ.get("GPUWATCH_RUNS_DIR"):
+        return variable
+    for path, table in _nearest_file(Path.cwd()):
+        if written := table.get("runs-dir", table.get("runs_dir")):
+            return str(written) if path.parent == Path.cwd() else str(path.parent / str(written))
+    return RUNS_DIR
+
+
+def _own_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """By name, such as `every`: what is in the group "gpuwatch"."""
+    groups = (group for group in parser._action_groups if group.title == "gpuwatch")
+    return {action.option_strings[0][2:]: action for group in groups for action in group._group_actions}
+
+
+def _saved_options(
+    own: Mapping[str, argparse.Action], command: str, known: Collection[str], environ: Mapping[str, str]
+) -> dict[str, SavedOption]:
+    found: dict[str, SavedOption] = {}
+    for path, table in _nearest_file(Path.cwd()):
+        for name, written in _flat(table, command, known, path).items():
+            if (action := own.get(name)) is not None:
+                if action.metavar in ("DIR", "FILE") and path.parent != Path.cwd():
+                    written = str(path.parent / str(written))
+                found[name] = _option(action, written, path.name, f"{path}: {name}")
+    for name, action in own.items():
+        variable = "GPUWATCH_" + name.upper().replace("-", "_")
+        if (text := environ.get(variable)) and action.dest != "show_settings":
+            switch = {"1": True, "true": True, "0": False, "false": False} if action.nargs == 0 else {}
+            found[name] = _option(action, switch.get(text.lower(), text), variable, variable)
+    return found
+
+
+def _nearest_file(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The nearest file that has settings, and these."""
+    for at in (folder, *folder.parents):
+        if at != folder and at.stat().st_uid != os.getuid():
+            return
+        for name, tables in _FILES:
+            path = at / name
+            if (table := _read(path, tables)) is not None:
+                yield path, table
+                return
+
+
+def _read(path: Path, tables: tuple[str, ...]) -> dict[str, Any] | None:
+    """None where there is no such file, or it has no such table."""
+    try:
+        text = path.read_text()
+        if ".".join(tables) not in text:
+            return None
+        found = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ImportError as error:
+        raise UsageError(f"{path}: expected Python 3.11 or the package tomli to read it, found neither") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: expected a TOML file that can be read, found: {error}") from error
+    for name in tables:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def _flat(table: dict[str, Any], command: str, known: Collection[str], path: Path) -> dict[str, Any]:
+    """The settings for all commands, replaced by those of the table of this one. Raises UsageError for unknown ones."""
+    parts = [{name: value for name, value in table.items() if name not in _COMMANDS}]
+    parts += [part for name in _COMMANDS if isinstance(part := table.get(name, {}), dict)]
+    for name in (name.replace("_", "-") for part in parts for name in part):
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UsageError(f"{path}: expected an option of gpuwatch without its dashes, found {name!r}{hint}")
+    merged = {**parts[0], **(table.get(command) or {})}
+    return {name.replace("_", "-"): value for name, value in merged.items()}
+
+
+def _option(action: argparse.Action, written: Any, source: str, where: str) -> SavedOption:
+    """Raises UsageError for what the option would not take."""
+    if action.nargs == 0:
+        if not isinstance(written, bool):
+            raise UsageError(f"{where}: expected true or false, found {written!r}")
+        return SavedOption(action.const if written else action.default, str(written).lower(), source)
+    words = [str(word) for word in written] if isinstance(written, list) else [str(written)]
+    read = action.type if callable(action.type) else str
+    repeats = isinstance(action, argparse._AppendAction)
+    try:
+        values = [read(word) for word in (words if repeats else [",".join(words)])]
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise UsageError(f"{where}: {error}") from error
+    if action.choices is not None and values[0] not in action.choices:
+        raise UsageError(f"{where}: expected one of {', '.join(map(str, action.choices))}, found {values[0]!r}")
+    text = ",".join("..." if is_web_address(word) else word for word in words)  # many an address is a secret
+    return SavedOption(values if repeats else values[0], text, source)
+
+
+def _table(
+    own: Mapping[str, argparse.Action], saved: Mapping[str, SavedOption], said: set[str], args: argparse.Namespace
+) -> str:
+    """One line for each option: its name, its value, and where that is from."""
+    rows = []
+    for name, action in own.items():
+        if name == SHOW[2:]:
+            continue
+        value, source = _shown(getattr(args, action.dest)), "default"
+        if action.dest in said:
+            source = "command line"
+        elif name in saved:
+            value, source = saved[name].text, saved[name].source
+        rows.append((name, value, source))
+    wide = [max(len(row[at]) for row in rows) for at in (0, 1)]
+    return "".join(f"{name:{wide[0]}}  {value:{wide[1]}}  {source}\n" for name, value, source in rows)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "-"
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
