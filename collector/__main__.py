@@ -60,7 +60,9 @@ def main() -> int:
     except (OSError, GpuwatchError) as error:
         # the other folder was tried for the store, too
         may_pass = isinstance(error.__cause__, sqlite3.OperationalError) or getattr(error, "errno", 0) in _SHORT
-        _refuse(CannotBind(False, f"no folder for the run: {error}", may_pass=may_pass))
+        why = getattr(error, "strerror", None) or error
+        sentence = f"expected a folder for runs that can be written, found {config.runs_dir}: {why}"
+        _refuse(CannotBind(False, f"{sentence}; pass another --runs-dir DIR", may_pass=may_pass, is_told=not may_pass))
         server.close()
         return int(ExitCode.USAGE)
     if config.notify:

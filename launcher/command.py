@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 
 from ..core.errors import ExitCode
 from ..core.host import signal_at_parents_end
@@ -41,12 +42,13 @@ def why_not_started(program: str) -> tuple[str, int] | None:
     """Why there is no such program to run, and a shell's exit code for it; None if there is one."""
     if shutil.which(program) is not None:
         return None
-    if os.sep not in program:
-        return "command not found", _NOT_FOUND
     path = Path(program)
+    hint = f"; to run it: gpuwatch run -- python {quote(program)}" if path.suffix == ".py" and path.is_file() else ""
+    if os.sep not in program:
+        return f"command not found{hint}", _NOT_FOUND
     if not path.exists():
         return "no such file", _NOT_FOUND
-    return ("is a directory" if path.is_dir() else "permission denied"), _NOT_EXECUTABLE
+    return ("is a directory" if path.is_dir() else f"permission denied{hint}"), _NOT_EXECUTABLE
 
 
 def shell_code(returncode: int) -> int:

@@ -217,8 +217,8 @@ class JobLife:
             self.run_dir = Path(answer.run_dir)
             relative = os.path.relpath(answer.run_dir)
             self._say(f"the report will be in {answer.run_dir if relative.startswith('..') else relative}")
-            for option in terms.args.saved:
-                self._say(option)
+            for note in terms.args.notes:
+                self._say(note)
             if answer.metrics:
                 self._say(f"Prometheus metrics are at {answer.metrics}")
             return plan.connect or answer.address

@@ -40,7 +40,7 @@ class SavedOption:
 def parse_with_saved(
     make_parser: Callable[[], argparse.ArgumentParser], arguments: list[str], known: Collection[str]
 ) -> argparse.Namespace:
-    """The command line's options, completed by the saved ones, with a line for each of these in `saved`.
+    """The command line's options, completed by the saved ones, with a line for the user in `notes` for each source.
 
     `known` are the options of all commands, as `every`. Raises UsageError; SystemExit after `--show-settings`.
     """
@@ -58,7 +58,7 @@ def parse_with_saved(
     for name, option in used.items():
         setattr(args, own[name].dest, option.value)
     sources = dict.fromkeys(option.source for option in used.values())
-    args.saved = [
+    args.notes = [
         f"from {source}: " + " ".join(f"--{name} {one.text}" for name, one in used.items() if one.source == source)
         for source in sources
     ]

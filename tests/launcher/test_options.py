@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from gpuwatch.core.errors import ExitCode, UsageError
 from gpuwatch.core.settings import VARIABLE, WorkerSettings
-from gpuwatch.launcher.options import get_check_parser, get_parser, worker_settings
+from gpuwatch.launcher.options import get_check_parser, get_parser, parse_launch, worker_settings
 from gpuwatch.launcher.plan import limit_rendezvous
 from gpuwatch.worker.watch import watch
 from torch.distributed.run import get_args_parser
@@ -427,3 +427,17 @@ def test_a_check_waits_for_nodes_as_long_as_for_ranks(line, expected):
     args = get_check_parser().parse_args(line.split())
     limit_rendezvous(args)
     assert args.rdzv_conf == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("train.py --on-hang abort --nproc_per_node=2", ["--on-hang", "--nproc_per_node"]),
+        ("train.py --sync --every 3 --lr 1e-3", []),
+        ("--on-hang abort train.py", []),
+    ],
+)
+def test_an_option_behind_the_script_is_noted(line, names):
+    notes = parse_launch(line.split()).notes
+    assert [note.partition(" ")[0] for note in notes] == names
+    assert all("stands behind train.py, which gets it" in note for note in notes)

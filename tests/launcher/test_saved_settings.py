@@ -25,7 +25,7 @@ def save(text: str, name: str = "gpuwatch.toml") -> None:
 
 def test_without_a_file_nothing_is_saved():
     args = parse_launch(["train.py"])
-    assert (args.every, args.saved) == (1, [])
+    assert (args.every, args.notes) == (1, [])
 
 
 def test_the_command_line_comes_before_the_variable_and_that_before_the_file(monkeypatch):
@@ -34,7 +34,7 @@ def test_the_command_line_comes_before_the_variable_and_that_before_the_file(mon
     monkeypatch.setenv("GPUWATCH_SCALER_SKIPS", "4")
     args = parse_launch(["--scaler-skips", "5", "train.py"])
     assert (args.every, args.max_frames, args.scaler_skips) == (3, 4, 5)
-    assert args.saved == ["from gpuwatch.toml: --every 3", "from GPUWATCH_MAX_FRAMES: --max-frames 4"]
+    assert args.notes == ["from gpuwatch.toml: --every 3", "from GPUWATCH_MAX_FRAMES: --max-frames 4"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_pyproject_counts_where_it_has_the_table():
     save('[tool.other]\nevery = "gpuwatch"\n', "pyproject.toml")
     assert parse_launch(["train.py"]).every == 1
     save("[tool.gpuwatch]\nevery = 7\n", "pyproject.toml")
-    assert parse_launch(["train.py"]).saved == ["from pyproject.toml: --every 7"]
+    assert parse_launch(["train.py"]).notes == ["from pyproject.toml: --every 7"]
     save("every = 8")
     assert parse_launch(["train.py"]).every == 8, "a file of its own comes first"
 
