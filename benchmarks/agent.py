@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import psutil
-from gpuwatch.collector.live.publisher import ViewSubscriber
+from gpuwatch.collector.live.publisher import job_viewer
 from gpuwatch.core.events import ModuleDef, RootDef, RunPosition, ScriptExit, SlotDef
 from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
@@ -113,7 +113,7 @@ def main() -> None:
         writers = [make_rank(folder, rank, args.ranks, args.frames) for rank in range(args.ranks)]
         agent.tell(WorkersStarted(0, dict.fromkeys(range(args.ranks), 1)))
         assert isinstance(collector.answer, CollectorBound)
-        viewer = ViewSubscriber(Path(collector.answer.run_dir)) if args.viewer else None
+        viewer = job_viewer(Path(collector.answer.run_dir)) if args.viewer else None
         if viewer is not None:
             viewer.newest(0)
         write(writers, args, psutil.Process(agent.pid))

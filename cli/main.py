@@ -22,6 +22,7 @@ COMMANDS = {
     "run": "Run a command as it stands, whatever starts its ranks, and watch the ranks as launch does.",
     "env": "Print the variables that ranks need, for launchers that start ranks in an environment of their own.",
     "top": "Watch a running job in the terminal.",
+    "stacks": "Show where all ranks of a running job stand now, with their stacks.",
     "submit": "Submit a training script to SLURM, with all of sbatch's options.",
     "check": "Test the ranks, GPUs, nodes and links of a job, and say which one is to blame.",
     "report": "Print the combined report of a run.",
@@ -31,7 +32,7 @@ COMMANDS = {
     "collect": "Run a collector by hand, for launches with --collector.",
 }
 _BESIDE = {"launch": "jobs", "run": "jobs", "check": "jobs", "env": "jobs", "collect": "jobs"}
-_BESIDE |= {"runs": "report", "top": "report", "diff": "export"}
+_BESIDE |= {"runs": "report", "top": "live", "stacks": "live", "diff": "export"}
 """Commands that are not in a file of their own name."""
 _GO_ON = {"launch", "run", "check", "submit", "collect"}
 """What these do is not what they print."""

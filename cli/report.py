@@ -1,8 +1,7 @@
-"""`gpuwatch report`, `runs` and `top`: show a run that is over, the runs of a folder, or a run that goes on."""
+"""`gpuwatch report` and `runs`: show a run that is over, or the runs of a folder."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -22,7 +21,6 @@ from ..core.wire.spool import SUFFIX
 from ..launcher.saved_settings import saved_runs_dir
 
 if TYPE_CHECKING:
-    from ..collector.live.publisher import ViewSubscriber
     from ..collector.report.model import RunReport
 
 _MOST_RUNS = 50
@@ -242,66 +240,3 @@ def runs(runs_dir: str, last: int, form: str) -> int:
     if len(runs) > last:
         click.echo(f"{len(runs) - last} older runs not shown: --last N")
     return 0
-
-
-_PATIENCE_S = 15.0
-_MORE, _MORE_S = 3, 1.5
-"""How many pictures to take after the first, and how long to wait for each: they show the job's speed, and the modules
-close to their limit."""
-
-
-@click.command(name="top")
-@click.argument("run", required=False, shell_complete=complete_runs)
-@RUNS_DIR
-@click.option("--once", is_flag=True, help="Print one snapshot as text and exit. Does not need textual.")
-def top(run: str | None, runs_dir: str, once: bool) -> int:
-    """Watch a running job: its ranks, which rank waits for which, which values come close to their limit, and its
-    events.
-
-    Without RUN: the latest one. top only reads: the job does not notice it and never waits for it. Press q to quit.
-    """
-    from ..collector.live.publisher import ViewSubscriber
-
-    path = find_run(run, Path(runs_dir))
-    link = ViewSubscriber(path)
-    try:
-        if not link.is_shown:
-            result = f"for its result: gpuwatch report {path.name}"
-            raise UsageError(f"expected a run in progress, found no collector that shows {path.name}; {result}")
-        return _print_once(link, path.name) if once else _watch(link, path.name)
-    finally:
-        link.close()
-
-
-def _print_once(link: ViewSubscriber, run: str) -> int:
-    from ..collector.live.top_model import TopModel, plain
-
-    view = link.newest(_PATIENCE_S)
-    if view is None:
-        raise GpuwatchError(f"the collector of {run} has sent nothing for {_PATIENCE_S:.0f} s; can this host reach it?")
-    model = TopModel()
-    model.see(view)
-    for _ in range(_MORE):
-        view = link.newest(_MORE_S)
-        if view is not None:
-            model.see(view)
-            if view.hot:  # agents report these modules once they hear that somebody watches
-                break
-    size = shutil.get_terminal_size((110, 24))
-    click.echo(plain(model.screen(size.columns), 64))
-    return 0
-
-
-def _watch(link: ViewSubscriber, run: str) -> int:
-    from importlib.util import find_spec
-
-    if find_spec("textual") is None:
-        raise UsageError(
-            "expected textual, which draws the screen, found it not installed; install it with: pip install "
-            '"gpuwatch-cluster[top]", or print one snapshot: gpuwatch top --once'
-        )
-    from ..collector.live.top_app import TopApp
-
-    for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal
-        os.environ.pop(name, None)
-    return TopApp(lambda: link.newest(0), lambda: not link.is_shown, run).run() or 0

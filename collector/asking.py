@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ..core.events import RankLook, RankStall, WorkerExit
 from ..core.settings import OnHang
+from ..core.stalls import ANSWER_S
 from ..core.wire.messages import AgentBody, ranks_of
 from .decide.hang_finding import HangAction, ending_of, find_hang
 from .decide.hang_model import HangFinding, has_left
@@ -56,8 +57,6 @@ class RankOwnership:
 
 # When a rank stalls, all ranks are asked for their positions; the answers decide whether the job hangs.
 
-ANSWER_S = 8.0
-"""How long the collector waits for ranks that have not answered yet."""
 AGAIN_S = 60.0
 """A stall that is reported within this time of a hang belongs to it."""
 _STILL_SHARE = 0.5

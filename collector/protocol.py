@@ -286,6 +286,10 @@ class RunProtocol:
         self._wanted[key] = [wire.WantedBatch(where.attempt, *split_label(where.root), batch) for batch in batches]
         return self._to_all(*self._wanted[key])
 
+    def look_for_viewers(self) -> list[Action]:
+        """Every agent looks at its ranks; nothing is decided by it."""
+        return self._to_all(wire.LookAtRanks(wire.SHOWN_LOOK))
+
     def _to_all(self, *messages: CollectorMessage) -> list[Action]:
         speaking = [agent for agent, node in self.nodes.items() if not node.gone]
         return [SendMessage(agent, message) for message in messages for agent in speaking]

@@ -24,7 +24,7 @@ from ..core.wire import messages as wire
 from ..core.wire.keys import KeyPair
 from ..core.wire.messages import VERDICT_PATIENCE_S, AgentBody, AgentMessage, MessageAck, PageMessage, node_of
 from ..core.wire.pipe import PreflightOver, StageLine, UserNotice
-from ..core.wire.view import JobView
+from ..core.wire.view import JobView, StacksView
 from .agent_socket import AgentSocket, CurveAccess
 from .assemble.timeline import utc
 from .facts.fold import FactFold
@@ -33,6 +33,7 @@ from .live.job_notifier import JobNotification, JobNotifier, NotifiedEvent
 from .live.publisher import ViewPublisher
 from .live.snapshot import view_of
 from .live.so_far import LiveFindings
+from .live.stacks_round import StacksRound
 from .live.stage_lines import StageLines
 from .protocol import Action, FinishRun, LookAhead, NotifyUser, RunProtocol, SendMessage, StoreMessage
 from .report.model import RunReport, Verdict
@@ -131,6 +132,7 @@ class CollectorServer:
             except zmq.ZMQError as error:  # no port can be had, which costs the view alone
                 log(f"viewers cannot connect: {error}")
         self._lines = StageLines()
+        self._stacks = StacksRound()
         self._credit = -1
         self._pages = WaitingPages()
         self._ahead: dict[tuple[str, int], tuple[AgentMessage, bytes]] = {}
@@ -237,6 +239,8 @@ class CollectorServer:
     def _fold(self, agent: str, n: int, body: AgentBody) -> None:
         self._folded.add(agent, n, body)
         self._live.hear(body)
+        if isinstance(body, wire.NodeBeat) and body.looks:
+            self._stacks.hear(body)
 
     def _write(self) -> None:
         """Acknowledge written messages and hand over new ones. An acknowledgement means that they are on the disk."""
@@ -266,12 +270,23 @@ class CollectorServer:
         """Update viewers and the metrics endpoint. Agents hear when the first viewer arrives or the last one leaves."""
         if self._view is not None:
             self._view.show(self._picture, now)
+            if self._view.topics:
+                self._show_stacks(self._view, now)
         if self.metrics is not None:
             self.metrics.show(lambda: (self._picture(), self._own_numbers()), now)
         looked_at = self.metrics is not None or (self._view is not None and self._view.has_viewers)
         if looked_at != self._looked_at:
             self._looked_at = looked_at
             self._act(self._protocol.tell_again())
+
+    def _show_stacks(self, view: ViewPublisher, now: float) -> None:
+        if self._stacks.begins(now):
+            self._act(self._protocol.look_for_viewers())
+        facts = self._folded.as_it_stands()
+        running = {rank.rank: facts.host(rank) for rank in facts.of_attempt(facts.last_attempt) if rank.exit is None}
+        looks = self._stacks.conclude(set(running), now)
+        if looks is not None:
+            view.answer(StacksView(time.time_ns(), self._paths.run_id, facts.announced_ranks, running, looks))
 
     def _picture(self) -> JobView:
         verdict, facts = self._live.verdict.said, self._folded.as_it_stands()

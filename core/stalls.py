@@ -14,8 +14,18 @@ from collections.abc import Callable
 from .events import StackLine
 
 MOST_LINES = 40
+ANSWER_S = 8.0
+"""How long the collector waits for ranks that have not answered yet."""
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')
-_NOT_THE_USERS = ("/torch/", "/gpuwatch/worker/", "/worker/__main__.py:", "/lib/python3", "<frozen ", "<string>")
+_NOT_THE_USERS = (
+    "/torch/",
+    "/gpuwatch/worker/",
+    "/gpuwatch/core/start.py:",
+    "/worker/__main__.py:",
+    "/lib/python3",
+    "<frozen ",
+    "<string>",
+)
 
 _AROUND_COLLECTIVES = "/worker/hooks/process_groups.py"
 """gpuwatch's own function around torch's method, which is no call of the script's."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 from gpuwatch.cli.export import diff, export
 from gpuwatch.cli.jobs import collect, env
-from gpuwatch.cli.report import report, runs, top
+from gpuwatch.cli.live import stacks, top
+from gpuwatch.cli.report import report, runs
 from gpuwatch.cli.submit import HELP
 from gpuwatch.launcher.options import get_check_parser, get_parser, get_run_parser
 
@@ -57,6 +58,8 @@ def page() -> str:
         "".join(f"    {line}".rstrip() + "\n" for line in HELP.splitlines()),
         "## gpuwatch top\n",
         table(click_rows(top)),
+        "## gpuwatch stacks\n",
+        table(click_rows(stacks)),
         "## gpuwatch report\n",
         table(click_rows(report)),
         "## gpuwatch runs\n",

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...core.events import GpuHealth, GpuXid, PreflightResult, RunPosition
+from ...core.events import GpuHealth, GpuXid, PreflightResult, RankLook, RunPosition
 from ...core.frames import Page
 from ..decide.decide import decide, gpu_of
 from ..decide.ending_verdict import ending_text
@@ -31,9 +31,11 @@ def stack_of(rank: RankFacts) -> list[str]:
 
     For one that did not answer itself: native calls first, and without any stack what the kernel says of it.
     """
-    if not rank.looks:
-        return []
-    look = rank.looks[-1]
+    return look_stack(rank.looks[-1]) if rank.looks else []
+
+
+def look_stack(look: RankLook) -> list[str]:
+    """As above, of one look."""
     if look.stack:
         return [*(f"{line.short}, native" for line in look.native), *(line.shown for line in look.stack)]
     return [thread_text(thread) for thread in look.threads]

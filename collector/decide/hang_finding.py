@@ -179,11 +179,12 @@ class _StackScene:
     def lines(self) -> list[str]:
         """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`, a line for all that are alike."""
         alike = grouped(self.positions.items(), lambda pair: (pair[1].kind, pair[1].operation, pair[1].line))
-        lines = [_line([rank for rank, _ in found], found[0][1]) for found in alike.values()]
+        lines = [position_line([rank for rank, _ in found], found[0][1]) for found in alike.values()]
         return [*lines, *([_UNSEEN.format(self.unseen)] if self.unseen > 0 else [])]
 
 
-def _line(ranks: list[int], first: RankPosition) -> str:
+def position_line(ranks: list[int], first: RankPosition) -> str:
+    """`ranks 0-2 wait in all_reduce: train.py:41 in main: dist.all_reduce(loss)`"""
     one = len(ranks) == 1
     what = f"{'is' if one else 'are'} {'stopped' if first.kind == 'stopped' else first.doing}"
     if first.waiting:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -22,7 +23,19 @@ from ...core import host
 from ...core.tell import tell
 from ...core.wire.keys import KeyPair
 from ...core.wire.messages import encode
-from ...core.wire.view import FILE, JobView, ViewerKeys, decode_view, read_viewer_keys
+from ...core.wire.view import (
+    FILE,
+    STACKS,
+    STACKS_WORD_BYTES,
+    JobView,
+    StacksView,
+    ViewerKeys,
+    decode_stacks,
+    decode_view,
+    read_viewer_keys,
+)
+
+T = TypeVar("T")
 
 # When the next picture is due: once a second, and less often where making one takes long.
 
@@ -64,6 +77,8 @@ class ViewPublisher:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, server: KeyPair, viewer: KeyPair) -> None:
         self._socket = context.socket(zmq.XPUB)
+        self.topics: list[bytes] = []
+        """Subscriptions to stacks that wait for them."""
         self.has_viewers = False
         """Whether a viewer was subscribed at the last check."""
         self._pace = PicturePace()
@@ -109,13 +124,22 @@ class ViewPublisher:
             self._socket.send(picture, zmq.NOBLOCK)
         self._pace.took(time.thread_time() - began, now)
 
+    def answer(self, stacks: StacksView) -> None:
+        """Send it to those who have asked."""
+        for topic in self.topics:
+            with suppress(zmq.ZMQError):
+                self._socket.send(topic + encode(stacks), zmq.NOBLOCK)
+        self.topics.clear()
+
     def _hear(self) -> None:
-        """Update `has_viewers`: \\x01 says that the first viewer has subscribed, \\x00 that the last has left."""
+        """Update `topics` and `has_viewers`: \\x01: the first viewer has subscribed; \\x00: the last has left."""
         with suppress(zmq.ZMQError):
             for _ in range(_MOST_WORDS):
                 word = self._socket.recv(zmq.NOBLOCK)
                 if word in (b"\x00", b"\x01"):
                     self.has_viewers = word == b"\x01"
+                elif word.startswith(b"\x01" + STACKS) and len(self.topics) < _MOST_WORDS:
+                    self.topics.append(word[1:])
 
     def close(self) -> None:
         """Remove the file and close the socket."""
@@ -128,11 +152,14 @@ class ViewPublisher:
 MAX_BYTES = 32 << 20
 
 
-class ViewSubscriber:
-    """The viewer's end, for the run in `folder`. It reconnects to a restarted collector by its file."""
+class ViewSubscriber(Generic[T]):
+    """The viewer's end, for the run in `folder`. It reconnects to a restarted collector by its file.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    `decode` makes what was asked for with `topic` of the bytes of a message; None of others.
+    """
+
+    def __init__(self, folder: Path, topic: bytes, decode: Callable[[bytes], T | None]) -> None:
+        self._folder, self._topic, self._decode = folder, topic, decode
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._keys: ViewerKeys | None = None
@@ -142,8 +169,8 @@ class ViewSubscriber:
         """Whether a collector shows this run now, as far as its file says. Raises GpuwatchError for a damaged file."""
         return read_viewer_keys(self._folder) is not None
 
-    def newest(self, timeout_s: float) -> JobView | None:
-        """The last picture received; None if none arrives in time. Raises GpuwatchError as above."""
+    def newest(self, timeout_s: float) -> T | None:
+        """The last one received; None if none arrives in time. Raises GpuwatchError as above."""
         keys = read_viewer_keys(self._folder)
         if keys != self._keys:
             self._disconnect()
@@ -156,7 +183,7 @@ class ViewSubscriber:
         found = None
         ready = self._socket.poll(int(timeout_s * 1000))
         while ready:
-            found = decode_view(self._socket.recv()) or found
+            found = self._decode(self._socket.recv()) or found
             ready = self._socket.poll(0)
         return found
 
@@ -165,7 +192,7 @@ class ViewSubscriber:
         set_options(socket, linger=0, ipv6=True, rcvhwm=4, maxmsgsize=MAX_BYTES)
         server, public, private = (key.encode() for key in (keys.server_key, keys.public_key, keys.private_key))
         set_options(socket, curve_serverkey=server, curve_publickey=public, curve_secretkey=private)
-        socket.subscribe(b"")
+        socket.subscribe(self._topic)
         socket.connect(keys.address)
         return socket
 
@@ -178,3 +205,13 @@ class ViewSubscriber:
         """Disconnect."""
         self._disconnect()
         self._context.term()
+
+
+def job_viewer(folder: Path) -> ViewSubscriber[JobView]:
+    """A viewer of the job's pictures."""
+    return ViewSubscriber(folder, b"", decode_view)
+
+
+def stacks_viewer(folder: Path) -> ViewSubscriber[StacksView]:
+    """A viewer who asks for the ranks' stacks, once."""
+    return ViewSubscriber(folder, STACKS + secrets.token_hex(STACKS_WORD_BYTES).encode(), decode_stacks)

@@ -176,7 +176,15 @@ MOST_LINES = 12
 """Most lines of each stack in the text. report.json has more."""
 
 
-def stacks_text(ranks: Iterable[RankReport]) -> Iterator[str]:
+class RankStack(NamedTuple):
+    """A rank's calls, innermost first, and what its other threads do."""
+
+    rank: int
+    stack: list[str]
+    threads: list[str]
+
+
+def stacks_text(ranks: Iterable[RankReport | RankStack]) -> Iterator[str]:
     """Lines: ranks that stand at the same place share one stack."""
     for stack, alike in grouped((rank for rank in ranks if rank.stack), lambda rank: tuple(rank.stack)).items():
         names = ranks_text(rank.rank for rank in alike)

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from ..errors import GpuwatchError
-from ..events import Definition, Event, RankEvent
+from ..events import Definition, Event, RankEvent, RankLook
 from ..text import carried, given_back
 from ..verdicts import VerdictKind
 
@@ -299,6 +299,8 @@ class NodeBeat(msgspec.Struct, frozen=True, tag="beat"):
     nothing."""
     gpus: bytes = b""
     """Its GPUs (`pack_list` of GpuNow), while somebody watches live. It decides nothing."""
+    looks: bytes = b""
+    """Where its ranks stand (`pack_list` of RankLook), where a viewer has asked. It decides nothing."""
 
 
 class NodeBye(msgspec.Struct, frozen=True, tag="bye"):
@@ -315,7 +317,7 @@ class NodeBye(msgspec.Struct, frozen=True, tag="bye"):
     """What torchrun, or the command, raised itself: `DistNetworkError: ...`."""
 
 
-def pack_list(found: list[HotModule] | list[GpuNow]) -> bytes:
+def pack_list(found: list[HotModule] | list[GpuNow] | list[RankLook]) -> bytes:
     """For a beat; b"" for none."""
     return _encoder.encode(found) if found else b""
 
@@ -433,11 +435,15 @@ class WantedBatch(msgspec.Struct, frozen=True, tag="want"):
     batch: int
 
 
+SHOWN_LOOK = 0
+"""The number of a look that nothing is decided by: it comes with a beat."""
+
+
 class LookAtRanks(msgspec.Struct, frozen=True, tag="look_at_ranks"):
     """A rank has stalled somewhere: tell where the ranks of your node stand, one `RankLook` each."""
 
     number: int
-    """Counts how often the collector has asked."""
+    """Counts how often the collector has asked; SHOWN_LOOK: for a viewer."""
 
 
 class StopRanks(msgspec.Struct, frozen=True, tag="stop"):

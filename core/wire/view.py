@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import GpuwatchError
+from ..events import RankLook
 from .messages import HotModule
 
 SCHEMA = 1
@@ -126,6 +127,25 @@ class JobView(msgspec.Struct, frozen=True):
     """How many more there are."""
 
 
+STACKS, STACKS_WORD_BYTES = b"stacks:", 8
+"""A subscription to this and a random word in hexadecimal digits asks for the ranks' stacks. They are published under
+it, once."""
+
+
+class StacksView(msgspec.Struct, frozen=True):
+    """Where all ranks stand."""
+
+    time_ns: int
+    """The collector's clock."""
+    run: str
+    world_size: int
+    hosts: dict[int, str]
+    """rank -> host, of the ranks that run."""
+    looks: list[RankLook]
+    """Of those that an agent has looked at in time, by rank."""
+    schema: int = SCHEMA
+
+
 def read_viewer_keys(folder: Path) -> ViewerKeys | None:
     """None if nobody shows this run. Raises GpuwatchError for a file that is none of ours."""
     path = folder / FILE
@@ -138,10 +158,18 @@ def read_viewer_keys(folder: Path) -> ViewerKeys | None:
 
 
 _decoder = msgspec.msgpack.Decoder(JobView)
+_stacks_decoder = msgspec.msgpack.Decoder(StacksView)
 
 
 def decode_view(data: bytes) -> JobView | None:
     """What `encode` (messages.py) has made; None for bytes that are no view."""
     with suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return _decoder.decode(data)
+    return None
+
+
+def decode_stacks(data: bytes) -> StacksView | None:
+    """As `decode_view`, behind the topic that it was published under."""
+    with suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return _stacks_decoder.decode(data[len(STACKS) + 2 * STACKS_WORD_BYTES :])
     return None

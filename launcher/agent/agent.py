@@ -29,7 +29,17 @@ from msgspec.structs import replace
 
 from ...core import host
 from ...core.errors import ExitCode, GpuwatchError
-from ...core.events import Anomaly, Event, GpuCounters, GpuHealth, GpuXid, NodeSignal, PreflightResult, WorkerExit
+from ...core.events import (
+    Anomaly,
+    Event,
+    GpuCounters,
+    GpuHealth,
+    GpuXid,
+    NodeSignal,
+    PreflightResult,
+    RankLook,
+    WorkerExit,
+)
 from ...core.gpu.nvml_child import KILLED_S
 from ...core.host import LineReader, OwnClock
 from ...core.identity import is_rank
@@ -92,6 +102,8 @@ class NodeAgentLoop:
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._memory_kills = memory_kills()
         self._ends = ProcessEnds()
+        self._shown: list[RankLook] = []
+        """For viewers: the next beat has them."""
         self._stalls = StallWatch(self._folder, config.hang_timeout_s)
         folders = {"runs-dir": Path(config.spool_dir), "scratch": self._folder}
         self._telemetry = NodeTelemetry(config.telemetry_s, folders, self._gpus)
@@ -328,7 +340,10 @@ class NodeAgentLoop:
                 self._put(messages.EventMessage(stalled))
                 self._put(self._telemetry.told("stall", now))
             for look in self._stalls.seen(now):
-                self._put(messages.EventMessage(look))
+                if look.number == messages.SHOWN_LOOK:
+                    self._shown.append(look)
+                else:
+                    self._put(messages.EventMessage(look))
 
     @property
     def _of_ranks(self) -> list[RankWatch]:
@@ -376,7 +391,8 @@ class NodeAgentLoop:
                 watch.want(message, now)
         elif isinstance(message, messages.LookAtRanks):
             self._stalls.look(self._of_ranks, message.number, now)
-            self._put(self._telemetry.told("stall", now))
+            if message.number != messages.SHOWN_LOOK:
+                self._put(self._telemetry.told("stall", now))
         elif isinstance(message, messages.StopRanks):
             self._tell(message)
         elif isinstance(message, pipe.JobResult):
@@ -386,7 +402,8 @@ class NodeAgentLoop:
     def _beat(self) -> messages.NodeBeat:
         running = [watch for watch in self._ranks.values() if not watch.ended]
         states = [state for watch in running if (state := watch.state())]
-        beat = messages.NodeBeat(states, dict(self.outbox.pages_dropped))
+        beat = messages.NodeBeat(states, dict(self.outbox.pages_dropped), looks=messages.pack_list(self._shown))
+        self._shown = []
         if not self._link.is_looked_at:
             return beat
         hot = messages.closest_modules((hot for watch in running for hot in watch.hottest()), MOST_HOT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from gpuwatch.collector.asking import ANSWER_S
 from gpuwatch.collector.protocol import (
     ABANDONED_S,
     GONE_S,
@@ -22,6 +21,7 @@ from gpuwatch.collector.protocol import (
     StoreMessage,
 )
 from gpuwatch.core.events import Anomaly, NodeSignal, RankLook, RankStall, RootDef, RunPosition, StackLine
+from gpuwatch.core.stalls import ANSWER_S
 from gpuwatch.core.wire.messages import (
     AgentMessage,
     AgentRefused,

@@ -12,7 +12,8 @@ import click
 import pytest
 from gpuwatch.cli.export import diff, export
 from gpuwatch.cli.jobs import collect
-from gpuwatch.cli.report import report, runs, top
+from gpuwatch.cli.live import stacks, top
+from gpuwatch.cli.report import report, runs
 from gpuwatch.cli.submit import arguments_of, options_of
 from gpuwatch.collector.assemble.frame_export import ExportRow
 from gpuwatch.collector.report.model import RankReport, RunInfo, RunReport, Verdict
@@ -111,6 +112,7 @@ PLAIN: dict[str, click.Command] = {
     "export": export,
     "collect": collect,
     "top": top,
+    "stacks": stacks,
 }
 """Those that click parses."""
 
@@ -136,5 +138,5 @@ def test_every_command_that_is_shown_is_understood(page, words, monkeypatch):
 
 
 def test_commands_were_found():
-    verbs = {"launch", "run", "check", "report", "runs", "diff", "submit", "export", "collect", "top"}
+    verbs = {"launch", "run", "check", "report", "runs", "diff", "submit", "export", "collect", "top", "stacks"}
     assert {words[0] for _, words in COMMANDS} == verbs

@@ -1,5 +1,6 @@
 """`gpuwatch top` and the metrics beside a job of four ranks that trains, stands, and ends."""
 
+import json
 import pathlib
 import shlex
 import shutil
@@ -9,7 +10,7 @@ import time
 import urllib.request
 
 import pytest
-from gpuwatch.collector.live.publisher import ViewSubscriber
+from gpuwatch.collector.live.publisher import job_viewer
 from gpuwatch.collector.live.top_model import TopModel
 from gpuwatch.core.host import host_name
 from prometheus_client.parser import text_string_to_metric_families
@@ -41,7 +42,7 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
         *("--hang-timeout", "0", "--metrics-port", str(port), bench.script("looked_at.py"), str(tmp_path)),
     )
     folder = bench.cwd / "gpuwatch-runs" / "shown"
-    link, model = ViewSubscriber(folder), TopModel()
+    link, model = job_viewer(folder), TopModel()
     try:
         screen = until(job, link, model, lambda screen: "batches/s" in str(screen.head) and screen.hot)
         assert [line.text.split()[0] for line in screen.ranks] == ["0", "1", "2", "3"]
@@ -53,6 +54,7 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
         assert "4 ranks on 1 node" in once.stdout and "Closest to their limit" in once.stdout
 
         (tmp_path / "stand").touch()
+        _stacks(bench)
         screen = until(job, link, model, lambda screen: "is waited for" in str(screen.head))
         assert any(line.text.startswith("rank 2 is waited for: it has not moved for") for line in screen.head)
         assert any(line.text.endswith("3 ranks wait") for line in screen.head)
@@ -95,6 +97,22 @@ def scraped(port):
             for family in families
             for sample in family.samples
         }
+
+
+def _stacks(bench):
+    """Rank 2 may have yet to stand: then it is asked again."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        shown = bench.gpuwatch("stacks", "shown")
+        assert shown.code == 0, shown.stderr
+        if "rank 2 is in the forward of batch" in shown.stdout and "ranks 0, 1, 3 wait in all_reduce" in shown.stdout:
+            break
+    assert "run shown: 4 running ranks of 4\n" in shown.stdout
+    assert "Stack of ranks 0, 1, 3, innermost call first" in shown.stdout
+    assert "in forward: time.sleep(0.01)" in shown.stdout
+    found = json.loads(bench.gpuwatch("stacks", "shown", "--format", "json").stdout)
+    assert [look["where"]["rank"] for look in found["looks"]] == [0, 1, 2, 3]
+    assert {look["stack"][0]["function"] for look in found["looks"]} >= {"all_reduce", "forward"}
 
 
 def _in_a_terminal(bench):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
-from gpuwatch.collector.live.publisher import ViewSubscriber
+from gpuwatch.collector.live.publisher import job_viewer
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.wire.messages import HotModule, NodeBeat, unpack_list
 
@@ -25,7 +25,7 @@ def test_the_modules_closest_to_their_limits_are_told_while_somebody_looks_and_n
     node.is_shown = True
     node.start_agent(node.start_collector())
     node.train(0, 1, 2)
-    link = ViewSubscriber(node.run_dir)
+    link = job_viewer(node.run_dir)
     try:
         until(lambda: (view := link.newest(0.1)) is not None and view.hot, "a picture with the modules")
         until(lambda: told(node), "a beat with them")

@@ -10,7 +10,7 @@ import pytest
 import zmq
 from gpuwatch.collector.agent_socket import CurveAccess
 from gpuwatch.collector.facts.fold import FactFold
-from gpuwatch.collector.live.publisher import EVERY_S, ViewPublisher, ViewSubscriber
+from gpuwatch.collector.live.publisher import EVERY_S, ViewPublisher, job_viewer
 from gpuwatch.collector.live.snapshot import view_of
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.events import GpuXid, RankInventoryEvent
@@ -51,7 +51,7 @@ def publisher(context, tmp_path):
 
 @pytest.fixture
 def link(tmp_path, publisher):
-    made = ViewSubscriber(tmp_path)
+    made = job_viewer(tmp_path)
     yield made
     made.close()
 

@@ -1,0 +1,114 @@
+"""`gpuwatch top` and `stacks`: show a run that goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from ..core.errors import GpuwatchError, UsageError
+from ..core.stalls import ANSWER_S
+from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run
+
+if TYPE_CHECKING:
+    from ..collector.live.publisher import ViewSubscriber
+    from ..core.wire.view import JobView
+
+T = TypeVar("T")
+_SILENT = "the collector of {} has sent nothing for {:.0f} s; can this host reach it?"
+_PATIENCE_S = 15.0
+_MORE, _MORE_S = 3, 1.5
+"""How many pictures to take after the first, and how long to wait for each: they show the job's speed, and the modules
+close to their limit."""
+
+
+@click.command(name="top")
+@click.argument("run", required=False, shell_complete=complete_runs)
+@RUNS_DIR
+@click.option("--once", is_flag=True, help="Print one snapshot as text and exit. Does not need textual.")
+def top(run: str | None, runs_dir: str, once: bool) -> int:
+    """Watch a running job: its ranks, which rank waits for which, which values come close to their limit, and its
+    events.
+
+    Without RUN: the latest one. top only reads: the job does not notice it and never waits for it. Press q to quit.
+    """
+    from ..collector.live.publisher import job_viewer
+
+    path = find_run(run, Path(runs_dir))
+    with _connected(job_viewer(path), path.name) as link:
+        return _print_once(link, path.name) if once else _watch(link, path.name)
+
+
+@click.command(name="stacks")
+@click.argument("run", required=False, shell_complete=complete_runs)
+@RUNS_DIR
+@TEXT_OR_JSON
+def stacks(run: str | None, runs_dir: str, form: str) -> int:
+    """Show where all ranks of a running job stand now: what each does, and its stack.
+
+    Without RUN: the latest one. The ranks go on meanwhile. A rank that does not answer is read from outside, with
+    py-spy where that is installed.
+    """
+    from ..collector.live.publisher import stacks_viewer
+    from ..collector.live.stacks_round import view_text
+
+    path = find_run(run, Path(runs_dir))
+    with _connected(stacks_viewer(path), path.name) as link:
+        view = link.newest(_PATIENCE_S + ANSWER_S)
+    if view is None:
+        raise GpuwatchError(_SILENT.format(path.name, _PATIENCE_S + ANSWER_S))
+    if form == "json":
+        echo_json(view)
+    else:
+        click.echo("\n".join(view_text(view)))
+    return 0
+
+
+@contextmanager
+def _connected(link: ViewSubscriber[T], run: str) -> Iterator[ViewSubscriber[T]]:
+    try:
+        if not link.is_shown:
+            result = f"for its result: gpuwatch report {run}"
+            raise UsageError(f"expected a run in progress, found no collector that shows {run}; {result}")
+        yield link
+    finally:
+        link.close()
+
+
+def _print_once(link: ViewSubscriber[JobView], run: str) -> int:
+    from ..collector.live.top_model import TopModel, plain
+
+    view = link.newest(_PATIENCE_S)
+    if view is None:
+        raise GpuwatchError(_SILENT.format(run, _PATIENCE_S))
+    model = TopModel()
+    model.see(view)
+    for _ in range(_MORE):
+        view = link.newest(_MORE_S)
+        if view is not None:
+            model.see(view)
+            if view.hot:  # agents report these modules once they hear that somebody watches
+                break
+    size = shutil.get_terminal_size((110, 24))
+    click.echo(plain(model.screen(size.columns), 64))
+    return 0
+
+
+def _watch(link: ViewSubscriber[JobView], run: str) -> int:
+    from importlib.util import find_spec
+
+    if find_spec("textual") is None:
+        raise UsageError(
+            "expected textual, which draws the screen, found it not installed; install it with: pip install "
+            '"gpuwatch-cluster[top]", or print one snapshot: gpuwatch top --once'
+        )
+    from ..collector.live.top_app import TopApp
+
+    for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal
+        os.environ.pop(name, None)
+    return TopApp(lambda: link.newest(0), lambda: not link.is_shown, run).run() or 0
