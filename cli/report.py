@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ..collector.run_files import RunPaths, list_runs, read_report
+from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome, read_report
 from ..core.errors import GpuwatchError, UsageError
 from ..core.text import shown
 from ..core.wire.spool import SUFFIX
@@ -209,18 +209,29 @@ def text_width() -> int:
     return max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
 
 
+def _alike(runs: list[ListedRun], path: Path, folder: Path) -> list[ListedRun]:
+    wanted = read_outcome(RunPaths(path))
+    if wanted is None or not wanted.fingerprint:
+        raise UsageError(f"--like: expected a run that ended with a fault, found {path.name}")
+    outcomes = ((run, read_outcome(RunPaths(folder / run.id))) for run in runs)
+    return [run for run, found in outcomes if found is not None and found.fingerprint == wanted.fingerprint]
+
+
 @click.command(name="runs")
 @RUNS_DIR
 @click.option(
     "-n", "--last", type=click.IntRange(1), default=20, show_default=True, help="Show the last N runs, newest last."
 )
+@click.option("--like", metavar="RUN", shell_complete=complete_runs, help="Only runs with the same fault as this one.")
 @TEXT_OR_JSON
-def runs(runs_dir: str, last: int, form: str) -> int:
+def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
     """List the runs in a folder with their verdicts.
 
     A run without a report is still running, or its report could not be made: gpuwatch report --again RUN.
     """
     runs = list_runs(Path(runs_dir))
+    if like is not None:
+        runs = _alike(runs, find_run(like, Path(runs_dir)), Path(runs_dir))
     if form == "json":
         echo_json(runs[-last:])
         return 0

@@ -18,11 +18,12 @@ from ..core.verdicts import VerdictKind
 from ..core.wire.messages import JobResult
 from ..core.wire.spool import agent_of, read_spool
 from .assemble.build import build_report
+from .assemble.seen_before import RunOutcome, outcome_of, seen_before
 from .assemble.timeline import utc
 from .facts.fold import FactFold, fold
 from .report.model import EarlierLife, RunReport, to_json
 from .report.text_report import render_text
-from .run_files import RunPaths, earlier_lives, exit_code
+from .run_files import RunPaths, earlier_lives, earlier_outcomes, exit_code
 from .store import RunStore, Stored
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ def build(
     folded = folded if folded is not None else fold_store(store)
     kept = {"unwritten": store.unwritten, "pages_not_kept": store.dropped}
     max_frames = store.get("max_frames") or ""
-    return build_report(
+    report = build_report(
         folded.facts(stored_fact(store, "lost_agents", list[str], [])),
         run_id=run_id,
         started=store.get("started"),
@@ -66,6 +67,8 @@ def build(
         rank=rank,
         batch=batch,
     )
+    before = stored_fact(store, "before", list[RunOutcome], [])
+    return msgspec.structs.replace(report, seen_before=seen_before(outcome_of(report, exit_code(report)), before))
 
 
 def stored_fact(store: RunStore, key: str, kind: type[T], default: T) -> T:
@@ -96,10 +99,14 @@ def merged_report(paths: Sequence[Path], rank: int | None = None) -> RunReport:
 
 
 def write_report(paths: RunPaths, report: RunReport) -> str | None:
-    """Write report.json, report.txt, exit-code, each whole or not at all. Returns the error as text, or None."""
+    """Write report.json, report.txt, verdict.json and exit-code, each whole or not at all.
+
+    Returns the error as text, or None.
+    """
     try:
         write_whole(paths.report_json, to_json(report))
         write_whole(paths.report_text, (render_text(report) + "\n").encode())
+        write_whole(paths.verdict_json, msgspec.json.encode(outcome_of(report, exit_code(report))))
         write_whole(paths.exit_code, f"{exit_code(report)}\n".encode())
     except OSError as error:
         return f"the report could not be written: {error}"
@@ -163,6 +170,8 @@ def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[Run
     """
     gc.freeze()
     try:
+        store.set("before", msgspec.json.encode(earlier_outcomes(paths)).decode())
+        store.commit()
         report = build(store, paths.run_id, folded)
         paths, last_words = write_where_there_is_room(paths, store, report)
         if not last_words:

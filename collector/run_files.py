@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from ..core.errors import ExitCode, GpuwatchError
 from ..core.own_files import read_regular
 from ..core.recorder.run_folder import job_run, runs_of_job
 from ..core.text import shown_name
+from .assemble.seen_before import RunOutcome
 from .report.model import EarlierLife, RunReport
 
 LATEST = "latest"
@@ -37,6 +39,8 @@ class RunPaths:
         self.report_text = folder / "report.txt"
         """The report as it was printed."""
         self.report_html = folder / "report.html"
+        self.verdict_json = folder / "verdict.json"
+        """How the run ended, in few words."""
         self.exit_code = folder / "exit-code"
         """The exit code of the launches as a number, for scripts."""
         self.logs = folder / "logs"
@@ -109,6 +113,29 @@ def exit_code(report: RunReport) -> int:
 
 
 # The list of runs, newest last. Only these fields of each report are read.
+
+
+MOST_COMPARED = 50
+"""Earlier runs of a folder that a run is compared with."""
+_MOST_OUTCOME_BYTES = 1 << 20
+
+
+def read_outcome(paths: RunPaths) -> RunOutcome | None:
+    """verdict.json; None where it is missing or damaged."""
+    with suppress(OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return msgspec.json.decode(read_regular(paths.verdict_json, _MOST_OUTCOME_BYTES), type=RunOutcome)
+    return None
+
+
+def earlier_outcomes(paths: RunPaths) -> list[RunOutcome]:
+    """How the last runs before this one ended, the latest first."""
+    found = []
+    with suppress(OSError):
+        for path in paths.folder.parent.glob(f"*/{paths.verdict_json.name}"):
+            if path.parent != paths.folder and not path.parent.is_symlink():
+                found.append((path.stat().st_mtime, path.parent))
+    outcomes = (read_outcome(RunPaths(folder)) for _, folder in sorted(found, reverse=True)[:MOST_COMPARED])
+    return [outcome for outcome in outcomes if outcome is not None]
 
 
 class ListedVerdict(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ import msgspec
 
 from ...core.events import GpuHealth, GpuXid, PreflightResult, RankLook, RunPosition
 from ...core.frames import Page
-from ..decide.decide import decide, gpu_of
+from ..decide.decide import decide, gpu_of, uuid_of
 from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
 from ..decide.preflight_verdict import preflight_report
@@ -86,11 +86,12 @@ def build_report(
 
     ranks = [_rank_report(facts, each, shown_of(each), *traces.get(each.rank, ([], 0))) for each in all_ranks]
     processes = [_rank_report(facts, each, last_frames(each), [], 0) for each in lone[:_MOST_PROCESSES]]
+    named = facts.named(verdict.attempt, verdict.rank)
     opened, left_out = shown_frames.open_histories(facts, verdict, attempt)
     return model.RunReport(
         schema=model.SCHEMA,
         run=_run_info(facts, run_id, started, ended, len(ranks), earlier or []),
-        verdict=verdict,
+        verdict=msgspec.structs.replace(verdict, gpu=(uuid_of(named) or None) if named is not None else None),
         ranks=ranks,
         preflight=preflight_report(facts, attempt),
         nodes=_nodes(facts, attempt),

@@ -81,6 +81,8 @@ class Verdict(msgspec.Struct, frozen=True):
     pid: int | None = None
     missing: list[str] = []
     operation: BadOperation | None = None
+    gpu: str | None = None
+    """UUID of the GPU of `rank`."""
 
     @property
     def how_sure(self) -> str:
@@ -521,6 +523,8 @@ class RunReport(msgspec.Struct, frozen=True):
     steps: StepReport | None = None
     telemetry: TelemetryReport | None = None
     processes: list[RankReport] = []
+    seen_before: list[str] = []
+    """Sentences on earlier runs of the folder with the same fault, or the same GPU or node."""
 
     @property
     def everyone(self) -> list[RankReport]:

@@ -209,6 +209,7 @@ def _verdict(console: Console, report: RunReport) -> None:
     _list(console, "At the same time", concurrent_lines(verdict.concurrent))
     _list(console, "Because of it", cascade_lines(verdict.cascade))
     _list(console, "Next", verdict.next)
+    _list(console, "Seen before", report.seen_before)
     console.print()
 
 
