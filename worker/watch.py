@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 import msgspec
 
+from ..core.errors import OverflowDetected
 from ..core.events import Anomaly, Definition, RangeWarning, RunPosition, ScalerSkip, WorkerEvent, WorkerExit
 from ..core.frames import Frame, Page, format_frames
 from ..core.judge import anomaly_of_page
@@ -20,6 +21,7 @@ from ..core.recorder.reader import RecorderReader
 from ..core.recorder.scratch import make_scratch, remove_scratch
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings
+from ..core.tell import tell
 from ..core.wire.messages import (
     AgentBody,
     AgentHello,
@@ -36,6 +38,7 @@ from .session import current_hooks, wait_for_device
 if TYPE_CHECKING:
     from torch import nn
 
+    from ..collector.facts.facts import RunFacts
     from ..collector.report.model import Verdict
     from .hooks.module_hooks import ModuleHooks
 
@@ -43,16 +46,15 @@ if TYPE_CHECKING:
 # The verdict on one process: the collector's own decision, from the pages of this process's recorder.
 
 
-def verdict_of(
+def facts_of(
     state: RankState, definitions: Iterable[Definition], events: Iterable[WorkerEvent], pages: Iterable[PageMessage]
-) -> Verdict:
-    """The verdict on this process so far. It knows nothing about the other ranks of its process group."""
-    # the one place where a worker calls the collector: a script without a launcher has no collector of its own
-    from ..collector.decide.decide import decide
+) -> RunFacts:
+    """The facts about this process so far. They say nothing about the other ranks of its process group."""
+    # a script without a launcher has no collector of its own: here alone a worker calls the collector's functions
     from ..collector.facts.fold import fold
 
     messages = _messages(state, definitions, events, pages)
-    return decide(fold(("process", number, body) for number, body in enumerate(messages)))
+    return fold(("process", number, body) for number, body in enumerate(messages))
 
 
 def _messages(
@@ -84,7 +86,9 @@ def rank_here() -> int | None:
 
 
 class ModelWatch:
-    """A watched model. A context manager that removes its hooks at the end.
+    """A watched model. A context manager that removes its hooks at the end, and at an overflow first prints `report()`.
+
+    A notebook shows it as the report's page.
 
     Under `gpuwatch launch` the run already watches every model. The handle then reads the run's recorder.
     """
@@ -104,7 +108,9 @@ class ModelWatch:
     def __enter__(self) -> ModelWatch:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is OverflowDetected and self._owned:  # a run's own report comes at its end
+            tell(self.report())
         self.remove()
 
     def remove(self) -> None:
@@ -168,13 +174,25 @@ class ModelWatch:
         `verdict().statement` is one sentence, `.certainty` is established, supported or unknown; the other fields are
         those of report.json's verdict. Waits up to 2 seconds for numbers that are still on a device.
         """
+        from ..collector.decide.decide import decide
+
+        return decide(self._facts())
+
+    def _repr_html_(self) -> str:
+        """The report's page on this process, for a notebook."""
+        from ..collector.assemble.build import build_report
+        from ..collector.report.html.page import embedded, render_html
+
+        return embedded(render_html(build_report(self._facts(), run_id="of this process", started=None, ended=None)))
+
+    def _facts(self) -> RunFacts:
         if not self._closed and os.getpid() == self._pid:
             self._hooks.put_back()
             wait_for_device(self._hooks.collect)
         self._read()
         pages = (self._reader.page(held.number) for held in self._reader.held())
         state = self._reader.state()
-        return verdict_of(state, self._definitions, self._events, [page for page in pages if page is not None])
+        return facts_of(state, self._definitions, self._events, [page for page in pages if page is not None])
 
     def _read(self) -> None:
         definitions, events = self._reader.new_entries()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import html
 import math
 import os
+import re
 from pathlib import Path
 
 import gpuwatch
@@ -105,16 +107,27 @@ def test_the_report_shows_the_frames_up_to_the_overflow(folders):
     assert len(handle.report(max_frames=1).splitlines()) < len(lines)
 
 
-def test_abort_raises_and_the_handle_still_reads(folders):
+def test_abort_prints_the_report_and_raises_and_the_handle_still_reads(folders, capfd):
     model = nn.Sequential(Multiplies())
     with pytest.raises(OverflowDetected) as raised:
         with gpuwatch.watch(model) as handle:
             model(X)
     assert "combined report" not in str(raised.value)
     assert "--on-overflow" not in str(raised.value)
+    assert capfd.readouterr().err.strip() == handle.report()
     assert [a.aborts for a in handle.anomalies] == [True]
     assert "of `0` (Multiplies)" in handle.report()
     assert hooks() == 0
+
+
+def test_a_notebook_shows_the_reports_page(folders):
+    model = nn.Sequential(Multiplies())
+    with gpuwatch.watch(model, on_overflow="continue") as handle:
+        model(X)
+    shown = handle._repr_html_()
+    page = html.unescape(re.fullmatch(r'<iframe srcdoc="([^"]*)" [^>]*></iframe>', shown, re.DOTALL)[1])
+    assert page.startswith("<!doctype html>")
+    assert "run of this process" in page
 
 
 def test_a_bad_input_is_told_as_one(folders):

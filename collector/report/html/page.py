@@ -121,6 +121,11 @@ def render_html(report: RunReport) -> str:
     )
 
 
+def embedded(page: str) -> str:
+    """A page as one element of another one, such as a notebook: its style and script stay inside."""
+    return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 32em; border: 0" title="gpuwatch"></iframe>'
+
+
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
     environment = Environment(
