@@ -30,8 +30,9 @@ close to their limit."""
 @click.command(name="top")
 @click.argument("run", required=False, shell_complete=complete_runs)
 @RUNS_DIR
-@click.option("--once", is_flag=True, help="Print one snapshot as text and exit. Does not need textual.")
-def top(run: str | None, runs_dir: str, once: bool) -> int:
+@click.option("--once", is_flag=True, help="Print one snapshot and exit. Does not need textual.")
+@TEXT_OR_JSON
+def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
     """Watch a running job: its ranks, which rank waits for which, which values come close to their limit, and its
     events.
 
@@ -39,9 +40,11 @@ def top(run: str | None, runs_dir: str, once: bool) -> int:
     """
     from ..collector.live.publisher import job_viewer
 
+    if form == "json" and not once:
+        raise UsageError("expected --once with --format json, found none; add: --once")
     path = find_run(run, Path(runs_dir))
     with _connected(job_viewer(path), path.name) as link:
-        return _print_once(link, path.name) if once else _watch(link, path.name)
+        return _print_once(link, path.name, form) if once else _watch(link, path.name)
 
 
 @click.command(name="stacks")
@@ -80,7 +83,9 @@ def _connected(link: ViewSubscriber[T], run: str) -> Iterator[ViewSubscriber[T]]
         link.close()
 
 
-def _print_once(link: ViewSubscriber[JobView], run: str) -> int:
+def _print_once(link: ViewSubscriber[JobView], run: str, form: str) -> int:
+    from msgspec.structs import asdict
+
     from ..collector.live.top_model import TopModel, plain
 
     view = link.newest(_PATIENCE_S)
@@ -94,6 +99,11 @@ def _print_once(link: ViewSubscriber[JobView], run: str) -> int:
             model.see(view)
             if view.hot:  # agents report these modules once they hear that somebody watches
                 break
+    if form == "json":
+        assert model.newest is not None
+        of_ranks = {part: list(map(asdict, getattr(model.newest, part))) for part in ("ranks", "processes")}
+        echo_json({**asdict(model.newest), **of_ranks})  # they travel without the names of their fields
+        return 0
     size = shutil.get_terminal_size((110, 24))
     click.echo(plain(model.screen(size.columns), 64))
     return 0

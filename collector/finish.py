@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -161,6 +162,13 @@ def open_store(
 def stamp(store: RunStore, key: str) -> None:
     """Store the time, as the collector's clock has it."""
     store.set(key, utc(time.time()) or "")
+
+
+def started_ns(store: RunStore) -> int:
+    """When the run began; 0: not known."""
+    with suppress(ValueError):
+        return int(datetime.fromisoformat((store.get("started") or "").replace("Z", "+00:00")).timestamp() * 1e9)
+    return 0
 
 
 def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[RunReport, JobResult]:

@@ -28,7 +28,7 @@ from ..core.wire.view import JobView, StacksView
 from .agent_socket import AgentSocket, CurveAccess
 from .assemble.timeline import utc
 from .facts.fold import FactFold
-from .finish import make_report, no_report, stamp, stored_fact
+from .finish import make_report, no_report, stamp, started_ns, stored_fact
 from .live.job_notifier import JobNotification, JobNotifier, NotifiedEvent
 from .live.publisher import ViewPublisher
 from .live.snapshot import view_of
@@ -98,6 +98,7 @@ class CollectorServer:
     _protocol: RunProtocol
     _folded: FactFold
     _live: LiveFindings
+    _started_ns: int
     _tell: Callable[[StageLine | PreflightOver | UserNotice], object]
     """Arguments of `run`, and objects that it makes for its one run."""
 
@@ -180,6 +181,7 @@ class CollectorServer:
         self._live = LiveFindings(self._folded, self._say, log, self._forecast)
         if self._view is not None:
             self._view.tell(paths.folder)
+        self._started_ns = started_ns(store)
         clock, poller = OwnClock(), zmq.Poller()
         poller.register(self._socket.socket, zmq.POLLIN)
         if end_fd is not None:
@@ -291,7 +293,8 @@ class CollectorServer:
     def _picture(self) -> JobView:
         verdict, facts = self._live.verdict.said, self._folded.as_it_stands()
         kind = VerdictKind.OVERFLOW if verdict else ""
-        return view_of(facts, self._paths.run_id, time.time_ns(), verdict, kind, self._live.stragglers.slow)
+        slow = self._live.stragglers.slow
+        return view_of(facts, self._paths.run_id, time.time_ns(), verdict, kind, slow, self._started_ns)
 
     def _own_numbers(self) -> OwnNumbers:
         from .live.metrics_endpoint import OwnNumbers

@@ -253,6 +253,8 @@ class NodeFacts:
     """Modules of its ranks that were closest to their limit, from its last beat."""
     gpus: bytes = b""
     """State of its GPUs, from its last beat."""
+    figures: bytes = b""
+    """State of its processors and memory, from its last beat."""
     telemetry: dict[int, TelemetryMessage] = field(default_factory=dict)
     """The agent's start time -> the newest message since then; a restarted agent adds an entry."""
     pages_dropped: dict[int, int] = field(default_factory=dict)

@@ -399,7 +399,7 @@ def _replaces(event: Any, known: Any) -> bool:
 
 def _take_beat(facts: RunFacts, node: NodeFacts, beat: messages.NodeBeat) -> None:
     if beat.sent_ns:
-        node.hot, node.gpus = beat.hot, beat.gpus
+        node.hot, node.gpus, node.figures = beat.hot, beat.gpus, beat.figures
     if beat.clock_offset_ns is not None and beat.clock_round_trip_ns is not None:
         clock = (beat.clock_offset_ns, beat.clock_round_trip_ns)
         if node.clock is None or clock[1] <= node.clock[1]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any, Literal, get_args
 
 from ...core.events import GpuHealth, GpuXid
 from ...core.identity import rank_name
-from ...core.wire.messages import GpuNow, HotModule, closest_modules, unpack_list
+from ...core.values import DTYPE_MAX
+from ...core.wire.messages import GpuNow, HostNow, HotModule, closest_modules, unpack_list
 from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, ViewEvent, ViewStraggler
 from ..assemble.timeline import forecasts_of, is_sound, passing_text
 from ..decide.decide import uuid_of
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..facts.fold import shown_body
 from ..report.sentence_parts import modules_text
 
 MOST_HOT = 8
+_WORTH_A_WORD = 16.0
 MOST_EVENTS = 12
 MOST_PASSING = 8
 MOST_PROCESSES = 16
@@ -23,7 +26,13 @@ _MOST_XIDS = 4
 
 
 def view_of(
-    facts: RunFacts, run: str, time_ns: int, verdict: str = "", kind: str = "", slow: ViewStraggler | None = None
+    facts: RunFacts,
+    run: str,
+    time_ns: int,
+    verdict: str = "",
+    kind: str = "",
+    slow: ViewStraggler | None = None,
+    started_ns: int = 0,
 ) -> JobView:
     """`verdict` is the one so far, or ""; `kind` is its kind, and `slow` the rank that costs the others time."""
     attempt = facts.last_attempt
@@ -31,7 +40,8 @@ def view_of(
     lone = _lone(facts)
     anomalies = Counter(anomaly.value for rank in facts.everyone.values() for anomaly in rank.anomalies)
     gpus = {agent: {gpu.uuid: gpu for gpu in unpack_list(node.gpus, GpuNow)} for agent, node in facts.nodes.items()}
-    hot = closest_modules((hot for node in facts.nodes.values() for hot in unpack_list(node.hot, HotModule)), MOST_HOT)
+    close = (hot for node in facts.nodes.values() for hot in unpack_list(node.hot, HotModule) if _is_close(hot))
+    hot = closest_modules(close, MOST_HOT)
     return JobView(
         time_ns,
         run,
@@ -51,7 +61,13 @@ def view_of(
         _lost(facts),
         processes=[_rank(facts, process, {}) for process in lone[:MOST_PROCESSES]],
         more_processes=max(0, len(lone) - MOST_PROCESSES),
+        started_ns=started_ns,
     )
+
+
+def _is_close(hot: HotModule) -> bool:
+    """float32 and bfloat16 reach so far that only their last powers of two are worth a word."""
+    return hot.left < _WORTH_A_WORD or DTYPE_MAX.get(hot.dtype, math.inf) < 1e38
 
 
 def _lone(facts: RunFacts) -> list[RankFacts]:
@@ -93,8 +109,21 @@ def _nodes(facts: RunFacts) -> list[NodeView]:
         health = [event for event in node.gpu_events if isinstance(event, GpuHealth)]
         xids = [event.number for event in node.gpu_events if isinstance(event, GpuXid)]
         gpus = (health[-1].grade if health[-1].grade == "ok" else health[-1].detail) if health else ""
-        found.append(NodeView(node.host, node.lost, gpus, xids[-_MOST_XIDS:]))
+        host = next(iter(unpack_list(node.figures, HostNow)), HostNow())
+        found.append(
+            NodeView(node.host, node.lost, gpus, xids[-_MOST_XIDS:], host.cpu, host.memory, *_gpu_figures(node))
+        )
     return found
+
+
+def _gpu_figures(node: NodeFacts) -> tuple[float, float, float, float]:
+    gpus = unpack_list(node.gpus, GpuNow)
+    use, memory, heat, power = (
+        [value for gpu in gpus if (value := getattr(gpu, what)) >= 0]
+        for what in ("use", "memory", "temperature", "power")
+    )
+    mean = sum(use) / len(use) if use else -1.0
+    return mean, max(memory, default=-1.0), max(heat, default=-1.0), sum(power) if power else -1.0
 
 
 def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[ViewEvent]:

@@ -13,11 +13,11 @@ from textual.binding import Binding, BindingType
 from textual.geometry import Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
-from textual.widgets import Footer, Static
+from textual.widgets import Footer, Input, Static
 
 from ...core.errors import GpuwatchError
 from ...core.wire.view import JobView
-from .top_model import ScreenLine, TopModel
+from .top_model import ORDERS, ScreenLine, TopModel
 
 EVERY_S = 0.5
 _STYLES = {
@@ -64,7 +64,10 @@ class TopApp(App[int]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit"),
-        Binding("o", "order", "Ranks by number or by trouble"),
+        Binding("o", "order", "Order"),
+        Binding("n", "nodes", "Nodes or ranks"),
+        Binding("slash", "filter", "Filter"),
+        Binding("escape", "all", "All", show=False),
     ]
     ENABLE_COMMAND_PALETTE = False
 
@@ -78,6 +81,7 @@ class TopApp(App[int]):
         yield Static(id="head")
         yield Static(id="title")
         yield RankTable(id="ranks")
+        yield Input(id="filter", placeholder="part of a host, phase, module or rank", classes="empty")
         yield Static(id="hot")
         yield Static(id="events")
         yield Footer()
@@ -105,18 +109,48 @@ class TopApp(App[int]):
         self.draw()
 
     def action_order(self) -> None:
-        """Switch the order of the ranks."""
-        self.model.by_number = not self.model.by_number
+        """The next order of the ranks."""
+        self.model.order = ORDERS[(ORDERS.index(self.model.order) + 1) % len(ORDERS)]
+        self.notify(f"ranks by {self.model.order}", timeout=2)
+        self.draw()
+
+    def action_nodes(self) -> None:
+        """The nodes in place of the ranks, or back."""
+        self.model.shows_nodes = not self.model.shows_nodes
+        self.draw()
+
+    def action_filter(self) -> None:
+        """Type what is to be shown."""
+        field = self.query_one("#filter", Input)
+        field.remove_class("empty")
+        field.focus()
+
+    def action_all(self) -> None:
+        """Show all again."""
+        field = self.query_one("#filter", Input)
+        field.value = self.model.wanted = ""
+        self.on_input_submitted()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Show only what has the text so far."""
+        self.model.wanted = event.value
+        self.draw()
+
+    def on_input_submitted(self) -> None:
+        """The text stays in effect."""
+        self.query_one("#filter", Input).add_class("empty")
+        self.query_one(RankTable).focus()
         self.draw()
 
     def draw(self, *, over: bool = False) -> None:
         """All parts."""
         screen = self.model.screen(self.size.width)
         head = [*screen.head, *([ScreenLine(f"the job is over: gpuwatch report {self._run}", "warn")] if over else [])]
-        self.query_one(RankTable).show(screen.ranks)
+        table, title = (screen.nodes[1:], screen.nodes[:1]) if self.model.shows_nodes else (screen.ranks, None)
+        self.query_one(RankTable).show(table)
         for name, lines in (
             ("head", head),
-            ("title", [screen.ranks_title]),
+            ("title", [screen.ranks_title] if title is None else title),
             ("hot", screen.hot[:4]),
             ("events", screen.events[:4]),
         ):

@@ -7,15 +7,16 @@ rank 2 is waited for: it has stood for 41 s in the forward, in `net.fc1`; 3 rank
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ...core.frames import format_number
 from ...core.identity import is_rank, pid_of_number, rank_name
 from ...core.text import numbers_text, shown
 from ...core.values import DTYPE_MAX
-from ...core.wire.view import JobView, RankView
+from ...core.wire.view import JobView, NodeView, RankView
 from ..report.sentence_parts import counted
 from .snapshot import STATES, STILL_S, behind_of, state_of
 
@@ -36,51 +37,90 @@ class TopScreen(NamedTuple):
     head: list[ScreenLine]
     ranks_title: ScreenLine
     ranks: list[ScreenLine]
+    nodes: list[ScreenLine]
     hot: list[ScreenLine]
     events: list[ScreenLine]
+
+
+Order = Literal["trouble", "number", "slowest"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+_MOST_TIMES = 40
+"""Step times that are drawn."""
+_LEAST_TIMES = 4
 
 
 @dataclass
 class TopModel:
     """Give it each picture, then ask for the screen."""
 
-    by_number: bool = False
-    """Ranks in their order; else those with a remark first."""
+    order: Order = "trouble"
+    """Ranks with a remark first, in the order of their numbers, or the slowest first."""
+    wanted: str = ""
+    """Only ranks and nodes whose number, host, phase or module has this text."""
+    shows_nodes: bool = False
+    """The table shows the nodes in place of the ranks."""
     _views: deque[JobView] = field(default_factory=deque)
     """Those of the last WINDOW_S."""
+    _times: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
+    """Seconds of a batch, from one picture to the next in which the middle rank has got on."""
+    _at: tuple[int, int] = (0, -1)
+    """Time and batch of the middle rank when it last got on."""
 
     def see(self, view: JobView) -> None:
         """The next picture."""
         views = self._views
         if views and (views[-1].attempt != view.attempt or views[-1].time_ns >= view.time_ns):
             views.clear()
+            self._times.clear()
+            self._at = (0, -1)
         views.append(view)
+        batches = sorted(rank.batch for rank in view.ranks if not rank.ended and rank.batch >= 0)
+        time_ns, before = self._at
+        if batches and (batch := batches[len(batches) // 2]) != before:
+            self._at = view.time_ns, batch
+            if batch > before >= 0:
+                self._times.append((view.time_ns - time_ns) / 1e9 / (batch - before))
         while len(views) > 2 and view.time_ns - views[0].time_ns > WINDOW_S * 1e9:
             views.popleft()
+
+    @property
+    def newest(self) -> JobView | None:
+        """The last picture."""
+        return self._views[-1] if self._views else None
 
     def screen(self, width: int) -> TopScreen:
         """For a terminal of this width; no line is longer."""
         if not self._views:
             waiting = ScreenLine("waiting for the first update from the collector")
-            return TopScreen([waiting], ScreenLine(""), [], [], [])
+            return TopScreen([waiting], ScreenLine(""), [], [], [], [])
         view = self._views[-1]
         rates = self._rates()
         behind = behind_of(view.ranks)
         columns = _columns(width, has_gpus=any(rank.gpu_use >= 0 for rank in view.ranks))
-        ranks = view.ranks
-        if not self.by_number:
+        ranks = [rank for rank in view.ranks if self._is_wanted(rank.rank, rank.host, rank.phase, rank.module)]
+        if self.order == "trouble":
             ranks = sorted(ranks, key=lambda rank: (STATES.index(state_of(rank, behind)), rank.rank))
+        elif self.order == "slowest":
+            ranks = sorted(ranks, key=lambda rank: (rank.ended, rates.get(rank.rank, 0.0), -rank.still_s, rank.rank))
         lines = [_rank_line(rank, rates.get(rank.rank), rank.rank in behind, columns) for rank in ranks]
         lines += [_rank_line(process, None, False, columns) for process in view.processes]
         if view.more_processes:
             lines.append(ScreenLine(f"{view.more_processes} more processes without a rank", "dim"))
         title = ScreenLine("".join(map(_cell, columns, columns)) + " in", "dim")
         events = [ScreenLine(event.text, "bad" if event.loud else "") for event in reversed(view.events)]
-        head, (title,), lines, hot, events = (
-            [_cut(line, width) for line in part]
-            for part in (_head(view, rates, behind), [title], lines, _hot(view), events)
+        head = _head(view, rates, behind, list(self._times))
+        if self.wanted:
+            head.append(
+                ScreenLine(f"only what has {self.wanted!r}: {len(ranks)} of {counted(len(view.ranks), 'rank')}")
+            )
+        nodes = _node_lines([node for node in view.nodes if self._is_wanted(node.host)])
+        head, (title,), lines, nodes, hot, events = (
+            [_cut(line, width) for line in part] for part in (head, [title], lines, nodes, _hot(view), events)
         )
-        return TopScreen(head, title, lines, hot, events)
+        return TopScreen(head, title, lines, nodes, hot, events)
+
+    def _is_wanted(self, *words: object) -> bool:
+        return self.wanted.lower() in " ".join(map(str, words)).lower()
 
     def _rates(self) -> dict[int, float]:
         first, last = self._views[0], self._views[-1]
@@ -92,7 +132,7 @@ class TopModel:
         return {rank: max(0, batches) / seconds for rank, batches in found}
 
 
-def _head(view: JobView, rates: dict[int, float], behind: set[int]) -> list[ScreenLine]:
+def _head(view: JobView, rates: dict[int, float], behind: set[int], times: list[float]) -> list[ScreenLine]:
     hosts = len(view.nodes)
     lines = [ScreenLine(f"run {view.run}: {' '.join(view.command)}")]
     speeds = sorted(rates[rank.rank] for rank in view.ranks if not rank.ended and rank.rank in rates)
@@ -102,7 +142,11 @@ def _head(view: JobView, rates: dict[int, float], behind: set[int]) -> list[Scre
         text += f", {speeds[len(speeds) // 2]:.3g} batches/s ({speeds[0]:.3g} to {speeds[-1]:.3g})"
     text += f", step {max(steps)}" if steps else ""
     text += f", attempt {view.attempt + 1}" if view.attempt else ""
+    text += f", for {elapsed_text((view.time_ns - view.started_ns) / 1e9)}" if view.started_ns else ""
     lines.append(ScreenLine(text))
+    if len(times) >= _LEAST_TIMES:
+        least, most = (format_seconds(seconds) for seconds in (min(times), max(times)))
+        lines.append(ScreenLine(f"a batch takes {format_seconds(times[-1])} ({least} to {most}) {sparkline(times)}"))
     phases = Counter("ended" if rank.ended else rank.phase for rank in view.ranks)
     lines.append(ScreenLine(", ".join(f"{number} {phase}" for phase, number in phases.most_common())))
     if behind:
@@ -119,6 +163,58 @@ def _head(view: JobView, rates: dict[int, float], behind: set[int]) -> list[Scre
     lines += [ScreenLine("; ".join(xids), "bad")] if xids else []
     lines += [ScreenLine(f"GPUs not watched on {len(gpus)} of {hosts} nodes: {gpus[0]}", "dim")] if gpus else []
     return lines
+
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: list[float]) -> str:
+    """A block for each value, from 0 to the largest.
+
+    >>> sparkline([0.1, 0.2, 0.8])
+    '▁▂█'
+    """
+    top = max(values, default=0.0) or 1.0
+    return "".join(_BLOCKS[max(0, math.ceil(value / top * len(_BLOCKS)) - 1)] for value in values)
+
+
+def bar(share: float, width: int = 8) -> str:
+    """`██████░░  75 %`; blanks where the share is not known.
+
+    >>> bar(0.75)
+    '██████░░  75 %'
+    """
+    full = round(max(0.0, min(1.0, share)) * width)
+    return f"{'█' * full}{'░' * (width - full)} {share * 100:3.0f} %" if share >= 0 else " " * (width + 6)
+
+
+def format_seconds(seconds: float) -> str:
+    """`41 ms`, `2.3 s`"""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def elapsed_text(seconds: float) -> str:
+    """`0:04:07`, `3 days 2:00:00`"""
+    days, rest = divmod(int(max(0.0, seconds)), 86400)
+    clock = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{counted(days, 'day')} {clock}" if days else clock
+
+
+def _node_lines(nodes: list[NodeView]) -> list[ScreenLine]:
+    """A line for each, under a title: those with trouble first, then those with the busiest processors."""
+    has_gpus = any(node.gpu_use >= 0 for node in nodes)
+    title = f"{'node':<14}  {'processors':<14}  {'memory':<14}" + (f"  {'GPUs':<14}  GPU memory" if has_gpus else "")
+    lines = []
+    for node in sorted(nodes, key=lambda node: (not node.lost, not node.xids, -node.cpu, node.host)):
+        text = f"{node.host[:14]:<14}  {bar(node.cpu)}  {bar(node.memory)}"
+        text += f"  {bar(node.gpu_use)}  {bar(node.gpu_memory)}" if has_gpus else ""
+        text += f"  {node.temperature:.0f} C" if node.temperature >= 0 else ""
+        text += f"  {node.power:.0f} W" if node.power >= 0 else ""
+        text += f"  XID {', '.join(map(str, node.xids))}" if node.xids else ""
+        text += "  silent" if node.lost else ""
+        lines.append(ScreenLine(text.rstrip(), "bad" if node.lost or node.xids else ""))
+    is_known = has_gpus or any(node.cpu >= 0 or node.memory >= 0 for node in nodes)
+    return [ScreenLine(title.rstrip(), "dim"), *lines] if is_known else []
 
 
 def _waiting(view: JobView, behind: set[int]) -> ScreenLine:
@@ -147,6 +243,8 @@ def _percent(share: float) -> str:
     return f"{share * 100:.0f}" if share >= 0 else ""
 
 
+_FULL_BAR = 16.0
+"""Powers of two below its limit at which a module's bar is empty."""
 _WIDTHS = {
     **{"rank": 5, "host": -14, "phase": -10, "step": 8, "batch": 8, "/s": 6},
     **{"gpu%": 4, "mem%": 4, "still": 6, "warned": 6},
@@ -201,7 +299,8 @@ def _hot(view: JobView) -> list[ScreenLine]:
         going = f", {hot.change:+.2f} a batch" if abs(hot.change) >= 0.005 else ""
         limit = f"{hot.dtype}'s {format_number(DTYPE_MAX.get(hot.dtype)).strip()}"
         place = f"{hot.module or '(root)'}, {rank_name(hot.rank)}, batch {hot.batch}"
-        text = f"{hot.left:5.1f} powers of two below {limit}{going}: {place}"
+        room = bar(1 - hot.left / _FULL_BAR).partition(" ")[0]
+        text = f"{room} {hot.left:5.1f} powers of two below {limit}{going}: {place}"
         lines.append(ScreenLine(text, "bad" if hot.left < 1 else "warn" if hot.left < 3 else ""))
     return lines
 
@@ -222,6 +321,7 @@ def plain(screen: TopScreen, most_ranks: int) -> str:
     if len(screen.ranks) > most_ranks:
         ranks.append(f"... {len(screen.ranks) - most_ranks} more ranks")
     parts = [[line.text for line in screen.head], [screen.ranks_title.text, *ranks]]
+    parts += [[line.text for line in screen.nodes[: most_ranks + 1]]] if screen.nodes else []
     parts += [["Closest to their limit", *(line.text for line in screen.hot)]] if screen.hot else []
     parts += [["What happened", *(line.text for line in screen.events)]] if screen.events else []
     return "\n\n".join("\n".join(part) for part in parts)

@@ -281,6 +281,17 @@ class GpuNow(msgspec.Struct, frozen=True, array_like=True):
     """Share of the time in which a kernel ran on it; -1: not known."""
     memory: float
     """Share of its memory that is in use; -1: not known."""
+    temperature: float = -1.0
+    """In degrees Celsius; -1: not known."""
+    power: float = -1.0
+    """In watts; -1: not known."""
+
+
+class HostNow(msgspec.Struct, frozen=True, array_like=True):
+    """How a node's processors and memory were read last: shares that are in use; -1: not known."""
+
+    cpu: float = -1.0
+    memory: float = -1.0
 
 
 class NodeBeat(msgspec.Struct, frozen=True, tag="beat"):
@@ -299,6 +310,8 @@ class NodeBeat(msgspec.Struct, frozen=True, tag="beat"):
     nothing."""
     gpus: bytes = b""
     """Its GPUs (`pack_list` of GpuNow), while somebody watches live. It decides nothing."""
+    figures: bytes = b""
+    """Its processors and memory (`pack_list` of one HostNow), while somebody watches live. It decides nothing."""
     looks: bytes = b""
     """Where its ranks stand (`pack_list` of RankLook), where a viewer has asked. It decides nothing."""
 
@@ -317,7 +330,7 @@ class NodeBye(msgspec.Struct, frozen=True, tag="bye"):
     """What torchrun, or the command, raised itself: `DistNetworkError: ...`."""
 
 
-def pack_list(found: list[HotModule] | list[GpuNow] | list[RankLook]) -> bytes:
+def pack_list(found: list[HotModule] | list[GpuNow] | list[HostNow] | list[RankLook]) -> bytes:
     """For a beat; b"" for none."""
     return _encoder.encode(found) if found else b""
 

@@ -64,6 +64,18 @@ class NodeView(msgspec.Struct, frozen=True):
     """`ok`, or what NVML could not tell; "" is not known."""
     xids: list[int] = []
     """XIDs of all its GPUs, the newest last."""
+    cpu: float = -1.0
+    """Share of its processors in use; -1, here and below: not known."""
+    memory: float = -1.0
+    """Share of its memory in use."""
+    gpu_use: float = -1.0
+    """Mean share of the time in which a kernel ran on its GPUs."""
+    gpu_memory: float = -1.0
+    """Share of its memory that is in use on the GPU that has the least left."""
+    temperature: float = -1.0
+    """Of its hottest GPU, in degrees Celsius."""
+    power: float = -1.0
+    """Of all its GPUs, in watts."""
 
 
 class ViewStraggler(msgspec.Struct, frozen=True):
@@ -125,6 +137,8 @@ class JobView(msgspec.Struct, frozen=True):
     """Some of those that have called a module and are no rank; `rank` is below 0 (core/identity.py)."""
     more_processes: int = 0
     """How many more there are."""
+    started_ns: int = 0
+    """When the run began, by the collector's clock; 0: not known."""
 
 
 STACKS, STACKS_WORD_BYTES = b"stacks:", 8

@@ -407,7 +407,9 @@ class NodeAgentLoop:
         if not self._link.is_looked_at:
             return beat
         hot = messages.closest_modules((hot for watch in running for hot in watch.hottest()), MOST_HOT)
-        return replace(beat, hot=messages.pack_list(hot), gpus=messages.pack_list(self._telemetry.gpus_now))
+        now = self._telemetry
+        gpus, figures = messages.pack_list(now.gpus_now), messages.pack_list([now.host_now])
+        return replace(beat, hot=messages.pack_list(hot), gpus=gpus, figures=figures)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import numpy
 from ...core.gpu.nvml_child import SampleLine
 from ...core.threads import start_thread
 from ...core.wire.columns import pack_samples
-from ...core.wire.messages import GpuNow, SeriesName, TelemetryMessage
+from ...core.wire.messages import GpuNow, HostNow, SeriesName, TelemetryMessage
 from .batch_history import spread, thinned
 from .gpus import GpuWatch
 from .host_figures import Values, read_cgroup, read_disks, read_host, read_infiniband, read_ranks
@@ -138,6 +138,9 @@ class NodeTelemetry:
         self._troubles: dict[str, str] = {}
         self.gpus_now: list[GpuNow] = []
         """As NVML found them last; none where there is no GPU, or NVML does not answer."""
+        self.host_now = HostNow()
+        self._cpu_before = math.nan, math.nan
+        """When the processors' count was read last, in seconds, and what it was."""
         self._again_s = AGAIN_S
         self._told_at: float | None = None
 
@@ -179,7 +182,9 @@ class NodeTelemetry:
 
     def _take(self) -> None:
         if self._answers:
-            self._values.update(self._answers.popleft())
+            values = self._answers.popleft()
+            self._values.update(values)
+            self.host_now = self._host_now(values)
             del self._waits["host"]
         lines = self._gpus.samples()
         if lines is not None and "gpus" in self._waits:
@@ -189,6 +194,15 @@ class NodeTelemetry:
                 self._values.update({(line.device, what): value for what, value in line.values.items()})
                 if line.trouble:
                     self._troubles[line.device] = f"NVML has no figures of {line.device}: {line.trouble}"
+
+    def _host_now(self, values: Values) -> HostNow:
+        cpu, used, total = (values.get(("", what), math.nan) for what in _OF_HOST_NOW)
+        (before_s, before), self._cpu_before = self._cpu_before, (self._asked_ns / 1e9, cpu)
+        elapsed_s = self._cpu_before[0] - before_s
+        return HostNow(
+            min(1.0, max(0.0, (cpu - before) / elapsed_s)) if elapsed_s > 0 and cpu >= before else -1.0,
+            used / total if total > 0 else -1.0,
+        )
 
     def _close_sample(self) -> None:
         if self._asked_ns and self._values:
@@ -219,7 +233,9 @@ class NodeTelemetry:
 def _gpu_now(line: SampleLine) -> GpuNow:
     total = line.values.get("gpu_memory_total", 0.0)
     memory = line.values.get("gpu_memory_used", 0.0) / total if total > 0 else -1.0
-    return GpuNow(line.device, line.values.get("gpu_use", -1.0), memory)
+    figures = (line.values.get(what, -1.0) for what in ("temperature", "power"))
+    return GpuNow(line.device, line.values.get("gpu_use", -1.0), memory, *figures)
 
 
+_OF_HOST_NOW = ("cpu", "memory_used", "memory_total")
 _WHO = {"host": "the host's own files, or a file system,", "gpus": "NVML"}

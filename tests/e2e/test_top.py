@@ -53,6 +53,10 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
         assert once.code == 0
         assert "4 ranks on 1 node" in once.stdout and "Closest to their limit" in once.stdout
 
+        found = json.loads(bench.gpuwatch("top", "shown", "--once", "--format", "json").stdout)
+        assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2, 3]
+        assert 0 < found["nodes"][0]["memory"] < 1
+
         (tmp_path / "stand").touch()
         _stacks(bench)
         screen = until(job, link, model, lambda screen: "is waited for" in str(screen.head))

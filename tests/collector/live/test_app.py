@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("textual")
 
 from gpuwatch.collector.live.top_app import RankTable, TopApp
+from gpuwatch.core.wire.view import NodeView
 
 
 def drive(views, act, size=(80, 24)):
@@ -59,6 +60,21 @@ def test_a_thousand_ranks_can_be_scrolled_and_the_head_stays(picture):
     assert " 1023 node-a" in text
     assert "1024 ranks on 1 node" in text
     assert "    0 node-a" not in text
+
+
+def test_a_filter_is_typed_and_taken_away_again_and_n_shows_the_nodes(picture):
+    ranks = [picture.rank(n, host=f"gpu-{n // 8}") for n in range(64)]
+    nodes = [NodeView(f"gpu-{n}", False, "ok", cpu=0.5, memory=0.5) for n in range(8)]
+    numbers = []
+
+    async def act(pilot, app):
+        for keys in (("slash", *"gpu-3"), ("enter",), ("n",), ("n",), ("escape",)):
+            await pilot.press(*keys)
+            await pilot.pause()
+            numbers.append(len(app.query_one(RankTable).lines))
+
+    drive([picture.view(ranks, nodes=nodes)], act)
+    assert numbers == [8, 8, 1, 8, 64]
 
 
 def test_o_orders_the_ranks_and_q_ends_it(picture):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.live.snapshot import behind_of
-from gpuwatch.collector.live.top_model import TopModel, plain
+from gpuwatch.collector.live.top_model import TopModel, elapsed_text, plain
 from gpuwatch.core.wire.view import NodeView, ViewStraggler
 
 
@@ -29,7 +29,7 @@ def test_the_screen_of_a_healthy_job(picture):
         "    2 node-a         forward           9       32    2.2                net.fc1\n"
         "\n"
         "Closest to their limit\n"
-        "  1.1 powers of two below float16's 6.55e+04, +0.05 a batch: net.fc2, rank 3, batch 10\n"
+        "███████░   1.1 powers of two below float16's 6.55e+04, +0.05 a batch: net.fc2, rank 3, batch 10\n"
         "\n"
         "What happened\n"
         "rank 1 raised ValueError"
@@ -61,7 +61,7 @@ def test_the_rank_that_the_others_wait_for_stands_in_the_head_and_first(picture)
     said = "rank 2 is waited for: it has not moved for 41 s in forward, `net.fc1`; 3 ranks wait"
     assert (said, "bad") in screen.head
     assert "WAITED FOR" in screen.ranks[0].text and screen.ranks[0].text.split()[0] == "2"
-    assert seen(picture.view(ranks), by_number=True).ranks[0].text.split()[0] == "0"
+    assert seen(picture.view(ranks), order="number").ranks[0].text.split()[0] == "0"
 
 
 def test_the_rank_that_costs_the_others_time_stands_in_the_head(picture):
@@ -97,6 +97,46 @@ def test_overflows_and_ends_come_first(picture):
     assert [line.text.split()[0] for line in screen.ranks] == ["3", "4", "1", "2", "0"]
     assert ("OVERFLOW" in screen.ranks[0].text, "ended -9" in screen.ranks[1].text) == (True, True)
     assert ("the verdict so far: supported: Rank 3", "bad") in screen.head
+
+
+def test_the_time_of_a_batch_is_drawn_and_how_long_the_job_has_run(picture):
+    batches = (1, 2, 3, 3, 3, 4, 6)  # a picture a second: a batch of three seconds, then two in one
+    views = [
+        picture.view([picture.rank(n, batch=batch) for n in range(3)], time_s=4000.0 + at, started_ns=int(400e9))
+        for at, batch in enumerate(batches)
+    ]
+    head = [line.text for line in seen(*views).head]
+    assert "a batch takes 500 ms (500 ms to 3 s) ▃▃█▂" in head
+    assert head[1].endswith("for 1:00:06")
+    assert elapsed_text(2 * 86400 + 61) == "2 days 0:01:01"
+
+
+def test_ranks_and_nodes_are_filtered_and_the_slowest_come_first(picture):
+    def at(time_s, *batches):
+        ranks = [picture.rank(n, batch=b, host=f"gpu-{n}", module=f"layers.{n}") for n, b in enumerate(batches)]
+        nodes = [NodeView(f"gpu-{n}", False, "ok", cpu=n / 10, memory=0.5) for n in range(3)]
+        return picture.view(ranks, time_s=time_s, nodes=nodes)
+
+    views = at(100.0, 5, 5, 5), at(110.0, 25, 9, 15)
+    assert [line.text.split()[0] for line in seen(*views, order="slowest").ranks] == ["1", "2", "0"]
+    for wanted in ("GPU-2", "layers.2"):
+        screen = seen(*views, wanted=wanted)
+        assert [line.text.split()[0] for line in screen.ranks] == ["2"]
+        assert any(line.text.endswith(": 1 of 3 ranks") for line in screen.head)
+    assert [line.text.split()[0] for line in seen(*views).nodes] == ["node", "gpu-2", "gpu-1", "gpu-0"]
+    assert [line.text.split()[0] for line in seen(*views, wanted="gpu-1").nodes] == ["node", "gpu-1"]
+
+
+def test_a_node_has_a_line_with_its_processors_memory_and_gpus(picture):
+    busy = NodeView("gpu-1", False, "ok", [79], 0.75, 0.25, 0.5, 1.0, 71.0, 2340.0)
+    screen = seen(picture.view([picture.rank(0)], nodes=[NodeView("gpu-0", True, ""), busy]))
+    assert [line.text for line in screen.nodes] == [
+        "node            processors      memory          GPUs            GPU memory",
+        "gpu-0                                                                           silent",
+        "gpu-1           ██████░░  75 %  ██░░░░░░  25 %  ████░░░░  50 %  ████████ 100 %  71 C  2340 W  XID 79",
+    ]
+    assert [line.look for line in screen.nodes] == ["dim", "bad", "bad"]
+    assert seen(picture.view([picture.rank(0)])).nodes == []
 
 
 def test_a_restart_begins_the_speed_anew(picture):

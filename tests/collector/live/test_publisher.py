@@ -16,7 +16,7 @@ from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.events import GpuXid, RankInventoryEvent
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import EventMessage, GpuNow, HotModule, NodeBeat, pack_list
+from gpuwatch.core.wire.messages import EventMessage, GpuNow, HostNow, HotModule, NodeBeat, pack_list
 from gpuwatch.core.wire.view import FILE, JobView, read_viewer_keys
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -229,6 +229,27 @@ def test_a_module_is_shown_once_on_the_rank_where_it_has_the_least_left(make):
         folded.add(f"a{node}", 0, NodeBeat([], {}, 5, hot=pack_list(hot)))
     view = view_of(folded.as_it_stands(), "run-1", 7)
     assert [(hot.module, hot.rank, hot.left) for hot in view.hot] == [("a", 1, 2.0), ("b", 1, 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "left", "is_shown"),
+    [("float32", 127.1, False), ("bfloat16", 120.0, False), ("float32", 3.0, True), ("float16", 14.0, True)],
+)
+def test_a_module_far_below_a_distant_limit_is_not_shown(make, dtype, left, is_shown):
+    folded = FactFold()
+    folded.add("a0", 1, make.hello())
+    folded.add("a0", 0, NodeBeat([], {}, 5, hot=pack_list([HotModule(0, 9, "fc", dtype, 2.0, left, 0.0)])))
+    assert bool(view_of(folded.as_it_stands(), "run-1", 7).hot) == is_shown
+
+
+def test_a_node_is_shown_with_its_figures(make):
+    gpus = [GpuNow("GPU-a", 0.9, 0.5, 61.0, 300.0), GpuNow("GPU-b", 0.7, 0.75, 71.0, 200.0), GpuNow("GPU-c", -1, -1)]
+    folded = FactFold()
+    folded.add("a0", 1, make.hello())
+    folded.add("a0", 0, NodeBeat([], {}, 5, gpus=pack_list(gpus), figures=pack_list([HostNow(0.5, 0.25)])))
+    (node,) = view_of(folded.as_it_stands(), "run-1", 7).nodes
+    assert (node.cpu, node.memory, node.gpu_memory, node.temperature, node.power) == (0.5, 0.25, 0.75, 71.0, 500.0)
+    assert node.gpu_use == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("hot", [b"\xff", b"garbage", pack_list([])])

@@ -9,7 +9,7 @@ import time
 import pytest
 from gpuwatch.core.gpu.nvml_child import SampleLine
 from gpuwatch.core.wire.columns import unpack_samples
-from gpuwatch.core.wire.messages import GpuNow
+from gpuwatch.core.wire.messages import GpuNow, HostNow
 from gpuwatch.launcher.agent.gpus import GpuWatch
 from gpuwatch.launcher.agent.telemetry import AGAIN_S, SILENT_S, NodeTelemetry
 
@@ -145,6 +145,20 @@ def test_how_the_gpus_do_now_is_what_nvml_said_last(make):
     for n in range(1, 4):  # it is asked again, and does not answer
         node.turn(5.0 * n)
     assert node.telemetry.gpus_now == []
+
+
+def test_how_the_host_does_now_is_what_was_read_last(make):
+    node = make()
+    memory = {("", "memory_used"): 3e9, ("", "memory_total"): 4e9}
+    node.turn(0.0)
+    node.answer({CPU: 7.0, **memory}, 1.0)
+    assert node.telemetry.host_now == HostNow(-1.0, 0.75), "one reading of a count says nothing"
+    node.turn(5.0)
+    node.answer({CPU: 9.0, **memory}, 6.0)
+    assert node.telemetry.host_now == HostNow(pytest.approx(0.4), 0.75)
+    node.turn(10.0)
+    node.answer({}, 11.0)
+    assert node.telemetry.host_now == HostNow(-1.0, -1.0)
 
 
 def test_why_nvml_has_no_figure_is_said_once(make):
