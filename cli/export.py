@@ -24,14 +24,16 @@ _NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
 @click.argument("run", required=False, shell_complete=complete_runs)
 @RUNS_DIR
 @format_option(
-    *("jsonl", "csv", "parquet", "tensorboard"),
-    text="parquet needs gpuwatch-cluster[parquet], tensorboard needs gpuwatch-cluster[tensorboard].",
+    *("jsonl", "csv", "parquet", "tensorboard", "perfetto"),
+    text="perfetto: a trace of all ranks, for ui.perfetto.dev and chrome://tracing. parquet needs "
+    "gpuwatch-cluster[parquet], tensorboard needs gpuwatch-cluster[tensorboard].",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="Write it to this file; for tensorboard, into this new folder. jsonl and csv are printed without it.",
+    help="Write it to this file; for tensorboard, into this new folder. jsonl, csv and perfetto are printed "
+    "without it.",
 )
 @click.option(
     "--table",
@@ -61,6 +63,8 @@ def export(
         if rank is not None and rank not in known:
             first, last = (known[0], known[-1]) if known else (-1, -1)
             raise UsageError(f"--rank: expected one of the ranks of this run ({first} to {last}), found {rank}")
+        if form == "perfetto":
+            return _trace(facts, path.name, output)
         rows = frame_export.export_rows(facts, path.name, tables or frame_export.TABLES, rank)
         write = {"jsonl": frame_export.write_jsonl, "csv": frame_export.write_csv}.get(form)
         if output is None:
@@ -80,6 +84,21 @@ def export(
         except OSError as error:
             what = f"expected a path that can be written, found {output}: {error.strerror}"
             raise UsageError(f"--output: {what}") from error
+    return 0
+
+
+def _trace(facts: RunFacts, run: str, output: Path | None) -> int:
+    from ..collector.assemble.trace_export import write_trace
+
+    if output is None:
+        write_trace(facts, run, sys.stdout)
+        return 0
+    try:
+        with output.open("w", encoding="utf-8") as out:
+            write_trace(facts, run, out)
+    except OSError as error:
+        found = f"found {output}: {error.strerror}"
+        raise UsageError(f"--output: expected a path that can be written, {found}") from error
     return 0
 
 

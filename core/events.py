@@ -695,6 +695,10 @@ class StepTimes(RankEvent, frozen=True, tag="step_times"):
     """Sum over all timed steps: seconds in each part (core/recorder/layout.py)."""
     steps: bytes
     """A sample of them, packed (core/wire/columns.py)."""
+    began_ns: int = 0
+    """When the first of all began, by the host's clock, to about 0.1 s; 0: not known, as some steps were not read."""
+    starts: bytes = b""
+    """When each of the sample began after that, packed; b"" where it is not known."""
 
 
 class LimitForecast(RankEvent, frozen=True, tag="forecast"):

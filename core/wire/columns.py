@@ -150,6 +150,21 @@ def pack_steps(steps: Iterable[TimedStep]) -> bytes:
     return zlib.compress(numpy.array(table, "<u4").reshape(-1, _COLUMNS).tobytes(), 1)
 
 
+def pack_starts(starts_ns: Iterable[int]) -> bytes:
+    """When each of these steps began, after the first of all."""
+    table = numpy.array([ns // 1000 for ns in starts_ns][:MOST_STEPS], "<u8")
+    return zlib.compress(table.tobytes(), 1)
+
+
+def unpack_starts(data: bytes) -> list[int]:
+    """Microseconds. Raises ValueError for bytes that no agent sends."""
+    most = 8 * MOST_STEPS
+    raw, is_whole = _unpacked(data, most, "starts of steps")
+    if not is_whole or len(raw) > most or len(raw) % 8:
+        raise ValueError(f"{len(raw)} bytes of starts of steps")
+    return [int(start) for start in numpy.frombuffer(raw, "<u8")]
+
+
 def unpack_steps(data: bytes) -> tuple[list[int], Any]:
     """(numbers of the steps, seconds of each part as float64 of shape (steps, parts)).
 

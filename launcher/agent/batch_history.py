@@ -21,7 +21,7 @@ from ...core.recorder.layout import PARTS, HeadField, TimedStep
 from ...core.recorder.page_tables import PageTables
 from ...core.recorder.reader import RecorderReader
 from ...core.values import DTYPE_MAX, DTYPE_NAMES
-from ...core.wire.columns import ABSENT, MOST_STEPS, OutputSlots, pack, pack_steps
+from ...core.wire.columns import ABSENT, MOST_STEPS, OutputSlots, pack, pack_starts, pack_steps
 from ...core.wire.messages import HotModule, PageMessage, RankHistoryMessage
 from .forecast import BatchRow, LimitCrossing, RootForecasts, closest
 
@@ -223,6 +223,9 @@ BLOCK = 8
 """Consecutive steps."""
 
 
+_NEVER = 1 << 63
+
+
 class RankStepTimes:
     """The step times of one rank in one attempt."""
 
@@ -231,7 +234,11 @@ class RankStepTimes:
         """Timed steps so far."""
         self._every = 1
         """One block of this many is kept."""
-        self._kept: list[TimedStep] = []
+        self._kept: list[tuple[TimedStep, int]] = []
+        """With the nanoseconds from the beginning of the first step of all."""
+        self._began_ns = _NEVER
+        """When that began: a step is read after its end, and soon after most."""
+        self._any_lost = False
         self._total_ns = [0] * len(PARTS)
         self._taken = 0
         self.last_s: deque[float] = deque(maxlen=LAST_STEPS)
@@ -242,21 +249,24 @@ class RankStepTimes:
         if header[HeadField.STEPS_TIMED] == self._seen:
             return
         for count, step in reader.steps(self._seen):
+            self._any_lost |= count != self._seen + 1
             self._seen = count
             self.take(step)
+        self._began_ns = min(self._began_ns, time.time_ns() - sum(self._total_ns))
 
     def take(self, step: TimedStep) -> None:
         """One step more."""
         self._taken += 1
         self.last_s.append(sum(step.parts) / 1e9)
+        start_ns = sum(self._total_ns)
         for part, ns in enumerate(step.parts):
             self._total_ns[part] += ns
         if step.number // BLOCK % self._every:
             return
-        self._kept.append(step)
+        self._kept.append((step, start_ns))
         if len(self._kept) > MOST_STEPS:
             self._every *= 2
-            self._kept = [kept for kept in self._kept if not kept.number // BLOCK % self._every]
+            self._kept = [kept for kept in self._kept if not kept[0].number // BLOCK % self._every]
 
     @property
     def so_far(self) -> tuple[int, list[int]]:
@@ -267,4 +277,7 @@ class RankStepTimes:
         """The times so far; None if no step was timed."""
         if not self._kept:
             return None
-        return StepTimes(where, self._seen, [ns / 1e9 for ns in self._total_ns], pack_steps(self._kept))
+        steps, starts_ns = zip(*self._kept, strict=True)
+        is_known = self._began_ns < _NEVER and not self._any_lost
+        placed = (self._began_ns, pack_starts(starts_ns)) if is_known else ()
+        return StepTimes(where, self._seen, [ns / 1e9 for ns in self._total_ns], pack_steps(steps), *placed)

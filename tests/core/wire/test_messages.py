@@ -101,7 +101,7 @@ EVENTS = [
     records.OwnFault(HERE, "forward hook", "KeyError: 1"),
     records.WorkerExit(HERE, None, "torchrun", "forward", "layer.0", "Linear"),
     records.RankStall(HERE, 301.5, 300.0),
-    records.StepTimes(HERE, 40, [1.0, 2.0, 3.0, 4.0, 5.0], b"\x78\x01"),
+    records.StepTimes(HERE, 40, [1.0, 2.0, 3.0, 4.0, 5.0], b"\x78\x01", 7, b"\x78"),
     records.LimitForecast(HERE, "fc2", "Linear", "float16", 65504.0, 4100.0, 40, 30, 60, 80),
     records.RankLook(
         HERE,

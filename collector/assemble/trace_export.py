@@ -1,0 +1,172 @@
+"""One trace of all ranks on the collector's clock, for ui.perfetto.dev and chrome://tracing.
+
+A node is a process of the trace, a rank a thread. The format is the Trace Event Format of Chromium, JSON
+(github.com/google/perfetto, docs/getting-started/other-formats.md). Times are microseconds after the first event.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import IO, Any, NamedTuple
+
+import msgspec
+
+from ...core.events import GpuXid, RunPosition
+from ...core.frames import module_text
+from ...core.metrics import METRICS
+from ...core.recorder.layout import PARTS
+from ...core.wire.columns import unpack_starts, unpack_steps
+from ..decide.decide import decide
+from ..facts.facts import NodeFacts, RankFacts, RunFacts
+from .build import look_stack
+from .node_series import event_of, offset_ns, series_of_all
+
+_NODE = 0
+"""The thread for what is of a node and of no rank; ranks follow it."""
+
+
+class TraceSlice(NamedTuple):
+    """Something on a rank's thread, by the host's clock. `seconds` None: it is a moment."""
+
+    name: str
+    category: str
+    time_ns: int
+    seconds: float | None
+    args: dict[str, Any]
+
+
+def write_trace(facts: RunFacts, run: str, out: IO[str]) -> None:
+    """Write the trace of a run as JSON, an event a line. Raises OSError."""
+    events = sorted(_events(facts), key=lambda event: (event["ph"] != "M", event.get("ts", 0), -event.get("dur", 0)))
+    first = min((event["ts"] for event in events if "ts" in event), default=0)
+    verdict = decide(facts)
+    about = {"run": run, "verdict": f"{verdict.kind}, {verdict.certainty}: {verdict.statement}", "began_us": first}
+    out.write(f'{{"displayTimeUnit": "ms", "otherData": {msgspec.json.encode(about).decode()}, "traceEvents": [\n')
+    for number, event in enumerate(events):
+        line = msgspec.json.encode({**event, "ts": event["ts"] - first} if "ts" in event else event).decode()
+        out.write(f"{line}{',' if number + 1 < len(events) else ''}\n")
+    out.write("]}\n")
+
+
+def _events(facts: RunFacts) -> Iterator[dict[str, Any]]:
+    pids = {agent: number for number, agent in enumerate(facts.nodes, 1)}
+    for agent, node in facts.nodes.items():
+        yield _meta("process_name", pids[agent], _NODE, node.host if node.hello is not None else agent)
+        yield from _of_node(node, pids[agent])
+    for agent, series in series_of_all(facts, 0).items():
+        for of, what in series.names:
+            figure = series.get(of, what)
+            text = METRICS[what].text if what in METRICS else what
+            name = f"{text}, {of}" if of else text
+            for at_s, value in zip(figure.at_s, figure.shown, strict=True) if figure is not None else ():
+                if math.isfinite(value):
+                    ts = int(at_s * 1e6)
+                    yield {
+                        "ph": "C",
+                        "name": name,
+                        "pid": pids[agent],
+                        "tid": _NODE,
+                        "ts": ts,
+                        "args": {"": float(value)},
+                    }
+    for rank in facts.everyone.values():
+        if rank.agent in pids:
+            yield from _of_rank(rank, facts.nodes[rank.agent], pids[rank.agent])
+    if (event := event_of(facts, verdict := decide(facts))) is not None:
+        yield {
+            **{"ph": "i", "s": "g", "name": f"verdict: {verdict.kind}", "cat": "verdict", "pid": 1, "tid": _NODE},
+            **{"ts": event.time_ns // 1000, "args": {"statement": verdict.statement}},
+        }
+
+
+def _of_node(node: NodeFacts, pid: int) -> Iterator[dict[str, Any]]:
+    found = [TraceSlice(f"signal {s.signal}", "signal", s.time_ns, None, {}) for s in [node.signal] if s is not None]
+    for event in node.gpu_events:
+        if isinstance(event, GpuXid) and event.time_ns:
+            args = {"gpu": event.device, "meaning": event.meaning}
+            found.append(TraceSlice(f"XID {event.number}", "gpu", event.time_ns, None, args))
+    yield from (_drawn(one, node, pid, _NODE) for one in found)
+
+
+def _of_rank(rank: RankFacts, node: NodeFacts, pid: int) -> Iterator[dict[str, Any]]:
+    tid = rank.rank + 1 if rank.rank >= 0 else abs(rank.rank) + (1 << 20)
+    name = f"rank {rank.rank}" if rank.rank >= 0 else "a process without a rank"
+    yield _meta("thread_name", pid, tid, name)
+    yield _meta("thread_sort_index", pid, tid, tid)
+    for make in (_stages, _steps, _moments):
+        yield from (_drawn(one, node, pid, tid) for one in make(rank) if one.time_ns > 0)
+    for number, one in enumerate(_stalls(rank)):  # they may begin within a step, so they have a track of their own
+        drawn = _drawn(one, node, pid, tid)
+        ends = drawn["ts"] + drawn.pop("dur")
+        yield from (
+            {**drawn, "ph": ph, "id": f"{tid}.{number}", "ts": ts} for ph, ts in (("b", drawn["ts"]), ("e", ends))
+        )
+
+
+def _stages(rank: RankFacts) -> Iterator[TraceSlice]:
+    for stage in rank.stages:
+        began_ns = stage.where.time_ns - int(stage.seconds * 1e9)
+        args = {"grade": str(stage.grade), "detail": stage.detail}
+        yield TraceSlice(f"preflight: {stage.stage}", "preflight", began_ns, stage.seconds, args)
+
+
+def _steps(rank: RankFacts) -> Iterator[TraceSlice]:
+    """The sampled steps, and inside each its parts one after the other: each is the sum over the step."""
+    times = rank.step_times
+    if times is None or not times.began_ns:
+        return
+    try:
+        (numbers, seconds), starts = unpack_steps(times.steps), unpack_starts(times.starts)
+    except ValueError:
+        return
+    for number, parts, start_us in zip(numbers, seconds.tolist(), starts, strict=False):
+        at_ns = times.began_ns + start_us * 1000
+        yield TraceSlice(f"step {number}", "step", at_ns, sum(parts), {"attempt": rank.attempt})
+        for part, length in zip(PARTS, parts, strict=True):
+            if length > 0:
+                yield TraceSlice(part, "part", at_ns, length, {})
+            at_ns += round(length * 1e6) * 1000
+
+
+def _stalls(rank: RankFacts) -> Iterator[TraceSlice]:
+    for look in rank.looks:
+        place = module_text(look.module or "", look.cls) if look.cls else look.phase
+        args = {"phase": look.phase, "stack": look_stack(look)}
+        began_ns = look.where.time_ns - int(look.still_s * 1e9)
+        yield TraceSlice(f"has not moved: {place}", "stall", began_ns, look.still_s, args)
+
+
+def _moments(rank: RankFacts) -> Iterator[TraceSlice]:
+    for anomaly in rank.anomalies:
+        place = f"{anomaly.value} in {anomaly.role} of {module_text(anomaly.module, anomaly.cls)}"
+        yield _moment(place, "overflow", anomaly.where, phase=str(anomaly.phase))
+    for error in rank.errors:
+        yield _moment(f"raised {error.error}", "error", error.where, message=error.message)
+    for fault in rank.faults:
+        yield _moment(f"gpuwatch's own fault: {fault.part}", "fault", fault.where, message=fault.message)
+    for skip in rank.scaler_skips:
+        yield _moment("GradScaler skipped the step", "scaler", skip.where, scale=skip.scale)
+    for forecast in rank.forecasts:
+        yield _moment(f"forecast: `{forecast.module}` passes its limit", "forecast", forecast.where)
+    if (ended := rank.exit) is not None:
+        yield TraceSlice(
+            f"ended with {ended.code} ({ended.by})", "exit", ended.ended_ns or ended.where.time_ns, None, {}
+        )
+
+
+def _moment(name: str, category: str, where: RunPosition, **args: Any) -> TraceSlice:
+    return TraceSlice(name, category, where.time_ns, None, {"batch": where.batch, "step": where.step, **args})
+
+
+def _drawn(one: TraceSlice, node: NodeFacts, pid: int, tid: int) -> dict[str, Any]:
+    ts = (one.time_ns + offset_ns(node)) // 1000
+    kind: dict[str, Any] = (
+        {"ph": "i", "s": "t"} if one.seconds is None else {"ph": "X", "dur": round(one.seconds * 1e6)}
+    )
+    return {**kind, "name": one.name, "cat": one.category, "pid": pid, "tid": tid, "ts": ts, "args": one.args}
+
+
+def _meta(what: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
+    args = {"sort_index" if isinstance(value, int) else "name": value}
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
