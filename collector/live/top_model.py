@@ -17,7 +17,7 @@ from ...core.identity import is_rank, pid_of_number, rank_name
 from ...core.text import numbers_text, shown
 from ...core.values import DTYPE_MAX
 from ...core.wire.view import JobView, NodeView, RankView
-from ..report.sentence_parts import counted
+from ..report.sentence_parts import counted, elapsed_text
 from .snapshot import STATES, STILL_S, behind_of, state_of
 
 WINDOW_S = 20.0
@@ -191,13 +191,6 @@ def bar(share: float, width: int = 8) -> str:
 def format_seconds(seconds: float) -> str:
     """`41 ms`, `2.3 s`"""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def elapsed_text(seconds: float) -> str:
-    """`0:04:07`, `3 days 2:00:00`"""
-    days, rest = divmod(int(max(0.0, seconds)), 86400)
-    clock = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
-    return f"{counted(days, 'day')} {clock}" if days else clock
 
 
 def _node_lines(nodes: list[NodeView]) -> list[ScreenLine]:

@@ -160,3 +160,10 @@ class TextConsole(Console):
     def text(self) -> str:
         """All that was printed, without blanks at the ends of lines and without empty lines at the end."""
         return "\n".join(line.rstrip() for line in self._kept.getvalue().splitlines()).rstrip("\n")
+
+
+def elapsed_text(seconds: float) -> str:
+    """`0:04:07`, `3 days 2:00:00`"""
+    days, rest = divmod(int(max(0.0, seconds)), 86400)
+    clock = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{counted(days, 'day')} {clock}" if days else clock

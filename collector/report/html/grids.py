@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -21,14 +22,16 @@ from ..side_by_side import ModuleCell, SideBySideRow, own_lines, rank_to_show, s
 LOOKS = "ABCDEFGH"
 """A letter each: nobody has to tell them apart by their colour alone."""
 _WIDTH = 640
+_MOST_LETTERS = 11
+"""Of a word, in the largest square."""
 
 
 class RankGrid(NamedTuple):
     """What the template draws."""
 
     title: str
-    squares: list[tuple[int, int, int, str]]
-    """(rank, x, y, look)"""
+    squares: list[tuple[int, int, int, str, str]]
+    """(rank, x, y, look, a word for what it does or how it ended)"""
     side: int
     width: int
     height: int
@@ -56,7 +59,11 @@ def rank_grid(report: RunReport) -> RankGrid | None:
     side = next(side for side in (64, 48, 40, 32, 26, 20, 16, 12, 9, 6, 4) if side == 4 or _height(num, side) <= 240)
     columns = _WIDTH // side
     places = ((n % columns * side, n // columns * side) for n in range(num))
-    squares = [(rank.rank, x, y, looks[rank.rank]) for rank, (x, y) in zip(report.ranks, places, strict=True)]
+    word = _function if hang else _state
+    squares = [
+        (rank.rank, x, y, looks[rank.rank], word(rank)[:_MOST_LETTERS])
+        for rank, (x, y) in zip(report.ranks, places, strict=True)
+    ]
     title = "Where each rank is" if hang else "How each rank ended"
     return RankGrid(title, squares, side, _WIDTH, _height(num, side), groups)
 
@@ -73,6 +80,16 @@ def _ending(rank: RankReport) -> str:
 
 def _place(rank: RankReport) -> str:
     return next(iter(own_lines(rank.stack)[1::-1]), "did not report its position")
+
+
+def _state(rank: RankReport) -> str:
+    return rank.state
+
+
+def _function(rank: RankReport) -> str:
+    """`all_reduce`: the innermost call."""
+    found = re.search(r":\d+ in (\w+)", rank.stack[0]) if rank.stack else None
+    return found[1] if found else "unknown"
 
 
 _MOST_NODES = 12

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from datetime import datetime
 from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -15,9 +17,10 @@ from ....core.frames import Row, RowContent, format_number
 from ....core.text import ranks_text
 from ....core.verdicts import ReportSection, VerdictKind
 from .. import text_report
-from ..model import RankReport, RunReport
+from ..model import RankReport, RunInfo, RunReport
 from ..notices_text import notice_lines, trouble_lines
 from ..preflight_text import bytes_text
+from ..sentence_parts import elapsed_text
 from ..side_by_side import frame_key, frames_text, rank_to_show, stacks_text, title_of
 from .chart import OutputChart, along_the_calls, over_the_batches
 from .grids import LEGEND, RankGrid, StageGrid, heat_map, level_of, rank_grid, stage_grid
@@ -136,7 +139,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     filters = {"first": text_report.first_text, "number": _number, "bytes": bytes_text, "ranks": _ranks}
-    environment.filters.update(filters, code=code_of, level=level_of)
+    environment.filters.update(filters, code=code_of, level=level_of, duration=_duration)
     return environment
 
 
@@ -211,14 +214,51 @@ def _ranks(ranks: list[int]) -> str:
     return ranks_text(ranks).partition(" ")[2] if ranks else "-"
 
 
-def code_of(text: str) -> Markup:
-    """What stands between backticks as code; all of it is text.
+_COMMAND = re.compile(
+    r"gpuwatch (?:launch|run|check|submit|report|runs|diff|export|replay|top|stacks|collect)\b"
+    r"(?: (?:--?[a-z][\w-]*(?:[ =](?!-)[^\s;:]*[^\s;:,.])?|[A-Z][A-Z_]+\b|[\w./-]*(?:\d[\w-]*|\.py\b)))*"
+)
+_OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
-    >>> code_of("`fc1` < 2")
-    Markup('<code>fc1</code> &lt; 2')
+
+def code_of(text: str) -> Markup:
+    """What stands between backticks as code, and commands, which the page can copy; all else is text.
+
+    A line after the first is a command of its own.
+
+    >>> code_of("`fc1` < 2; to test it: gpuwatch check --nproc-per-node 8.")
+    Markup('<code>fc1</code> &lt; 2; to test it: <code class="command">gpuwatch check --nproc-per-node 8</code>.')
     """
-    pieces = text.split("`")
+    first, *commands = text.split("\n")
+    pieces = first.split("`")
     if len(pieces) % 2 == 0:  # a name has a backtick of its own
-        return escape(text)
-    parts = (Markup("<code>{}</code>").format(piece) if n % 2 else escape(piece) for n, piece in enumerate(pieces))
-    return Markup("").join(parts)
+        pieces = [first]
+    parts = [Markup("<code>{}</code>").format(piece) if n % 2 else _marked(piece) for n, piece in enumerate(pieces)]
+    return Markup("").join([*parts, *(Markup("<br>") + _command(line.strip()) for line in commands)])
+
+
+def _command(text: str) -> Markup:
+    return Markup('<code class="command">{}</code>').format(text)
+
+
+def _marked(text: str) -> Markup:
+    """Commands as code; an option outside of one is not broken at its dashes."""
+    found, at = [], 0
+    for match in sorted([*_COMMAND.finditer(text), *_OPTION.finditer(text)], key=lambda match: match.start()):
+        if match.start() >= at:
+            is_command = match.re is _COMMAND
+            mark = _command(match[0]) if is_command else Markup('<span class="option">{}</span>').format(match[0])
+            found += [escape(text[at : match.start()]), mark]
+            at = match.end()
+    return Markup("").join([*found, escape(text[at:])])
+
+
+def _duration(run: RunInfo) -> str:
+    """`took 0:04:07`; "" is unknown."""
+    try:
+        began, ended = (
+            datetime.fromisoformat((time or "").replace("Z", "+00:00")) for time in (run.started, run.ended)
+        )
+    except ValueError:
+        return ""
+    return f"took {elapsed_text((ended - began).total_seconds())}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.live.snapshot import behind_of
-from gpuwatch.collector.live.top_model import TopModel, elapsed_text, plain
+from gpuwatch.collector.live.top_model import TopModel, plain
+from gpuwatch.collector.report.sentence_parts import elapsed_text
 from gpuwatch.core.wire.view import NodeView, ViewStraggler
 
 

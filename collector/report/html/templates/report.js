@@ -82,6 +82,23 @@
       });
     });
   }
+  for (const command of all("code.command")) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "copy";
+    button.textContent = "copy";
+    button.setAttribute("aria-label", `copy ${command.textContent}`);
+    button.addEventListener("click", async () => {
+      try {
+        await navigator.clipboard.writeText(command.textContent);
+      } catch {  // a page of a file may not use the clipboard everywhere
+        getSelection().selectAllChildren(command);
+        document.execCommand("copy");
+      }
+      button.textContent = "copied";
+    });
+    command.after(button);
+  }
   addEventListener("beforeprint", () => { for (const each of all("main > section > details")) each.open = true; });
   show(Boolean(read().get("rank") || read().get("batch")));
 })();

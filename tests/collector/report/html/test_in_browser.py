@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from gpuwatch.collector.report.html.page import render_html
 
 from .conftest import HOSTILE, KINDS
@@ -15,6 +16,15 @@ IN_FIRST_SCREEN = """selector => {
     const box = document.querySelector(selector).getBoundingClientRect();
     return box.top >= 0 && box.bottom <= innerHeight && box.right <= innerWidth && box.height > 0;
 }"""
+
+
+CLIPPED = """() => [...document.querySelectorAll("main *, footer *")].filter(each => {
+    const style = getComputedStyle(each), box = each.getBoundingClientRect();
+    if (!box.width || !each.textContent.trim() || each.closest("svg, header, .skip")) return false;
+    const cut = style.overflowX === "hidden" && each.scrollWidth > each.clientWidth + 1;
+    const outside = box.right > innerWidth + 1 && !each.closest(".wide, pre");
+    return cut || outside;
+}).map(each => each.outerHTML.slice(0, 120))"""
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +86,41 @@ def test_the_verdict_is_in_the_first_screen_and_nothing_goes_wrong(opened, repor
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no scrolling sideways"
     assert shown.troubles == []
     assert shown.requests == [shown.address]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.sample(1, of=f"accessible: {kind}")) for kind in KINDS]
+)
+def test_axe_finds_nothing(opened, kind, scheme):
+    """axe-core's rules for WCAG, with all sections unfolded. (github.com/dequelabs/axe-core)"""
+    page = opened(kind, color_scheme=scheme).go()
+    page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+    found = Axe().run(page).response["violations"]
+    assert [(one["id"], [node["html"][:120] for node in one["nodes"][:3]]) for one in found] == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.sample(1, of=f"widths: {kind}")) for kind in KINDS]
+)
+def test_nothing_is_clipped_at_any_width(opened, kind, width):
+    """What is wider than the screen can be scrolled to, inside of its own box."""
+    page = opened(kind).go()
+    page.set_viewport_size({"width": width, "height": 844})
+    page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+    assert page.evaluate(CLIPPED) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_command_is_copied(opened):
+    page = opened("forward", permissions=["clipboard-read", "clipboard-write"]).go()
+    command = page.locator("code.command").first
+    button = page.locator("button.copy").first
+    assert button.get_attribute("aria-label") == f"copy {command.inner_text()}"
+    button.click()
+    page.get_by_text("copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == command.inner_text()
 
 
 @pytest.mark.sample(3)
