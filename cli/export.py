@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from ..core.errors import UsageError
+from ..core.text import ranks_text
 from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, format_option, text_width
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def export(
     with _facts_of(path) as facts:
         known = sorted({each.rank for each in facts.ranks.values()})
         if rank is not None and rank not in known:
-            first, last = (known[0], known[-1]) if known else (-1, -1)
-            raise UsageError(f"--rank: expected one of the ranks of this run ({first} to {last}), found {rank}")
+            there = ranks_text(known) if known else "it has none"
+            raise UsageError(f"--rank: expected one of the ranks of this run ({there}), found {rank}")
         if form == "perfetto":
             return _trace(facts, path.name, output)
         rows = frame_export.export_rows(facts, path.name, tables or frame_export.TABLES, rank)

@@ -183,7 +183,7 @@ def collect(
     from ..collector.__main__ import collect as collect_by_hand
     from ..launcher.plan import job_secret
 
-    secret = job_secret(secret_file, rdzv_id, local=False)
     if not bind.startswith("tcp://"):
         raise UsageError(f"--bind: expected tcp://ADDRESS:PORT, found {bind!r}")
+    secret = job_secret(secret_file, rdzv_id, local=False)
     return collect_by_hand(bind, nodes, rdzv_id, secret, Path(runs_dir), max_frames, metrics_port, notify, sys.stdout)

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +16,12 @@ from click.shell_completion import CompletionItem
 
 from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome, read_report
 from ..core.errors import GpuwatchError, UsageError
-from ..core.text import shown
+from ..core.text import ranks_text, shown
 from ..core.wire.spool import SUFFIX
 from ..launcher.saved_settings import saved_runs_dir
 
 if TYPE_CHECKING:
-    from ..collector.report.model import RunReport
+    from ..collector.report.model import RankReport, RunReport
 
 _MOST_RUNS = 50
 RUNS_DIR = click.option(
@@ -89,7 +89,7 @@ def report(
     is_spool = path.is_file()
     report = _made(found, rank, merge=merge) if again or merge or is_spool else read_report(RunPaths(path))
     if rank is not None and rank not in {entry.rank for entry in report.ranks}:
-        raise UsageError(f"--rank: expected one of the ranks of this run (0 to {len(report.ranks) - 1}), found {rank}")
+        raise UsageError(f"--rank: expected one of the ranks of this run ({_known(report.ranks)}), found {rank}")
     if rank is not None and not merge and not is_spool and _is_in_store(report, rank):
         with suppress(GpuwatchError):  # without its store, what the report holds is shown
             report = _from_store(path, rank)
@@ -202,6 +202,10 @@ def echo_json(value: object) -> None:
     import msgspec
 
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
+
+
+def _known(ranks: Sequence[RankReport]) -> str:
+    return ranks_text(rank.rank for rank in ranks) if ranks else "it has none"
 
 
 def text_width() -> int:

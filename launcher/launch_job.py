@@ -12,6 +12,7 @@ import shlex
 import signal
 import threading
 from contextlib import closing, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,7 @@ from ..core.tell import flush_streams, tell
 from ..core.threads import OneThread
 from ..core.wire.keys import meeting_key
 from ..core.wire.pipe import JobResult, LaunchDone, WorkersEnded, WorkersStarted
-from .fill_in import fill_in_from_job
+from .fill_in import NAME_WAIT_S, expect_address, fill_in_from_job
 from .life import JobLife, JobTerms, RankStarter
 from .live_lines import live_lines
 from .option_types import is_number
@@ -46,6 +47,19 @@ def expect_script(args: argparse.Namespace) -> None:
         raise UsageError("expected one of --no-python and -m/--module, found both; drop one of them")
     if not args.module and not args.no_python and not Path(args.training_script).exists():
         raise UsageError(f"expected a script to run, found no file {args.training_script!r} in {Path.cwd()}")
+
+
+def expect_place(args: argparse.Namespace, plan: CollectorPlan) -> None:
+    """This node must be one of the job's, and the head's name mean something here."""
+    if args.node_rank and not 0 <= args.node_rank < plan.max_nodes:
+        raise UsageError(
+            f"--node-rank: expected 0 to {plan.max_nodes - 1} with --nnodes {args.nnodes}, found {args.node_rank}"
+        )
+    if args.rdzv_backend.startswith("etcd") and find_spec("etcd") is None:
+        what = "expected the package python-etcd, which torchrun needs for it, found it not installed"
+        raise UsageError(f"--rdzv-backend {args.rdzv_backend}: {what}; install it, or pass --rdzv-backend c10d")
+    if not plan.hosts and args.rdzv_endpoint:
+        expect_address(plan.connect.removeprefix("tcp://").rpartition(":")[0].strip("[]"), NAME_WAIT_S)
 
 
 def number_of_ranks(args: argparse.Namespace) -> int:
@@ -79,6 +93,7 @@ def launch(arguments: list[str]) -> int:
     job = fill_in_from_job(args, get_parser(), arguments)
     plan = make_plan(args, _is_this_host, loopback())
     expect_script(args)
+    expect_place(args, plan)
     return _run(args, plan, ["gpuwatch", "launch", *arguments], job)
 
 
@@ -87,6 +102,7 @@ def check(arguments: list[str]) -> int:
     args = parse_check(arguments)
     job = fill_in_from_job(args, get_check_parser(), arguments)
     plan = make_plan(args, _is_this_host, loopback())
+    expect_place(args, plan)
     args.max_restarts = 0
     limit_rendezvous(args)
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)  # `failed (exitcode: 3)`

@@ -82,7 +82,8 @@ def read_secret(secret_file: str | None) -> str | None:
         try:
             secret = Path(secret_file).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--secret-file: expected a readable text file, found {secret_file}: {error}") from error
+            why = getattr(error, "strerror", error)
+            raise UsageError(f"--secret-file: expected a readable text file, found {secret_file}: {why}") from error
         source = f"--secret-file {secret_file}"
     elif SECRET_VARIABLE in os.environ:
         secret, source = os.environ[SECRET_VARIABLE].strip(), SECRET_VARIABLE

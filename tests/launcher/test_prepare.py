@@ -5,7 +5,9 @@ import os
 import pytest
 from gpuwatch.core.errors import UsageError
 from gpuwatch.launcher.fill_in import expect_address, fill_in_from_job
+from gpuwatch.launcher.launch_job import expect_place
 from gpuwatch.launcher.options import get_parser
+from gpuwatch.launcher.plan import make_plan
 
 
 def test_a_name_with_an_address_is_good():
@@ -19,6 +21,21 @@ def test_a_head_without_an_address_is_one_sentence():
     assert "'no host'" in str(caught.value)
     assert "--rdzv-endpoint HOST:PORT" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--nnodes 2 --node-rank 2 --master-addr localhost", "--node-rank: expected 0 to 1 with --nnodes 2, found 2"),
+        ("--rdzv-backend etcd --rdzv-endpoint localhost:2379", "expected the package python-etcd"),
+    ],
+)
+def test_a_node_that_has_no_place_is_one_sentence(line, words, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    args = get_parser().parse_args([*line.split(), "train.py"])
+    with pytest.raises(UsageError, match=words):
+        expect_place(args, make_plan(args, lambda host: True))
 
 
 @pytest.mark.parametrize(
