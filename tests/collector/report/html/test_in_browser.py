@@ -88,10 +88,9 @@ def test_the_verdict_is_in_the_first_screen_and_nothing_goes_wrong(opened, repor
     assert shown.requests == [shown.address]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.sample(1, of=f"accessible: {kind}")) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_axe_finds_nothing(opened, kind, scheme):
     """axe-core's rules for WCAG, with all sections unfolded. (github.com/dequelabs/axe-core)"""
     page = opened(kind, color_scheme=scheme).go()
@@ -100,10 +99,9 @@ def test_axe_finds_nothing(opened, kind, scheme):
     assert [(one["id"], [node["html"][:120] for node in one["nodes"][:3]]) for one in found] == []
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.sample(1, of=f"widths: {kind}")) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_clipped_at_any_width(opened, kind, width):
     """What is wider than the screen can be scrolled to, inside of its own box."""
     page = opened(kind).go()
