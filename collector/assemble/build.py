@@ -13,7 +13,7 @@ from ..decide.decide import decide, gpu_of, uuid_of
 from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
 from ..decide.preflight_verdict import preflight_report
-from ..decide.words import cost_of, fields_of, scaler_of, waived_of, warnings_of
+from ..decide.words import fields_of, scaler_of, waived_of, warnings_of
 from ..facts.diagnosis import LocalDiagnosis, earliest
 from ..facts.facts import RankFacts, RunFacts
 from ..report import model
@@ -181,7 +181,6 @@ def _rank_report(
         scaler_skips=rank.skipped_steps,
         ignored=rank.hidden_rows,
         hidden=waived_of(rank),
-        cost=cost_of(rank),
         batches_skipped=rank.batches_skipped,
         gpu=gpu_of(facts, rank),
         stack=stack_of(rank),

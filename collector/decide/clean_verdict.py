@@ -317,7 +317,7 @@ def _clean(facts: RunFacts) -> Verdict:
         attempt=facts.last_attempt,
         next=[
             *([step_for_compiled(ranks)] if hidden else []),
-            *(["Inspect every batch with --every 1."] if idle and not any(rank.costs for rank in ranks) else []),
+            *(["Inspect every batch with --every 1."] if idle else []),
         ],
     )
 

@@ -119,7 +119,7 @@ def between_text(between: tuple[str | None, str | None]) -> str:
     return f"after `{after}` returned and {ending}" if after else ending
 
 
-# Notes beside the verdict: values near their limits, skipped steps, waived rows, the cost of watching.
+# Notes beside the verdict: values near their limits, skipped steps, waived rows.
 
 
 def worst_first(warnings: list[tuple[int, RangeWarning]]) -> list[tuple[int, RangeWarning]]:
@@ -181,11 +181,3 @@ def waived_of(rank: RankFacts) -> list[dict[str, Any]]:
     for ignored in rank.ignored:
         found.setdefault((ignored.pattern, ignored.module, ignored.role), ignored)
     return [fields_of(ignored, "batch") for ignored in found.values()]
-
-
-def cost_of(rank: RankFacts) -> dict[str, Any] | None:
-    """For report.json: medians of the time from one batch to the next."""
-    cost = rank.cost
-    if cost is None:
-        return None
-    return fields_of(cost) | {"ratio": cost.watched_ns / cost.plain_ns if cost.plain_ns > 0 else None}

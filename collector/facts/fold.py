@@ -332,7 +332,6 @@ def _sort(rank: RankFacts) -> None:
     rank.passed.sort(key=lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number))
     rank.forecasts.sort(key=lambda forecast: (_place(forecast.where), forecast.module))
     rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
-    rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
 
 
 def _place(where: events.RunPosition) -> tuple[int, int, int]:

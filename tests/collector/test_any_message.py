@@ -21,7 +21,6 @@ from gpuwatch.core.events import (
     PreflightResult,
     RangeWarning,
     ScalerSkip,
-    WatchCost,
 )
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, WireError, decode_agent, encode
 from hypothesis import given, settings
@@ -38,7 +37,6 @@ def wires(make) -> list[bytes]:
         RangeWarning(place, "near overflow", "up", "Linear", "forward", "output", "float16", 6e4, 0.2),
         ScalerSkip(place, 2.0, 1, "up", "Linear", "grad output", "+inf"),
         IgnoredAlarm(place, "p*", "p", "output", "+inf"),
-        WatchCost(place, 10, 20, 3, 3),
         OwnFault(place, "hook", "x"),
         LimitForecast(place, "up", "Linear", "float16", 65504.0, 4e3, 40, 30, 60),
         BandwidthRows(place, []),

@@ -161,9 +161,6 @@ class ModuleHooks:
                 if root.page is not None:
                     self.judging.forward_ends(root.page)
             self._recorder.pause_page()
-            cost = self._skipping.take_cost()
-            if cost is not None:
-                self._recorder.append(cost)
             everything = self.judging.collect()
             everything &= self._late_passed.settle()
             if everything:
