@@ -132,7 +132,9 @@ class FactFold:
         elif isinstance(body, PageMessage):
             self._take_page(name, n, body)
         elif isinstance(body, RankHistoryMessage):
-            self._take_history(name, n, body)
+            rank = _rank(self._facts, node_of(name), body.attempt, body.rank)
+            load, names = _loader(self._load_history, name, n, body), self._names_of(body.attempt, body.rank)
+            rank.histories[body.root] = KeptHistory(load, names, self._cache, body.root)
         elif isinstance(body, messages.TelemetryMessage):
             known = node.telemetry.get(body.began_ns)
             if known is None or (known.sent_ns, known.samples) < (body.sent_ns, body.samples):
@@ -205,11 +207,6 @@ class FactFold:
         known = rank.pages.get(page.number)
         if known is None or page.fullness > known.fullness:
             rank.pages[page.number] = page
-
-    def _take_history(self, name: str, n: int, message: RankHistoryMessage) -> None:
-        rank = _rank(self._facts, node_of(name), message.attempt, message.rank)
-        load, names = _loader(self._load_history, name, n, message), self._names_of(message.attempt, message.rank)
-        rank.histories[message.root] = KeptHistory(load, names, self._cache, message.root)
 
     def _take_preflights_of_peers(self) -> None:
         """Take a rank's preflight result from its peers if the rank was stopped before it could report it."""

@@ -242,7 +242,8 @@ class RowWriter(DeviceRows):
         if slot in self.ignored:
             mark |= _IGNORED
         if not isinstance(leaf, _TENSOR):
-            return self._no_tensor(slot, leaf, mark)
+            kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
+            return RecordedRow((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
         try:
             version = leaf._version
         except RuntimeError:  # an inference tensor
@@ -272,11 +273,6 @@ class RowWriter(DeviceRows):
         if memory is not None:
             self.by_memory[memory] = seen
         return row
-
-    @staticmethod
-    def _no_tensor(slot: int, leaf: Any, mark: int) -> RecordedRow:
-        kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
-        return RecordedRow((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
 
     def forget(self) -> None:
         """Read every tensor again when it is next recorded."""
