@@ -16,8 +16,8 @@ from ...core.judge import WarningLimits
 from ...core.recorder.layout import NOTHING, HeadField, seal
 from ...core.recorder.writer import RecorderWriter
 from ...core.settings import WorkerSettings
-from ..compile.apart import apart_from_dynamo
 from ..compile.attach import CompiledRegions
+from ..compile.traced_hooks import apart_from_dynamo
 from ..record.device_rows import LateMasks
 from ..record.held_alarms import TrainedModules
 from ..record.judging import AlarmRecorder, FrameWriter

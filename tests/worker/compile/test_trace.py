@@ -12,7 +12,7 @@ from gpuwatch.core.events import IgnoredAlarm, NotLookedInto
 from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.worker.compile import graph_op as graph_look
 from gpuwatch.worker.compile import places
-from gpuwatch.worker.compile.views import compiled_views
+from gpuwatch.worker.compile.kinds import compiled_views
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
