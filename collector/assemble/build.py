@@ -13,7 +13,7 @@ from ..decide.decide import decide, gpu_of, uuid_of
 from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
 from ..decide.preflight_verdict import preflight_report
-from ..decide.words import fields_of, scaler_of, waived_of, warnings_of
+from ..decide.words import fields_of, scaler_of, waived_of, worst_first
 from ..facts.diagnosis import LocalDiagnosis, earliest
 from ..facts.facts import RankFacts, RunFacts
 from ..report import model
@@ -175,7 +175,9 @@ def _rank_report(
         if error is not None
         else None,
         faults=[f"{fault.part}: {fault.message}" for fault in rank.faults],
-        warnings=warnings_of(rank),
+        warnings=[
+            fields_of(warned, "batch", "step") for _, warned in worst_first([(rank.rank, w) for w in rank.warned])
+        ],
         warned=rank.warned_rows,
         scaler=scaler_of(rank),
         scaler_skips=rank.skipped_steps,

@@ -23,11 +23,6 @@ _NOT_WITH_THIS_TORCH = (
 )
 
 
-def unseen_texts(ranks: Iterable[RankFacts]) -> list[str]:
-    """Parts of these ranks' compiled modules that their version of torch does not show."""
-    return [*dict.fromkeys(unseen.text for rank in ranks for unseen in rank.compiled_unseen)]
-
-
 def step_for_compiled(ranks: Iterable[RankFacts]) -> str:
     """What to do to have a module inside of compiled code named."""
     blind = any(unseen.calls for rank in ranks for unseen in rank.compiled_unseen)
@@ -154,12 +149,6 @@ def fields_of(event: Any, *places: str) -> dict[str, Any]:
     names = [name for name in event.__struct_fields__ if name != "where"]
     found = {"class" if name == "cls" else name: getattr(event, name) for name in names}
     return found | {name: getattr(event.where, name) for name in places}
-
-
-def warnings_of(rank: RankFacts) -> list[dict[str, Any]]:
-    """For report.json, worst first."""
-    found = worst_first([(rank.rank, warned) for warned in rank.warned])
-    return [fields_of(warned, "batch", "step") for _, warned in found]
 
 
 def scaler_of(rank: RankFacts) -> dict[str, Any] | None:

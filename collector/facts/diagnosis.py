@@ -323,11 +323,6 @@ def is_skipped(anomaly: Anomaly) -> bool:
     return anomaly.cause.startswith(("not inspected", "not looked into"))  # the words until November 2026
 
 
-def is_scalers(anomaly: Anomaly) -> bool:
-    """A GradScaler had skipped too many steps, so that its non-finite gradients became an alarm."""
-    return anomaly.cause.startswith("GradScaler")
-
-
 # Which of the ranks' diagnoses came first. Clocks of hosts are not compared. Pure.
 #
 # A value crosses from one rank to another in a collective or in a message only. Collectives order the members of a

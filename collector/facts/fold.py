@@ -149,11 +149,6 @@ class FactFold:
                 self._told.discard((body.event.where.attempt, body.event.where.rank))
             _take_event(self._facts, agent, node, body)
 
-    @property
-    def has_forecasts(self) -> bool:
-        """Whether a module was said to pass its limit soon."""
-        return any(rank.forecasts for rank in self._facts.ranks.values())
-
     def as_it_stands(self) -> RunFacts:
         """The facts without the pending diagnoses and inferences: it costs nothing."""
         return self._facts
