@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.assemble.build import build_report
-from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.live.stage_lines import StageLines
 from gpuwatch.collector.protocol import RunProtocol, StoreMessage
 from gpuwatch.collector.report.model import to_json
@@ -63,7 +63,8 @@ def wires(make) -> list[bytes]:
 
 
 def report_of(wires: list[bytes]) -> str:
-    protocol, lines, kept = RunProtocol("run", "/run", "job"), StageLines(), []
+    protocol, folded, kept = RunProtocol("run", "/run", "job"), FactFold(), []
+    lines = StageLines(folded)
     for wire in wires:
         try:
             message = decode_agent(wire)
@@ -72,6 +73,7 @@ def report_of(wires: list[bytes]) -> str:
         for action in protocol.hear("a0", message, 0.0):
             if isinstance(action, StoreMessage):
                 lines.hear(message.body)
+                folded.add("a0", message.n, message.body)
                 kept.append(("a0", message.n, message.body))
     protocol.tick(1000.0)
     lines.due()
