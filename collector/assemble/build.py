@@ -14,7 +14,7 @@ from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
 from ..decide.preflight_verdict import preflight_report
 from ..decide.words import fields_of, scaler_of, waived_of, worst_first
-from ..facts.diagnosis import LocalDiagnosis, earliest
+from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..report import model
 from ..report.model import RunInfo
@@ -44,7 +44,7 @@ def look_stack(look: RankLook) -> list[str]:
 def _attempt_report(facts: RunFacts, attempt: int) -> model.AttemptReport:
     diagnoses = [rank.diagnosis for rank in facts.of_attempt(attempt) if rank.diagnosis is not None]
     if diagnoses:
-        first = earliest(diagnoses)[0]
+        first = DiagnosisOrder(diagnoses).earliest()[0]
         return model.AttemptReport(attempt, f"rank {first.rank}: {first.text}, batch {first.batch}")
     hang = hang_verdict(facts, attempt)
     return model.AttemptReport(attempt, hang.statement if hang is not None else ending_text(facts, attempt), hang)
@@ -183,7 +183,7 @@ def _rank_report(
         scaler_skips=rank.skipped_steps,
         ignored=rank.hidden_rows,
         hidden=waived_of(rank),
-        batches_skipped=rank.batches_skipped,
+        batches_skipped=rank.counts.batches_skipped,
         gpu=gpu_of(facts, rank),
         stack=stack_of(rank),
         frames_comparable=comparable,

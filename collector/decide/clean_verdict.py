@@ -288,7 +288,7 @@ def _first_of(found: list[str]) -> str:
 def _clean(facts: RunFacts) -> Verdict:
     ranks = [*facts.of_attempt(facts.last_attempt), *facts.lone(facts.last_attempt)]
     batches = max((rank.batches for rank in ranks), default=0)
-    idle = max((rank.batches_skipped for rank in facts.everyone.values()), default=0)  # before a restart, too
+    idle = max((rank.counts.batches_skipped for rank in facts.everyone.values()), default=0)  # before a restart, too
     scope = f"{_ranks_and_processes(ranks)}, {batches} batch{'es' if batches != 1 else ''}"
     statement = f"No overflow: {scope}, every watched tensor finite{_exceptions(ranks)}."
     if idle:

@@ -335,11 +335,6 @@ def is_skipped(anomaly: Anomaly) -> bool:
 _UNKNOWN_PEER = -1
 
 
-def earliest(diagnoses: list[LocalDiagnosis]) -> list[LocalDiagnosis]:
-    """The diagnoses that none came before. If they form a ring, all of them."""
-    return DiagnosisOrder(diagnoses).earliest()
-
-
 class DiagnosisOrder:
     """The strict partial order of some diagnoses, one of each rank. It is transitive: over a third rank as well."""
 
@@ -356,7 +351,7 @@ class DiagnosisOrder:
         return self._is_before(self._place[_key(left)], self._place[_key(right)])
 
     def earliest(self) -> list[LocalDiagnosis]:
-        """The diagnoses that none came before."""
+        """The diagnoses that none came before. If they form a ring, all of them."""
         places = range(len(self.diagnoses))
         return [self.diagnoses[n] for n in places if not any(self._is_before(other, n) for other in places)]
 

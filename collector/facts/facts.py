@@ -125,11 +125,6 @@ class RankFacts:
         return max(self.counts.warned, len(self.warned))
 
     @property
-    def batches_skipped(self) -> int:
-        """Batches that were left out."""
-        return self.counts.batches_skipped
-
-    @property
     def batches(self) -> int:
         """Forwards of its models, as far as is known."""
         ended_in = self.exit.where.batch if self.exit is not None else -1
