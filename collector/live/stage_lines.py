@@ -71,7 +71,7 @@ class StageLines:
     def _changed(self, *, over: bool) -> list[StageLine]:
         ranks, expected = self._ranks, self._expected
         lines = []
-        stages = {event.stage for rank in ranks for event in (*rank.begun, *rank.stages)}
+        stages = {e.stage for rank in ranks for e in rank.begun} | {e.stage for rank in ranks for e in rank.stages}
         furthest = max(map(stage_order, stages), default=0)
         for name in sorted(stages, key=stage_order):
             ended = {rank.rank: event for rank in ranks for event in rank.stages if event.stage == name}

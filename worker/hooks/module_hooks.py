@@ -61,7 +61,7 @@ class ModuleHooks:
         self._roots = roots = RankRoots(
             recorder, selection, (lambda *parameter: gradients.watch_parameter(*parameter)) if with_grads else None
         )
-        self.rows = rows = RowWriter(recorder, selection, notable, fault, progress.lock)
+        self.rows = rows = RowWriter(recorder, notable, fault, progress.lock, selection)
         masks = LateMasks(rows)
         passed = PassedValues(progress)
         self._late_passed = late_passed = LatePassed(passed, rows, progress, masks)
