@@ -15,12 +15,12 @@ import time
 import pytest
 from gpuwatch.core.recorder.flight_recorder import file_of, pipe_of
 from gpuwatch.launcher.agent.rank_stalls import ANSWER_S, NcclDump
-from gpuwatch.worker.nccl_answers import have_it_recorded
+from gpuwatch.worker.answers import have_it_recorded
 
 RANK = """
 import os, sys, threading, time, types
 from pathlib import Path
-from gpuwatch.worker.nccl_answers import answer_about_nccl
+from gpuwatch.worker.answers import answer_about_nccl
 folder, data = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
 
 def dump(includeCollectives, includeStackTraces, onlyActive):
