@@ -37,11 +37,11 @@ from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.core.values import PENDING
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.hooks.module_hooks import ModuleHooks
 from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.kernel_launcher import LAUNCHED_KERNEL, KernelLauncher
-from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.tensor_stats import TensorStats
 from gpuwatch.worker.stats.triton_reader import TritonReader
 from overhead import PEER, Peer, Plain, Task, machine, one_of, parameters

@@ -70,18 +70,13 @@ def new_run(runs_dir: Path, name: str = "") -> RunPaths:
             paths.folder.rmdir()
             raise
         break
-    point_latest(runs_dir, paths.run_id)
-    return paths
-
-
-def point_latest(runs_dir: Path, run_id: str) -> None:
-    """Point `latest` at this run. Does nothing on a file system without links."""
     link = runs_dir / f".{LATEST}-{os.getpid()}"
     try:
-        link.symlink_to(run_id)
+        link.symlink_to(paths.run_id)
         link.replace(runs_dir / LATEST)
-    except OSError:
+    except OSError:  # a file system without links
         link.unlink(missing_ok=True)
+    return paths
 
 
 def read_report(paths: RunPaths) -> RunReport:

@@ -132,7 +132,6 @@ class CollectorServer:
                 self._view = ViewPublisher(self._context, self.address, keys, viewer)
             except zmq.ZMQError as error:  # no port can be had, which costs the view alone
                 log(f"viewers cannot connect: {error}")
-        self._lines = StageLines()
         self._stacks = StacksRound()
         self._credit = -1
         self._pages = WaitingPages()
@@ -178,6 +177,7 @@ class CollectorServer:
         self._paths, self._store, self._protocol = paths, store, run_protocol
         self._tell = tell or (lambda line: None)
         self._folded = folded if folded is not None else FactFold(store.page, store.history)
+        self._lines = StageLines(self._folded)
         self._live = LiveFindings(self._folded, self._say, log, self._forecast)
         if self._view is not None:
             self._view.tell(paths.folder)

@@ -425,15 +425,6 @@ class LooseParameters(RankEvent, frozen=True, tag="loose_parameters"):
     """How many of `parameters` are on a device: nobody reads them."""
 
 
-class WatchCost(RankEvent, frozen=True, tag="cost"):
-    """What watching costs in this run: medians of the time from one batch to the next, in nanoseconds."""
-
-    plain_ns: int
-    watched_ns: int
-    plain_batches: int
-    watched_batches: int
-
-
 class ReplacedFunctions(RankEvent, frozen=True, tag="replaced"):
     """All functions of torch and Python that gpuwatch has replaced in this rank."""
 
@@ -790,7 +781,6 @@ WorkerEvent = (
     | CompiledUnseen
     | LooseParameters
     | BatchInputs
-    | WatchCost
     | ReplacedFunctions
     | ScriptError
     | ScriptExit

@@ -159,9 +159,6 @@ class WorkerSettings(msgspec.Struct, frozen=True):
             of="a number of steps",
         ),
     ] = 50
-    measure_cost: Annotated[
-        bool, WorkerOption("leave out every second batch and report what watching the others costs")
-    ] = False
     trace_batches: Annotated[
         list[int],
         WorkerOption("keep all frames of these batches (the first is 0) in the report", "N,N", form="batches"),

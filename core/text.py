@@ -212,14 +212,9 @@ def plain_text(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def carried(message: object) -> Any:
-    """The message as built-in values that can be encoded."""
-    return _map(_plain(message), _carry)
-
-
-def shown_plainly(message: object) -> Any:
-    """The message as built-in values, with `plain_text` of each text."""
-    return _map(_plain(message), plain_text)
+def carried(message: object, text: Callable[[str], str] | None = None) -> Any:
+    """The message as built-in values that can be encoded, with `text` of each of its texts."""
+    return _map(_plain(message), text or _carry)
 
 
 def given_back(message: T, data: bytes, kind: Any) -> T:

@@ -348,11 +348,6 @@ def parse_run(arguments: list[str]) -> argparse.Namespace:
 
 def check_together(args: argparse.Namespace) -> None:
     """Options that are right each by itself and make no sense together. Raises UsageError."""
-    if args.measure_cost and args.every > 1:
-        raise UsageError(
-            "expected one of --measure-cost and --every, found both: --measure-cost leaves out every second batch by "
-            "itself; drop one of them"
-        )
     if args.sync and args.on_overflow == "continue":
         raise UsageError("expected --on-overflow abort with --sync, which raises in the failing module, found continue")
     last = args.abort_after_batch

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from ..core.errors import RANK_OVERFLOW, ExitCode, JobEnded, OverflowDetected
@@ -60,7 +60,11 @@ def main() -> NoReturn:
             preflight_or_exit(session, RankIdentity.from_environment(), script)
     path_as_given()
     if arguments[0] == "--check":
-        _end_check(session)
+        if session is None:
+            tell("gpuwatch: nothing was checked: the recorder of this rank could not be made")
+            raise SystemExit(ExitCode.PREFLIGHT_FAILED)
+        session.finished(ExitCode.CLEAN)
+        raise SystemExit(ExitCode.CLEAN)
     if arguments[0] == "--exec":
         if session is not None:
             session.enter(RankPhase.UNWATCHED)
@@ -84,15 +88,6 @@ def _open_session(settings: WorkerSettings) -> WorkerSession | None:
     session.answer_with_stacks()
     watch_the_ends()
     return session
-
-
-def _end_check(session: WorkerSession | None) -> NoReturn:
-    """End a check that this rank has passed."""
-    if session is None:
-        tell("gpuwatch: nothing was checked: the recorder of this rank could not be made")
-        raise SystemExit(ExitCode.PREFLIGHT_FAILED)
-    session.finished(ExitCode.CLEAN)
-    raise SystemExit(ExitCode.CLEAN)
 
 
 # The user's script runs as `__main__`, as Python itself would run it.
@@ -144,7 +139,13 @@ def _execute(arguments: list[str]) -> None:
     if not _is_safe_path():
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120  # what Python itself puts there
     give_way_to_script()
-    code = _compile(path)
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        tell(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
+        raise SystemExit(2) from None
+    code = compile(source, path, "exec", dont_inherit=True)
     main = _fresh_main()
     exec("first_frame()", {"first_frame": first_frame})  # as the script below
     main.__file__ = path
@@ -165,16 +166,6 @@ def _fresh_main() -> ModuleType:
     main.__annotations__ = {}
     sys.modules["__main__"] = main
     return main
-
-
-def _compile(path: str) -> CodeType:
-    try:
-        with io.open_code(path) as file:
-            source = file.read()
-    except OSError as error:
-        tell(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
-        raise SystemExit(2) from None
-    return compile(source, path, "exec", dont_inherit=True)
 
 
 def _own_frames_removed(traceback: TracebackType | None) -> TracebackType | None:

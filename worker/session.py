@@ -18,11 +18,10 @@ from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
 from ..core.torch_names import NEWEST, missing, release_of
-from .nccl_answers import have_it_recorded
+from .answers import answer_with_stacks, have_it_recorded
 from .patches import replaced
 from .rank_process import Undo, hear_of_ends, note_when_training, watch_children
 from .record.collectives import issued, position
-from .stack_file import answer_with_stacks
 
 if TYPE_CHECKING:
     from .hooks.module_hooks import ModuleHooks

@@ -13,8 +13,8 @@ from ..decide.decide import decide, gpu_of, uuid_of
 from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
 from ..decide.preflight_verdict import preflight_report
-from ..decide.words import cost_of, fields_of, scaler_of, waived_of, warnings_of
-from ..facts.diagnosis import LocalDiagnosis, earliest
+from ..decide.words import fields_of, scaler_of, waived_of, worst_first
+from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..report import model
 from ..report.model import RunInfo
@@ -44,7 +44,7 @@ def look_stack(look: RankLook) -> list[str]:
 def _attempt_report(facts: RunFacts, attempt: int) -> model.AttemptReport:
     diagnoses = [rank.diagnosis for rank in facts.of_attempt(attempt) if rank.diagnosis is not None]
     if diagnoses:
-        first = earliest(diagnoses)[0]
+        first = DiagnosisOrder(diagnoses).earliest()[0]
         return model.AttemptReport(attempt, f"rank {first.rank}: {first.text}, batch {first.batch}")
     hang = hang_verdict(facts, attempt)
     return model.AttemptReport(attempt, hang.statement if hang is not None else ending_text(facts, attempt), hang)
@@ -175,14 +175,15 @@ def _rank_report(
         if error is not None
         else None,
         faults=[f"{fault.part}: {fault.message}" for fault in rank.faults],
-        warnings=warnings_of(rank),
+        warnings=[
+            fields_of(warned, "batch", "step") for _, warned in worst_first([(rank.rank, w) for w in rank.warned])
+        ],
         warned=rank.warned_rows,
         scaler=scaler_of(rank),
         scaler_skips=rank.skipped_steps,
         ignored=rank.hidden_rows,
         hidden=waived_of(rank),
-        cost=cost_of(rank),
-        batches_skipped=rank.batches_skipped,
+        batches_skipped=rank.counts.batches_skipped,
         gpu=gpu_of(facts, rank),
         stack=stack_of(rank),
         frames_comparable=comparable,

@@ -19,7 +19,7 @@ from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import counted, grouped, ranks_text
-from .words import doing, step_for_compiled, unseen_texts, warning_text, whose, worst_first
+from .words import doing, step_for_compiled, warning_text, whose, worst_first
 
 # What a rank did not record, by faults of gpuwatch's own or in a second thread: it may hold the maker. Pure.
 
@@ -288,7 +288,7 @@ def _first_of(found: list[str]) -> str:
 def _clean(facts: RunFacts) -> Verdict:
     ranks = [*facts.of_attempt(facts.last_attempt), *facts.lone(facts.last_attempt)]
     batches = max((rank.batches for rank in ranks), default=0)
-    idle = max((rank.batches_skipped for rank in facts.everyone.values()), default=0)  # before a restart, too
+    idle = max((rank.counts.batches_skipped for rank in facts.everyone.values()), default=0)  # before a restart, too
     scope = f"{_ranks_and_processes(ranks)}, {batches} batch{'es' if batches != 1 else ''}"
     statement = f"No overflow: {scope}, every watched tensor finite{_exceptions(ranks)}."
     if idle:
@@ -301,7 +301,8 @@ def _clean(facts: RunFacts) -> Verdict:
     if hidden:
         more = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""
         statement += f" Compiled code inside {hidden[0]}{more} was not inspected."
-    statement += "".join(f" {text[0].upper()}{text[1:]}." for text in unseen_texts(ranks))
+    unseen = dict.fromkeys(unseen.text for rank in ranks for unseen in rank.compiled_unseen)
+    statement += "".join(f" {text[0].upper()}{text[1:]}." for text in unseen)
     loose = _loose_lines(ranks)
     if loose:
         statement += f" {loose[0][0].upper()}{_first_of(loose)[1:]}."
@@ -317,7 +318,7 @@ def _clean(facts: RunFacts) -> Verdict:
         attempt=facts.last_attempt,
         next=[
             *([step_for_compiled(ranks)] if hidden else []),
-            *(["Inspect every batch with --every 1."] if idle and not any(rank.costs for rank in ranks) else []),
+            *(["Inspect every batch with --every 1."] if idle else []),
         ],
     )
 

@@ -26,7 +26,8 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     `attempt`: by default the last one; one before it has not gone well.
     """
     ranks = facts.of_attempt(facts.last_attempt if attempt is None else attempt)
-    looks = last_looks(ranks)
+    number = max((look.number for rank in ranks for look in rank.looks), default=0)
+    looks = {rank.rank: look for rank in ranks for look in rank.looks if look.number == number}
     went_well = attempt in (None, facts.last_attempt) and all(node.went_well for node in facts.nodes.values())
     if not looks or went_well or any(_moved_since(rank, looks[rank.rank]) for rank in ranks if rank.rank in looks):
         return None
@@ -42,12 +43,6 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     if any(_says_why(rank, waited=rank.rank not in found.ranks) for rank in ranks if rank.rank not in early):
         return None
     return verdict_of(facts, found, ranks, looks)
-
-
-def last_looks(ranks: list[RankFacts]) -> dict[int, RankLook]:
-    """rank -> where it stood when the ranks were asked for the last time."""
-    number = max((look.number for rank in ranks for look in rank.looks), default=0)
-    return {rank.rank: look for rank in ranks for look in rank.looks if look.number == number}
 
 
 def _moved_since(rank: RankFacts, look: RankLook) -> bool:

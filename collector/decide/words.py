@@ -23,11 +23,6 @@ _NOT_WITH_THIS_TORCH = (
 )
 
 
-def unseen_texts(ranks: Iterable[RankFacts]) -> list[str]:
-    """Parts of these ranks' compiled modules that their version of torch does not show."""
-    return [*dict.fromkeys(unseen.text for rank in ranks for unseen in rank.compiled_unseen)]
-
-
 def step_for_compiled(ranks: Iterable[RankFacts]) -> str:
     """What to do to have a module inside of compiled code named."""
     blind = any(unseen.calls for rank in ranks for unseen in rank.compiled_unseen)
@@ -119,7 +114,7 @@ def between_text(between: tuple[str | None, str | None]) -> str:
     return f"after `{after}` returned and {ending}" if after else ending
 
 
-# Notes beside the verdict: values near their limits, skipped steps, waived rows, the cost of watching.
+# Notes beside the verdict: values near their limits, skipped steps, waived rows.
 
 
 def worst_first(warnings: list[tuple[int, RangeWarning]]) -> list[tuple[int, RangeWarning]]:
@@ -156,12 +151,6 @@ def fields_of(event: Any, *places: str) -> dict[str, Any]:
     return found | {name: getattr(event.where, name) for name in places}
 
 
-def warnings_of(rank: RankFacts) -> list[dict[str, Any]]:
-    """For report.json, worst first."""
-    found = worst_first([(rank.rank, warned) for warned in rank.warned])
-    return [fields_of(warned, "batch", "step") for _, warned in found]
-
-
 def scaler_of(rank: RankFacts) -> dict[str, Any] | None:
     """For report.json: what a GradScaler skipped, and where the first bad gradient was."""
     if not rank.skipped_steps:
@@ -181,11 +170,3 @@ def waived_of(rank: RankFacts) -> list[dict[str, Any]]:
     for ignored in rank.ignored:
         found.setdefault((ignored.pattern, ignored.module, ignored.role), ignored)
     return [fields_of(ignored, "batch") for ignored in found.values()]
-
-
-def cost_of(rank: RankFacts) -> dict[str, Any] | None:
-    """For report.json: medians of the time from one batch to the next."""
-    cost = rank.cost
-    if cost is None:
-        return None
-    return fields_of(cost) | {"ratio": cost.watched_ns / cost.plain_ns if cost.plain_ns > 0 else None}

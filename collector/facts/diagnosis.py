@@ -323,11 +323,6 @@ def is_skipped(anomaly: Anomaly) -> bool:
     return anomaly.cause.startswith(("not inspected", "not looked into"))  # the words until November 2026
 
 
-def is_scalers(anomaly: Anomaly) -> bool:
-    """A GradScaler had skipped too many steps, so that its non-finite gradients became an alarm."""
-    return anomaly.cause.startswith("GradScaler")
-
-
 # Which of the ranks' diagnoses came first. Clocks of hosts are not compared. Pure.
 #
 # A value crosses from one rank to another in a collective or in a message only. Collectives order the members of a
@@ -338,11 +333,6 @@ def is_scalers(anomaly: Anomaly) -> bool:
 # What neither puts in order is concurrent.
 
 _UNKNOWN_PEER = -1
-
-
-def earliest(diagnoses: list[LocalDiagnosis]) -> list[LocalDiagnosis]:
-    """The diagnoses that none came before. If they form a ring, all of them."""
-    return DiagnosisOrder(diagnoses).earliest()
 
 
 class DiagnosisOrder:
@@ -361,7 +351,7 @@ class DiagnosisOrder:
         return self._is_before(self._place[_key(left)], self._place[_key(right)])
 
     def earliest(self) -> list[LocalDiagnosis]:
-        """The diagnoses that none came before."""
+        """The diagnoses that none came before. If they form a ring, all of them."""
         places = range(len(self.diagnoses))
         return [self.diagnoses[n] for n in places if not any(self._is_before(other, n) for other in places)]
 

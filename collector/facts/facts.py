@@ -91,7 +91,6 @@ class RankFacts:
     compiled_unseen: list[events.CompiledUnseen] = field(default_factory=list)
     loose_parameters: list[events.LooseParameters] = field(default_factory=list)
     batch_inputs: list[events.BatchInputs] = field(default_factory=list)
-    costs: list[events.WatchCost] = field(default_factory=list)
     looks: list[events.RankLook] = field(default_factory=list)
     """Its position each time that all ranks were asked."""
     step_times: events.StepTimes | None = None
@@ -124,16 +123,6 @@ class RankFacts:
     def warned_rows(self) -> int:
         """Rows near overflow or in underflow."""
         return max(self.counts.warned, len(self.warned))
-
-    @property
-    def batches_skipped(self) -> int:
-        """Batches that were left out."""
-        return self.counts.batches_skipped
-
-    @property
-    def cost(self) -> events.WatchCost | None:
-        """The measurement that saw the most."""
-        return max(self.costs, key=lambda cost: (cost.watched_batches, cost.plain_batches), default=None)
 
     @property
     def batches(self) -> int:

@@ -132,7 +132,9 @@ class FactFold:
         elif isinstance(body, PageMessage):
             self._take_page(name, n, body)
         elif isinstance(body, RankHistoryMessage):
-            self._take_history(name, n, body)
+            rank = _rank(self._facts, node_of(name), body.attempt, body.rank)
+            load, names = _loader(self._load_history, name, n, body), self._names_of(body.attempt, body.rank)
+            rank.histories[body.root] = KeptHistory(load, names, self._cache, body.root)
         elif isinstance(body, messages.TelemetryMessage):
             known = node.telemetry.get(body.began_ns)
             if known is None or (known.sent_ns, known.samples) < (body.sent_ns, body.samples):
@@ -146,11 +148,6 @@ class FactFold:
             elif isinstance(body.event, events.PreflightResult):
                 self._told.discard((body.event.where.attempt, body.event.where.rank))
             _take_event(self._facts, agent, node, body)
-
-    @property
-    def has_forecasts(self) -> bool:
-        """Whether a module was said to pass its limit soon."""
-        return any(rank.forecasts for rank in self._facts.ranks.values())
 
     def as_it_stands(self) -> RunFacts:
         """The facts without the pending diagnoses and inferences: it costs nothing."""
@@ -205,11 +202,6 @@ class FactFold:
         known = rank.pages.get(page.number)
         if known is None or page.fullness > known.fullness:
             rank.pages[page.number] = page
-
-    def _take_history(self, name: str, n: int, message: RankHistoryMessage) -> None:
-        rank = _rank(self._facts, node_of(name), message.attempt, message.rank)
-        load, names = _loader(self._load_history, name, n, message), self._names_of(message.attempt, message.rank)
-        rank.histories[message.root] = KeptHistory(load, names, self._cache, message.root)
 
     def _take_preflights_of_peers(self) -> None:
         """Take a rank's preflight result from its peers if the rank was stopped before it could report it."""
@@ -332,7 +324,6 @@ def _sort(rank: RankFacts) -> None:
     rank.passed.sort(key=lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number))
     rank.forecasts.sort(key=lambda forecast: (_place(forecast.where), forecast.module))
     rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
-    rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
 
 
 def _place(where: events.RunPosition) -> tuple[int, int, int]:

@@ -20,7 +20,7 @@ from ...core.roles import role_of_parameter
 from ...core.values import NonFinite, name_of
 from .backward_origin import explain_gradient
 from .calls import FrameCalls, begun, common, returns
-from .diagnosis import AlarmPage, LocalDiagnosis, Source, from_event, is_scalers, is_skipped, rows_in
+from .diagnosis import AlarmPage, LocalDiagnosis, Source, from_event, is_skipped, rows_in
 from .step_origin import UNSEEN, WeightHistory, explain_reduced, explain_step, history_of
 
 _FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGINF, "inf": NonFinite.INF}
@@ -35,7 +35,7 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
     first = next((frame for frame in alarm.frames if frame.index == anomaly.frame), None)
     if first is None or page.lost_frames or is_skipped(anomaly):
         return from_event(anomaly)
-    if is_scalers(anomaly):
+    if anomaly.cause.startswith("GradScaler"):  # it had skipped too many steps for non-finite gradients
         expected = first_expected_gradient(alarm.frames)
         return _of_gradient(alarm, *expected) if expected is not None else from_event(anomaly)
     if first.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):

@@ -99,7 +99,7 @@ class LiveForecast:
 
     def __init__(self, folded: FactFold, say: Callable[[str], object]) -> None:
         self._say = say
-        self._told = folded.has_forecasts
+        self._told = any(rank.forecasts for rank in folded.as_it_stands().ranks.values())
 
     def hear(self, body: AgentBody) -> None:
         """One message that came in."""

@@ -389,7 +389,8 @@ class RankReport(msgspec.Struct, frozen=True):
     scaler_skips: int = 0
     ignored: int = 0
     hidden: list[dict[str, Any]] = []
-    cost: dict[str, Any] | None = None
+    cost: None = None
+    """Always null: nothing measures it. A field of schema 1 stays."""
     batches_skipped: int = 0
     gpu: GpuSincePreflight | None = None
     stack: list[str] = []

@@ -33,7 +33,7 @@ _TURNED_AWAY = {
 
 
 def notes(report: RunReport) -> Iterator[RenderableType]:
-    """Trouble of gpuwatch's own, then expected and waived values, skipped batches and the cost of watching."""
+    """Trouble of gpuwatch's own, then expected and waived values, and skipped batches."""
     yield from (list_item(line, "yellow") for line in trouble_lines(report))
     yield from (list_item(line) for line in notice_lines(report))
 
@@ -58,10 +58,10 @@ def trouble_lines(report: RunReport) -> Iterator[str]:
 
 
 def notice_lines(report: RunReport) -> list[str]:
-    """Skipped steps, waived and absorbed values, batches skipped or not kept, the cost of watching: a line each."""
+    """Skipped steps, waived and absorbed values, batches skipped or not kept: a line each."""
     ranks = report.ranks
     of_ranks = (line for notice in (_scaler, _waived, _absorbed, _skipped) for line in notice(ranks))
-    return [*of_ranks, *_thinned(report.everyone), *_groups(ranks), *_cost(ranks)]
+    return [*of_ranks, *_thinned(report.everyone), *_groups(ranks)]
 
 
 def node_notes(report: RunReport) -> Iterator[RenderableType]:
@@ -201,11 +201,3 @@ def _groups(ranks: list[RankReport]) -> Iterator[str]:
         groups = counted(max(rank.groups_not_shown for rank in without), "process group")
         who = ranks_text([rank.rank for rank in without])
         yield f"{groups} of {who} did not fit in the table of groups: the report shows less of a hang in them"
-
-
-def _cost(ranks: list[RankReport]) -> Iterator[str]:
-    measured = [(rank.cost, rank.rank) for rank in ranks if rank.cost and rank.cost.get("ratio") is not None]
-    if measured:
-        cost, rank = max(measured, key=lambda entry: entry[0]["ratio"])
-        batches = f"{cost['watched_batches']} watched batches against {cost['plain_batches']} plain ones"
-        yield f"Watching cost {cost['ratio']:.2f}x (median of {batches}, rank {rank}, the slowest)"

@@ -77,9 +77,9 @@ def difference(before: GpuCounters, after: GpuCounters) -> list[CounterChange]:
             continue
         sentence = f"{words}: {first} -> {last}"
         if name in RATES:
-            limits, over_s, _ = RATES[name]
+            limit, over_s = RATES[name]
             rate = (last - first) / max(seconds / over_s, 1.0)
-            if limits.warn is not None and rate >= limits.warn:
+            if rate >= limit:
                 grade = "warn"
                 sentence += f", {rate:.0f} in {over_s:.0f} s"
         changes.append(CounterChange(name, first, last, grade, sentence))

@@ -1,11 +1,6 @@
-"""The limits at which a fact about a GPU is a warning or a failure: one table with sources. A file may change it.
+"""The limits at which a fact about a GPU is a warning or a failure: one table. A file may change it.
 
-    # thresholds.toml
-    [pcie_lanes_lost]
-    fail = 8                # a GPU in half a slot stops the run
-    [ecc_uncorrected_aggregate]
-    warn = false            # never
-
+docs/preflight.md has the sources of the limits, and such a file.
 "From 3 on" means 3 and more; in the rows that are marked `low`, 3 and less.
 """
 
@@ -17,13 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
-
-MEMORY_GUIDE = "https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/"
-RETIREMENT_GUIDE = "https://docs.nvidia.com/deploy/dynamic-page-retirement/"
-NVML = "https://docs.nvidia.com/deploy/nvml-api/"
-DCGM = "https://docs.nvidia.com/datacenter/dcgm/ (health checks)"
-HEALTH_VALIDATION = "https://docs.nvidia.com/health-validation/reference/checks/"
-OURS = "gpuwatch's own choice"
 
 CLOCK_REASONS = {
     "clocks_hw_slowdown": 0x08,
@@ -262,55 +250,9 @@ _ROWS = {
     ),
 }
 
-_RMA = f"{MEMORY_GUIDE}rma-policy-thresholds-for-row-remapping.html"
-_FLAGS = f"{MEMORY_GUIDE}error-recovery-and-response-flags.html"
-SOURCES = {
-    "lost": f"NVML_ERROR_GPU_IS_LOST and NVML_ERROR_RESET_REQUIRED, {NVML}",
-    "recovery_action": f"recovery action flag, {_FLAGS}",
-    "ecc_uncorrected_volatile": f"volatile double-bit errors, {DCGM}",
-    "ecc_uncorrected_aggregate": f"contained errors are repaired by row remapping: {MEMORY_GUIDE}row-remapping.html; "
-    f"to warn of them is {OURS}",
-    **dict.fromkeys(
-        ("ecc_corrected_volatile", "ecc_corrected_aggregate"),
-        f"no published limit: outside the scope of {MEMORY_GUIDE}overview.html; set one for your own fleet",
-    ),
-    **dict.fromkeys(("ecc_disabled", "other_processes", "mig_enabled_but_unused"), OURS),
-    "sram_threshold_exceeded": f"L2 memory RMA policy, {_RMA}",
-    "remap_failed": f"row-remapping failure flag, {_RMA}",
-    "remap_pending": f"row-remapping pending flag, {_FLAGS}",
-    "remap_uncorrected": f"512 remappings for uncorrectable errors, {_RMA}",
-    "retired_pages": f"60 in all, and 15 as the soft limit, {DCGM}; at most 64 can be retired, {RETIREMENT_GUIDE}",
-    "retired_pages_pending": f"{RETIREMENT_GUIDE}visibility.html",
-    "temperature_margin": f"NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, {NVML}; the margin is {OURS}",
-    **dict.fromkeys(
-        ("clocks_hw_slowdown", "clocks_hw_thermal", "clocks_hw_power_brake", "clocks_sw_thermal"),
-        f"nvmlClocksEventReasons, {NVML}",
-    ),
-    "clocks_sw_power_cap": f"usual at full load: nvmlClocksEventReasons, {NVML}",
-    "pcie_generations_lost": f"nvmlDeviceGetMaxPcieLinkGeneration is what device and system can do together, {NVML}",
-    "pcie_lanes_lost": f"nvmlDeviceGetMaxPcieLinkWidth is what device and system can do together, {NVML}",
-    "nvlinks_down": f"{HEALTH_VALIDATION}nvlink allows none; a bridged PCIe GPU may have them by design",
-    "nvlinks_down_on_fabric": f"{HEALTH_VALIDATION}nvlink allows none",
-    **dict.fromkeys(("nvlink_replay_errors", "nvlink_recovery_errors"), f"from the first one on, {DCGM}"),
-    "nvlink_crc_errors": f"only their rate matters, {DCGM}",
-    "fabric_not_ready": f"nvmlGpuFabricState_t: anything but COMPLETED, {NVML}; a GPU that works alone may be so by "
-    f"design: {OURS}",
-    "fabric_error": f"nvmlGpuFabricInfo_v3_t.status, to be checked once the state is COMPLETED, {NVML}",
-    "fabric_degraded_bandwidth": f"NVML_GPU_FABRIC_HEALTH_MASK_DEGRADED_BW, {NVML}",
-    "fabric_route_unhealthy": f"NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_UNHEALTHY, {NVML}",
-    "fabric_recovering": f"NVML_GPU_FABRIC_HEALTH_MASK_ROUTE_RECOVERY and _ACCESS_TIMEOUT_RECOVERY, {NVML}",
-    "fabric_misconfigured": f"NVML_GPU_FABRIC_HEALTH_MASK_INCORRECT_CONFIGURATION, {NVML}",
-    **dict.fromkeys(("compute_prohibited", "exclusive_and_taken"), f"nvmlComputeMode_t, {NVML}"),
-    "mig_change_pending": f"nvmlDeviceGetMigMode, {NVML}",
-}
-"""Check -> where its limits come from."""
-
 CHECKS = tuple(replace(check, name=name) for name, check in _ROWS.items())
 
-RATES: dict[str, tuple[CheckLimits, float, str]] = {
-    "pcie_replays": (CheckLimits(warn=8), 60.0, f"8 per minute, {DCGM}"),
-    "nvlink_crc_errors": (CheckLimits(warn=100), 1.0, f"100 per second, {DCGM}"),
-}
-"""Counters whose rate matters: limits, the seconds of the rate, source."""
+RATES = {"pcie_replays": (8, 60.0), "nvlink_crc_errors": (100, 1.0)}
+"""Counters whose rate matters: how many are a warning, in how many seconds. Both from DCGM's health checks."""
 
 DEFAULTS: dict[str, CheckLimits] = {check.name: CheckLimits(check.warn, check.fail) for check in CHECKS}

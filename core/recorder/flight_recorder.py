@@ -1,7 +1,7 @@
 """torch's flight recorder of NCCL, as a rank writes it at our request: what its device was given, and has completed.
 
 torch keeps the last collectives of a process (`TORCH_FR_BUFFER_SIZE`), and gives them as a pickle of plain values. A
-rank answers while it waits for its device (worker/nccl_answers.py).
+rank answers while it waits for its device (worker/answers.py).
 (pytorch.org/tutorials/unstable/flight_recorder_tutorial.html)
 """
 

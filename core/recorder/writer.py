@@ -18,7 +18,7 @@ import msgspec
 
 from ..events import Anomaly, Definition, LogEntry, OwnFault, costs_frames
 from ..own_files import RecorderMap
-from ..text import shown_plainly
+from ..text import carried, plain_text
 from . import layout
 from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField
 from .pages import NameTable
@@ -237,7 +237,7 @@ class RecorderWriter:
         try:
             return self._encoder.encode(record)
         except UnicodeEncodeError:  # a file name that is no UTF-8, in a message
-            return self._encoder.encode(shown_plainly(record))
+            return self._encoder.encode(carried(record, plain_text))
         except OverflowError:
             return None
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ...core.events import RankLook, RankStall
-from ...core.recorder.flight_recorder import with_device
+from ...core.own_files import read_regular
+from ...core.recorder.flight_recorder import DeviceProgress, file_of, pipe_of, read_dump, with_device
 from ...core.stalls import takes_long
 from .batch_history import LAST_STEPS
-from .nccl_dump import NcclDump
 from .rank_watch import RankWatch
 from .stacks import StackLook
 
@@ -106,6 +108,53 @@ class RankRest:
         return True
 
 
+# Asks a rank for its flight recorder of NCCL, and reads it: see core/recorder/flight_recorder.py.
+
+ANSWER_S = 6.0
+"""It needs the rank's GIL, and a moment of a busy machine."""
+_MOST_BYTES = 64 << 20
+
+
+class NcclDump:
+    """One question to one rank, asked at `now` (monotonic seconds)."""
+
+    def __init__(self, folder: Path, rank: int, attempt: int, now: float) -> None:
+        """`folder` is that of the node's recorders."""
+        self._file = file_of(folder, rank, attempt)
+        self._end = now + ANSWER_S
+        self.found: dict[str, DeviceProgress] | None = None
+        """By the groups' names; None if it has not answered."""
+        with suppress(OSError):
+            self._file.unlink()  # a late answer to an earlier question
+        self._is_asked = _ask(pipe_of(folder, rank, attempt))
+
+    def is_due(self, now: float) -> bool:
+        """Whether it has answered, or will not."""
+        if self._is_asked and self._file.exists():  # it is whole, and read once, whatever it is
+            self._is_asked = False
+            data = b""
+            with suppress(OSError):
+                data = read_regular(self._file, _MOST_BYTES)
+            self.found = read_dump(data)
+            self._file.unlink(missing_ok=True)
+        return not self._is_asked or now >= self._end
+
+
+def _ask(pipe: Path) -> bool:
+    """False where nobody reads the pipe: torch has no CUDA there, or the rank has ended."""
+    try:
+        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        os.write(fd, b"?")
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
 MOST_SPYING = 16
 """Ranks that py-spy is asked about at a time."""
 _EVERY_S = 1.0
@@ -179,7 +228,7 @@ class StallWatch:
                 phase=state.phase,
                 module=state.module,
                 cls=state.cls,
-                groups=with_device(watch.groups(), nccl.result(), time.time_ns()),
+                groups=with_device(watch.groups(), nccl.found, time.time_ns()),
                 **found._asdict(),
                 limit_s=round(rest.limit_s(state.batch, self._limit(watch), takes_long=takes_long(found.stack)), 1),
             )

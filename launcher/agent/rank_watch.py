@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,29 +34,25 @@ MOST_HOT = 4
 """How many modules of a rank a beat reports, with their headroom."""
 
 
+@dataclass(eq=False, repr=False)
 class RankWatch:
     """One rank of one attempt."""
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        attempt: int,
-        pid: int,
-        traced: list[int],
-        ranks: int = 1,
-        traces: TracedBatches | None = None,
-    ) -> None:
-        """`traced` are batches that the user has asked for, `ranks` is how many the node has.
+    folder: InitVar[Path]
+    rank: int
+    attempt: int
+    pid: int
+    traced: InitVar[list[int]]
+    """Batches that the user has asked for."""
+    ranks: InitVar[int] = 1
+    """How many the node has."""
+    traces: InitVar[TracedBatches | None] = None
+    """Which of the traced batches are sent."""
 
-        `traces` says which of the traced ones are sent.
-        """
-        self.rank = rank
-        self.attempt = attempt
-        self.pid = pid
+    def __post_init__(self, folder: Path, traced: list[int], ranks: int, traces: TracedBatches | None) -> None:
         self.ended = False
         self._even_damaged = False
-        self._path = folder / file_name(rank, attempt)
+        self._path = folder / file_name(self.rank, self.attempt)
         self._reader: RecorderReader | None = None
         self._pages = PageSelection(traced, traces if traces is not None else TracedBatches())
         self._anomaly_sent = False

@@ -278,7 +278,7 @@ def _ask(pid: int, file: Path) -> None:
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether the handler is that of worker/stack_file.py. Another one could end the process."""
+    """Whether the handler is that of worker/answers.py. Another one could end the process."""
     with suppress(OSError):
         return bool(file.stat().st_mode & stalls.MAY_BE_ASKED)
     return False

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpuwatch.worker.stats.late_device import LateDevice
+from gpuwatch.tests.fakes.late_device import LateDevice
 
 from ..worker.conftest import use_late_device
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.assemble.build import build_report
-from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.live.stage_lines import StageLines
 from gpuwatch.collector.protocol import RunProtocol, StoreMessage
 from gpuwatch.collector.report.model import to_json
@@ -21,7 +21,6 @@ from gpuwatch.core.events import (
     PreflightResult,
     RangeWarning,
     ScalerSkip,
-    WatchCost,
 )
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, WireError, decode_agent, encode
 from hypothesis import given, settings
@@ -38,7 +37,6 @@ def wires(make) -> list[bytes]:
         RangeWarning(place, "near overflow", "up", "Linear", "forward", "output", "float16", 6e4, 0.2),
         ScalerSkip(place, 2.0, 1, "up", "Linear", "grad output", "+inf"),
         IgnoredAlarm(place, "p*", "p", "output", "+inf"),
-        WatchCost(place, 10, 20, 3, 3),
         OwnFault(place, "hook", "x"),
         LimitForecast(place, "up", "Linear", "float16", 65504.0, 4e3, 40, 30, 60),
         BandwidthRows(place, []),
@@ -65,7 +63,8 @@ def wires(make) -> list[bytes]:
 
 
 def report_of(wires: list[bytes]) -> str:
-    protocol, lines, kept = RunProtocol("run", "/run", "job"), StageLines(), []
+    protocol, folded, kept = RunProtocol("run", "/run", "job"), FactFold(), []
+    lines = StageLines(folded)
     for wire in wires:
         try:
             message = decode_agent(wire)
@@ -74,6 +73,7 @@ def report_of(wires: list[bytes]) -> str:
         for action in protocol.hear("a0", message, 0.0):
             if isinstance(action, StoreMessage):
                 lines.hear(message.body)
+                folded.add("a0", message.n, message.body)
                 kept.append(("a0", message.n, message.body))
     protocol.tick(1000.0)
     lines.due()

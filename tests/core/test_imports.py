@@ -117,7 +117,7 @@ FLOORS = {
         "compile",
         "record",
         "stats",
-        "native patches.py stack_file.py nccl_answers.py",
+        "native patches.py answers.py",
     ],
     "launcher": [
         ".",

@@ -27,7 +27,6 @@ ALL_CHANGED = WorkerSettings(
     underflow_share=0.25,
     scaler_skips=3,
     state_every=7,
-    measure_cost=True,
     alloc="20%",
     bandwidth_size=4096,
     min_busbw=2.5,

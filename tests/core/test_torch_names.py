@@ -71,14 +71,10 @@ OF_PYTHON = {"_replace", "_fields", "_asdict", "_config", "_parser", "_names", "
 FALLBACKS = {
     "_C",
     "_functorch",
-    "_DisableTorchDispatch",  # only in worker/stats/late_device.py, which plays a device in tests
-    "_make_subclass",
-    "_local_scalar_dense",
     "_erased",  # of a torch.fx node
     "_worker_group",  # of the agent, as its method's argument
     "_pcontext",
     "_local_params",  # of _FunctionalLocalOptimizer
-    "tree_map",  # in late_device.py alone
     "types",  # torch._dynamo.types, which is asked with hasattr
 }
 """Not in the table: what holds names, what tests alone use, and what comes with a name of the table."""

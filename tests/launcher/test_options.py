@@ -61,7 +61,7 @@ def test_what_to_watch_is_all_by_default():
     args = get_parser().parse_args(["train.py"])
     assert args.watch == ("forward", "grads", "weights", "comms")
     assert (args.modules, args.every, args.ignore) == ([], 1, [])
-    assert (args.sync, args.guard_optimizer, args.measure_cost) == (False, False, False)
+    assert (args.sync, args.guard_optimizer) == (False, False)
     assert (args.near_overflow, args.underflow_share, args.scaler_skips) == (1.0, 0.1, 12)
     assert args.state_every == 50
 
@@ -83,7 +83,7 @@ EVERYTHING = (
     "--on-overflow continue --max-frames 5 --trace-batches 0,3 --abort-after-batch 9 --preflight full "
     "--preflight-timeout 7 --on-preflight-failure continue --watch weights,grads --modules encoder.* --modules head "
     "--every 100 --sync --guard-optimizer --ignore mask.*:output[0] --ignore *.dropout --near-overflow 2.5 "
-    "--underflow-share 0.25 --scaler-skips 3 --state-every 7 --measure-cost --alloc 256MiB --bandwidth-size 1MiB "
+    "--underflow-share 0.25 --scaler-skips 3 --state-every 7 --alloc 256MiB --bandwidth-size 1MiB "
     "--min-busbw 0.5 --slow-factor 2 --nccl-debug --health-thresholds {thresholds} --explain off"
 )
 
@@ -116,7 +116,6 @@ def test_every_option_for_the_worker_reaches_it(form, monkeypatch, tmp_path):
         underflow_share=0.25,
         scaler_skips=3,
         state_every=7,
-        measure_cost=True,
         alloc="256MiB",
         bandwidth_size=1 << 20,
         min_busbw=0.5,
@@ -298,7 +297,7 @@ def test_metrics_are_served_on_this_host_alone_unless_another_address_is_given(t
     assert get_parser().parse_args(["--metrics-port", text, "train.py"]).metrics_port == address
 
 
-@pytest.mark.parametrize("option", ["--sync", "--guard-optimizer", "--measure_cost", "--nccl-debug"])
+@pytest.mark.parametrize("option", ["--sync", "--guard_optimizer", "--nccl-debug"])
 def test_a_switch_takes_no_value(option):
     with pytest.raises(UsageError) as caught:
         get_parser().parse_args([f"{option}=yes", "train.py"])

@@ -23,7 +23,7 @@ from gpuwatch.launcher.agent.rank_watch import RankWatch
 from gpuwatch.worker.session import WorkerSession
 
 if TYPE_CHECKING:
-    from gpuwatch.worker.stats.late_device import LateDevice
+    from gpuwatch.tests.fakes.late_device import LateDevice
 
 
 def use_late_device(patch: pytest.MonkeyPatch, driver: LateDevice | None) -> None:
@@ -141,7 +141,7 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """The device on which all tensors of the test are."""
-    from gpuwatch.worker.stats.late_device import LateDevice
+    from gpuwatch.tests.fakes.late_device import LateDevice
 
     driver = LateDevice(3, longest=6)
     use_late_device(monkeypatch, driver)

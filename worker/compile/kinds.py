@@ -1,4 +1,4 @@
-"""The calls of a graph that is being traced: their rows, and the gradients that the graph's backward makes."""
+"""A graph that is being traced: its calls, their rows and gradients, and what this torch lets us trace."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ...core.torch_names import GRADIENTS_SINCE, NEWEST, ROWS_SINCE, not_seen_of_compiled, release_of
 from ..record.roots import ModuleInfo
-from .views import CompiledViews
 
 if TYPE_CHECKING:
     from .regions import Region
@@ -57,6 +57,46 @@ class RegionScope(Enum):
     """Hooks see the calls of wrappers alone. It runs for the module that it was traced for."""
     UNSEEN = auto()
     """Hooks see no call around it: not when it begins, and so not that it runs twice before its backward."""
+
+
+# What each version of torch lets us trace into the graphs of torch.compile.
+#
+# Only code that is known to be harmless is traced:
+#
+#             rows  gradients
+#     2.16                     not tried
+#     2.15    yes   yes        the hook of a gradient may not change an input of the graph, so it writes through `.data`
+#     2.13    yes   yes
+#     2.11    yes              such a hook ends a run with an activation that works in place, or with dynamic shapes
+#     2.8     yes              such a hook breaks the graph, unless autograd is compiled
+#     2.7                      an attribute of a tensor breaks the graph
+#
+# tests/e2e/test_compiled_scripts.py runs the scripts that this table comes from, with the torch that is installed.
+
+_THROUGH_DATA_SINCE = (2, 15)
+
+
+@dataclass(frozen=True)
+class CompiledViews:
+    """What hooks trace into a graph, and so see of its modules."""
+
+    rows: bool
+    """Inputs and outputs of modules."""
+    gradients: bool
+    """Gradients of outputs. Those of parameters are read outside of graphs."""
+    through_data: bool
+    """The hook of a gradient writes through `.data`."""
+    missing: str
+    """One sentence about what hooks do not see; empty if they see all."""
+
+
+def compiled_views(version: str = torch.__version__) -> CompiledViews:
+    """What hooks can see of compiled modules with this version of torch."""
+    release = release_of(version) or (0, 0)
+    rows = ROWS_SINCE <= release <= NEWEST
+    lost = not_seen_of_compiled(release)
+    missing = f"torch {release[0]}.{release[1]}: {lost}" if lost else ""
+    return CompiledViews(rows, rows and release >= GRADIENTS_SINCE, rows and release >= _THROUGH_DATA_SINCE, missing)
 
 
 class RegionPolicy(Protocol):

@@ -12,9 +12,8 @@ import torch
 from ..record.roots import ModuleInfo, RootInfo
 from ..stats.tensor_stats import TensorReading
 from .dynamo import is_for_inductor, is_split_by_ddp, uses_cuda_graphs
-from .graph_op import SEEN
 from .kinds import RegionFrame, RegionGradient, RegionScope
-from .places import forget, on_device, renewed
+from .places import SEEN, forget, on_device, renewed
 
 _MOST_UNTAKEN = 64
 _OWN = -1

@@ -16,9 +16,8 @@ from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
 from ..stats.device import without_modes
 from .attach import GradientHooks
-from .graph_op import SEEN
 from .kinds import RegionFrame, RegionPolicy, RegionRow
-from .places import on_device
+from .places import SEEN, on_device
 from .region_calls import RegionCall
 from .regions import RankRegions, Region
 from .trace import MARK

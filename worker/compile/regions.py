@@ -7,7 +7,7 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._guards import CompileContext
@@ -15,9 +15,8 @@ from torch._guards import CompileContext
 from ..record.names import wrapped_child
 from ..record.roots import ModuleInfo
 from .dynamo import current_output, is_closed, is_for_inductor, traced_method
-from .graph_op import SEEN
 from .kinds import RegionFrame, RegionGradient, RegionPolicy, RegionRow, RegionScope
-from .places import forget, on_device, place_on, token
+from .places import SEEN, forget, on_device, place_on, token
 from .region_calls import RegionCalls
 from .traced_hooks import is_a_backward
 
@@ -189,23 +188,18 @@ def _last_of(graph: torch.fx.Graph | None) -> torch.fx.Node | None:
 # All graphs of a rank: which of them are recorded, and the rows of the one that is being traced.
 
 
+@dataclass(eq=False, repr=False)
 class RankRegions:
     """All graphs of a rank. One instance is current at a time, set by `attach`: the traced functions use it."""
 
-    current: RankRegions | None = None
+    current: ClassVar[RankRegions | None] = None
+    _policy: RegionPolicy
+    _gradients: bool
+    _fault: Callable[[str, Exception], None]
+    _unseen: Callable[[], None] | None = None
+    """Called when a graph is recorded whose gradients this torch does not let us see."""
 
-    def __init__(
-        self,
-        policy: RegionPolicy,
-        gradients: bool,
-        fault: Callable[[str, Exception], None],
-        unseen: Callable[[], None] | None = None,
-    ) -> None:
-        """`unseen` is called when a graph is recorded whose gradients this torch does not let us see."""
-        self._fault = fault
-        self._unseen = unseen
-        self._policy = policy
-        self._gradients = gradients
+    def __post_init__(self) -> None:
         self._by_compile: dict[Any, Region | None] = {}
         self._opening: tuple[Any, str] | None = None
         self._owner: torch.nn.Module | None = None

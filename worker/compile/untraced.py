@@ -90,7 +90,7 @@ def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
         for code in codes:
             eval_frame.set_code_exec_strategy(code, skip)
         return
-    with suppress(AttributeError):  # torch before 2.7 must also skip the functions that they call (see apart.py)
+    with suppress(AttributeError):  # torch before 2.7 must also skip what they call (see apart_from_dynamo)
         for code in [*codes, *_codes_of_ours()]:
             eval_frame.skip_code(code)
 

@@ -20,12 +20,12 @@ from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.tell import tell
 from ...core.torch_names import name_in_torch
+from ..answers import look_at_stack_file
 from ..compile import traced_hooks as traced
 from ..record.autograd_graph import GraphCalls, next_node
 from ..record.collectives import issued
 from ..record.names import batch_digest, class_of, inputs_of
 from ..record.roots import ModuleInfo, RootInfo
-from ..stack_file import look_at_stack_file
 from ..stats.device import without_modes
 from .call_frames import CallFrames
 from .global_hooks import GlobalHooks

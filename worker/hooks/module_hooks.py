@@ -16,8 +16,8 @@ from ...core.judge import WarningLimits
 from ...core.recorder.layout import NOTHING, HeadField, seal
 from ...core.recorder.writer import RecorderWriter
 from ...core.settings import WorkerSettings
-from ..compile.apart import apart_from_dynamo
 from ..compile.attach import CompiledRegions
+from ..compile.traced_hooks import apart_from_dynamo
 from ..record.device_rows import LateMasks
 from ..record.held_alarms import TrainedModules
 from ..record.judging import AlarmRecorder, FrameWriter
@@ -61,7 +61,7 @@ class ModuleHooks:
         self._roots = roots = RankRoots(
             recorder, selection, (lambda *parameter: gradients.watch_parameter(*parameter)) if with_grads else None
         )
-        self.rows = rows = RowWriter(recorder, selection, notable, fault, progress.lock)
+        self.rows = rows = RowWriter(recorder, notable, fault, progress.lock, selection)
         masks = LateMasks(rows)
         passed = PassedValues(progress)
         self._late_passed = late_passed = LatePassed(passed, rows, progress, masks)
@@ -161,9 +161,6 @@ class ModuleHooks:
                 if root.page is not None:
                     self.judging.forward_ends(root.page)
             self._recorder.pause_page()
-            cost = self._skipping.take_cost()
-            if cost is not None:
-                self._recorder.append(cost)
             everything = self.judging.collect()
             everything &= self._late_passed.settle()
             if everything:

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 
-from ...core.events import NotLookedInto, WatchCost
+from ...core.events import NotLookedInto
 from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import HeadField
-from ..compile.kinds import RegionScope
+from ..compile.kinds import CompiledViews, RegionScope
 from ..compile.traced_hooks import is_a_backward
-from ..compile.views import CompiledViews
 from ..record.judging import FrameWriter
 from ..record.names import class_of, outputs_of, unwrap
-from ..record.progress import CostMeter
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
 from ..stats.device import without_modes
@@ -46,7 +44,6 @@ class BatchSkipping:
         """Where not all modules may be roots: the classes of those that may, and of the modules in them."""
         settings = self._progress.settings
         self._every, self._traced = settings.every, settings.trace_batches
-        self._cost = CostMeter() if settings.measure_cost else None
         self.first_root: int | None = None
         """Id of the first root that was called: the main one."""
         self.root: Callable[[], torch.nn.Module | None] | None = None
@@ -86,9 +83,8 @@ class BatchSkipping:
             self.first_root = root.id
         if opens_batch:
             root.batches += 1
-            if self._cost is not None and root.id == self.first_root:
-                self._cost.batch_begins(self._is_skipped(root.batches - 1))
-        self._progress.skipped = self._is_skipped(max(0, root.batches - 1))
+        batch = max(0, root.batches - 1)
+        self._progress.skipped = batch not in self._traced and batch % self._every != 0
         if not self._progress.skipped:
             return False
         self.root = weakref.ref(module)
@@ -96,18 +92,6 @@ class BatchSkipping:
             self._progress.fields[HeadField.BATCHES_SKIPPED] += 1
             self._progress.fields[HeadField.BATCH] = root.batches - 1
         return True
-
-    def _is_skipped(self, batch: int) -> bool:
-        if batch in self._traced:
-            return False
-        return batch % 2 == 1 if self._cost is not None else batch % self._every != 0
-
-    def take_cost(self) -> WatchCost | None:
-        """The cost of watching (`--measure-cost`), once it is known."""
-        found = self._cost.result(self._progress.where()) if self._cost is not None else None
-        if found is not None:
-            self._cost = None
-        return found
 
     # -- while one runs -----------------------------------------------------------------------------------------
 
@@ -131,7 +115,7 @@ class BatchSkipping:
         """Record only the output of the skipped root, which has returned. May raise OverflowDetected."""
         self.root = None
         inferred_shapes, self._infers_shapes = self._infers_shapes, False
-        if output is None or inferred_shapes or self._cost is not None:
+        if output is None or inferred_shapes:
             return
         with self._progress.faults.within("forward hook"), self._progress.lock:
             without_modes(self._record, module, output)

@@ -98,7 +98,7 @@ class PreflightRun:
         except NoConclusion:
             now = self._end_alone(now, self._no_conclusion(now.next))
         finally:
-            self._parts.close()
+            self._parts.child.close()  # its memory on the device is then free for the script
         backend = self._roster.backend if self._roster else ""
         self._say(PreflightEnd(now.findings, now.outcomes, backend, self._parts.facts.device))
 

@@ -108,10 +108,6 @@ class RankTests:
     facts: InventoryFacts = field(default_factory=InventoryFacts)
     child: RankChild = field(default_factory=lambda: RankChild(perform))
 
-    def close(self) -> None:
-        """End the child. Its memory on the device is then free for the script."""
-        self.child.close()
-
     def inventory(self) -> RankStepReport:
         """The rank's inventory. Fails if the child hangs or dies when it reads the GPU; other errors are unknown."""
         facts = gather(self.identity, self.script)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,20 +33,16 @@ _MOST_PAGES = 64
 _MOST_CLOSED = 256
 
 
+@dataclass(eq=False, repr=False)
 class DeviceRows:
     """The part of a RowWriter that reads tensors on a device. Their numbers arrive later."""
 
-    def __init__(
-        self,
-        recorder: RecorderWriter,
-        notable: NotableFilter,
-        on_fault: Callable[[str, Exception], None],
-        lock: RecorderLock,
-    ) -> None:
-        self._recorder = recorder
-        self.notable = notable
-        self._on_fault = on_fault
-        self._lock = lock
+    _recorder: RecorderWriter
+    notable: NotableFilter
+    _on_fault: Callable[[str, Exception], None]
+    _lock: RecorderLock
+
+    def __post_init__(self) -> None:
         self.count = False
         """Count zeros and subnormals in this batch."""
         self.device_buffer: DeviceStatsBuffer | None = None

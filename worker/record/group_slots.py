@@ -19,7 +19,7 @@ from ...core.recorder import group_table as table
 from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, HeadField
 from ...core.recorder.writer import RecorderWriter
-from ..nccl_answers import answer_about_nccl
+from ..answers import answer_about_nccl
 from ..stats.tensor_stats import CODES
 from .collectives import ANYONE, MOST_PENDING, NO_MESSAGE, GroupMessages, PeerCounts
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from ...core.events import CompiledUnseen, OwnFault, RunPosition, WatchCost
+from ...core.events import CompiledUnseen, OwnFault, RunPosition
 from ...core.frames import Frame
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
@@ -253,36 +251,3 @@ class RunProgress:
         """Publish what this rank is doing, for the agent."""
         self.fields[HeadField.PHASE] = phase
         self.fields[HeadField.MODULE] = module
-
-
-# What watching costs, measured in the run itself: every second batch is skipped, and the two kinds are compared.
-
-_WARM_UP = 4
-_KEPT = 10_000
-
-
-class CostMeter:
-    """Times skipped and watched batches, each from its beginning to the beginning of the next."""
-
-    def __init__(self) -> None:
-        self._began = 0
-        self._skipped = False
-        self._batches = 0
-        self._times: dict[bool, deque[int]] = {True: deque(maxlen=_KEPT), False: deque(maxlen=_KEPT)}
-
-    def batch_begins(self, skipped: bool) -> None:
-        """A batch of the main model begins."""
-        now = time.perf_counter_ns()
-        if self._batches > _WARM_UP:  # the batch that ends now came after the warm-up
-            self._times[self._skipped].append(now - self._began)
-        self._batches += 1
-        self._began, self._skipped = now, skipped
-
-    def result(self, where: RunPosition) -> WatchCost | None:
-        """Medians in nanoseconds; None if there was no batch of one kind."""
-        skipped, watched = self._times[True], self._times[False]
-        if not skipped or not watched:
-            return None
-        return WatchCost(
-            where, int(statistics.median(skipped)), int(statistics.median(watched)), len(skipped), len(watched)
-        )

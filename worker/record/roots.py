@@ -107,18 +107,16 @@ class RootInfo:
         return info is not None and info.ref() is module
 
 
+@dataclass(eq=False, repr=False)
 class RankRoots:
     """All roots of a rank, in the order of their first call."""
 
-    def __init__(
-        self,
-        recorder: RecorderWriter,
-        selection: ModuleSelection,
-        on_parameter: Callable[[torch.Tensor, ModuleInfo, str], None] | None,
-    ) -> None:
-        """`on_parameter` is called for every parameter of a module when the module becomes known."""
-        self._recorder = recorder
-        self._selection = selection
+    _recorder: RecorderWriter
+    _selection: ModuleSelection
+    _on_parameter: Callable[[torch.Tensor, ModuleInfo, str], None] | None
+    """Called for every parameter of a module when the module becomes known."""
+
+    def __post_init__(self) -> None:
         self.infos: list[RootInfo] = []
         """All roots, by their ids."""
         self._root_by_id: dict[int, RootInfo] = {}
@@ -129,7 +127,6 @@ class RankRoots:
         self._many = _FEW
         self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], ModuleInfo, str]] = {}
         """id of a parameter -> the first known module that holds it, and its role there."""
-        self._on_parameter = on_parameter
 
     def enter(self, module: nn.Module) -> tuple[ModuleInfo, bool]:
         """The info of a module that is called while no other is running, and whether the call begins a batch.

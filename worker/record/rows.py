@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
@@ -13,12 +14,11 @@ import torch
 from ...core.events import ShapeDef, SlotDef
 from ...core.frames import RowKind, RowMark
 from ...core.recorder.layout import NOTHING
-from ...core.recorder.writer import RecorderWriter, RowTuple
+from ...core.recorder.writer import RowTuple
 from ...core.roles import RoleKind, parse_role
 from ...core.values import PENDING, NonFinite
 from ..stats.device import is_on_device, late_device
 from ..stats.device_buffer import DeviceRow
-from ..stats.notable import NotableFilter
 from ..stats.tensor_stats import (
     CODES,
     FloatFormat,
@@ -34,7 +34,6 @@ from ..stats.torch_reader import FROM_GRAPH, GRAPH_EXTREMES
 from .collectives import issued
 from .device_rows import DeviceRows
 from .names import ModuleSelection, inputs_of
-from .progress import RecorderLock
 from .roots import ModuleInfo
 
 _FEW = 256
@@ -98,19 +97,14 @@ _Weight = tuple[Callable[[], Any], int, int, TensorStats | DeviceRow]
 """Weak reference to the parameter, its version, the step, and its numbers or the row on the device that holds them."""
 
 
+@dataclass(eq=False, repr=False)
 class RowWriter(DeviceRows):
     """Reads tensors and writes their numbers into the current page."""
 
-    def __init__(
-        self,
-        recorder: RecorderWriter,
-        selection: ModuleSelection,
-        notable: NotableFilter,
-        on_fault: Callable[[str, Exception], None],
-        lock: RecorderLock,
-    ) -> None:
-        super().__init__(recorder, notable, on_fault, lock)
-        self._selection = selection
+    _selection: ModuleSelection
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.seen: dict[int, _Seen] = {}
         self.by_memory: dict[tuple[int, int, int], _Seen] = {}
         """(address, elements, dtype code) -> how it was last seen. Live tensors with one key share their elements."""
@@ -242,7 +236,8 @@ class RowWriter(DeviceRows):
         if slot in self.ignored:
             mark |= _IGNORED
         if not isinstance(leaf, _TENSOR):
-            return self._no_tensor(slot, leaf, mark)
+            kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
+            return RecordedRow((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
         try:
             version = leaf._version
         except RuntimeError:  # an inference tensor
@@ -272,11 +267,6 @@ class RowWriter(DeviceRows):
         if memory is not None:
             self.by_memory[memory] = seen
         return row
-
-    @staticmethod
-    def _no_tensor(slot: int, leaf: Any, mark: int) -> RecordedRow:
-        kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
-        return RecordedRow((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
 
     def forget(self) -> None:
         """Read every tensor again when it is next recorded."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -218,13 +219,21 @@ LATE_DEVICE = "GPUWATCH_LATE_DEVICE"
 
 @functools.cache
 def late_device() -> StatsDevice | None:
-    """The LateDevice that replaces the CPU in this process; None outside of tests. Raises ValueError."""
+    """The LateDevice that replaces the CPU in this process; None outside of tests. Raises ValueError.
+
+    It is in tests/fakes, which a checkout has and a wheel has not.
+    """
     seed = os.environ.get(LATE_DEVICE, "")
     if not seed:
         return None
     if not seed.isdecimal():
         raise ValueError(f"expected a whole number as the seed in {LATE_DEVICE}, found {seed!r}")
-    return _new_late_device(int(seed))
+    try:
+        fake: Any = importlib.import_module("...tests.fakes.late_device", __package__)
+    except ModuleNotFoundError:
+        raise ValueError(f"expected a checkout of gpuwatch for {LATE_DEVICE}, found an installed wheel") from None
+    late: StatsDevice = fake.LateDevice(int(seed))
+    return late
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
@@ -245,17 +254,10 @@ def may_have_devices() -> bool:
 
 def device_for(device: torch.device) -> StatsDevice:
     """The `StatsDevice` for tensors on `device`. Raises TypeError for an unknown kind."""
-    if device.type == "cuda":
-        return CudaDevice()
-    if device.type != "cpu":
-        raise TypeError(f"expected a tensor on CUDA or on the CPU, found {device.type}")
-    return late_device() or _new_late_device(None)
-
-
-def _new_late_device(seed: int | None) -> StatsDevice:
-    from .late_device import LateDevice  # only tests pay for its import
-
-    return LateDevice(seed)
+    late = late_device() if device.type == "cpu" else None
+    if late is None and device.type != "cuda":
+        raise TypeError(f"expected a tensor on CUDA, found {device.type}")
+    return late or CudaDevice()
 
 
 class ToHost:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy
@@ -129,21 +129,17 @@ def runs(positions: list[int]) -> list[tuple[int, int]]:
     return found
 
 
+@dataclass(eq=False, repr=False)
 class FileCopies:
     """The outstanding copies of rows into the recorder's mapped file, and the rows that have arrived there."""
 
-    def __init__(
-        self,
-        recorder: RecorderWriter,
-        driver: StatsDevice,
-        device: torch.device,
-        notable: NotableFilter,
-        add_note: Callable[[str], None],
-    ) -> None:
-        self._driver = driver
-        self._device = device
-        self._notable = notable
-        self._add_note = add_note
+    recorder: InitVar[RecorderWriter]
+    _driver: StatsDevice
+    _device: torch.device
+    _notable: NotableFilter
+    _add_note: Callable[[str], None]
+
+    def __post_init__(self, recorder: RecorderWriter) -> None:
         self._fields = recorder.fields
         memory = recorder.memory
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
@@ -158,12 +154,12 @@ class FileCopies:
         """Pages in which notable numbers have arrived, until the caller takes them."""
         self._anchor: Any = ctypes.c_char.from_buffer(memory)  # prevents the memory from being unmapped
         try:
-            refusal = driver.register(ctypes.addressof(self._anchor), len(memory), device)
+            refusal = self._driver.register(ctypes.addressof(self._anchor), len(memory), self._device)
         except Exception as error:  # a torch version without the call
             refusal = first_line(error)
         self._registered = not refusal
         if refusal:
-            add_note(
+            self._add_note(
                 f"the driver cannot register the recorder's memory ({refusal}; {recorder.path} is on "
                 f"{file_system_of(recorder.path)}): its numbers come through pinned memory, and a rank that hangs or "
                 "dies loses those not yet fetched from there"

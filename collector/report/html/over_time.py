@@ -35,13 +35,8 @@ class FigureCurves(NamedTuple):
     description: str
 
 
-def sparklines(report: RunReport) -> list[tuple[NodeFigures, list[FigureCurves]]]:
-    """A row of pictures for each node that the report has figures of."""
-    telemetry = report.telemetry
-    return [(node, _of_node(node, telemetry.event)) for node in telemetry.nodes] if telemetry is not None else []
-
-
-def _of_node(node: NodeFigures, event: str) -> list[FigureCurves]:
+def sparklines(node: NodeFigures, event: str) -> list[FigureCurves]:
+    """A row of pictures for a node."""
     if len(node.at_s) < 2:
         return []
     by_what = grouped(node.figures, lambda figure: figure.what)

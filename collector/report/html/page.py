@@ -69,13 +69,13 @@ def render_html(report: RunReport) -> str:
     attempts, earlier = text_report.attempt_lines(report), text_report.earlier_lines(report)
     trouble, notices = list(trouble_lines(report)), notice_lines(report)
     lost = [rank for rank in report.ranks if rank.lost.total]
-    found_lanes = lanes(report)
+    found_lanes, telemetry = lanes(report), report.telemetry
     counts = {
         ReportSection.ATTEMPTS: len(attempts) + len(earlier),
         ReportSection.RANKS: len(report.everyone),
         ReportSection.PREFLIGHT: len(report.preflight.findings),
         ReportSection.NOTES: len(trouble) + len(notices),
-        ReportSection.NODES: len(report.telemetry.notable) if report.telemetry is not None else 0,
+        ReportSection.NODES: len(telemetry.notable) if telemetry is not None else 0,
         ReportSection.STEPS: len(report.steps.stragglers) if report.steps is not None else 0,
         ReportSection.INSIGHTS: len(report.insights),
         ReportSection.TIMELINE: len(report.timeline),
@@ -109,7 +109,7 @@ def render_html(report: RunReport) -> str:
         heat=heat_map(report),
         legend=LEGEND,
         lanes=found_lanes,
-        sparks=sparklines(report),
+        sparks=[(node, sparklines(node, telemetry.event)) for node in telemetry.nodes] if telemetry is not None else [],
         spark_size=(SPARK_WIDTH, SPARK_HEIGHT),
         shown=shown,
         healthy=healthy,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from gpuwatch.collector.facts.diagnosis import DiagnosisOrder, LocalDiagnosis, earliest, from_event, reason
+from gpuwatch.collector.facts.diagnosis import DiagnosisOrder, LocalDiagnosis, from_event, reason
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,20 +80,20 @@ def test_without_clocks_the_count_and_without_a_group_the_batch(make):
 
 def test_the_earliest_are_those_that_nothing_came_before(make):
     a, b, c = (at(make, rank, clock={"0": clock}) for rank, clock in enumerate((4, 4, 5)))
-    assert earliest([c, b, a]) == [b, a]
+    assert DiagnosisOrder([c, b, a]).earliest() == [b, a]
 
 
 def test_a_ring_has_no_first(make):
     clocks = ({"x": 1, "z": 2}, {"x": 2, "y": 1}, {"y": 2, "z": 1})
     ring = [at(make, rank, clock=clock) for rank, clock in enumerate(clocks)]
-    assert earliest(ring) == ring
+    assert DiagnosisOrder(ring).earliest() == ring
 
 
 def test_messages_count_in_no_sum(make):
     """Rank 0 has one neighbour and has issued 51 operations, rank 1 has two and 99. Rank 1 made it and sent it back."""
     first = at(make, 1, clock={"0": 3}, seq=99, sent={"0": {0: 20, 2: 20}}, received={"0": {0: 20, 2: 20}})
     later = at(make, 0, clock={"0": 3}, seq=51, sent={"0": {1: 20}}, received={"0": {1: 21}})
-    assert earliest([later, first]) == [first]
+    assert DiagnosisOrder([later, first]).earliest() == [first]
     assert before(first, later)
     assert "message 21 of rank 1" in reason(first, later)
 
@@ -127,7 +127,7 @@ def test_a_third_rank_puts_two_in_order(make):
     first = at(make, 0, clock={"0": 0}, received={"0": {1: 6}})
     assert not before(last, first), "these two have nothing in common"
     assert DiagnosisOrder([first, middle, last]).before(last, first)
-    assert earliest([first, middle, last]) == [last]
+    assert DiagnosisOrder([first, middle, last]).earliest() == [last]
 
 
 def test_a_group_that_counts_nothing_is_left_out_and_named(make):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from gpuwatch.collector.assemble.build import build_report
-from gpuwatch.collector.facts.fold import fold, shown_body
+from gpuwatch.collector.facts.fold import FactFold, fold, shown_body
 from gpuwatch.collector.live.stage_lines import StageLines
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text_report import render_text
@@ -111,10 +111,12 @@ def test_a_message_without_anything_hostile_is_the_same_object(make):
 
 
 def test_lines_that_are_told_while_the_preflight_runs_are_shown_too(make):
-    lines = StageLines()
+    folded = FactFold()
+    lines = StageLines(folded)
     finding = make.found("compute", grade="warn", sentence="rank 0 on h\x1b[2J is slow\nVERDICT clean")
     for body in (make.hello(nproc=1), make.began(0, "compute"), make.stage(0, "compute"), make.concluded(0, [finding])):
         lines.hear(body)
+        folded.add("a0", 0, body)
     over = lines.end()[-1]
     assert all(line.isprintable() for line in [over.text, *over.warnings])
     assert any("\\x1b[2J" in line for line in over.warnings)

@@ -1,4 +1,4 @@
-"""What a report says beside the verdict: values near trouble, skipped steps, waived rows, skipped batches, cost."""
+"""What a report says beside the verdict: values near trouble, skipped steps, waived rows, skipped batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import RunReport, to_json
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.events import AbsorbedValue, IgnoredAlarm, RangeWarning, ScalerSkip, WatchCost
+from gpuwatch.core.events import AbsorbedValue, IgnoredAlarm, RangeWarning, ScalerSkip
 from gpuwatch.core.wire.messages import EventMessage
 
 
@@ -193,7 +193,7 @@ def test_several_rules_are_told_apart(make):
     assert "waived by --ignore: 6 rows in all" in text
 
 
-# -- skipped batches, and the cost ---------------------------------------------------------------------------------
+# -- skipped batches ---------------------------------------------------------------------------------------------
 
 
 def test_a_run_of_which_only_some_batches_were_looked_at_does_not_claim_the_others(make):
@@ -224,25 +224,6 @@ def test_what_was_left_out_before_a_restart_is_said(make):
     assert (verdict.kind, "only one in 2 was inspected" in verdict.statement) == ("clean", True)
 
 
-def test_the_cost_of_watching_is_told_of_the_slowest_rank(make):
-    costs = [
-        EventMessage(WatchCost(make.where(0), 1_000, 1_010, 40, 41)),
-        EventMessage(WatchCost(make.where(1), 1_000, 1_250, 40, 41)),
-        EventMessage(WatchCost(make.where(1), 1_000, 9_000, 4, 4)),
-    ]
-    report = report_of(run(make, *costs))
-    assert report.ranks[1].cost == {
-        "plain_ns": 1_000, "watched_ns": 1_250, "plain_batches": 40, "watched_batches": 41, "ratio": 1.25,
-    }  # fmt: skip
-    assert "Watching cost 1.25x (median of 41 watched batches against 40 plain ones, rank 1" in text_of(report)
-
-
-def test_a_cost_that_was_not_measured_is_not_told(make):
-    report = report_of(run(make, EventMessage(WatchCost(make.where(0), 0, 5, 0, 3))))
-    assert report.ranks[0].cost["ratio"] is None
-    assert "Watching cost" not in text_of(report)
-
-
 # -- the fold -----------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +234,6 @@ def test_notices_do_not_depend_on_order_or_duplicates(make):
         *(skip(make, rank, 4.0 / (n + 1), n + 1, batch=n) for n in range(3) for rank in range(2)),
         hidden(make, 0),
         hidden(make, 0, module="probe.2"),
-        EventMessage(WatchCost(make.where(0), 1_000, 1_010, 40, 41)),
         ignored=2,
     )
     expected = to_json(report_of(bodies))

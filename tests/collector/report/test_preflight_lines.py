@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from gpuwatch.collector.facts.fold import FactFold
 from gpuwatch.collector.live.stage_lines import StageLines
 from gpuwatch.core.wire.pipe import PreflightOver, StageLine
 
 
+class HeardLines(StageLines):
+    """Each message is folded, as the collector does it."""
+
+    def hear(self, body):
+        super().hear(body)
+        self._folded.add("a0", 0, body)
+
+
 def heard(*bodies) -> StageLines:
-    lines = StageLines()
+    lines = HeardLines(FactFold())
     for body in bodies:
         lines.hear(body)
     return lines

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.gpu.health_grades import judge, load_thresholds
-from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS, RATES, SOURCES, CheckLimits
+from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS, CheckLimits
 from gpuwatch.core.gpu.nvml_child import GpuReading
 
 toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python reads no TOML")
@@ -26,14 +28,16 @@ def test_no_file_is_the_table_itself():
     assert load_thresholds("") == DEFAULTS
 
 
-def test_every_row_has_a_source_and_something_to_do():
+def test_every_row_has_a_source_in_the_docs_and_something_to_do():
     assert len({check.name for check in CHECKS}) == len(CHECKS)
+    page = (Path(__file__).parents[3] / "docs" / "preflight.md").read_text()
     for check in CHECKS:
-        assert SOURCES[check.name]
+        limits = [f"{limit:g}" if limit is not None else "" for limit in (check.warn, check.fail)]
+        row = f"| `{check.name}` | {check.what} | {limits[0]} | {limits[1]} | "
+        assert re.search(f"^{re.escape(row)}\\S.* \\|$", page, re.MULTILINE), row
         assert check.next.endswith(".")
         assert check.needs
         assert check.value is not None or len(check.needs) == 1
-    assert all(source for _, _, source in RATES.values())
 
 
 def test_a_row_of_the_file_takes_the_place_of_the_tables_and_leaves_the_others(write):

@@ -69,7 +69,7 @@ os.dup2(files[0].fileno(), number)
         (f"session = watch(); {CLOSES}session.recorder.close(); look()", 0),
         (f"session = watch(); {CLOSES}del session; sessions._current = None; gc.collect(); look()", 0),
         (f"watch(); reader = RecorderReader(folder / 'recorder'); {CLOSES}reader.close(); look()", 0),
-        (own_number(f"from gpuwatch.worker.stack_file import look_at_stack_file; look_at_stack_file(); {DIES}"), -11),
+        (own_number(f"from gpuwatch.worker.answers import look_at_stack_file; look_at_stack_file(); {DIES}"), -11),
         (own_number(f"child = os.fork()\nif not child: {DIES}\nprint(os.waitpid(child, 0)[1] & 127)"), 0),
         ("resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); session = watch(); " + CLOSES + DIES, -11),
     ],

@@ -88,7 +88,6 @@ EVENTS = [
     records.LooseParameters(HERE, "Adam", 2, 1),
     records.BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),
     records.IgnoredAlarm(HERE, "mask.*:output", "mask.0", "output", "-inf"),
-    records.WatchCost(HERE, 1_000_000, 1_020_000, 50, 49),
     records.ReplacedFunctions(HERE, {"torch.Tensor": ["item", "tolist"]}),
     records.ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
     records.ScriptExit(HERE, 3),

@@ -17,7 +17,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 if sys.argv[2] == "answers":
-    from gpuwatch.worker.stack_file import answer_with_stacks
+    from gpuwatch.worker.answers import answer_with_stacks
     answer_with_stacks(Path(sys.argv[1]), 3, 1)
     if sys.argv[3] == "its own handlers":
         import os, signal

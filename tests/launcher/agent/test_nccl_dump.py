@@ -14,13 +14,13 @@ import time
 
 import pytest
 from gpuwatch.core.recorder.flight_recorder import file_of, pipe_of
-from gpuwatch.launcher.agent.nccl_dump import ANSWER_S, NcclDump
-from gpuwatch.worker.nccl_answers import have_it_recorded
+from gpuwatch.launcher.agent.rank_stalls import ANSWER_S, NcclDump
+from gpuwatch.worker.answers import have_it_recorded
 
 RANK = """
 import os, sys, threading, time, types
 from pathlib import Path
-from gpuwatch.worker.nccl_answers import answer_about_nccl
+from gpuwatch.worker.answers import answer_about_nccl
 folder, data = Path(sys.argv[1]), bytes.fromhex(sys.argv[2])
 
 def dump(includeCollectives, includeStackTraces, onlyActive):
@@ -53,7 +53,7 @@ def rank(tmp_path):
 def answered(dump):
     while not dump.is_due(1.0):
         time.sleep(0.01)
-    return dump.result()
+    return dump.found
 
 
 def test_a_rank_answers_each_question_and_ends_as_before(tmp_path, rank):
@@ -72,7 +72,7 @@ def test_an_answer_that_cannot_be_read_is_not_waited_for(tmp_path, rank):
     file_of(tmp_path, 0, 2).write_bytes(b"no pickle")
 
     assert dump.is_due(0.0)
-    assert dump.result() is None
+    assert dump.found is None
     rank.send_signal(signal.SIGCONT)
 
 
@@ -82,7 +82,7 @@ def test_one_that_is_stopped_is_waited_for_so_long(tmp_path, rank):
 
     assert not dump.is_due(100.0 + ANSWER_S - 0.1)
     assert dump.is_due(100.0 + ANSWER_S)
-    assert dump.result() is None
+    assert dump.found is None
     rank.send_signal(signal.SIGCONT)
 
 
@@ -97,7 +97,7 @@ def test_where_nobody_reads_the_pipe_nobody_is_waited_for(tmp_path, rank, what):
     dump = NcclDump(tmp_path, 0, attempt, 0.0)
 
     assert dump.is_due(0.0)
-    assert dump.result() is None
+    assert dump.found is None
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from gpuwatch.core.events import IgnoredAlarm, NotLookedInto
 from gpuwatch.core.recorder.layout import HeadField
-from gpuwatch.worker.compile import graph_op as graph_look
 from gpuwatch.worker.compile import places
-from gpuwatch.worker.compile.views import compiled_views
+from gpuwatch.worker.compile.kinds import compiled_views
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -321,23 +320,23 @@ def test_the_compiled_look_sees_what_the_other_one_does(shape, dtype, spoilt, tu
         tensor = tensor.transpose(0, -1) if tensor.dim() else tensor
     if gapped and tensor.dim():
         tensor = tensor[..., ::2]
-    place = graph_look.new_place()
+    place = places.new_place()
     try:
         torch.ops.gpuwatch.look(tensor, torch.zeros(1), place)
-        found = graph_look.SEEN[place]
-        graph_look._look(tensor, torch.zeros(1), place)
-        assert found == graph_look.SEEN[place]
-        assert type(found) is graph_look.TensorReading
+        found = places.SEEN[place]
+        places._look(tensor, torch.zeros(1), place)
+        assert found == places.SEEN[place]
+        assert type(found) is places.TensorReading
         assert found.shape == tuple(tensor.shape)
     finally:
-        graph_look.SEEN[place] = None
+        places.SEEN[place] = None
 
 
 def test_a_look_never_raises():
     token = torch.zeros(1)
-    place = graph_look.new_place()
+    place = places.new_place()
     torch.ops.gpuwatch.look(torch.ones(3)[None].expand(4, 3), token, place)
-    assert graph_look.SEEN[place].shape == (4, 3)
+    assert places.SEEN[place].shape == (4, 3)
     torch.ops.gpuwatch.look(torch.ones(3), token, 1 << 40)  # a place that nobody made
     torch.ops.gpuwatch.look(torch.ones(3), token, -1)
 

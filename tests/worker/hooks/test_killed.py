@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpuwatch.core.recorder.pages import NameTable, decode_page
 from gpuwatch.core.recorder.reader import RecorderReader
-from gpuwatch.worker.stats.late_device import LateDevice
+from gpuwatch.tests.fakes.late_device import LateDevice
 from torch import nn
 
 from ..conftest import Watched, use_late_device

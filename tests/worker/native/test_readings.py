@@ -14,10 +14,10 @@ import torch
 from gpuwatch.core.judge import WarningLimits
 from gpuwatch.core.recorder.layout import VALUES_PER_SEGMENT
 from gpuwatch.core.values import COUNTED
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats import notable, triton_reader
 from gpuwatch.worker.stats import torch_reader as device_reader
-from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.notable import NotableFilter
 from gpuwatch.worker.stats.torch_reader import (
     ENTRY,

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 import torch
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.record.autograd_graph import AutogradGraph, GraphCalls, GraphHold, holds_nothing, running_graph
-from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

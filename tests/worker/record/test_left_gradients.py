@@ -7,7 +7,7 @@ import math
 import gpuwatch
 import pytest
 import torch
-from gpuwatch.worker.stats.late_device import LateDevice
+from gpuwatch.tests.fakes.late_device import LateDevice
 from torch import nn
 
 from ..conftest import use_late_device

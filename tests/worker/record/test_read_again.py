@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.hooks import native_writer
-from gpuwatch.worker.stats.late_device import LateDevice
 from needs import RELEASE
 from torch import nn
 

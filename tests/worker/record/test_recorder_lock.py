@@ -7,8 +7,8 @@ import threading
 
 import pytest
 import torch
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.hooks import native_writer
-from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
 from ..conftest import use_late_device

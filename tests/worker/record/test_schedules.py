@@ -11,8 +11,8 @@ import pytest
 import torch
 from gpuwatch.core.events import Anomaly, IgnoredAlarm, RangeWarning, ScalerSkip
 from gpuwatch.core.frames import Frame
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.stats import device
-from gpuwatch.worker.stats.late_device import LateDevice
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.hooks import process_groups
-from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
 from ..conftest import use_late_device

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from gpuwatch.core.recorder.layout import HeadField
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats import device_buffer
 from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
-from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.torch_reader import TorchReader
 from torch import nn
 

@@ -13,8 +13,8 @@ from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import NonFinite, Value
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.stats.device import CudaDevice, file_system_of
-from gpuwatch.worker.stats.late_device import LateDevice
 
 from .one_by_one import OneByOne
 

@@ -15,7 +15,7 @@ from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import COUNTED, DTYPE_MAX, PENDING, NonFinite, Value, ValueEncoding, headroom
-from gpuwatch.worker.stats.late_device import LateDevice
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.stats.notable import NotableFilter
 from gpuwatch.worker.stats.stream_buffer import runs
 from gpuwatch.worker.stats.tensor_stats import measure
@@ -61,7 +61,7 @@ _on_cuda = []
 
 def device_buffer(recorder, device, **more):
     if device != "cuda":
-        return OneByOne(recorder, torch.device("cpu"), **more)
+        return OneByOne(recorder, torch.device("cpu"), **{"driver": LateDevice(), **more})
     _on_cuda.append(OneByOne(recorder, torch.device("cuda", torch.cuda.current_device()), **more))
     return _on_cuda[-1]
 

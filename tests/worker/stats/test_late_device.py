@@ -13,8 +13,8 @@ from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import PENDING, Value
+from gpuwatch.tests.fakes.late_device import POISON, HostRead, LateDevice
 from gpuwatch.worker.stats.device import device_for, is_on_device, late_device
-from gpuwatch.worker.stats.late_device import POISON, HostRead, LateDevice
 from gpuwatch.worker.stats.tensor_stats import measure
 from gpuwatch.worker.stats.torch_reader import TorchReader, fresh_rows
 from hypothesis import given, settings

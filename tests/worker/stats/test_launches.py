@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from gpuwatch.core.recorder.layout import VALUES_PER_SEGMENT
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.compile import places
 from gpuwatch.worker.hooks import native_writer
-from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.triton_reader import TritonReader
 from torch import nn
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from gpuwatch.worker.stats.late_device import LateDevice
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.stats.passed_readings import PassedReadings
 from gpuwatch.worker.stats.torch_reader import TorchReader
 

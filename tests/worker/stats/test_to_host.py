@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.stats import device
 from gpuwatch.worker.stats.device import to_host
-from gpuwatch.worker.stats.late_device import LateDevice
 
 
 @pytest.fixture

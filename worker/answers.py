@@ -1,23 +1,28 @@
-"""Lets the node agent ask this rank for its stack, whatever it waits for, and records the stack at a fatal signal.
+"""Lets the node agent ask this rank for its stack, and for what torch's flight recorder of NCCL has: see core/stalls.py
+and core/recorder/flight_recorder.py. Records the stack at a fatal signal, too.
 
-See core/stalls.py. faulthandler keeps the number of a descriptor, and at a signal writes into whatever file has that
-number then. So the number is one that no file of the script gets (core/own_files.py), and it is checked after each
-batch and each fork: if it belongs to another file, faulthandler drops it.
+faulthandler keeps the number of a descriptor, and at a signal writes into whatever file has that number then. So the
+number is one that no file of the script gets (core/own_files.py), and it is checked after each batch and each fork: if
+it belongs to another file, faulthandler drops it.
 """
 
 from __future__ import annotations
 
+import _thread
 import faulthandler
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..core.own_files import OwnDescriptor
+from ..core.own_files import OwnDescriptor, write_whole
+from ..core.recorder.flight_recorder import file_of, pipe_of
 from ..core.stalls import MAY_BE_ASKED, asking_signal, stack_file_name
+from ..core.torch_names import Release
 from .patches import PatchLedger
 
 _answering: _StackFile | None = None
@@ -91,3 +96,43 @@ def _give_way(number: int, path: Path) -> None:
 def _ask_no_more(path: Path) -> None:
     with suppress(OSError):
         path.chmod(0o600 & ~MAY_BE_ASKED)
+
+
+# What this rank's devices were given: a thread reads a pipe, and sleeps until the agent writes into it, at a stall.
+# Then it needs the GIL, which torch lets go of wherever it waits for a device.
+
+_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+_NONE_BY_DEFAULT: Release = (2, 8)
+"""Releases before it may record nothing unless they are asked to; it and later ones keep the last 2000 collectives."""
+_MODULE = "torch._C._distributed_c10d"
+
+
+def have_it_recorded(release: Release, *, for_gpus: bool) -> None:
+    """Before the first process group: have torch record, if it was built `for_gpus`."""
+    if for_gpus and release < _NONE_BY_DEFAULT:
+        os.environ.setdefault(_SIZE, "2000")
+
+
+def answer_about_nccl(folder: Path, rank: int, attempt: int) -> None:
+    """Wait for questions in a thread, from the first group of NCCL on: that has threads, too. Twice does no harm.
+
+    Where there can be none, or the limit of open files leaves no number that is out of the script's reach, there is no
+    answer.
+    """
+    pipe = pipe_of(folder, rank, attempt)
+    with suppress(OSError, RuntimeError):
+        os.mkfifo(pipe, 0o600)
+        asked = OwnDescriptor(pipe, os.O_RDWR)  # so that it is not at its end while nobody asks
+        if asked.is_out_of_reach:
+            _thread.start_new_thread(_answer, (asked, file_of(folder, rank, attempt)))  # threading does not list it
+        else:
+            asked.close()
+
+
+def _answer(asked: OwnDescriptor, file: Path) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+    with suppress(Exception):
+        while asked.is_ours and os.read(asked.number, 64):
+            dump: Callable[..., bytes] | None = getattr(sys.modules.get(_MODULE), "_dump_nccl_trace", None)
+            if dump is not None:
+                write_whole(file, dump(includeCollectives=True, includeStackTraces=False, onlyActive=False))

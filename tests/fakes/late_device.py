@@ -4,8 +4,9 @@ Tensors are read at once, since no stream of the user can be delayed here. Copie
 out a random number of calls after its start, in order within a stream, out of order between streams. A copy reads its
 source when it is carried out: a source that was freed by then gives POISON. The host cannot read rows on the device:
 `.item()`, `.tolist()` and `bool()` raise, since on a real device they would wait for it.
+
+The worker imports this module as gpuwatch.tests.fakes.late_device, so tests must, too.
 """
-# ruff: noqa: D102  # `StatsDevice` says what the methods of a device do
 
 from __future__ import annotations
 
@@ -17,10 +18,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from gpuwatch.worker.stats.device import StreamKey
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
-
-from .device import StreamKey
 
 POISON = 0x6B6B_6B6B_6B6B_6B6B
 """The content of freed device memory."""
