@@ -55,6 +55,7 @@ GRAPH = "the module whose backward made a gradient is named with less certainty"
 FUNCTORCH = "tensors inside torch.func cannot be distinguished from others"
 MODES = "a script's own torch modes see gpuwatch's operations"
 DEVICE = "numbers of a GPU are not read"
+REPLAYS = "replays of CUDA graphs are not read"
 COMMS = "collectives are not seen"
 HANGS = "a hang is reported without the collectives"
 SCALER = "steps that a GradScaler skips are not reported"
@@ -117,6 +118,8 @@ NAMES = (
     # -- a device --
     TorchName("torch._C", "_cuda_getCurrentRawStream", DEVICE),
     TorchName("torch._C", "_CudaDeviceProperties", DEVICE),
+    TorchName("torch.cuda.graphs", "register_graph_capture_start_hook", REPLAYS, since=(2, 14)),
+    TorchName("torch.cuda.graphs", "register_graph_capture_end_hook", REPLAYS, since=(2, 14)),
     # -- several ranks --
     TorchName(_C10D, "_pg_map", COMMS),
     TorchName(_C10D, "_world", COMMS),

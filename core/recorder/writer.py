@@ -71,6 +71,8 @@ class OpenPage:
     ended: bool = False
     with_gradients: bool = True
     """Its forward records a graph for a backward."""
+    rehearses: bool = False
+    """Gradients of its backward mean nothing."""
 
 
 class RecorderWriter:

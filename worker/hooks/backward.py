@@ -207,14 +207,18 @@ class BackwardHooks:
         if not self._attached:
             return
         with self._progress.faults.within("gradient hook"):
-            self._backwards.append(calls.page)
-            self._judging.held.backward_begins(calls.page)
-            self.left.backward_begins(calls.page)
+            self.begins(calls.page)
             if self.graphs.begins(calls):
                 Variable._execution_engine.queue_callback(self.backward_ends)
                 self.waits = not (torch.distributed.is_available() and torch.distributed.is_initialized())
             elif self.waits and any(graph.within is not None for graph in self.graphs.running):
                 self._read_waiting()  # a backward within this one may add to the same gradients
+
+    def begins(self, page: int) -> None:
+        """A backward has reached the outputs of the root of the page with this number."""
+        self._backwards.append(page)
+        self._judging.held.backward_begins(page)
+        self.left.backward_begins(page)
 
     def backward_ends(self) -> None:
         """Hold the graph until its numbers have arrived. The next batch lets go of it if it keeps memory.

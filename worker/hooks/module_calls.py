@@ -189,7 +189,7 @@ class ModuleCalls:
             phase = Phase.RECOMPUTE
             self._progress.resume(page)
         else:
-            self._end_last_batch(root)
+            self.end_last_batch(root)
             if self._skipping.skips(module, root, opens_batch):
                 return None
             page = self._progress.begin_page(root)
@@ -201,7 +201,8 @@ class ModuleCalls:
         self._progress.enter(RankPhase.FORWARD)
         return info
 
-    def _end_last_batch(self, root: RootInfo) -> None:
+    def end_last_batch(self, root: RootInfo) -> None:
+        """The next batch of a root begins."""
         self._graphs.take()
         self._graphs.batch_ends(root)
         if root.page is not None:

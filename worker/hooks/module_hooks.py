@@ -32,6 +32,7 @@ from .backward import BackwardHooks
 from .call_frames import CallFrames
 from .global_hooks import CALL, GlobalHooks, RunningCalls, patch_exports
 from .grad_scaler import GradScalerHooks
+from .graph_replays import GraphReplays
 from .module_calls import ModuleCalls
 from .native_writer import called_by_native_hooks
 from .optimizer import OptimizerHooks
@@ -91,6 +92,7 @@ class ModuleHooks:
         second_look = SecondLook(call_frames, steps.steps, scalers)
         self.second_runs = SecondRuns(frames, running, global_hooks, lambda: bool(policy.around))
         self._calls = ModuleCalls(call_frames, skipping, global_hooks, self.second_runs)
+        self._replays = GraphReplays(self._calls, call_frames)
         looks = "comms" in settings.watch
         recorder.fields[HeadField.PASSED_UNSEEN] = seal(not looks)
         self._collectives = CollectivePatches(
@@ -115,6 +117,7 @@ class ModuleHooks:
             called = *map(apart_from_dynamo, named), *named, *called_by_native_hooks(self.progress, self.rows)
             self._graphs.attach((*called, *self._gradients.hooks))
             self._patches.at_undo(self._graphs.detach)
+        self._replays.attach(self._patches)
         self._collectives.attach()
         self._patches.at_undo(self._collectives.detach)
         self._steps.attach(self._patches)

@@ -15,6 +15,7 @@ import torch
 
 from ...core.recorder.pages import OwnPages
 from ...core.recorder.writer import OpenPage, RecorderWriter
+from ..stats.captured_rows import CAPTURED
 from ..stats.device import device_for, has_reader, is_on_device, without_modes
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.notable import NotableFilter, slots_of_masks
@@ -48,6 +49,8 @@ class DeviceRows:
         self.device_buffer: DeviceStatsBuffer | None = None
         self.late_pages: dict[int, OpenPage] = {}
         """Page number -> page, for pages with numbers that have not arrived. AlarmRecorder takes them out."""
+        self.sees_captures = False
+        """torch says when a capture begins and when a graph is replayed."""
         self.captured_unseen = False
         """The user captured a graph before anything on a device was read."""
         self._device_failed = False
@@ -87,7 +90,7 @@ class DeviceRows:
         if buffer is None or page is None:
             return [None] * len(tensors), [None] * len(earlier)
         found = buffer.frame(tensors, elements, earlier, self.count)
-        if any(index is not None for index in found[0]):
+        if any(index is not None and index < CAPTURED for index in found[0]):
             self.late_pages[page.number] = page
         return found
 
@@ -112,6 +115,7 @@ class DeviceRows:
                     self.captured_unseen = True
                     return None
                 self.device_buffer = DeviceStatsBuffer(self._recorder, device, notable=self.notable)
+                self.device_buffer.captured.is_on = self.sees_captures
             except Exception as error:
                 self._device_failed = True
                 self._on_fault("device", error)

@@ -186,7 +186,9 @@ class AlarmRecorder:
         unseen = self._rows.captured_unseen or (buffer is not None and buffer.not_seen_in_graphs > 0)
         if unseen and not self._graph_fault_recorded:
             self._graph_fault_recorded = True
-            message = "graph: not seen. A CUDA graph was captured, and gpuwatch does not read what its replays compute"
+            message = (
+                "graph: not seen. A CUDA graph was captured, and gpuwatch does not read all that its replays compute"
+            )
             self._recorder.append(OwnFault(self._progress.where(), "graph", message))
         if buffer is None:
             return True
@@ -285,7 +287,7 @@ class AlarmRecorder:
     def alarm(self, bad: NonFiniteRow, cause: str = "") -> None:
         """Record the first alarm of a page, and no later one."""
         judged = self._judged(bad.page)
-        if judged.alarmed:
+        if judged.alarmed or (bad.page.rehearses and bad.frame.phase not in FORWARDS):
             return
         judged.alarmed = True
         earlier = self.held.cause_of(bad)

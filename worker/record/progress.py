@@ -205,6 +205,8 @@ class RunProgress:
         """The root of the last page that was begun."""
         self.skipped = False
         """This batch is skipped (`--every`)."""
+        self.rehearses = False
+        """torch calls modules with gradients that nobody has written, before it captures a CUDA graph."""
         self._unseen: set[str] = set()
 
     def where(self, page: OpenPage | None = None, root: str | None = None) -> RunPosition:
@@ -237,6 +239,7 @@ class RunProgress:
         self.root = root
         root.page = self.recorder.begin_page(root.id, self.batch, self.step)
         root.page.with_gradients = torch.is_grad_enabled()
+        root.page.rehearses = self.rehearses
         self.groups.notice()
         self.fields[HeadField.SEQ] = issued()
         return root.page

@@ -17,6 +17,7 @@ from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import RowTuple
 from ...core.roles import RoleKind, parse_role
 from ...core.values import PENDING, NonFinite
+from ..stats.captured_rows import CAPTURED
 from ..stats.device import is_on_device, late_device
 from ..stats.device_buffer import DeviceRow
 from ..stats.tensor_stats import (
@@ -395,7 +396,9 @@ class RowWriter(DeviceRows):
     def _device_row(self, slot: int, tensor: torch.Tensor, mark: int, index: int | None) -> RecordedRow:
         """The row of a tensor on a device whose value has this index; None: it cannot be measured."""
         value, kind, meta = NOTHING, RowKind.NOT_MEASURABLE, 0
-        if index is not None:
+        if index is not None and index >= CAPTURED:
+            value = index
+        elif index is not None:
             value, kind, meta = index, RowKind.MEASURED, PENDING
         elif _is_empty(tensor):
             kind = RowKind.EMPTY

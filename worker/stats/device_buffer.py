@@ -26,6 +26,7 @@ from ...core.recorder import layout
 from ...core.recorder.layout import HeadField, SegmentField
 from ...core.recorder.writer import RecorderWriter
 from ...core.values import PENDING
+from .captured_rows import CapturedRows, GraphReads
 from .device import CLOSE_S, StatsDevice, StreamKey, device_for, has_ended, without_modes
 from .kernel_launcher import KernelLauncher
 from .notable import NotableFilter
@@ -75,7 +76,7 @@ class DeviceStatsBuffer:
         self.note = ""
         """A defect and its consequence; empty if all is well. It may grow."""
         self.not_seen_in_graphs = 0
-        """Calls that measured nothing because the user captured a graph."""
+        """Tensors that were not read because the user captured a graph, and replays that were not read."""
         self._notable = notable or NotableFilter(WarningLimits())
         self._driver = driver or device_for(device)
         self._recorder = recorder
@@ -93,6 +94,7 @@ class DeviceStatsBuffer:
         self._queued_page = -1
         self._unsent: tuple[int, int] | None = None
         """A segment that ended while the user captured a graph: (offset of its values, page)."""
+        self.captured = CapturedRows(self._driver)
         self.passed = PassedReadings(self._driver, self._do)
         """Readings of tensors that pass between ranks. They are sent together with the rows."""
         self._copies = FileCopies(recorder, self._driver, device, self._notable, self._add_note)
@@ -144,7 +146,8 @@ class DeviceStatsBuffer:
     ) -> tuple[list[int | None], list[DeviceRow | None]]:
         """Start to read the tensors of a frame; the last ones, as many as `earlier`, are its weights.
 
-        Returns for each tensor the index of its value in the page, None if it cannot be measured; and for each weight
+        Returns for each tensor the index of its value in the page, None if it cannot be measured, `CAPTURED` and more
+        if the graph that is captured reads it (captured_rows.py); and for each weight
         the row to pass in as `earlier` the next time. `elements`: how many lie in one piece of the tensor's memory, in
         order; 0 if the caller does not know, FROM_GRAPH if these are the numbers that a compiled graph left of a
         tensor. `count`: also count zeros and subnormals, of dtypes of low precision. Gradients must be off.
@@ -157,18 +160,19 @@ class DeviceStatsBuffer:
         indices: list[int | None] = []
         rows: list[DeviceRow | None] = []
         values = len(tensors) - len(earlier)
-        captured = self._driver.is_capturing()  # a read would become a part of the user's graph
+        captured = self._driver.is_capturing()  # a read becomes a part of the user's graph
         for place, tensor in enumerate(tensors):
             index = None
             if self._driver.holds(tensor):
                 if captured:
-                    self.not_seen_in_graphs += 1
+                    index = self._capture(tensor, elements[place], count)
                 else:
                     before = earlier[place - values] if place >= values else None
                     index = self._measure(tensor, elements[place], count, before)
             indices.append(index)
             if place >= values:
-                rows.append(self._remember(earlier[place - values]) if index is not None else None)
+                is_read = index is not None and not captured
+                rows.append(self._remember(earlier[place - values]) if is_read else None)
         return indices, rows
 
     def read_frame(
@@ -244,6 +248,32 @@ class DeviceStatsBuffer:
             buffer.limits[position] = limit
         return index
 
+    def _capture(self, tensor: torch.Tensor, elements: int, count: bool) -> int | None:
+        page, frames, index = self._recorder.page, self._recorder.frame_count, None
+        assert page is not None
+        try:
+            index = self.captured.read(self._reader, tensor, elements, page, frames, count)
+        except Exception as error:
+            self._add_note(f"a tensor of a CUDA graph was not read: {first_line(error)}")
+        self.not_seen_in_graphs += index is None
+        return index
+
+    def replayed(self, reads: GraphReads, first: int, end: int) -> int:
+        """A replay on the current stream fills these rows of a graph, VALUES_PER_SEGMENT at most: start their copy.
+
+        They are fresh for the next replay. Returns the index in the page of the first one's value.
+        """
+        page, buffer, count = self._recorder.page, self._buffer(reads.device), end - first
+        assert page is not None
+        index, position = self._recorder.values(count, PENDING)
+        values_at = self._recorder.cursor[0] + layout.VALUES_AT
+        packed: torch.Tensor = self._do("pack", reads.rows[first:end], count)
+        if self._has_room(values_at):
+            self._copies.start(buffer, page.number, values_at, packed, list(range(position, position + count)), {})
+        else:
+            self._fields[HeadField.ROWS_LOST] += count
+        return index
+
     def _remember(self, before: Any) -> DeviceRow:
         """The last weight's row: the one `before` if it is of this stream."""
         assert self._last is not None
@@ -267,6 +297,7 @@ class DeviceStatsBuffer:
         if buffer.rows is None:
             with torch.inference_mode(False):
                 buffer.rows = without_modes(self._fresh_rows, buffer)
+                without_modes(self.captured.prepare, device)
         return buffer
 
     def _fresh_rows(self, buffer: StreamBuffer) -> torch.Tensor:
@@ -411,16 +442,9 @@ class DeviceStatsBuffer:
         if self._unsent is not None:
             self._unsent = None
             self._copies.segment_done(values_at)
-        # An issued copy cannot be cancelled, so a segment is not reused before its copies have arrived. Half of the
-        # segments are kept free of outstanding copies. If the device works, the host is never this far ahead of it.
-        lost = False
-        half = self._fields[HeadField.SEGMENTS] // 2
-        busy = self._copies.of_segment
-        if values_at not in busy and len(busy) >= half:
-            self._copies.take_arrived(self._buffers.values())
-            lost = len(busy) >= half
-            if lost and not is_end:
-                return  # there may be room when the segment ends
+        lost = not self._has_room(values_at)
+        if lost and not is_end:
+            return  # there may be room when the segment ends
         self._queued = 0
         first_error: Exception | None = None  # the rows of the other streams must still be sent for this segment
         for buffer in self._buffers.values():
@@ -439,6 +463,18 @@ class DeviceStatsBuffer:
                         first_error = first_error or error
         if first_error is not None:
             raise first_error
+
+    def _has_room(self, values_at: int) -> bool:
+        """Whether copies into the segment whose values begin here may be started.
+
+        An issued copy cannot be cancelled, so a segment is not reused before its copies have arrived. Half of the
+        segments are kept free of outstanding copies. If the device works, the host is never this far ahead of it.
+        """
+        half, busy = self._fields[HeadField.SEGMENTS] // 2, self._copies.of_segment
+        if values_at not in busy and len(busy) >= half:
+            self._copies.take_arrived(self._buffers.values())
+            return len(busy) < half
+        return True
 
     def _send_stream(self, buffer: StreamBuffer, page: int, values_at: int, lost: bool) -> None:
         """Start the copies of one stream, which must be current."""
@@ -476,6 +512,8 @@ class DeviceStatsBuffer:
 
         A page with outstanding numbers may be returned again by a later call.
         """
+        if not self._driver.is_capturing():
+            self.captured.drop()
         without_modes(self._copies.take_arrived, self._buffers.values())
         found = sorted(self._copies.notable_pages)
         self._copies.notable_pages.clear()

@@ -273,6 +273,9 @@ class TensorReader(Protocol):
     def read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """Write the numbers of a tensor into a fresh row."""
 
+    def read_known(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
+        """`read` with one launch of a kernel that has run before, as a capture allows; False if there is none."""
+
     def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
         """Write the rows that the tensors would get one after the other."""
 
@@ -296,6 +299,10 @@ class TorchReader:
 
     def _read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         rows[position].copy_(self._row(source, count))
+
+    def read_known(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
+        """See `TensorReader`. These are many launches, and take memory."""
+        return False
 
     def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
         """See `TensorReader`. The host does not know whether earlier numbers are good, so every tensor is read."""

@@ -48,6 +48,8 @@ class TritonReader:
         self._stream = self._launcher.stream
         self._reads: dict[tuple[Any, ...], tuple[bytes, int, int]] = {}
         """Key of a read -> (kernel for `launch`, elements in a block, most programs)"""
+        self._loaded: set[tuple[Any, ...]] = set()
+        """Keys of reads whose kernel Triton has compiled and launched."""
         self._kernels: dict[tuple[Any, ...], bytes] = {}
         """The others for `launch`"""
         self._programs: dict[torch.device, int] = {}
@@ -55,26 +57,45 @@ class TritonReader:
 
     def read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """See `Reader`. The device must be the current one."""
-        tensor, elements, inner, stride = source
-        address, target, device = tensor.data_ptr(), rows.data_ptr(), tensor.get_device()
-        key = read_key(tensor.dtype, count, device, address, target, elements, inner, stride)
+        key = _key_of(source, rows, count)
+        if not self._launched_read(key, source, rows, position):
+            without_modes(self._ordinary_read, key, source, rows, position, count)
+
+    def read_known(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
+        """See `Reader`. Whether zeros are counted is less important than that the tensor is read."""
+        for counted in (count, not count):
+            key = _key_of(source, rows, counted)
+            if key in self._reads:
+                return self._launched_read(key, source, rows, position)
+            if key in self._loaded:
+                without_modes(self._ordinary_launch, source, rows, position, counted)
+                return True
+        return False
+
+    def _launched_read(self, key: tuple[Any, ...], source: TensorSource, rows: torch.Tensor, position: int) -> bool:
         known = self._reads.get(key)
-        if known is not None:
-            kernel, block, most = known
-            programs = min(-(-elements // block), most)
-            if not launch(kernel, programs, self._stream(device), address, target, position, elements, inner, stride):
-                return
-        without_modes(self._ordinary_read, key, source, rows, position, count)
+        if known is None:
+            return False
+        tensor, elements, inner, stride = source
+        kernel, block, most = known
+        programs, stream = min(-(-elements // block), most), self._stream(tensor.get_device())
+        where = tensor.data_ptr(), rows.data_ptr(), position
+        return launch(kernel, programs, stream, *where, elements, inner, stride) == 0
+
+    def _ordinary_launch(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> Any:
+        tensor, elements, inner, stride = source
+        kind, block, constants = _constants(tensor.dtype, count, layout_of(elements, stride))
+        view = tensor if kind.read_as is tensor.dtype else tensor.view(kind.read_as)
+        ordinary = self._kernel.read[(min(-(-elements // block), self._most_programs(tensor.device)),)]
+        return ordinary(view, rows, position, elements, inner, stride, *constants, **_OPTIONS)
 
     def _ordinary_read(self, key: Any, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """An ordinary launch, which compiles the kernel where Triton has not done so yet."""
         tensor, elements, inner, stride = source
+        compiled = self._ordinary_launch(source, rows, position, count)
+        self._loaded.add(key)
         layout = layout_of(elements, stride)
-        kind, block, constants = _constants(tensor.dtype, count, layout)
-        most = self._most_programs(tensor.device)
-        view = tensor if kind.read_as is tensor.dtype else tensor.view(kind.read_as)
-        ordinary = self._kernel.read[(min(-(-elements // block), most),)]
-        compiled = ordinary(view, rows, position, elements, inner, stride, *constants, **_OPTIONS)
+        block, most = _constants(tensor.dtype, count, layout)[1], self._most_programs(tensor.device)
         sizes = bytes((8, 8, 4, *(8 if size >= _INT32 else 4 for size in (elements, inner, stride))))
         found = self._tried(key, compiled, sizes, rows.device, TrialWay.READ, tensor.dtype, count, layout)
         if found is not None:
@@ -199,6 +220,12 @@ def _on(device: torch.device, integers: bytes) -> torch.Tensor:
     """Integers on the device, without waiting: torch keeps the pinned memory until the copy is done."""
     table = torch.frombuffer(bytearray(integers), dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def _key_of(source: TensorSource, rows: torch.Tensor, count: bool) -> tuple[Any, ...]:
+    tensor, elements, inner, stride = source
+    target, device = rows.data_ptr(), tensor.get_device()
+    return read_key(tensor.dtype, count, device, tensor.data_ptr(), target, elements, inner, stride)
 
 
 def read_key(

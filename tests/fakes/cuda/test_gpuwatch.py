@@ -11,15 +11,20 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+SCRIPTS = Path(__file__).parent / "scripts"
 OF_A_VERDICT = ("kind", "rank", "module", "class", "phase", "role", "value", "batch", "certainty", "dtype")
 
 
-def launch(folder, nproc, device, backend, *arguments, options=()):
+def launch(*arguments, **more):
+    """As `launch_script`, of train.py"""
+    return launch_script("train.py", *arguments, **more)
+
+
+def launch_script(script, folder, nproc, device, backend, *arguments, options=()):
     """(verdict, what the ranks print, the report)"""
     folder.mkdir()
     command = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--standalone", "--nproc-per-node", str(nproc)]
-    command += [*options, str(SCRIPT), "--device", device, "--backend", backend, *arguments]
+    command += [*options, str(SCRIPTS / script), "--device", device, "--backend", backend, *arguments]
     done = subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=280)
     file = folder / "gpuwatch-runs" / "latest" / "report.json"
     assert file.is_file(), done.stderr

@@ -5,11 +5,13 @@
 #include "frame_store.h"
 #include "objects.h"
 
+enum { CAPTURED = 1 << 30 }; /* as in worker/stats/captured_rows.py: the graph that is captured reads it */
+
 /* The index of a value in the page, or None if there is none; 0 with an exception set */
 static int set_value(Row *row, PyObject *index)
 {
-    row->kind = index == Py_None ? KIND_NOT_MEASURABLE : KIND_MEASURED;
     row->value = index == Py_None ? NOTHING : PyLong_AsLongLong(index);
+    row->kind = row->value >= CAPTURED ? KIND_NOT_MEASURABLE : KIND_MEASURED;
     return !PyErr_Occurred();
 }
 

@@ -1,0 +1,287 @@
+"""What gpuwatch sees of CUDA graphs: the overflow comes out of the arithmetic of a replay."""
+
+from __future__ import annotations
+
+import gpuwatch
+import pytest
+import torch
+from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.events import OwnFault
+from test_gpuwatch import launch_script
+from torch import nn
+
+REPLAYS = 6
+
+
+class Net(nn.Module):
+    """`grow` doubles its input."""
+
+    def __init__(self, depth=1):
+        super().__init__()
+        self.keep = nn.Sequential(*[nn.Linear(8, 8) for _ in range(depth)])
+        self.grow = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(8, 1)
+        with torch.no_grad():
+            self.grow.weight.copy_(2 * torch.eye(8))
+            for each in self.keep:
+                each.weight.copy_(torch.eye(8))
+
+    def forward(self, x):
+        return self.head(self.grow(self.keep(x)))
+
+
+def made(depth=1):
+    torch.manual_seed(0)
+    return Net(depth).cuda(), torch.rand(4, 8, device="cuda")
+
+
+def warm(net, x, times=3):
+    """As torch's documentation has it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(times):
+            net(x).pow(2).mean().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    net.zero_grad(set_to_none=True)
+
+
+def captured(net, x):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = net(x).pow(2).mean()
+        loss.backward()
+    return graph, loss
+
+
+def replay(graph, net, x, bad_at=-1, times=REPLAYS, loss=None):
+    """The losses, and the weights at the end."""
+    losses = []
+    numbers = torch.Generator().manual_seed(1)
+    for number in range(times):
+        x.copy_(torch.rand(4, 8, generator=numbers))
+        if number == bad_at:
+            x.mul_(0).add_(2.5e38)  # finite; twice that is not
+        graph.replay()
+        losses += [loss.item()] if loss is not None else []
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight -= 1e-3 * weight.grad
+    torch.cuda.synchronize()
+    return losses, [weight.detach().cpu() for weight in net.parameters()]
+
+
+def faults(watch):
+    return [event.message for event in watch.events if isinstance(event, OwnFault)]
+
+
+def places(watch):
+    return [(each.module, each.value, each.phase, each.where.batch) for each in watch.anomalies]
+
+
+def measured(watch):
+    """Batch -> (frames, kinds of their rows)"""
+    return {
+        page.batch: (len(page.frames), {row.kind for frame in page.frames for row in frame.rows})
+        for page in watch.pages()
+    }
+
+
+@pytest.mark.parametrize("depth", [1, 80])
+def test_an_overflow_in_the_fourth_replay_is_named(depth):
+    net, x = made(depth)
+    with gpuwatch.watch(net, on_overflow="continue") as watch:
+        warm(net, x)
+        graph, _ = captured(net, x)
+        replay(graph, net, x, bad_at=3)
+    assert places(watch)[0] == ("grow", "+inf", "forward", 3 + 1 + 3)
+    assert faults(watch) == []
+    pages = measured(watch)
+    assert pages[4] == pages[2]  # a replay has the frames of an eager batch
+
+
+def test_the_job_ends_at_a_later_replay():
+    net, x = made()
+    with gpuwatch.watch(net) as watch:
+        warm(net, x)
+        graph, loss = captured(net, x)
+        with pytest.raises(OverflowDetected, match="inf in output of `grow`"):
+            replay(graph, net, x, bad_at=3, times=50, loss=loss)
+    assert places(watch) == [("grow", "+inf", "forward", 7)]
+
+
+def test_a_clean_graph_has_the_same_bits_and_waits_for_nothing(counted):
+    net, x = made()
+    warm(net, x)
+    graph, loss = captured(net, x)
+    expected = replay(graph, net, x, loss=loss)
+    own = counted(lambda: [graph.replay() for _ in range(REPLAYS)])
+
+    net, x = made()
+    with gpuwatch.watch(net, on_overflow="continue") as watch:
+        warm(net, x)
+        graph, loss = captured(net, x)
+        losses, weights = replay(graph, net, x, loss=loss)
+        found = counted(lambda: [graph.replay() for _ in range(REPLAYS)])
+    assert losses == expected[0]
+    assert all(torch.equal(one, other) for one, other in zip(weights, expected[1], strict=True))
+    assert (faults(watch), watch.anomalies) == ([], [])
+    for name in ("host_waits", "pageable_copies", "device_allocations", "host_allocations", "operations"):
+        assert found.get(name, 0) == own.get(name, 0), name
+
+
+def test_graphed_callables_are_seen_and_their_rehearsal_raises_no_alarm():
+    net, x = made()
+    with gpuwatch.watch(net) as watch:
+        call = torch.cuda.make_graphed_callables(net, (x,))
+        with pytest.raises(OverflowDetected, match="grow"):
+            for number in range(50):
+                call(torch.full((4, 8), 2.5e38 if number == 3 else 1.0, device="cuda")).sum().backward()
+                torch.cuda.synchronize()
+    assert places(watch) == [("grow", "+inf", "forward", 7)]
+    assert faults(watch) == []
+
+
+def test_a_part_that_is_graphed_has_its_names_in_the_model():
+    net, x = made(2)
+    with gpuwatch.watch(net, on_overflow="continue") as watch:
+        net(x).sum().backward()
+        torch.cuda.synchronize()
+        net.keep = torch.cuda.make_graphed_callables(net.keep, (x,))
+        eager = measured(watch)[0]
+        for number in range(4):
+            x.fill_(1.0)
+            if number == 2:
+                with torch.no_grad():
+                    net.keep[1].weight.fill_(3e38)
+            net(x).sum().backward()
+        torch.cuda.synchronize()
+    module, value, phase, batch = places(watch)[0]
+    assert (module, value, phase) == ("keep.1", "+inf", "forward")
+    last = watch.pages()[-1]
+    assert last.batch == batch + 1
+    assert [frame.module for frame in last.frames if frame.phase == "forward"] == [
+        *("keep.0", "keep.1", "keep", "grow", "head", "")
+    ]
+    assert {frame.depth for frame in last.frames if frame.module.startswith("keep.")} >= {2}
+    assert eager[1] == {"measured"}
+
+
+def test_a_graph_that_is_gone_and_one_that_is_captured_again():
+    net, x = made()
+    with gpuwatch.watch(net, on_overflow="continue") as watch:
+        warm(net, x)
+        graph, _ = captured(net, x)
+        replay(graph, net, x, times=2)
+        del graph
+        again, _ = captured(net, x)
+        replay(again, net, x, times=2)
+        again.reset()
+        net.zero_grad(set_to_none=True)
+        with torch.cuda.graph(again):
+            net(x).pow(2).mean().backward()
+        replay(again, net, x, bad_at=1, times=2)
+        assert len(watch.hooks._replays._graphs) == 1
+    assert places(watch)[0] == ("grow", "+inf", "forward", 3 + 3 + 3 + 3)
+    assert faults(watch) == []
+
+
+def test_a_capture_that_fails_leaves_the_next_one_seen():
+    net, x = made()
+    with gpuwatch.watch(net, on_overflow="continue") as watch:
+        warm(net, x)
+        with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):  # noqa: PT012
+            net(x)
+            torch.cuda.synchronize()  # not permitted
+        torch.cuda.synchronize()
+        net(x).sum().backward()
+        net.zero_grad(set_to_none=True)
+        graph, _ = captured(net, x)
+        replay(graph, net, x, bad_at=0, times=1)
+    assert places(watch)[0][:3] == ("grow", "+inf", "forward")
+    assert faults(watch) == []
+
+
+def test_an_overflow_in_a_backward_of_a_replay_is_named():
+    net, x = made()
+    scale = torch.ones(1, device="cuda")
+    with gpuwatch.watch(net, on_overflow="continue") as watch:
+        warm(net, x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            (net(x).mean() * scale * scale).backward()
+        for number in range(4):
+            scale.fill_(1e30 if number == 2 else 1.0)
+            graph.replay()
+        torch.cuda.synchronize()
+    module, value, phase, batch = places(watch)[0]
+    assert (module, value, phase, batch) == ("head", "+inf", "backward", 3 + 1 + 2)
+    assert faults(watch) == []
+
+
+def test_replays_on_another_stream_are_not_seen():
+    """Their numbers could be those of two replays at once."""
+    net, x = made()
+    with gpuwatch.watch(net, on_overflow="continue") as watch:
+        warm(net, x)
+        graph, _ = captured(net, x)
+        replay(graph, net, x, times=1)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.replay()
+        torch.cuda.synchronize()
+        net(x)
+    assert [message[:15] for message in faults(watch)] == ["graph: not seen"]
+    assert watch.anomalies == []
+
+
+def test_a_tensor_whose_kernel_has_not_run_is_not_seen():
+    net, x = made()
+    with gpuwatch.watch(net, on_overflow="continue") as watch:
+        torch.nn.Linear(8, 8).cuda()(x)
+        net(x)
+        net.half()
+        x = x.half()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            net(x)
+        graph.replay()
+        torch.cuda.synchronize()
+    assert [message[:15] for message in faults(watch)] == ["graph: not seen"]
+
+
+def test_what_a_replay_reads_is_not_freed_before_the_graph():
+    """The graph itself does not use this argument."""
+
+    class Ignores(nn.Module):
+        def forward(self, x, other):
+            return x + 1
+
+    net, x = Ignores().cuda(), torch.ones(4, device="cuda")
+    other = torch.full((1 << 20,), 2.0, device="cuda")
+    with gpuwatch.watch(net, on_overflow="continue") as watch:
+        for _ in range(3):
+            net(x, other)
+            torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            net(x, other)
+        before = torch.cuda.memory_allocated()
+        del other
+        assert torch.cuda.memory_allocated() == before
+        graph.replay()
+        torch.cuda.synchronize()
+        assert faults(watch) == []
+        assert watch.pages()[-1].frames[0].row("input[1]").abs_max == 2
+        del graph
+        assert torch.cuda.memory_allocated() < before
+
+
+@pytest.mark.parametrize("fault", ["none", "forward"])
+def test_two_ranks_with_graphs(tmp_path, fault):
+    verdict, _, report = launch_script("graphs.py", tmp_path / "cuda", 2, "cuda", "nccl", "--fault", fault)
+    if fault == "none":
+        assert (verdict["kind"], verdict["certainty"]) == ("clean", "established")
+    else:
+        assert tuple(verdict[key] for key in ("rank", "module", "value", "phase", "batch", "certainty")) == (
+            *(1, "block.widen", "+inf", "forward", 3 + 1 + 3, "established"),
+        )

@@ -1,0 +1,316 @@
+"""CUDA graphs: the frames of a capture are written again at each replay, with the numbers that the replay leaves.
+
+torch 2.14 and later say when a capture begins and ends, and when a graph is replayed. With an older torch, and where a
+tensor of a capture was not read, the report says "graph: not seen".
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...core.frames import Phase, RowKind
+from ...core.recorder import layout
+from ...core.recorder.layout import NOTHING, HeadField, SegmentField
+from ...core.recorder.pages import OwnPages, RowFields
+from ...core.recorder.writer import OpenPage
+from ...core.torch_names import name_in_torch
+from ..patches import PatchLedger
+from ..record.collectives import issued
+from ..record.roots import RootInfo
+from ..stats.captured_rows import CAPTURED, GraphReads
+from ..stats.device import device_for, without_modes
+from .call_frames import CallFrames
+from .module_calls import ModuleCalls
+
+_CAPACITY = layout.VALUES_PER_SEGMENT
+_FORWARD, _BACKWARD, _OPTIMIZER = int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
+
+
+@dataclass(slots=True)
+class _CapturedFrame:
+    module: int
+    parent: int
+    depth: int
+    phase: int
+    rows: list[RowFields]
+
+
+@dataclass(slots=True, eq=False)
+class _PageOfGraph:
+    """What a graph does of one page."""
+
+    root: RootInfo
+    begins: bool
+    """The call of the root is in the graph: a replay outside of all calls is a batch of its own."""
+    with_gradients: bool
+    frames: list[_CapturedFrame]
+    runs: list[tuple[int, int]]
+    """Its rows, as half-open ranges of at most a segment's values."""
+
+    def has(self, phase: int) -> bool:
+        return any(frame.phase == phase for frame in self.frames)
+
+
+@dataclass(slots=True, eq=False)
+class _WatchedGraph:
+    reads: GraphReads
+    newest: int
+    """Number of the newest page before the capture; -1: none."""
+    parts: list[_PageOfGraph] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    stream: Any = None
+    """The stream of the last replay."""
+    handled: BaseException | None = None
+    """The exception that was being handled when the replay began."""
+
+    def give_up(self) -> None:
+        """Read it no more."""
+        for handle in self.handles:
+            handle.remove()
+
+
+class GraphReplays:
+    """The captures and the replays of one rank."""
+
+    def __init__(self, calls: ModuleCalls, frames: CallFrames) -> None:
+        self._calls, self._frames, self._running = calls, frames, frames.running
+        self._gradients = frames.gradients
+        parts = frames.frames
+        self._progress, self._roots, self._rows, self._judging = parts.progress, parts.roots, parts.rows, parts.judging
+        self._recorder = self._progress.recorder
+        self._own = OwnPages(self._recorder)
+        self._graphs: weakref.WeakKeyDictionary[Any, _WatchedGraph] = weakref.WeakKeyDictionary()
+        self._last: dict[int, tuple[OpenPage, RootInfo]] = {}
+        """id of a root -> the page and the root of which the last replay of its forward was a part."""
+
+    def attach(self, patches: PatchLedger) -> None:
+        """Register torch's hooks, if it has them."""
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch has no annotation there
+            return
+        for module in (torch.cuda, torch.cuda.graphs):
+            patches.replace(module, "make_graphed_callables", self._rehearsed)
+        begins = name_in_torch("torch.cuda.graphs.register_graph_capture_start_hook")
+        ends = name_in_torch("torch.cuda.graphs.register_graph_capture_end_hook")
+        if begins is None or ends is None:
+            return
+        self._rows.sees_captures = True
+        for handle in (begins(self._begins), ends(self._ends)):
+            patches.at_undo(handle.remove)
+        patches.at_undo(self._detach)
+
+    def _detach(self) -> None:
+        self._rows.sees_captures = False
+        for graph in list(self._graphs.values()):
+            graph.give_up()
+        self._graphs.clear()
+
+    def _rehearsed(self, ordinary: Callable[..., Any]) -> Callable[..., Any]:
+        """It calls the modules a few times, with gradients that nobody has written."""
+
+        def make_graphed_callables(*args: Any, **kwargs: Any) -> Any:
+            before, self._progress.rehearses = self._progress.rehearses, True
+            try:
+                return ordinary(*args, **kwargs)
+            finally:
+                self._progress.rehearses = before
+
+        return make_graphed_callables
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        with self._progress.faults.within("graph"), self._progress.lock, torch._C.DisableTorchFunction():
+            yield
+
+    # -- a capture ------------------------------------------------------------------------------------------------
+
+    def _begins(self, graph: Any) -> None:
+        """A capture has begun on the current stream: nothing may be launched, and no memory taken."""
+        with self._within():
+            known = self._graphs.pop(graph, None)
+            if known is not None:
+                known.give_up()
+            buffer = self._rows.device_buffer
+            if buffer is None:
+                return
+            reads = buffer.captured.begin(torch.device("cuda", torch.cuda.current_device()))
+            if reads is not None:
+                newest = max((root.page.number for root in self._roots.infos if root.page is not None), default=-1)
+                self._graphs[graph] = _WatchedGraph(reads, newest)
+
+    def _ends(self, graph: Any) -> None:
+        with self._within():
+            watched, buffer = self._graphs.get(graph), self._rows.device_buffer
+            if watched is None or buffer is None:
+                return
+            if self._progress.skipped or not buffer.captured.end(watched.reads):
+                buffer.not_seen_in_graphs += 1  # captured in a batch that `--every` leaves out, for one
+            if not watched.reads.pages:
+                del self._graphs[graph]
+                return
+            watched.reads.has_pool(graph.pool())
+            self._rows.forget()  # what the capture has read has no numbers in the page that goes on
+            watched.parts = list(self._parts_of(watched))
+            in_frames = {row[1] for part in watched.parts for frame in part.frames for row in frame.rows}
+            if not in_frames.issuperset(range(CAPTURED, CAPTURED + len(watched.reads.pages))):
+                buffer.not_seen_in_graphs += 1  # the recorder has overwritten a part of it
+            # torch's own tables of the graph: what these hooks raise reaches the script
+            watched.handles = [
+                graph.register_replay_start_hook(self._replay_begins),
+                graph.register_replay_end_hook(self._replay_ends),
+            ]
+
+    def _parts_of(self, watched: _WatchedGraph) -> Iterator[_PageOfGraph]:
+        pages = watched.reads.pages
+        for page in {page.number: page for page in pages}.values():
+            frames = list(self._captured_in(page, watched.reads.frames[page.number]))
+            runs: list[tuple[int, int]] = []
+            for row in (row for row, of in enumerate(pages) if of is page):
+                if runs and runs[-1][1] == row and row - runs[-1][0] < _CAPACITY:
+                    runs[-1] = runs[-1][0], row + 1
+                else:
+                    runs.append((row, row + 1))
+            begins = page.number > watched.newest
+            yield _PageOfGraph(self._roots.infos[page.root], begins, page.with_gradients, frames, runs)
+
+    def _captured_in(self, page: OpenPage, first: int) -> Iterator[_CapturedFrame]:
+        """The frames of a page from `first` on that have rows of the capture."""
+        view = self._recorder.view
+        for head, at in self._own.segments(page):
+            frames = view[at + layout.FRAMES_AT :][: head[SegmentField.FRAMES] * layout.FRAME.size]
+            rows = view[at + layout.ROWS_AT :][: head[SegmentField.ROWS] * layout.ROW.size]
+            all_rows = list(layout.ROW.iter_unpack(rows))
+            for module, parent, depth, phase, _, _, start, count, index in layout.FRAME.iter_unpack(frames):
+                own = all_rows[start : start + count]
+                if index >= first and any(CAPTURED <= row[1] < NOTHING for row in own):
+                    yield _CapturedFrame(module, parent, depth, phase, own)
+
+    # -- a replay -------------------------------------------------------------------------------------------------
+
+    def _replay_begins(self, graph: Any) -> None:
+        """May raise OverflowDetected: outside of all calls this is the only place where the job can end."""
+        watched = self._graphs.get(graph)
+        if watched is None:
+            return
+        watched.handled = sys.exc_info()[1]
+        if not self._running.stack:
+            with self._within():
+                self._judging.collect()
+            if self._judging.pending is not None:
+                self._judging.raise_pending()
+
+    def _replay_ends(self, graph: Any) -> None:
+        watched = self._graphs.get(graph)
+        if watched is None:
+            return
+        is_read = False
+        with self._within():
+            is_read = sys.exc_info()[1] is watched.handled and without_modes(self._read, watched)
+        if not is_read:
+            watched.give_up()
+            if self._rows.device_buffer is not None:
+                self._rows.device_buffer.not_seen_in_graphs += 1
+        elif self._progress.settings.sync:
+            self._judging.finish_and_raise("graph replay")
+
+    def _read(self, watched: _WatchedGraph) -> bool:
+        """Write the frames of a replay, and start to read its numbers. False if they cannot be told from others."""
+        buffer, driver = self._rows.device_buffer, device_for(watched.reads.device)
+        stream = driver.stream_key(watched.reads.device)
+        own_thread = threading.get_ident() == self._running.thread
+        if buffer is None or driver.is_capturing() or watched.stream not in (None, stream):
+            return False
+        watched.stream = stream
+        for part in watched.parts:
+            within = bool(self._running.stack) and own_thread and self._recorder.page is not None
+            if self._running.stack and not own_thread and part.has(_FORWARD):
+                return False
+            is_new = part.begins and not within and part.has(_FORWARD)
+            page, root = self._page_for(part, within, is_new)
+            if page is None:
+                return False
+            if part.has(_FORWARD):
+                self._last[part.root.id] = page, root
+            indices: dict[int, int] = {}
+            for first, end in part.runs:
+                index = buffer.replayed(watched.reads, first, end)
+                indices.update(zip(range(first, end), range(index, index + end - first), strict=True))
+            self._write(part, root, indices, within)
+            self._rows.late_pages[page.number] = page
+            if part.has(_BACKWARD):
+                self._gradients.begins(page.number)
+            if is_new:
+                self._recorder.pause_page()
+                self._judging.forward_ends(page)
+        if any(part.has(_OPTIMIZER) for part in watched.parts):
+            self._progress.step += 1
+            self._progress.fields[HeadField.STEP] = self._progress.step
+        if not self._running.stack:
+            buffer.captured.prepare(watched.reads.device)
+        return True
+
+    def _page_for(self, part: _PageOfGraph, within: bool, is_new: bool) -> tuple[OpenPage | None, RootInfo]:
+        """The page that a replay continues or begins, which is the current one then, and its root."""
+        root = part.root
+        if within:
+            return self._recorder.page, self._running.stack[0].root
+        if is_new:
+            self._calls.end_last_batch(root)
+            root.batches += 1
+            page = self._progress.begin_page(root)
+            page.with_gradients = part.with_gradients
+            self._rows.begin_page(page.batch)
+            return page, root
+        last, root = self._last.get(root.id, (root.page, root))
+        if last is not None:
+            self._progress.resume(last)
+        return last, root
+
+    def _write(self, part: _PageOfGraph, root: RootInfo, indices: dict[int, int], within: bool) -> None:
+        running = self._running
+        named = [(frame, *self._names_in(part.root, root, frame)) for frame in part.frames]
+        calls, outer, deeper = set[int](), NOTHING, 0
+        if within:
+            calls, outer = {info.id for info in running.stack}, running.stack[-1].id
+            deeper = running.depths[len(running.stack) - 1] + all(module not in calls for _, module, *_ in named)
+        for frame, module, parent, slots in named:
+            if module in calls and frame.phase == _FORWARD:
+                continue  # this call writes its own frame when it returns
+            packed = [
+                (
+                    slots.get(slot, slot),
+                    indices.get(value - CAPTURED, NOTHING),
+                    shape,
+                    dtype,
+                    int(RowKind.MEASURED),
+                    mark,
+                )
+                if CAPTURED <= value < NOTHING
+                else (slots.get(slot, slot), NOTHING, shape, dtype, kind, mark)
+                for slot, value, shape, dtype, kind, mark in frame.rows
+            ]
+            depth = frame.depth + (deeper if frame.phase == _FORWARD else 0)
+            is_outer = parent == NOTHING and frame.phase == _FORWARD
+            self._recorder.frame(module, outer if is_outer else parent, depth, frame.phase, issued(), packed)
+
+    def _names_in(self, own: RootInfo, root: RootInfo, frame: _CapturedFrame) -> tuple[int, int, dict[int, int]]:
+        """(module, parent, slot -> slot) of a frame in `root`: it may have been captured in a root of its own."""
+        if own is root:
+            return frame.module, frame.parent, {}
+        found = {}
+        for number in (frame.module, frame.parent):
+            module = next((info.ref() for info in own.modules.values() if info.id == number), None)
+            found[number] = self._roots.child(module, root, self._running.stack[0]) if module is not None else None
+        info, parent = found[frame.module], found[frame.parent]
+        if info is None:
+            return frame.module, frame.parent, {}
+        roles = self._recorder.names.slots
+        slots = {row[0]: self._rows.slot(info, roles[row[0]].role) for row in frame.rows if row[0] in roles}
+        return info.id, parent.id if parent is not None else NOTHING, slots
