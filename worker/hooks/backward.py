@@ -27,7 +27,7 @@ from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
 from ..record.judging import FrameWriter
 from ..record.names import OUTPUTS, outputs_of
 from ..record.roots import ModuleInfo, RootInfo
-from ..stats.device import without_modes
+from ..stats.device import StreamKey, without_modes
 from ..stats.tensor_stats import version_of
 from .native_writer import native_writer_of, trace_hooks_as
 
@@ -107,6 +107,8 @@ class BackwardHooks:
         """Gradients of parameters are read together, when the running backward ends. Nothing else changes them until
         then: with process groups, DDP and FSDP would."""
         self.graphs = GraphHold()
+        self._stream: StreamKey | None = None
+        """On which the last batch began."""
         self._backwards: deque[int] = deque(maxlen=_MOST_PAGES)
         """Numbers of the pages whose backward has begun."""
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
@@ -302,7 +304,8 @@ class BackwardHooks:
         self._page = None
         self._read_waiting()  # the backward before has failed
         self.let_go()
-        self.graphs.batch_begins(self._rows.is_capturing)
+        before, self._stream = self._stream, self._rows.stream
+        self.graphs.batch_begins(self._rows.is_capturing or before != self._stream)
         if len(self.local) > 4 * max(64, len(self.parameters)):  # zero_grad(set_to_none=True) makes new ones each step
             for gone in [key for key, known in self.local.items() if known[0]() is None]:
                 del self.local[gone]

@@ -27,6 +27,8 @@ from .operation_watch import OperationWatch, SecondRunStopped
 
 _set_stance: Any = getattr(torch.compiler, "set_stance", None)
 """Since torch 2.6."""
+SECOND_RUN = "gpuwatch second run"
+"""The name of its thread."""
 ContextMaker = Callable[[], AbstractContextManager[Any]]
 function_modes = name_in_torch("torch.overrides._get_current_function_mode_stack", list)
 
@@ -60,7 +62,7 @@ class ForwardThread:
     def run(self, limit_s: float, contexts: Sequence[ContextMaker]) -> None:
         """Run it, and wait for it at most this long. A thread that goes on ends at its next operation."""
         run = contextvars.copy_context().run
-        thread = threading.Thread(target=run, args=(self._forward, contexts), name="gpuwatch second run", daemon=True)
+        thread = threading.Thread(target=run, args=(self._forward, contexts), name=SECOND_RUN, daemon=True)
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():

@@ -28,6 +28,7 @@ from ..record.roots import RootInfo
 from ..stats.captured_rows import CAPTURED, GraphReads
 from ..stats.device import device_for, without_modes
 from .call_frames import CallFrames
+from .forward_thread import SECOND_RUN
 from .module_calls import ModuleCalls
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
@@ -208,7 +209,7 @@ class GraphReplays:
 
     def _replay_ends(self, graph: Any) -> None:
         watched = self._graphs.get(graph)
-        if watched is None:
+        if watched is None or threading.current_thread().name == SECOND_RUN:
             return
         is_read = False
         with self._within():

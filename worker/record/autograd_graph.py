@@ -191,13 +191,13 @@ class GraphHold:
         if self.held:
             self.held = [graph for graph in self.held if waits_for(graph.calls.page)]
 
-    def batch_begins(self, is_capturing: bool) -> None:
-        """Let go of what may not be kept beyond its batch."""
+    def batch_begins(self, is_elsewhere: bool) -> None:
+        """Let go of what may not be kept beyond its batch. `is_elsewhere`: on another stream, or in a capture."""
         self.running = []
         if self.held:
-            # while a graph is captured none is held: nodes that collect gradients would be used again, on the stream
-            # of the backward before, and torch (2.13) cannot capture that
-            self.held = [] if is_capturing else [graph for graph in self.held if self.may_keep(graph)][:_MOST_HELD]
+            # nodes that collect gradients would be used again, on the stream of the backward before: torch (2.14)
+            # cannot capture that, not even later, if the script keeps the loss of this batch
+            self.held = [] if is_elsewhere else [graph for graph in self.held if self.may_keep(graph)][:_MOST_HELD]
 
     def may_keep(self, graph: AutogradGraph) -> bool:
         """Whether a graph whose backward has ended holds nothing of the script's."""

@@ -16,7 +16,7 @@ import torch
 from ...core.recorder.pages import OwnPages
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ..stats.captured_rows import CAPTURED
-from ..stats.device import device_for, has_reader, is_on_device, without_modes
+from ..stats.device import StreamKey, device_for, has_reader, is_on_device, without_modes
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.notable import NotableFilter, slots_of_masks
 from ..stats.passed_readings import PassedReadings
@@ -144,6 +144,11 @@ class DeviceRows:
         buffer, self.device_buffer = self.device_buffer, None
         if buffer is not None:
             buffer.close()
+
+    @property
+    def stream(self) -> StreamKey | None:
+        """The current stream; None if nothing on a device was read so far."""
+        return self.device_buffer.stream_key if self.device_buffer is not None else None
 
     @property
     def is_capturing(self) -> bool:

@@ -250,9 +250,9 @@ class DeviceStatsBuffer:
 
     def _capture(self, tensor: torch.Tensor, elements: int, count: bool) -> int | None:
         page, frames, index = self._recorder.page, self._recorder.frame_count, None
-        assert page is not None
         try:
-            index = self.captured.read(self._reader, tensor, elements, page, frames, count)
+            if page is not None:
+                index = self.captured.read(self._reader, tensor, elements, page, frames, count)
         except Exception as error:
             self._add_note(f"a tensor of a CUDA graph was not read: {first_line(error)}")
         self.not_seen_in_graphs += index is None
@@ -522,6 +522,11 @@ class DeviceStatsBuffer:
     def pending(self, page: int) -> bool:
         """Whether a value of the page is outstanding."""
         return self._copies.of_page[page] > 0 or (self._queued > 0 and self._queued_page == page)
+
+    @property
+    def stream_key(self) -> StreamKey:
+        """The current stream of the device."""
+        return self._driver.stream_key(self.device)
 
     @property
     def is_capturing(self) -> bool:
