@@ -108,7 +108,7 @@ class BackwardHooks:
         then: with process groups, DDP and FSDP would."""
         self.graphs = GraphHold()
         self._stream: StreamKey | None = None
-        """On which the last batch began."""
+        """On which the last backward has ended."""
         self._backwards: deque[int] = deque(maxlen=_MOST_PAGES)
         """Numbers of the pages whose backward has begun."""
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
@@ -232,6 +232,7 @@ class BackwardHooks:
             self._read_waiting()
             self._progress.times.backward_ends()
             Variable._execution_engine.queue_callback(self._progress.times.reduction_ends)
+            self._stream = self._rows.stream
             self.graphs.ends(self._judging.collect())
             self.let_go()
 
@@ -304,8 +305,7 @@ class BackwardHooks:
         self._page = None
         self._read_waiting()  # the backward before has failed
         self.let_go()
-        before, self._stream = self._stream, self._rows.stream
-        self.graphs.batch_begins(self._rows.is_capturing or before != self._stream)
+        self.graphs.batch_begins(self._rows.is_capturing or self._rows.stream != self._stream)
         if len(self.local) > 4 * max(64, len(self.parameters)):  # zero_grad(set_to_none=True) makes new ones each step
             for gone in [key for key, known in self.local.items() if known[0]() is None]:
                 del self.local[gone]

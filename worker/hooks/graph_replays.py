@@ -65,6 +65,8 @@ class _WatchedGraph:
     reads: GraphReads
     newest: int
     """Number of the newest page before the capture; -1: none."""
+    batches: int
+    """Batches of all roots before the capture."""
     parts: list[_PageOfGraph] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     stream: Any = None
@@ -144,15 +146,15 @@ class GraphReplays:
             reads = buffer.captured.begin(torch.device("cuda", torch.cuda.current_device()))
             if reads is not None:
                 newest = max((root.page.number for root in self._roots.infos if root.page is not None), default=-1)
-                self._graphs[graph] = _WatchedGraph(reads, newest)
+                self._graphs[graph] = _WatchedGraph(reads, newest, self._batches())
 
     def _ends(self, graph: Any) -> None:
         with self._within():
             watched, buffer = self._graphs.get(graph), self._rows.device_buffer
             if watched is None or buffer is None:
                 return
-            if self._progress.skipped or not buffer.captured.end(watched.reads):
-                buffer.not_seen_in_graphs += 1  # captured in a batch that `--every` leaves out, for one
+            is_skipped = self._progress.skipped and self._batches() != watched.batches  # by `--every`
+            buffer.not_seen_in_graphs += is_skipped or not buffer.captured.end(watched.reads)
             if not watched.reads.pages:
                 del self._graphs[graph]
                 return
@@ -167,6 +169,9 @@ class GraphReplays:
                 graph.register_replay_start_hook(self._replay_begins),
                 graph.register_replay_end_hook(self._replay_ends),
             ]
+
+    def _batches(self) -> int:
+        return sum(root.batches for root in self._roots.infos)
 
     def _parts_of(self, watched: _WatchedGraph) -> Iterator[_PageOfGraph]:
         pages = watched.reads.pages
