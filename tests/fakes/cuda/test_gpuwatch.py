@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+BACKENDS = ["gloo", "nccl"]
 SCRIPTS = Path(__file__).parent / "scripts"
 OF_A_VERDICT = ("kind", "rank", "module", "class", "phase", "role", "value", "batch", "certainty", "dtype")
 
@@ -25,7 +26,8 @@ def launch_script(script, folder, nproc, device, backend, *arguments, options=()
     folder.mkdir()
     command = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--standalone", "--nproc-per-node", str(nproc)]
     command += [*options, str(SCRIPTS / script), "--device", device, "--backend", backend, *arguments]
-    done = subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=280)
+    environment = {**os.environ, "STAND_IN_CUDA_DEVICES": str(max(2, nproc))}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     file = folder / "gpuwatch-runs" / "latest" / "report.json"
     assert file.is_file(), done.stderr
     report = json.loads(file.read_text())
@@ -55,8 +57,24 @@ def test_fsdp2_over_nccl_is_watched(tmp_path, fault, place):
         assert tuple(verdict[key] for key in ("rank", "module", "value", "batch")) == place
 
 
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
+def test_a_transformer_is_clean_with_the_same_bits(tmp_path, model, nproc):
+    verdict, found, _ = launch_script("models.py", tmp_path / "cuda", nproc, "cuda", "nccl", "--model", model)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    command += [str(SCRIPTS / "models.py"), "--backend", "nccl", "--model", model]
+    plain = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=280)
+
+    assert (verdict["kind"], verdict["certainty"]) == ("clean", "established")
+    assert found == sorted(line for line in plain.stdout.splitlines() if line.startswith("rank "))
+    assert len(found) == 6 * nproc
+
+
 @pytest.mark.parametrize("fault", ["none", "forward", "backward", "optimizer"])
-@pytest.mark.parametrize(("nproc", "backend"), [(1, "gloo"), (2, "gloo"), (2, "nccl")])
+@pytest.mark.parametrize(
+    ("nproc", "backend"),
+    [(1, "gloo"), (2, "gloo"), (2, "nccl"), *(pytest.param(4, each, marks=pytest.mark.soak) for each in BACKENDS)],
+)
 def test_the_verdict_is_that_of_the_cpu(tmp_path, of_the_cpu, nproc, backend, fault):
     expected, lines, _ = of_the_cpu(nproc, fault)
     verdict, found, report = launch(
