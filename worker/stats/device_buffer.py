@@ -317,8 +317,11 @@ class DeviceStatsBuffer:
         rows = buffer.rows
         assert rows is not None
         with self._driver.use(buffer.key, buffer.stream):
-            for position, source in enumerate(sources, first):
-                self._do("read", source, rows, position, count)
+            paired = len(sources) // 2 * 2
+            for at in range(0, paired, 2):
+                self._do("read_two", sources[at], sources[at + 1], rows, first + at, count)
+            if paired < len(sources):
+                self._do("read", sources[-1], rows, first + paired, count)
             self._driver.keep((source.tensor for source in sources), buffer.key, buffer.stream)
 
     @contextmanager

@@ -293,6 +293,35 @@ def read(
     _merge(source, row, program, programs, total, inner, stride, KIND, COUNT, LAYOUT, DEEP, WIDE)
 
 
+@triton.jit(do_not_specialize=["position", "count", "others", "first"])
+def read_two(
+    source,
+    other,
+    rows,
+    position,
+    count,
+    others,
+    first,
+    ELEMENT: tl.constexpr,
+    KIND: tl.constexpr,
+    COUNT: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Merge `count` elements into the row at `position`, and `others` of `other` into the next one.
+
+    The `first` programs do the former. Both lie in one piece, at addresses that 16 divides.
+    """
+    at = tl.cast(tl.program_id(0) >= first, tl.int32)
+    address = tl.where(at == 0, tl.cast(source, tl.int64), tl.cast(other, tl.int64))
+    memory = tl.multiple_of(tl.cast(address, tl.pointer_type(ELEMENT)), 16)
+    total = tl.cast(tl.where(at == 0, count, others), tl.int64)
+    programs = tl.where(at == 0, first, tl.num_programs(0) - first)
+    row = rows + (position + at) * COLUMNS
+    _merge(memory, row, tl.program_id(0) - at * first, programs, total, total, total, KIND, COUNT, LAYOUT, DEEP, WIDE)
+
+
 @triton.jit
 def _is_finite_before(rows, earlier, position):
     """Whether no row before `position` is non-finite.

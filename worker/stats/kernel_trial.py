@@ -17,22 +17,30 @@ import torch
 from .torch_reader import COLUMNS, ENTRY, LARGEST, TensorSource, TorchReader
 
 Start = Callable[..., int]
-"""start(argument, ...) launches one program, and returns the driver's error."""
+"""start(argument, ...) launches `programs` of the way, and returns the driver's error."""
 
 
 class TrialWay(Enum):
     """Which kernel of kernel.py is tried."""
 
     READ = "read"
+    TWO = "read_two"
     MANY = "read_many"
     KEPT = "read_many with earlier numbers"
     PACK = "pack"
+
+    @property
+    def programs(self) -> int:
+        """With which it is tried."""
+        return 2 if self is TrialWay.TWO else 1
 
 
 _WORDS = 2048
 _ROWS, _SOURCE, _TABLE, _EARLIER, _PACKED, _KNOWN = 64, 256, 512, 640, 1024, 1088
 """Where the regions begin, in words of 8 bytes."""
 _ELEMENTS = 37
+_FEWER, _BETWEEN = 18, 16
+"""Of the second of two tensors: its elements, and the bytes from the first one's address to its own."""
 _ROW = 2
 _AT = _ROWS + _ROW * COLUMNS
 _FRESH = [LARGEST, 0, 0, 0, 0, 0]
@@ -59,12 +67,15 @@ class KernelTrial:
         if way is TrialWay.PACK:
             before[_ROWS : _ROWS + 2 * COLUMNS] = torch.tensor([1, 2, 3 << 8, 4, 5, 99, *_FRESH])
         elif way is not TrialWay.KEPT:
-            before[_AT : _AT + COLUMNS] = torch.tensor(_FRESH)
+            fresh = _FRESH * way.programs
+            before[_AT : _AT + len(fresh)] = torch.tensor(fresh)
         self._memory.copy_(before.pin_memory() if on_device else before, non_blocking=True)
         self._expected = _after(before, way, dtype, count)
         source, rows = base + 8 * _SOURCE, base + 8 * _ROWS
         if way is TrialWay.READ:
             error = start(source, rows, _ROW, _ELEMENTS, _ELEMENTS, 0 if layout == 0 else _ELEMENTS)
+        elif way is TrialWay.TWO:
+            error = start(source, source + _BETWEEN, rows, _ROW, _ELEMENTS, _FEWER, 1)
         elif way is TrialWay.PACK:
             error = start(rows, base + 8 * _PACKED, 2)
         else:
@@ -109,7 +120,8 @@ def _after(before: torch.Tensor, way: TrialWay, dtype: torch.dtype, count: bool)
     elif way is TrialWay.KEPT:
         after[_AT : _AT + len(_NUMBERS)] = torch.tensor(_NUMBERS)
     else:
-        numbers = before.view(dtype)[_SOURCE * 8 // dtype.itemsize :][:_ELEMENTS]
-        source = TensorSource(numbers, _ELEMENTS, _ELEMENTS, 0)
-        TorchReader().read(source, after[_ROWS : _ROWS + (_ROW + 1) * COLUMNS].view(-1, COLUMNS), _ROW, count)
+        rows = after[_ROWS : _ROWS + (_ROW + 2) * COLUMNS].view(-1, COLUMNS)
+        for number, elements in enumerate((_ELEMENTS, _FEWER)[: way.programs]):
+            numbers = before.view(dtype)[(_SOURCE * 8 + number * _BETWEEN) // dtype.itemsize :][:elements]
+            TorchReader().read(TensorSource(numbers, elements, elements, 0), rows, _ROW + number, count)
     return after

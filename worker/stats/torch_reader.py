@@ -273,6 +273,11 @@ class TensorReader(Protocol):
     def read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """Write the numbers of a tensor into a fresh row."""
 
+    def read_two(
+        self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
+    ) -> None:
+        """Read two tensors into rows side by side, with one launch if they are alike."""
+
     def read_known(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
         """`read` with one launch of a kernel that has run before, as a capture allows; False if there is none."""
 
@@ -299,6 +304,13 @@ class TorchReader:
 
     def _read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         rows[position].copy_(self._row(source, count))
+
+    def read_two(
+        self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
+    ) -> None:
+        """See `TensorReader`."""
+        self.read(source, rows, position, count)
+        self.read(other, rows, position + 1, count)
 
     def read_known(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
         """See `TensorReader`. These are many launches, and take memory."""

@@ -70,6 +70,8 @@ class TritonReader:
             if key in self._loaded:
                 without_modes(self._ordinary_launch, source, rows, position, counted)
                 return True
+            if self._read_two(source, None, rows, position, counted, is_known=True):
+                return True
         return False
 
     def _launched_read(self, key: tuple[Any, ...], source: TensorSource, rows: torch.Tensor, position: int) -> bool:
@@ -100,6 +102,50 @@ class TritonReader:
         found = self._tried(key, compiled, sizes, rows.device, TrialWay.READ, tensor.dtype, count, layout)
         if found is not None:
             self._reads[key] = found, block, most
+
+    def read_two(
+        self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
+    ) -> None:
+        """See `Reader`."""
+        if not self._read_two(source, other, rows, position, count, is_known=False):
+            self.read(source, rows, position, count)
+            self.read(other, rows, position + 1, count)
+
+    def _read_two(
+        self,
+        source: TensorSource,
+        other: TensorSource | None,
+        rows: torch.Tensor,
+        position: int,
+        count: bool,
+        *,
+        is_known: bool,
+    ) -> bool:
+        """False if the tensors are not alike, or `is_known`, and the kernel has not run before."""
+        dtype, second = source.tensor.dtype, other or source
+        memories, sizes = (source.tensor, second.tensor, rows), (source.elements, other.elements if other else 0)
+        key = rows.device, "two", dtype, count
+        alike = source.stride == 0 == second.stride and max(sizes) < _INT32 and dtype is second.tensor.dtype
+        if not alike or any(each.data_ptr() % 16 for each in memories) or (is_known and key not in self._loaded):
+            return False
+        block, most = _constants(dtype, count, 0)[1], self._most_programs(rows.device)
+        first, others = (min(-(-size // block), most) for size in sizes)
+        numbers = position, *sizes, first
+        if not self._launched(key, first + others, memories, *numbers):
+            compiled = without_modes(self._ordinary_two, memories, first + others, numbers, count)
+            if not is_known:
+                self._loaded.add(key)
+                self._keep(key, compiled, rows.device, TrialWay.TWO, dtype, count)
+        return True
+
+    def _ordinary_two(
+        self, memories: Sequence[torch.Tensor], programs: int, numbers: tuple[int, ...], count: bool
+    ) -> Any:
+        source, other, rows = memories
+        kind, _, constants = _constants(source.dtype, count, 0)
+        views = (each if kind.read_as is each.dtype else each.view(kind.read_as) for each in (source, other))
+        options = self._kernel.element(kind.read_as), *constants
+        return self._kernel.read_two[(programs,)](*views, rows, *numbers, *options, **_OPTIONS)
 
     def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
         """See `Reader`. One launch for all tensors of one dtype and layout, as torch's foreach operations do it.
@@ -133,16 +179,16 @@ class TritonReader:
             self._keep(key, compiled, rows.device, TrialWay.PACK, torch.float32)
         return packed
 
-    def _launched(self, key: tuple[Any, ...], programs: int, tensors: Sequence[torch.Tensor], number: int) -> bool:
+    def _launched(self, key: tuple[Any, ...], programs: int, tensors: Sequence[torch.Tensor], *numbers: int) -> bool:
         kernel = self._kernels.get(key)
         if kernel is None:
             return False
         stream = self._stream(tensors[0].get_device())
-        return launch(kernel, programs, stream, *[each.data_ptr() for each in tensors], number) == 0
+        return launch(kernel, programs, stream, *[each.data_ptr() for each in tensors], *numbers) == 0
 
     def _keep(self, key: tuple[Any, ...], compiled: Any, device: torch.device, way: TrialWay, *about: Any) -> None:
-        sizes = bytes((8, 8, 4) if way is TrialWay.PACK else (8, 8, 8, 4))
-        kernel = self._tried(key, compiled, sizes, device, way, *about)
+        sizes = {TrialWay.PACK: (8, 8, 4), TrialWay.TWO: (8, 8, 8, 4, 4, 4, 4)}.get(way, (8, 8, 8, 4))
+        kernel = self._tried(key, compiled, bytes(sizes), device, way, *about)
         if kernel is not None:
             self._kernels[key] = kernel
 
@@ -153,7 +199,7 @@ class TritonReader:
 
         def begin(kernel: bytes) -> KernelTrial:
             stream = self._stream(-1 if device.index is None else device.index)
-            return KernelTrial(way, functools.partial(launch, kernel, 1, stream), device, *about)
+            return KernelTrial(way, functools.partial(launch, kernel, way.programs, stream), device, *about)
 
         return self._launcher.tried(key, compiled, sizes, begin)
 

@@ -139,6 +139,25 @@ def test_any_bits_at_all(reader, device, dtype, count):
 
 @each_reader
 @each_dtype
+@pytest.mark.parametrize(("count", "others"), [(1, 40_001), (40_001, 3), (4096, 4096), (255, 1)])
+@pytest.mark.parametrize("start", [0, 1])
+def test_two_at_once_have_the_rows_of_two_reads(reader, device, dtype, count, others, start):
+    tensors = random_bits(dtype, count).to(device), random_bits(dtype, others + start, seed=1).to(device)[start:]
+    maker, found = reader_of(reader), []
+    for at_once in (True, False):
+        rows = fresh_rows(4, torch.device(device))
+        sources = [source_of(each) for each in tensors]
+        if at_once:
+            maker.read_two(*sources, rows, 1, True)
+        else:
+            for position, source in enumerate(sources, 1):
+                maker.read(source, rows, position, True)
+        found.append(rows.tolist())
+    assert found[0] == found[1]
+
+
+@each_reader
+@each_dtype
 def test_a_tensor_without_dimensions(reader, device, dtype):
     tensor = some(dtype, 1)[0]
     assert read(reader, tensor.to(device)) == expected(tensor)

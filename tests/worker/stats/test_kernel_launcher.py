@@ -16,7 +16,8 @@ from gpuwatch.worker.stats.torch_reader import KINDS, TensorSource, TorchReader
 pytestmark = pytest.mark.skipif(launch is None, reason="worker/native was not built where gpuwatch was installed")
 
 READ, MANY, PACK = bytes((8, 8, 4, 4, 4, 4)), bytes((8, 8, 8, 4)), bytes((8, 8, 4))
-SIZES = {TrialWay.READ: READ, TrialWay.MANY: MANY, TrialWay.KEPT: MANY, TrialWay.PACK: PACK}
+TWO = bytes((8, 8, 8, 4, 4, 4, 4))
+SIZES = {TrialWay.READ: READ, TrialWay.TWO: TWO, TrialWay.MANY: MANY, TrialWay.KEPT: MANY, TrialWay.PACK: PACK}
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
 )
@@ -61,6 +62,10 @@ def computed(way, dtype, count):
     def read(source, rows, position, elements, inner, stride):
         merge(source, rows + 48 * position, elements)
 
+    def two(source, other, rows, position, elements, others, first):
+        merge(source, rows + 48 * position, elements)
+        merge(other, rows + 48 * (position + 1), others)
+
     def many(table, earlier, rows, number):
         _, _, source, position, elements, *_ = at(table, 8).tolist()
         if way is TrialWay.KEPT:
@@ -71,7 +76,7 @@ def computed(way, dtype, count):
     def pack(rows, packed, count):
         at(packed, 3 * count).view(count, 3).copy_(TorchReader().pack(at(rows, 6 * count).view(count, 6), count))
 
-    return {TrialWay.READ: read, TrialWay.PACK: pack}.get(way, many)
+    return {TrialWay.READ: read, TrialWay.TWO: two, TrialWay.PACK: pack}.get(way, many)
 
 
 COMPILED = SimpleNamespace(function=0x1234, metadata=SimpleNamespace(num_warps=4, shared=96, num_ctas=1))

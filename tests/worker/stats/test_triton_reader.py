@@ -185,12 +185,14 @@ def test_direct_launches_give_what_ordinary_ones_give():
             continue
         tensors = [memory.view(dtype)[start : start + size] for start in (0, 1, 16) for size in (1, 16, 1000, 50_000)]
         tensors += [memory.view(dtype)[:6400].view(80, 80)[:, start : start + 7] for start in (0, 3)]
+        tensors += [memory.view(dtype)[:size] for size in (1000, 50_000)]
         found = []
         for reader in (direct, ordinary):
             rows = fresh_rows(len(tensors), torch.device("cuda"))
             for _ in range(3):
-                for position, tensor in enumerate(tensors):
+                for position, tensor in enumerate(tensors[:-2]):
                     reader.read(source_of(tensor), rows, position, True)
+                reader.read_two(*map(source_of, tensors[-2:]), rows, len(tensors) - 2, True)
                 packed = reader.pack(rows, len(tensors))
                 torch.cuda.synchronize()  # trials have arrived
             found.append(packed.tolist())
@@ -204,6 +206,6 @@ def test_direct_launches_give_what_ordinary_ones_give():
         assert found == [found[0]] * 4
     assert notes == []
     assert direct._reads
-    assert {key[1] for key in direct._kernels} == {"many", "pack"}
+    assert {key[1] for key in direct._kernels} == {"many", "pack", "two"}
     assert not ordinary._reads
     assert not ordinary._kernels

@@ -33,7 +33,7 @@ def main(args, rank, world_size):
         for weight in net.parameters():
             dist.all_reduce(weight.grad)
         optimizer.step()
-        print(f"rank {rank} replay {replay} loss {loss.item()!r}", flush=True)
+        print(f"rank {rank} replay {replay} loss {loss.item()!r}\n", end="", flush=True)
     dist.destroy_process_group()
 
 

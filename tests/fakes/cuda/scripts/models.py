@@ -37,9 +37,9 @@ def train(args, rank, world_size):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        print(f"rank {rank} step {step} loss {loss.item()!r}", flush=True)
+        print(f"rank {rank} step {step} loss {loss.item()!r}\n", end="", flush=True)
     weights = b"".join(weight.detach().cpu().numpy().tobytes() for weight in net.parameters())
-    print(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()[:16]}", flush=True)
+    print(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()[:16]}\n", end="", flush=True)
     if world_size > 1:
         del model, optimizer
         dist.destroy_process_group()

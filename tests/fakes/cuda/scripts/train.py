@@ -112,10 +112,10 @@ def train(args, rank, world_size):
             for weight in net.parameters():
                 weight.grad.mul_(0).add_(100.0)
         optimizer.step()
-        print(f"rank {rank} batch {batch} loss {loss.item()!r}", flush=True)
+        print(f"rank {rank} batch {batch} loss {loss.item()!r}\n", end="", flush=True)
     own = [getattr(weight.detach(), "_local_tensor", weight.detach()) for weight in net.parameters()]
     weights = b"".join(weight.cpu().numpy().tobytes() for weight in own)
-    print(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()[:16]}", flush=True)
+    print(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()[:16]}\n", end="", flush=True)
     if world_size > 1:
         del model, optimizer
         dist.destroy_process_group()

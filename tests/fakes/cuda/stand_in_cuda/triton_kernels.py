@@ -1,4 +1,4 @@
-"""gpuwatch's three Triton kernels, computed when the stream gets to their launch.
+"""gpuwatch's four Triton kernels, computed when the stream gets to their launch.
 
 Triton compiles them for sm_90 and launches them as ever. What it loads is described to the library, so that the library
 knows the bytes of its arguments. The numbers of a row come from gpuwatch's other reader (`TorchReader`): the tests of
@@ -62,7 +62,7 @@ def run(kernel: int, grid: tuple[int, int, int], address: int) -> None:
     for place, (argument, size) in enumerate(arguments):
         given[argument] = int.from_bytes(ctypes.string_at(address + 8 * place, size), "little", signed=True)
     with torch.no_grad(), torch._C.DisableTorchFunction():
-        {"read": _read, "read_many": _read_many, "pack": _pack}[name](given)
+        {"read": _read, "read_two": _read_two, "read_many": _read_many, "pack": _pack}[name](given)
 
 
 def _integers(address: int, number: int) -> Any:
@@ -72,6 +72,12 @@ def _integers(address: int, number: int) -> Any:
 def _read(given: dict[str, Any]) -> None:
     row = _integers(given["rows"] + 8 * _ROW * given["position"], _ROW)
     _merge(row, given["source"], given["count"], given["inner"], given["stride"], given, given["*source"])
+
+
+def _read_two(given: dict[str, Any]) -> None:
+    for at, (source, elements) in enumerate(((given["source"], given["count"]), (given["other"], given["others"]))):
+        row = _integers(given["rows"] + 8 * _ROW * (given["position"] + at), _ROW)
+        _merge(row, source, elements, elements, 0, given, given["*source"])
 
 
 def _read_many(given: dict[str, Any]) -> None:
