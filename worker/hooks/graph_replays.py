@@ -6,13 +6,14 @@ tensor of a capture was not read, the report says "graph: not seen".
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +25,7 @@ from ...core.recorder.writer import OpenPage
 from ...core.torch_names import name_in_torch
 from ..patches import PatchLedger
 from ..record.collectives import issued
-from ..record.roots import RootInfo
+from ..record.roots import ModuleInfo, RootInfo
 from ..stats.captured_rows import CAPTURED, GraphReads
 from ..stats.device import device_for, without_modes
 from .call_frames import CallFrames
@@ -32,11 +33,11 @@ from .forward_thread import SECOND_RUN
 from .module_calls import ModuleCalls
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
+_MEASURED = int(RowKind.MEASURED)
 _FORWARD, _BACKWARD, _OPTIMIZER = int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 
 
-@dataclass(slots=True)
-class _CapturedFrame:
+class _CapturedFrame(NamedTuple):
     module: int
     parent: int
     depth: int
@@ -55,6 +56,8 @@ class _PageOfGraph:
     frames: list[_CapturedFrame]
     runs: list[tuple[int, int]]
     """Its rows, as half-open ranges of at most a segment's values."""
+    named: dict[int, list[_CapturedFrame]] = field(default_factory=dict)
+    """id of a root -> the frames as part of it"""
 
     def has(self, phase: int) -> bool:
         return any(frame.phase == phase for frame in self.frames)
@@ -118,6 +121,7 @@ class GraphReplays:
     def _rehearsed(self, ordinary: Callable[..., Any]) -> Callable[..., Any]:
         """It calls the modules a few times, with gradients that nobody has written."""
 
+        @functools.wraps(ordinary)
         def make_graphed_callables(*args: Any, **kwargs: Any) -> Any:
             before, self._progress.rehearses = self._progress.rehearses, True
             try:
@@ -206,7 +210,7 @@ class GraphReplays:
         if watched is None:
             return
         watched.handled = sys.exc_info()[1]
-        if not self._running.stack:
+        if not self._running.stack and any(part.begins for part in watched.parts):
             with self._within():
                 self._judging.collect()
             if self._judging.pending is not None:
@@ -281,42 +285,39 @@ class GraphReplays:
 
     def _write(self, part: _PageOfGraph, root: RootInfo, indices: dict[int, int], within: bool) -> None:
         running = self._running
-        named = [(frame, *self._names_in(part.root, root, frame)) for frame in part.frames]
+        frames = part.named.get(root.id)
+        if frames is None:
+            frames = part.named[root.id] = [self._named_in(part.root, root, frame) for frame in part.frames]
         calls, outer, deeper = set[int](), NOTHING, 0
         if within:
             calls, outer = {info.id for info in running.stack}, running.stack[-1].id
-            deeper = running.depths[len(running.stack) - 1] + all(module not in calls for _, module, *_ in named)
-        for frame, module, parent, slots in named:
-            if module in calls and frame.phase == _FORWARD:
-                continue  # this call writes its own frame when it returns
+            deeper = running.depths[len(running.stack) - 1] + all(frame.module not in calls for frame in frames)
+        seq, write = issued(), self._recorder.frame
+        for module, parent, depth, phase, rows in frames:
             packed = [
-                (
-                    slots.get(slot, slot),
-                    indices.get(value - CAPTURED, NOTHING),
-                    shape,
-                    dtype,
-                    int(RowKind.MEASURED),
-                    mark,
-                )
+                (slot, indices[value - CAPTURED], shape, dtype, _MEASURED, mark)
                 if CAPTURED <= value < NOTHING
-                else (slots.get(slot, slot), NOTHING, shape, dtype, kind, mark)
-                for slot, value, shape, dtype, kind, mark in frame.rows
+                else (slot, NOTHING, shape, dtype, kind, mark)
+                for slot, value, shape, dtype, kind, mark in rows
             ]
-            depth = frame.depth + (deeper if frame.phase == _FORWARD else 0)
-            is_outer = parent == NOTHING and frame.phase == _FORWARD
-            self._recorder.frame(module, outer if is_outer else parent, depth, frame.phase, issued(), packed)
+            if phase != _FORWARD:
+                write(module, parent, depth, phase, seq, packed)
+            elif module not in calls:  # a running call writes its own frame when it returns
+                write(module, outer if parent == NOTHING else parent, depth + deeper, phase, seq, packed)
 
-    def _names_in(self, own: RootInfo, root: RootInfo, frame: _CapturedFrame) -> tuple[int, int, dict[int, int]]:
-        """(module, parent, slot -> slot) of a frame in `root`: it may have been captured in a root of its own."""
+    def _named_in(self, own: RootInfo, root: RootInfo, frame: _CapturedFrame) -> _CapturedFrame:
+        """A frame as one of `root`: it may have been captured in a root of its own."""
         if own is root:
-            return frame.module, frame.parent, {}
-        found = {}
-        for number in (frame.module, frame.parent):
-            module = next((info.ref() for info in own.modules.values() if info.id == number), None)
-            found[number] = self._roots.child(module, root, self._running.stack[0]) if module is not None else None
-        info, parent = found[frame.module], found[frame.parent]
+            return frame
+        info, parent = self._info_in(own, root, frame.module), self._info_in(own, root, frame.parent)
         if info is None:
-            return frame.module, frame.parent, {}
-        roles = self._recorder.names.slots
-        slots = {row[0]: self._rows.slot(info, roles[row[0]].role) for row in frame.rows if row[0] in roles}
-        return info.id, parent.id if parent is not None else NOTHING, slots
+            raise LookupError("a module of a CUDA graph is not known in the model that replays it")
+        roles, rows = self._recorder.names.slots, frame.rows
+        rows = [(self._rows.slot(info, roles[slot].role), *rest) for slot, *rest in rows if slot in roles]
+        return _CapturedFrame(info.id, parent.id if parent is not None else NOTHING, frame.depth, frame.phase, rows)
+
+    def _info_in(self, own: RootInfo, root: RootInfo, number: int) -> ModuleInfo | None:
+        module = next((info.ref() for info in own.modules.values() if info.id == number), None)
+        if module is None or root.knows(module) or not self._running.stack:
+            return root.modules.get(id(module)) if module is not None else None
+        return self._roots.child(module, root, self._running.stack[0])

@@ -159,11 +159,13 @@ def test_the_operation_of_a_graph_is_not_guessed():
     assert len(watch.anomalies) == 1
 
 
-def test_a_part_that_is_graphed_has_its_names_in_the_model():
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_part_that_is_graphed_has_its_names_in_the_model(is_known):
     net, x = made(2)
     with gpuwatch.watch(net, on_overflow="continue") as watch:
-        net(x).sum().backward()
-        torch.cuda.synchronize()
+        if is_known:
+            net(x).sum().backward()
+            torch.cuda.synchronize()
         net.keep = torch.cuda.make_graphed_callables(net.keep, (x,))
         for number in range(4):
             x.fill_(1.0)
@@ -180,6 +182,7 @@ def test_a_part_that_is_graphed_has_its_names_in_the_model():
         *("keep.0", "keep.1", "keep", "grow", "head", "")
     ]
     assert {frame.depth for frame in last.frames if frame.module.startswith("keep.")} >= {2}
+    assert {frame.module for frame in last.frames if frame.phase == "backward"} >= {"keep.0", "grow", "head"}
     assert faults(watch) == []
 
 
