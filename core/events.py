@@ -302,6 +302,28 @@ class SecondRun(RankEvent, frozen=True, tag="second_run"):
     seconds: float = 0.0
 
 
+class CaptureFile(msgspec.Struct, frozen=True):
+    """The forward of an alarm as a file, with its weights and its inputs, or why there is none."""
+
+    path: str = ""
+    bytes: int = 0
+    module: str = ""
+    """`attn (model.Attention)`: its name in the model, and its class."""
+    needs_trust: bool = False
+    """To run it again, code must be imported, or objects unpickled."""
+    notes: list[str] = []
+    refused: str = ""
+    """A clause; "" where there is a file."""
+
+
+class ForwardCaptured(RankEvent, frozen=True, tag="captured"):
+    """`--capture`, at a rank's first alarm."""
+
+    frame: int
+    """The alarm's."""
+    file: CaptureFile
+
+
 class RangeWarning(RankEvent, frozen=True, tag="warned"):
     """A finite value near overflow or in underflow: the first of its kind in one row of one module."""
 
@@ -781,6 +803,7 @@ class GpuHealth(msgspec.Struct, frozen=True, tag="gpu_health"):
 WorkerEvent = (
     Anomaly
     | SecondRun
+    | ForwardCaptured
     | RangeWarning
     | ScalerSkip
     | IgnoredAlarm

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
-from typing import Any
+from pathlib import PurePath
+from typing import Any, TypeVar
 
+from ...core.events import CaptureFile, RankEvent
 from ...core.frames import FramePhase
 from ...core.identity import is_rank, rank_name
 from ...core.roles import is_param_group
@@ -143,6 +146,25 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
     )
 
 
+_E = TypeVar("_E", bound=RankEvent)
+
+
+def _at(first: LocalDiagnosis, event: _E | None) -> _E | None:
+    """The event, if it is about the place of a diagnosis."""
+    is_there = event is not None and (event.where.batch, event.where.root) == (first.batch, first.root)
+    return event if is_there else None
+
+
+def _replay_steps(file: CaptureFile | None) -> list[str]:
+    """The command that runs a captured forward again."""
+    if file is None or not file.path:
+        return []
+    path = PurePath(file.path)
+    run = str(path.parent if path.name == "overflow.pt" else path)
+    trust = " --trust" if file.needs_trust else ""
+    return [f"Run this forward again, alone and in each dtype: gpuwatch replay {shlex.quote(run)}{trust}"]
+
+
 def _named(
     facts: RunFacts, first: LocalDiagnosis, rest: list[LocalDiagnosis], order: DiagnosisOrder, odd: OddWeight | None
 ) -> Verdict:
@@ -155,21 +177,23 @@ def _named(
     if large is not None:
         evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
     rank = facts.one(first.attempt, first.rank)
-    ran = rank.second_run if first.is_origin and first.phase == FramePhase.FORWARD else None
-    if ran is not None and (ran.where.batch, ran.where.root) != (first.batch, first.root):
-        ran = None
+    is_forward = first.is_origin and first.phase == FramePhase.FORWARD
+    ran = _at(first, rank.second_run) if is_forward else None
+    captured = _at(first, rank.captured) if is_forward else None
     operation = operation_of(first, ran)
     evidence[1:1] = operation_lines(ran, operation)
     return overflow_at(
         first,
         **whose(facts, rank),
         operation=operation,
+        capture=captured.file if captured is not None else None,
         statement=sentence(first, hosts[first.rank], rest, blamed, number_of_ranks(facts, first.attempt)),
         certainty=certainty,
         between=first.between,
         evidence=evidence,
         next=[
             *([step_for_compiled([rank])] if is_compiled(facts, first) else []),
+            *_replay_steps(captured.file if captured is not None else None),
             *next_steps(first, clues),
         ],
         concurrent=[

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ...core.events import BadOperation, SecondRun
+from ...core.events import BadOperation, CaptureFile, ForwardCaptured, SecondRun
 from ...core.frames import FramePhase, RowMark
 from ...core.roles import RoleKind
 from ...core.torch_names import name_in_torch
@@ -35,6 +35,7 @@ from ..record.names import inputs_of, unwrap, walk
 from ..record.roots import ModuleInfo
 from ..stats.device import may_have_devices, without_modes
 from ..stats.tensor_stats import version_of
+from .capture import ForwardCapture
 from .forward_thread import (
     ContextMaker,
     ForwardTarget,
@@ -110,7 +111,10 @@ class SecondRuns:
         self.limit_s = LIMIT_S
         """For all its runs together."""
         settings = self._progress.settings
-        self.is_on = settings.explain == "auto" and settings.on_overflow == "abort"
+        self._explains = settings.explain == "auto"
+        self._capture = ForwardCapture(settings.capture, settings.capture_max, self._progress.rank)
+        self._captures = bool(settings.capture)
+        self.is_on = (self._explains or self._captures) and settings.on_overflow == "abort"
         """Until its one run."""
         self.keeps_roots = self.is_on and may_have_devices()
         """Whether it must be told of the arguments of roots."""
@@ -199,7 +203,8 @@ class SecondRuns:
             self._end("the script has a mode of torch on")
             return
         eager = runs_eagerly()
-        if eager is None:
+        if eager is None or not self._explains:
+            self._write(call, run, args, kwargs)
             self._end("compiled code ran, and this torch cannot run it eagerly")
             return
         self._run(call, run, ForwardTarget(target, bad.row), args, kwargs, tensors, eager)
@@ -224,8 +229,10 @@ class SecondRuns:
         seconds = time.monotonic() - began
         self.limit_s = max(0.0, self.limit_s - seconds)
         why = forward.why
-        if not why and (watch.changed or watch.has_changed(tensors)):
-            why = "its call changes an input or a buffer in place"
+        if watch.changed or watch.has_changed(tensors):
+            why = why or "its call changes an input or a buffer in place"
+        elif not why or forward.lacked_memory:
+            self._write(call, run, args, kwargs)
         if not why and not forward.reached:
             why = "a second run of the forward did not make it again"
         if not why and forward.operation is None:
@@ -233,10 +240,23 @@ class SecondRuns:
             return
         self._end(why, None if why else forward.operation, eagerly=self._is_compiled(), seconds=round(seconds, 3))
 
+    def _write(self, call: _KeptCall, run: nn.Module, args: Any, kwargs: Any) -> None:
+        """Write the call to a file, with --capture."""
+        if self._captures:
+            write, name = self._capture.write, call.info.name
+            took_s = write(
+                run, name, args, kwargs, contexts=call.contexts, random=call.random, limit_s=self.limit_s
+            )
+            self.limit_s = max(0.0, self.limit_s - took_s)
+
     def _end(self, why: str = "", operation: BadOperation | None = None, **fields: Any) -> None:
         bad, self._bad, self.is_on = self._bad, None, False
         assert bad is not None
         where = self._progress.where_of(bad.page, bad.frame)
-        self._progress.recorder.append(SecondRun(where, bad.frame.index, operation, why, **fields))
+        if self._explains:
+            self._progress.recorder.append(SecondRun(where, bad.frame.index, operation, why, **fields))
+        if self._captures:
+            file = self._capture.result or CaptureFile(refused=why)
+            self._progress.recorder.append(ForwardCaptured(where, bad.frame.index, file))
         if operation is not None:
             self._found = f"{operation.op} made it at {operation.file}:{operation.line}: {operation.code}"

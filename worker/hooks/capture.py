@@ -1,0 +1,340 @@
+"""`--capture`: writes the forward of an alarm to overflow.pt, and beside it reproduce.py, which runs it again.
+
+The job ends anyway. A thread writes, and the job waits for it no longer than a deadline. What cannot be written whole
+is not written: the file gets its name when all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.events import CaptureFile
+from ...core.host import gpuwatch_version
+from ...core.own_files import standard_streams_taken, write_whole
+from ...core.text import size_text
+from .. import reproduce
+from ..record.names import inputs_of, unwrap
+from .forward_thread import ContextMaker, RandomNumbers
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+"""Types that `weights_only` reads, beside tensors, lists, tuples and dicts."""
+_LEFT_OUT = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
+_HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
+_PIECE = 16 << 20
+
+
+class _NotCaptured(Exception):
+    """The message says why, as a clause."""
+
+
+class _NotPlain(Exception):
+    """A value that only pickle can write."""
+
+
+class _BoundedFile:
+    """What torch.save writes into. It raises nothing, as torch's writer in C++ may end the process at an error."""
+
+    def __init__(self, file: Any, most: int) -> None:
+        self._file, self._left = file, most
+        self.error: Exception | None = None
+
+    def write(self, data: Any) -> int:
+        """Take it, in pieces; drop it after an error."""
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), _PIECE):
+            piece = view[at : at + _PIECE]
+            self._left -= len(piece)
+            if self._left < 0 and self.error is None:
+                self.error = _NotCaptured("too large")
+            try:
+                if self.error is None:
+                    self._file.write(piece)
+            except Exception as error:
+                self.error = error
+        return len(view)
+
+    def flush(self) -> None:
+        """Called by torch.save."""
+
+
+class ForwardCapture:
+    """The one file of a rank. `result` is there after the first attempt."""
+
+    def __init__(self, folder: str, most: int, rank: int) -> None:
+        self._folder, self._most, self._rank = Path(folder), most, rank
+        self.result: CaptureFile | None = None
+        self._is_late = False
+        self._lock = threading.Lock()
+        """The thread gives the file its name, or the deadline passes: not both."""
+
+    def write(
+        self,
+        module: nn.Module,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        *,
+        contexts: list[ContextMaker],
+        random: RandomNumbers | None,
+        limit_s: float,
+    ) -> float:
+        """Write it once, and wait at most this long. Returns the seconds that it took. Never raises."""
+        if self.result is not None:
+            return 0.0
+        began = time.monotonic()
+        call = {
+            "args": args,
+            "kwargs": kwargs,
+            "name": name,
+            "grad": torch.is_grad_enabled(),
+            "rng": {"cpu": random.cpu, "cuda": random.cuda} if random is not None else None,
+            "autocast": dict(part.args for part in contexts if getattr(part, "func", None) is torch.autocast),
+            "default_dtype": torch.get_default_dtype(),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+        }
+        thread = threading.Thread(target=self._write, args=(module, call), name="gpuwatch capture", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self.result = CaptureFile(refused=f"a thread to write it could not be started: {error}")
+            return 0.0
+        thread.join(limit_s)
+        with self._lock:
+            if self.result is None:
+                self._is_late = True
+                self.result = CaptureFile(refused=f"writing it took longer than {limit_s:.3g} s")
+        return time.monotonic() - began
+
+    def _write(self, module: nn.Module, call: dict[str, Any]) -> None:
+        try:
+            with torch.no_grad(), standard_streams_taken():
+                found = self._written(module, call)
+        except _NotCaptured as error:
+            found = CaptureFile(refused=str(error))
+        except OSError as error:
+            found = CaptureFile(refused=f"{self._folder} could not be written: {error.strerror or error}")
+        except BaseException as error:  # the script's own code may run where an object is pickled
+            found = CaptureFile(refused=f"writing it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        with self._lock:
+            if self.result is None:
+                self.result = found
+
+    def _written(self, module: nn.Module, call: dict[str, Any]) -> CaptureFile:
+        parts = _CapturedParts(self._most)
+        capture = parts.of(module, call)
+        capture |= {"rank": self._rank, "notes": parts.notes}
+        if parts.bytes > self._most:
+            raise _NotCaptured(self._too_large(f"it takes {size_text(parts.bytes)}"))
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._folder.stat().st_uid != os.geteuid():
+            raise _NotCaptured(f"{self._folder} belongs to another user")
+        new = self._folder / f".overflow-{self._rank}-{os.getpid()}"
+        new.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
+                bounded = _BoundedFile(file, self._most + (self._most >> 3) + (1 << 20))  # pages of torch's format
+                torch.save(capture, bounded)  # type: ignore[arg-type]  # it needs no more than write
+                if isinstance(bounded.error, _NotCaptured):
+                    raise _NotCaptured(self._too_large("it takes more"))
+                if bounded.error is not None:
+                    raise bounded.error
+                file.flush()
+                os.fsync(file.fileno())
+                size = os.fstat(file.fileno()).st_size
+            path = self._named(new)
+        finally:
+            new.unlink(missing_ok=True)
+        with suppress(OSError):  # `gpuwatch replay` does without
+            own = path.with_name(path.name.replace("overflow", "reproduce")).with_suffix(".py")
+            write_whole(own, Path(reproduce.__file__).read_bytes())
+        shown = f"{call['name'] or '(root)'} ({capture['class']})"
+        return CaptureFile(str(path), size, shown, bool(reproduce.needs_trust(capture)), parts.notes)
+
+    def _too_large(self, found: str) -> str:
+        return f"{found}, and --capture-max is {size_text(self._most)}"
+
+    def _named(self, new: Path) -> Path:
+        """Give the file its name: overflow.pt, or that of this rank where another one, or an attempt, was first."""
+        names = ["overflow", f"overflow-rank{self._rank}"]
+        names += [f"overflow-rank{self._rank}-{number}" for number in range(2, 100)]
+        for path in (self._folder / f"{name}.pt" for name in names):
+            with self._lock, suppress(FileExistsError):
+                if self._is_late:
+                    break
+                path.hardlink_to(new)
+                return path
+        raise _NotCaptured(f"{self._folder} has a hundred of them")
+
+
+class _CapturedParts:
+    """A module and its call as tensors, numbers and names, and the rest pickled."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.bytes = 0
+        self.notes: list[str] = []
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """id -> (the tensor, which keeps its id, as it is written)"""
+
+    def of(self, module: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
+        modules, names = [module], {id(module): (0, "")}
+        state: dict[str, torch.Tensor] = {}
+        keys: dict[int, str] = {}
+        parts, objects = [], {}
+        for part in modules:  # it grows
+            number, prefix = names[id(part)]
+            children: dict[str, int | None] = {}
+            for name, child in part._modules.items():
+                inner = unwrap(child) if child is not None else None
+                if inner is not None and id(inner) not in names:
+                    names[id(inner)] = len(modules), f"{prefix}{name}."
+                    modules.append(inner)
+                children[name] = names[id(inner)][0] if inner is not None else None
+            held: dict[str, dict[str, Any]] = {}
+            for kind, table in ("parameters", part._parameters), ("buffers", part._buffers):
+                held[kind] = {}
+                for name, tensor in table.items():
+                    key = keys.setdefault(id(tensor), prefix + name) if tensor is not None else None
+                    if tensor is not None and key == prefix + name:
+                        state[key] = self._tensor(tensor)
+                    is_parameter = kind == "parameters"
+                    held[kind][name] = (key, tensor is not None and tensor.requires_grad) if is_parameter else key
+            plain, pickled = self._attributes(part, prefix, is_root=part is module)
+            if pickled:
+                objects[number] = pickled
+            parts.append(
+                {
+                    "class": _class_of(part),
+                    "attributes": plain,
+                    "children": children,
+                    "not_persistent": sorted(part._non_persistent_buffers_set),
+                    **held,
+                }
+            )
+        cls, main = type(module), sys.modules.get("__main__")
+        found: dict[str, Any] = {
+            "format": reproduce.FORMAT,
+            "gpuwatch": gpuwatch_version(),
+            "torch": str(torch.__version__),
+            "class": f"{cls.__module__}.{cls.__qualname__}",
+            "modules": parts,
+            "state_dict": state,
+            "tensors": [
+                f"{role} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)} {leaf.device}"
+                for role, leaf in inputs_of(call["args"], call["kwargs"])
+                if isinstance(leaf, torch.Tensor)
+            ],
+            "source": {
+                "file": str(Path(file).absolute()) if (file := getattr(main, "__file__", None)) else "",
+                "package": getattr(main, "__package__", None),
+                "path": _own_path(),
+            },
+        }
+        try:
+            found |= call | {"args": self._plain(call["args"]), "kwargs": self._plain(call["kwargs"])}
+        except _NotPlain:
+            found |= call | {"args": None, "kwargs": None}
+            objects["call"] = call["args"], call["kwargs"]
+        found["pickled"] = self._pickled("its arguments", objects, count=True) if objects else None
+        return found
+
+    def _attributes(self, part: nn.Module, prefix: str, *, is_root: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Those that are written as they are, and those that are pickled."""
+        own = getattr(type(part), "__getstate__", None)
+        given: dict[str, Any] = own(part) if own not in (None, getattr(object, "__getstate__", None)) else vars(part)
+        fresh = vars(nn.Module())
+        plain, pickled = {}, {}
+        for name, value in given.items():
+            is_hook = name in fresh and name.endswith(("_hooks", "_with_kwargs", "_always_called"))
+            if name in _LEFT_OUT or (is_hook and (name not in _HOOKS or not value or is_root)):
+                continue
+            try:
+                plain[name] = self._plain(value)
+            except _NotPlain:
+                try:
+                    self._pickled(f"its attribute {prefix}{name}", value)
+                    pickled[name] = value
+                except _NotCaptured:
+                    if not is_hook:
+                        raise
+                    self.notes.append(f"the hooks of {prefix.removesuffix('.')} are left out: they cannot be pickled")
+        return plain, pickled
+
+    def _plain(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if kind in (list, tuple):
+            return kind(map(self._plain, value))
+        if kind in (dict, OrderedDict) and all(type(key) in _PLAIN for key in value):
+            return kind((key, self._plain(each)) for key, each in value.items())
+        raise _NotPlain
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As it is written: without its graph, and without the rest of the memory that it is a view of."""
+        if id(tensor) in self._tensors:
+            return self._tensors[id(tensor)][1]
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise _NotCaptured(f"it holds tensors of a class of its own ({type(tensor).__name__})")
+        if tensor.is_meta or hasattr(tensor, "ds_tensor"):
+            raise _NotCaptured("its weights are not whole on this rank")
+        size, found = tensor.numel() * tensor.element_size(), tensor.detach()
+        self.bytes += size
+        if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > size and self.bytes <= self._most:
+            found = found.clone()
+        self._tensors[id(tensor)] = tensor, found
+        return found
+
+    def _pickled(self, what: str, value: Any, *, count: bool = False) -> torch.Tensor:
+        """Bytes, as a tensor: `weights_only` reads that in every release."""
+        data = io.BytesIO()
+        bounded = _BoundedFile(data, self._most)
+        try:
+            torch.save(value, bounded)  # type: ignore[arg-type]  # likewise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise _NotCaptured(f"{what} cannot be pickled ({reason})") from error
+        if bounded.error is not None:
+            raise _NotCaptured(f"{what} takes more than --capture-max, {size_text(self._most)}")
+        self.bytes += len(data.getbuffer()) if count else 0
+        return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+
+
+def _class_of(module: nn.Module) -> tuple[str, str]:
+    """(module, qualified name) by which the class is found again."""
+    cls = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise _NotCaptured("it has code of TorchScript")
+    if any(kind.__name__ in ("FSDPModule", "FullyShardedDataParallel") for kind in cls.__mro__):
+        raise _NotCaptured(f"its weights are sharded ({cls.__name__})")
+    found: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    if found is not cls:
+        raise _NotCaptured(f"its class {cls.__qualname__} is defined inside of a function, or made while it runs")
+    if cls.__module__ in reproduce.SCRIPTS and not os.path.isfile(getattr(sys.modules["__main__"], "__file__", "")):  # noqa: PTH113  # of a text
+        raise _NotCaptured(f"its class {cls.__qualname__} is in no file")
+    return cls.__module__, cls.__qualname__
+
+
+def _own_path() -> list[str]:
+    """Folders of sys.path that are the script's, and not Python's."""
+    python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    found: Iterable[Path] = (Path(folder).absolute() for folder in sys.path)
+    return [str(folder) for folder in found if folder.is_dir() and str(folder) not in python]
