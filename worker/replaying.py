@@ -126,5 +126,6 @@ def _row(path: Path, device: str, title: str, dtype: str) -> ReplayRow:
     if found.operation is None:
         return ReplayRow(title, bad, largest, note=found.unknown)
     at = found.operation
-    place = f"{Path(at.file).name}:{at.line}: {at.code}" if at.file else ""
+    is_own = at.file in ("", sys.modules["__main__"].__file__)  # torch's code alone ran
+    place = f"in `{at.module or 'its root'}`" if is_own else f"{Path(at.file).name}:{at.line}: {at.code}"
     return ReplayRow(title, bad, largest, at.op, place)

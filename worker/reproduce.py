@@ -87,7 +87,7 @@ def rebuild(capture: dict[str, Any], device: str = "cpu") -> CapturedCall:
         sys.path[:] = [*source["path"], *(folder for folder in sys.path if folder not in source["path"])]
     script = ScriptDefinitions(source["file"], source["package"])
     with script.as_main():
-        pickled: Any = {"attributes": {}}
+        pickled: Any = {}
         if capture["pickled"] is not None:
             data = io.BytesIO(capture["pickled"].cpu().numpy().tobytes())
             pickled = torch.load(data, map_location=device, weights_only=False)
@@ -97,7 +97,7 @@ def rebuild(capture: dict[str, Any], device: str = "cpu") -> CapturedCall:
             made.append(cls.__new__(cls))
             nn.Module.__init__(made[-1])
         for number, (part, module) in enumerate(zip(capture["modules"], made, strict=True)):
-            own = {**part["attributes"], **pickled["attributes"].get(number, {})}
+            own = {**part["attributes"], **pickled.get("attributes", {}).get(number, {})}
             own["_modules"] = {name: None if at is None else made[at] for name, at in part["children"].items()}
             own["_buffers"] = {name: state.get(key) for name, key in part["buffers"].items()}
             own["_parameters"] = {
@@ -159,7 +159,7 @@ class ScriptDefinitions(ModuleType):
             code, reads, binds = self._statements[place]
             if code is not None:
                 self._statements[place] = None, reads, binds
-                exec(code, self.__dict__)  # noqa: S102  # the script's own definitions
+                exec(code, self.__dict__)  # the script's own definitions
         if name not in self.__dict__:
             raise AttributeError(f"{self.__file__} does not define {name}")
         return self.__dict__[name]

@@ -224,9 +224,9 @@ def watch(
 
     The keywords are the options of `gpuwatch launch`. With `on_overflow="abort"`, OverflowDetected is raised at the end
     of the forward, or before the optimizer step, in which something became inf or nan. With "continue" the overflow is
-    only listed in `anomalies`. `capture` is a folder: a forward that overflows is written there, with its weights and its
-    data, for `gpuwatch replay`. In a rank that `gpuwatch launch` watches, the run's settings apply and the keywords have
-    no effect. Raises ValueError for an invalid keyword.
+    only listed in `anomalies`. `capture` is a folder: a forward that overflows is written there, with its weights and
+    its data, for `gpuwatch replay`. In a rank that `gpuwatch launch` watches, the run's settings apply and the keywords
+    have no effect. Raises ValueError for an invalid keyword.
     """
     from .hooks.module_hooks import ModuleHooks
 

@@ -1,7 +1,7 @@
 """`--capture`: writes the forward of an alarm to overflow.pt, and beside it reproduce.py, which runs it again.
 
-The job ends anyway. A thread writes, and the job waits for it no longer than a deadline. What cannot be written whole
-is not written: the file gets its name when all of it is on the disk.
+The job ends anyway. A thread writes, and the job waits for it no longer than a deadline. The file gets its name when
+all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sysconfig
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Si
 _LEFT_OUT = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_compiled_call_impl"}
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
 _PIECE = 16 << 20
+_MOST_NAMES = 100
 
 
 class _NotCaptured(Exception):
@@ -57,13 +57,13 @@ class _BoundedFile:
         for at in range(0, len(view), _PIECE):
             piece = view[at : at + _PIECE]
             self._left -= len(piece)
-            if self._left < 0 and self.error is None:
-                self.error = _NotCaptured("too large")
             try:
+                if self._left < 0:
+                    raise _NotCaptured
                 if self.error is None:
                     self._file.write(piece)
             except Exception as error:
-                self.error = error
+                self.error = self.error or error
         return len(view)
 
     def flush(self) -> None:
@@ -76,7 +76,6 @@ class ForwardCapture:
     def __init__(self, folder: str, most: int, rank: int) -> None:
         self._folder, self._most, self._rank = Path(folder), most, rank
         self.result: CaptureFile | None = None
-        self._is_late = False
         self._lock = threading.Lock()
         """The thread gives the file its name, or the deadline passes: not both."""
 
@@ -84,9 +83,7 @@ class ForwardCapture:
         self,
         module: nn.Module,
         name: str,
-        args: Any,
-        kwargs: Any,
-        *,
+        inputs: tuple[Any, Any],
         contexts: list[ContextMaker],
         random: RandomNumbers | None,
         limit_s: float,
@@ -96,9 +93,10 @@ class ForwardCapture:
             return 0.0
         began = time.monotonic()
         call = {
-            "args": args,
-            "kwargs": kwargs,
+            "args": inputs[0],
+            "kwargs": inputs[1],
             "name": name,
+            "rank": self._rank,
             "grad": torch.is_grad_enabled(),
             "rng": {"cpu": random.cpu, "cuda": random.cuda} if random is not None else None,
             "autocast": dict(part.args for part in contexts if getattr(part, "func", None) is torch.autocast),
@@ -108,36 +106,33 @@ class ForwardCapture:
         thread = threading.Thread(target=self._write, args=(module, call), name="gpuwatch capture", daemon=True)
         try:
             thread.start()
+            thread.join(limit_s)
         except RuntimeError as error:
             self.result = CaptureFile(refused=f"a thread to write it could not be started: {error}")
-            return 0.0
-        thread.join(limit_s)
         with self._lock:
-            if self.result is None:
-                self._is_late = True
-                self.result = CaptureFile(refused=f"writing it took longer than {limit_s:.3g} s")
+            self.result = self.result or CaptureFile(refused=f"writing it took longer than {limit_s:.3g} s")
         return time.monotonic() - began
 
     def _write(self, module: nn.Module, call: dict[str, Any]) -> None:
         try:
             with torch.no_grad(), standard_streams_taken():
-                found = self._written(module, call)
+                self._write_file(module, call)
+            return
         except _NotCaptured as error:
-            found = CaptureFile(refused=str(error))
+            why = str(error)
         except OSError as error:
-            found = CaptureFile(refused=f"{self._folder} could not be written: {error.strerror or error}")
+            why = f"{self._folder} could not be written: {error.strerror or error}"
         except BaseException as error:  # the script's own code may run where an object is pickled
-            found = CaptureFile(refused=f"writing it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            why = f"writing it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         with self._lock:
-            if self.result is None:
-                self.result = found
+            self.result = self.result or CaptureFile(refused=why)
 
-    def _written(self, module: nn.Module, call: dict[str, Any]) -> CaptureFile:
+    def _write_file(self, module: nn.Module, call: dict[str, Any]) -> None:
         parts = _CapturedParts(self._most)
         capture = parts.of(module, call)
-        capture |= {"rank": self._rank, "notes": parts.notes}
+        limit = f"--capture-max is {size_text(self._most)}"
         if parts.bytes > self._most:
-            raise _NotCaptured(self._too_large(f"it takes {size_text(parts.bytes)}"))
+            raise _NotCaptured(f"it takes {size_text(parts.bytes)}, and {limit}; --sync writes a smaller part")
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder.stat().st_uid != os.geteuid():
             raise _NotCaptured(f"{self._folder} belongs to another user")
@@ -148,116 +143,107 @@ class ForwardCapture:
             with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
                 bounded = _BoundedFile(file, self._most + (self._most >> 3) + (1 << 20))  # pages of torch's format
                 torch.save(capture, bounded)  # type: ignore[arg-type]  # it needs no more than write
-                if isinstance(bounded.error, _NotCaptured):
-                    raise _NotCaptured(self._too_large("it takes more"))
                 if bounded.error is not None:
                     raise bounded.error
                 file.flush()
                 os.fsync(file.fileno())
                 size = os.fstat(file.fileno()).st_size
-            path = self._named(new)
+            module_text = f"{call['name'] or '(root)'} ({capture['class']})"
+            trust = bool(reproduce.needs_trust(capture))
+            self._name(new, CaptureFile("", size, module_text, trust, parts.notes))
         finally:
             new.unlink(missing_ok=True)
-        with suppress(OSError):  # `gpuwatch replay` does without
-            own = path.with_name(path.name.replace("overflow", "reproduce")).with_suffix(".py")
-            write_whole(own, Path(reproduce.__file__).read_bytes())
-        shown = f"{call['name'] or '(root)'} ({capture['class']})"
-        return CaptureFile(str(path), size, shown, bool(reproduce.needs_trust(capture)), parts.notes)
 
-    def _too_large(self, found: str) -> str:
-        return f"{found}, and --capture-max is {size_text(self._most)}"
-
-    def _named(self, new: Path) -> Path:
-        """Give the file its name: overflow.pt, or that of this rank where another one, or an attempt, was first."""
-        names = ["overflow", f"overflow-rank{self._rank}"]
-        names += [f"overflow-rank{self._rank}-{number}" for number in range(2, 100)]
-        for path in (self._folder / f"{name}.pt" for name in names):
+    def _name(self, new: Path, file: CaptureFile) -> None:
+        """Name it overflow.pt, or by this rank where another one, or an earlier attempt, has that."""
+        tails = ["", f"-rank{self._rank}", *(f"-rank{self._rank}-{number}" for number in range(2, _MOST_NAMES))]
+        for tail in tails:
+            path = self._folder / f"overflow{tail}.pt"
             with self._lock, suppress(FileExistsError):
-                if self._is_late:
-                    break
+                if self.result is not None:  # it is too late
+                    return
                 path.hardlink_to(new)
-                return path
-        raise _NotCaptured(f"{self._folder} has a hundred of them")
+                with suppress(OSError):  # `gpuwatch replay` does without
+                    write_whole(self._folder / f"reproduce{tail}.py", Path(reproduce.__file__).read_bytes())
+                self.result = CaptureFile(str(path), file.bytes, file.module, file.needs_trust, file.notes)
+                return
+        raise _NotCaptured(f"{self._folder} has {_MOST_NAMES} of them")
 
 
 class _CapturedParts:
     """A module and its call as tensors, numbers and names, and the rest pickled."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self.bytes = 0
+        self._most, self.bytes = most, 0
         self.notes: list[str] = []
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """id -> (the tensor, which keeps its id, as it is written)"""
 
     def of(self, module: nn.Module, call: dict[str, Any]) -> dict[str, Any]:
-        modules, names = [module], {id(module): (0, "")}
+        """What reproduce.py reads."""
+        modules, places = [module], {id(module): (0, "")}
         state: dict[str, torch.Tensor] = {}
         keys: dict[int, str] = {}
-        parts, objects = [], {}
+        parts: list[dict[str, Any]] = []
+        objects: dict[str, Any] = {}
         for part in modules:  # it grows
-            number, prefix = names[id(part)]
+            number, prefix = places[id(part)]
             children: dict[str, int | None] = {}
             for name, child in part._modules.items():
                 inner = unwrap(child) if child is not None else None
-                if inner is not None and id(inner) not in names:
-                    names[id(inner)] = len(modules), f"{prefix}{name}."
+                if inner is not None and id(inner) not in places:
+                    places[id(inner)] = len(modules), f"{prefix}{name}."
                     modules.append(inner)
-                children[name] = names[id(inner)][0] if inner is not None else None
-            held: dict[str, dict[str, Any]] = {}
-            for kind, table in ("parameters", part._parameters), ("buffers", part._buffers):
-                held[kind] = {}
-                for name, tensor in table.items():
-                    key = keys.setdefault(id(tensor), prefix + name) if tensor is not None else None
-                    if tensor is not None and key == prefix + name:
-                        state[key] = self._tensor(tensor)
-                    is_parameter = kind == "parameters"
-                    held[kind][name] = (key, tensor is not None and tensor.requires_grad) if is_parameter else key
+                children[name] = places[id(inner)][0] if inner is not None else None
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None and keys.setdefault(id(tensor), prefix + name) == prefix + name:
+                    state[prefix + name] = self._tensor(tensor)
             plain, pickled = self._attributes(part, prefix, is_root=part is module)
             if pickled:
-                objects[number] = pickled
+                objects.setdefault("attributes", {})[number] = pickled
             parts.append(
                 {
                     "class": _class_of(part),
                     "attributes": plain,
                     "children": children,
+                    "parameters": {
+                        name: (keys.get(id(tensor)), tensor is not None and tensor.requires_grad)
+                        for name, tensor in part._parameters.items()
+                    },
+                    "buffers": {name: keys.get(id(tensor)) for name, tensor in part._buffers.items()},
                     "not_persistent": sorted(part._non_persistent_buffers_set),
-                    **held,
                 }
             )
-        cls, main = type(module), sys.modules.get("__main__")
-        found: dict[str, Any] = {
+        try:
+            found = call | {"args": self._plain(call["args"]), "kwargs": self._plain(call["kwargs"])}
+        except _NotPlain:
+            found = call | {"args": None, "kwargs": None}
+            objects["call"] = call["args"], call["kwargs"]
+        leaves = [(role, leaf) for role, leaf in inputs_of(call["args"], call["kwargs"]) if hasattr(leaf, "dtype")]
+        main = sys.modules.get("__main__")
+        file = getattr(main, "__file__", None)
+        return found | {
             "format": reproduce.FORMAT,
             "gpuwatch": gpuwatch_version(),
             "torch": str(torch.__version__),
-            "class": f"{cls.__module__}.{cls.__qualname__}",
+            "class": ".".join(parts[0]["class"]),
             "modules": parts,
             "state_dict": state,
-            "tensors": [
-                f"{role} {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)} {leaf.device}"
-                for role, leaf in inputs_of(call["args"], call["kwargs"])
-                if isinstance(leaf, torch.Tensor)
-            ],
+            "tensors": [f"{role} {leaf.dtype} {list(leaf.shape)} {leaf.device}" for role, leaf in leaves],
             "source": {
-                "file": str(Path(file).absolute()) if (file := getattr(main, "__file__", None)) else "",
+                "file": os.path.abspath(file) if file else "",  # noqa: PTH100  # it may be any text
                 "package": getattr(main, "__package__", None),
                 "path": _own_path(),
             },
+            "pickled": self._pickled("what it was handed", objects) if objects else None,
+            "notes": self.notes,
         }
-        try:
-            found |= call | {"args": self._plain(call["args"]), "kwargs": self._plain(call["kwargs"])}
-        except _NotPlain:
-            found |= call | {"args": None, "kwargs": None}
-            objects["call"] = call["args"], call["kwargs"]
-        found["pickled"] = self._pickled("its arguments", objects, count=True) if objects else None
-        return found
 
     def _attributes(self, part: nn.Module, prefix: str, *, is_root: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         """Those that are written as they are, and those that are pickled."""
         own = getattr(type(part), "__getstate__", None)
         given: dict[str, Any] = own(part) if own not in (None, getattr(object, "__getstate__", None)) else vars(part)
-        fresh = vars(nn.Module())
-        plain, pickled = {}, {}
+        plain, pickled, fresh = {}, {}, vars(nn.Module())
         for name, value in given.items():
             is_hook = name in fresh and name.endswith(("_hooks", "_with_kwargs", "_always_called"))
             if name in _LEFT_OUT or (is_hook and (name not in _HOOKS or not value or is_root)):
@@ -266,7 +252,7 @@ class _CapturedParts:
                 plain[name] = self._plain(value)
             except _NotPlain:
                 try:
-                    self._pickled(f"its attribute {prefix}{name}", value)
+                    self.bytes -= len(self._pickled(f"its attribute {prefix}{name}", value))  # it is tried alone
                     pickled[name] = value
                 except _NotCaptured:
                     if not is_hook:
@@ -301,7 +287,7 @@ class _CapturedParts:
         self._tensors[id(tensor)] = tensor, found
         return found
 
-    def _pickled(self, what: str, value: Any, *, count: bool = False) -> torch.Tensor:
+    def _pickled(self, what: str, value: Any) -> torch.Tensor:
         """Bytes, as a tensor: `weights_only` reads that in every release."""
         data = io.BytesIO()
         bounded = _BoundedFile(data, self._most)
@@ -312,7 +298,7 @@ class _CapturedParts:
             raise _NotCaptured(f"{what} cannot be pickled ({reason})") from error
         if bounded.error is not None:
             raise _NotCaptured(f"{what} takes more than --capture-max, {size_text(self._most)}")
-        self.bytes += len(data.getbuffer()) if count else 0
+        self.bytes += data.tell()
         return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
 
 
@@ -328,7 +314,10 @@ def _class_of(module: nn.Module) -> tuple[str, str]:
         found = getattr(found, name, None)
     if found is not cls:
         raise _NotCaptured(f"its class {cls.__qualname__} is defined inside of a function, or made while it runs")
-    if cls.__module__ in reproduce.SCRIPTS and not os.path.isfile(getattr(sys.modules["__main__"], "__file__", "")):  # noqa: PTH113  # of a text
+    if (
+        cls.__module__ in reproduce.SCRIPTS
+        and not Path(getattr(sys.modules["__main__"], "__file__", "") or "").is_file()
+    ):
         raise _NotCaptured(f"its class {cls.__qualname__} is in no file")
     return cls.__module__, cls.__qualname__
 
@@ -336,5 +325,5 @@ def _class_of(module: nn.Module) -> tuple[str, str]:
 def _own_path() -> list[str]:
     """Folders of sys.path that are the script's, and not Python's."""
     python = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    found: Iterable[Path] = (Path(folder).absolute() for folder in sys.path)
-    return [str(folder) for folder in found if folder.is_dir() and str(folder) not in python]
+    found = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100  # likewise
+    return [folder for folder in found if Path(folder).is_dir() and folder not in python]

@@ -240,13 +240,10 @@ class SecondRuns:
             return
         self._end(why, None if why else forward.operation, eagerly=self._is_compiled(), seconds=round(seconds, 3))
 
-    def _write(self, call: _KeptCall, run: nn.Module, args: Any, kwargs: Any) -> None:
+    def _write(self, call: _KeptCall, run: nn.Module, *inputs: Any) -> None:
         """Write the call to a file, with --capture."""
         if self._captures:
-            write, name = self._capture.write, call.info.name
-            took_s = write(
-                run, name, args, kwargs, contexts=call.contexts, random=call.random, limit_s=self.limit_s
-            )
+            took_s = self._capture.write(run, call.info.name, inputs, call.contexts, call.random, self.limit_s)
             self.limit_s = max(0.0, self.limit_s - took_s)
 
     def _end(self, why: str = "", operation: BadOperation | None = None, **fields: Any) -> None:
