@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 FORMAT = 1
 SCRIPTS = ("__main__", "__mp_main__")
@@ -246,27 +245,6 @@ def surroundings(capture: dict[str, Any], device: str, *, autocast: bool = True)
         yield
 
 
-def _is_bad(value: Any) -> bool:
-    leaves = [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return any(not bool(leaf.isfinite().all()) for leaf in leaves if leaf.is_floating_point())
-
-
-class FirstBadOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation there
-    """Finds the first operation that makes a non-finite value of finite ones: for where gpuwatch is not installed."""
-
-    found = ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        was_bad = bool(self.found) or _is_bad((args, kwargs))
-        result = func(*args, **(kwargs or {}))
-        if not was_bad and "empty" not in str(func) and _is_bad(result):
-            frame: Any = sys._getframe(1)
-            while frame is not None and str(Path(torch.__file__).parent) in frame.f_code.co_filename:
-                frame = frame.f_back
-            self.found = f"{func}" + (f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "")
-        return result
-
-
 def main() -> None:
     """Called where this file is run."""
     parser = argparse.ArgumentParser(description="Runs a captured forward again.")
@@ -286,9 +264,11 @@ def main() -> None:
         try:
             from gpuwatch import explain
         except ImportError:
-            with torch.no_grad(), FirstBadOperation() as mode:
-                call.module(*call.args, **call.kwargs)
-            print(mode.found or "no operation made inf or nan of finite numbers")
+            with torch.no_grad():
+                output = call.module(*call.args, **call.kwargs)
+            for leaf in _pytree.tree_leaves(output):
+                if isinstance(leaf, torch.Tensor):
+                    print(f"{leaf.dtype} {list(leaf.shape)}: {int((~leaf.isfinite()).sum())} of them are not finite")
         else:
             print(explain(call.module, *call.args, **call.kwargs))
 

@@ -26,6 +26,7 @@ from ...core.own_files import standard_streams_taken, write_whole
 from ...core.text import size_text
 from .. import reproduce
 from ..record.names import inputs_of, unwrap
+from ..stats.tensor_stats import version_of
 from .forward_thread import ContextMaker, RandomNumbers
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
@@ -59,7 +60,7 @@ class _BoundedFile:
             self._left -= len(piece)
             try:
                 if self._left < 0:
-                    raise _NotCaptured
+                    raise _NotCaptured("it takes more than --capture-max")
                 if self.error is None:
                     self._file.write(piece)
             except Exception as error:
@@ -73,8 +74,9 @@ class _BoundedFile:
 class ForwardCapture:
     """The one file of a rank. `result` is there after the first attempt."""
 
-    def __init__(self, folder: str, most: int, rank: int) -> None:
-        self._folder, self._most, self._rank = Path(folder), most, rank
+    def __init__(self, folder: str, most: int, rank: int, *, is_tested: bool) -> None:
+        """`is_tested`: a second run has shown that the call leaves its inputs as they are."""
+        self._folder, self._most, self._rank, self._is_tested = Path(folder), most, rank, is_tested
         self.result: CaptureFile | None = None
         self._lock = threading.Lock()
         """The thread gives the file its name, or the deadline passes: not both."""
@@ -130,6 +132,11 @@ class ForwardCapture:
     def _write_file(self, module: nn.Module, call: dict[str, Any]) -> None:
         parts = _CapturedParts(self._most)
         capture = parts.of(module, call)
+        versions = [version_of(leaf) for _, leaf in inputs_of(call["args"], call["kwargs"]) if hasattr(leaf, "dtype")]
+        if not self._is_tested and any(versions):
+            parts.notes.append(
+                "if the call changes its inputs in place, they are as it left them: --explain auto tests"
+            )
         limit = f"--capture-max is {size_text(self._most)}"
         if parts.bytes > self._most:
             raise _NotCaptured(f"it takes {size_text(parts.bytes)}, and {limit}; --sync writes a smaller part")
@@ -187,7 +194,7 @@ class _CapturedParts:
         parts: list[dict[str, Any]] = []
         objects: dict[str, Any] = {}
         for part in modules:  # it grows
-            number, prefix = places[id(part)]
+            (number, prefix), cls = places[id(part)], _class_of(part)
             children: dict[str, int | None] = {}
             for name, child in part._modules.items():
                 inner = unwrap(child) if child is not None else None
@@ -203,7 +210,7 @@ class _CapturedParts:
                 objects.setdefault("attributes", {})[number] = pickled
             parts.append(
                 {
-                    "class": _class_of(part),
+                    "class": cls,
                     "attributes": plain,
                     "children": children,
                     "parameters": {
@@ -297,7 +304,7 @@ class _CapturedParts:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise _NotCaptured(f"{what} cannot be pickled ({reason})") from error
         if bounded.error is not None:
-            raise _NotCaptured(f"{what} takes more than --capture-max, {size_text(self._most)}")
+            raise bounded.error
         self.bytes += data.tell()
         return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
 

@@ -112,7 +112,8 @@ class SecondRuns:
         """For all its runs together."""
         settings = self._progress.settings
         self._explains = settings.explain == "auto"
-        self._capture = ForwardCapture(settings.capture, settings.capture_max, self._progress.rank)
+        rank, tests = self._progress.rank, self._explains
+        self._capture = ForwardCapture(settings.capture, settings.capture_max, rank, is_tested=tests)
         self._captures = bool(settings.capture)
         self.is_on = (self._explains or self._captures) and settings.on_overflow == "abort"
         """Until its one run."""
