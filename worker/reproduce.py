@@ -262,7 +262,7 @@ def main() -> None:
     print(f"{capture['class']} (`{capture['name']}`), rank {capture['rank']}, torch {capture['torch']}")
     with surroundings(capture, options.device, autocast=not options.dtype):
         try:
-            from gpuwatch import explain
+            explain = importlib.import_module("gpuwatch").explain  # this file lies beside the capture
         except ImportError:
             with torch.no_grad():
                 output = call.module(*call.args, **call.kwargs)

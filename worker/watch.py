@@ -22,7 +22,6 @@ from ..core.recorder.scratch import make_scratch, remove_scratch
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings
 from ..core.tell import tell
-from ..core.text import parse_size
 from ..core.wire.messages import (
     AgentBody,
     AgentHello,
@@ -217,16 +216,16 @@ def watch(
     scaler_skips: int = 12,
     state_every: int = 50,
     explain: Explain = "auto",
-    capture: str | os.PathLike[str] | None = None,
-    capture_max: str = "2GB",
+    capture: str | os.PathLike[str] = "",
+    capture_max: int = 2_000_000_000,
 ) -> ModelWatch:
     """Watch a model, or, with None, every model of this process. Returns a handle, which is also a context manager.
 
     The keywords are the options of `gpuwatch launch`. With `on_overflow="abort"`, OverflowDetected is raised at the end
     of the forward, or before the optimizer step, in which something became inf or nan. With "continue" the overflow is
-    only listed in `anomalies`. `capture` is a folder: a forward that overflows is written there, with its weights and
-    its data, for `gpuwatch replay`. In a rank that `gpuwatch launch` watches, the run's settings apply and the keywords
-    have no effect. Raises ValueError for an invalid keyword.
+    only listed in `anomalies`. With `capture`, a folder, a forward that overflows is written there, with its weights
+    and its data, in at most `capture_max` bytes: `gpuwatch replay FOLDER` runs it again. In a rank that `gpuwatch
+    launch` watches, the run's settings apply and the keywords have no effect. Raises ValueError for an invalid keyword.
     """
     from .hooks.module_hooks import ModuleHooks
 
@@ -243,11 +242,9 @@ def watch(
             "expected watch= of forward, grads, weights, comms, on_overflow= abort or continue and explain= auto or "
             f"off, found {watch!r}, {on_overflow!r}, {explain!r}"
         )
-    most = parse_size(capture_max)
-    if most is None or (capture is not None and on_overflow != "abort"):
+    if capture and on_overflow != "abort":
         raise ValueError(
-            "expected capture= with on_overflow= abort and capture_max= a size such as 2GB, found "
-            f"{capture!r}, {on_overflow!r}, {capture_max!r}"
+            f"expected on_overflow='abort' with capture=, which writes before it raises, found {on_overflow!r}"
         )
     settings = WorkerSettings(
         recorder_dir="",
@@ -263,8 +260,8 @@ def watch(
         scaler_skips=scaler_skips,
         state_every=state_every,
         explain=explain,
-        capture=os.path.abspath(capture) if capture is not None else "",  # noqa: PTH100  # it may be any path
-        capture_max=most,
+        capture=str(Path(capture).absolute()) if capture else "",
+        capture_max=capture_max,
     )
     folder = make_scratch(1)
     remove = partial(_remove_in, os.getpid(), folder)
