@@ -1,7 +1,7 @@
 """`--capture`: writes the forward of an alarm to overflow.pt, and beside it reproduce.py, which runs it again.
 
 The job ends anyway. A thread writes, and the job waits for it no longer than a deadline. The file gets its name when
-all of it is on the disk.
+all of it is written.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ _LEFT_OUT = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set
 _HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
 _PIECE = 16 << 20
 _MOST_NAMES = 100
+_LOCK_S = 1.0
+_SHARE = 0.8
+"""Of the time limit, to write. The rest is to leave torch's writer, which computes checksums of what is dropped."""
 
 
 class _NotCaptured(Exception):
@@ -48,8 +51,8 @@ class _NotPlain(Exception):
 class _BoundedFile:
     """What torch.save writes into. It raises nothing, as torch's writer in C++ may end the process at an error."""
 
-    def __init__(self, file: Any, most: int) -> None:
-        self._file, self._left = file, most
+    def __init__(self, file: Any, most: int, stop: threading.Event) -> None:
+        self._file, self._left, self._stop = file, most, stop
         self.error: Exception | None = None
 
     def write(self, data: Any) -> int:
@@ -61,7 +64,7 @@ class _BoundedFile:
             try:
                 if self._left < 0:
                     raise _NotCaptured("it takes more than --capture-max")
-                if self.error is None:
+                if self.error is None and not self._stop.is_set():
                     self._file.write(piece)
             except Exception as error:
                 self.error = self.error or error
@@ -80,6 +83,9 @@ class ForwardCapture:
         self.result: CaptureFile | None = None
         self._lock = threading.Lock()
         """The thread gives the file its name, or the deadline passes: not both."""
+        self._stop = threading.Event()
+        """The deadline passes. The thread leaves torch's writer soon: it ends a process whose Python ends first."""
+        self._new = self._folder / f".overflow-{rank}-{os.getpid()}"
 
     def write(
         self,
@@ -108,11 +114,15 @@ class ForwardCapture:
         thread = threading.Thread(target=self._write, args=(module, call), name="gpuwatch capture", daemon=True)
         try:
             thread.start()
-            thread.join(limit_s)
+            thread.join(limit_s * _SHARE)
+            self._stop.set()
+            thread.join(limit_s * (1 - _SHARE))
         except RuntimeError as error:
             self.result = CaptureFile(refused=f"a thread to write it could not be started: {error}")
-        with self._lock:
-            self.result = self.result or CaptureFile(refused=f"writing it took longer than {limit_s:.3g} s")
+        is_free = self._lock.acquire(timeout=_LOCK_S)  # else the disk hangs as the file gets its name
+        self.result = self.result or CaptureFile(refused=f"writing it took longer than {limit_s * _SHARE:.3g} s")
+        if is_free:
+            self._lock.release()
         return time.monotonic() - began
 
     def _write(self, module: nn.Module, call: dict[str, Any]) -> None:
@@ -132,44 +142,41 @@ class ForwardCapture:
     def _write_file(self, module: nn.Module, call: dict[str, Any]) -> None:
         parts = _CapturedParts(self._most)
         capture = parts.of(module, call)
-        versions = [version_of(leaf) for _, leaf in inputs_of(call["args"], call["kwargs"]) if hasattr(leaf, "dtype")]
-        if not self._is_tested and any(versions):
-            parts.notes.append(
-                "if the call changes its inputs in place, they are as it left them: --explain auto tests"
-            )
+        leaves = [leaf for _, leaf in inputs_of(call["args"], call["kwargs"]) if isinstance(leaf, torch.Tensor)]
+        if not self._is_tested and any(map(version_of, leaves)):
+            parts.notes.append("its inputs may have been changed in place by the call: --explain off tests nothing")
         limit = f"--capture-max is {size_text(self._most)}"
         if parts.bytes > self._most:
             raise _NotCaptured(f"it takes {size_text(parts.bytes)}, and {limit}; --sync writes a smaller part")
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder.stat().st_uid != os.geteuid():
             raise _NotCaptured(f"{self._folder} belongs to another user")
-        new = self._folder / f".overflow-{self._rank}-{os.getpid()}"
-        new.unlink(missing_ok=True)
+        self._new.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
-                bounded = _BoundedFile(file, self._most + (self._most >> 3) + (1 << 20))  # pages of torch's format
+            with os.fdopen(os.open(self._new, flags, 0o600), "wb") as file:
+                # torch's format aligns each tensor
+                bounded = _BoundedFile(file, self._most + (self._most >> 3) + (1 << 20), self._stop)
                 torch.save(capture, bounded)  # type: ignore[arg-type]  # it needs no more than write
                 if bounded.error is not None:
                     raise bounded.error
                 file.flush()
-                os.fsync(file.fileno())
                 size = os.fstat(file.fileno()).st_size
             module_text = f"{call['name'] or '(root)'} ({capture['class']})"
             trust = bool(reproduce.needs_trust(capture))
-            self._name(new, CaptureFile("", size, module_text, trust, parts.notes))
+            self._name(CaptureFile("", size, module_text, trust, parts.notes))
         finally:
-            new.unlink(missing_ok=True)
+            self._new.unlink(missing_ok=True)
 
-    def _name(self, new: Path, file: CaptureFile) -> None:
+    def _name(self, file: CaptureFile) -> None:
         """Name it overflow.pt, or by this rank where another one, or an earlier attempt, has that."""
         tails = ["", f"-rank{self._rank}", *(f"-rank{self._rank}-{number}" for number in range(2, _MOST_NAMES))]
         for tail in tails:
             path = self._folder / f"overflow{tail}.pt"
             with self._lock, suppress(FileExistsError):
-                if self.result is not None:  # it is too late
+                if self._stop.is_set():
                     return
-                path.hardlink_to(new)
+                path.hardlink_to(self._new)
                 with suppress(OSError):  # `gpuwatch replay` does without
                     write_whole(self._folder / f"reproduce{tail}.py", Path(reproduce.__file__).read_bytes())
                 self.result = CaptureFile(str(path), file.bytes, file.module, file.needs_trust, file.notes)
@@ -297,7 +304,7 @@ class _CapturedParts:
     def _pickled(self, what: str, value: Any) -> torch.Tensor:
         """Bytes, as a tensor: `weights_only` reads that in every release."""
         data = io.BytesIO()
-        bounded = _BoundedFile(data, self._most)
+        bounded = _BoundedFile(data, self._most, threading.Event())
         try:
             torch.save(value, bounded)  # type: ignore[arg-type]  # likewise
         except Exception as error:
