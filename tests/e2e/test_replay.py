@@ -109,14 +109,18 @@ def test_the_rank_of_the_verdict_is_captured_under_ddp(bench):
 
 @pytest.mark.slow
 def test_what_is_not_captured_is_told_and_changes_nothing(bench):
-    options = "--preflight", "off", "--capture", "--capture-max", "1KiB"
-    run = bench.launch("ddp_overflow.py", *options, nproc=1, args=("--rank", "0", "--batch", "0"))
+    plain, run = (
+        bench.launch("wide_overflow.py", "--preflight", "off", *options, nproc=1)
+        for options in ((), ("--capture", "--capture-max", "100kB"))
+    )
 
-    assert run.code == 4
-    assert run.verdict["capture"]["path"] == ""
-    assert "takes 1.9 kB, and --capture-max is 1.02 kB" in run.verdict["capture"]["refused"]
-    assert run.verdict["operation"]["op"] == "aten.mm.default"
-    assert "not written" in run.stderr
+    assert (plain.code, run.code) == (4, 4)
+    assert plain.verdict["capture"] is None
+    why = "it takes 410 kB, and --capture-max is 100 kB; --sync writes a smaller part"
+    assert run.verdict["capture"]["refused"] == why
+    assert run.verdict["statement"] == plain.verdict["statement"]
+    assert run.verdict["operation"] == plain.verdict["operation"]
+    assert f"not written: {why}" in " ".join(run.stderr.split())
     refused = bench.gpuwatch("replay")
     assert refused.code == 2
     assert "--capture-max" in refused.stderr
