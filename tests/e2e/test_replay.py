@@ -109,17 +109,17 @@ def test_the_rank_of_the_verdict_is_captured_under_ddp(bench):
 
 @pytest.mark.slow
 def test_what_is_not_captured_is_told_and_changes_nothing(bench):
-    plain, run = (
-        bench.launch("wide_overflow.py", "--preflight", "off", *options, nproc=1)
-        for options in ((), ("--capture", "--capture-max", "100kB"))
-    )
+    plain = bench.launch("wide_overflow.py", "--preflight", "off", nproc=1)
+    before = plain.verdict
+    limit = "--capture", "--capture-max", "100kB"
+    run = bench.launch("wide_overflow.py", "--preflight", "off", *limit, nproc=1)
 
     assert (plain.code, run.code) == (4, 4)
-    assert plain.verdict["capture"] is None
+    assert before["capture"] is None
     why = "it takes 410 kB, and --capture-max is 100 kB; --sync writes a smaller part"
     assert run.verdict["capture"]["refused"] == why
-    assert run.verdict["statement"] == plain.verdict["statement"]
-    assert run.verdict["operation"] == plain.verdict["operation"]
+    assert run.verdict["statement"] == before["statement"]
+    assert run.verdict["operation"] == before["operation"]
     assert f"not written: {why}" in " ".join(run.stderr.split())
     refused = bench.gpuwatch("replay")
     assert refused.code == 2
