@@ -170,7 +170,7 @@ class ScriptDefinitions(ModuleType):
         except (OSError, SyntaxError) as error:
             raise CaptureError(f"the script that defines its class cannot be read: {error}") from error
         future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-        found = []
+        found: list[tuple[CodeType | None, set[str], set[str]]] = []
         for node in tree.body:
             is_guard = isinstance(node, ast.If) and "__name__" in ast.dump(node.test)
             if isinstance(node, _DEFINES) and not is_guard and node not in future:

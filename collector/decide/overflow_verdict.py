@@ -162,7 +162,7 @@ def _replay_steps(file: CaptureFile | None) -> list[str]:
     path = PurePath(file.path)
     run = str(path.parent if path.name == "overflow.pt" else path)
     trust = " --trust" if file.needs_trust else ""
-    return [f"Run this forward again, alone and in each dtype: gpuwatch replay {shlex.quote(run)}{trust}"]
+    return [f"Run this forward again, alone and in each dtype:\ngpuwatch replay {shlex.quote(run)}{trust}"]
 
 
 def _named(

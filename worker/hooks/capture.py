@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,9 @@ class ForwardCapture:
             "rank": self._rank,
             "grad": torch.is_grad_enabled(),
             "rng": {"cpu": random.cpu, "cuda": random.cuda} if random is not None else None,
-            "autocast": dict(part.args for part in contexts if getattr(part, "func", None) is torch.autocast),
+            "autocast": dict(
+                part.args for part in contexts if isinstance(part, partial) and part.func is torch.autocast
+            ),
             "default_dtype": torch.get_default_dtype(),
             "matmul_precision": torch.get_float32_matmul_precision(),
         }

@@ -224,3 +224,20 @@ def test_the_verdict_has_the_file_and_the_command(watch, tmp_path):
     verdict = watched.verdict()
     assert verdict.capture.path == str(tmp_path / "run" / "overflow.pt")
     assert verdict.next[0].endswith(f"gpuwatch replay {tmp_path / 'run'} --trust")
+
+
+def test_the_call_of_a_root_whose_numbers_came_late_has_the_state_that_it_was_called_in(watch, late, tmp_path):
+    watched = watch(on_overflow="abort", capture=str(tmp_path / "run"))
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), Fault()), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x).sum().backward()
+    while not watched.hooks.collect():
+        pass
+    with pytest.raises(OverflowDetected):
+        optimizer.step()
+    capture = reproduce.load(tmp_path / "run" / "overflow.pt")
+    assert capture["autocast"] == {"cpu": torch.bfloat16}
+    assert torch.equal(capture["args"][0], x)
+    assert torch.equal(capture["rng"]["cpu"], torch.Generator().manual_seed(5).get_state())
