@@ -243,6 +243,11 @@ class Anomaly(RankEvent, frozen=True, tag="anomaly"):
     """What a second look at the module has found. Only a rank's first alarm has it."""
     moments: list[IssuedMoment] = []
     """What the rank had issued before, the latest last. Only a rank's first alarm has it."""
+    looks: bool = False
+    """The rank goes on for up to SECOND_RUN_S: a SecondRun or a ForwardCaptured follows."""
+
+
+SECOND_RUN_S = 20.0
 
 
 class OperandNumbers(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -124,6 +125,16 @@ def test_what_is_not_captured_is_told_and_changes_nothing(bench):
     refused = bench.gpuwatch("replay")
     assert refused.code == 2
     assert "--capture-max" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_as_it_writes_leaves_no_file(bench):
+    run = bench.launch("wide_overflow.py", "--preflight", "off", "--capture", nproc=1, args=("--limit",))
+
+    assert run.report["ranks"][0]["exit"] == -signal.SIGXFSZ
+    assert run.verdict["kind"] == "overflow"
+    folder = bench.cwd / "gpuwatch-runs" / "latest"
+    assert [path.name for path in folder.iterdir() if "overflow" in path.name or "reproduce" in path.name] == []
 
 
 # Hostile files.

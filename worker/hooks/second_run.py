@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ...core.events import BadOperation, CaptureFile, ForwardCaptured, SecondRun
+from ...core.events import SECOND_RUN_S, BadOperation, CaptureFile, ForwardCaptured, SecondRun
 from ...core.frames import FramePhase, RowMark
 from ...core.roles import RoleKind
 from ...core.torch_names import name_in_torch
@@ -50,7 +50,6 @@ from .forward_thread import (
 from .global_hooks import GlobalHooks, RunningCalls
 from .operation_watch import OperationWatch, numbers_of
 
-LIMIT_S = 20.0
 _MOST_ROOTS = 8
 _MOST_BYTES = 4 << 20
 """A larger tensor that a root was handed is not kept alive."""
@@ -108,7 +107,7 @@ class SecondRuns:
 
     def __post_init__(self) -> None:
         self._progress, self._roots = self._frames.progress, self._frames.roots
-        self.limit_s = LIMIT_S
+        self.limit_s = SECOND_RUN_S
         """For all its runs together."""
         settings = self._progress.settings
         self._explains = settings.explain == "auto"
@@ -124,13 +123,14 @@ class SecondRuns:
         self._bad: NonFiniteRow | None = None
         self._why = self._found = ""
 
-    def expect(self, bad: NonFiniteRow) -> None:
-        """An alarm ends the job. The call that made the value is looked for as calls around it return."""
+    def expect(self, bad: NonFiniteRow) -> bool:
+        """An alarm ends the job. Whether the call that made the value is looked for as calls around it return."""
         is_of_call = bad.row.role_kind in (RoleKind.INPUT, RoleKind.OUTPUT) and not bad.row.mark & RowMark.SKIPPED
         if self.is_on and is_of_call and bad.frame.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
             self._bad, self._why = bad, _GONE
             if bad.frame.phase == FramePhase.RECOMPUTE:
                 self._end("it was made when a checkpointed forward ran again within the backward")
+        return self._bad is not None
 
     def returned(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any) -> None:
         """A call has returned. Run it again if it can have made the value."""
