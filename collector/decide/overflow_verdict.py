@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, TypeVar
 
+import msgspec
+
 from ...core.events import CaptureFile, RankEvent
 from ...core.frames import FramePhase
 from ...core.identity import is_rank, rank_name
@@ -23,6 +25,7 @@ from .overflow_words import (
     NOBODY_LOOKED,
     batch_text,
     clues_of,
+    is_alike,
     next_steps,
     operation_lines,
     operation_of,
@@ -155,6 +158,18 @@ def _at(first: LocalDiagnosis, event: _E | None) -> _E | None:
     return event if is_there else None
 
 
+def _capture_of(facts: RunFacts, first: LocalDiagnosis, rest: list[LocalDiagnosis]) -> CaptureFile | None:
+    """The file of the rank, or of one that overflowed alike: the first to end may have ended it as it wrote."""
+    found = None
+    for one in [first, *(other for other in rest if is_alike(first, other))]:
+        event = _at(one, facts.one(one.attempt, one.rank).captured)
+        if event is not None and event.file.path:
+            note = [] if one is first else [f"of rank {one.rank}, which overflowed alike"]
+            return msgspec.structs.replace(event.file, notes=[*event.file.notes, *note])
+        found = found or (event.file if event is not None else None)
+    return found
+
+
 def _replay_steps(file: CaptureFile | None) -> list[str]:
     """The command that runs a captured forward again."""
     if file is None or not file.path:
@@ -179,21 +194,21 @@ def _named(
     rank = facts.one(first.attempt, first.rank)
     is_forward = first.is_origin and first.phase == FramePhase.FORWARD
     ran = _at(first, rank.second_run) if is_forward else None
-    captured = _at(first, rank.captured) if is_forward else None
+    capture = _capture_of(facts, first, rest) if is_forward else None
     operation = operation_of(first, ran)
     evidence[1:1] = operation_lines(ran, operation)
     return overflow_at(
         first,
         **whose(facts, rank),
         operation=operation,
-        capture=captured.file if captured is not None else None,
+        capture=capture,
         statement=sentence(first, hosts[first.rank], rest, blamed, number_of_ranks(facts, first.attempt)),
         certainty=certainty,
         between=first.between,
         evidence=evidence,
         next=[
             *([step_for_compiled([rank])] if is_compiled(facts, first) else []),
-            *_replay_steps(captured.file if captured is not None else None),
+            *_replay_steps(capture),
             *next_steps(first, clues),
         ],
         concurrent=[
