@@ -26,6 +26,7 @@ COMMANDS = {
     "submit": "Submit a training script to SLURM, with all of sbatch's options.",
     "check": "Test the ranks, GPUs, nodes and links of a job, and say which one is to blame.",
     "report": "Print the combined report of a run.",
+    "replay": "Run the forward that --capture wrote again, as it was and in each dtype.",
     "runs": "List the runs of a folder with their verdicts.",
     "diff": "Show where the numbers of two runs, ranks or batches first differ.",
     "export": "Write the numbers of a run as JSON lines, CSV, Parquet or for TensorBoard.",

@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ..core.events import Anomaly, PreflightResult, RankLook, RankStall, WorkerExit, split_label
+from ..core.events import (
+    SECOND_RUN_S,
+    Anomaly,
+    ForwardCaptured,
+    PreflightResult,
+    RankLook,
+    RankStall,
+    SecondRun,
+    WorkerExit,
+    split_label,
+)
 from ..core.settings import OnHang
 from ..core.wire import messages as wire
 from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, NodeBeat, life_of, node_of
@@ -274,10 +284,12 @@ class RunProtocol:
             return self._to_all(wire.LookAtRanks(number)) if number is not None else []
         if isinstance(event, PreflightResult) and event.stops:
             self._job_is_over(now)
+        if isinstance(event, SecondRun | ForwardCaptured):
+            self._job_is_over(now)
         if not isinstance(event, Anomaly):
             return []
         if event.aborts:
-            self._job_is_over(now)
+            self._job_is_over(now + SECOND_RUN_S * event.looks)
         where = event.where
         key = (where.attempt, where.root, where.batch)
         if key in self._wanted:
@@ -304,9 +316,8 @@ class RunProtocol:
         text = f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"
         return [NotifyUser(text), *stop]
 
-    def _job_is_over(self, now: float) -> None:
-        if self._over_since is None:
-            self._over_since = now
+    def _job_is_over(self, at: float) -> None:
+        self._over_since = at if self._over_since is None else min(self._over_since, at)
 
     def launch_gone(self, now: float) -> None:
         """The launch that started this collector has ended or was killed."""

@@ -243,6 +243,11 @@ class Anomaly(RankEvent, frozen=True, tag="anomaly"):
     """What a second look at the module has found. Only a rank's first alarm has it."""
     moments: list[IssuedMoment] = []
     """What the rank had issued before, the latest last. Only a rank's first alarm has it."""
+    looks: bool = False
+    """The rank goes on for up to SECOND_RUN_S: a SecondRun or a ForwardCaptured follows."""
+
+
+SECOND_RUN_S = 20.0
 
 
 class OperandNumbers(msgspec.Struct, frozen=True):
@@ -300,6 +305,28 @@ class SecondRun(RankEvent, frozen=True, tag="second_run"):
     eagerly: bool = False
     """The call had run compiled code."""
     seconds: float = 0.0
+
+
+class CaptureFile(msgspec.Struct, frozen=True):
+    """The forward of an alarm as a file, with its weights and its inputs, or why there is none."""
+
+    path: str = ""
+    bytes: int = 0
+    module: str = ""
+    """`attn (model.Attention)`: its name in the model, and its class."""
+    needs_trust: bool = False
+    """To run it again, code must be imported, or objects unpickled."""
+    notes: list[str] = []
+    refused: str = ""
+    """A clause; "" where there is a file."""
+
+
+class ForwardCaptured(RankEvent, frozen=True, tag="captured"):
+    """`--capture`, at a rank's first alarm."""
+
+    frame: int
+    """The alarm's."""
+    file: CaptureFile
 
 
 class RangeWarning(RankEvent, frozen=True, tag="warned"):
@@ -772,6 +799,7 @@ class GpuHealth(msgspec.Struct, frozen=True, tag="gpu_health"):
 WorkerEvent = (
     Anomaly
     | SecondRun
+    | ForwardCaptured
     | RangeWarning
     | ScalerSkip
     | IgnoredAlarm

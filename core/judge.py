@@ -238,6 +238,7 @@ def anomaly_at(
     optimizer: OptimizerStep | None = None,
     again: LookedAgain | None = None,
     moments: Sequence[IssuedMoment] = (),
+    looks: bool = False,
 ) -> Anomaly:
     """The event for one row of a frame, at a place in the run."""
     return Anomaly(
@@ -258,4 +259,5 @@ def anomaly_at(
         optimizer=optimizer,
         again=again,
         moments=list(moments),
+        looks=looks,
     )

@@ -75,6 +75,17 @@ class WorkerSettings(msgspec.Struct, frozen=True):
             "line: auto (the default) where that is safe, or off"
         ),
     ] = "auto"
+    capture: Annotated[
+        str,
+        WorkerOption(
+            "at an overflow in a forward that ends the job, write that forward to overflow.pt in the run's folder: the "
+            "module with its weights, and the data it was handed; gpuwatch replay runs it again"
+        ),
+    ] = ""
+    """That folder; "" writes none."""
+    capture_max: Annotated[
+        int, WorkerOption("write nothing larger than this with --capture (2GB)", "SIZE", form="size")
+    ] = 2_000_000_000
     watch: Annotated[
         tuple[Watched, ...],
         WorkerOption(

@@ -54,6 +54,14 @@ def parse_size(text: str) -> int | None:
     return int(float(found[1]) * unit)
 
 
+def size_text(size: int) -> str:
+    """`2 GB`, `1.3 MB`: in powers of ten, as `--capture-max 2GB` is."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if size >= 10**power:
+            return f"{size / 10**power:.3g} {unit}"
+    return f"{size} bytes"
+
+
 def parse_amount(text: str) -> MemoryAmount | None:
     """A size, or a share above 0 % and up to 100 %; None if it is neither.
 

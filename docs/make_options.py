@@ -10,6 +10,7 @@ import click
 from gpuwatch.cli.export import diff, export
 from gpuwatch.cli.jobs import collect, env
 from gpuwatch.cli.live import stacks, top
+from gpuwatch.cli.replay import replay
 from gpuwatch.cli.report import report, runs
 from gpuwatch.cli.submit import HELP
 from gpuwatch.launcher.options import get_check_parser, get_parser, get_run_parser
@@ -62,6 +63,8 @@ def page() -> str:
         table(click_rows(stacks)),
         "## gpuwatch report\n",
         table(click_rows(report)),
+        "## gpuwatch replay\n",
+        table(click_rows(replay)),
         "## gpuwatch runs\n",
         table(click_rows(runs)),
         "## gpuwatch diff\n",

@@ -274,5 +274,8 @@ class JobLife:
             self.agent.end(0.0 if self.hurry else _CHILD_END_S)
             self.agent = None
         self._end_collector()
+        for left in self.run_dir.glob(".overflow-*") if self.run_dir is not None else ():
+            with suppress(OSError):  # its rank was killed as it wrote this for --capture
+                left.unlink()
         keep_rescued(self.scratch, self._say)
         remove_scratch(self.scratch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import shlex
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -12,6 +13,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin
 import msgspec
 
 from ..core.errors import UsageError
+from ..core.host import host_name
 from ..core.settings import OnHang, PreflightMode, WorkerOption, WorkerSettings
 from . import option_types as parsers
 from .saved_settings import SHOW, parse_with_saved
@@ -193,10 +195,15 @@ def _reader(kind: Any, option: WorkerOption) -> Any:
 
 
 def worker_settings(args: argparse.Namespace, scratch: Path, logs: Path) -> WorkerSettings:
-    """`scratch` holds the recorders of this launch, `logs` the files of `--nccl-debug`."""
+    """`scratch` holds the recorders of this launch, `logs` of the run's folder the files of `--nccl-debug`.
+
+    `logs` is `scratch` on a node that does not know the run's folder: it has one of its own for `--capture`.
+    """
     given: dict[str, Any] = {field: getattr(args, name, None) for field, name, _, _ in _worker_options()}
     given = {field: value for field, value in given.items() if value is not None}
     given["nccl_debug"] = str(logs) if args.nccl_debug else ""
+    own = Path(args.runs_dir).absolute() / f"capture-{host_name()}-{secrets.token_hex(4)}"
+    given["capture"] = str(logs.parent if logs != scratch else own) if getattr(args, "capture", False) else ""
     return WorkerSettings(str(scratch), check_only=args.check_only, preflight=args.preflight, **given)
 
 
@@ -350,6 +357,8 @@ def check_together(args: argparse.Namespace) -> None:
     """Options that are right each by itself and make no sense together. Raises UsageError."""
     if args.sync and args.on_overflow == "continue":
         raise UsageError("expected --on-overflow abort with --sync, which raises in the failing module, found continue")
+    if args.capture and args.on_overflow == "continue":
+        raise UsageError("expected --on-overflow abort with --capture, which writes as the job ends, found continue")
     last = args.abort_after_batch
     unreached = [batch for batch in args.trace_batches if last is not None and batch > last]
     if unreached:

@@ -19,7 +19,7 @@ def offered(*words: str) -> list[str]:
 
 def test_commands_and_their_options():
     assert offered("") == list(COMMANDS)
-    assert offered("re") == ["report"]
+    assert offered("re") == ["report", "replay"]
     assert offered("report", "--f") == ["--format"]
     assert offered("report", "--format", "") == ["text", "json", "html"]
     assert offered("export", "--format", "p") == ["parquet"]

@@ -216,13 +216,16 @@ def watch(
     scaler_skips: int = 12,
     state_every: int = 50,
     explain: Explain = "auto",
+    capture: str | os.PathLike[str] = "",
+    capture_max: int = 2_000_000_000,
 ) -> ModelWatch:
     """Watch a model, or, with None, every model of this process. Returns a handle, which is also a context manager.
 
     The keywords are the options of `gpuwatch launch`. With `on_overflow="abort"`, OverflowDetected is raised at the end
     of the forward, or before the optimizer step, in which something became inf or nan. With "continue" the overflow is
-    only listed in `anomalies`. In a rank that `gpuwatch launch` watches, the run's settings apply and the keywords have
-    no effect. Raises ValueError for an invalid keyword.
+    only listed in `anomalies`. With `capture`, a folder, a forward that overflows is written there, with its weights
+    and its data, in at most `capture_max` bytes: `gpuwatch replay FOLDER` runs it again. In a rank that `gpuwatch
+    launch` watches, the run's settings apply and the keywords have no effect. Raises ValueError for an invalid keyword.
     """
     from .hooks.module_hooks import ModuleHooks
 
@@ -239,6 +242,10 @@ def watch(
             "expected watch= of forward, grads, weights, comms, on_overflow= abort or continue and explain= auto or "
             f"off, found {watch!r}, {on_overflow!r}, {explain!r}"
         )
+    if capture and on_overflow != "abort":
+        raise ValueError(
+            f"expected on_overflow='abort' with capture=, which writes before it raises, found {on_overflow!r}"
+        )
     settings = WorkerSettings(
         recorder_dir="",
         on_overflow=on_overflow,
@@ -253,6 +260,8 @@ def watch(
         scaler_skips=scaler_skips,
         state_every=state_every,
         explain=explain,
+        capture=str(Path(capture).absolute()) if capture else "",
+        capture_max=capture_max,
     )
     folder = make_scratch(1)
     remove = partial(_remove_in, os.getpid(), folder)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
-from typing import Any
+from pathlib import PurePath
+from typing import Any, TypeVar
 
+import msgspec
+
+from ...core.events import CaptureFile, RankEvent
 from ...core.frames import FramePhase
 from ...core.identity import is_rank, rank_name
 from ...core.roles import is_param_group
@@ -20,6 +25,7 @@ from .overflow_words import (
     NOBODY_LOOKED,
     batch_text,
     clues_of,
+    is_alike,
     next_steps,
     operation_lines,
     operation_of,
@@ -143,6 +149,37 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
     )
 
 
+_E = TypeVar("_E", bound=RankEvent)
+
+
+def _at(first: LocalDiagnosis, event: _E | None) -> _E | None:
+    """The event, if it is about the place of a diagnosis."""
+    is_there = event is not None and (event.where.batch, event.where.root) == (first.batch, first.root)
+    return event if is_there else None
+
+
+def _capture_of(facts: RunFacts, first: LocalDiagnosis, rest: list[LocalDiagnosis]) -> CaptureFile | None:
+    """The file of the rank, or of one that overflowed alike: the first to end may have ended it as it wrote."""
+    found = None
+    for one in [first, *(other for other in rest if is_alike(first, other))]:
+        event = _at(one, facts.one(one.attempt, one.rank).captured)
+        if event is not None and event.file.path:
+            note = [] if one is first else [f"of rank {one.rank}, which overflowed alike"]
+            return msgspec.structs.replace(event.file, notes=[*event.file.notes, *note])
+        found = found or (event.file if event is not None else None)
+    return found
+
+
+def _replay_steps(file: CaptureFile | None) -> list[str]:
+    """The command that runs a captured forward again."""
+    if file is None or not file.path:
+        return []
+    path = PurePath(file.path)
+    run = str(path.parent if path.name == "overflow.pt" else path)
+    trust = " --trust" if file.needs_trust else ""
+    return [f"Run this forward again, alone and in each dtype:\ngpuwatch replay {shlex.quote(run)}{trust}"]
+
+
 def _named(
     facts: RunFacts, first: LocalDiagnosis, rest: list[LocalDiagnosis], order: DiagnosisOrder, odd: OddWeight | None
 ) -> Verdict:
@@ -155,21 +192,23 @@ def _named(
     if large is not None:
         evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
     rank = facts.one(first.attempt, first.rank)
-    ran = rank.second_run if first.is_origin and first.phase == FramePhase.FORWARD else None
-    if ran is not None and (ran.where.batch, ran.where.root) != (first.batch, first.root):
-        ran = None
+    is_forward = first.is_origin and first.phase == FramePhase.FORWARD
+    ran = _at(first, rank.second_run) if is_forward else None
+    capture = _capture_of(facts, first, rest) if is_forward else None
     operation = operation_of(first, ran)
     evidence[1:1] = operation_lines(ran, operation)
     return overflow_at(
         first,
         **whose(facts, rank),
         operation=operation,
+        capture=capture,
         statement=sentence(first, hosts[first.rank], rest, blamed, number_of_ranks(facts, first.attempt)),
         certainty=certainty,
         between=first.between,
         evidence=evidence,
         next=[
             *([step_for_compiled([rank])] if is_compiled(facts, first) else []),
+            *_replay_steps(capture),
             *next_steps(first, clues),
         ],
         concurrent=[

@@ -64,6 +64,7 @@ class RankFacts:
     errors: list[events.ScriptError] = field(default_factory=list)
     second_run: events.SecondRun | None = None
     """What a second run of the forward of its alarm has found."""
+    captured: events.ForwardCaptured | None = None
     faults: list[events.OwnFault] = field(default_factory=list)
     begun: list[events.PreflightBegan] = field(default_factory=list)
     stages: list[events.PreflightStage] = field(default_factory=list)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ...core.events import BadOperation, GpuHealth, GpuXid
+from ...core.events import BadOperation, CaptureFile, GpuHealth, GpuXid
 from ...core.frames import Frame, FramePhase, Page
 from ...core.gpu.counters import GpuSincePreflight
 from ...core.identity import is_rank, pid_of_number, rank_name
@@ -83,6 +83,7 @@ class Verdict(msgspec.Struct, frozen=True):
     operation: BadOperation | None = None
     gpu: str | None = None
     """UUID of the GPU of `rank`."""
+    capture: CaptureFile | None = None
 
     @property
     def how_sure(self) -> str:

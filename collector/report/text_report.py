@@ -10,9 +10,10 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from ...core.events import CaptureFile
 from ...core.frames import module_text
 from ...core.identity import rank_name
-from ...core.text import ranks_text
+from ...core.text import ranks_text, size_text
 from ...core.verdicts import ReportSection, VerdictKind
 from .model import CascadedRank, ConcurrentOrigin, RankAnomaly, RankReport, RunReport
 from .notices_text import (
@@ -102,6 +103,15 @@ _OPEN: dict[ReportSection, Callable[[RunReport], object]] = {
 
 _MAX_CASCADE = 8
 _MAX_ATTEMPTS = 8
+
+
+def capture_lines(file: CaptureFile | None) -> list[str]:
+    """The file of `--capture` and its size, or why there is none."""
+    if file is None:
+        return []
+    if file.refused:
+        return [f"not written: {file.refused}"]
+    return ["; ".join([f"{file.path}, {size_text(file.bytes)}: {file.module}", *file.notes])]
 
 
 def concurrent_lines(concurrent: list[ConcurrentOrigin]) -> list[str]:
@@ -206,6 +216,7 @@ def _verdict(console: Console, report: RunReport) -> None:
     console.print(Text(f"VERDICT  {verdict.kind}{mark} {verdict.how_sure}", style=f"bold {verdict.kind.tone}"))
     console.print(Text(verdict.statement, style="bold"))
     _list(console, "Why", verdict.evidence)
+    _list(console, "Capture", capture_lines(verdict.capture))
     _list(console, "At the same time", concurrent_lines(verdict.concurrent))
     _list(console, "Because of it", cascade_lines(verdict.cascade))
     _list(console, "Next", verdict.next)

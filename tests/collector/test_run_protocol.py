@@ -20,7 +20,19 @@ from gpuwatch.collector.protocol import (
     SendMessage,
     StoreMessage,
 )
-from gpuwatch.core.events import Anomaly, NodeSignal, RankLook, RankStall, RootDef, RunPosition, StackLine
+from gpuwatch.core.events import (
+    SECOND_RUN_S,
+    Anomaly,
+    CaptureFile,
+    ForwardCaptured,
+    NodeSignal,
+    RankLook,
+    RankStall,
+    RootDef,
+    RunPosition,
+    SecondRun,
+    StackLine,
+)
 from gpuwatch.core.stalls import ANSWER_S
 from gpuwatch.core.wire.messages import (
     AgentMessage,
@@ -83,7 +95,7 @@ def event(number=1) -> EventMessage:
     return EventMessage(NodeSignal(number))
 
 
-def anomaly(rank=0, batch=3, root="Net", aborts=False) -> EventMessage:
+def anomaly(rank=0, batch=3, root="Net", aborts=False, looks=False) -> EventMessage:
     return EventMessage(
         Anomaly(
             RunPosition(rank, 0, batch, batch, root),
@@ -95,6 +107,7 @@ def anomaly(rank=0, batch=3, root="Net", aborts=False) -> EventMessage:
             "nan",
             "float32",
             aborts=aborts,
+            looks=looks,
         )
     )
 
@@ -337,6 +350,25 @@ def test_an_abort_or_a_failed_preflight_stops_the_others(two, make, what):
     two.say("a0", anomaly(aborts=True) if what == "abort" else make.preflight(0, "failed"), 10)
     two.beat(10, "a1", "a0")
     assert [agent for agent, _ in sent(two.tick(10.1 + STOP_AFTER_S), StopRanks)] == ["a0", "a1"]
+
+
+@pytest.mark.parametrize(
+    "done",
+    [
+        SecondRun(RunPosition(0, 0, 3, 3, "Net"), 0),
+        ForwardCaptured(RunPosition(0, 0, 3, 3, "Net"), 0, CaptureFile()),
+        None,
+    ],
+)
+def test_a_rank_that_looks_at_its_forward_once_more_has_the_time_for_it(two, done):
+    two.say("a0", anomaly(aborts=True, looks=True), 10)
+    over = 22 if done is not None else 10 + SECOND_RUN_S
+    two.beat(20, "a1", "a0")
+    assert sent(two.tick(20), StopRanks) == []
+    if done is not None:
+        two.say("a0", EventMessage(done), over)
+    assert sent(two.tick(over + STOP_AFTER_S - 0.1), StopRanks) == []
+    assert len(sent(two.tick(over + STOP_AFTER_S + 0.1), StopRanks)) == 2
 
 
 def test_an_elastic_job_goes_on_without_a_node_that_failed(make):

@@ -108,7 +108,7 @@ FLOORS = {
     "worker": [
         "path",
         "joining.py __main__.py __init__.py watch.py detect_overflow.py debug_underflow_overflow.py explain.py "
-        "before_init.py meeting_place.py",
+        "before_init.py meeting_place.py replaying.py",
         "preflight",
         "preflight/blame",
         "preflight/meeting.py preflight/steps.py",
@@ -117,7 +117,7 @@ FLOORS = {
         "compile",
         "record",
         "stats",
-        "native patches.py answers.py",
+        "native patches.py answers.py reproduce.py",
     ],
     "launcher": [
         ".",

@@ -13,6 +13,7 @@ import pytest
 from gpuwatch.cli.export import diff, export
 from gpuwatch.cli.jobs import collect
 from gpuwatch.cli.live import stacks, top
+from gpuwatch.cli.replay import replay
 from gpuwatch.cli.report import report, runs
 from gpuwatch.cli.submit import arguments_of, options_of
 from gpuwatch.collector.assemble.frame_export import ExportRow
@@ -107,6 +108,7 @@ def shown_commands() -> Iterator[tuple[str, list[str]]]:
 COMMANDS = list(shown_commands())
 PLAIN: dict[str, click.Command] = {
     "report": report,
+    "replay": replay,
     "runs": runs,
     "diff": diff,
     "export": export,
@@ -138,5 +140,18 @@ def test_every_command_that_is_shown_is_understood(page, words, monkeypatch):
 
 
 def test_commands_were_found():
-    verbs = {"launch", "run", "check", "report", "runs", "diff", "submit", "export", "collect", "top", "stacks"}
+    verbs = {
+        "launch",
+        "run",
+        "check",
+        "report",
+        "runs",
+        "diff",
+        "submit",
+        "export",
+        "collect",
+        "top",
+        "stacks",
+        "replay",
+    }
     assert {words[0] for _, words in COMMANDS} == verbs

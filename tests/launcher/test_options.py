@@ -84,7 +84,8 @@ EVERYTHING = (
     "--preflight-timeout 7 --on-preflight-failure continue --watch weights,grads --modules encoder.* --modules head "
     "--every 100 --sync --guard-optimizer --ignore mask.*:output[0] --ignore *.dropout --near-overflow 2.5 "
     "--underflow-share 0.25 --scaler-skips 3 --state-every 7 --alloc 256MiB --bandwidth-size 1MiB "
-    "--min-busbw 0.5 --slow-factor 2 --nccl-debug --health-thresholds {thresholds} --explain off"
+    "--min-busbw 0.5 --slow-factor 2 --nccl-debug --health-thresholds {thresholds} --explain off "
+    "--capture --capture-max 5MiB"
 )
 
 
@@ -101,6 +102,8 @@ def test_every_option_for_the_worker_reaches_it(form, monkeypatch, tmp_path):
         recorder_dir="/dev/shm/scratch",
         on_overflow="continue",
         explain="off",
+        capture="/runs/1",
+        capture_max=5 << 20,
         trace_batches=[0, 3],
         abort_after_batch=9,
         preflight="full",

@@ -56,7 +56,7 @@ class ForwardThread:
     def __init__(self, module: nn.Module, target: ForwardTarget, args: Any, kwargs: Any, watch: OperationWatch) -> None:
         self._module, self._target, self._watch = module, target, watch
         self._args, self._kwargs = args, kwargs
-        self.reached, self.why = False, ""
+        self.reached, self.lacked_memory, self.why = False, False, ""
         self.operation: BadOperation | None = None
 
     def run(self, limit_s: float, contexts: Sequence[ContextMaker]) -> None:
@@ -87,6 +87,7 @@ class ForwardThread:
             why = f"a second run of the forward was stopped: {stopped}"
         except BaseException as error:  # SystemExit, too: the script's code runs here
             is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+            self.lacked_memory = is_memory
             what = "ran out of memory" if is_memory else f"raised {type(error).__name__}"
             why = f"a second run of the forward {what}"
         if hook is not None:

@@ -101,6 +101,11 @@ class CodePlace(NamedTuple):
 class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation there
     """A mode that is entered around the second run."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch imports all of torch._dynamo at the first operation, which takes seconds."""
+        return False
+
     def __init__(self, module: str, names: dict[int, str], caller: FrameType | None) -> None:
         """`caller` has called `module`. `names`: id of a module inside it -> its name."""
         super().__init__()  # type: ignore[no-untyped-call]  # likewise

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ...core.events import BadOperation, SecondRun
+from ...core.events import SECOND_RUN_S, BadOperation, CaptureFile, ForwardCaptured, SecondRun
 from ...core.frames import FramePhase, RowMark
 from ...core.roles import RoleKind
 from ...core.torch_names import name_in_torch
@@ -35,6 +35,7 @@ from ..record.names import inputs_of, unwrap, walk
 from ..record.roots import ModuleInfo
 from ..stats.device import may_have_devices, without_modes
 from ..stats.tensor_stats import version_of
+from .capture import ForwardCapture
 from .forward_thread import (
     ContextMaker,
     ForwardTarget,
@@ -49,7 +50,6 @@ from .forward_thread import (
 from .global_hooks import GlobalHooks, RunningCalls
 from .operation_watch import OperationWatch, numbers_of
 
-LIMIT_S = 20.0
 _MOST_ROOTS = 8
 _MOST_BYTES = 4 << 20
 """A larger tensor that a root was handed is not kept alive."""
@@ -107,10 +107,14 @@ class SecondRuns:
 
     def __post_init__(self) -> None:
         self._progress, self._roots = self._frames.progress, self._frames.roots
-        self.limit_s = LIMIT_S
+        self.limit_s = SECOND_RUN_S
         """For all its runs together."""
         settings = self._progress.settings
-        self.is_on = settings.explain == "auto" and settings.on_overflow == "abort"
+        self._explains = settings.explain == "auto"
+        rank, tests = self._progress.rank, self._explains
+        self._capture = ForwardCapture(settings.capture, settings.capture_max, rank, is_tested=tests)
+        self._captures = bool(settings.capture)
+        self.is_on = (self._explains or self._captures) and settings.on_overflow == "abort"
         """Until its one run."""
         self.keeps_roots = self.is_on and may_have_devices()
         """Whether it must be told of the arguments of roots."""
@@ -119,13 +123,14 @@ class SecondRuns:
         self._bad: NonFiniteRow | None = None
         self._why = self._found = ""
 
-    def expect(self, bad: NonFiniteRow) -> None:
-        """An alarm ends the job. The call that made the value is looked for as calls around it return."""
+    def expect(self, bad: NonFiniteRow) -> bool:
+        """An alarm ends the job. Whether the call that made the value is looked for as calls around it return."""
         is_of_call = bad.row.role_kind in (RoleKind.INPUT, RoleKind.OUTPUT) and not bad.row.mark & RowMark.SKIPPED
         if self.is_on and is_of_call and bad.frame.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
             self._bad, self._why = bad, _GONE
             if bad.frame.phase == FramePhase.RECOMPUTE:
                 self._end("it was made when a checkpointed forward ran again within the backward")
+        return self._bad is not None
 
     def returned(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any) -> None:
         """A call has returned. Run it again if it can have made the value."""
@@ -199,7 +204,8 @@ class SecondRuns:
             self._end("the script has a mode of torch on")
             return
         eager = runs_eagerly()
-        if eager is None:
+        if eager is None or not self._explains:
+            self._write(call, run, args, kwargs)
             self._end("compiled code ran, and this torch cannot run it eagerly")
             return
         self._run(call, run, ForwardTarget(target, bad.row), args, kwargs, tensors, eager)
@@ -224,8 +230,10 @@ class SecondRuns:
         seconds = time.monotonic() - began
         self.limit_s = max(0.0, self.limit_s - seconds)
         why = forward.why
-        if not why and (watch.changed or watch.has_changed(tensors)):
-            why = "its call changes an input or a buffer in place"
+        if watch.changed or watch.has_changed(tensors):
+            why = why or "its call changes an input or a buffer in place"
+        elif not why or forward.lacked_memory:
+            self._write(call, run, args, kwargs)
         if not why and not forward.reached:
             why = "a second run of the forward did not make it again"
         if not why and forward.operation is None:
@@ -233,10 +241,20 @@ class SecondRuns:
             return
         self._end(why, None if why else forward.operation, eagerly=self._is_compiled(), seconds=round(seconds, 3))
 
+    def _write(self, call: _KeptCall, run: nn.Module, *inputs: Any) -> None:
+        """Write the call to a file, with --capture."""
+        if self._captures:
+            took_s = self._capture.write(run, call.info.name, inputs, call.contexts, call.random, self.limit_s)
+            self.limit_s = max(0.0, self.limit_s - took_s)
+
     def _end(self, why: str = "", operation: BadOperation | None = None, **fields: Any) -> None:
         bad, self._bad, self.is_on = self._bad, None, False
         assert bad is not None
         where = self._progress.where_of(bad.page, bad.frame)
-        self._progress.recorder.append(SecondRun(where, bad.frame.index, operation, why, **fields))
+        if self._explains:
+            self._progress.recorder.append(SecondRun(where, bad.frame.index, operation, why, **fields))
+        if self._captures:
+            file = self._capture.result or CaptureFile(refused=why)
+            self._progress.recorder.append(ForwardCaptured(where, bad.frame.index, file))
         if operation is not None:
             self._found = f"{operation.op} made it at {operation.file}:{operation.line}: {operation.code}"

@@ -82,7 +82,7 @@ class AlarmRecorder:
     """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
     look_again: Callable[[NonFiniteRow], LookedAgain | None]
     """Reads the module of the first alarm again."""
-    on_end: Callable[[NonFiniteRow], None]
+    on_end: Callable[[NonFiniteRow], bool]
     """Called for the alarm that ends the job."""
     conclude: Callable[[], str]
     """Called before the job ends: where the value was made, as a clause; "" if unknown."""
@@ -305,10 +305,12 @@ class AlarmRecorder:
         if not self._anomalies:
             self.first_alarmed = bad.page.number
             again = self._asked("a second look", where, self.look_again, bad)
+        ends = self.aborts and self.pending is None
         anomaly = anomaly_at(
             where,
             bad.frame,
             bad.row,
+            looks=ends and bool(self._asked("a second run", where, self.on_end, bad)),
             aborts=self.aborts,
             cause=cause,
             optimizer=stepped,
@@ -320,9 +322,8 @@ class AlarmRecorder:
             self._recorder.append(anomaly)
         else:  # the training goes on with nan in every batch: only the first anomalies matter
             self._fields[HeadField.RECORDS_LOST] += 1
-        if anomaly.aborts and self.pending is None:
+        if ends:
             self.pending = anomaly
-            self._asked("a second run", where, self.on_end, bad)
 
     def _asked(
         self, what: str, where: RunPosition, ask: Callable[_P, _T], *args: _P.args, **named: _P.kwargs

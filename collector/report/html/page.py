@@ -100,6 +100,7 @@ def render_html(report: RunReport) -> str:
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'",
         picture=picture_of(report),
+        capture=text_report.capture_lines(report.verdict.capture),
         concurrent=text_report.concurrent_lines(report.verdict.concurrent),
         cascade=text_report.cascade_lines(report.verdict.cascade),
         attempts=attempts,

@@ -9,6 +9,8 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import (
+    CaptureFile,
+    ForwardCaptured,
     GroupState,
     LeftGroup,
     LooseParameters,
@@ -856,6 +858,32 @@ def test_some_ranks_that_are_alike_are_named(make):
     verdict = judge(make.hello(nproc=3), *(body for batch in ranks for body in batch.messages()))
     assert verdict.statement.startswith("Ranks 0 and 2 overflowed alike: ")
     assert not any("look at what they share" in line for line in verdict.evidence)
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "notes"),
+    [
+        ({0: CaptureFile("/r/overflow.pt"), 1: CaptureFile("/r/overflow-rank1.pt")}, "/r/overflow.pt", []),
+        (
+            {0: CaptureFile(refused="late"), 1: CaptureFile("/r/my overflow-rank1.pt")},
+            "/r/my overflow-rank1.pt",
+            ["of rank 1, which overflowed alike"],
+        ),
+        ({1: CaptureFile("/r/overflow.pt")}, "/r/overflow.pt", ["of rank 1, which overflowed alike"]),
+        ({0: CaptureFile(refused="late")}, "", []),
+        ({2: CaptureFile("/r/overflow.pt")}, None, None),
+    ],
+)
+def test_the_capture_is_that_of_the_rank_or_of_one_that_is_alike(make, files, path, notes):
+    ranks = [leaf_origin(make, 0, seq=9), leaf_origin(make, 1, seq=9), leaf_origin(make, 2, seq=9, module="other")]
+    told = [EventMessage(ForwardCaptured(make.where(rank), 1, file)) for rank, file in files.items()]
+    verdict = judge(make.hello(nproc=3), *(body for batch in ranks for body in batch.messages()), *told)
+    assert verdict.rank == 0
+    capture = verdict.capture
+    assert (capture and capture.path, capture and capture.notes) == (path, notes)
+    commands = [step.partition("\n")[2] for step in verdict.next if "gpuwatch replay" in step]
+    where = {"/r/overflow.pt": "/r", "/r/my overflow-rank1.pt": "'/r/my overflow-rank1.pt'"}
+    assert commands == ([f"gpuwatch replay {where[path]}"] if path else [])
 
 
 def test_a_rank_that_met_something_else_at_the_same_time_is_not_said_to_have_met_the_same(make):

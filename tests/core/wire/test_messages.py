@@ -60,6 +60,8 @@ EVENTS = [
         seconds=0.2,
     ),
     records.SecondRun(HERE, 7, unknown="a second run of the forward stayed finite"),
+    records.ForwardCaptured(HERE, 7, records.CaptureFile("/r/overflow.pt", 9, "fc (model.Net)", True, ["a note"])),
+    records.ForwardCaptured(HERE, 7, records.CaptureFile(refused="it takes 3 GB, and --capture-max is 2 GB")),
     records.Anomaly(
         HERE,
         4,
