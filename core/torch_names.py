@@ -56,6 +56,7 @@ FUNCTORCH = "tensors inside torch.func cannot be distinguished from others"
 MODES = "a script's own torch modes see gpuwatch's operations"
 DEVICE = "numbers of a GPU are not read"
 REPLAYS = "replays of CUDA graphs are not read"
+"""A run says so where it captures a graph, and no other run does."""
 COMMS = "collectives are not seen"
 HANGS = "a hang is reported without the collectives"
 SCALER = "steps that a GradScaler skips are not reported"
@@ -247,6 +248,6 @@ def notes_on(version: str) -> list[str]:
     name = f"torch {release[0]}.{release[1]}"
     if release > NEWEST:
         return [f"{name} is newer than the newest release that gpuwatch was tested with, {NEWEST[0]}.{NEWEST[1]}"]
-    lost = [one.lost for one in NAMES if not one.instead and not one.is_in(release)]
+    lost = [one.lost for one in NAMES if not one.instead and not one.is_in(release) and one.lost != REPLAYS]
     lost = list(dict.fromkeys(filter(None, [*lost, not_seen_of_compiled(release)])))  # each item once
     return [f"{name}: {'; '.join(lost)}"] if lost else []
