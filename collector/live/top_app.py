@@ -56,7 +56,7 @@ class TopApp(App[int]):
     """`newest` returns the last picture, or None without a new one; `is_over` says whether no more will follow."""
 
     CSS = """
-    #head { height: auto; max-height: 7; }
+    #head { height: auto; max-height: 8; }
     #title { height: 1; }
     #ranks { height: 1fr; min-height: 4; overflow-x: hidden; scrollbar-size-vertical: 1; }
     #hot, #events { height: auto; max-height: 5; border-top: solid $panel; }
