@@ -100,7 +100,7 @@ class CapturedParts:
                         for name, tensor in part._parameters.items()
                     },
                     "buffers": {name: keys.get(id(tensor)) for name, tensor in part._buffers.items()},
-                    "not_persistent": sorted(part._non_persistent_buffers_set),
+                    "not_persistent": sorted(vars(part)["_non_persistent_buffers_set"]),
                 }
             )
         try:
