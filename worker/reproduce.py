@@ -140,13 +140,14 @@ class ScriptDefinitions(ModuleType):
 
     def __init__(self, file: str, package: str | None) -> None:
         super().__init__("__main__")
-        self.__dict__.update(__file__=file, __package__=package, _statements=None)
+        self.__dict__.update(__file__=file, __package__=package)
+        self._statements: list[tuple[CodeType | None, set[str], set[str]]] | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not self.__file__:
             raise AttributeError(f"{self.__file__ or 'the script'} does not define {name}")
         if self._statements is None:
-            self.__dict__["_statements"] = self._read()
+            self._statements = self._read()
         needed, asked = set(), [name]
         while asked:
             wanted = asked.pop()

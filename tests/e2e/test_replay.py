@@ -65,6 +65,7 @@ def test_a_fault_shows_again_from_its_folder(bench, captured, fault):
     assert (captured / "ran").read_text() == "__main__\n", "no replay has run the script"
 
 
+@pytest.mark.slow
 def test_both_files_are_private_and_the_second_runs_alone(bench, captured):
     folder = captured / "fp16"
     assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {
@@ -172,6 +173,7 @@ class _Opens:
         return open, (self.path, "w")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", [(), ("--trust",)])
 def test_a_pickle_instead_of_a_capture_runs_never(bench, hostile, options):
     run, ran = hostile(lambda capture: _Opens(str(bench.cwd / "hostile" / "ran")), *options)
@@ -190,6 +192,7 @@ def _with_class(*name):
     return lambda capture: capture["modules"][0].update({"class": name})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "name", [("os", "system"), ("evil", "Evil"), ("__main__", "Evil"), ("torch.nn.modules.evil", "Evil")]
 )
@@ -205,6 +208,7 @@ def test_a_class_that_is_not_torchs_is_not_imported_without_trust(bench, hostile
     assert "if you trust the file: --trust" in run.stderr
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", [("torch.nn.modules.module", "torch.os.system"), ("torch.nn.modules.module", "warnings")]
 )
@@ -226,6 +230,7 @@ def test_a_pickle_inside_is_not_read_without_trust(bench, hostile):
     assert hostile(lambda capture: None, "--trust")[1], "with --trust it does"
 
 
+@pytest.mark.slow
 def test_the_folders_of_a_capture_are_not_searched_without_trust(bench, hostile):
     folder = bench.cwd / "hostile"
     for name in "numpy", "sympy", "rich", "queue", "linecache":
@@ -234,6 +239,7 @@ def test_the_folders_of_a_capture_are_not_searched_without_trust(bench, hostile)
     assert (run.code, ran) == (0, False)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("text", [b"", b"PK\x03\x04", b"x" * 4096])
 def test_a_damaged_file_is_refused_in_a_sentence(bench, text):
     path = bench.cwd / "overflow.pt"
