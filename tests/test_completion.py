@@ -22,7 +22,7 @@ def test_commands_and_their_options():
     assert offered("re") == ["report", "replay"]
     assert offered("report", "--f") == ["--format"]
     assert offered("report", "--format", "") == ["text", "json", "html"]
-    assert offered("export", "--format", "p") == ["parquet"]
+    assert offered("export", "--format", "p") == ["parquet", "perfetto"]
 
 
 def test_options_that_argparse_parses_and_files_behind_them():
