@@ -27,7 +27,7 @@ os.fork = lambda: (forks.append(0), fork())[1]
 rank = RankIdentity(0, 0, 1, 1, "localhost", 1, True)
 parts = RankTests(rank, WorkerSettings(""), StageDeadlines(120.0), "gpuwatch/0", "")
 reports = [parts.inventory(), parts.health(), parts.allocation([""]), parts.compute()]
-parts.close()
+parts.child.close()
 kinds, device, uuid = [report.kind for report in reports], parts.facts.device, parts.facts.uuid
 print(json.dumps({"kinds": kinds, "device": device, "uuid": uuid, "forks": len(forks)}))
 """

@@ -68,7 +68,7 @@ def test_a_stage_that_hangs_ends_the_process_and_is_told():
         report = parts.allocation([GPU])
         pids.append(parts.health().detail)
     finally:
-        parts.close()
+        parts.child.close()
     assert (report.kind, report.detail, report.own) == ("hung", "hung for 1 s", True)
     assert pids[0] != pids[1]
 
@@ -79,7 +79,7 @@ def test_a_load_that_hangs_is_left_to_its_own_process(hangs, children):
     try:
         pids = {parts.health().detail for _ in range(2)}
     finally:
-        parts.close()
+        parts.child.close()
     assert len(pids) == children
 
 
@@ -91,7 +91,7 @@ def test_who_shares_a_gpu_is_known_by_its_uuid(gpus, sharers):
     try:
         assert parts.allocation(gpus).detail == f"{sharers} sharers"
     finally:
-        parts.close()
+        parts.child.close()
 
 
 def test_little_free_memory_is_a_warning():
@@ -99,7 +99,7 @@ def test_little_free_memory_is_a_warning():
     try:
         report = parts.allocation([GPU])
     finally:
-        parts.close()
+        parts.child.close()
     (finding,) = report.findings
     assert (report.kind, finding.grade, finding.subject, finding.device) == ("ok", "warn", "gpu", GPU)
     assert finding.sentence == "rank 0 (n0) finds only 1 MiB of 80.0 GiB free on cuda:0"
