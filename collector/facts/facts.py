@@ -299,6 +299,15 @@ class RunFacts:
         """The processes that are no rank, which have no attempts: they belong to the last one."""
         return [facts for _, facts in sorted(self.processes.items())] if attempt == self.last_attempt else []
 
+    def never_ranks(self) -> dict[tuple[int, int], RankFacts]:
+        """`processes` without those that became a rank after they had been taken for none: they joined a group late."""
+        ranks = {(rank.agent, rank.state.pid) for rank in self.ranks.values() if rank.state is not None}
+        return {
+            key: each
+            for key, each in self.processes.items()
+            if each.state is None or (each.agent, each.state.pid) not in ranks
+        }
+
     @property
     def last_attempt(self) -> int:
         """The attempt that the job ended with; 0 if it never began."""

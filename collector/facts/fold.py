@@ -163,7 +163,7 @@ class FactFold:
         facts.peers.clear()
         facts.unnamed_pages = 0
         self._take_preflights_of_peers()
-        _leave_out_ranks(facts)
+        facts.processes = facts.never_ranks()
         self._infer_anomalies()
         lost = set(map(node_of, lost_agents))
         not_heard = self._heard.lost()
@@ -328,14 +328,6 @@ def _sort(rank: RankFacts) -> None:
 
 def _place(where: events.RunPosition) -> tuple[int, int, int]:
     return where.page, where.batch, where.seq
-
-
-def _leave_out_ranks(facts: RunFacts) -> None:
-    """A process may have become a rank after it had been taken for none: it has joined a group late."""
-    ranks = {(rank.agent, rank.state.pid) for rank in facts.ranks.values() if rank.state is not None}
-    for key, process in list(facts.processes.items()):
-        if process.state is not None and (process.agent, process.state.pid) in ranks:
-            del facts.processes[key]
 
 
 def _rank(facts: RunFacts, agent: str, attempt: int, rank: int) -> RankFacts:

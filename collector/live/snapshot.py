@@ -37,7 +37,9 @@ def view_of(
     """`verdict` is the one so far, or ""; `kind` is its kind, and `slow` the rank that costs the others time."""
     attempt = facts.last_attempt
     ranks = facts.of_attempt(attempt)
-    lone = _lone(facts)
+    lone = sorted(  # first those with a non-finite value, then running ones
+        facts.never_ranks().values(), key=lambda process: (not process.anomalies, process.exit is not None)
+    )
     anomalies = Counter(anomaly.value for rank in facts.everyone.values() for anomaly in rank.anomalies)
     gpus = {agent: {gpu.uuid: gpu for gpu in unpack_list(node.gpus, GpuNow)} for agent, node in facts.nodes.items()}
     close = (hot for node in facts.nodes.values() for hot in unpack_list(node.hot, HotModule) if _is_close(hot))
@@ -68,15 +70,6 @@ def view_of(
 def _is_close(hot: HotModule) -> bool:
     """float32 and bfloat16 reach so far that only their last powers of two are worth a word."""
     return hot.left < _WORTH_A_WORD or DTYPE_MAX.get(hot.dtype, math.inf) < 1e38
-
-
-def _lone(facts: RunFacts) -> list[RankFacts]:
-    """Processes that are no rank and did not become one: first those with a non-finite value, then running ones."""
-    ranks = {(rank.agent, rank.state.pid) for rank in facts.ranks.values() if rank.state is not None}
-    found = [
-        each for each in facts.processes.values() if each.state is None or (each.agent, each.state.pid) not in ranks
-    ]
-    return sorted(found, key=lambda process: (not process.anomalies, process.exit is not None))
 
 
 def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView:
