@@ -158,7 +158,7 @@ def test_a_text_format_needs_no_library():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rank", "7"], r"--rank: expected one of the ranks of this run \(0 to 1\), found 7"),
+        (["--rank", "7"], r"--rank: expected one of the ranks of this run \(ranks 0, 1\), found 7"),
         (["-o", "/nowhere/x"], "--output: expected a path that can be written, found /nowhere/x"),
         (["--format", "parquet"], "--format parquet: expected a file to write to, found none; add: -o FILE"),
     ],
