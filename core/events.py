@@ -6,6 +6,7 @@ fields go at the end and have defaults, so that an old worker can talk to a new 
 
 from __future__ import annotations
 
+from enum import IntFlag
 from pathlib import PurePath
 from typing import Literal
 
@@ -217,6 +218,14 @@ class LookedAgain(msgspec.Struct, frozen=True):
     without_graph: bool = False
     """Autograd has recorded nothing of the call, whose class is not torch's own: nothing shows what
     it used beside its arguments."""
+    bad_before: list[HeldValue] = []
+    """Buffers of the whole model that were not finite before its forward, without the -inf and inf that they had from
+    the start."""
+    element: str = ""
+    """Of a gradient, a weight after a step, or a state: which elements are not finite, in words."""
+    update: str = ""
+    """Of a weight after a step: what the step had for its first bad element: `gradient 0, exp_avg_sq 0, eps 0: 0/0 at
+    [3, 5]`."""
 
 
 class Anomaly(RankEvent, frozen=True, tag="anomaly"):
@@ -264,7 +273,7 @@ class OperandNumbers(msgspec.Struct, frozen=True):
 
 
 class BadOperation(msgspec.Struct, frozen=True):
-    """The operation that made a non-finite value in a second run of a module's forward."""
+    """The operation that made a non-finite value in a second run of a forward, or in a batch of --explain N."""
 
     op: str
     """`aten.mul.Tensor`"""
@@ -279,6 +288,8 @@ class BadOperation(msgspec.Struct, frozen=True):
     output: OperandNumbers
     element: str
     """Which elements are not finite, in words (worker/stats/element_pattern.py)."""
+    node: str = ""
+    """Of a backward: `SqrtBackward0`. Then `code` is the line of the forward whose backward it is."""
 
 
 def operation_text(found: BadOperation) -> str:
@@ -290,12 +301,14 @@ def operation_text(found: BadOperation) -> str:
     *rest, last = list(filter(None, sizes)) or [""]
     given = f"abs max {' and '.join(filter(None, (', '.join(rest), last)))} in, " if last else ""
     place = f"`{found.code}`, {PurePath(found.file).name}:{found.line}, " if found.file else ""
+    place += f"in its backward ({found.node}), " if found.node else ""
     made = found.output
     return f"{place}{found.op}: {given}{made.value} out ({made.dtype} {made.shape}); {found.element}"
 
 
 class SecondRun(RankEvent, frozen=True, tag="second_run"):
-    """The forward in which a rank's first alarm was raised has run a second time, or could not."""
+    """The forward in which a rank's first alarm was raised has run a second time, or could not. Or its batch is that of
+    --explain N, and has run under the same watch from the start."""
 
     frame: int
     """The alarm's."""
@@ -442,6 +455,31 @@ class CompiledUnseen(RankEvent, frozen=True, tag="compiled_unseen"):
     """The calls of the modules, too, and not their gradients alone."""
 
 
+class HashFlag(IntFlag):
+    """What happened to a tensor since it was hashed before."""
+
+    REPLACED = 1
+    """It is another object, or the first."""
+    WRITTEN = 2
+    """It was written in place, as far as torch's version counts that."""
+
+
+class ReplicaHashes(RankEvent, frozen=True, tag="hashes"):
+    """Hashes of the weights and buffers that a rank holds whole, when a batch of a root began, or at the end.
+
+    Ranks that hold replicas have equal hashes. Shards have none.
+    """
+
+    table: int
+    """Counts the tables of a root from 1."""
+    hashes: bytes
+    """uint32, little-endian, one for each line of the table."""
+    flags: bytes
+    """`HashFlag`, one byte for each."""
+    tensors: list[str] = []
+    """The table, where it is a new one: lines such as `w fc1.weight float32 [4, 4]`; `b` is a buffer."""
+
+
 class LooseParameters(RankEvent, frozen=True, tag="loose_parameters"):
     """An optimizer steps on parameters of the script's own: no module has them that was called. Once for each class."""
 
@@ -541,7 +579,7 @@ _COST_FRAMES = (
     "compiled backward, detect_overflow, process groups, what passes, device, graph, a second look, "
     "the weights of a step, the step of a weight, attach, settle, run, recorder"
 )
-_COST_EVIDENCE = "preflight, collectives, stacks, a second run"
+_COST_EVIDENCE = "preflight, collectives, stacks, a second run, buffers"
 """Without them an explanation has less evidence."""
 _NOTES = "hooks, names of torch, device note, native frame writer"
 """About how frames are read and written."""
@@ -808,6 +846,7 @@ WorkerEvent = (
     | NotLookedInto
     | CompiledUnseen
     | LooseParameters
+    | ReplicaHashes
     | BatchInputs
     | ReplacedFunctions
     | ScriptError

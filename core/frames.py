@@ -35,6 +35,8 @@ class FramePhase(WordEnum):
     """Only in a verdict: the model was handed a bad value. No frame has it."""
     RECOMPUTE = "recompute"
     """A forward that activation checkpointing runs again during the backward."""
+    BUFFER = "buffer"
+    """Before the root's forward: a frame of buffers that were not finite then."""
 
 
 class Phase(IntEnum):
@@ -45,6 +47,7 @@ class Phase(IntEnum):
     OPTIMIZER = 3
     COLLECTIVE = 4
     RECOMPUTE = 6
+    BUFFER = 7
 
 
 class RowMark(IntFlag):

@@ -12,6 +12,7 @@ Recorded, and no alarm:
 - an output that is one of the inputs, unchanged or written into: it has the same value (`Row.value`) as that input's
   row. If the input was finite when it was last seen, the call has changed it in place, and it is an alarm.
 - a gradient that a GradScaler checks before it is used.
+- a buffer, but for a norm's running statistics. What is made of another one is an alarm where it is seen.
 - what a rule of the user's covers, and the same tensor in the calls that pass it on.
 - a bad value that a call returns, for as long as the calls around it have not returned. If it leads to what the model
   returns, it is an alarm where it was made. If a call around it returns something that cannot come of it, it was
@@ -36,6 +37,8 @@ FORWARDS = (FramePhase.FORWARD, FramePhase.RECOMPUTE)
 """Phases in which calls are made, each within another one."""
 _ARGUMENTS = (RoleKind.INPUT, RoleKind.BEFORE)
 """What a call was handed, now or before it changed that."""
+STATISTICS = ("running_mean", "running_var")
+"""Buffers of a norm's running statistics. No inf or nan is meant there, as -inf is in the buffer of a mask."""
 EXPECTED = RowMark.IGNORED | RowMark.SCALED
 
 
@@ -139,13 +142,14 @@ def _with(found: FrameJudgement, bad: BadValue | None) -> FrameJudgement:
 def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
     weights, outputs, gradients = frame.weights, frame.outputs, frame.gradients
     states = frame.states if not weights else []  # beside a weight they are evidence
-    if not any(row.flags for row in (*weights, *outputs, *gradients, *states)):
+    buffers = [row for row in frame.rows if row.role_kind is RoleKind.BUFFER and row.parsed_role.name in STATISTICS]
+    if not any(row.flags for row in (*weights, *outputs, *gradients, *states, *buffers)):
         return None
     before = [row for row in frame.rows if row.role_kind is RoleKind.BEFORE]
     was_finite = {row.parsed_role.name for row in before if not row.flags and row.kind == RowContent.MEASURED}
     handed = {row.value for row in frame.inputs if row.value >= 0 and row.role not in was_finite}
     input_flags = reduce(or_, (row.flags for row in frame.inputs), 0)
-    for row in (*weights, *outputs, *gradients, *states):
+    for row in (*weights, *outputs, *gradients, *states, *buffers):
         returned = row.role_kind is RoleKind.OUTPUT
         if not row.flags or row.mark & EXPECTED or (returned and (row.value in handed or row.value in waived)):
             continue

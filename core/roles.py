@@ -9,6 +9,7 @@ grad input[0]               GRAD_INPUT    input[0]
 grad weight                 GRAD_WEIGHT   weight
 state exp_avg weight        STATE         weight          exp_avg
 before input[0]             BEFORE        input[0]
+buffer running_var          BUFFER        running_var
 
 Users know the short names of parameters, so `weight` stands alone. `parameters.` stands in front of the few names that
 would be read as something else, such as a parameter called `input`.
@@ -61,6 +62,8 @@ class RoleKind(Enum):
     """What an optimizer keeps of a parameter."""
     BEFORE = "before"
     """An argument as it was last seen, before the call changed it in place."""
+    BUFFER = "buffer"
+    """A buffer of the module, before the forward of its root."""
 
 
 GRADIENTS = (RoleKind.GRAD_OUTPUT, RoleKind.GRAD_INPUT, RoleKind.GRAD_WEIGHT)
@@ -101,6 +104,8 @@ def parse_role(text: str) -> Role:
         return Role(RoleKind.STATE, name, key)
     if first == "before" and _INPUT.match(rest):
         return Role(RoleKind.BEFORE, rest)
+    if first == "buffer" and rest:
+        return Role(RoleKind.BUFFER, rest)
     return Role(RoleKind.WEIGHT, text.removeprefix(PARAMETERS))
 
 

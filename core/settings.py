@@ -17,7 +17,8 @@ VARIABLE = "GPUWATCH_WORKER"
 
 OnOverflow = Literal["abort", "continue"]
 Watched = Literal["forward", "grads", "weights", "comms"]
-Explain = Literal["auto", "off"]
+Explain = Literal["auto", "off"] | int
+"""An int is a batch number."""
 OnHang = Literal["report", "auto", "abort"]
 OnPreflightFailure = Literal["stop", "continue"]
 PreflightMode = Literal["full", "quick", "off"]
@@ -72,9 +73,15 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         Explain,
         WorkerOption(
             "at an overflow that ends the job, run the forward of its module once more to find the operation and the "
-            "line: auto (the default) where that is safe, or off"
+            "line: auto (the default) where that is safe, or off; a batch number N: run that batch with every "
+            "operation watched, which is slow, and finds the line of a backward, too",
+            "auto|off|N",
+            form="explained",
         ),
     ] = "auto"
+    rank: Annotated[
+        int | None, WorkerOption("with --explain N: watch the operations of this rank alone", "R", of="a rank")
+    ] = None
     capture: Annotated[
         str,
         WorkerOption(

@@ -47,6 +47,7 @@ class TorchName(NamedTuple):
 # -- what the report lacks without a name -----------------------------------------------------------------------------
 
 LINE = "the operation that made an overflow is not looked for"
+BUFFERS = "looking at buffers takes longer"
 NOTHING_SEEN = "the training is not recorded"
 KWARGS = "keyword arguments are not in the frames"
 NATIVE = "Python writes the frames, which takes longer"
@@ -96,6 +97,7 @@ NAMES = (
     TorchName("torch._C", "_set_grad_enabled", NOTHING_SEEN),
     TorchName("torch._C", "_len_torch_dispatch_stack", MODES),
     TorchName("torch.utils._python_dispatch", "TorchDispatchMode", LINE),
+    TorchName("torch.utils._python_dispatch", "_get_current_dispatch_mode", LINE),
     TorchName("torch.overrides", "_get_current_function_mode_stack", LINE),
     TorchName("torch.UntypedStorage", "_cdata", LINE),
     TorchName("<operation>", "_schema", LINE),
@@ -105,6 +107,7 @@ NAMES = (
     TorchName("torch.Tensor", "_backward_hooks", GRAPH),
     TorchName("<module>", "_forward_hooks", NOTHING_SEEN),
     TorchName("<module>", "_parameters", NOTHING_SEEN),
+    TorchName("torch", "_foreach_norm", BUFFERS),
     # -- the backward --
     TorchName("torch.autograd.Variable", "_execution_engine", GRAPH),
     TorchName("torch._C", "_current_graph_task_id", GRAPH),

@@ -115,6 +115,11 @@ def _is_amount(text: str) -> bool:
     return found is not None and not 0 < found.size < _LEAST_ALLOCATED
 
 
+explained = _form(
+    "auto, off or a batch number such as 17",
+    lambda text: text in ("auto", "off") or is_number(text),
+    lambda text: int(text) if is_number(text) else text,
+)
 batches = _form("batch numbers such as 0,1,3", lambda text: min(_batches(text)) >= 0, _batches)
 seconds = _form(
     "a duration of 1 second or more, such as 90 or 5m", lambda text: 1 <= parse_seconds(text) < 1e6, parse_seconds

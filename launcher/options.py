@@ -359,6 +359,11 @@ def check_together(args: argparse.Namespace) -> None:
         raise UsageError("expected --on-overflow abort with --sync, which raises in the failing module, found continue")
     if args.capture and args.on_overflow == "continue":
         raise UsageError("expected --on-overflow abort with --capture, which writes as the job ends, found continue")
+    if args.rank is not None and not isinstance(args.explain, int):
+        raise UsageError(
+            f"expected --explain with a batch number beside --rank, found --explain {args.explain}: "
+            f"--explain 17 --rank {args.rank}"
+        )
     last = args.abort_after_batch
     unreached = [batch for batch in args.trace_batches if last is not None and batch > last]
     if unreached:

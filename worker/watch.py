@@ -237,10 +237,10 @@ def watch(
     if state_every < 0:
         raise ValueError(f"expected state_every=0 (never) or more, found state_every={state_every}")
     unknown = set(watch) - set(get_args(Watched))
-    if unknown or on_overflow not in ("abort", "continue") or explain not in ("auto", "off"):
+    if unknown or on_overflow not in ("abort", "continue") or not _is_explain(explain):
         raise ValueError(
-            "expected watch= of forward, grads, weights, comms, on_overflow= abort or continue and explain= auto or "
-            f"off, found {watch!r}, {on_overflow!r}, {explain!r}"
+            "expected watch= of forward, grads, weights, comms, on_overflow= abort or continue and explain= auto, "
+            f"off or a batch number, found {watch!r}, {on_overflow!r}, {explain!r}"
         )
     if capture and on_overflow != "abort":
         raise ValueError(
@@ -278,6 +278,10 @@ def watch(
     weakref.finalize(hooks, remove)
     hooks.attach()
     return ModelWatch(hooks, recorder, owned=True)
+
+
+def _is_explain(explain: object) -> bool:
+    return explain in ("auto", "off") or (type(explain) is int and explain >= 0)
 
 
 def _remove_in(pid: int, folder: Path) -> None:

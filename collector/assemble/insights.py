@@ -10,6 +10,7 @@ import numpy
 from ...core.frames import FramePhase, RowMark
 from ...core.roles import GRADIENTS, parse_role
 from ...core.values import DTYPE_MAX
+from ..decide.odd_replicas import odd_tensors
 from ..decide.replicas import peers_of
 from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts, RunFacts
@@ -19,6 +20,9 @@ from ..report.sentence_parts import coarse_share_text, grouped, modules_text, wh
 from .timeline import forecasts_of, limit_text, passing_text
 
 MENDS = {
+    "replica_odd": "Look at what fills it on that rank: a broadcast that it missed, to_empty() with nothing after it. "
+    "If it agreed before and no code changes it there, check the memory of that GPU or host (nvidia-smi -q -d "
+    "ECC,ROW_REMAPPER; dmesg).",
     "replica_drift": "Replicas must take the same steps: look for parameters outside of DDP, and for steps of only "
     "some ranks.",
     "scaler_collapsing": "A scale that only falls means gradients that are inf or nan at any scale: look at that "
@@ -43,7 +47,7 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
     """
     ranks = facts.of_attempt(attempt)
     kinds: list[Callable[[], Iterator[RunInsight]]] = [
-        lambda: replica_drift(facts, ranks),
+        lambda: unlike_replicas(facts, ranks),
         lambda: scaler_collapsing(ranks),
         lambda: growth(ranks),
         lambda: warned_rows(ranks),
@@ -156,7 +160,25 @@ def _scaler(ranks: list[RankFacts]) -> bool | None:
 # Replicas whose weights agreed once and do not any more.
 
 _MOST_PEERS = 8
+_MOST_ODD = 16
 Summary = tuple[float | None, float | None, int]
+
+
+def unlike_replicas(facts: RunFacts, ranks: list[RankFacts]) -> Iterator[RunInsight]:
+    """What one rank alone holds differently, by its hashes; else weights that all agreed once, by their extremes."""
+    odd = grouped(odd_tensors(ranks), lambda each: (each.rank, each.since, each.agreed_in))
+    for (rank, since, agreed_in), found in list(odd.items())[:_MOST_ODD]:
+        names = [f"`{each.name}`" for each in found]
+        what = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        kind = "buffer" if all(each.is_buffer for each in found) else "weight"
+        several = len(found) > 1
+        before = f", and agreed in batch {agreed_in}" if agreed_in is not None else ""
+        text = f"{what} ({f'{kind}s' if several else kind}) differ{'' if several else 's'} on rank {rank} since batch "
+        others = f"on the {found[0].ranks - 1} other ranks" if found[0].ranks > 2 else "on the other rank"
+        modules = [each.name.rpartition(".")[0] for each in found]
+        yield _insight("replica_odd", f"{text}{since}{before}: not as {others}", [rank], modules, since)
+    if not odd:
+        yield from replica_drift(facts, ranks)
 
 
 def replica_drift(facts: RunFacts, ranks: list[RankFacts]) -> Iterator[RunInsight]:

@@ -120,6 +120,7 @@ _HANDED = {
     "received": "collectives ran there, so another rank can have sent it",
     "carried": "its origin was not seen",
     "left": "it was in a gradient before that backward began",
+    "buffer": "a buffer held it before that forward",
 }
 
 
@@ -130,6 +131,8 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
         return [f"{where}: {first.place} received a non-finite value; its origin was not seen"]
     if first.source == "unread":
         return [f"{where}: inputs of {first.place} were finite, its {first.role} was not; its weights were not checked"]
+    if first.source == "buffer":
+        return [f"{where.rpartition(',')[0]}: {first.role} of {first.place} held {first.value} when the forward began"]
     if first.source == "left":
         left = "what was in .grad when the module was first called was still there when it began"
         return [f"{where}: {first.role} of {seen} was not finite before that backward began: {left}"]

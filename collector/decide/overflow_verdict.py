@@ -25,6 +25,7 @@ from .overflow_words import (
     NOBODY_LOOKED,
     batch_text,
     clues_of,
+    explain_command,
     is_alike,
     next_steps,
     operation_lines,
@@ -37,7 +38,7 @@ from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .words import between_text, cascade_of, step_for_compiled, whose
 
 _TIERS = (
-    ("made", "changed"),
+    ("made", "changed", "buffer"),
     ("outside", "weight", "unread", "left"),
     ("skipped",),
     ("reduced",),
@@ -192,9 +193,9 @@ def _named(
     if large is not None:
         evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
     rank = facts.one(first.attempt, first.rank)
-    is_forward = first.is_origin and first.phase == FramePhase.FORWARD
-    ran = _at(first, rank.second_run) if is_forward else None
-    capture = _capture_of(facts, first, rest) if is_forward else None
+    may_be_run = first.is_origin and first.phase in (FramePhase.FORWARD, FramePhase.BACKWARD)
+    ran = _at(first, rank.second_run) if may_be_run else None
+    capture = _capture_of(facts, first, rest) if may_be_run and first.phase == FramePhase.FORWARD else None
     operation = operation_of(first, ran)
     evidence[1:1] = operation_lines(ran, operation)
     return overflow_at(
@@ -210,6 +211,7 @@ def _named(
             *([step_for_compiled([rank])] if is_compiled(facts, first) else []),
             *_replay_steps(capture),
             *next_steps(first, clues),
+            *(explain_command(facts, first, ran) if may_be_run and operation is None else []),
         ],
         concurrent=[
             ConcurrentOrigin(d.rank, d.module, d.cls, d.own_role, d.value, hosts[d.rank], d.text, d.shown_by)

@@ -5,8 +5,10 @@ Advice follows from the evidence: it starts with the tensor that the evidence sh
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ...core.events import BadOperation, SecondRun, operation_text
@@ -72,6 +74,9 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     lead, had = f"{who} {verb}: ", f"{who} had {first.value} in the {first.role} of {module}"
     if first.source == "weight":
         return _of_weight(first, who, odd, had)
+    if first.source == "buffer":
+        name = f"{first.module}.{parse_role(first.role).name}".removeprefix(".")
+        return f"{who}: buffer `{name}` was not finite before {batch}'s forward ({first.value})"
     if first.source in _SENTENCES:
         history = first.history or "that step's update rule cannot have made it"
         return _SENTENCES[first.source].format(
@@ -188,7 +193,26 @@ def operation_of(first: LocalDiagnosis, ran: SecondRun | None) -> BadOperation |
         return None
     name = ran.operation.module
     inside = not first.module or name == first.module or name.startswith(f"{first.module}.")
-    return ran.operation if inside or name in first.own_code or first.mask or first.turned else None
+    listed = name in (*first.own_code, *first.suspects)
+    return ran.operation if inside or listed or first.mask or first.turned else None
+
+
+def explain_command(facts: RunFacts, first: LocalDiagnosis, ran: SecondRun | None) -> list[str]:
+    """The step that finds the line of a backward, or of a forward that could not run again: the run's own command with
+    --explain. [] if that is of no use."""
+    words = next((hello.command for hello in facts.hellos), [])
+    is_backward = first.phase == FramePhase.BACKWARD
+    if words[:2] != ["gpuwatch", "launch"] or (ran is None) is not is_backward:
+        return []
+    options, rest = {"--explain": str(first.batch), "--rank": str(first.rank)}, words[2:]
+    if ("--explain", options["--explain"]) in pairwise(rest):
+        return []
+    for option in options if "--explain" in rest[:-1] else ():  # else --rank is the script's own
+        at = rest.index(option) if option in rest[:-1] else len(rest)
+        rest = [*rest[:at], *rest[at + 2 :]]
+    command = shlex.join([*words[:2], *(word for pair in options.items() for word in pair), *rest])
+    what = "the line of the forward whose backward made it" if is_backward else "the operation and its line"
+    return [f"For {what}, run it again with that batch watched: {command}"]
 
 
 def batch_text(first: LocalDiagnosis) -> str:
@@ -300,6 +324,8 @@ _OF_SOURCE = {
     "received": "Look at what the ranks that send to this one, or share a collective with it, computed just before: it "
     "was made on one of them.",
     "reduced": "Divide gradients before they are summed, or reduce them in float32 or bfloat16.",
+    "buffer": "Look at what fills that buffer: to_empty() or torch.empty with nothing after it, a checkpoint, a "
+    "running average of nan.",
     "left": "Call zero_grad() before that backward. What made the gradient ran before: have that watched, too (a cell "
     "of a notebook, a step that was left out).",
 }

@@ -17,7 +17,9 @@ from ...core.values import NonFinite, name_of
 from ..report.model import SeenIn
 from ..report.sentence_parts import ranks_text
 
-Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried", "left"]
+Source = Literal[
+    "made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried", "left", "buffer"
+]
 """How the value reached the place that a diagnosis names.
 
 made        that place made it from finite values
@@ -29,6 +31,7 @@ skipped     `--every` skipped that batch
 reduced     this rank's own gradient was finite, and the one that the optimizer got was not
 received    collectives ran there, so any rank may have sent it
 carried     that place received it, and no frame shows its maker
+buffer      a buffer of the module held it before the forward
 left        a parameter's gradient held it before the backward that added to that gradient began
 """
 
@@ -261,6 +264,13 @@ def _around(anomaly: Anomaly, again: LookedAgain, phase: FramePhase) -> list[str
             "modules were called in another thread within that forward, and have no frames: one can have made it"
         )
     found += [f"{name} is {value}" for name, value in _buffers(anomaly, again).items()]
+    if again.element:
+        found.append(f"not finite there: {again.element}")
+    if again.update:
+        found.append(f"the step for its first bad element: {again.update}")
+    for each in again.bad_before:
+        place = module_text(each.module, each.cls)
+        found.append(f"buffer {each.name} of {place} was not finite before the forward: {each.value}")
     for each in again.held:
         found.append(f"attribute {each.name} of {module_text(each.module, each.cls)} holds {each.value}")
     found += [f"changed since it was last read, and not by a recorded step: {text}" for text in again.changed]
@@ -300,6 +310,8 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         return replace(found, source="skipped")
     if anomaly.phase == FramePhase.COLLECTIVE:
         return replace(found, source="reduced")
+    if anomaly.phase == FramePhase.BUFFER:
+        return replace(found, source="buffer")
     kind = parse_role(anomaly.role).kind
     if anomaly.phase == FramePhase.BACKWARD and kind is RoleKind.GRAD_OUTPUT:
         # its user made it, and only the page shows the users

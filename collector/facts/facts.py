@@ -91,6 +91,7 @@ class RankFacts:
     not_looked_into: list[events.NotLookedInto] = field(default_factory=list)
     compiled_unseen: list[events.CompiledUnseen] = field(default_factory=list)
     loose_parameters: list[events.LooseParameters] = field(default_factory=list)
+    hashes: list[events.ReplicaHashes] = field(default_factory=list)
     batch_inputs: list[events.BatchInputs] = field(default_factory=list)
     looks: list[events.RankLook] = field(default_factory=list)
     """Its position each time that all ranks were asked."""

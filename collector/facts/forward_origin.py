@@ -39,10 +39,13 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
         expected = first_expected_gradient(alarm.frames)
         return _of_gradient(alarm, *expected) if expected is not None else from_event(anomaly)
     if first.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
-        return _by_another_way(_ForwardTrail(alarm, first).explain(first), alarm, first)
+        made = _by_another_way(_ForwardTrail(alarm, first).explain(first), alarm, first)
+        return _of_buffer(made, alarm) if made.source in ("made", "unread") else made
     row = next((row for row in first.rows if row.role == anomaly.role and not row.finite), None)
     if row is None:  # its own rows were lost
         return from_event(anomaly)
+    if first.phase == FramePhase.BUFFER:
+        return alarm.diagnosis(first, row, "buffer", FramePhase.BUFFER)
     if first.phase != FramePhase.OPTIMIZER:
         return _of_gradient(alarm, first, row)
     found = explain_step(alarm, first, row)
@@ -89,6 +92,26 @@ def _by_another_way(found: LocalDiagnosis, alarm: AlarmPage, first: Frame) -> Lo
         sure=False,
         own_code=own_code,
         notes=(*found.notes, *notes),
+    )
+
+
+def _of_buffer(found: LocalDiagnosis, alarm: AlarmPage) -> LocalDiagnosis:
+    """Blame a buffer that was bad before the forward for what code of its own module has made."""
+    held = next((each for each in alarm.again.bad_before if each.module == found.module), None)
+    if held is None:
+        return found
+    role = f"buffer {held.name}"
+    return replace(
+        found,
+        phase=FramePhase.BUFFER,
+        source="buffer",
+        role=role,
+        value=held.value,
+        between=None,
+        shape=None,
+        own_code=(),
+        at=(found.module, found.cls, role),
+        notes=(f"first seen in the forward: {found.text}", *found.notes),
     )
 
 

@@ -195,8 +195,8 @@ class RunInsight(msgspec.Struct, frozen=True):
     """One finding over ranks, modules and batches. It is no verdict: it need not be an error."""
 
     kind: str
-    """no_scaler, scaler_collapsing, scaler_too_small, growth, near_overflow, underflow, dead_module, replica_drift,
-    rank_unlike; unknown: one of them failed"""
+    """no_scaler, scaler_collapsing, scaler_too_small, growth, near_overflow, underflow, dead_module, replica_odd,
+    replica_drift, rank_unlike; unknown: one of them failed"""
     text: str
     """One sentence without its full stop."""
     next: str

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from gpuwatch.core.errors import ExitCode, UsageError
 from gpuwatch.core.settings import VARIABLE, WorkerSettings
-from gpuwatch.launcher.options import get_check_parser, get_parser, parse_launch, worker_settings
+from gpuwatch.launcher.options import check_together, get_check_parser, get_parser, parse_launch, worker_settings
 from gpuwatch.launcher.plan import limit_rendezvous
 from gpuwatch.worker.watch import watch
 from torch.distributed.run import get_args_parser
@@ -84,7 +84,7 @@ EVERYTHING = (
     "--preflight-timeout 7 --on-preflight-failure continue --watch weights,grads --modules encoder.* --modules head "
     "--every 100 --sync --guard-optimizer --ignore mask.*:output[0] --ignore *.dropout --near-overflow 2.5 "
     "--underflow-share 0.25 --scaler-skips 3 --state-every 7 --alloc 256MiB --bandwidth-size 1MiB "
-    "--min-busbw 0.5 --slow-factor 2 --nccl-debug --health-thresholds {thresholds} --explain off "
+    "--min-busbw 0.5 --slow-factor 2 --nccl-debug --health-thresholds {thresholds} --explain 17 --rank 3 "
     "--capture --capture-max 5MiB"
 )
 
@@ -101,7 +101,8 @@ def test_every_option_for_the_worker_reaches_it(form, monkeypatch, tmp_path):
     assert settings == WorkerSettings(
         recorder_dir="/dev/shm/scratch",
         on_overflow="continue",
-        explain="off",
+        explain=17,
+        rank=3,
         capture="/runs/1",
         capture_max=5 << 20,
         trace_batches=[0, 3],
@@ -138,6 +139,9 @@ def test_every_option_for_the_worker_reaches_it(form, monkeypatch, tmp_path):
         ("--watch forward", "watch", ("forward",)),
         ("--watch=grads,forward,weights", "watch", ("grads", "forward", "weights")),
         ("--every 1", "every", 1),
+        ("--explain auto", "explain", "auto"),
+        ("--explain off", "explain", "off"),
+        ("--explain 0", "explain", 0),
         ("--every 1000000", "every", 1_000_000),
         ("--near-overflow 0", "near_overflow", 0.0),
         ("--near-overflow 64", "near_overflow", 64.0),
@@ -311,6 +315,9 @@ def test_a_switch_takes_no_value(option):
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
+        ("--explain", "on", "expected auto, off or a batch number such as 17, found 'on'"),
+        ("--explain", "-1", "expected auto, off or a batch number such as 17"),
+        ("--rank", "-1", "expected a rank of 0 or more"),
         ("--watch", "all", "expected some of forward,grads,weights,comms"),
         ("--every", "0", "expected a number of batches of 1 or more"),
         ("--near-overflow", "70", "expected powers of two from 0 to 64"),
@@ -443,3 +450,9 @@ def test_an_option_behind_the_script_is_noted(line, names):
     notes = parse_launch(line.split()).notes
     assert [note.partition(" ")[0] for note in notes] == names
     assert all("stands behind train.py, which gets it" in note for note in notes)
+
+
+def test_a_rank_without_a_batch_to_explain_is_refused():
+    with pytest.raises(UsageError, match=r"expected --explain with a batch number .* found --explain auto: "):
+        check_together(get_parser().parse_args(["--rank", "3", "train.py"]))
+    check_together(get_parser().parse_args(["--rank", "3", "--explain", "17", "train.py"]))

@@ -111,6 +111,8 @@ class BackwardHooks:
         """On which the last backward has ended."""
         self._backwards: deque[int] = deque(maxlen=_MOST_PAGES)
         """Numbers of the pages whose backward has begun."""
+        self.current: torch.Tensor | None = None
+        """The gradient whose frame is being written."""
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
         """See `precede`."""
         self.writer: Any = native_writer_of(progress, frames.rows, self)
@@ -289,7 +291,11 @@ class BackwardHooks:
         progress.enter(RankPhase.BACKWARD, info.id)
         self._rows.count_in(page.batch)
         row = self._rows.gradient(info, role, gradient, RowMark.SCALED if self.scaled else 0)
-        self._frames.put(page, info, Phase.BACKWARD, [row])
+        self.current = gradient
+        try:
+            self._frames.put(page, info, Phase.BACKWARD, [row])
+        finally:
+            self.current = None
 
     def page_of(self, root: RootInfo) -> OpenPage | None:
         """The page of the running backward, if it belongs to this root."""

@@ -29,6 +29,7 @@ from ..record.roots import ModuleInfo, RootInfo
 from ..stats.device import without_modes
 from .call_frames import CallFrames
 from .global_hooks import GlobalHooks
+from .root_tensors import RootTensors
 from .second_run import SecondRuns
 from .skipping import BatchSkipping
 
@@ -52,6 +53,7 @@ class ModuleCalls:
     _skipping: BatchSkipping
     _global: GlobalHooks
     _second_runs: SecondRuns
+    _root_tensors: RootTensors
 
     def __post_init__(self) -> None:
         self._running, self._gradients = self._frames.running, self._frames.gradients
@@ -199,10 +201,16 @@ class ModuleCalls:
             self._second_runs.root_begins()
         self._running.begin(phase, GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None)
         self._progress.enter(RankPhase.FORWARD)
+        if phase is Phase.FORWARD and opens_batch:
+            self._root_tensors.look(root, module, page)
+            if page.batch == self._second_runs.explained.batch:
+                self._second_runs.explained.begins(module, page.number)
         return info
 
     def end_last_batch(self, root: RootInfo) -> None:
         """The next batch of a root begins."""
+        if root.page is not None:
+            self._second_runs.explained.batch_ends(root.page.number)
         self._graphs.take()
         self._graphs.batch_ends(root)
         if root.page is not None:

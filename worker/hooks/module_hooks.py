@@ -30,6 +30,7 @@ from ..stats.device import without_modes
 from ..stats.notable import NotableFilter
 from .backward import BackwardHooks
 from .call_frames import CallFrames
+from .explained_batch import ExplainedBatch
 from .global_hooks import CALL, GlobalHooks, RunningCalls, patch_exports
 from .grad_scaler import GradScalerHooks
 from .graph_replays import GraphReplays
@@ -37,6 +38,7 @@ from .module_calls import ModuleCalls
 from .native_writer import called_by_native_hooks
 from .optimizer import OptimizerHooks
 from .process_groups import CollectivePatches
+from .root_tensors import RootTensors
 from .second_look import SecondLook
 from .second_run import SecondRuns
 from .skipping import BatchSkipping, CompiledPolicy
@@ -89,9 +91,11 @@ class ModuleHooks:
         self._steps = steps = OptimizerHooks(frames, gradients, graphs, global_hooks, only is not None)
         self._scalers = scalers = GradScalerHooks(frames, gradients, steps)
         self._call_frames = call_frames = CallFrames(running, frames, gradients, graphs, policy)
-        second_look = SecondLook(call_frames, steps.steps, scalers)
-        self.second_runs = SecondRuns(frames, running, global_hooks, lambda: bool(policy.around))
-        self._calls = ModuleCalls(call_frames, skipping, global_hooks, self.second_runs)
+        self._root_tensors = RootTensors(frames)
+        second_look = SecondLook(call_frames, steps.steps, scalers, self._root_tensors)
+        explained = ExplainedBatch(frames, lambda page: [graph.calls for graph in gradients.graphs.of(page)])
+        self.second_runs = SecondRuns(frames, running, global_hooks, lambda: bool(policy.around), explained)
+        self._calls = ModuleCalls(call_frames, skipping, global_hooks, self.second_runs, self._root_tensors)
         self._replays = GraphReplays(self._calls, call_frames)
         looks = "comms" in settings.watch
         recorder.fields[HeadField.PASSED_UNSEEN] = seal(not looks)
@@ -155,6 +159,7 @@ class ModuleHooks:
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
         self.put_back()
+        self.second_runs.explained.ends()
         with self.progress.faults.within("process groups"):
             self.progress.groups.notice()
         with self.progress.lock:
@@ -166,6 +171,7 @@ class ModuleHooks:
             self._recorder.pause_page()
             everything = self.judging.collect()
             everything &= self._late_passed.settle()
+            everything &= self._root_tensors.settle()
             if everything:
                 self.judging.held.script_ended()
         return self._scalers.collect() and everything

@@ -89,6 +89,15 @@ class _HandedTensor(NamedTuple):
     made: MadeValue | None
 
 
+class _HandedOperands(NamedTuple):
+    """What an operation is handed: tensors, those that it writes, and what both hold before, by id."""
+
+    given: list[torch.Tensor]
+    written: list[torch.Tensor]
+    before: dict[int, _HandedTensor]
+    operands: dict[int, _HandedTensor]
+
+
 class CodePlace(NamedTuple):
     """Where an operation was called."""
 
@@ -129,9 +138,15 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             raise SecondRunStopped(self.stopped)
         if "c10d" in func.namespace:
             raise SecondRunStopped("it would have issued a collective")
-        for kind in types:
-            if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                raise SecondRunStopped(f"it works on tensors of a class of its own ({kind.__name__})")
+        foreign = foreign_class(types)
+        if foreign is not None:
+            raise SecondRunStopped(f"it works on tensors of a class of its own ({foreign.__name__})")
+        handed = self._handed_to(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._look_at(func, args, kwargs, handed, result)
+        return result
+
+    def _handed_to(self, func: Any, args: Any, kwargs: Any) -> _HandedOperands:
         given = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = _written(func, args, kwargs)
         before = {id(leaf): self._operand(leaf, read=True) for leaf in written}
@@ -139,19 +154,20 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         for leaf in written:
             self._keep(leaf, name)
         operands = {id(leaf): before.get(id(leaf)) or self._operand(leaf) for leaf in given if _has_numbers(leaf)}
-        result = func(*args, **kwargs)
+        return _HandedOperands(given, written, before, operands)
+
+    def _look_at(self, func: Any, args: Any, kwargs: Any, handed: _HandedOperands, result: Any) -> None:
         self._order += 1
-        inside = {_key(leaf) for leaf in given}
+        inside = {_key(leaf) for leaf in handed.given}
         returned = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        made = {id(leaf): leaf for leaf in [*written, *returned]}
+        made = {id(leaf): leaf for leaf in [*handed.written, *returned]}
         for leaf in made.values():
             if not _has_numbers(leaf):
                 continue
-            is_written = id(leaf) in before
+            is_written = id(leaf) in handed.before
             if not is_written and _key(leaf) in inside:
                 continue  # a view
-            self._wrote(leaf, func, args, kwargs, operands, is_new=not is_written)
-        return result
+            self._wrote(leaf, func, args, kwargs, handed.operands, is_new=not is_written)
 
     def _operand(self, tensor: torch.Tensor, *, read: bool = False) -> _HandedTensor:
         """What an operation is handed. Finite without a look, where only finite values were written into it."""
@@ -223,6 +239,10 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             if made.operation is None:
                 made.origin = None
         record.bad.append(made)
+        self._has_made(tensor, made)
+
+    def _has_made(self, tensor: torch.Tensor, made: MadeValue) -> None:
+        """For a subclass: a bad value was written into a tensor."""
 
     # -- the origin ---------------------------------------------------------------------------------------------
 
@@ -257,14 +277,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def _place(self) -> CodePlace:
         """The innermost module, and the innermost line that is not torch's."""
-        module, found = None, None
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and (module is None or found is None):
-            if module is None and frame.f_code is CALL:
-                module = self._names.get(id(frame.f_locals.get("self")))
-            if found is None and _is_of_user(frame):
-                found = frame
-            frame = frame.f_back
+        module, found = self._in_python()
         caller = self._caller
         while found is None and caller is not None:
             found, caller = (caller if _is_of_user(caller) else None), caller.f_back
@@ -273,6 +286,20 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return CodePlace(module)
         file, line = found.f_code.co_filename, found.f_lineno
         return CodePlace(module, file, line, getline(file, line).strip())
+
+    def _in_python(self, until: str = "") -> tuple[str | None, FrameType | None]:
+        """(name of the innermost module, the innermost frame that is not torch's), inside the function `until`."""
+        module, found = None, None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (module is None or found is None):
+            if until and frame.f_code.co_name == until:
+                break
+            if module is None and frame.f_code is CALL:
+                module = self._names.get(id(frame.f_locals.get("self")))
+            if found is None and _is_of_user(frame):
+                found = frame
+            frame = frame.f_back
+        return module, found
 
     # -- what the run changes -----------------------------------------------------------------------------------
 
@@ -297,6 +324,11 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def has_changed(self, tensors: list[torch.Tensor]) -> bool:
         """Whether the run has changed one of these in place."""
         return any(_key(tensor) in self._kept for tensor in tensors)
+
+
+def foreign_class(types: Any) -> type | None:
+    """The first class of an operation's tensors that has operations of its own."""
+    return next((kind for kind in types if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__), None)
 
 
 def numbers_of(tensor: torch.Tensor) -> tuple[OperandNumbers, int]:
@@ -377,7 +409,11 @@ def _place_of(tensor: torch.Tensor) -> Any:
 
 
 def _is_of_user(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
+    return is_users_file(frame.f_code.co_filename)
+
+
+def is_users_file(file: str) -> bool:
+    """Whether a file has code of the script's own, or of a library that is not torch."""
     if file.startswith(_NOT_OF_USER) or (file.startswith("<") and not file.startswith(_WITHOUT_FILE)):
         return False
     return not file.startswith(_STDLIB) or any(packages in file for packages in _PACKAGES)

@@ -7,6 +7,7 @@ float32 is not read.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from ...core.events import OptimizerStep
 from ...core.frames import Frame, Phase
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
-from ...core.roles import parse_role
+from ...core.roles import Role, RoleKind, parse_role
 from ..record.held_alarms import NonFiniteRow
 from ..record.judging import FrameWriter
 from ..record.roots import ModuleInfo, RankRoots
@@ -104,6 +105,46 @@ class OptimizerSteps:
                 if any(held is parameter for held in group["params"]):
                     return OptimizerStep(_name_of(optimizer), settings)
         return None
+
+    # -- the first bad element ----------------------------------------------------------------------------------
+
+    def tensor_of(self, parameter: torch.Tensor, role: Role) -> torch.Tensor | None:
+        """The tensor that a row of the last step on a parameter is about: itself, or a state."""
+        if role.kind is not RoleKind.STATE:
+            return parameter
+        found = [state.get(role.key) for _, _, state in self._last_on(parameter)]
+        return found[0] if found and isinstance(found[0], torch.Tensor) else None
+
+    def update_of(self, parameter: torch.Tensor) -> str:
+        """What the last step had for the first bad element of a weight: `exp_avg 0, eps 0: 0/0 at [3, 5]`.
+
+        Waits for a device. "" if the step is not known, or the weight is finite again.
+        """
+        bad = ~torch.isfinite(parameter.detach())
+        for optimizer, settings, state in self._last_on(parameter):
+            if not bad.any():
+                break
+            index = tuple(int(place) for place in bad.nonzero()[0])
+            held = {"gradient": parameter.grad, **state}
+            numbers = {
+                name: float((each.detach()[index] if each.shape == parameter.shape else each).item())
+                for name, each in held.items()
+                if isinstance(each, torch.Tensor) and (each.shape == parameter.shape or each.numel() == 1)
+            }
+            numbers |= {name: settings[name] for name in ("lr", "momentum", "eps") if name in settings}
+            texts = ", ".join(f"{name} {number:.3g}" for name, number in numbers.items())
+            ratio = _ratio_of(numbers) if type(optimizer).__module__.startswith("torch.optim") else ""
+            return f"{texts}{f': {ratio}' if ratio else ''} at {list(index)}"
+        return ""
+
+    def _last_on(self, parameter: torch.Tensor) -> Iterator[tuple[Any, dict[str, float], dict[str, Any]]]:
+        """(optimizer, settings of the group, its state) of the last steps on a parameter, the latest first."""
+        for _, reference, groups in reversed(self._steps):
+            optimizer = reference()
+            for group, settings in zip(getattr(optimizer, "param_groups", ()), groups, strict=False):
+                if any(held is parameter for held in group["params"]):
+                    state = optimizer.state.get(parameter)
+                    yield optimizer, settings, state if isinstance(state, dict) else {}
 
     # -- states -------------------------------------------------------------------------------------------------
 
@@ -220,6 +261,26 @@ def low_precision_states(optimizer: Any, parameter: torch.Tensor) -> Iterator[tu
     for key, value in list(held.items()) if isinstance(held, dict) else ():
         if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize <= 2:
             yield str(key), value
+
+
+_SQUARES = {"exp_avg_sq": "exp_avg", "square_avg": "gradient", "sum": "gradient"}
+"""State of Adam and its kin, of RMSprop and of Adagrad -> what is divided by its root."""
+
+
+def _ratio_of(numbers: dict[str, float]) -> str:
+    """`0/0`, or `1e-05/0`; "" if the step has divided by no zero.
+
+    >>> _ratio_of({"gradient": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0, "eps": 0.0})
+    '0/0'
+    """
+    for square, over in _SQUARES.items():
+        if (
+            square in numbers
+            and over in numbers
+            and math.sqrt(max(0.0, numbers[square])) + numbers.get("eps", 0.0) == 0
+        ):
+            return f"{numbers[over]:.3g}/0"
+    return ""
 
 
 def has_gradient(optimizer: Any, parameter: torch.Tensor) -> bool:

@@ -32,11 +32,13 @@ from ..record.graph_users import BadOutput, graph_users
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import class_of
 from ..stats.device import without_modes
+from ..stats.element_pattern import pattern_of
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
 from .call_frames import CallFrames
 from .grad_scaler import GradScalerHooks
 from .module_calls import ModuleCalls
 from .optimizer_steps import OptimizerSteps
+from .root_tensors import RootTensors
 
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _AFTER = ModuleCalls.after.__code__
@@ -56,6 +58,7 @@ class SecondLook:
     _calls: CallFrames
     _steps: OptimizerSteps
     _scalers: GradScalerHooks
+    _root_tensors: RootTensors
 
     def __post_init__(self) -> None:
         self._running, self._gradients, self._policy = self._calls.running, self._calls.gradients, self._calls.policy
@@ -77,7 +80,8 @@ class SecondLook:
         changed, bad_weight = without_modes(self._changed_weights, bad) if same_step else ([], None)
         role, own_code = without_modes(self._own_code_of, bad, module)
         of_backward = bad.frame.phase in ("backward", "collective")
-        parameter = self._parameter_of(bad) if of_backward else None
+        parameter = self._parameter_of(bad)
+        element, update = without_modes(self._elements_of, bad, parameter)
         return msgspec.structs.replace(
             found,
             optimizer=last,
@@ -89,15 +93,35 @@ class SecondLook:
             threads=self._running.page_with_threads == bad.page.number,
             own_code=own_code,
             own_code_of=role,
-            left=parameter is not None and self._gradients.left.was_bad(parameter, bad.page.number),
+            left=of_backward and parameter is not None and self._gradients.left.was_bad(parameter, bad.page.number),
             closed=self._masks.closed_in(bad.page.number, bad.frame.module),
             without_graph=not bad.page.with_gradients and not type(module).__module__.startswith("torch."),
+            bad_before=self._root_tensors.bad_buffers(bad.page.root),
+            element=element,
+            update=update,
         )
 
+    def _elements_of(self, bad: NonFiniteRow, parameter: torch.Tensor | None) -> tuple[str, str]:
+        """(which elements are not finite, what the step had for the first) of a gradient or of a weight after a step.
+
+        "" where the tensor is gone or has changed since, as it may have on a device.
+        """
+        role, update, tensor = parse_role(bad.row.role), "", self._gradients.current
+        if parameter is not None and bad.frame.phase == "optimizer":
+            of_step = self._progress.step <= bad.page.step + 1  # no later one has changed it
+            tensor = self._steps.tensor_of(parameter, role) if of_step else None
+            if tensor is parameter:
+                update = self._steps.update_of(parameter)
+        elif parameter is not None and tensor is None and role.kind is RoleKind.GRAD_WEIGHT:
+            tensor = parameter.grad
+        return (pattern_of(tensor) if tensor is not None else ""), update
+
     def _parameter_of(self, bad: NonFiniteRow) -> torch.Tensor | None:
-        """The parameter that a row of a gradient is about; None if it is about none."""
+        """The parameter that a row of a gradient or of a step is about; None if it is about none."""
         role = parse_role(bad.row.role)
-        owned = ((held(), info, name) for held, info, name in list(self._roots.parameters.values()))
+        if role.kind not in (RoleKind.GRAD_WEIGHT, RoleKind.WEIGHT, RoleKind.STATE):
+            return None
+        owned = ((held(), info, parse_role(name).name) for held, info, name in list(self._roots.parameters.values()))
         place = (bad.page.root, bad.frame.module, bad.frame.cls, role.name)
         return next((each for each, info, name in owned if (info.root.id, info.name, info.cls, name) == place), None)
 

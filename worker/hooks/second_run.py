@@ -36,6 +36,7 @@ from ..record.roots import ModuleInfo
 from ..stats.device import may_have_devices, without_modes
 from ..stats.tensor_stats import version_of
 from .capture import ForwardCapture
+from .explained_batch import ExplainedBatch
 from .forward_thread import (
     ContextMaker,
     ForwardTarget,
@@ -54,6 +55,7 @@ _MOST_ROOTS = 8
 _MOST_BYTES = 4 << 20
 """A larger tensor that a root was handed is not kept alive."""
 _dispatch_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
+_NOT_DISPATCHED = "no operation that torch dispatches made it"
 _GONE = "the arguments of the call that made it were gone when its numbers arrived"
 
 
@@ -104,13 +106,14 @@ class SecondRuns:
     _global: GlobalHooks
     _is_compiled: Callable[[], bool]
     """Whether the rank runs compiled code."""
+    explained: ExplainedBatch
 
     def __post_init__(self) -> None:
         self._progress, self._roots = self._frames.progress, self._frames.roots
         self.limit_s = SECOND_RUN_S
         """For all its runs together."""
         settings = self._progress.settings
-        self._explains = settings.explain == "auto"
+        self._explains = settings.explain != "off"
         rank, tests = self._progress.rank, self._explains
         self._capture = ForwardCapture(settings.capture, settings.capture_max, rank, is_tested=tests)
         self._captures = bool(settings.capture)
@@ -125,6 +128,10 @@ class SecondRuns:
 
     def expect(self, bad: NonFiniteRow) -> bool:
         """An alarm ends the job. Whether the call that made the value is looked for as calls around it return."""
+        if self.explained.covers(bad):
+            self._bad, operation = bad, self.explained.operation_for(bad)
+            self._end("" if operation is not None else _NOT_DISPATCHED, operation)
+            return False
         is_of_call = bad.row.role_kind in (RoleKind.INPUT, RoleKind.OUTPUT) and not bad.row.mark & RowMark.SKIPPED
         if self.is_on and is_of_call and bad.frame.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE):
             self._bad, self._why = bad, _GONE
@@ -144,6 +151,7 @@ class SecondRuns:
 
     def conclude(self) -> str:
         """The job ends. Where it was made, as a clause; "" if that is not known, and the record says why."""
+        self.explained.ends()
         bad = self._bad
         kept = self._roots_kept.get(bad.page.root) if bad is not None else None
         if bad is not None and kept is not None and kept.page == bad.page.number:
@@ -194,7 +202,7 @@ class SecondRuns:
         if run is target and bad.row.role_kind is not RoleKind.OUTPUT:
             return
         if call.issued:
-            self._end("collectives ran within the call; with --sync a smaller part may run again")
+            self._end("collectives ran within the call")
             return
         tensors = [leaf for _, leaf in inputs_of(args, kwargs) if isinstance(leaf, torch.Tensor)]
         if any(flags & ~NonFinite.NEGINF for _, flags in (without_modes(numbers_of, leaf) for leaf in tensors)):
@@ -237,7 +245,7 @@ class SecondRuns:
         if not why and not forward.reached:
             why = "a second run of the forward did not make it again"
         if not why and forward.operation is None:
-            self._why = "no operation that torch dispatches made it in a call that could run again"
+            self._why = f"{_NOT_DISPATCHED} in a call that could run again"
             return
         self._end(why, None if why else forward.operation, eagerly=self._is_compiled(), seconds=round(seconds, 3))
 
@@ -254,7 +262,8 @@ class SecondRuns:
         if self._explains:
             self._progress.recorder.append(SecondRun(where, bad.frame.index, operation, why, **fields))
         if self._captures:
-            file = self._capture.result or CaptureFile(refused=why)
+            file = self._capture.result or CaptureFile(refused=why or "the batch ran under --explain")
             self._progress.recorder.append(ForwardCaptured(where, bad.frame.index, file))
         if operation is not None:
-            self._found = f"{operation.op} made it at {operation.file}:{operation.line}: {operation.code}"
+            at = f" at {operation.file}:{operation.line}: {operation.code}" if operation.file else ""
+            self._found = f"{operation.op} made it{at}"

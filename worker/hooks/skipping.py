@@ -43,7 +43,7 @@ class BatchSkipping:
         self.classes = {class_of(part) for part in only.modules()} if only is not None else set()
         """Where not all modules may be roots: the classes of those that may, and of the modules in them."""
         settings = self._progress.settings
-        self._every, self._traced = settings.every, settings.trace_batches
+        self._every, self._traced = settings.every, [*settings.trace_batches, settings.explain]
         self.first_root: int | None = None
         """Id of the first root that was called: the main one."""
         self.root: Callable[[], torch.nn.Module | None] | None = None

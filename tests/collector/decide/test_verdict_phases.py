@@ -82,6 +82,22 @@ def test_a_gradient_of_an_activation_on_one_rank(make):
     assert "`length` (Length) alone used that tensor" in verdict.evidence[1]
 
 
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        (["train.py", "--rank", "x"], "--explain 2 --rank 1 train.py --rank x"),
+        (["--explain", "auto", "--nnodes", "2", "my train.py"], "--explain 2 --rank 1 --nnodes 2 'my train.py'"),
+        (["--explain", "7", "--rank", "0", "train.py"], "--explain 2 --rank 1 train.py"),
+    ],
+)
+def test_the_command_that_finds_the_line_of_a_backward(make, typed, shown):
+    batches = backward(make, 0, batch=2, seq=9), backward(make, 1, bad=make.NAN, batch=2, seq=9)
+    verdict = judge(make, *batches, command=["gpuwatch", "launch", *typed])
+    assert verdict.next[-1].endswith(f"run it again with that batch watched: gpuwatch launch {shown}")
+    again = judge(make, *batches, command=["gpuwatch", "launch", "--explain", "2", "train.py"])
+    assert not any("--explain" in step for step in again.next)
+
+
 def test_local_gradients_name_the_rank_though_all_are_bad_one_step_later(make):
     guilty = backward(make, 1, bad=make.NAN, batch=2, clock={"0": 8})
     peers = [reduced(make, rank, got=make.NAN, batch=2, clock={"0": 9}) for rank in (0, 2)]

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from gpuwatch.core.events import BadWeight, BatchInputs, LookedAgain, NotLookedInto, OwnCodeModule
+from gpuwatch.core.events import BadWeight, BatchInputs, HeldValue, LookedAgain, NotLookedInto, OwnCodeModule
 from torch import nn
 
 
@@ -48,7 +48,11 @@ def test_the_first_alarm_tells_of_weights_and_bad_buffers(watch, path):
     # a graph of which no backward begins is not seen from a device
     own_code = [OwnCodeModule("1", "Rotary", "MulBackward0")] if path == "host" else []
     assert first.again == LookedAgain(
-        weights={"weight": "finite"}, buffers={"inv_freq": "nan"}, own_code=own_code, own_code_of="output"
+        weights={"weight": "finite"},
+        buffers={"inv_freq": "nan"},
+        own_code=own_code,
+        own_code_of="output",
+        bad_before=[HeldValue("1", "Rotary", "inv_freq", "nan")],
     )
     assert second.again is None, "one look is enough"
 
