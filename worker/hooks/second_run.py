@@ -202,7 +202,7 @@ class SecondRuns:
         if run is target and bad.row.role_kind is not RoleKind.OUTPUT:
             return
         if call.issued:
-            self._end("collectives ran within the call")
+            self._end("collectives ran within the call; with --sync a part of it without collectives may run again")
             return
         tensors = [leaf for _, leaf in inputs_of(args, kwargs) if isinstance(leaf, torch.Tensor)]
         if any(flags & ~NonFinite.NEGINF for _, flags in (without_modes(numbers_of, leaf) for leaf in tensors)):

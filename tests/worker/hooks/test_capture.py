@@ -177,7 +177,7 @@ def test_what_fsdp_holds_is_not_written(captures, alone_in_a_group):
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     file, _ = captures(model, explain="off")
     assert file.refused in (
-        "collectives ran within the call; with --sync a smaller part may run again",
+        "collectives ran within the call; with --sync a part of it without collectives may run again",
         "its weights are sharded (FSDPSequential)",
     )
 
@@ -195,7 +195,7 @@ def test_without_a_second_run_changed_inputs_are_not_known_and_that_is_told(capt
 def test_a_call_with_collectives_is_not_written(captures, alone_in_a_group):
     reduced = torch.ones(1)
     model = Fault(lambda x: torch.distributed.all_reduce(reduced))
-    why = "collectives ran within the call; with --sync a smaller part may run again"
+    why = "collectives ran within the call; with --sync a part of it without collectives may run again"
     assert refused(captures, model, explain="off") == why
 
 
