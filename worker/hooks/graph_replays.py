@@ -312,8 +312,12 @@ class GraphReplays:
         info, parent = self._info_in(own, root, frame.module), self._info_in(own, root, frame.parent)
         if info is None:
             raise LookupError("a module of a CUDA graph is not known in the model that replays it")
-        roles, rows = self._recorder.names.slots, frame.rows
-        rows = [(self._rows.slot(info, roles[slot].role), *rest) for slot, *rest in rows if slot in roles]
+        roles = self._recorder.names.slots
+        rows = [
+            (self._rows.slot(info, roles[slot].role), value, shape, dtype, kind, mark)
+            for slot, value, shape, dtype, kind, mark in frame.rows
+            if slot in roles
+        ]
         return _CapturedFrame(info.id, parent.id if parent is not None else NOTHING, frame.depth, frame.phase, rows)
 
     def _info_in(self, own: RootInfo, root: RootInfo, number: int) -> ModuleInfo | None:

@@ -11,6 +11,8 @@ from test_gpuwatch import launch_script
 from torch import nn
 
 REPLAYS = 6
+HAS_HOOKS = hasattr(torch.cuda.graphs, "register_graph_capture_start_hook")
+with_hooks = pytest.mark.skipif(not HAS_HOOKS, reason="torch 2.14 and later say when a graph is replayed")
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # also without gpuwatch
 
 
@@ -88,6 +90,7 @@ def measured(watch):
     }
 
 
+@with_hooks
 @pytest.mark.parametrize("depth", [1, 80])
 def test_an_overflow_in_the_fourth_replay_is_named(depth):
     net, x = made(depth)
@@ -101,6 +104,7 @@ def test_an_overflow_in_the_fourth_replay_is_named(depth):
     assert pages[4] == pages[2]  # a replay has the frames of an eager batch
 
 
+@with_hooks
 def test_the_job_ends_at_a_later_replay():
     net, x = made()
     with gpuwatch.watch(net) as watch:
@@ -111,6 +115,7 @@ def test_the_job_ends_at_a_later_replay():
     assert places(watch) == [("grow", "+inf", "forward", 7)]
 
 
+@with_hooks
 def test_a_clean_graph_has_the_same_bits_and_waits_for_nothing(counted):
     net, x = made()
     warm(net, x)
@@ -131,6 +136,7 @@ def test_a_clean_graph_has_the_same_bits_and_waits_for_nothing(counted):
         assert found.get(name, 0) == own.get(name, 0), name
 
 
+@with_hooks
 def test_graphed_callables_are_seen_and_their_rehearsal_raises_no_alarm():
     net, x = made()
     with gpuwatch.watch(net) as watch:
@@ -143,6 +149,7 @@ def test_graphed_callables_are_seen_and_their_rehearsal_raises_no_alarm():
     assert faults(watch) == []
 
 
+@with_hooks
 def test_the_operation_of_a_graph_is_not_guessed():
     """The second run of the forward replays the graph, in which no operation is seen."""
     net = nn.Linear(8, 8, bias=False).cuda()
@@ -159,6 +166,7 @@ def test_the_operation_of_a_graph_is_not_guessed():
     assert len(watch.anomalies) == 1
 
 
+@with_hooks
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_part_that_is_graphed_has_its_names_in_the_model(is_known):
     net, x = made(2)
@@ -186,6 +194,7 @@ def test_a_part_that_is_graphed_has_its_names_in_the_model(is_known):
     assert faults(watch) == []
 
 
+@with_hooks
 def test_a_graph_that_is_gone_and_one_that_is_captured_again():
     net, x = made()
     with gpuwatch.watch(net, on_overflow="continue") as watch:
@@ -204,6 +213,7 @@ def test_a_graph_that_is_gone_and_one_that_is_captured_again():
     assert faults(watch) == []
 
 
+@with_hooks
 def test_a_capture_that_fails_leaves_the_next_one_seen():
     net, x = made()
     with gpuwatch.watch(net, on_overflow="continue") as watch:
@@ -220,6 +230,7 @@ def test_a_capture_that_fails_leaves_the_next_one_seen():
     assert faults(watch) == []
 
 
+@with_hooks
 def test_an_overflow_in_a_backward_of_a_replay_is_named():
     net, x = made()
     scale = torch.ones(1, device="cuda")
@@ -237,6 +248,7 @@ def test_an_overflow_in_a_backward_of_a_replay_is_named():
     assert faults(watch) == []
 
 
+@with_hooks
 def test_replays_on_another_stream_are_not_seen():
     """Their numbers could be those of two replays at once."""
     net, x = made()
@@ -252,6 +264,18 @@ def test_replays_on_another_stream_are_not_seen():
     assert watch.anomalies == []
 
 
+@with_hooks
+def test_a_capture_in_a_batch_that_is_left_out_is_not_seen():
+    net, x = made()
+    with gpuwatch.watch(net, on_overflow="continue", every=2) as watch:
+        warm(net, x)
+        graph, _ = captured(net, x)  # batch 3
+        replay(graph, net, x, times=1)
+        net(x)
+    assert [message[:15] for message in faults(watch)] == ["graph: not seen"]
+
+
+@with_hooks
 def test_a_tensor_whose_kernel_has_not_run_is_not_seen():
     net, x = made()
     with gpuwatch.watch(net, on_overflow="continue") as watch:
@@ -267,6 +291,7 @@ def test_a_tensor_whose_kernel_has_not_run_is_not_seen():
     assert [message[:15] for message in faults(watch)] == ["graph: not seen"]
 
 
+@with_hooks
 def test_what_a_replay_reads_is_not_freed_before_the_graph():
     """The graph itself does not use this argument."""
 
@@ -295,6 +320,18 @@ def test_what_a_replay_reads_is_not_freed_before_the_graph():
         assert torch.cuda.memory_allocated() < before
 
 
+@pytest.mark.skipif(HAS_HOOKS, reason="torch 2.13 and earlier do not say when a graph is replayed")
+def test_an_older_torch_says_that_a_graph_is_not_seen():
+    net, x = made()
+    with gpuwatch.watch(net, on_overflow="continue") as watch:
+        warm(net, x)
+        graph, _ = captured(net, x)
+        replay(graph, net, x, bad_at=3)
+    assert places(watch) == []
+    assert [message[:15] for message in faults(watch)] == ["graph: not seen"]
+
+
+@with_hooks
 @pytest.mark.parametrize("fault", ["none", "forward"])
 def test_two_ranks_with_graphs(tmp_path, fault):
     verdict, _, _ = launch_script("graphs.py", tmp_path / "cuda", 2, "cuda", "nccl", "--fault", fault)
