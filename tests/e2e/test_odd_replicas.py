@@ -50,6 +50,7 @@ def run_with(bench, faults: list[Fault]):
     return run.report
 
 
+@pytest.mark.slow
 def test_a_fault_of_each_kind_is_told(bench):
     assert untold(run_with(bench, SAMPLE), SAMPLE) == []
 

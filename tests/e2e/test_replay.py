@@ -49,8 +49,8 @@ def replay(bench, *words):
     return json.loads(run.stdout)["rows"], run
 
 
-@pytest.mark.quick(3)
-@pytest.mark.sample(6)
+@pytest.mark.quick(1)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows_again_from_its_folder(bench, captured, fault):
     """Random numbers, autocast, shared weights, buffers and hooks are as they were; the script does not train again."""
@@ -157,6 +157,7 @@ def hostile(bench, captured):
     return replayed
 
 
+@pytest.mark.slow
 def test_a_capture_of_torchs_own_modules_needs_no_trust(bench, captured):
     rows, run = replay(bench, captured / "of_torch", "--dtype", "float32")
     assert run.code == 0
@@ -181,6 +182,7 @@ def test_a_pickle_instead_of_a_capture_runs_never(bench, hostile, options):
     assert "cannot be read as data alone" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_bare_pickle_runs_never(bench):
     path = bench.cwd / "overflow.pt"
     path.write_bytes(pickle.dumps(_Opens(str(bench.cwd / "ran"))))
@@ -192,7 +194,7 @@ def _with_class(*name):
     return lambda capture: capture["modules"][0].update({"class": name})
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "name", [("os", "system"), ("evil", "Evil"), ("__main__", "Evil"), ("torch.nn.modules.evil", "Evil")]
 )
@@ -218,6 +220,7 @@ def test_what_is_no_module_of_torch_is_not_called(hostile, name):
     assert "--trust" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_pickle_inside_is_not_read_without_trust(bench, hostile):
     def change(capture):
         data = io.BytesIO()
