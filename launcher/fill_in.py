@@ -92,7 +92,7 @@ def read_mpi_job(environ: Mapping[str, str]) -> SchedulerFacts | None:
     )
 
 
-NAME_WAIT_S = 30.0
+_NAME_WAIT_S = 30.0
 """A node that was started for this job may be in the name service some seconds later."""
 
 
@@ -112,7 +112,7 @@ def fill_in_from_job(
         if job.node_rank == 0:
             most = parse_nnodes(args.nnodes)[1]
             say(f"{job.name}: {most} nodes meet at {args.rdzv_endpoint or job.head}")
-        expect_address(job.head, NAME_WAIT_S)
+        expect_address(job.head, _NAME_WAIT_S)
     return job
 
 

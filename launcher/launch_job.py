@@ -29,7 +29,7 @@ from ..core.tell import flush_streams, tell
 from ..core.threads import OneThread
 from ..core.wire.keys import meeting_key
 from ..core.wire.pipe import JobResult, LaunchDone, WorkersEnded, WorkersStarted
-from .fill_in import NAME_WAIT_S, expect_address, fill_in_from_job
+from .fill_in import fill_in_from_job
 from .life import JobLife, JobTerms, RankStarter
 from .live_lines import live_lines
 from .option_types import is_number
@@ -50,7 +50,7 @@ def expect_script(args: argparse.Namespace) -> None:
 
 
 def expect_place(args: argparse.Namespace, plan: CollectorPlan) -> None:
-    """This node must be one of the job's, and the head's name mean something here."""
+    """This node must be one of the job's, with what its rendezvous needs."""
     if args.node_rank and not 0 <= args.node_rank < plan.max_nodes:
         raise UsageError(
             f"--node-rank: expected 0 to {plan.max_nodes - 1} with --nnodes {args.nnodes}, found {args.node_rank}"
@@ -58,8 +58,6 @@ def expect_place(args: argparse.Namespace, plan: CollectorPlan) -> None:
     if args.rdzv_backend.startswith("etcd") and find_spec("etcd") is None:
         what = "expected the package python-etcd, which torchrun needs for it, found it not installed"
         raise UsageError(f"--rdzv-backend {args.rdzv_backend}: {what}; install it, or pass --rdzv-backend c10d")
-    if not plan.hosts and args.rdzv_endpoint:
-        expect_address(plan.connect.removeprefix("tcp://").rpartition(":")[0].strip("[]"), NAME_WAIT_S)
 
 
 def number_of_ranks(args: argparse.Namespace) -> int:
