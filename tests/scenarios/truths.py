@@ -240,9 +240,12 @@ PLACES = [
     Scenario(
         "a buffer that nobody has initialised",
         "places.py",
-        _forward(1, "rotary", "Rotary", value="nan", batch=2),
+        {
+            **{"kind": "overflow", "rank": 1, "module": "rotary", "class": "Rotary", "phase": "buffer"},
+            **{"role": "buffer inv_freq", "value": "nan", "batch": 2},
+        },
         args=("--fault", "buffer"),
-        evidence="buffer inv_freq of `rotary` .* is nan",
+        statement="^Rank 1 on .*: buffer `rotary.inv_freq` was not finite before batch 2's forward",
     ),
     Scenario(
         "all ranks alike",
