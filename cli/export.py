@@ -51,7 +51,7 @@ def export(
 
     Without RUN: the latest one. What the columns mean is in docs/export.md.
     """
-    from ..collector.assemble import frame_export
+    from ..collector.assemble import frame_export, trace_export
 
     if form in _NEEDS:
         _expect_library(form)
@@ -64,10 +64,12 @@ def export(
         if rank is not None and rank not in known:
             there = ranks_text(known) if known else "it has none"
             raise UsageError(f"--rank: expected one of the ranks of this run ({there}), found {rank}")
-        if form == "perfetto":
-            return _trace(facts, path.name, output)
         rows = frame_export.export_rows(facts, path.name, tables or frame_export.TABLES, rank)
-        write = {"jsonl": frame_export.write_jsonl, "csv": frame_export.write_csv}.get(form)
+        write = {
+            "jsonl": frame_export.write_jsonl,
+            "csv": frame_export.write_csv,
+            "perfetto": lambda _, out: trace_export.write_trace(facts, path.name, out),
+        }.get(form)
         if output is None:
             assert write is not None
             write(rows, sys.stdout)
@@ -85,21 +87,6 @@ def export(
         except OSError as error:
             what = f"expected a path that can be written, found {output}: {error.strerror}"
             raise UsageError(f"--output: {what}") from error
-    return 0
-
-
-def _trace(facts: RunFacts, run: str, output: Path | None) -> int:
-    from ..collector.assemble.trace_export import write_trace
-
-    if output is None:
-        write_trace(facts, run, sys.stdout)
-        return 0
-    try:
-        with output.open("w", encoding="utf-8") as out:
-            write_trace(facts, run, out)
-    except OSError as error:
-        found = f"found {output}: {error.strerror}"
-        raise UsageError(f"--output: expected a path that can be written, {found}") from error
     return 0
 
 

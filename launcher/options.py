@@ -318,16 +318,17 @@ def parse_launch(arguments: list[str]) -> argparse.Namespace:
     """The options and the script. Raises UsageError where they make no sense."""
     args = parse_with_saved(get_parser, arguments, _known())
     check_together(args)
-    args.notes += _misplaced(args.training_script, args.training_script_args, {*get_parser()._option_string_actions})
+    args.notes += _misplaced(args.training_script, args.training_script_args)
     return args
 
 
-def _misplaced(program: str, words: list[str], ours: set[str]) -> list[str]:
+def _misplaced(program: str, words: list[str]) -> list[str]:
     """Notes on options behind the script that are hardly its own: their names have several words."""
-    names = [word.partition("=")[0] for word in words]
-    found = [name for name in names if name in ours and len(name[2:].replace("_", "-").split("-")) > 1]
+    names = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
+    long = [name for name in names if len(name[2:].replace("_", "-").split("-")) > 1]
+    ours = get_parser()._option_string_actions if long else {}  # torchrun's parser takes a while to make
     options = "options of gpuwatch and torchrun stand before it"
-    return [f"{name} stands behind {program}, which gets it: {options}" for name in dict.fromkeys(found)]
+    return [f"{name} stands behind {program}, which gets it: {options}" for name in long if name in ours]
 
 
 def parse_check(arguments: list[str]) -> argparse.Namespace:

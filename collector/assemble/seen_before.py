@@ -59,7 +59,7 @@ def fingerprint_of(report: RunReport) -> str:
     place = [verdict.root, verdict.module, verdict.phase, verdict.role]
     if verdict.module is None:
         errors = (rank.error or {} for rank in report.everyone if rank.rank == report.named)
-        error = next((str(error.get("error", "")).partition(":")[0] for error in errors), "")
+        error = next((str(error.get("type", "")) for error in errors), "")
         place = [error or _without_numbers(verdict), verdict.stage]
     return hashlib.sha256("\0".join(part or "" for part in (verdict.kind, *place)).encode()).hexdigest()[:8]
 

@@ -19,6 +19,7 @@ from ...core.recorder.layout import PARTS
 from ...core.wire.columns import unpack_starts, unpack_steps
 from ..decide.decide import decide
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
+from ..report.model import Verdict
 from .build import look_stack
 from .node_series import event_of, offset_ns, series_of_all
 
@@ -38,9 +39,11 @@ class TraceSlice(NamedTuple):
 
 def write_trace(facts: RunFacts, run: str, out: IO[str]) -> None:
     """Write the trace of a run as JSON, an event a line. Raises OSError."""
-    events = sorted(_events(facts), key=lambda event: (event["ph"] != "M", event.get("ts", 0), -event.get("dur", 0)))
-    first = min((event["ts"] for event in events if "ts" in event), default=0)
     verdict = decide(facts)
+    events = sorted(
+        _events(facts, verdict), key=lambda event: (event["ph"] != "M", event.get("ts", 0), -event.get("dur", 0))
+    )
+    first = min((event["ts"] for event in events if "ts" in event), default=0)
     about = {"run": run, "verdict": f"{verdict.kind}, {verdict.certainty}: {verdict.statement}", "began_us": first}
     out.write(f'{{"displayTimeUnit": "ms", "otherData": {msgspec.json.encode(about).decode()}, "traceEvents": [\n')
     for number, event in enumerate(events):
@@ -49,7 +52,7 @@ def write_trace(facts: RunFacts, run: str, out: IO[str]) -> None:
     out.write("]}\n")
 
 
-def _events(facts: RunFacts) -> Iterator[dict[str, Any]]:
+def _events(facts: RunFacts, verdict: Verdict) -> Iterator[dict[str, Any]]:
     pids = {agent: number for number, agent in enumerate(facts.nodes, 1)}
     for agent, node in facts.nodes.items():
         yield _meta("process_name", pids[agent], _NODE, node.host if node.hello is not None else agent)
@@ -73,7 +76,7 @@ def _events(facts: RunFacts) -> Iterator[dict[str, Any]]:
     for rank in facts.everyone.values():
         if rank.agent in pids:
             yield from _of_rank(rank, facts.nodes[rank.agent], pids[rank.agent])
-    if (event := event_of(facts, verdict := decide(facts))) is not None:
+    if (event := event_of(facts, verdict)) is not None:
         yield {
             **{"ph": "i", "s": "g", "name": f"verdict: {verdict.kind}", "cat": "verdict", "pid": 1, "tid": _NODE},
             **{"ts": event.time_ns // 1000, "args": {"statement": verdict.statement}},

@@ -111,6 +111,16 @@ def test_numbers_of_ranks_and_names_of_nodes_make_no_other_fault():
     assert fingerprint("a", **module) == fingerprint("b", **module) != fingerprint("a", **{**module, "root": "Other"})
 
 
+def test_an_exception_is_known_by_its_type(make, tmp_path):
+    def fingerprint(name: str, error: str, message: str, rank: int) -> str:
+        bodies = [make.hello(nproc=2), make.raised(rank, error, message), make.ended(rank, 1), make.NodeBye("failed")]
+        return fingerprint_of(report_from_store(run(tmp_path, name, bodies)))
+
+    first = fingerprint("a", "ValueError", "the first", 0)
+    assert first == fingerprint("b", "ValueError", "another one", 1) != ""
+    assert first != fingerprint("c", "KeyError", "the first", 0)
+
+
 def test_a_gpu_is_counted_wherever_it_failed_and_a_node_only_among_several():
     on_gpu = {"gpu": "GPU-1", "host": "gpu-2"}
     lines = seen_before(replace(MISS, gpu="GPU-1"), [other("b", **on_gpu), other("a", **on_gpu), other("c")])
