@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -16,6 +16,7 @@ from ..core.text import ranks_text
 from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, format_option, text_width
 
 if TYPE_CHECKING:
+    from ..collector.assemble.frame_export import ExportRow
     from ..collector.facts.facts import RunFacts
 
 _NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
@@ -65,11 +66,12 @@ def export(
             there = ranks_text(known) if known else "it has none"
             raise UsageError(f"--rank: expected one of the ranks of this run ({there}), found {rank}")
         rows = frame_export.export_rows(facts, path.name, tables or frame_export.TABLES, rank)
-        write = {
+        writers: dict[str, Callable[[Iterator[ExportRow], IO[str]], object]] = {
             "jsonl": frame_export.write_jsonl,
             "csv": frame_export.write_csv,
             "perfetto": lambda _, out: trace_export.write_trace(facts, path.name, out),
-        }.get(form)
+        }
+        write = writers.get(form)
         if output is None:
             assert write is not None
             write(rows, sys.stdout)

@@ -97,16 +97,13 @@ _NAME_WAIT_S = 30.0
 
 
 def fill_in_from_job(
-    args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: list[str]
+    args: argparse.Namespace, make_parser: Callable[[], argparse.ArgumentParser], arguments: list[str]
 ) -> SchedulerFacts | None:
-    """Complete the options from the job that this launch is part of, and say what came out. Returns the job, if any.
-
-    `parser` is of no use afterwards, see `given_options`.
-    """
+    """Complete the options from the job that this launch is part of, and say what came out. Returns the job, if any."""
     job = read_job(os.environ)
     if job is None:
         return None
-    meets_there = fill_in(args, given_options(parser, arguments, os.environ), job, _count_gpus)
+    meets_there = fill_in(args, given_options(make_parser(), arguments, os.environ), job, _count_gpus)
     if job.scheduler is not None and meets_there:
         assert job.head is not None
         if job.node_rank == 0:

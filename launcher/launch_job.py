@@ -88,7 +88,7 @@ def launch(arguments: list[str]) -> int:
             "ranks; write gpuwatch launch alone, or gpuwatch run -- torchrun with the same arguments"
         )
     args = parse_launch(arguments)
-    job = fill_in_from_job(args, get_parser(), arguments)
+    job = fill_in_from_job(args, get_parser, arguments)
     plan = make_plan(args, _is_this_host, loopback())
     expect_script(args)
     expect_place(args, plan)
@@ -98,7 +98,7 @@ def launch(arguments: list[str]) -> int:
 def check(arguments: list[str]) -> int:
     """Run the preflight of a job, and nothing after it. Returns the exit code; raises UsageError as `launch` does."""
     args = parse_check(arguments)
-    job = fill_in_from_job(args, get_check_parser(), arguments)
+    job = fill_in_from_job(args, get_check_parser, arguments)
     plan = make_plan(args, _is_this_host, loopback())
     expect_place(args, plan)
     args.max_restarts = 0

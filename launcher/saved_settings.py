@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -86,10 +86,14 @@ def saved_runs_dir() -> str:
     """The folder of the runs: the variable's, the file's, or the default."""
     if variable := os.environ.get("GPUWATCH_RUNS_DIR"):
         return variable
-    for path, table in _nearest_file(Path.cwd()):
-        if written := table.get("runs-dir", table.get("runs_dir")):
-            return str(written) if path.parent == Path.cwd() else str(path.parent / str(written))
-    return RUNS_DIR
+    path, table = _nearest_file(Path.cwd())
+    written = table.get("runs-dir", table.get("runs_dir"))
+    return _from(path, written) if written else RUNS_DIR
+
+
+def _from(file: Path, written: Any) -> str:
+    """A path in a file: from the file's folder, if that is not the working folder."""
+    return str(written) if file.parent == Path.cwd() else str(file.parent / str(written))
 
 
 def _own_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -102,12 +106,11 @@ def _saved_options(
     own: Mapping[str, argparse.Action], command: str, known: Collection[str], environ: Mapping[str, str]
 ) -> dict[str, SavedOption]:
     found: dict[str, SavedOption] = {}
-    for path, table in _nearest_file(Path.cwd()):
-        for name, written in _flat(table, command, known, path).items():
-            if (action := own.get(name)) is not None:
-                if action.metavar in ("DIR", "FILE") and path.parent != Path.cwd():
-                    written = str(path.parent / str(written))
-                found[name] = _option(action, written, path.name, f"{path}: {name}")
+    path, table = _nearest_file(Path.cwd())
+    for name, written in _flat(table, command, known, path).items():
+        if (action := own.get(name)) is not None:
+            value = _from(path, written) if action.metavar in ("DIR", "FILE") else written
+            found[name] = _option(action, value, path.name, f"{path}: {name}")
     for name, action in own.items():
         variable = "GPUWATCH_" + name.upper().replace("-", "_")
         if (text := environ.get(variable)) and action.dest != "show_settings":
@@ -116,16 +119,16 @@ def _saved_options(
     return found
 
 
-def _nearest_file(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The nearest file that has settings, and these."""
+def _nearest_file(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The nearest file that has settings, and these; no settings where there is none."""
     for at in (folder, *folder.parents):
         if at != folder and at.stat().st_uid != os.getuid():
-            return
+            break
         for name, tables in _FILES:
             path = at / name
             if (table := _read(path, tables)) is not None:
-                yield path, table
-                return
+                return path, table
+    return folder / _FILES[0][0], {}
 
 
 def _read(path: Path, tables: tuple[str, ...]) -> dict[str, Any] | None:

@@ -47,7 +47,7 @@ def test_the_head_says_where_the_nodes_meet(node_rank, said, monkeypatch, capsys
     environ = {"JOB_ID": "4711", "STEP_ID": "0", "NNODES": "2", "NODELIST": "localhost,other", "NODEID": node_rank}
     for name, value in environ.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    job = fill_in_from_job(get_parser().parse_args(["train.py"]), get_parser(), ["train.py"])
+    job = fill_in_from_job(get_parser().parse_args(["train.py"]), get_parser, ["train.py"])
     assert job is not None
     assert job.hosts == ("localhost", "other")
     assert capsys.readouterr().err == said
