@@ -20,6 +20,7 @@ def busy(stream=None):
 def test_a_stream_is_late_and_an_event_tells_when_it_is_there():
     stream, event = torch.cuda.Stream(), torch.cuda.Event()
     x = torch.ones(3, device="cuda")
+    x + 1  # the first sum of a process takes longer than the stream is held
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG)

@@ -44,6 +44,9 @@ EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCap
     *status = stream_of(handle)->capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return 0;
 }
+EXPORT CUresult cuStreamIsCapturing(CUstream handle, CUstreamCaptureStatus *status) {  // Triton 3.9 asks before a launch
+    return (CUresult)cudaStreamIsCapturing(handle, (enum cudaStreamCaptureStatus *)status);
+}
 EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
                                             const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *number) {
     Graph *captured = stream_of(handle)->capture;
