@@ -7,8 +7,11 @@ in a collective.
 from __future__ import annotations
 
 import ctypes
+import os
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -158,6 +161,10 @@ class FileCopies:
         except Exception as error:  # a torch version without the call
             refusal = first_line(error)
         self._registered = not refusal
+        if self._registered:
+            dropped = _Dropped(os.getpid(), self._driver, self._device, self._anchor, self.of_segment)
+            self._dropped = weakref.finalize(self, dropped.unregister)
+            self._dropped.atexit = False
         if refusal:
             self._add_note(
                 f"the driver cannot register the recorder's memory ({refusal}; {recorder.path} is on "
@@ -171,6 +178,7 @@ class FileCopies:
         self.of_page.clear()
         if self._registered:
             self._registered = False
+            self._dropped.detach()
             self._driver.unregister(ctypes.addressof(self._anchor), self._device)
         self._file = torch.empty(0, dtype=torch.int64, device="cpu")
         self.numbers = None
@@ -293,6 +301,31 @@ class FileCopies:
         """All values of the segment, as an array (VALUES_PER_SEGMENT, 3) on the file itself."""
         at = copy.values_at // 8
         return self.numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)
+
+
+_unmapped_never: list[Any] = []
+"""Memory of dropped watches that the device may still write to, or that could not be unregistered just then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """A recorder's memory, for a watch that went away with its model and was never closed."""
+
+    pid: int
+    driver: StatsDevice
+    device: torch.device
+    anchor: Any
+    of_segment: Counter[int]
+
+    def unregister(self) -> None:
+        """Else the driver refuses the next memory at the same address, and an open capture must not see the call."""
+        if os.getpid() != self.pid:
+            return
+        if self.of_segment or self.driver.is_capturing():
+            _unmapped_never.append(self.anchor)
+            return
+        with suppress(Exception):
+            self.driver.unregister(ctypes.addressof(self.anchor), self.device)
 
 
 def first_line(error: Exception) -> str:

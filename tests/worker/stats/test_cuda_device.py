@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import NonFinite, Value
 from gpuwatch.tests.fakes.late_device import LateDevice
+from gpuwatch.worker.stats import stream_buffer
 from gpuwatch.worker.stats.device import CudaDevice, file_system_of
 
 from .one_by_one import OneByOne
@@ -179,6 +182,36 @@ def test_without_registration_the_numbers_come_through_pinned_memory(recorder, l
     assert values_of(recorder, page.number)[0].flags == NonFinite.NAN
     buffer.close()
     recorder.close()
+
+
+class Counting(LateDevice):
+    """Counts what is unregistered."""
+
+    unregistered = 0
+
+    def unregister(self, address, device):
+        self.unregistered += 1
+        super().unregister(address, device)
+
+
+@pytest.mark.parametrize("state", ["idle", "copies are outstanding", "captures"])
+def test_a_buffer_that_nobody_closes_gives_the_drivers_memory_back(tmp_path, state):
+    recorder = RecorderWriter(tmp_path / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
+    late = Counting()
+    buffer = OneByOne(recorder, torch.device("cpu"), driver=late)
+    recorder.begin_page(0, 0, 0)
+    buffer.measure(torch.ones(3))
+    if state == "copies are outstanding":
+        buffer.flush()
+    late.capturing = state == "captures"
+    address = ctypes.addressof(ctypes.c_char.from_buffer(recorder.memory))
+
+    del buffer, recorder
+    gc.collect()
+
+    assert late.unregistered == (state == "idle")
+    kept = [ctypes.addressof(anchor) for anchor in stream_buffer._unmapped_never]
+    assert (address in kept) == (state != "idle")  # else another recorder might be where the device writes
 
 
 def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
