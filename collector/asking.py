@@ -78,6 +78,8 @@ class AskedAll:
     _limit_s: float = 0.0
     _looks: dict[int, RankLook] = field(default_factory=dict)
     _ended: dict[tuple[int, int], WorkerExit] = field(default_factory=dict)
+    last: tuple[int, HangFinding] | None = None
+    """The last finding, with its attempt."""
 
     def hear(self, event: RankStall | RankLook | WorkerExit, now: float) -> int | None:
         """Take an event. Returns the number of a round if it begins one; None for most events."""
@@ -116,6 +118,7 @@ class AskedAll:
         if found is None:
             return None
         self._again_at = now + AGAIN_S
+        self.last = self._attempt, found
         return found, ending_of(found, looks, on_hang, self._limit_s)
 
     def _rest_s(self, look: RankLook) -> float:

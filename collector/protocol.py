@@ -27,6 +27,7 @@ from ..core.settings import OnHang
 from ..core.wire import messages as wire
 from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, NodeBeat, life_of, node_of
 from .asking import AskedAll, RankOwnership
+from .decide.hang_model import HangFinding
 
 SILENT_S = 20.0
 """An agent beats twice a second. After this silence it counts as lost until it is heard again."""
@@ -315,6 +316,11 @@ class RunProtocol:
         stop = self._to_all(wire.StopRanks("no rank moves any more", restart=True)) if ending.now else []
         text = f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"
         return [NotifyUser(text), *stop]
+
+    @property
+    def hang(self) -> tuple[int, HangFinding] | None:
+        """The last finding about ranks that rest, with its attempt."""
+        return self._asking.last
 
     def _job_is_over(self, at: float) -> None:
         self._over_since = at if self._over_since is None else min(self._over_since, at)

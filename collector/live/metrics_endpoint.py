@@ -259,7 +259,7 @@ def families(view: JobView, own: OwnNumbers) -> Iterator[Metric]:
 
 
 def _ranks(view: JobView) -> Iterator[Metric]:
-    behind = behind_of(view.ranks)
+    behind = behind_of(view)
     states = {rank.rank: state_of(rank, behind) for rank in view.ranks}
     number = Counter(states.values())
     by_state = {str(state): number[state] for state in STATES}

@@ -13,6 +13,7 @@ from ...core.wire.messages import GpuNow, HostNow, HotModule, closest_modules, u
 from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, ViewEvent, ViewStraggler
 from ..assemble.timeline import forecasts_of, is_sound, passing_text
 from ..decide.decide import uuid_of
+from ..decide.hang_model import HangFinding
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..facts.fold import shown_body
 from ..report.sentence_parts import modules_text
@@ -33,8 +34,10 @@ def view_of(
     kind: str = "",
     slow: ViewStraggler | None = None,
     started_ns: int = 0,
+    hang: tuple[int, HangFinding] | None = None,
 ) -> JobView:
-    """`verdict` is the one so far, or ""; `kind` is its kind, and `slow` the rank that costs the others time."""
+    """`verdict` is the one so far, or ""; `kind` is its kind, and `slow` the rank that costs the others time. `hang` is
+    the last finding about ranks that rest, with its attempt."""
     attempt = facts.last_attempt
     ranks = facts.of_attempt(attempt)
     lone = sorted(  # first those with a non-finite value, then running ones
@@ -64,6 +67,8 @@ def view_of(
         processes=[_rank(facts, process, {}) for process in lone[:MOST_PROCESSES]],
         more_processes=max(0, len(lone) - MOST_PROCESSES),
         started_ns=started_ns,
+        hang=shown_body(hang[1].statement) if hang is not None and hang[0] == attempt else "",
+        hang_ranks=hang[1].ranks if hang is not None and hang[0] == attempt else [],
     )
 
 
@@ -186,14 +191,20 @@ STATES: tuple[State, ...] = get_args(State)
 """The worst first."""
 
 
-def behind_of(ranks: list[RankView]) -> set[int]:
-    """The ranks that the others wait for: all rest, and these are in no collective and have begun the fewest.
+def behind_of(view: JobView) -> set[int]:
+    """The ranks that the others wait for: all rest, and these are in no collective and have begun the fewest, or the
+    collector has asked all ranks and found them.
 
     Empty if any rank moves, if all have begun as many, or if that is unknown.
     """
-    running = [rank for rank in ranks if not rank.ended]
-    if len(running) < 2 or any(rank.still_s < STILL_S or rank.begun < 0 for rank in running):
+    running = [rank for rank in view.ranks if not rank.ended]
+    if len(running) < 2 or any(rank.still_s < STILL_S for rank in running):
         return set()
+    told = {rank.rank for rank in running} & set(view.hang_ranks)
+    if len(told) == len(running):
+        return set()
+    if told or any(rank.begun < 0 for rank in running):
+        return told
     fewest = min(rank.begun for rank in running)
     found = {rank.rank for rank in running if rank.begun == fewest and not rank.waits}
     others = [rank for rank in running if rank.rank not in found]

@@ -95,7 +95,7 @@ class TopModel:
             return TopScreen([waiting], ScreenLine(""), [], [], [], [])
         view = self._views[-1]
         rates = self._rates()
-        behind = behind_of(view.ranks)
+        behind = behind_of(view)
         columns = _columns(width, has_gpus=any(rank.gpu_use >= 0 for rank in view.ranks))
         ranks = [rank for rank in view.ranks if self._is_wanted(rank.rank, rank.host, rank.phase, rank.module)]
         if self.order == "trouble":
@@ -153,6 +153,8 @@ def _head(view: JobView, rates: dict[int, float], behind: set[int], times: list[
         lines.append(_waiting(view, behind))
     if view.verdict:
         lines.append(ScreenLine(view.verdict, "bad"))
+    elif behind and view.hang:
+        lines.append(ScreenLine(view.hang, "bad"))
     if view.slow is not None:
         lines.append(ScreenLine(f"rank {view.slow.rank} costs the job {view.slow.cost:.0%} of its time now", "warn"))
     lines += _gpus(view)

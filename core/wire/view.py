@@ -139,6 +139,10 @@ class JobView(msgspec.Struct, frozen=True):
     """How many more there are."""
     started_ns: int = 0
     """When the run began, by the collector's clock; 0: not known."""
+    hang: str = ""
+    """The last finding about ranks that rest, in this attempt. They may have gone on since."""
+    hang_ranks: list[int] = []
+    """Those that the others wait for."""
 
 
 STACKS, STACKS_WORD_BYTES = b"stacks:", 8

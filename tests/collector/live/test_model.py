@@ -81,12 +81,27 @@ def test_the_rank_that_costs_the_others_time_stands_in_the_head(picture):
 )
 def test_nobody_is_waited_for_without_proof(picture, changed):
     ranks = [picture.rank(n, still=30.0, waits=True) for n in range(4)]
-    assert behind_of([*ranks[:2], picture.rank(2, **changed), ranks[3]]) == set()
+    assert behind_of(picture.view([*ranks[:2], picture.rank(2, **changed), ranks[3]])) == set()
 
 
 def test_a_rank_that_has_ended_is_waited_for_by_nobody(picture):
     ranks = [picture.rank(0, still=9.0), picture.rank(1, still=9.0), picture.rank(2, begun=3, ended=True, exit=0)]
-    assert behind_of(ranks) == set()
+    assert behind_of(picture.view(ranks)) == set()
+
+
+def test_the_rank_of_a_hang_is_waited_for_whatever_was_counted_until_a_rank_moves(picture):
+    """DDP's reduction in a backward is torch's own: with torch before 2.14 both ranks have begun as many."""
+
+    def view(still):
+        ranks = [picture.rank(0, still=30.0), picture.rank(1, still=still)]
+        return picture.view(ranks, hang="Rank 1 never reached the reduction.", hang_ranks=[1])
+
+    screen = seen(view(41.0))
+    assert "WAITED FOR" in screen.ranks[0].text and screen.ranks[0].text.split()[0] == "1"
+    assert ("Rank 1 never reached the reduction.", "bad") in screen.head
+    screen = seen(view(0.2))
+    assert not any("WAITED FOR" in line.text for line in screen.ranks)
+    assert not any("never reached" in line.text for line in screen.head)
 
 
 def test_overflows_and_ends_come_first(picture):
