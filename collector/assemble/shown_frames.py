@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ...core.frames import Frame, Page
+from ...core.frames import Frame, FramePhase, Page
 from ...core.identity import pid_of_number
 from ...core.recorder.page_tables import whole
 from ...core.values import DTYPE_MAX
@@ -57,7 +57,8 @@ def target_of(facts: RunFacts, verdict: Verdict) -> ReportTarget | None:
 def frames_to_show(rank: RankFacts, verdict: Verdict, target: ReportTarget | None, max_frames: int) -> SelectedFrames:
     """The last frames up to the target's, on every rank, so that they stand side by side.
 
-    A rank without a page of the same point shows the last frames that it has.
+    A rank without a page of the same point shows the last frames that it has. A hang has outputs alone: where in a
+    backward a rank stands, its stack says.
     """
     page: KeptPage | None = None
     overflow = verdict.kind == VerdictKind.OVERFLOW
@@ -72,6 +73,8 @@ def frames_to_show(rank: RankFacts, verdict: Verdict, target: ReportTarget | Non
     if page is None:
         return [], False
     frames = sorted(page.frames, key=lambda frame: frame.index)
+    if verdict.kind == VerdictKind.HANG:
+        frames = [frame for frame in frames if frame.phase == FramePhase.FORWARD]
     end = len(frames)
     if overflow:
         last = _last(rank, page, verdict, target if comparable else None)

@@ -15,9 +15,9 @@ WAITS = [StackLine("/home/me/train.py", 41, "step", "dist.all_reduce(loss)")]
 LOADS = [StackLine("/home/me/data.py", 7, "load", "read()")]
 
 
-def hang(make, **seen):
-    """Rank 1 did not come; `seen` is what its look has shown."""
-    bodies = [make.hello(nproc=3)]
+def hang(make, *before, **seen):
+    """Rank 1 did not come; `seen` is what its look has shown, and `before` came before."""
+    bodies = [make.hello(nproc=3), *before]
     for rank in range(3):
         where = make.where(rank, step=4, batch=4, seq=9)
         fields = seen if rank == 1 else {"stack": WAITS}
@@ -67,3 +67,12 @@ def test_without_a_stack_the_kernels_words_stand_there_and_the_verdict_stays_the
 )
 def test_a_thread_in_words(thread, text):
     assert thread_text(thread) == text
+
+
+def test_a_hang_shows_outputs_and_no_gradients(make):
+    batch = make.Batch(1, batch=4)
+    batch.call("net", "Linear", given=[batch.tensor()], returned=[batch.tensor()])
+    batch.backward("net", "Linear", "weight", 1.0)
+    report = hang(make, *batch.messages(), stack=LOADS, state="S")
+    assert report.verdict.kind == "hang"
+    assert [frame.phase for frame in report.ranks[1].frames] == ["forward"]
