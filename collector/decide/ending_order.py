@@ -47,7 +47,7 @@ class ExitOrder:
 
 def endings_of(facts: RunFacts, attempt: int) -> ExitOrder:
     """Which ranks of an attempt ended by themselves, and in which order."""
-    signals = {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
+    signals = signals_of(facts)
     ranks = [rank for rank in facts.of_attempt(attempt) if _ended_by_itself(rank, signals)]
     if not ranks:  # a parent fails because its ranks have, and not vice versa
         ranks = [process for process in facts.lone(attempt) if _ended_by_itself(process, signals)]
@@ -168,12 +168,24 @@ def _gap_ns(one: _RankExit, other: _RankExit) -> int | None:
     return other.times[0] - one.times[1]
 
 
-def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
-    """Whether a rank ended without torchrun. `signals` ended the launches; ranks may have got them, too."""
+def signals_of(facts: RunFacts) -> set[int]:
+    """The signals that ended the launches."""
+    return {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
+
+
+def was_signalled(rank: RankFacts, signals: set[int]) -> bool:
+    """Whether a rank ended by the signals that ended the launches, which it may have got, too."""
     if rank.error is not None:
-        return not (signals and rank.error.error == "KeyboardInterrupt")
-    if -(rank.code or 0) in signals:
+        return bool(signals) and rank.error.error == "KeyboardInterrupt"
+    return -(rank.code or 0) in signals
+
+
+def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
+    """Whether a rank ended without torchrun. `signals` ended the launches."""
+    if was_signalled(rank, signals):
         return False
+    if rank.error is not None:
+        return True
     if rank.was_killed or rank.left_silently:
         return True
     if rank.script_exit is not None and rank.script_exit.code != 0:

@@ -12,6 +12,7 @@ from ...core.text import ranks_text
 from ...core.verdicts import VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import ConcurrentOrigin, Verdict
+from .ending_order import signals_of, was_signalled
 from .hang_finding import find_hang, missed_reduction
 from .hang_groups import find_by_groups
 from .hang_model import BACKWARD, HangFinding, Kind, RankPosition, standing_at
@@ -37,10 +38,12 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     if found is None:
         return None
     # one that has ended since, and not by a signal, was slow
-    slow = [rank.rank for rank in ranks if rank.code is not None and rank.code >= 0]
+    signals = signals_of(facts)
+    slow = [r.rank for r in ranks if r.code is not None and r.code >= 0 and not was_signalled(r, signals)]
     if found.cause == "does not end" and set(found.ranks) & set(slow):
         return None
-    if any(_says_why(rank, waited=rank.rank not in found.ranks) for rank in ranks if rank.rank not in early):
+    left = [rank for rank in ranks if rank.rank not in early and not was_signalled(rank, signals)]
+    if any(_says_why(rank, waited=rank.rank not in found.ranks) for rank in left):
         return None
     return verdict_of(facts, found, ranks, looks)
 

@@ -134,6 +134,20 @@ def test_where_all_wait_and_nothing_says_that_it_never_comes_the_job_is_ended_af
     assert "if no rank moves, gpuwatch ends the job after 40 s" in run.stderr
 
 
+@pytest.mark.sample(2, of="a rank that does not come")
+def test_ctrl_c_on_a_job_that_stands_still_leaves_the_hang_as_its_verdict(bench):
+    process = bench.start(
+        *("gpuwatch.cli.main", "launch", *TOLD, "--on-hang", "report", "--nproc-per-node", "2"),
+        *(bench.script("hang.py"), "--how", "data"),
+    )
+    assert process.stderr is not None
+    assert any("never reached" in line for line in process.stderr)
+    process.send_signal(signal.SIGINT)
+    run = bench.finish(process)
+
+    assert (run.code, run.verdict["kind"], run.verdict["rank"]) == (5, "hang", 1)
+
+
 def test_without_abort_the_job_goes_on_and_a_stall_that_passes_is_no_verdict(bench):
     report = ("--hang-timeout", "10", "--on-hang", "report", "--preflight", "off")
     run = bench.launch("hang.py", *report, nproc=2, args=("--how", "sleeps"))

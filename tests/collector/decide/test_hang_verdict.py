@@ -86,6 +86,14 @@ def test_a_signal_that_ended_it_is_not_the_reason(verdict_of):
     assert verdict_of(*LOOKS, NodeSignal(signal.SIGINT), *ENDED, outcome="signal").kind == "hang"
 
 
+def test_ctrl_c_reaches_the_ranks_and_is_no_reason_of_theirs(verdict_of):
+    """In a terminal it does; one rank dies of it, another raises it."""
+    raised = [ScriptError(exited(rank).where, "KeyboardInterrupt", "", "") for rank in (0, 2)]
+    ended = (exited(0, 1, "itself"), exited(1, -2, "itself"), exited(2, 1, "itself"))
+    assert verdict_of(*LOOKS, NodeSignal(signal.SIGINT), *raised, *ended, outcome="signal").kind == "hang"
+    assert verdict_of(*LOOKS, *raised, *ended).kind != "hang"
+
+
 def test_a_rank_that_has_moved_since_ends_the_stall(verdict_of):
     ended = (exited(0), exited(1, step=5), exited(2))
     assert verdict_of(*LOOKS, NodeSignal(signal.SIGINT), *ended, outcome="signal").kind == "interrupted"
