@@ -44,8 +44,8 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
     return found
 
 
-def doing(seen: WorkerExit | RankLook) -> str:
-    """Where a rank was when it ended, or when it was asked for its position."""
+def doing(seen: WorkerExit | RankLook, error: str = "") -> str:
+    """Where a rank was when it ended, or when it was asked for its position. `error`: what its script raised."""
     batch = seen.where.batch
     if seen.phase == "forward":
         inside = f", in {module_text(seen.module, seen.cls)}" if seen.module is not None else ""
@@ -59,7 +59,7 @@ def doing(seen: WorkerExit | RankLook) -> str:
         "preflight": "in the preflight",
         "starting": "while starting",
         "finished": f"after its script had ended{last}",
-        "raised": f"after its script had raised{last}",
+        "raised": f"after its script had raised {error}".rstrip() + last,
         "unwatched": "in a program that is not watched",
     }.get(seen.phase, f"in phase {seen.phase}")
 
@@ -97,7 +97,7 @@ def _progress(rank: RankFacts) -> str:
     ):
         return f"in the preflight, stage {rank.unfinished_stage}"
     if rank.exit is not None:
-        return doing(rank.exit)
+        return doing(rank.exit, rank.error.error if rank.error is not None else "")
     state = rank.state
     return f"{state.phase}, step {state.step}, batch {state.batch}" if state is not None else "nothing known"
 
