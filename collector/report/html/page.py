@@ -220,6 +220,12 @@ _COMMAND = re.compile(
     r"(?: (?:--?[a-z][\w-]*(?:[ =](?!-)[^\s;:]*[^\s;:,.])?|[A-Z][A-Z_]+\b|[\w./-]*(?:\d[\w-]*|\.py\b)))*"
 )
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+_STACKS = re.compile("all stacks(?= are below)")
+_MARKS = {
+    _COMMAND: '<code class="command">{}</code>',
+    _OPTION: '<span class="option">{}</span>',
+    _STACKS: f'<a href="#{ReportSection.STACKS}">{{}}</a>',
+}
 
 
 def code_of(text: str) -> Markup:
@@ -229,6 +235,8 @@ def code_of(text: str) -> Markup:
 
     >>> code_of("`fc1` < 2; to test it: gpuwatch check --nproc-per-node 8.")
     Markup('<code>fc1</code> &lt; 2; to test it: <code class="command">gpuwatch check --nproc-per-node 8</code>.')
+    >>> code_of("Look at the line; all stacks are below.")
+    Markup('Look at the line; <a href="#stacks">all stacks</a> are below.')
     """
     first, *commands = text.split("\n")
     pieces = first.split("`")
@@ -239,17 +247,16 @@ def code_of(text: str) -> Markup:
 
 
 def _command(text: str) -> Markup:
-    return Markup('<code class="command">{}</code>').format(text)
+    return Markup(_MARKS[_COMMAND]).format(text)
 
 
 def _marked(text: str) -> Markup:
-    """Commands as code; an option outside of one is not broken at its dashes."""
+    """Commands as code; an option outside of one is not broken at its dashes; what stands below is a link."""
     found, at = [], 0
-    for match in sorted([*_COMMAND.finditer(text), *_OPTION.finditer(text)], key=lambda match: match.start()):
+    matches = [match for pattern in _MARKS for match in pattern.finditer(text)]
+    for match in sorted(matches, key=lambda match: match.start()):
         if match.start() >= at:
-            is_command = match.re is _COMMAND
-            mark = _command(match[0]) if is_command else Markup('<span class="option">{}</span>').format(match[0])
-            found += [escape(text[at : match.start()]), mark]
+            found += [escape(text[at : match.start()]), Markup(_MARKS[match.re]).format(match[0])]
             at = match.end()
     return Markup("").join([*found, escape(text[at:])])
 
