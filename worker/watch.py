@@ -146,8 +146,11 @@ class ModelWatch:
         return [event for event in self.events if isinstance(event, ScalerSkip)]
 
     def pages(self) -> Iterator[Page]:
-        """The batches that the recorder still holds, oldest first."""
-        self._read()
+        """The batches that the recorder still holds, oldest first.
+
+        Waits up to 2 seconds for numbers that are still on a device.
+        """
+        self._settle()
         for held in self._reader.held():
             message = self._reader.page(held.number)
             if message is not None:
@@ -188,11 +191,15 @@ class ModelWatch:
     def _facts(self) -> RunFacts:
         if not self._closed and os.getpid() == self._pid:
             self._hooks.put_back()
-            wait_for_device(self._hooks.collect)
-        self._read()
+        self._settle()
         pages = (self._reader.page(held.number) for held in self._reader.held())
         state = self._reader.state()
         return facts_of(state, self._definitions, self._events, [page for page in pages if page is not None])
+
+    def _settle(self) -> None:
+        if not self._closed and os.getpid() == self._pid:
+            wait_for_device(self._hooks.collect)
+        self._read()
 
     def _read(self) -> None:
         definitions, events = self._reader.new_entries()

@@ -162,7 +162,7 @@ class FileCopies:
             refusal = first_line(error)
         self._registered = not refusal
         if self._registered:
-            dropped = _Dropped(os.getpid(), self._driver, self._device, self._anchor, self.of_segment)
+            dropped = _DroppedMemory(os.getpid(), self._driver, self._device, self._anchor, self.of_segment)
             self._dropped = weakref.finalize(self, dropped.unregister)
             self._dropped.atexit = False
         if refusal:
@@ -308,7 +308,7 @@ _unmapped_never: list[Any] = []
 
 
 @dataclass(frozen=True, slots=True)
-class _Dropped:
+class _DroppedMemory:
     """A recorder's memory, for a watch that went away with its model and was never closed."""
 
     pid: int
