@@ -581,8 +581,8 @@ _COST_FRAMES = (
 )
 _COST_EVIDENCE = "preflight, collectives, stacks, a second run, buffers"
 """Without them an explanation has less evidence."""
-_NOTES = "hooks, names of torch, device note, native frame writer"
-"""About how frames are read and written."""
+_NOTES = "hooks, names of torch, device note, native frame writer, log_to"
+"""About how frames are read and written, and who is told of them."""
 _LOOK_BACK = "step times, history, forecasts, hottest modules"
 """The node agent's: they look back at frames that it has."""
 FAULT_PARTS = dict.fromkeys(_COST_FRAMES.split(", "), True) | dict.fromkeys(
