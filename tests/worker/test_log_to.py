@@ -122,7 +122,6 @@ def test_a_failing_tracker_costs_nothing_and_is_recorded_once(tracker):
     assert len(tracker.calls) == 3
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_without_gpuwatch_it_does_nothing_and_says_so_once(tracker, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(module, "_is_warned", False)
     model = net(8)
