@@ -128,7 +128,7 @@ class LiveNumbers:
         return values
 
     def _closest(self) -> tuple[float, str] | None:
-        """(powers of two up to the limit, module) of the output closest to it, in the newest batch that is inspected."""
+        """(powers of two up to the limit, module) of the output closest to it, in the newest inspected batch."""
         for held in islice(reversed(self._reader.held()), _MOST_PAGES):
             message = self._reader.page(held.number)
             if message is None:

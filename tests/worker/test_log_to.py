@@ -136,7 +136,7 @@ def test_without_gpuwatch_it_does_nothing_and_says_so_once(tracker, tmp_path, ca
 
 
 def test_what_is_no_tracker_is_refused():
-    with pytest.raises(TypeError, match="log_to: expected wandb or a run of it, mlflow, .* found str"):
+    with pytest.raises(TypeError, match=r"log_to: expected wandb or a run of it, mlflow, .* found str"):
         gpuwatch.log_to("wandb")
 
 

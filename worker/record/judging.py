@@ -400,7 +400,9 @@ class AlarmRecorder:
             found = clause_of(pending, self._asked("a second run", where, self.conclude) or "")
             self._asked("log_to", where, self.before_raise, found)
             self._fields[HeadField.ABORT] = seal(ExitCode.OVERFLOW)
-            raise OverflowDetected(f"gpuwatch: {found}; {_LAUNCHED if self._progress.settings.recorder_dir else _ALONE}")
+            raise OverflowDetected(
+                f"gpuwatch: {found}; {_LAUNCHED if self._progress.settings.recorder_dir else _ALONE}"
+            )
 
     # -- near overflow and underflow ----------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Lightning starts its own ranks: `--how ddp` by running the script again, `ddp_spawn` by multiprocessing.
 
-`--how manual` is ddp, and the module calls its optimizer itself. `--how log` is ddp with a logger, and gpuwatch's values
-in it.
+`--how manual` is ddp, and the module calls its optimizer itself. `--how log` is ddp with a logger, to which
+gpuwatch logs.
 """
 
 import gpuwatch
