@@ -44,8 +44,8 @@ def ranks_of(choice: RankChoice, facts: RunFacts) -> list[int]:
             sizes.update({name: max(at + 1, sizes.get(name, 0)) for name, at in place.items()})
         dims = ", ".join(f"{name} of {size}" for name, size in sizes.items())
         meshes = f"its meshes have {dims}" if sizes else "no DeviceMesh with names was seen"
-        place = ",".join(f"{name}={at}" for name, at in choice.items())
-        raise UsageError(f"--rank: expected a place in a DeviceMesh of this run ({meshes}), found {place}")
+        asked = ",".join(f"{name}={at}" for name, at in choice.items())
+        raise UsageError(f"--rank: expected a place in a DeviceMesh of this run ({meshes}), found {asked}")
     return found
 
 

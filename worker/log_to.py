@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -27,7 +28,8 @@ _MOST_TARGETS = 8
 _MOST_PAGES = 8
 """How far back to look for a batch whose numbers have arrived from the device."""
 
-_live: LiveNumbers | None = None
+_live: weakref.ref[LiveNumbers] | None = None
+"""The hooks keep it alive."""
 _is_warned = False
 
 
@@ -35,8 +37,9 @@ def log_to(target: Any, step: int | None = None) -> None:
     """Log what gpuwatch sees of this rank to the tracker `target`, beside what the script logs there itself.
 
     `target` is `wandb` or a run of it, `mlflow`, a `SummaryWriter`, or a function, which is called with a dict of
-    numbers and texts, and the step. Call it where the script logs, with the same step; without one, W&B adds the values
-    to the script's next `wandb.log`, and the others get the count of optimizer steps.
+    numbers and texts, and the step. With None, or a tracker that has no run, nothing is logged. Call it where the
+    script logs, with the same step. Without one, W&B adds the values to the script's next `wandb.log`, and the others
+    get the count of optimizer steps.
 
     gpuwatch/headroom         powers of two between the largest output of a module and its dtype's limit
     gpuwatch/closest_module   the module with that output
@@ -52,6 +55,8 @@ def log_to(target: Any, step: int | None = None) -> None:
     process, the call does nothing, and the first one says so. Raises TypeError for another target.
     """
     global _live, _is_warned
+    if target is None:
+        return
     send = _sender(target)
     hooks = watching_hooks()
     if hooks is None:
@@ -60,9 +65,11 @@ def log_to(target: Any, step: int | None = None) -> None:
             tell("gpuwatch: log_to logs nothing: expected `gpuwatch launch`, `gpuwatch run` or gpuwatch.watch(model)")
         return
     try:
-        if _live is None or _live.hooks is not hooks:
-            _live = LiveNumbers(hooks)
-        _live.log(target, send, step)
+        live = _live() if _live is not None else None
+        if live is None or live.hooks is not hooks:
+            live = LiveNumbers(hooks)
+            _live = weakref.ref(live)
+        live.log(target, send, step)
     except OSError as error:  # of the recorder
         _record(hooks, error)
 
@@ -185,9 +192,11 @@ def _sender(target: Any) -> Sender:
     def send(values: Values, step: int | None, steps: int) -> None:
         numbers, texts = split(values)
         at = steps if step is None else step
+        if (is_wandb and getattr(target, "run", target) is None) or (is_mlflow and target.active_run() is None):
+            return  # as on ranks that log nothing: MLflow would begin a run
         if is_wandb:
             target.log(numbers, step=step, commit=False)  # its own step counts the script's calls
-        elif hasattr(target, "log_metrics"):
+        elif is_mlflow:
             target.log_metrics(numbers, step=at)
         else:
             for name, number in numbers.items():
@@ -195,7 +204,8 @@ def _sender(target: Any) -> Sender:
         send_texts(target, texts, at)
 
     is_wandb = hasattr(target, "log") and hasattr(target, "summary")
-    if is_wandb or hasattr(target, "add_scalar") or (hasattr(target, "log_metrics") and hasattr(target, "set_tags")):
+    is_mlflow = hasattr(target, "log_metrics") and hasattr(target, "active_run")
+    if is_wandb or is_mlflow or hasattr(target, "add_scalar"):
         return send
     if callable(target):
         return lambda values, step, steps: target(values, steps if step is None else step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import gpuwatch
@@ -135,6 +136,25 @@ def test_without_gpuwatch_it_does_nothing_and_says_so_once(tracker, tmp_path, ca
     assert capfd.readouterr().err.count("gpuwatch: log_to logs nothing") == 1
 
 
+def test_a_rank_without_a_tracker_logs_nothing():
+    model = net(8)
+    with gpuwatch.watch(model) as watch:
+        model(HALF)
+        gpuwatch.log_to(None)
+        assert watch.events == []
+
+
+def test_it_keeps_no_watch_alive(tracker):
+    model = net(8)
+    with gpuwatch.watch(model) as watch:
+        model(HALF)
+        gpuwatch.log_to(tracker)
+    folder = watch._recorder.path.parent
+    del watch, model
+    gc.collect()
+    assert not folder.exists()
+
+
 def test_what_is_no_tracker_is_refused():
     with pytest.raises(TypeError, match=r"log_to: expected wandb or a run of it, mlflow, .* found str"):
         gpuwatch.log_to("wandb")
@@ -148,6 +168,6 @@ def test_old_targets_are_let_go(tracker):
         for _ in range(20):
             gpuwatch.log_to(lambda values, step: None)
             gpuwatch.log_to(tracker)
-        assert len(module._live._targets) == module._MOST_TARGETS
+        assert len(module._live()._targets) == module._MOST_TARGETS
     assert len(tracker.calls) == 21
     assert sum("closest_module" in values for _, values in tracker.calls) == 1, "it is known all along"

@@ -398,8 +398,8 @@ class AlarmRecorder:
         if pending is not None:
             where = self._progress.where()
             found = clause_of(pending, self._asked("a second run", where, self.conclude) or "")
-            self._asked("log_to", where, self.before_raise, found)
             self._fields[HeadField.ABORT] = seal(ExitCode.OVERFLOW)
+            self._asked("log_to", where, self.before_raise, found)
             raise OverflowDetected(
                 f"gpuwatch: {found}; {_LAUNCHED if self._progress.settings.recorder_dir else _ALONE}"
             )
