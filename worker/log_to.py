@@ -30,7 +30,7 @@ _MOST_PAGES = 8
 
 _live: weakref.ref[LiveNumbers] | None = None
 """The hooks keep it alive."""
-_is_warned = False
+_is_warned = _is_broken = False
 
 
 def log_to(target: Any, step: int | None = None) -> None:
@@ -54,8 +54,8 @@ def log_to(target: Any, step: int | None = None) -> None:
     of the tracker is recorded as a fault of gpuwatch, and the script goes on. Where gpuwatch does not watch this
     process, the call does nothing, and the first one says so. Raises TypeError for another target.
     """
-    global _live, _is_warned
-    if target is None:
+    global _live, _is_warned, _is_broken
+    if target is None or _is_broken:
         return
     send = _sender(target)
     hooks = watching_hooks()
@@ -70,7 +70,10 @@ def log_to(target: Any, step: int | None = None) -> None:
             live = LiveNumbers(hooks)
             _live = weakref.ref(live)
         live.log(target, send, step)
-    except OSError as error:  # of the recorder
+    except OverflowDetected:
+        raise
+    except Exception as error:  # our own
+        _is_broken = True
         _record(hooks, error)
 
 
@@ -149,8 +152,8 @@ class LiveNumbers:
             known = [(left, *rest) for number, *rest in columns if (left := headroom(number, rest[0])) is not None]
             if known:
                 left, dtype, column = min(known)
-                module = self._names.modules[self._names.slots[self._outputs.slots[column]].module]
-                return left, f"{module_text(module.name, module.cls)}, {dtype}"
+                module = self._names.modules.get(self._names.slots[self._outputs.slots[column]].module)
+                return left, f"{module_text(module.name, module.cls)}, {dtype}" if module is not None else "unknown"
         return None
 
 
