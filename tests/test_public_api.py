@@ -14,7 +14,7 @@ import pytest
 CALLS = {
     "DebugUnderflowOverflow": True,
     "LightningCallback": True,
-    "TrainerCallback": False,
+    "TrainerCallback": True,
     "detect_overflow": True,
     "env": False,
     "explain": True,

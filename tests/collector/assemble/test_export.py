@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,10 @@ from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.columns import ABSENT, pack
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, RankHistoryMessage, encode
 from numpy import array, float32, uint16, uint32
+
+from ...webhooks import serve
+
+assert serve
 
 HOSTILE = 'a,b"c\n=1+1'
 """A name with all that could break a line or a cell."""
@@ -200,6 +205,16 @@ def test_a_mistake_gets_one_sentence(run, arguments, said, monkeypatch):
     monkeypatch.setattr(cli, "_expect_library", lambda form: None)
     with pytest.raises(UsageError, match=said):
         exported(run, *arguments)
+
+
+def test_otlp_goes_to_the_endpoint_of_the_environment(run, serve, monkeypatch):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs gpuwatch-cluster[otlp]")
+    server = serve(read=bytes)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", server.address.replace("/hooks/a-secret", ""))
+    done = CliRunner().invoke(command, ["--runs-dir", str(run.folder.parent), "--format", "otlp"])
+    assert done.exit_code == 0, done.output
+    assert b"gpuwatch_rank_anomalies_total" in server.heard[0][1]
+    assert re.match(r"gpuwatch: sent \d+ points to http://127", done.stderr)
 
 
 def test_numbers_are_finite_or_null(rows):
