@@ -294,9 +294,7 @@ class CollectorServer:
         verdict, facts = self._live.verdict.said, self._folded.as_it_stands()
         kind = VerdictKind.OVERFLOW if verdict else ""
         slow = self._live.stragglers.slow
-        return view_of(
-            facts, self._paths.run_id, time.time_ns(), verdict, kind, slow, self._started_ns, self._protocol.hang
-        )
+        return view_of(facts, self._paths.run_id, time.time_ns(), verdict, kind, slow, self._started_ns, self._protocol.hang)
 
     def _own_numbers(self) -> OwnNumbers:
         from .live.metrics_endpoint import OwnNumbers

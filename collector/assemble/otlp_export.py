@@ -123,12 +123,12 @@ def _of_rank(rank: RankFacts, offset: int, verdict: str) -> Iterator[OtlpSeries]
     for at, part in enumerate(PARTS):
         points = [(began_ns + offset, seconds[at]) for _, began_ns, seconds in steps]
         yield OtlpSeries("gpuwatch_rank_step_seconds", "Time of a part of a step", "s", {**own, "part": part}, points)
-    if rank.exit is None or rank.state is None:
+    if rank.exit is None:
         return
     at_ns = (rank.exit.ended_ns or rank.exit.where.time_ns) + offset
     for name, text, number in (
-        ("batches", "Batches that the rank has begun", rank.state.batch + 1),
-        ("steps", "Optimizer steps that it has finished", rank.state.step),
+        ("batches", "Batches that the rank has begun", rank.counts.batch + 1),
+        ("steps", "Optimizer steps that it has finished", rank.counts.step),
         ("anomalies", "Batches in which it found nan or inf", len(rank.anomalies)),
     ):
         yield OtlpSeries(f"gpuwatch_rank_{name}_total", text, "", own, [(at_ns, number)], counts=True)
