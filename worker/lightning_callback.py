@@ -16,7 +16,7 @@ _lightning: Any = importlib.import_module("pytorch_lightning" if _older else "li
 class LightningCallback(_lightning.Callback):
     """Logs what `gpuwatch.log_to` logs to the Trainer's own loggers, every `log_every_n_steps` steps.
 
-    Trainer(callbacks=[gpuwatch.LightningCallback()])
+    `Trainer(callbacks=[gpuwatch.LightningCallback()])`
     """
 
     def __init__(self) -> None:

@@ -41,14 +41,14 @@ def log_to(target: Any, step: int | None = None) -> None:
     script logs, with the same step. Without one, W&B adds the values to the script's next `wandb.log`, and the others
     get the count of optimizer steps.
 
-    gpuwatch/headroom         powers of two between the largest output of a module and its dtype's limit
-    gpuwatch/closest_module   the module with that output
-    gpuwatch/step_seconds     mean of the steps since the last call, at most 64
-    gpuwatch/waiting_share    share of that time in which this rank waited for others
-    gpuwatch/nonfinite        batches of this rank with nan or inf, at most 64
-    gpuwatch/near_overflow    values near overflow or in underflow
-    gpuwatch/skipped_steps    optimizer steps that a GradScaler has skipped
-    gpuwatch/overflow         the first nan or inf of this rank; logged before the exception that ends the job, too
+        gpuwatch/headroom         powers of two between the largest output of a module and its dtype's limit
+        gpuwatch/closest_module   the module with that output
+        gpuwatch/step_seconds     mean of the steps since the last call, at most 64
+        gpuwatch/waiting_share    share of that time in which this rank waited for others
+        gpuwatch/nonfinite        batches of this rank with nan or inf, at most 64
+        gpuwatch/near_overflow    values near overflow or in underflow
+        gpuwatch/skipped_steps    optimizer steps that a GradScaler has skipped
+        gpuwatch/overflow         the first nan or inf of this rank; logged before the exception that ends the job, too
 
     A value that is not known is left out, and a text is logged when it changes. The call waits for no device. An error
     of the tracker is recorded as a fault of gpuwatch, and the script goes on. Where gpuwatch does not watch this

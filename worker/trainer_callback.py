@@ -12,7 +12,7 @@ from .log_to import Values, log_to
 class TrainerCallback(transformers.TrainerCallback):
     """Logs what `gpuwatch.log_to` logs with `trainer.log`, so to all of `report_to`, every `logging_steps` steps.
 
-    trainer.add_callback(gpuwatch.TrainerCallback(trainer))
+    `trainer.add_callback(gpuwatch.TrainerCallback(trainer))`
     """
 
     def __init__(self, trainer: Any) -> None:
