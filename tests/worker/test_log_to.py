@@ -10,10 +10,12 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import OwnFault
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker import log_to as module
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
+from .conftest import use_late_device
 from .models import Multiplies
 
 HALF = torch.full((2, 4), 2.0**10, dtype=torch.float16)
@@ -103,6 +105,20 @@ def test_a_batch_that_every_leaves_out_is_not_looked_at(tracker):
         model(HALF / 64)
         gpuwatch.log_to(tracker)
     assert tracker.calls[0][1]["headroom"] == pytest.approx(3, abs=0.01), "of batch 0"
+
+
+def test_numbers_on_their_way_from_a_device_are_not_waited_for(tracker, monkeypatch):
+    driver = LateDevice()
+    use_late_device(monkeypatch, driver)
+    model = net(1)
+    with gpuwatch.watch(model):
+        for batch in range(6):
+            driver.held = {0} if batch in (2, 3) else set()  # the stream is busy: nothing arrives
+            model(torch.full((2, 4), 2.0**-batch))
+            gpuwatch.log_to(tracker, batch)
+    newest = {step: round(values["headroom"] - 128) for step, values in tracker.calls if "headroom" in values}
+    assert newest[2] < 2 and newest[3] < 2, "of a batch before"
+    assert newest[5] >= 4
 
 
 def test_a_failing_tracker_costs_nothing_and_is_recorded_once(tracker):
