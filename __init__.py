@@ -15,15 +15,32 @@ if typing.TYPE_CHECKING:
     from .worker.debug_underflow_overflow import DebugUnderflowOverflow
     from .worker.detect_overflow import detect_overflow
     from .worker.explain import explain
+    from .worker.lightning_callback import LightningCallback
+    from .worker.log_to import log_to
+    from .worker.trainer_callback import TrainerCallback
     from .worker.watch import watch
 
-__all__ = ["DebugUnderflowOverflow", "GpuwatchError", "OverflowDetected", "detect_overflow", "env", "explain", "watch"]
+__all__ = [
+    "DebugUnderflowOverflow",
+    "GpuwatchError",
+    "LightningCallback",
+    "OverflowDetected",
+    "TrainerCallback",
+    "detect_overflow",
+    "env",
+    "explain",
+    "log_to",
+    "watch",
+]
 
 _HOME = {
     "DebugUnderflowOverflow": ".worker.debug_underflow_overflow",
+    "LightningCallback": ".worker.lightning_callback",
+    "TrainerCallback": ".worker.trainer_callback",
     "detect_overflow": ".worker.detect_overflow",
     "explain": ".worker.explain",
     "env": ".core.recorder.run_folder",
+    "log_to": ".worker.log_to",
     "watch": ".worker.watch",
 }
 """Public name -> the module that has it, and imports torch or what else takes long."""

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 import click
 
 from ..core.errors import UsageError
-from ..core.text import ranks_text
+from ..core.text import is_web_address
+from .rank_choice import RankChoice, facts_of, parse_rank, ranks_of
 from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, format_option, text_width
 
 if TYPE_CHECKING:
     from ..collector.assemble.frame_export import ExportRow
-    from ..collector.facts.facts import RunFacts
 
-_NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
+_NEEDS = {
+    "parquet": "pyarrow",
+    "tensorboard": "tensorboard",
+    "otlp": "opentelemetry.exporter.otlp.proto.http",
+}
+_NO_TABLE = ("perfetto", "otlp")
 
 
 @click.command(name="export")
 @click.argument("run", required=False, shell_complete=complete_runs)
 @RUNS_DIR
 @format_option(
-    *("jsonl", "csv", "parquet", "tensorboard", "perfetto"),
-    text="perfetto: a trace of all ranks, for ui.perfetto.dev and chrome://tracing. parquet needs "
-    "gpuwatch-cluster[parquet], tensorboard needs gpuwatch-cluster[tensorboard].",
+    *("jsonl", "csv", "parquet", "tensorboard", "perfetto", "otlp"),
+    text="perfetto: a trace of all ranks, for ui.perfetto.dev and chrome://tracing. otlp: the figures of nodes and "
+    "ranks, sent to an OpenTelemetry collector. parquet, tensorboard and otlp need the extra of that name, such as "
+    "gpuwatch-cluster[otlp].",
 )
 @click.option(
     "-o",
@@ -44,9 +51,27 @@ _NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
     multiple=True,
     help="Only these rows. May be given several times.",
 )
-@click.option("--rank", type=click.IntRange(0), help="Only the numbers of this rank.")
+@click.option(
+    "--rank",
+    "choice",
+    callback=parse_rank,
+    metavar="R",
+    help="Only the numbers of this rank, or of those at a place in a DeviceMesh of the script: tp=2,dp=0.",
+)
+@click.option(
+    "--endpoint",
+    envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+    metavar="URL",
+    help="For otlp: where to send it, such as http://host:4318. [default: $OTEL_EXPORTER_OTLP_ENDPOINT]",
+)
 def export(
-    run: str | None, runs_dir: str, form: str, output: Path | None, tables: tuple[str, ...], rank: int | None
+    run: str | None,
+    runs_dir: str,
+    form: str,
+    output: Path | None,
+    tables: tuple[str, ...],
+    choice: RankChoice | None,
+    endpoint: str | None,
 ) -> int:
     """Write the numbers that the store of RUN holds as one table: frames, history and verdict.
 
@@ -54,22 +79,23 @@ def export(
     """
     from ..collector.assemble import frame_export, trace_export
 
+    if tables and form in _NO_TABLE:
+        raise UsageError(f"--table: expected a format with a table, found --format {form}; leave --table out")
     if form in _NEEDS:
         _expect_library(form)
-        if output is None:
-            what = "folder" if form == "tensorboard" else "file"
-            raise UsageError(f"--format {form}: expected a {what} to write to, found none; add: -o {what.upper()}")
     path = find_run(run, Path(runs_dir))
-    with _facts_of(path) as facts:
-        known = sorted({each.rank for each in facts.ranks.values()})
-        if rank is not None and rank not in known:
-            there = ranks_text(known) if known else "it has none"
-            raise UsageError(f"--rank: expected one of the ranks of this run ({there}), found {rank}")
-        rows = frame_export.export_rows(facts, path.name, tables or frame_export.TABLES, rank)
+    if form == "otlp":
+        return _send(path, endpoint, output, choice)
+    if form in _NEEDS and output is None:
+        what = "folder" if form == "tensorboard" else "file"
+        raise UsageError(f"--format {form}: expected a {what} to write to, found none; add: -o {what.upper()}")
+    with facts_of(path) as facts:
+        ranks = ranks_of(choice, facts) if choice is not None else None
+        rows = frame_export.export_rows(facts, path.name, tables or frame_export.TABLES, ranks)
         writers: dict[str, Callable[[Iterator[ExportRow], IO[str]], object]] = {
             "jsonl": frame_export.write_jsonl,
             "csv": frame_export.write_csv,
-            "perfetto": lambda _, out: trace_export.write_trace(facts, path.name, out),
+            "perfetto": lambda _, out: trace_export.write_trace(facts, path.name, out, ranks),
         }
         write = writers.get(form)
         if output is None:
@@ -92,28 +118,29 @@ def export(
     return 0
 
 
-@contextmanager
-def _facts_of(run: Path) -> Iterator[RunFacts]:
-    """All that the store of a run says. Raises UsageError if there is no store."""
-    from ..collector.finish import fold_store
-    from ..collector.run_files import RunPaths
-    from ..collector.store import RunStore
+def _send(path: Path, endpoint: str | None, output: Path | None, choice: RankChoice | None) -> int:
+    from ..collector.assemble.otlp_export import send_otlp
 
-    if run.is_file():
-        raise UsageError(f"expected a run with its store, found the spool file {run}")
-    with closing(RunStore(RunPaths(run).store)) as store:
-        yield fold_store(store).facts([])
+    if output is not None:
+        raise UsageError(f"--output: expected none with --format otlp, which is sent, found {output}; leave it out")
+    if not endpoint or not is_web_address(endpoint):
+        found = f"found {endpoint}" if endpoint else "found none"
+        raise UsageError(f"--endpoint: expected the address of an OpenTelemetry collector, http://HOST:4318, {found}")
+    with facts_of(path) as facts:
+        sent = send_otlp(facts, path.name, endpoint, ranks_of(choice, facts) if choice is not None else None)
+    click.echo(f"gpuwatch: sent {sent} points to {endpoint}", err=True)
+    return 0
 
 
 def _expect_library(form: str) -> None:
     """Raises UsageError, saying how to install what writes this format."""
-    from importlib.util import find_spec
-
-    if find_spec(_NEEDS[form]) is None:
+    try:
+        importlib.import_module(_NEEDS[form])
+    except ImportError as error:
         raise UsageError(
             f"--format {form}: expected {_NEEDS[form]}, which writes it, found it not installed; install it with: "
             f'pip install "gpuwatch-cluster[{form}]"'
-        )
+        ) from error
 
 
 class _SideNumbers(NamedTuple):
@@ -173,7 +200,7 @@ def diff(
         )
     folders = [find_run(run, Path(runs_dir)) for run in runs]
     with ExitStack() as stores:
-        facts = [stores.enter_context(_facts_of(folder)) for folder in folders]
+        facts = [stores.enter_context(facts_of(folder)) for folder in folders]
         a = SideRequest(folders[0].name, facts[0], ranks.a, batches.a)
         b = SideRequest(folders[-1].name, facts[-1], ranks.b, batches.b)
         sides, frames = choose(a, b)

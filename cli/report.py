@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +16,13 @@ from click.shell_completion import CompletionItem
 
 from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome, read_report
 from ..core.errors import GpuwatchError, UsageError
-from ..core.text import ranks_text, shown
+from ..core.text import shown
 from ..core.wire.spool import SUFFIX
 from ..launcher.saved_settings import saved_runs_dir
+from .rank_choice import RankChoice, one_rank, parse_rank, there
 
 if TYPE_CHECKING:
-    from ..collector.report.model import RankReport, RunReport
+    from ..collector.report.model import RunReport
 
 _MOST_RUNS = 50
 RUNS_DIR = click.option(
@@ -54,7 +55,14 @@ def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -
 @click.command(name="report")
 @click.argument("runs", nargs=-1, metavar="[RUN]", shell_complete=complete_runs)
 @RUNS_DIR
-@click.option("--rank", type=int, help="Show the frames of this rank (default: the one that the verdict names).")
+@click.option(
+    "--rank",
+    "choice",
+    callback=parse_rank,
+    metavar="R",
+    help="Show the frames of this rank, by its number or its place in a DeviceMesh of the script: tp=2,dp=0 (default: "
+    "the one that the verdict names).",
+)
 @click.option("--batch", type=click.IntRange(0), help="Show the frames of this batch, if they were received.")
 @click.option("--module", metavar="PATTERN", help="Show only the frames of modules whose name matches, such as `*.wo`.")
 @format_option("text", "json", "html", text="What to print. html is one self-contained file.")
@@ -68,7 +76,7 @@ def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -
 def report(
     runs: tuple[str, ...],
     runs_dir: str,
-    rank: int | None,
+    choice: RankChoice | None,
     batch: int | None,
     module: str | None,
     form: str,
@@ -86,10 +94,12 @@ def report(
         raise UsageError(f"expected one RUN, found {len(runs)}; to make one report of them: gpuwatch report --merge")
     found = [find_run(run, Path(runs_dir)) for run in runs or (None,)]
     path = found[0]
+    rank = one_rank(choice, path)
     is_spool = path.is_file()
     report = _made(found, rank, merge=merge) if again or merge or is_spool else read_report(RunPaths(path))
-    if rank is not None and rank not in {entry.rank for entry in report.ranks}:
-        raise UsageError(f"--rank: expected one of the ranks of this run ({_known(report.ranks)}), found {rank}")
+    known = [entry.rank for entry in report.ranks]
+    if rank is not None and rank not in known:
+        raise UsageError(f"--rank: expected one of the ranks of this run ({there(known)}), found {rank}")
     if rank is not None and not merge and not is_spool and _is_in_store(report, rank):
         with suppress(GpuwatchError):  # without its store, what the report holds is shown
             report = _from_store(path, rank)
@@ -202,10 +212,6 @@ def echo_json(value: object) -> None:
     import msgspec
 
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
-
-
-def _known(ranks: Sequence[RankReport]) -> str:
-    return ranks_text(rank.rank for rank in ranks) if ranks else "it has none"
 
 
 def text_width() -> int:

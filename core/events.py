@@ -518,6 +518,12 @@ class LeftGroup(RankEvent, frozen=True, tag="left_group"):
     """The script has destroyed its default process group by itself, and every number of before was judged."""
 
 
+class MeshCoordinates(RankEvent, frozen=True, tag="mesh"):
+    """Where the rank is in a DeviceMesh whose dimensions have names."""
+
+    coordinates: dict[str, int]
+
+
 class PreflightBegan(RankEvent, frozen=True, tag="preflight_began"):
     """A stage of the preflight began on this rank. The rank hangs or died in a stage that has not ended."""
 
@@ -581,8 +587,8 @@ _COST_FRAMES = (
 )
 _COST_EVIDENCE = "preflight, collectives, stacks, a second run, buffers"
 """Without them an explanation has less evidence."""
-_NOTES = "hooks, names of torch, device note, native frame writer"
-"""About how frames are read and written."""
+_NOTES = "hooks, names of torch, device note, native frame writer, log_to, meshes"
+"""About how frames are read and written, and what else is told of a rank."""
 _LOOK_BACK = "step times, history, forecasts, hottest modules"
 """The node agent's: they look back at frames that it has."""
 FAULT_PARTS = dict.fromkeys(_COST_FRAMES.split(", "), True) | dict.fromkeys(
@@ -852,6 +858,7 @@ WorkerEvent = (
     | ScriptError
     | ScriptExit
     | LeftGroup
+    | MeshCoordinates
     | PreflightBegan
     | PreflightStage
     | PreflightResult

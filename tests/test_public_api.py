@@ -11,7 +11,16 @@ from types import ModuleType
 import gpuwatch
 import pytest
 
-CALLS = {"DebugUnderflowOverflow": True, "detect_overflow": True, "env": False, "explain": True, "watch": False}
+CALLS = {
+    "DebugUnderflowOverflow": True,
+    "LightningCallback": True,
+    "TrainerCallback": True,
+    "detect_overflow": True,
+    "env": False,
+    "explain": True,
+    "log_to": True,
+    "watch": False,
+}
 """Whether torch comes with the name; else it comes with the first call."""
 
 
@@ -24,6 +33,8 @@ def python(code: str) -> str:
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "brings_torch"), CALLS.items())
 def test_a_call_is_there_and_torch_comes_with_it_and_not_before(name, brings_torch):
+    if name == "LightningCallback":
+        pytest.importorskip("lightning", reason="needs lightning: pip install -c constraints.txt -e '.[frameworks]'")
     assert (
         python(
             "import sys, gpuwatch\n"

@@ -1,4 +1,4 @@
-"""A real HTTP server that hears what is posted to it."""
+"""A real HTTP server that hears what is posted to it: JSON, or bytes that `read` understands."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import pytest
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with `codes` one after another, and with 200 then. `heard`: (path, JSON) of each request."""
+    """Answers with `codes` one after another, and with 200 then. `heard`: (path, what `read` returned) of each."""
 
-    def __init__(self, *codes):
-        self.codes, self.heard = list(codes), []
+    def __init__(self, *codes, read=json.loads):
+        self.codes, self.heard, self.read = list(codes), [], read
         super().__init__(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self.server_port}/hooks/a-secret"
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
-        self.server.heard.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.heard.append((self.path, self.server.read(body)))
         self.send_response(self.server.codes.pop(0) if self.server.codes else 200)
         self.end_headers()
 
@@ -32,8 +33,8 @@ class Handler(BaseHTTPRequestHandler):
 def serve():
     found = []
 
-    def start(*codes):
-        found.append(Server(*codes))
+    def start(*codes, **named):
+        found.append(Server(*codes, **named))
         threading.Thread(target=found[-1].serve_forever, daemon=True).start()
         return found[-1]
 

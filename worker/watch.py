@@ -43,6 +43,16 @@ if TYPE_CHECKING:
     from .hooks.module_hooks import ModuleHooks
 
 
+_watching: weakref.WeakKeyDictionary[ModuleHooks, int] = weakref.WeakKeyDictionary()
+"""Attached hooks of `watch` -> the process that attached them, the newest last."""
+
+
+def watching_hooks() -> ModuleHooks | None:
+    """The hooks of the run that watches this process, else the newest of `watch`; None if there are none."""
+    own = [hooks for hooks, pid in _watching.items() if pid == os.getpid()]
+    return current_hooks() or (own[-1] if own else None)
+
+
 # The verdict on one process: the collector's own decision, from the pages of this process's recorder.
 
 
@@ -121,6 +131,7 @@ class ModelWatch:
         if os.getpid() == self._pid:  # a forked child leaves its parent's recorder alone
             wait_for_device(self._hooks.settle)
         self._hooks.detach()
+        _watching.pop(self._hooks, None)
 
     # -- what was recorded --------------------------------------------------------------------------------------
 
@@ -284,6 +295,7 @@ def watch(
     # bound to the hooks, which the modules hold: the script need not keep the handle
     weakref.finalize(hooks, remove)
     hooks.attach()
+    _watching[hooks] = os.getpid()
     return ModelWatch(hooks, recorder, owned=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,18 +58,21 @@ COLUMNS = [field.encode_name for field in msgspec.structs.fields(ExportRow)]
 
 
 def export_rows(
-    facts: RunFacts, run: str, tables: Iterable[str] = TABLES, rank: int | None = None
+    facts: RunFacts, run: str, tables: Iterable[str] = TABLES, ranks: Collection[int] | None = None
 ) -> Iterator[ExportRow]:
-    """The rows of a run, of some tables or of one rank; one at a time, because a run may have millions."""
+    """The rows of a run, of some tables or of some ranks; one at a time, because a run may have millions."""
     chosen = set(tables)
     if "verdict" in chosen:
         yield _verdict(facts, run)
-    ranks = [each for _, each in sorted(facts.ranks.items()) if rank in (None, each.rank)]
-    ranks += [each for _, each in sorted(facts.processes.items())] if rank is None else []
+    shown = facts.only(ranks)
     for table, rows in (("frames", _frames), ("history", _histories)):
         if table in chosen:
-            for each in ranks:
+            for each in (*_in_order(shown.ranks), *_in_order(shown.processes)):
                 yield from rows(each, run)
+
+
+def _in_order(ranks: dict[tuple[int, int], RankFacts]) -> list[RankFacts]:
+    return [each for _, each in sorted(ranks.items())]
 
 
 def _verdict(facts: RunFacts, run: str) -> ExportRow:

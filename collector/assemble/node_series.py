@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,14 @@ class NodeSeries:
         if self._span is not None:
             found = found.within(*self._span)
         return found if len(found.at_s) else None
+
+    def figures(self, facts: RunFacts) -> Iterator[tuple[str, str, FigureSamples]]:
+        """(what it is of, a key of METRICS, its samples) of each, but for those of ranks that `facts` does not have."""
+        ranks = {f"rank {rank.rank}" for rank in facts.ranks.values()}
+        for of, what in self._columns:
+            figure = self.get(of, what) if of in ranks or not of.startswith("rank ") else None
+            if figure is not None:
+                yield of, what, figure
 
     def within(self, first_s: float, last_s: float) -> NodeSeries:
         """The same at that time only."""

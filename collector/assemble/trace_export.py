@@ -7,7 +7,7 @@ A node is a process of the trace, a rank a thread. The format is the Trace Event
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import IO, Any, NamedTuple
 
 import msgspec
@@ -21,7 +21,7 @@ from ..decide.decide import decide
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import Verdict
 from .build import look_stack
-from .node_series import event_of, offset_ns, series_of_all
+from .node_series import EventTime, event_of, offset_ns, series_of_all
 
 _NODE = 0
 """The thread for what is of a node and of no rank; ranks follow it."""
@@ -37,11 +37,12 @@ class TraceSlice(NamedTuple):
     args: dict[str, Any]
 
 
-def write_trace(facts: RunFacts, run: str, out: IO[str]) -> None:
-    """Write the trace of a run as JSON, an event a line. Raises OSError."""
+def write_trace(facts: RunFacts, run: str, out: IO[str], ranks: Collection[int] | None = None) -> None:
+    """Write the trace of a run as JSON, an event a line: of all ranks, or of some and their nodes. Raises OSError."""
     verdict = decide(facts)
     events = sorted(
-        _events(facts, verdict), key=lambda event: (event["ph"] != "M", event.get("ts", 0), -event.get("dur", 0))
+        _events(facts.only(ranks), verdict, event_of(facts, verdict)),
+        key=lambda event: (event["ph"] != "M", event.get("ts", 0), -event.get("dur", 0)),
     )
     first = min((event["ts"] for event in events if "ts" in event), default=0)
     about = {"run": run, "verdict": f"{verdict.kind}, {verdict.certainty}: {verdict.statement}", "began_us": first}
@@ -52,17 +53,16 @@ def write_trace(facts: RunFacts, run: str, out: IO[str]) -> None:
     out.write("]}\n")
 
 
-def _events(facts: RunFacts, verdict: Verdict) -> Iterator[dict[str, Any]]:
+def _events(facts: RunFacts, verdict: Verdict, happened: EventTime | None) -> Iterator[dict[str, Any]]:
     pids = {agent: number for number, agent in enumerate(facts.nodes, 1)}
     for agent, node in facts.nodes.items():
         yield _meta("process_name", pids[agent], _NODE, node.host if node.hello is not None else agent)
         yield from _of_node(node, pids[agent])
     for agent, series in series_of_all(facts, 0).items():
-        for of, what in series.names:
-            figure = series.get(of, what)
+        for of, what, figure in series.figures(facts):
             text = METRICS[what].text if what in METRICS else what
             name = f"{text}, {of}" if of else text
-            for at_s, value in zip(figure.at_s, figure.shown, strict=True) if figure is not None else ():
+            for at_s, value in zip(figure.at_s, figure.shown, strict=True):
                 if math.isfinite(value):
                     ts = int(at_s * 1e6)
                     yield {
@@ -76,10 +76,10 @@ def _events(facts: RunFacts, verdict: Verdict) -> Iterator[dict[str, Any]]:
     for rank in facts.everyone.values():
         if rank.agent in pids:
             yield from _of_rank(rank, facts.nodes[rank.agent], pids[rank.agent])
-    if (event := event_of(facts, verdict)) is not None:
+    if happened is not None:
         yield {
             **{"ph": "i", "s": "g", "name": f"verdict: {verdict.kind}", "cat": "verdict", "pid": 1, "tid": _NODE},
-            **{"ts": event.time_ns // 1000, "args": {"statement": verdict.statement}},
+            **{"ts": happened.time_ns // 1000, "args": {"statement": verdict.statement}},
         }
 
 
@@ -115,7 +115,17 @@ def _stages(rank: RankFacts) -> Iterator[TraceSlice]:
 
 
 def _steps(rank: RankFacts) -> Iterator[TraceSlice]:
-    """The sampled steps, and inside each its parts one after the other: each is the sum over the step."""
+    """Inside each step its parts one after the other: each is the sum over the step."""
+    for number, began_ns, parts in sampled_steps(rank):
+        yield TraceSlice(f"step {number}", "step", began_ns, sum(parts), {"attempt": rank.attempt})
+        for part, length in zip(PARTS, parts, strict=True):
+            if length > 0:
+                yield TraceSlice(part, "part", began_ns, length, {})
+            began_ns += round(length * 1e6) * 1000
+
+
+def sampled_steps(rank: RankFacts) -> Iterator[tuple[int, int, list[float]]]:
+    """(number, beginning by the host's clock in nanoseconds, seconds of each of PARTS) of the steps in the store."""
     times = rank.step_times
     if times is None or not times.began_ns:
         return
@@ -124,12 +134,7 @@ def _steps(rank: RankFacts) -> Iterator[TraceSlice]:
     except ValueError:
         return
     for number, parts, start_us in zip(numbers, seconds.tolist(), starts, strict=False):
-        at_ns = times.began_ns + start_us * 1000
-        yield TraceSlice(f"step {number}", "step", at_ns, sum(parts), {"attempt": rank.attempt})
-        for part, length in zip(PARTS, parts, strict=True):
-            if length > 0:
-                yield TraceSlice(part, "part", at_ns, length, {})
-            at_ns += round(length * 1e6) * 1000
+        yield number, times.began_ns + start_us * 1000, parts
 
 
 def _stalls(rank: RankFacts) -> Iterator[TraceSlice]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from ...core import events
 from ...core.identity import is_rank
@@ -75,6 +75,7 @@ class RankFacts:
     script_exit: events.ScriptExit | None = None
     left_group: events.LeftGroup | None = None
     """The last time that it did."""
+    meshes: list[events.MeshCoordinates] = field(default_factory=list)
     exit: events.WorkerExit | None = None
     pages: RankPages = field(default_factory=RankPages)
     """By number; the fullest copy of each."""
@@ -100,6 +101,15 @@ class RankFacts:
     """While it ran: modules that were about to pass their limit."""
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none."""
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Its place by dimension of the DeviceMeshes; without names that two meshes have for different places."""
+        found: dict[str, set[int]] = {}
+        for mesh in self.meshes:
+            for name, at in mesh.coordinates.items():
+                found.setdefault(name, set()).add(at)
+        return {name: places.pop() for name, places in found.items() if len(places) == 1}
 
     @property
     def counts(self) -> RankState:
@@ -287,6 +297,15 @@ class RunFacts:
     def everyone(self) -> dict[tuple[int, int], RankFacts]:
         """The ranks, and the processes that are none."""
         return {**self.ranks, **self.processes} if self.processes else self.ranks
+
+    def only(self, numbers: Collection[int] | None) -> RunFacts:
+        """Some ranks in all attempts, and their nodes, to show them: a verdict is over all. None: everything."""
+        if numbers is None:
+            return self
+        ranks = {key: rank for key, rank in self.ranks.items() if rank.rank in numbers}
+        agents = {rank.agent for rank in ranks.values()}
+        nodes = {agent: node for agent, node in self.nodes.items() if agent in agents}
+        return replace(self, nodes=nodes, ranks=ranks, processes={})
 
     def one(self, attempt: int, number: int) -> RankFacts:
         """A rank, or a process that is none. Raises KeyError."""

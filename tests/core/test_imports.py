@@ -107,6 +107,8 @@ def test_imports_between_rooms_run_one_way(room):
 FLOORS = {
     "worker": [
         "path",
+        "lightning_callback.py trainer_callback.py",
+        "log_to.py",
         "joining.py __main__.py __init__.py watch.py detect_overflow.py debug_underflow_overflow.py explain.py "
         "before_init.py meeting_place.py replaying.py",
         "preflight",

@@ -100,7 +100,7 @@ class ModuleHooks:
         looks = "comms" in settings.watch
         recorder.fields[HeadField.PASSED_UNSEEN] = seal(not looks)
         self._collectives = CollectivePatches(
-            progress.groups, fault, passed=passed if looks else None, late=late_passed
+            progress.groups, fault, passed=passed if looks else None, late=late_passed, on_mesh=progress.note_mesh
         )
 
     # -- attach and detach --------------------------------------------------------------------------------------

@@ -45,8 +45,13 @@ class CollectivePatches:
         native: bool = True,
         passed: PassedValues | None = None,
         late: LatePassed | None = None,
+        on_mesh: Callable[[Any], None] | None = None,
     ) -> None:
-        """`passed` gets the tensors that are not finite; None: tensors are not read. `late` reads those on a device."""
+        """`passed` gets the tensors that are not finite; None: tensors are not read. `late` reads those on a device.
+
+        `on_mesh` gets each new DeviceMesh.
+        """
+        self._on_mesh = on_mesh
         self._groups = groups
         self._passed = passed
         self._late = late if passed is not None else None
@@ -72,6 +77,10 @@ class CollectivePatches:
         self._note_after(module.ProcessGroup, "_start_coalescing", lambda group, _: bundle_begun(group))
         self._note_after(module.ProcessGroup, "_end_coalescing", bundle_ended)
         self._hooks.attach(module, self._patches)
+        meshes = sys.modules.get("torch.distributed.device_mesh")
+        if self._on_mesh is not None and meshes is not None:
+            on_mesh = self._on_mesh
+            self._note_after(meshes.DeviceMesh, "__init__", lambda mesh, _: on_mesh(mesh))
 
     def detach(self, failed: bool = False) -> None:
         """Restore torch's methods and clear the table, which would become outdated. `failed`: the rank continues."""

@@ -98,6 +98,8 @@ class AlarmRecorder:
         """An overflow ends the job."""
         self.pending: Anomaly | None = None
         """Why the job is to end at the next place where it may."""
+        self.before_raise: Callable[[str], None] = lambda _: None
+        """Called with what was found, before the exception that ends the job."""
         self._anomalies = 0
         self.first_alarmed = -1
         """Number of the page with the first alarm; -1 before it."""
@@ -394,9 +396,13 @@ class AlarmRecorder:
         """Raise OverflowDetected if an anomaly is to end the job."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            found = self._asked("a second run", self._progress.where(), self.conclude)
+            where = self._progress.where()
+            found = clause_of(pending, self._asked("a second run", where, self.conclude) or "")
             self._fields[HeadField.ABORT] = seal(ExitCode.OVERFLOW)
-            raise OverflowDetected(sentence(pending, found or "", launched=bool(self._progress.settings.recorder_dir)))
+            self._asked("log_to", where, self.before_raise, found)
+            raise OverflowDetected(
+                f"gpuwatch: {found}; {_LAUNCHED if self._progress.settings.recorder_dir else _ALONE}"
+            )
 
     # -- near overflow and underflow ----------------------------------------------------------------------------
 
@@ -462,17 +468,13 @@ _LAUNCHED = (
 _ALONE = 'report() of the watch shows the frames. To go on training after an overflow: on_overflow="continue"'
 
 
-def sentence(anomaly: Anomaly, found: str = "", *, launched: bool = True) -> str:
-    """The message of the failing rank's OverflowDetected. `found`: where it was made, as a clause.
-
-    `launched`: the run has a launcher, and a report.
-    """
+def clause_of(anomaly: Anomaly, made: str = "") -> str:
+    """What a rank has found, for the message of its OverflowDetected. `made`: where it was made, as a clause."""
     module = module_text(anomaly.module, anomaly.cls)
     cause = f" ({anomaly.cause})" if anomaly.cause else ""
     is_output = parse_role(anomaly.role).kind is RoleKind.OUTPUT
     handed = ", which was handed a non-finite input" if is_output and not anomaly.inputs_finite else ""
     return (
-        f"gpuwatch: rank {anomaly.where.rank}: {anomaly.value} in {shown_name(anomaly.role)} of {module}{handed}, "
-        f"{anomaly.phase} of batch {anomaly.where.batch}{cause}; {f'{found}; ' if found else ''}"
-        f"{_LAUNCHED if launched else _ALONE}"
+        f"rank {anomaly.where.rank}: {anomaly.value} in {shown_name(anomaly.role)} of {module}{handed}, "
+        f"{anomaly.phase} of batch {anomaly.where.batch}{cause}{f'; {made}' if made else ''}"
     )

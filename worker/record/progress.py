@@ -6,11 +6,11 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ...core.events import CompiledUnseen, OwnFault, RunPosition
+from ...core.events import CompiledUnseen, MeshCoordinates, OwnFault, RunPosition
 from ...core.frames import Frame
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
@@ -131,6 +131,7 @@ class StepClock:
 # Errors of gpuwatch itself within a hook: they are recorded, and the training goes on.
 
 _MAX_FAULTS = 20
+_MOST_MESHES = 32
 
 
 class FaultGuard(NamedTuple):
@@ -208,6 +209,20 @@ class RunProgress:
         self.rehearses = False
         """torch calls modules with gradients that nobody has written, before it captures a CUDA graph."""
         self._unseen: set[str] = set()
+        self._meshes: list[dict[str, int]] = []
+
+    def note_mesh(self, mesh: Any) -> None:
+        """Record where the rank is in a new DeviceMesh; a slice of a known one says nothing new."""
+        if torch.compiler.is_compiling():
+            return
+        with self.faults.within("meshes"):
+            names, at = mesh.mesh_dim_names, mesh.get_coordinate()
+            place = dict(zip(names, map(int, at), strict=True)) if names and at is not None else {}
+            if len(self._meshes) < _MOST_MESHES and not any(
+                place.items() <= known.items() for known in ({}, *self._meshes)
+            ):
+                self._meshes.append(place)
+                self.recorder.append(MeshCoordinates(self.where(), place))
 
     def where(self, page: OpenPage | None = None, root: str | None = None) -> RunPosition:
         """The place in the run, for an event: now, or that of `page` of the root labelled `root`."""

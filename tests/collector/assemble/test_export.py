@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -14,15 +15,21 @@ import pytest
 from click.testing import CliRunner
 from gpuwatch.cli import export as cli
 from gpuwatch.cli.export import export as command
+from gpuwatch.cli.report import report
 from gpuwatch.collector.assemble.frame_export import COLUMNS, ExportRow, export_rows
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.run_files import RunPaths, new_run
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import UsageError
+from gpuwatch.core.events import MeshCoordinates
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.columns import ABSENT, pack
-from gpuwatch.core.wire.messages import AgentMessage, RankHistoryMessage, encode
+from gpuwatch.core.wire.messages import AgentMessage, EventMessage, RankHistoryMessage, encode
 from numpy import array, float32, uint16, uint32
+
+from ...webhooks import serve
+
+assert serve
 
 HOSTILE = 'a,b"c\n=1+1'
 """A name with all that could break a line or a cell."""
@@ -43,6 +50,8 @@ def job(make):
         codes[0, 0] = ABSENT
         dtypes = bytes([DTYPE_CODES["float16"]])
         bodies.append(RankHistoryMessage(rank, 0, 0, [5, 6, 7], [5, 6, 7], [slot], dtypes, pack(codes)))
+        for place in ({"dp": 0, "tp": rank}, {"both": 0}, {"both": 1}):  # two meshes have different places of one name
+            bodies.append(EventMessage(MeshCoordinates(make.where(rank), place)))
     return [*bodies, make.ended(1, 1)]
 
 
@@ -136,14 +145,34 @@ def test_tensorboard_has_a_curve_for_each_module_and_rank(run, tmp_path):
         exported(run, "--format", "tensorboard", "-o", str(folder))
 
 
-def test_what_is_asked_for_is_there_alone(run):
-    read = [json.loads(line) for line in exported(run, "--table", "history", "--rank", "1").splitlines()]
+@pytest.mark.parametrize("rank", ["1", "tp=1", "tp=1,dp=0"])
+def test_what_is_asked_for_is_there_alone(run, rank):
+    read = [json.loads(line) for line in exported(run, "--table", "history", "--rank", rank).splitlines()]
     assert {(row["table"], row["rank"]) for row in read} == {("history", 1)}
 
 
-@pytest.mark.parametrize("form", ["parquet", "tensorboard"])
+def test_a_place_may_be_that_of_several_ranks(run):
+    read = [json.loads(line) for line in exported(run, "--table", "history", "--rank", "dp=0").splitlines()]
+    assert {row["rank"] for row in read} == {0, 1}
+
+
+def test_a_trace_of_one_rank_has_its_thread_alone(run):
+    trace = json.loads(exported(run, "--format", "perfetto", "--rank", "0"))
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"]
+    assert names == ["rank 0"]
+    assert trace["otherData"]["verdict"].startswith("overflow, "), "which is over all ranks"
+
+
+def test_a_report_takes_the_place_of_one_rank(run):
+    shown = CliRunner().invoke(report, ["--runs-dir", str(run.folder.parent), "--rank", "tp=1"], catch_exceptions=False)
+    assert shown.exit_code == 0 and "Rank 1, batch 7" in shown.output
+    with pytest.raises(UsageError, match="expected the place of one rank, found that of ranks 0, 1; add a dimension"):
+        CliRunner().invoke(report, ["--runs-dir", str(run.folder.parent), "--rank", "dp=0"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("form", ["parquet", "tensorboard", "otlp"])
 def test_without_its_library_a_format_is_refused_in_one_sentence(run, form, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib, "import_module", lambda name: importlib.util.find_spec(f"no_such.{name}"))
     with pytest.raises(UsageError, match=rf'pip install "gpuwatch-cluster\[{form}\]"$') as refused:
         exported(run, "--format", form, "-o", "x")
     assert int(refused.value.exit_code) == 2
@@ -159,6 +188,15 @@ def test_a_text_format_needs_no_library():
     ("arguments", "said"),
     [
         (["--rank", "7"], r"--rank: expected one of the ranks of this run \(ranks 0, 1\), found 7"),
+        (["--rank", "ep=1"], r"of this run \(its meshes have dp of 1, tp of 2\), found ep=1"),
+        (["--rank", "tp=1,dp=1"], r"of this run \(its meshes have dp of 1, tp of 2\), found tp=1,dp=1"),
+        (["--rank", "tp"], "--rank: expected a number, or a place in a DeviceMesh as tp=2,dp=0, found 'tp'"),
+        (["--rank", "both=0"], r"found both=0"),
+        (["--format", "perfetto", "--table", "frames"], "found --format perfetto; leave --table out"),
+        (["--format", "otlp", "--table", "frames"], "found --format otlp; leave --table out"),
+        (["--format", "otlp"], "--endpoint: expected the address of an OpenTelemetry collector.*, found none"),
+        (["--format", "otlp", "--endpoint", "host:4318"], "http://HOST:4318, found host:4318"),
+        (["--format", "otlp", "-o", "x"], "--output: expected none with --format otlp"),
         (["-o", "/nowhere/x"], "--output: expected a path that can be written, found /nowhere/x"),
         (["--format", "parquet"], "--format parquet: expected a file to write to, found none; add: -o FILE"),
     ],
@@ -167,6 +205,16 @@ def test_a_mistake_gets_one_sentence(run, arguments, said, monkeypatch):
     monkeypatch.setattr(cli, "_expect_library", lambda form: None)
     with pytest.raises(UsageError, match=said):
         exported(run, *arguments)
+
+
+def test_otlp_goes_to_the_endpoint_of_the_environment(run, serve, monkeypatch):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs gpuwatch-cluster[otlp]")
+    server = serve(read=bytes)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", server.address.replace("/hooks/a-secret", ""))
+    done = CliRunner().invoke(command, ["--runs-dir", str(run.folder.parent), "--format", "otlp"])
+    assert done.exit_code == 0, done.output
+    assert b"gpuwatch_rank_anomalies_total" in server.heard[0][1]
+    assert re.match(r"gpuwatch: sent \d+ points to http://127", done.stderr)
 
 
 def test_numbers_are_finite_or_null(rows):

@@ -96,6 +96,7 @@ EVENTS = [
     records.ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
     records.ScriptExit(HERE, 3),
     records.LeftGroup(HERE),
+    records.MeshCoordinates(HERE, {"dp": 0, "tp": 3}),
     records.PreflightBegan(HERE, "bandwidth", 30.0),
     records.BandwidthRows(HERE, [BandwidthRow(1 << 20, 12.5, 80.0, 140.0)]),
     records.PreflightStage(HERE, "all_reduce", 0.25, "ring"),

@@ -1,14 +1,17 @@
 """Lightning starts its own ranks: `--how ddp` by running the script again, `ddp_spawn` by multiprocessing.
 
-`--how manual` is ddp, and the module calls its optimizer itself.
+`--how manual` is ddp, and the module calls its optimizer itself. `--how log` is ddp with a logger, to which
+gpuwatch logs.
 """
 
+import gpuwatch
 import lightning
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from model import BATCHES, Net, batches, parse, say
 
 ARGS = parse()
-MANUAL = ARGS.how == "manual"
+MANUAL, LOGS = ARGS.how == "manual", ARGS.how == "log"
 
 
 class Module(lightning.LightningModule):
@@ -19,6 +22,8 @@ class Module(lightning.LightningModule):
 
     def training_step(self, inputs, number):
         loss = self.net(inputs).mean()
+        if LOGS:
+            self.log("loss", loss)
         say(f"rank {self.global_rank} loss {loss.item().hex()}")
         if MANUAL:
             optimizer = self.optimizers()
@@ -48,10 +53,12 @@ if __name__ == "__main__":
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=ARGS.ranks,
-        strategy="ddp" if MANUAL else ARGS.how,
+        strategy="ddp" if MANUAL or LOGS else ARGS.how,
         max_epochs=1,
         limit_train_batches=BATCHES,
-        logger=False,
+        logger=TensorBoardLogger(".") if LOGS else False,
+        log_every_n_steps=1,
+        callbacks=[gpuwatch.LightningCallback()] if LOGS else [],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -1,12 +1,14 @@
 """transformers' Trainer, with an evaluation and a checkpoint.
 
 `--how debug` turns on its own detection of overflows. `--how find_batch_size` has it look for the size of its batches:
-the first is too large for the memory, as far as it can tell.
+the first is too large for the memory, as far as it can tell. `--how log` logs to TensorBoard, and gpuwatch's values
+with it.
 """
 
 import gc
 import tempfile
 
+import gpuwatch
 import torch
 from model import Net, parse, say
 from torch.utils.data import Dataset
@@ -65,13 +67,18 @@ with tempfile.TemporaryDirectory() as folder:
         optim="sgd",
         learning_rate=1e-6,
         use_cpu=True,
-        report_to=[],
+        report_to=["tensorboard"] if ARGS.how == "log" else [],
+        logging_steps=1 if ARGS.how == "log" else 500,
         disable_tqdm=True,
         eval_strategy="epoch",
         save_strategy="epoch",
         label_names=[],
         prediction_loss_only=True,
     )
-    InOrder(Model(), arguments, train_dataset=Rows(ARGS.rank), eval_dataset=Rows(-1)).train()
+    trainer = InOrder(Model(), arguments, train_dataset=Rows(ARGS.rank), eval_dataset=Rows(-1))
+    if ARGS.how == "log":
+        trainer.add_callback(gpuwatch.TrainerCallback(trainer))
+    trainer.train()
+del trainer
 gc.collect()  # what still refers to the group may abort the process at its exit (torch 2.13 with gloo)
 torch.distributed.destroy_process_group()
