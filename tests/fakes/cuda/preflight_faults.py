@@ -19,14 +19,17 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import Verdict
 from gpuwatch.core.events import PreflightResult, RankOutcome, RunPosition
 from gpuwatch.core.wire.messages import EventMessage
+from gpuwatch.tests.needs import RELEASE
 from gpuwatch.worker.preflight.steps import PreflightEnd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "worker" / "preflight"))
 
 from ranks_server import answer  # it lies there
 
-TOLD = ("fail-init", "cuda-error-init", "fail-op", "die-op", "async-error")
-"""The rank itself knows of these: it tells the others, and is named on any number of ranks."""
+_TOLD = ("fail-init", "cuda-error-init", "fail-op", "die-op", "async-error")
+TOLD = _TOLD if RELEASE < (2, 15) else _TOLD[:-1]
+"""The rank itself knows of these: it tells the others, and is named on any number of ranks. nccl2, the default from
+torch 2.15 on, does not ask for asynchronous errors."""
 SILENT = ("hang-init", "hang-op", "silent-op")
 """All ranks wait until the deadline. Pairs of them then show which it is, if there are three or more."""
 FAULTS = (*TOLD, "bad-sum", "block-op", *SILENT)

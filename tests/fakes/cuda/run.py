@@ -28,8 +28,8 @@ FOLDER = CHECKOUT / "build" / "cuda-stub"
 PACKAGES = ["nvidia-cuda-crt==13.0.88", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers"]
 TESTS = ["tests/fakes/cuda", "tests/gpu/test_watch.py", "tests/worker/stats", "tests/worker/test_look.py"]
 TESTS += ["tests/worker/preflight", "tests/gpu/test_preflight.py"]
-SAMPLE = ["tests/fakes/cuda/test_memory.py", "tests/fakes/cuda/test_streams.py", "tests/fakes/cuda/test_counters.py"]
-SAMPLE += ["tests/fakes/cuda/test_costs.py", "tests/gpu/test_watch.py"]
+SAMPLE = [f"tests/fakes/cuda/test_{what}.py" for what in ("streams", "counters", "costs", "graphs", "gpuwatch")]
+SAMPLE += ["tests/gpu/test_watch.py", "--sample", "--each", "1"]
 NOT_ANSWERED = {
     "tests/worker/stats/test_kernel.py::test_more_elements_than_32_bits_count": "needs 4 GiB, read one by one",
     "quantized": "the stand-in has no quantized tensors",

@@ -43,7 +43,7 @@ def test_a_fault_of_nccl_is_laid_to_its_rank_or_to_none(tmp_path, nproc, fault, 
 @pytest.mark.parametrize(
     "options",
     [
-        ("--ranks", "3", "--at", "2", "--fault", "fail-init", "async-error"),
+        ("--ranks", "3", "--at", "2", "--fault", "fail-init", "fail-op"),
         *[pytest.param(("--ranks", size), marks=pytest.mark.soak) for size in ("2", "3", "8")],
     ],
     ids=" ".join,
