@@ -104,7 +104,7 @@ def _print_once(link: ViewSubscriber[JobView], run: str, form: str) -> int:
         of_ranks = {part: list(map(asdict, getattr(model.newest, part))) for part in ("ranks", "processes")}
         echo_json({**asdict(model.newest), **of_ranks})  # they travel without the names of their fields
         return 0
-    size = shutil.get_terminal_size((110, 24))
+    size = shutil.get_terminal_size((80, 24))
     click.echo(plain(model.screen(size.columns), 64))
     return 0
 

@@ -216,7 +216,7 @@ def echo_json(value: object) -> None:
 
 def text_width() -> int:
     """The terminal's width, as far as a report can use it."""
-    return max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
+    return max(80, min(160, shutil.get_terminal_size((80, 24)).columns))
 
 
 def _alike(runs: list[ListedRun], path: Path, folder: Path) -> list[ListedRun]:
@@ -248,7 +248,7 @@ def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
     if not runs:
         click.echo(f"there is no run in {runs_dir} (elsewhere: --runs-dir DIR)")
         return 0
-    width = max(80, shutil.get_terminal_size((110, 24)).columns)
+    width = max(80, shutil.get_terminal_size((80, 24)).columns)
     names = max(len(run.id) for run in runs[-last:])
     for run in runs[-last:]:
         if run.verdict is None or run.run is None:

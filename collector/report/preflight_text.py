@@ -19,19 +19,26 @@ _MOST_ALIKE = 4
 """Up to this many nodes with the same trouble get a row each."""
 _MAX_FINDINGS = 16
 _MAX_HOSTS = 3
+_WIDE, _MOST_IN_NARROW = 100, 5
+"""Characters that all stages need, and the stages that have room in fewer."""
 
 
 def print_stages(console: Console, preflight: PreflightReport) -> None:
-    """Print how each node passed each stage, with the time of its slowest rank."""
+    """Print how each node passed each stage, with the time of its slowest rank. A narrow text has them in two tables."""
     if not preflight.stages:
         return
-    stages = (Column(column.stage.replace(" ", "\n"), no_wrap=True) for column in preflight.stages)
-    own = (Column(title, overflow="fold") for title in ("node", "ranks"))
-    table = Table(*own, *stages, collapse_padding=True, **PLAIN)
-    for hosts, ranks, cells in stage_rows(preflight):
-        table.add_row(Text(hosts), ranks_text(ranks).partition(" ")[2], *map(_cell, cells))
+    rows = stage_rows(preflight)
     console.print(Text("Preflight: each stage with the seconds of its slowest rank", style="bold"))
-    console.print(table)
+    most = len(preflight.stages) if console.width >= _WIDE else _MOST_IN_NARROW
+    for first in range(0, len(preflight.stages), most):
+        names = (column.stage.replace(" ", "\n") for column in preflight.stages[first : first + most])
+        own = (Column(title, overflow="fold") for title in ("node", "ranks"))
+        stages = (Column(name, no_wrap=True) for name in names)
+        table = Table(*own, *stages, collapse_padding=True, **PLAIN)
+        for hosts, ranks, cells in rows:
+            shown = map(_cell, cells[first : first + most])
+            table.add_row(Text(hosts), ranks_text(ranks).partition(" ")[2], *shown)
+        console.print(table)
     console.print()
 
 

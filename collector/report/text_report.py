@@ -166,7 +166,7 @@ _MAX_MATRIX_ROWS = 12
 
 
 def render_text(
-    report: RunReport, *, width: int = 110, color: bool = False, rank: int | None = None, warnings: bool = False
+    report: RunReport, *, width: int = 80, color: bool = False, rank: int | None = None, warnings: bool = False
 ) -> str:
     """The whole report as text, `width` characters wide; `rank` chooses whose frames are shown.
 

@@ -186,8 +186,20 @@ def rows_of(text: str) -> list[list[str]]:
     return [line.split() for line in table[first:]]
 
 
+def test_a_narrow_text_has_the_nodes_in_front_of_each_half_of_the_stages(make):
+    finding = make.found("health", "warn", "node", [2, 3], ["gpu-001"])
+    text = render_text(report_of(check(make, findings=[finding])), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    rows = [line.split() for line in text.splitlines() if line.startswith("gpu-001")]
+    assert rows == [
+        ["gpu-001", "2,", "3", *["ok", "0.1"] * 3, "warn", "0.1", "ok", "0.1"],
+        ["gpu-001", "2,", "3", *["ok", "0.1"] * 4],
+    ]
+
+
 def test_a_row_per_node_and_a_column_per_stage(make):
-    text = render_text(report_of(check(make, findings=[make.found("health", "warn", "node", [2, 3], ["gpu-001"])])))
+    finding = make.found("health", "warn", "node", [2, 3], ["gpu-001"])
+    text = render_text(report_of(check(make, findings=[finding])), width=110)
     header = next(line for line in text.splitlines() if line.startswith("node "))
     assert header.split()[2:] == [stage.split()[-1] for stage in STAGES]
     assert rows_of(text) == [
@@ -201,7 +213,7 @@ def test_512_ranks_on_64_nodes_are_readable(make):
         "compute", "fail", "gpu", [77], ["gpu-009"], "rank 77 gets a different matmul result", next="Look."
     )
     warning = make.found("health", "warn", "gpu", [3], ["gpu-000"], "4 ECC errors")
-    text = render_text(report_of(check(make, 64, 8, [finding, warning], {("compute", 77): "fail"})))
+    text = render_text(report_of(check(make, 64, 8, [finding, warning], {("compute", 77): "fail"})), width=110)
 
     assert max(map(len, text.splitlines())) <= 110
     assert [(row[0], row[1]) for row in rows_of(text)] == [("gpu-009", "72-79"), ("gpu-000", "0-7"), ("62", "nodes")]
