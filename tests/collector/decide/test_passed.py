@@ -190,4 +190,6 @@ def test_the_report_has_what_passed(make):
         "elements": 6,
         "given": "",
         "given_max": None,
+        "element": "",
+        "reduced": None,
     }
