@@ -643,6 +643,15 @@ PARALLEL = [
         witness="rank=1 phase=weight module=head class=Linear batch=2",
     ),
     Scenario(
+        "FSDP2, the step of one rank's shard",
+        "fsdp.py",
+        # to look at that shard may not become a collective, which the other rank does not issue
+        _found("optimizer", 1, "embed", "Linear", role="weight", batch=2),
+        args=("--fault", "step"),
+        evidence=r"there: .* of this rank's shard\n.*the step for its first bad element: gradient .*, lr 3e\+38",
+        witness="rank=1 phase=weight module=embed class=Linear batch=3",
+    ),
+    Scenario(
         "tensor parallel, column shard",
         "tensor_parallel.py",
         _forward(1, "mlp.up", batch=2),

@@ -32,7 +32,7 @@ from ...core.frames import RowKind
 from ...core.values import NonFinite, Value, name_of
 from ..stats.device import without_modes
 from ..stats.element_pattern import pattern_of
-from ..stats.tensor_stats import measure
+from ..stats.tensor_stats import local_part, measure
 from .global_hooks import CALL
 
 _MOST_KEPT = 1 << 30
@@ -248,6 +248,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def origin_of(self, tensor: torch.Tensor) -> tuple[MadeValue | None, int]:
         """(the origin of the bad value in a tensor, its flags). None if it came from outside of the run."""
+        tensor = local_part(tensor)
         _, flags = without_modes(numbers_of, tensor)
         if not flags:
             return None, 0

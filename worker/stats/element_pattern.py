@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .tensor_stats import to_plain
+from .tensor_stats import local_part, to_plain
 
 _MOST_LISTED = 4
 _OF_MATRIX = ("row", "column")
@@ -25,6 +25,11 @@ def pattern_of(tensor: torch.Tensor) -> str:
     total, count = bad.numel(), int(bad.sum())
     if not count:
         return ""
+    of_shard = " of this rank's shard" if local_part(tensor) is not tensor else ""
+    return f"{_words(bad, total, count)}{of_shard}"
+
+
+def _words(bad: torch.Tensor, total: int, count: int) -> str:
     if count == total:
         return "everything"
     first = _first(bad)

@@ -15,10 +15,13 @@ from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.record.collectives import issued
 from gpuwatch.worker.stats.element_pattern import pattern_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..conftest import use_late_device
+from ..models import ReturnsDTensor
 
 
 class Fault(nn.Module):
@@ -277,6 +280,20 @@ def test_random_numbers_go_on_as_they_would(watch):
 def test_a_script_that_prints_prints_twice(watch, capsys):
     ends(watch(on_overflow="abort"), Fault(lambda call: print("step")))
     assert capsys.readouterr().out == "step\nstep\n"
+
+
+def test_the_local_part_of_a_dtensor_is_looked_at(watch, alone_in_a_group):
+    module = ReturnsDTensor(4, 4)
+    nn.init.constant_(module.weight, 3e38)
+    ran = ends(watch(on_overflow="abort"), module, torch.full((2, 4), 1e3))
+    assert (ran.operation.op, ran.operation.module) == ("aten.addmm.default", "1")
+
+
+def test_operations_on_dtensors_are_not_run_again(watch, alone_in_a_group):
+    module = parallelize_module(nn.Linear(4, 4), init_device_mesh("cpu", (1,)), ColwiseParallel(use_local_output=False))
+    nn.init.constant_(module.weight, 3e38)
+    ran = ends(watch(on_overflow="abort", sync=True), module, torch.full((2, 4), 1e3))
+    assert ran.unknown.endswith("it works on tensors of a class of its own (DTensor)")
 
 
 class CountingMode(TorchFunctionMode):
