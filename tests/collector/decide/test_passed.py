@@ -58,14 +58,14 @@ def test_which_elements_one_rank_put_in_bad_and_what_each_had_where_the_sum_is_b
 
     more = {"given": "finite", "largest": HUGE}
     told = [
-        tells(make, rank, "all_reduce", 4, **more, reduced=ReducedElement([0, 4], HUGE - rank * 1e38))
+        tells(make, rank, "all_reduce", 4, **more, reduced=ReducedElement([0, 4], HUGE / (rank + 1)))
         for rank in range(4)
     ]
     verdict = verdict_of(make, *(fed(make, rank) for rank in range(4)), told)
     assert (verdict.rank, verdict.certainty) == (None, "established")
     (line,) = [line for line in verdict.evidence if line.startswith("element [0, 4] of all_reduce 4 ")]
-    shown = "2.00e+38 on rank 0, 1.00e+38 on rank 1, -1.00e+38 on rank 3, 0.00e+00 on rank 2"
-    assert line.endswith(f": {shown}")
+    shown = "2.00e+38 on rank 0, 1.00e+38 on rank 1, 6.67e+37 on rank 2, 5.00e+37 on rank 3"
+    assert line.endswith(f": {shown}; their sum is beyond 3.40282e+38 (float32)")
     assert not any("--explain" in step for step in verdict.next), "the command of this run is no launch"
 
 
