@@ -216,7 +216,8 @@ def explain_command(
         rest = [*rest[:at], *rest[at + 2 :]]
     command = shlex.join([*words[:2], *(word for pair in options.items() for word in pair), *rest])
     what = "the line of the forward whose backward made it" if is_backward else "the operation and its line"
-    what = "each rank's own number at the first bad element" if of_sum else what
+    if of_sum:
+        what = "each rank's own number at the first bad element"
     return [f"For {what}, run it again with that batch watched: {command}"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,8 +63,10 @@ class KeptSummands:
 
     def look_closer(self, tensor: torch.Tensor, came_out: bool) -> CloserLook:
         """At a tensor that was not finite as it went into an operation, or came out of it. Waits for a device."""
-        reduced = self.first_bad(tensor, tensor) if came_out else None
-        return CloserLook(without_modes(pattern_of, tensor), reduced)
+        with suppress(RuntimeError, MemoryError):  # no memory for it: the operation is recorded without it
+            reduced = self.first_bad(tensor, tensor) if came_out else None
+            return CloserLook(without_modes(pattern_of, tensor), reduced)
+        return NO_LOOK
 
     def forget(self) -> None:
         """The batch is over."""
