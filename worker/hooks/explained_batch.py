@@ -168,7 +168,8 @@ class ExplainedBatch:
         self._summands.is_on = ranks() > 1
         for parameter in module.parameters() if self._summands.is_on else ():
             if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._handles:
-                self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._keep)
+                handle = parameter.register_post_accumulate_grad_hook(self._keep)  # type: ignore[no-untyped-call]  # likewise
+                self._handles[id(parameter)] = handle
 
     def _keep(self, parameter: torch.Tensor) -> None:
         with self._guard:
