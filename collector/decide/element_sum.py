@@ -12,7 +12,7 @@ from ..facts.diagnosis import number_text
 _MOST_SHOWN = 4
 
 
-class Summand(NamedTuple):
+class RankSummand(NamedTuple):
     """What one rank has put into a sum."""
 
     rank: int
@@ -22,7 +22,7 @@ class Summand(NamedTuple):
     """abs max of all that it has put in; None: unknown."""
 
 
-def element_line(what: str, summands: Sequence[Summand], dtype: str) -> str:
+def element_line(what: str, summands: Sequence[RankSummand], dtype: str) -> str:
     """`element [3, 5] of grad weight: 4.10e+04 on rank 0, 3.90e+04 on rank 1; their sum is beyond 65504 (float16)`
 
     "" where no rank knows what it had there, or the ranks have looked at different elements.

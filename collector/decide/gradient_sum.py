@@ -27,7 +27,7 @@ from ..facts.kept_pages import KeptPage
 from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .clean_verdict import doubts_about
-from .element_sum import Summand, element_line
+from .element_sum import RankSummand, element_line
 from .overflow_evidence import missing_ranks
 from .overflow_words import explain_command, next_steps, overflow_at
 from .passed_values import PassedOperations, put_line, way_text
@@ -196,7 +196,7 @@ def _element_line(facts: RunFacts, found: GradientSum, first: LocalDiagnosis) ->
         anomaly = next(iter(facts.one(first.attempt, rank).anomalies), None)
         is_there = anomaly is not None and (anomaly.module, anomaly.role) == (first.module, first.role)
         again = anomaly.again if anomaly is not None and is_there and anomaly.where.step == first.step else None
-        summands.append(Summand(rank, again.reduced if again is not None else None, row.abs_max))
+        summands.append(RankSummand(rank, again.reduced if again is not None else None, row.abs_max))
     dtype = _NARROWER if found.answer == "narrower" else first.dtype
     line = element_line(f"its {first.role}, as each backward made it", summands, dtype) if found.answer != "no" else ""
     return [line] if line else []

@@ -22,7 +22,7 @@ from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
 from ..report.sentence_parts import ranks_text
-from .element_sum import Summand, element_line
+from .element_sum import RankSummand, element_line
 from .replicas import page_of, run_the_same_model
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
@@ -181,7 +181,7 @@ def fed_lines(fed: ValueArrival) -> list[str]:
     for one in fed.summands[:8]:
         lines.append(f"rank {one.where.rank} put in finite numbers, abs max {one.given_max or 0.0:.2e}")
     if fed.summands:
-        given = [Summand(one.where.rank, one.reduced, one.given_max) for one in fed.summands]
+        given = [RankSummand(one.where.rank, one.reduced, one.given_max) for one in fed.summands]
         lines += filter(None, [element_line(way_text(fed.ways[-1]), given, fed.ways[-1].dtype)])
     return lines
 

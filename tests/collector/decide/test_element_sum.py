@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.decide.element_sum import Summand, element_line
+from gpuwatch.collector.decide.element_sum import RankSummand, element_line
 from gpuwatch.core.events import ReducedElement
 
 HALF = "; their sum is beyond 65504 (float16)"
@@ -13,7 +13,8 @@ PART = "; some of them alone are beyond 65504 (float16)"
 def of(*own, index=(3, 5), largest=6e4):
     """Ranks from 0 on: what each had; None: it looked, and kept nothing; ...: it has not looked."""
     return [
-        Summand(rank, None if one is ... else ReducedElement(list(index), one), largest) for rank, one in enumerate(own)
+        RankSummand(rank, None if one is ... else ReducedElement(list(index), one), largest)
+        for rank, one in enumerate(own)
     ]
 
 
@@ -37,7 +38,7 @@ def test_the_number_of_each_rank_against_the_largest_of_the_dtype(summands, word
 
 @pytest.mark.parametrize(
     "summands",
-    [of(), of(None, None), of(..., ...), [*of(4e4), Summand(1, ReducedElement([0, 0], 4e4), 4e4)]],
+    [of(), of(None, None), of(..., ...), [*of(4e4), RankSummand(1, ReducedElement([0, 0], 4e4), 4e4)]],
 )
 def test_nothing_is_said_where_nobody_knows_or_ranks_have_looked_at_different_elements(summands):
     assert element_line("it", summands, "float16") == ""
