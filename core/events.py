@@ -177,6 +177,14 @@ class HeldValue(msgspec.Struct, frozen=True):
     value: str
 
 
+class ReducedElement(msgspec.Struct, frozen=True):
+    """The first element of a sum over the ranks that is not finite."""
+
+    index: list[int]
+    own: float | None = None
+    """What this rank had there before the sum; None: not known (`--explain N` keeps large numbers)."""
+
+
 class LookedAgain(msgspec.Struct, frozen=True):
     """What was in the module of a rank's first alarm when that was raised: name -> `finite`, `nan`, `+inf`, `-inf`."""
 
@@ -226,6 +234,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     update: str = ""
     """Of a weight after a step: what the step had for its first bad element: `gradient 0, exp_avg_sq 0, eps 0: 0/0 at
     [3, 5]`."""
+    reduced: ReducedElement | None = None
+    """Of a gradient that was finite before it was reduced."""
 
 
 class Anomaly(RankEvent, frozen=True, tag="anomaly"):
@@ -432,6 +442,11 @@ class PassedTensor(RankEvent, frozen=True, tag="passed"):
     """What this rank has put in: `finite`, `not finite`; "": nothing, or it was not inspected."""
     given_max: float | None = None
     """abs max of that, where it was finite."""
+    element: str = ""
+    """Which elements are not finite, in words; "" if it was not looked at again: on a device, or where one of its kind
+    was told before."""
+    reduced: ReducedElement | None = None
+    """In the batch of `--explain N`, of what came out."""
 
 
 class NotLookedInto(RankEvent, frozen=True, tag="not_looked_into"):

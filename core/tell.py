@@ -49,6 +49,11 @@ _leaving = threading.Lock()
 """Never released: one thread runs the exit functions."""
 
 
+def is_leaving() -> bool:
+    """Whether `end_process` runs the exit functions. No thread is stopped then."""
+    return _leaving.locked()
+
+
 def _leave(code: int) -> NoReturn:
     _leaving.acquire()
     atexit._run_exitfuncs()

@@ -27,9 +27,10 @@ from ..facts.kept_pages import KeptPage
 from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .clean_verdict import doubts_about
+from .element_sum import RankSummand, element_line
 from .overflow_evidence import missing_ranks
-from .overflow_words import next_steps, overflow_at
-from .passed_values import PassedOperations, way_text
+from .overflow_words import explain_command, next_steps, overflow_at
+from .passed_values import PassedOperations, put_line, way_text
 from .replicas import page_of, peers
 from .words import cascade_of, whose
 
@@ -125,7 +126,8 @@ def of_reduced(
     evidence = [f"rank {other.rank}: {other.text}, batch {other.batch}" for other in tier[:8]]
     if settled:
         who = ranks_text([rank.rank for rank in ranks])
-        evidence += [f"{who}: the gradient was finite when the backward made it", *_sum_lines(found, first)]
+        element = _element_line(facts, found, first)
+        evidence += [f"{who}: the gradient was finite when the backward made it", *_sum_lines(found, first), *element]
     put = passages.put_into_sum(first) if settled and found.answer != "sum" else None
     cause = f" ({first.cause})" if first.cause else ""
     proven = found.is_proven and not failed
@@ -133,7 +135,7 @@ def of_reduced(
     if put is not None:
         rank = facts.one(first.attempt, put.where.rank)
         whose_code = whose(facts, rank)
-        evidence.append(f"rank {rank.rank} put {put.value} into {way_text(put)}, every other rank finite numbers")
+        evidence.append(put_line(put, ", every other rank finite numbers"))
     return overflow_at(
         first,
         **whose_code,
@@ -141,7 +143,10 @@ def of_reduced(
         certainty=Certainty.UNKNOWN if not settled else Certainty.ESTABLISHED if proven else Certainty.SUPPORTED,
         phase=FramePhase.COLLECTIVE,
         evidence=[*evidence, *unseen_text, *missing, *first.notes, *failed],
-        next=_next(first, found, unseen if not settled else []),
+        next=[
+            *_next(first, found, unseen if not settled else []),
+            *(explain_command(facts, first, of_sum=True) if settled and found.answer != "no" else []),
+        ],
         cascade=cascade_of(facts, first.attempt, {other.rank for other in order.diagnoses}),
     )
 
@@ -182,6 +187,19 @@ def _sum_lines(found: GradientSum, first: LocalDiagnosis) -> list[str]:
     if found.fine:
         lines.append(f"{ranks_text(found.fine)}: what the optimizer got was finite, and a sum is the same on all ranks")
     return lines
+
+
+def _element_line(facts: RunFacts, found: GradientSum, first: LocalDiagnosis) -> list[str]:
+    """What each rank's own gradient had at the first bad element, with --explain N."""
+    summands = []
+    for rank, row in sorted(found.own.items()):
+        anomaly = next(iter(facts.one(first.attempt, rank).anomalies), None)
+        is_there = anomaly is not None and (anomaly.module, anomaly.role) == (first.module, first.role)
+        again = anomaly.again if anomaly is not None and is_there and anomaly.where.step == first.step else None
+        summands.append(RankSummand(rank, again.reduced if again is not None else None, row.abs_max))
+    dtype = _NARROWER if found.answer == "narrower" else first.dtype
+    line = element_line(f"its {first.role}, as each backward made it", summands, dtype) if found.answer != "no" else ""
+    return [line] if line else []
 
 
 def _next(first: LocalDiagnosis, found: GradientSum, unseen: list[int]) -> list[str]:

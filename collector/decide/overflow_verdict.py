@@ -135,7 +135,7 @@ def _of_sum(facts: RunFacts, met: LocalDiagnosis, order: DiagnosisOrder, fed: Va
         f"but their sum was not ({came.dtype}).",
         certainty=Certainty.SUPPORTED if failed else Certainty.ESTABLISHED,
         evidence=[*fed_lines(fed), *met.notes, *failed],
-        next=["Divide before the sum, or add up in float32 or bfloat16."],
+        next=["Divide before the sum, or add up in float32 or bfloat16.", *explain_command(facts, met, of_sum=True)],
         cascade=cascade_of(facts, met.attempt, {other.rank for other in order.diagnoses}),
     )
 

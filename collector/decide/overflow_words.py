@@ -197,21 +197,27 @@ def operation_of(first: LocalDiagnosis, ran: SecondRun | None) -> BadOperation |
     return ran.operation if inside or listed or first.mask or first.turned else None
 
 
-def explain_command(facts: RunFacts, first: LocalDiagnosis, ran: SecondRun | None) -> list[str]:
-    """The step that finds the line of a backward, or of a forward that could not run again: the run's own command with
-    --explain. [] if that is of no use."""
+def explain_command(
+    facts: RunFacts, first: LocalDiagnosis, ran: SecondRun | None = None, *, of_sum: bool = False
+) -> list[str]:
+    """The step that finds the line of a backward, or of a forward that could not run again, or what each rank has put
+    into a sum: the run's own command with --explain. [] if that is of no use."""
     words = next((hello.command for hello in facts.hellos), [])
     is_backward = first.phase == FramePhase.BACKWARD
-    if words[:2] != ["gpuwatch", "launch"] or (ran is None) is not is_backward:
+    if words[:2] != ["gpuwatch", "launch"] or ((ran is None) is not is_backward and not of_sum):
         return []
-    options, rest = {"--explain": str(first.batch), "--rank": str(first.rank)}, words[2:]
+    options, rest = {"--explain": str(first.batch)}, words[2:]
     if ("--explain", options["--explain"]) in pairwise(rest):
         return []
-    for option in options if "--explain" in rest[:-1] else ():  # else --rank is the script's own
+    if not of_sum:
+        options["--rank"] = str(first.rank)
+    for option in ("--explain", "--rank") if "--explain" in rest[:-1] else ():  # else --rank is the script's own
         at = rest.index(option) if option in rest[:-1] else len(rest)
         rest = [*rest[:at], *rest[at + 2 :]]
     command = shlex.join([*words[:2], *(word for pair in options.items() for word in pair), *rest])
     what = "the line of the forward whose backward made it" if is_backward else "the operation and its line"
+    if of_sum:
+        what = "each rank's own number at the first bad element"
     return [f"For {what}, run it again with that batch watched: {command}"]
 
 

@@ -22,6 +22,7 @@ from ..facts.diagnosis import LocalDiagnosis
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_pages import KeptPage
 from ..report.sentence_parts import ranks_text
+from .element_sum import RankSummand, element_line
 from .replicas import page_of, run_the_same_model
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
@@ -171,14 +172,27 @@ def way_text(one: PassedTensor) -> str:
 def fed_lines(fed: ValueArrival) -> list[str]:
     """The path as lines, from the rank that put it in to the rank that met it."""
     put = fed.put
-    lines = [f"rank {put.where.rank} put {put.value} into {way_text(put)}"] if put is not None else []
+    lines = [put_line(put)] if put is not None else []
     lines += [
         f"rank {one.where.rank}: {one.value} came out of {way_text(one)}, {one.elements} elements of {one.dtype}"
+        f"{_elements_of(one)}"
         for one in fed.ways[::-1]
     ]
     for one in fed.summands[:8]:
         lines.append(f"rank {one.where.rank} put in finite numbers, abs max {one.given_max or 0.0:.2e}")
+    if fed.summands:
+        given = [RankSummand(one.where.rank, one.reduced, one.given_max) for one in fed.summands]
+        lines += filter(None, [element_line(way_text(fed.ways[-1]), given, fed.ways[-1].dtype)])
     return lines
+
+
+def put_line(put: PassedTensor, also: str = "") -> str:
+    """`rank 1 put nan into all_reduce 7 of process group 0 (ranks 0 and 1); not finite there: all of row 3 (dim 0)`"""
+    return f"rank {put.where.rank} put {put.value} into {way_text(put)}{also}{_elements_of(put)}"
+
+
+def _elements_of(one: PassedTensor) -> str:
+    return f"; not finite there: {one.element}" if one.element else ""
 
 
 # Whether a value that a model, or its backward, received may come from another rank or model. Pure.

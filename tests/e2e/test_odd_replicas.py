@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +74,23 @@ def test_nothing_is_told_where_ranks_are_meant_to_differ(bench):
     run = bench.launch("own_weights.py", "--preflight", "off", nproc=4)
     assert (run.code, run.verdict["kind"]) == (0, "clean"), run.verdict["statement"]
     assert run.report["insights"] == []
+
+
+FOLDER = Path(__file__).parents[1] / "architectures"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tenth", range(6))
+def test_of_healthy_architectures_nothing_is_told_but_a_flipped_bit(bench, tenth):
+    """Sixty architectures of transformers, ten in each run."""
+    pytest.importorskip("transformers")
+    sys.path.insert(0, str(FOLDER))
+    from models import ARCHITECTURES
+
+    names = [each.name for each in ARCHITECTURES[10 * tenth : 10 * tenth + 10]]
+    args = (str(FOLDER), *names)
+    run = bench.launch("replicas_of_architectures.py", "--preflight", "off", nproc=3, args=args)
+    assert (run.code, run.verdict["kind"]) == (0, "clean"), run.verdict["statement"]
+    (told,) = [each for each in run.report["insights"] if each["kind"] == "replica_odd"]
+    assert (told["ranks"], told["since"]) == ([1], 2)
+    assert not any("buffer" in each["text"] for each in run.report["insights"])

@@ -589,13 +589,32 @@ STEP = [
             batch=2,
             certainty="established",
         ),
+        evidence="abs max of each rank's own gradient: 4.00e.04 on rank 0, 4.00e.04 on rank 1",
     ),
     Scenario(
-        "DDP's all-reduce in float16",
-        "half_comm_hook.py",
-        # the gradient is handed on in float32, in which the sum is finite: that it is reduced in float16 no frame shows
-        _found("collective", None, "fc", "Linear", role="grad weight", value="+inf", batch=2, certainty="supported"),
-        statement="reduced in float16",
+        "one element of an all-reduce in float16, under --explain",
+        "half_all_reduce.py",
+        _found("collective", None, "fc", "Linear", role="grad weight", batch=2, certainty="established"),
+        args=("--fault", "element"),
+        options=("--explain", "2"),
+        evidence=r"element \[3, 5\].* 4.10e\+04 on rank 0, 3.90e\+04 on rank 1; their sum is beyond 65504 \(float16\)",
+    ),
+    *(
+        Scenario(
+            f"DDP's all-reduce in float16{'' if explain == 'auto' else ', under --explain'}",
+            "half_comm_hook.py",
+            # handed on in float32, in which the sum is finite: that it is reduced in float16 no frame shows
+            _found(
+                "collective", None, "fc", "Linear", role="grad weight", value="+inf", batch=2, certainty="supported"
+            ),
+            options=("--explain", explain),
+            statement="reduced in float16",
+            evidence=evidence,
+        )
+        for explain, evidence in (
+            ("auto", "abs max of each rank's own gradient: 4.00e.04 on rank 0, 4.00e.04 on rank 1"),
+            ("2", "(?s)made it: 4.00e.04 on rank 0, 4.00e.04 on rank 1; their sum is beyond 65504 .float16."),
+        )
     ),
 ]
 
@@ -622,6 +641,15 @@ PARALLEL = [
         args=("--fault", "shard"),
         evidence="own shard of weight was nan",
         witness="rank=1 phase=weight module=head class=Linear batch=2",
+    ),
+    Scenario(
+        "FSDP2, the step of one rank's shard",
+        "fsdp.py",
+        # to look at that shard may not become a collective, which the other rank does not issue
+        _found("optimizer", 1, "embed", "Linear", role="weight", batch=2),
+        args=("--fault", "step"),
+        evidence=r"there: .* of this rank's shard\n.*the step for its first bad element: gradient .*, lr 3e\+38",
+        witness="rank=1 phase=weight module=embed class=Linear batch=3",
     ),
     Scenario(
         "tensor parallel, column shard",
@@ -963,19 +991,27 @@ COMMUNICATION = [
             ("ring", 2, 4, "message 7 from rank 2 to rank 3"),
         )
     ),
-    Scenario(
-        "a sum of finite numbers over the ranks",
-        "passed.py",
-        {
-            "kind": "overflow",
-            "phase": "collective",
-            "rank": None,
-            "module": None,
-            "class": None,
-            "certainty": "established",
-        },
-        args=("--way", "sum"),
-        statement="what every rank put in was finite, but their sum was not",
+    *(
+        Scenario(
+            f"a sum of finite numbers over the ranks{'' if explain == 'auto' else ', under --explain'}",
+            "passed.py",
+            {
+                "kind": "overflow",
+                "phase": "collective",
+                "rank": None,
+                "module": None,
+                "class": None,
+                "certainty": "established",
+            },
+            args=("--way", "sum"),
+            options=("--explain", explain),
+            statement="what every rank put in was finite, but their sum was not",
+            evidence=evidence,
+        )
+        for explain, evidence in (
+            ("auto", "rank 0: .inf came out of all_reduce 3 .*, 32 elements of float32"),
+            ("2", r"element \[0, 0\] of all_reduce 3 .*: 2.40e.38 on rank 0, 2.40e.38 on rank 1; their sum is beyond"),
+        )
     ),
     *(
         Scenario(

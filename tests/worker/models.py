@@ -34,3 +34,14 @@ class Multiplies(nn.Module):
 
     def forward(self, x):
         return x * self.factor
+
+
+class ReturnsDTensor(nn.Linear):
+    """As ColwiseParallel(use_local_output=False) has it do."""
+
+    def forward(self, x):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = init_device_mesh("cpu", (1,))
+        return DTensor.from_local(super().forward(x), mesh, [Shard(0)], run_check=False)

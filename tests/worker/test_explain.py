@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from .models import ReturnsDTensor
+
 
 class Net(nn.Module):
     def __init__(self, scale):
@@ -61,3 +63,9 @@ def test_errors_of_the_forward_are_raised():
 def test_compiled_code_runs_eagerly():
     found = gpuwatch.explain(torch.compile(Net(1e6), backend="eager"), torch.randn(3, 4))
     assert found.operation.code.endswith("# the cast")
+
+
+def test_the_local_part_of_a_dtensor_is_looked_at(alone_in_a_group):
+    module = ReturnsDTensor(4, 4)
+    nn.init.constant_(module.weight, 3e38)
+    assert gpuwatch.explain(module, torch.full((2, 4), 1e3)).operation.op == "aten.addmm.default"

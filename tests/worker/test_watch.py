@@ -7,6 +7,8 @@ import html
 import math
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import gpuwatch
@@ -611,3 +613,42 @@ def test_another_thread_does_not_disturb_a_forward(watch):
     other(X)
     assert watched.last.root == "Linear"
     assert watched.faults == []
+
+
+ENDS_LATE = """
+import gpuwatch, torch
+from datetime import timedelta
+from torch.distributed import HashStore
+
+def wait_in_torch(seconds, HashStore=HashStore, timedelta=timedelta):
+    HashStore().wait(["never set"], timedelta(seconds=seconds))
+
+class Waits(torch.nn.Module):
+    def forward(self, x, calls=[]):
+        calls.append(1)
+        if len(calls) > 1:
+            wait_in_torch(2)
+        return x / 0
+
+class EndsWithPython:
+    def __del__(self, wait=wait_in_torch):
+        try:
+            wait(3)
+        except RuntimeError:
+            pass
+
+end = EndsWithPython()
+watched = gpuwatch.watch(model := torch.nn.Sequential(Waits()))
+watched._hooks.second_runs.limit_s = 0.1
+try:
+    model(torch.ones(2))
+except gpuwatch.OverflowDetected:
+    print(watched.events[-1].unknown)
+"""
+
+
+def test_a_process_ends_as_ever_while_a_second_run_is_inside_of_torch():
+    """A daemon thread that came out of torch's C++ while Python ended would abort the process."""
+    done = subprocess.run([sys.executable, "-c", ENDS_LATE], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "a second run of the forward took longer than 0.1 s\n"

@@ -22,10 +22,12 @@ from ...core.events import BadOperation
 from ...core.frames import FramePhase
 from ...core.torch_names import name_in_torch
 from ..record.autograd_graph import GraphCalls
+from ..record.collectives import ranks
 from ..record.held_alarms import NonFiniteRow
 from ..record.judging import FrameWriter
 from ..record.names import walk
-from .operation_watch import CodePlace, MadeValue, OperationWatch, foreign_class, is_users_file
+from ..record.summands import KeptSummands
+from .operation_watch import CodePlace, MadeValue, OperationWatch, foreign_class, is_users_file, operation_name
 
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _current_mode = name_in_torch("torch.utils._python_dispatch._get_current_dispatch_mode", lambda: None)
@@ -33,6 +35,7 @@ _modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 _ENGINE = "_engine_run_backward"
 _LINE = re.compile(r'File "(.+)", line (\d+), in ')
 _MOST_MADE = 4096
+_SUMS_IN_PLACE = ("allreduce_", "allreduce_coalesced_", "reduce_")
 
 
 class _MadeTensor(NamedTuple):
@@ -44,10 +47,10 @@ class _MadeTensor(NamedTuple):
 class BatchWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch has no annotation there
     """Watches operations of the training itself: it stops none, copies nothing, and leaves collectives alone."""
 
-    def __init__(self, names: dict[int, str], module_of: Callable[[int], str | None]) -> None:
+    def __init__(self, names: dict[int, str], module_of: Callable[[int], str | None], summands: KeptSummands) -> None:
         """`names`: id of a module -> its name. `module_of`: number of an autograd node -> the module that made it."""
         super().__init__("", names, None)
-        self._module_of = module_of
+        self._module_of, self._summands = module_of, summands
         self.made: list[_MadeTensor] = []
         self.error: Exception | None = None
 
@@ -59,7 +62,7 @@ class BatchWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch has 
             return NotImplemented  # its class is asked, and calls operations on plain tensors
         handed = None
         if "c10d" in func.namespace:
-            self._changes(args)
+            self._guarded(self._changes, func, args)
         else:
             handed = self._guarded(self._handed_to, func, args, kwargs)
         result = func(*args, **kwargs)
@@ -78,12 +81,15 @@ class BatchWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch has 
             self.error, self.stopped = error, "an error"
             return None
 
-    def _changes(self, args: Any) -> None:
-        """A collective writes into tensors: what they hold must be read."""
+    def _changes(self, func: Any, args: Any) -> None:
+        """A collective writes into tensors: what they hold must be read. A sum writes over what goes into it."""
+        is_sum = operation_name(func) in _SUMS_IN_PLACE
         for leaf in _pytree.tree_leaves(args):
             record = self._record(leaf) if isinstance(leaf, torch.Tensor) else None
             if record is not None:
                 record.unknown = True
+                if is_sum:
+                    self._summands.keep(leaf, leaf)
 
     def _keep(self, tensor: torch.Tensor, name: str) -> None:
         """The training changes what it changes."""
@@ -118,11 +124,12 @@ class ExplainedBatch:
     _frames: FrameWriter
     _calls_of: Callable[[int], list[GraphCalls]]
     """Number of a page -> the calls whose graphs its backward goes through."""
+    _summands: KeptSummands
 
     def __post_init__(self) -> None:
         progress = self._frames.progress
         wanted, rank = progress.settings.explain, progress.settings.rank
-        self._fault = progress.faults.record
+        self._fault, self._guard = progress.faults.record, progress.faults.within("a second run")
         self.batch = wanted if isinstance(wanted, int) and rank in (None, progress.rank) else -1
         """-1: none."""
         self._thread = -1
@@ -133,6 +140,8 @@ class ExplainedBatch:
         """Kept: the numbers of a device arrive when the batch is over."""
         self._notes_lines = False
         """Anomaly mode is ours."""
+        self._handles: dict[int, Any] = {}
+        """By id of a parameter."""
 
     def begins(self, module: nn.Module, page: int) -> None:
         """The batch of a root begins. Called where the script's modes are on.
@@ -141,16 +150,31 @@ class ExplainedBatch:
         """
         names = {id(part): name for name, part in walk(module)}
         self._pages.add(page)
+        with self._guard:
+            self._keep_gradients(module)
         if self._watch is not None:
             self._watch.add_names(names)
         elif not _modes():
             self._thread = threading.get_ident()
-            self._watch = BatchWatch(names, self._module_of)
+            self._watch = BatchWatch(names, self._module_of, self._summands)
             self._made = self._watch.made
             self._notes_lines = not torch.is_anomaly_enabled()
             if self._notes_lines:
                 torch.autograd.set_detect_anomaly(True, check_nan=False)
             self._watch.__enter__()  # type: ignore[no-untyped-call]  # likewise
+
+    def _keep_gradients(self, module: nn.Module) -> None:
+        """Keep this rank's own gradients. DDP reduces them, and writes over them, after these hooks."""
+        self._summands.is_on = ranks() > 1
+        for parameter in module.parameters() if self._summands.is_on else ():
+            if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._handles:
+                handle = parameter.register_post_accumulate_grad_hook(self._keep)  # type: ignore[no-untyped-call]  # likewise
+                self._handles[id(parameter)] = handle
+
+    def _keep(self, parameter: torch.Tensor) -> None:
+        with self._guard:
+            if parameter.grad is not None:
+                self._summands.keep(parameter, parameter.grad)
 
     def covers(self, bad: NonFiniteRow) -> bool:
         """Whether an alarm is of this batch."""
@@ -182,6 +206,10 @@ class ExplainedBatch:
 
     def ends(self) -> None:
         """It is over, or the job is."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self._summands.forget()
         watch = self._watch
         if watch is None:
             return

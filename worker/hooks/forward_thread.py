@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextvars
 import random
 import sys
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...core.events import BadOperation
+from ...core.events import SECOND_RUN_S, BadOperation
 from ...core.frames import Row
 from ...core.roles import RoleKind
+from ...core.tell import is_leaving
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
 from ..record.names import inputs_of, outputs_of
@@ -67,6 +69,7 @@ class ForwardThread:
         thread.join(limit_s)
         if thread.is_alive():
             self._watch.stopped = self.why = f"a second run of the forward took longer than {limit_s:g} s"
+            atexit.register(_wait_for, thread)
 
     def _forward(self, contexts: Sequence[ContextMaker]) -> None:
         why, hook = "", None
@@ -107,6 +110,12 @@ class ForwardThread:
         origin, flags = self._watch.origin_of(leaf)
         self.reached = self._target.is_like(leaf, flags)
         self.operation = origin.operation if self.reached and origin is not None else None
+
+
+def _wait_for(thread: threading.Thread) -> None:
+    """As Python ends, it ends a daemon thread that asks for its lock. Inside of torch's C++ that aborts the process."""
+    if not is_leaving():
+        thread.join(SECOND_RUN_S)
 
 
 # What torch and Python keep beside the tensors.

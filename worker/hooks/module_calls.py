@@ -116,13 +116,16 @@ class ModuleCalls:
             except Exception as error:
                 self._fault("forward hook", error)
                 return
+            if self._sync and output is not None:
+                with self._progress.faults.within("forward hook"):
+                    self._judging.finish()
             if self._judging.pending is not None and info.ref() is module:
                 with self._progress.faults.within("a second run"):
                     self._second_runs.returned(info, args, kwargs, output)
             if finished is not None:
                 self._batch_ended(finished)
             if self._sync and output is not None:
-                self._judging.finish_and_raise("forward hook")
+                self._judging.raise_pending()
         finally:
             call_ends()
 

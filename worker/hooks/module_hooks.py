@@ -26,6 +26,7 @@ from ..record.passed import LatePassed, PassedValues
 from ..record.progress import RunProgress
 from ..record.roots import RankRoots
 from ..record.rows import RowWriter
+from ..record.summands import KeptSummands
 from ..stats.device import without_modes
 from ..stats.notable import NotableFilter
 from .backward import BackwardHooks
@@ -66,7 +67,8 @@ class ModuleHooks:
         )
         self.rows = rows = RowWriter(recorder, notable, fault, progress.lock, selection)
         masks = LateMasks(rows)
-        passed = PassedValues(progress)
+        summands = KeptSummands()
+        passed = PassedValues(progress, summands)
         self._late_passed = late_passed = LatePassed(passed, rows, progress, masks)
         self._trained = TrainedModules(roots)
         self.judging = judging = AlarmRecorder(
@@ -88,12 +90,12 @@ class ModuleHooks:
         policy = CompiledPolicy(running, skipping, frames)
         self._graphs = graphs = CompiledRegions(policy, frames, gradients)
         self._global = global_hooks = GlobalHooks(running, progress)
-        self._steps = steps = OptimizerHooks(frames, gradients, graphs, global_hooks, only is not None)
+        self._steps = steps = OptimizerHooks(frames, gradients, graphs, global_hooks, summands, only is not None)
         self._scalers = scalers = GradScalerHooks(frames, gradients, steps)
         self._call_frames = call_frames = CallFrames(running, frames, gradients, graphs, policy)
         self._root_tensors = RootTensors(frames)
-        second_look = SecondLook(call_frames, steps.steps, scalers, self._root_tensors)
-        explained = ExplainedBatch(frames, lambda page: [graph.calls for graph in gradients.graphs.of(page)])
+        second_look = SecondLook(call_frames, steps.steps, scalers, self._root_tensors, summands)
+        explained = ExplainedBatch(frames, lambda page: [graph.calls for graph in gradients.graphs.of(page)], summands)
         self.second_runs = SecondRuns(frames, running, global_hooks, lambda: bool(policy.around), explained)
         self._calls = ModuleCalls(call_frames, skipping, global_hooks, self.second_runs, self._root_tensors)
         self._replays = GraphReplays(self._calls, call_frames)

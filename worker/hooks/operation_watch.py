@@ -32,7 +32,7 @@ from ...core.frames import RowKind
 from ...core.values import NonFinite, Value, name_of
 from ..stats.device import without_modes
 from ..stats.element_pattern import pattern_of
-from ..stats.tensor_stats import measure
+from ..stats.tensor_stats import local_part, measure
 from .global_hooks import CALL
 
 _MOST_KEPT = 1 << 30
@@ -150,7 +150,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         given = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = _written(func, args, kwargs)
         before = {id(leaf): self._operand(leaf, read=True) for leaf in written}
-        name = _name(func)
+        name = operation_name(func)
         for leaf in written:
             self._keep(leaf, name)
         operands = {id(leaf): before.get(id(leaf)) or self._operand(leaf) for leaf in given if _has_numbers(leaf)}
@@ -206,7 +206,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         *,
         is_new: bool,
     ) -> None:
-        record, name = self._record(tensor, is_new=is_new), _name(func)
+        record, name = self._record(tensor, is_new=is_new), operation_name(func)
         if record is None:
             return
         numbers, flags = numbers_of(tensor)
@@ -248,6 +248,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     def origin_of(self, tensor: torch.Tensor) -> tuple[MadeValue | None, int]:
         """(the origin of the bad value in a tensor, its flags). None if it came from outside of the run."""
+        tensor = local_part(tensor)
         _, flags = without_modes(numbers_of, tensor)
         if not flags:
             return None, 0
@@ -362,7 +363,8 @@ def _origin(made: MadeValue, operands: list[MadeValue]) -> MadeValue | None:
     return made if is_new and worst.origin.constant else worst.origin
 
 
-def _name(func: Any) -> str:
+def operation_name(func: Any) -> str:
+    """`mul_` of `aten.mul_.Tensor`."""
     return str(func._schema.name.rpartition("::")[2])
 
 

@@ -18,6 +18,7 @@ from ..record.collectives import ranks
 from ..record.judging import FrameWriter
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
+from ..record.summands import KeptSummands
 from ..stats.device import is_on_device, without_modes
 from ..stats.tensor_stats import measure
 from .backward import BackwardHooks
@@ -35,6 +36,7 @@ class OptimizerHooks:
     _gradients: BackwardHooks
     _graphs: CompiledRegions
     _global: GlobalHooks
+    _summands: KeptSummands
     _is_part: bool
     """One model is watched: optimizers without any of its parameters are not guarded."""
 
@@ -103,6 +105,8 @@ class OptimizerHooks:
             with self._before_faults:
                 with self._progress.lock:
                     bad = without_modes(self._record_gradients, optimizer)
+                if self._summands.is_on:
+                    self._judging.finish()  # what went into their reduction is kept until the batch ends
                 self._judging.held.gradients_are_known()
                 if bad and self._guard and self._continues:
                     optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient is not updated

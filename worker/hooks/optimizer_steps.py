@@ -26,7 +26,7 @@ from ..record.judging import FrameWriter
 from ..record.roots import ModuleInfo, RankRoots
 from ..record.rows import RecordedRow
 from ..stats.device import without_modes
-from ..stats.tensor_stats import measure
+from ..stats.tensor_stats import local_part, measure
 from .loose_parameters import Loose
 from .rpc_optimizer import ScriptedOptimizer
 
@@ -118,18 +118,20 @@ class OptimizerSteps:
     def update_of(self, parameter: torch.Tensor) -> str:
         """What the last step had for the first bad element of a weight: `exp_avg 0, eps 0: 0/0 at [3, 5]`.
 
-        Waits for a device. "" if the step is not known, or the weight is finite again.
+        Waits for a device. "" if the step is not known, or the weight is finite again. Of a DTensor: of its shard.
         """
-        bad = ~torch.isfinite(parameter.detach())
+        weight = local_part(parameter.detach())
+        bad = ~torch.isfinite(weight)
         for optimizer, settings, state in self._last_on(parameter):
             if not bad.any():
                 break
             index = tuple(int(place) for place in bad.nonzero()[0])
-            held = {"gradient": parameter.grad, **state}
+            held = {"gradient": parameter.grad, **state}.items()
+            parts = {name: local_part(each.detach()) for name, each in held if isinstance(each, torch.Tensor)}
             numbers = {
-                name: float((each.detach()[index] if each.shape == parameter.shape else each).item())
-                for name, each in held.items()
-                if isinstance(each, torch.Tensor) and (each.shape == parameter.shape or each.numel() == 1)
+                name: float((each[index] if each.shape == weight.shape else each).item())
+                for name, each in parts.items()
+                if each.shape == weight.shape or each.numel() == 1
             }
             numbers |= {name: settings[name] for name in ("lr", "momentum", "eps") if name in settings}
             texts = ", ".join(f"{name} {number:.3g}" for name, number in numbers.items())

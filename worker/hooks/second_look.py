@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import nn
 
-from ...core.events import BadWeight, GraphNode, HeldValue, LookedAgain, OwnCodeModule
+from ...core.events import BadWeight, GraphNode, HeldValue, LookedAgain, OwnCodeModule, ReducedElement
 from ...core.frames import RowKind, format_number, module_text
 from ...core.recorder.pages import OwnPages
 from ...core.roles import RoleKind, parse_role
@@ -31,6 +31,7 @@ from ..record.graph_sources import explaining_row, shown_in, sources_later, sour
 from ..record.graph_users import BadOutput, graph_users
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import class_of
+from ..record.summands import KeptSummands
 from ..stats.device import without_modes
 from ..stats.element_pattern import pattern_of
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
@@ -59,6 +60,7 @@ class SecondLook:
     _steps: OptimizerSteps
     _scalers: GradScalerHooks
     _root_tensors: RootTensors
+    _summands: KeptSummands
 
     def __post_init__(self) -> None:
         self._running, self._gradients, self._policy = self._calls.running, self._calls.gradients, self._calls.policy
@@ -81,7 +83,7 @@ class SecondLook:
         role, own_code = without_modes(self._own_code_of, bad, module)
         of_backward = bad.frame.phase in ("backward", "collective")
         parameter = self._parameter_of(bad)
-        element, update = without_modes(self._elements_of, bad, parameter)
+        element, update, reduced = without_modes(self._elements_of, bad, parameter)
         return msgspec.structs.replace(
             found,
             optimizer=last,
@@ -99,14 +101,16 @@ class SecondLook:
             bad_before=self._root_tensors.bad_buffers(bad.page.root),
             element=element,
             update=update,
+            reduced=reduced,
         )
 
-    def _elements_of(self, bad: NonFiniteRow, parameter: torch.Tensor | None) -> tuple[str, str]:
-        """(which elements are not finite, what the step had for the first) of a gradient or of a weight after a step.
+    def _elements_of(self, bad: NonFiniteRow, parameter: torch.Tensor | None) -> tuple[str, str, ReducedElement | None]:
+        """Of a gradient, or of a weight after a step: which elements are not finite, and for the first of them what the
+        step had, and what this rank had before a reduction.
 
-        "" where the tensor is gone or has changed since, as it may have on a device.
+        Nothing where the tensor is gone or has changed since, as it may have on a device.
         """
-        role, update, tensor = parse_role(bad.row.role), "", self._gradients.current
+        role, update, reduced, tensor = parse_role(bad.row.role), "", None, self._gradients.current
         if parameter is not None and bad.frame.phase == "optimizer":
             of_step = self._progress.step <= bad.page.step + 1  # no later one has changed it
             tensor = self._steps.tensor_of(parameter, role) if of_step else None
@@ -114,7 +118,9 @@ class SecondLook:
                 update = self._steps.update_of(parameter)
         elif parameter is not None and tensor is None and role.kind is RoleKind.GRAD_WEIGHT:
             tensor = parameter.grad
-        return (pattern_of(tensor) if tensor is not None else ""), update
+            if tensor is not None and bad.frame.phase == "collective":
+                reduced = self._summands.first_bad(parameter, tensor)
+        return (pattern_of(tensor) if tensor is not None else ""), update, reduced
 
     def _parameter_of(self, bad: NonFiniteRow) -> torch.Tensor | None:
         """The parameter that a row of a gradient or of a step is about; None if it is about none."""

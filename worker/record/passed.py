@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from .device_rows import ClosedMask, LateMasks
 from .group_slots import GroupSlot
 from .progress import RunProgress
 from .rows import RowWriter
+from .summands import NO_LOOK, CloserLook, KeptSummands
 
 NOT_LOOKED, NOT_FINITE = -1, -2
 _MOST = 512
@@ -94,6 +96,7 @@ class PassedValues:
     """Records inputs and outputs that are not finite."""
 
     _progress: RunProgress
+    summands: KeptSummands = field(default_factory=KeptSummands)
 
     def __post_init__(self) -> None:
         self._told: defaultdict[tuple[object, ...], int] = defaultdict(int)
@@ -117,7 +120,9 @@ class PassedValues:
         bad = [(tensor, flags) for tensor, flags in found if flags]
         if passing is not None and bad:
             tensor, flags = max(bad, key=lambda each: bool(each[1] & NonFinite.NAN))
-            self.tell(passing, came_out, PassedLook(high, dtype), flags, CODES.get(tensor.dtype, 0), tensor.numel())
+            look = PassedLook(high, dtype)
+            closer = partial(self.summands.look_closer, tensor, came_out)
+            self.tell(passing, came_out, look, flags, CODES.get(tensor.dtype, 0), tensor.numel(), closer=closer)
 
     def passing(self, slot: int, number: int, operation: int, root: int, message: int) -> NotedOperation | None:
         """The operation of a place in the table; None if its group is gone."""
@@ -138,12 +143,14 @@ class PassedValues:
         dtype: int,
         elements: int,
         where: RunPosition | None = None,
+        closer: Callable[[], CloserLook] = lambda: NO_LOOK,
     ) -> None:
         """Record it, unless enough of its kind were recorded. `where`: its place in the run; None: now."""
         group, operation, number, peer, tag = passing
         key = (operation, group.number, peer, came_out, dtype, elements)
         if self._told[key] >= _MOST_ALIKE or self._all >= _MOST:
             return
+        element, reduced = closer() if self.summands.is_on or not self._told[key] else NO_LOOK
         self._told[key] += 1
         self._all += 1
         high = given.high
@@ -164,6 +171,8 @@ class PassedValues:
                 elements=elements,
                 given=went_in,
                 given_max=largest,
+                element=element,
+                reduced=reduced,
             )
         )
 
@@ -211,6 +220,8 @@ class _LateValues(NamedTuple):
     given: Given
     tensors: list[tuple[int, int]]
     """(code of the dtype, elements) of each."""
+    closer: list[CloserLook]
+    """At each, in the batch of --explain N."""
 
 
 @dataclass(eq=False, repr=False)
@@ -297,7 +308,8 @@ class LatePassed:
             return None
         reading, read = found
         about = [(CODES.get(tensor.dtype, 0), tensor.numel()) for tensor in read]
-        reading.about = _LateValues(passing, came_out, self._progress.where(), given, about)
+        closer = [self._passed.summands.look_closer(tensor, came_out) for tensor in read if self._passed.summands.is_on]
+        reading.about = _LateValues(passing, came_out, self._progress.where(), given, about, closer)
         return reading
 
     def _bundle_ended(self, outputs: tuple[Any, ...]) -> None:
@@ -350,4 +362,5 @@ class LatePassed:
         read = zip(numbers, about.tensors, strict=True)
         bad = [(flags, *tensor) for (*_, meta), tensor in read if (flags := meta & 0xFF)]
         worst = max(bad, key=lambda each: bool(each[0] & NonFinite.NAN))
-        self._passed.tell(about.passing, about.came_out, given, *worst, about.where)
+        closer = next((look for look in about.closer if look.element), NO_LOOK)
+        self._passed.tell(about.passing, about.came_out, given, *worst, about.where, lambda: closer)

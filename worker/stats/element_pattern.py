@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .tensor_stats import to_plain
+from .tensor_stats import local_part, to_plain
 
 _MOST_LISTED = 4
 _OF_MATRIX = ("row", "column")
@@ -25,9 +25,14 @@ def pattern_of(tensor: torch.Tensor) -> str:
     total, count = bad.numel(), int(bad.sum())
     if not count:
         return ""
+    of_shard = " of this rank's shard" if local_part(tensor) is not tensor else ""
+    return f"{_words(bad, total, count)}{of_shard}"
+
+
+def _words(bad: torch.Tensor, total: int, count: int) -> str:
     if count == total:
         return "everything"
-    first = [int(index) for index in _first(bad)]
+    first = _first(bad)
     if count == 1:
         return f"one element of {count_text(total)}, at {first}"
     dims = range(bad.dim())
@@ -42,8 +47,19 @@ def pattern_of(tensor: torch.Tensor) -> str:
     return f"{count_text(count)} of {count_text(total)} elements{inside}, the first at {first}"
 
 
-def _first(bad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.unravel_index(bad.reshape(-1).to(torch.uint8).argmax(), bad.shape)
+def first_of(tensor: torch.Tensor) -> list[int] | None:
+    """Index of the first element that is not finite; None if there is none or it is unreadable. Waits for a device."""
+    plain = to_plain(tensor.detach())
+    bad = ~torch.isfinite(plain) if plain is not None else None
+    return _first(bad) if bad is not None and bad.any() else None
+
+
+def _first(bad: torch.Tensor) -> list[int]:
+    position, index = int(bad.reshape(-1).to(torch.uint8).argmax()), []
+    for size in reversed(bad.shape):  # torch.unravel_index imports sympy, which takes seconds
+        position, along = divmod(position, size)
+        index.append(along)
+    return index[::-1]
 
 
 def _within(dim: int, dims: int, indices: list[int], size: int) -> str:

@@ -260,6 +260,11 @@ def _measure_integers(tensor: torch.Tensor) -> TensorStats:
     return TensorStats(min(low, limit), min(high, limit), ValueEncoding.INTEGER << 8, RowKind.MEASURED)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, whose own operations may be collectives; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """A strided tensor of a measurable dtype with the numbers of `tensor`. None if it has none or was freed.
 
@@ -268,8 +273,7 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     if tensor.device.type == "meta" or is_wrapped(tensor):
         return None
-    if hasattr(tensor, "_local_tensor"):
-        tensor = tensor._local_tensor
+    tensor = local_part(tensor)
     if hasattr(tensor, "trigger_wait"):  # a collective of torch.distributed may not have filled it yet
         tensor = tensor.trigger_wait()
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

@@ -6,7 +6,7 @@ import pytest
 from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.decide.words import fields_of
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import PassedTensor
+from gpuwatch.core.events import PassedTensor, ReducedElement
 from gpuwatch.core.wire.messages import EventMessage
 
 HUGE = 2e38
@@ -49,6 +49,24 @@ def test_the_sender_is_named_and_not_who_was_handed_it(make):
     )
     assert (verdict.rank, verdict.module, verdict.phase, verdict.certainty) == (0, None, "collective", "supported")
     assert "put +inf into message 5 from rank 0 to rank 1; rank 1 received it" in verdict.statement
+
+
+def test_which_elements_one_rank_put_in_bad_and_what_each_had_where_the_sum_is_bad(make):
+    first = put(make, 0, "send", 5, peer=1, tag=2, element="one element of 6, at [0, 4]")
+    verdict = verdict_of(make, fed(make, 1), [first, tells(make, 1, "recv", 5, peer=0, tag=2)])
+    assert verdict.evidence[0].endswith("to rank 1; not finite there: one element of 6, at [0, 4]")
+
+    more = {"given": "finite", "largest": HUGE}
+    told = [
+        tells(make, rank, "all_reduce", 4, **more, reduced=ReducedElement([0, 4], HUGE / (rank + 1)))
+        for rank in range(4)
+    ]
+    verdict = verdict_of(make, *(fed(make, rank) for rank in range(4)), told)
+    assert (verdict.rank, verdict.certainty) == (None, "established")
+    (line,) = [line for line in verdict.evidence if line.startswith("element [0, 4] of all_reduce 4 ")]
+    shown = "2.00e+38 on rank 0, 1.00e+38 on rank 1, 6.67e+37 on rank 2, 5.00e+37 on rank 3"
+    assert line.endswith(f": {shown}; their sum is beyond 3.40282e+38 (float32)")
+    assert any("--explain 2" in step and "--rank" not in step for step in verdict.next)
 
 
 def test_it_is_followed_from_rank_to_rank(make):
@@ -190,4 +208,6 @@ def test_the_report_has_what_passed(make):
         "elements": 6,
         "given": "",
         "given_max": None,
+        "element": "",
+        "reduced": None,
     }

@@ -1,7 +1,7 @@
 """FSDP2: each block and the model are sharded with fully_shard; the input of one rank makes the fault.
 
 --fault forward: `blocks.0.up` overflows. --fault backward: the gradient of `blocks.1.root` at 0 is inf. --fault
-shard: one rank's part of a weight is nan. --fault
+shard: one rank's part of a weight is nan. --fault step: one rank's step overflows. --fault
 boundary: so it is, and `root` is the first module of `blocks.1`, so that the gradient goes straight to `blocks.0`.
 """
 
@@ -55,8 +55,11 @@ def main(fault):
             if fault == "shard":
                 x[1] = 1.0
                 model.head.weight.data.to_local()[0, 0] = float("nan")
-        loss = model(x).mean()
-        assert finite(loss) == (
+            if fault == "step":
+                optimizer.param_groups[0]["lr"] = 3e38
+                x[1] = 1.0
+        loss = model(x).mean() * (1000 if fault == "step" and batch == 2 else 1)
+        assert fault == "step" or finite(loss) == (
             batch < 2 or (batch == 2 and fault != "shard" and (fault != "forward" or dist.get_rank() == 0))
         )
         optimizer.zero_grad()

@@ -1,4 +1,7 @@
-"""No DDP: the script sums float16 gradients itself. Each rank's are finite, 4e4; the sum is not."""
+"""No DDP: the script sums float16 gradients itself. Each rank's are finite, 4e4; the sum is not.
+
+--fault element: only element [3, 5], of 4.1e4 on rank 0 and 3.9e4 on rank 1.
+"""
 
 import torch
 import torch.distributed as dist
@@ -16,11 +19,15 @@ class Net(nn.Module):
         return self.head(self.fc(x))
 
 
-def main():
+def main(fault):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     for batch in range(4):
-        loss = model(torch.full((1, 8), 200.0 if batch == 2 else 1.0).half()).float().sum() * 200
+        x, scale = torch.full((1, 8), 200.0 if batch == 2 else 1.0), torch.full((8,), 200.0)
+        if fault == "element":
+            x, scale = torch.full((1, 8), 0.01), torch.full((8,), 0.01)
+            scale[3], x[0, 5] = 200.0, (205.0 - 10 * dist.get_rank()) if batch == 2 else 1.0
+        loss = (model(x.half()).float() * scale).sum()
         optimizer.zero_grad()
         loss.backward()
         assert batch > 2 or all(finite(parameter.grad) for parameter in model.parameters())
@@ -31,4 +38,4 @@ def main():
         optimizer.step()
 
 
-run(main)
+run(main, fault="all")

@@ -13,6 +13,8 @@ import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import SecondRun
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -228,6 +230,19 @@ def test_the_numbers_of_the_step_for_the_first_bad_element(watch):
     assert again.element == "all of column 2 (dim 1)"
     assert again.update == "gradient 0, step 1, exp_avg 0, exp_avg_sq 0, lr 0.001, eps 0: 0/0 at [0, 2]"
     assert f"the step for its first bad element: {again.update}" in watched.verdict().evidence
+
+
+def test_of_a_sharded_weight_the_shard_is_looked_at(watch, alone_in_a_group):
+    """An operation on the DTensor itself may be a collective, which no other rank issues."""
+    watched = watch(on_overflow="continue")
+    model = fully_shard(nn.Linear(4, 3, bias=False), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e38)
+    model(torch.full((5, 4), 1e3)).sum().backward()
+    optimizer.step()
+    assert watched.faults == []
+    again = watched.anomalies[0].again
+    assert again.element == "everything of this rank's shard"
+    assert again.update == "gradient 5e+03, lr 1e+38, momentum 0 at [0, 0]"
 
 
 def test_which_elements_of_a_state_in_16_bits_are_bad(watch):

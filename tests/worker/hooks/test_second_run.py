@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from gpuwatch.core.errors import OverflowDetected
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 SOURCE = Path(__file__).read_text().splitlines()
@@ -399,6 +401,7 @@ TABLE = [
     *((name, "compiled") for name in AGAIN),
     *((name, "aot_eager") for name in AGAIN),
     *((name, "ddp") for name in ("masked_softmax", "between", "count_of_zero", "power")),
+    *((name, "fsdp") for name in ("masked_softmax", "scores_scale", "one_column", "count_of_zero")),
 ]
 
 
@@ -427,11 +430,13 @@ def test_the_operation_and_the_line(watch, request, fault, way):
     torch.manual_seed(0)
     model = model_of(fault, way)
     called = model
-    if way == "ddp":
+    if way in ("ddp", "fsdp"):
         request.getfixturevalue("alone_in_a_group")
-    watched = watch(on_overflow="abort")
+    watched = watch(on_overflow="abort", sync=way == "fsdp")  # collectives run within the call of the root
     if way == "ddp":
         called = nn.parallel.DistributedDataParallel(model)
+    elif way == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     elif way in ("compiled", "aot_eager"):
         called = torch.compile(model, backend="eager" if way == "compiled" else way)
     with pytest.raises(OverflowDetected) as raised:

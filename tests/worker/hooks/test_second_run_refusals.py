@@ -11,11 +11,17 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import SecondRun
+from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.record.collectives import issued
 from gpuwatch.worker.stats.element_pattern import pattern_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from ..conftest import use_late_device
+from ..models import ReturnsDTensor
 
 
 class Fault(nn.Module):
@@ -32,13 +38,26 @@ class Fault(nn.Module):
         return x / 0
 
 
-def ends(watched, module, *args):
+@pytest.fixture(autouse=True, params=["host", "device"])
+def memory(request, monkeypatch):
+    """Where the tensors are. The numbers of a device arrive later; with GPUWATCH_LATE_DEVICE all are on one."""
+    if request.param == "device" and "late" not in request.fixturenames:
+        use_late_device(monkeypatch, LateDevice(7))
+
+
+def call(watched, model, x):
+    """A forward that ends the job. The numbers of a device end it when the next one begins."""
+    with pytest.raises(OverflowDetected):
+        model(x)
+        while not watched.hooks.collect():
+            pass
+        model(x)
+
+
+def ends(watched, module, x=None):
     """The record of the second run, after a forward that ends the job."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), module)
-    with pytest.raises(OverflowDetected):
-        model(*(args or (torch.ones(2, 4),)))
-        model(torch.ones(2, 4))  # a late device's numbers have arrived by then
+    call(watched, nn.Sequential(nn.Linear(4, 4), module), torch.ones(2, 4) if x is None else x)
     found = watched.of(SecondRun)
     assert watched.faults == []
     return found[0] if found else None
@@ -86,8 +105,7 @@ def test_collectives_of_ddp_around_its_module_are_no_obstacle(watch, alone_in_a_
     watched = watch(on_overflow="abort")
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(4), Fault()))
     before = issued()
-    with pytest.raises(OverflowDetected):
-        model(torch.ones(2, 4))
+    call(watched, model, torch.ones(2, 4))
     assert issued() > before, "it has sent its buffers"
     (ran,) = watched.of(SecondRun)
     assert ran.operation.module == "1"
@@ -96,8 +114,7 @@ def test_collectives_of_ddp_around_its_module_are_no_obstacle(watch, alone_in_a_
 def test_random_numbers_of_the_root_are_those_of_the_first_run(watch):
     torch.manual_seed(1)
     watched, model = watch(on_overflow="abort"), Dropped()
-    with pytest.raises(OverflowDetected):
-        model(torch.ones(4, 8))
+    call(watched, model, torch.ones(4, 8))
     first = model.out.detach()
     (ran,) = watched.of(SecondRun)
     assert ran.operation.element == pattern_of(first)
@@ -206,8 +223,7 @@ def test_a_buffer_that_its_result_depends_on(watch):
 )
 def test_an_input_that_was_changed_in_place(watch, module, why):
     watched = watch(on_overflow="abort")
-    with pytest.raises(OverflowDetected):
-        nn.Sequential(module(), nn.Linear(4, 4))(torch.ones(2, 4))
+    call(watched, nn.Sequential(module(), nn.Linear(4, 4)), torch.ones(2, 4))
     (ran,) = watched.of(SecondRun)
     assert ran.unknown == why
 
@@ -266,6 +282,20 @@ def test_a_script_that_prints_prints_twice(watch, capsys):
     assert capsys.readouterr().out == "step\nstep\n"
 
 
+def test_the_local_part_of_a_dtensor_is_looked_at(watch, alone_in_a_group):
+    module = ReturnsDTensor(4, 4)
+    nn.init.constant_(module.weight, 3e38)
+    ran = ends(watch(on_overflow="abort"), module, torch.full((2, 4), 1e3))
+    assert (ran.operation.op, ran.operation.module) == ("aten.addmm.default", "1")
+
+
+def test_operations_on_dtensors_are_not_run_again(watch, alone_in_a_group):
+    module = parallelize_module(nn.Linear(4, 4), init_device_mesh("cpu", (1,)), ColwiseParallel(use_local_output=False))
+    nn.init.constant_(module.weight, 3e38)
+    ran = ends(watch(on_overflow="abort", sync=True), module, torch.full((2, 4), 1e3))
+    assert ran.unknown.endswith("it works on tensors of a class of its own (DTensor)")
+
+
 class CountingMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -309,6 +339,8 @@ def test_a_forward_that_ran_again_for_the_backward(watch):
     with pytest.raises(OverflowDetected):
         with set_checkpoint_early_stop(False):
             model(torch.ones(2, 4)).sum().backward()
+        while not watched.hooks.collect():
+            pass
         model(torch.ones(2, 4))
     (ran,) = watched.of(SecondRun)
     assert ran.unknown == "it was made when a checkpointed forward ran again within the backward"
@@ -469,7 +501,6 @@ def test_what_was_overwritten_is_not_blamed(watch):
 def test_a_script_that_goes_on_has_one_run(watch):
     watched, fault = watch(on_overflow="abort"), Fault()
     for _ in range(3):
-        with pytest.raises(OverflowDetected):
-            nn.Sequential(fault)(torch.ones(2, 4))
+        call(watched, nn.Sequential(fault), torch.ones(2, 4))
     assert len(fault.calls) == 4
     assert len(watched.of(SecondRun)) == 1

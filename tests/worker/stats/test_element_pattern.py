@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -43,3 +45,11 @@ ALL = slice(None)
 )
 def test_words(tensor, words):
     assert pattern_of(tensor) == words
+
+
+def test_nothing_is_imported_for_it():
+    """It may be asked within a collective: torch.unravel_index imports sympy, which takes seconds."""
+    code = "import sys, torch\nfrom gpuwatch.worker.stats.element_pattern import pattern_of\nhad = set(sys.modules)\n"
+    code += "print(pattern_of(1 / torch.tensor([1.0, 0.0, 1.0])), set(sys.modules) - had)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out == "one element of 3, at [1] set()\n"
