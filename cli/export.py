@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import click
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.text import is_web_address
 from .rank_choice import RankChoice, facts_of, parse_rank, ranks_of
@@ -109,12 +110,15 @@ def export(
             elif form == "parquet":
                 frame_export.write_parquet(rows, output)
             elif output.exists() and (not output.is_dir() or any(output.iterdir())):
-                raise UsageError(f"--output: expected a new or an empty folder, found {output}, which is not empty")
+                raise UsageError(
+                    Code.NOT_WRITABLE,
+                    f"--output: expected a new or an empty folder, found {output}, which is not empty",
+                )
             else:
                 frame_export.write_tensorboard(rows, output)
         except OSError as error:
             what = f"expected a path that can be written, found {output}: {error.strerror}"
-            raise UsageError(f"--output: {what}") from error
+            raise UsageError(Code.NOT_WRITABLE, f"--output: {what}") from error
     return 0
 
 
@@ -138,6 +142,7 @@ def _expect_library(form: str) -> None:
         importlib.import_module(_NEEDS[form])
     except ImportError as error:
         raise UsageError(
+            Code.NOT_INSTALLED,
             f"--format {form}: expected {_NEEDS[form]}, which writes it, found it not installed; install it with: "
             f'pip install "gpuwatch-cluster[{form}]"'
         ) from error
@@ -154,7 +159,9 @@ def _two(ctx: click.Context, param: click.Parameter, value: str | None) -> _Side
     if value is None:
         return _SideNumbers()
     if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})?", value):
-        raise UsageError(f"{param.opts[0]}: expected one number, or one for each side as 0,1, found {value!r}")
+        raise UsageError(
+            Code.WRONG_VALUE, f"{param.opts[0]}: expected one number, or one for each side as 0,1, found {value!r}"
+        )
     numbers = [int(number) for number in value.split(",")]
     return _SideNumbers(numbers[0], numbers[-1])
 
@@ -195,8 +202,9 @@ def diff(
     alike = ranks.a == ranks.b and batches.a == batches.b
     if not 1 <= len(runs) <= 2 or (len(runs) == 1 and alike):
         raise UsageError(
+            Code.ARGUMENT_MISSING,
             f"expected two runs, or one with --rank A,B or --batch A,B, found {len(runs)} "
-            f"run{'s' if len(runs) != 1 else ''}{' and one rank and batch of it' if len(runs) == 1 else ''}"
+            f"run{'s' if len(runs) != 1 else ''}{' and one rank and batch of it' if len(runs) == 1 else ''}",
         )
     folders = [find_run(run, Path(runs_dir)) for run in runs]
     with ExitStack() as stores:
@@ -206,7 +214,9 @@ def diff(
         sides, frames = choose(a, b)
     found = difference(*frames)
     if not found.compared and not found.rows:
-        raise UsageError("--batch: expected a batch with a tensor that was measured on both sides, found none")
+        raise UsageError(
+            Code.NOT_IN_RUN, "--batch: expected a batch with a tensor that was measured on both sides, found none"
+        )
     if form == "json":
         echo_json({"schema": 1, "a": sides[0], "b": sides[1], "difference": found})
     else:

@@ -13,6 +13,7 @@ from typing import Literal
 import click
 
 from ..collector.run_files import RunPaths, read_report
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.recorder.run_folder import runs_of_job
 from ..launcher.saved_settings import saved_runs_dir
@@ -106,7 +107,7 @@ def _check(parser: argparse.ArgumentParser, submission: SbatchCommand, verb: Ver
     from ..launcher.options import check_together
 
     if verb == "launch" and not submission.script:
-        raise UsageError("expected a script to run, found none: gpuwatch submit [options] train.py")
+        raise UsageError(Code.NO_SCRIPT, "expected a script to run, found none: gpuwatch submit [options] train.py")
     args = parser.parse_args(arguments_of(submission))
     if verb == "launch":
         check_together(args)
@@ -122,7 +123,7 @@ def _program(submission: SbatchCommand) -> tuple[str, ...]:
         except ValueError:
             words = []
         if not words:
-            raise UsageError(f"--program: expected a command, found {submission.program!r}")
+            raise UsageError(Code.WRONG_VALUE, f"--program: expected a command, found {submission.program!r}")
         return tuple(words)
     beside = Path(sys.executable).parent / "gpuwatch"
     return (str(beside),) if os.access(beside, os.X_OK) else (sys.executable, "-m", "gpuwatch.cli.main")
@@ -133,7 +134,9 @@ def _bad_nodes(run: str, submission: SbatchCommand) -> list[str]:
 
     path = find_run(run, Path(submission.runs_dir or "."))
     if path.is_file():
-        raise UsageError(f"--exclude-bad: expected a run's folder, found the spool file {path} of one node")
+        raise UsageError(
+            Code.NO_STORE, f"--exclude-bad: expected a run's folder, found the spool file {path} of one node"
+        )
     nodes = read_report(RunPaths(path)).verdict.bad_nodes
     _say(f"leaving out {', '.join(nodes)}" if nodes else f"the verdict of {path.name} blames no node: none is left out")
     return nodes

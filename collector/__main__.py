@@ -18,6 +18,7 @@ from typing import TextIO
 
 import zmq
 
+from ..core.codes import Code
 from ..core.errors import ExitCode, GpuwatchError, UsageError
 from ..core.wire.keys import derive_keys
 from ..core.wire.pipe import CannotBind, CollectorBound, CollectorConfig, UserNotice, read_config, write_line
@@ -146,7 +147,9 @@ def collect(
     try:
         server = CollectorServer(bind, *(key.decode() for key in pairs))
     except zmq.ZMQError as error:
-        raise UsageError(f"--bind: expected an address that is free, found {bind}: {error}") from error
+        raise UsageError(
+            Code.ADDRESS_IN_USE, f"--bind: expected an address that is free, found {bind}: {error}"
+        ) from error
     try:
         server.serve_metrics(metrics or "")
     except UsageError:
@@ -159,7 +162,9 @@ def collect(
         store = open_store(paths, max_frames)
     except (OSError, GpuwatchError) as error:
         server.close()
-        raise UsageError(f"--runs-dir: expected a folder to write to, found {runs_dir}: {error}") from error
+        raise UsageError(
+            Code.NOT_WRITABLE, f"--runs-dir: expected a folder to write to, found {runs_dir}: {error}"
+        ) from error
     where = f"the report will be in {paths.folder}"
     print(f"gpuwatch: listening at {server.address} for {nodes} node(s); {where}", file=out)
     if server.metrics is not None:

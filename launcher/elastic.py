@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher_api
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.host import host_name
 from ..core.own_imports import OWN_START
@@ -273,7 +274,7 @@ def run_to_its_end(args: argparse.Namespace, listener: TorchrunRanks) -> LaunchD
         return LaunchDone("failed")
     except (ValueError, AssertionError) as error:
         if not listener.any_started:
-            raise UsageError(f"torchrun rejected these options: {error}") from error
+            raise UsageError(Code.WRONG_TOGETHER, f"torchrun rejected these options: {error}") from error
         traceback.print_exc()
         return LaunchDone("failed")
     except Exception as error:

@@ -28,6 +28,7 @@ import psutil
 from msgspec.structs import replace as with_fields
 
 from ..core import host
+from ..core.codes import Code
 from ..core.errors import ExitCode, GpuwatchError, UsageError
 from ..core.host import host_name
 from ..core.recorder.run_folder import JOIN_VARIABLE, write_settings
@@ -186,8 +187,9 @@ def open_plan(args: argparse.Namespace, plan: CollectorPlan) -> CollectorPlan:
     """The same, with a collector that listens on every address. Raises UsageError where it is not this run's alone."""
     if not plan.local:
         raise UsageError(
+            Code.WRONG_TOGETHER,
             "--other-hosts: expected one gpuwatch run that has the collector, found --nnodes or --collector; "
-            "leave out --other-hosts, and start gpuwatch run on each host"
+            "leave out --other-hosts, and start gpuwatch run on each host",
         )
     port = str(args.collector_port) if args.collector_port is not None else "*"
     return replace(plan, max_nodes=_MOST_HOSTS, bind=f"tcp://*:{port}", starts_all=True)

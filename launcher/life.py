@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ..core import host
+from ..core.codes import Code
 from ..core.errors import ExitCode, UsageError
 from ..core.recorder.run_folder import write_meeting_key
 from ..core.recorder.scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
@@ -229,14 +230,16 @@ class JobLife:
             self._say(f"the collector did not start{why}; the training goes on, and this node keeps its own records")
         elif not answer.in_use:
             raise UsageError(
+                Code.NOT_WRITABLE,
                 f"expected to start a collector at {plan.bind}, found: {answer.reason}; "
-                "pass another --runs-dir DIR or --collector-port PORT"
+                "pass another --runs-dir DIR or --collector-port PORT",
             )
         self._end_collector()
         if answer is not None and answer.in_use and not (plan.may_join and answers(plan.connect, terms.keys)):
             raise UsageError(
+                Code.ADDRESS_IN_USE,
                 f"the port of {plan.bind.removeprefix('tcp://')} is in use by something that is not this run's "
-                "collector; pass a free one with --collector-port PORT, the same on every node"
+                "collector; pass a free one with --collector-port PORT, the same on every node",
             )
         return plan.connect
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace as with_fields
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.host import host_name, loopback
 from ..core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
@@ -42,8 +43,9 @@ def run(arguments: list[str]) -> int:
     args = parse_run(arguments)
     if os.environ.get(RUN_VARIABLE):
         raise UsageError(
+            Code.NESTED_RUN,
             "expected one gpuwatch run, found one inside another: the outer one watches all ranks below it; "
-            "leave out one of them"
+            "leave out one of them",
         )
     if problem := why_not_started(args.command[0]):
         say(f"{args.command[0]}: {problem[0]}")
