@@ -50,7 +50,7 @@ def main() -> int:
         server.serve_metrics(config.metrics)
     except UsageError as error:
         if not config.resume:
-            _refuse(CannotBind(False, str(error), is_told=True))
+            _refuse(CannotBind(False, error.text, code=error.code))
             server.close()
             return int(ExitCode.USAGE)
         _tell(f"the run continues without metrics: {error}")
@@ -61,9 +61,10 @@ def main() -> int:
     except (OSError, GpuwatchError) as error:
         # the other folder was tried for the store, too
         may_pass = isinstance(error.__cause__, sqlite3.OperationalError) or getattr(error, "errno", 0) in _SHORT
-        why = getattr(error, "strerror", None) or error
+        why = getattr(error, "strerror", None) or getattr(error, "text", error)
         sentence = f"expected a folder for runs that can be written, found {config.runs_dir}: {why}"
-        _refuse(CannotBind(False, f"{sentence}; pass another --runs-dir DIR", may_pass=may_pass, is_told=not may_pass))
+        code = None if may_pass else Code.NOT_WRITABLE
+        _refuse(CannotBind(False, f"{sentence}; pass another --runs-dir DIR", code, may_pass))
         server.close()
         return int(ExitCode.USAGE)
     if config.notify:

@@ -223,8 +223,8 @@ class JobLife:
             if answer.metrics:
                 self._say(f"Prometheus metrics are at {answer.metrics}")
             return plan.connect or answer.address
-        if answer is not None and answer.is_told:
-            raise UsageError(answer.reason)
+        if answer is not None and answer.code is not None:
+            raise UsageError(answer.code, answer.reason)
         if answer is None or answer.may_pass:
             why = f": {answer.reason}" if answer is not None else ""
             self._say(f"the collector did not start{why}; the training goes on, and this node keeps its own records")

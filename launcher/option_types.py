@@ -162,7 +162,7 @@ def thresholds(text: str) -> str:
     try:
         load_thresholds(text)
     except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(error.text) from error
     return str(Path(text).absolute())
 
 

@@ -216,14 +216,17 @@ class SentenceParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
-        what, _, words = message.partition(": ")
+        code, (what, _, words) = Code.WRONG_VALUE, message.partition(": ")
         if what == "unrecognized arguments":
             option = next((word.partition("=")[0] for word in words.split() if word.startswith("-")), "")
+            code = Code.NO_SUCH_OPTION if option else Code.ARGUMENT_TOO_MANY
             close = get_close_matches(option, self._option_string_actions, n=1)
             message += f"; did you mean {close[0]}?" if close else ""
         elif what == "the following arguments are required" and words.startswith("training_script"):
-            message = "expected a training script, found none"
-        raise UsageError(f"{message} (all options: {self.prog} --help)")
+            code, message = Code.NO_SCRIPT, "expected a training script, found none"
+        elif words.startswith("expected ") and words.endswith(" argument"):
+            code = Code.ARGUMENT_MISSING
+        raise UsageError(code, f"{message} (all options: {self.prog} --help)")
 
 
 def _add_group(parser: argparse.ArgumentParser, *tables: OptionTable) -> None:

@@ -27,7 +27,7 @@ from .notices_text import (
     warned_rows_table,
 )
 from .preflight_text import print_findings, print_stages
-from .sentence_parts import TextConsole, counted, grouped, list_item, one_on
+from .sentence_parts import TextConsole, counted, dim_codes, grouped, list_item, one_on
 from .side_by_side import can_be_compared, frames_text, rank_to_show, side_by_side, stacks_text
 
 # Which sections a report has, and which of them are open. The text and the page print this one list.
@@ -213,7 +213,8 @@ def _titled(console: Console, section: ReportSection, lines: Iterable[Renderable
 def _verdict(console: Console, report: RunReport) -> None:
     verdict = report.verdict
     mark = ":" if verdict.kind is VerdictKind.UNKNOWN else ","
-    console.print(Text(f"VERDICT  {verdict.kind}{mark} {verdict.how_sure}", style=f"bold {verdict.kind.tone}"))
+    title = Text(f"VERDICT  {verdict.kind}{mark} {verdict.how_sure}", style=f"bold {verdict.kind.tone}")
+    console.print(dim_codes(title.append(f" {verdict.codes}")))
     console.print(Text(verdict.statement, style="bold"))
     _list(console, "Why", verdict.evidence)
     _list(console, "Capture", capture_lines(verdict.capture))

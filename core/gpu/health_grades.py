@@ -86,7 +86,17 @@ def grade(
     who = f"{reading.name or 'GPU'} {reading.device} on {host}"
     judged = judge(reading, limits)
     findings = [
-        PreflightFinding(STAGE, one.grade, "gpu", ranks, [host], f"{who}: {one.sentence}", one.next, reading.device)
+        PreflightFinding(
+            STAGE,
+            one.grade,
+            "gpu",
+            ranks,
+            [host],
+            f"{who}: {one.sentence}",
+            one.next,
+            reading.device,
+            code=Code.GPU_UNHEALTHY,
+        )
         for one in judged
         if one.grade in ("warn", "fail")
     ]
@@ -95,7 +105,11 @@ def grade(
         sentence = f"{who}: NVML does not report {_reasons(unknown)}"
         todo = "Only root may read some of these values; if they matter, ask the node's administrator."
         todo = todo if any("Permission" in one.sentence for one in unknown) else ""
-        findings.append(PreflightFinding(STAGE, "unknown", "gpu", ranks, [host], sentence, todo, reading.device))
+        findings.append(
+            PreflightFinding(
+                STAGE, "unknown", "gpu", ranks, [host], sentence, todo, reading.device, code=Code.HEALTH_UNKNOWN
+            )
+        )
     return findings
 
 
@@ -116,7 +130,12 @@ def grade_answer(
     if answer.trouble:
         sentence = f"the health of GPU {device} on {host} is unknown: {answer.trouble}"
         known = [one for one in findings if one.grade in ("warn", "fail")]
-        findings = [*known, PreflightFinding(STAGE, "unknown", "gpu", ranks, [host], sentence, answer.next, device)]
+        findings = [
+            *known,
+            PreflightFinding(
+                STAGE, "unknown", "gpu", ranks, [host], sentence, answer.next, device, code=Code.HEALTH_UNKNOWN
+            ),
+        ]
     return findings, summary(reading, limits, answer)
 
 

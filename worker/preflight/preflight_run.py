@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
+from ...core.codes import Code
 from ...core.errors import ExitCode
 from ...core.events import OwnFault, PreflightBegan, PreflightResult, RankOutcome
 from ...core.host import host_name, lines_until
@@ -153,7 +154,7 @@ def _unheard(identity: RankIdentity, stage: str, detail: str) -> PreflightEnd:
     """The conclusion of a rank that cannot inform the others: they only find that it is missing."""
     host = host_name()
     sentence = f"rank {identity.rank} ({host}) {detail}; it could not report this to the others"
-    finding = PreflightFinding(stage, "fail", "rank", [identity.rank], [host], sentence)
+    finding = PreflightFinding(stage, "fail", "rank", [identity.rank], [host], sentence, code=Code.RANK_SILENT)
     return PreflightEnd([finding], [RankOutcome(identity.rank, "failed", stage, detail)])
 
 
