@@ -31,10 +31,11 @@ COMMANDS = {
     "runs": "List the runs of a folder with their verdicts.",
     "diff": "Show where the numbers of two runs, ranks or batches first differ.",
     "export": "Write the numbers of a run as JSON lines, CSV, Parquet or for TensorBoard.",
+    "explain": "Say what the code at the end of a message means, and what to do.",
     "collect": "Run a collector by hand, for launches with --collector.",
 }
 _BESIDE = {"launch": "jobs", "run": "jobs", "check": "jobs", "env": "jobs", "collect": "jobs"}
-_BESIDE |= {"runs": "report", "top": "live", "stacks": "live", "diff": "export"}
+_BESIDE |= {"runs": "report", "top": "live", "stacks": "live", "diff": "export", "explain": "explain_code"}
 """Commands that are not in a file of their own name."""
 _GO_ON = {"launch", "run", "check", "submit", "collect"}
 """What these do is not what they print."""

@@ -143,7 +143,8 @@ def _unknown(word: str, options: LaunchOptions) -> UsageError:
     close = difflib.get_close_matches(word, sorted(known | options.with_value | options.without_value), n=1)
     hint = f"did you mean {close[0]}? If it is" if close else "if it is"
     return UsageError(
-        f"{word} is an option of neither sbatch nor gpuwatch launch; {hint} one of your site, write it as {word}=VALUE"
+        Code.NO_SUCH_OPTION,
+        f"{word} is an option of neither sbatch nor gpuwatch launch; {hint} one of your site, write it as {word}=VALUE",
     )
 
 

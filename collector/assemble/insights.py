@@ -63,7 +63,7 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
         except Exception as error:  # it is made of what came over the network; the report must be written all the same
             text = f"one kind could not be determined: {type(error).__name__}: {error}"
             found.append(_insight(Code.OWN_FAULT, text, [], []))
-    return sorted(found, key=lambda insight: list(MENDS).index(insight.code))
+    return sorted(found, key=lambda insight: list(MENDS).index(Code(insight.code)))
 
 
 def _insight(
