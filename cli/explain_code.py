@@ -14,7 +14,6 @@ from ..core.errors import UsageError
 from .report import text_width
 
 _MOST_NEAR = 3
-_LINK = re.compile(r"\[([^]]+)\]\((?!https?:)([^)]+)\)")
 
 
 def _complete_codes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -38,9 +37,7 @@ def explain(code: str | None) -> int:
     found = _code_of(code)
     title, text = texts[found]
     click.echo(textwrap.fill(f"{found}  {title}", width, subsequent_indent=" " * 7))
-    for paragraph in _LINK.sub(r"\1 (docs/\2)", text).split("\n\n"):
-        filled = textwrap.fill(" ".join(paragraph.split()), width, break_on_hyphens=False, break_long_words=False)
-        click.echo(f"\n{filled}")
+    click.echo(f"\n{textwrap.fill(text, width, break_on_hyphens=False, break_long_words=False)}")
     return 0
 
 

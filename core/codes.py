@@ -151,12 +151,13 @@ class CodeText(NamedTuple):
     title: str
     """One sentence."""
     text: str
-    """Paragraphs: the cause, how to check, the mend."""
+    """A paragraph: the cause, how to check, the mend."""
 
 
 @lru_cache(maxsize=1)
 def code_texts() -> dict[str, CodeText]:
     """By code, in the page's order."""
     page = (Path(__file__).parents[1] / "docs" / "codes.md").read_text(encoding="utf-8")
-    found = re.findall(r"^### (GW\d+)\n\n\*\*(.+?)\*\*\n\n(.*?)\n*(?=^#|\Z)", page, re.MULTILINE | re.DOTALL)
-    return {code: CodeText(title, text) for code, title, text in found}
+    found = re.findall(r"^### (GW\d+)\n\n\*\*(.+?)\*\*\n\n(.+?)\n(?=\n#|\Z)", page, re.MULTILINE | re.DOTALL)
+    plain = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
+    return {code: CodeText(title, plain.sub(r"\1 (docs/\2)", " ".join(text.split()))) for code, title, text in found}

@@ -51,6 +51,7 @@ class ReportSection(WordEnum):
     BY_RANK = "by-rank", "Frames, rank by rank"
     LOST = "lost", "Lost records"
     VERSIONS = "versions", "Nodes and versions"
+    CODES = "codes", "What the codes mean"
 
     heading: str
 

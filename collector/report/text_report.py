@@ -86,6 +86,7 @@ _IS_THERE: dict[ReportSection, Callable[[RunReport], object]] = {
     ReportSection.BY_RANK: lambda report: any(r.frames or r.traces or r.traces_left_out for r in report.ranks),
     ReportSection.LOST: lambda report: any(rank.lost.total for rank in report.ranks),
     ReportSection.VERSIONS: lambda report: True,
+    ReportSection.CODES: lambda report: True,
 }
 assert list(_IS_THERE) == list(ReportSection)
 
@@ -96,6 +97,7 @@ _OPEN: dict[ReportSection, Callable[[RunReport], object]] = {
     ReportSection.STEPS: lambda report: report.steps is not None and (report.steps.stragglers or report.steps.trouble),
     ReportSection.INSIGHTS: lambda report: True,
     ReportSection.HEAT: lambda report: True,
+    ReportSection.CODES: lambda report: True,
 }
 
 
