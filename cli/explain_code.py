@@ -31,8 +31,8 @@ def explain(code: str | None) -> int:
     """
     texts, width = code_texts(), text_width()
     if code is None:
-        for each, text in texts.items():
-            click.echo(textwrap.fill(f"{each}  {text.title}", width, subsequent_indent=" " * 7))
+        for each, (title, _) in texts.items():
+            click.echo(textwrap.fill(f"{each}  {title}", width, subsequent_indent=" " * 7))
         return 0
     found = _code_of(code)
     title, text = texts[found]

@@ -13,7 +13,7 @@ from typing import Literal
 import click
 
 from ..collector.run_files import RunPaths, read_report
-from ..core.codes import Code
+from ..core.codes import Code, coded
 from ..core.errors import UsageError
 from ..core.recorder.run_folder import runs_of_job
 from ..launcher.saved_settings import saved_runs_dir
@@ -155,7 +155,8 @@ def _conclude(task: JobTask, submission: SbatchCommand, started: str) -> int:
     """Print the report of a job that is over; its exit code is SLURM's, or the run's where SLURM has ended the job."""
     paths = _run_of(task, Path(submission.runs_dir or "."), started)
     if paths is None:
-        _say(f"job {task.id} ended as {task.state.lower()} and left no report; see its output")
+        text = f"job {task.id} ended as {task.state.lower()} and left no report; see its output"
+        _say(coded(text, Code.SLURM_SILENT))
         return task.exit_code or int(task.state != "COMPLETED")
     click.echo(f"{paths.report_text.read_text()}\nreport: {paths.report_json}\nas a page: {paths.report_html}")
     return task.exit_code if task.state in ("COMPLETED", "FAILED") else int(paths.exit_code.read_text())

@@ -164,7 +164,8 @@ def collect(
     except (OSError, GpuwatchError) as error:
         server.close()
         raise UsageError(
-            Code.NOT_WRITABLE, f"--runs-dir: expected a folder to write to, found {runs_dir}: {error}"
+            Code.NOT_WRITABLE,
+            f"--runs-dir: expected a folder to write to, found {runs_dir}: {getattr(error, 'text', error)}",
         ) from error
     where = f"the report will be in {paths.folder}"
     print(f"gpuwatch: listening at {server.address} for {nodes} node(s); {where}", file=out)

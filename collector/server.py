@@ -15,7 +15,7 @@ import zmq
 from msgspec import structs
 from msgspec.json import encode as to_json
 
-from ..core.codes import Code
+from ..core.codes import Code, coded
 from ..core.errors import UsageError
 from ..core.host import OwnClock
 from ..core.tell import tell as log
@@ -265,7 +265,7 @@ class CollectorServer:
             if isinstance(action, SendMessage):
                 self._send(action.agent, action.message)
             elif isinstance(action, NotifyUser):
-                self._tell(UserNotice(action.text))
+                self._tell(UserNotice(coded(action.text, Code.HANG)))
                 self._notify("stall", action.text)
         return any(isinstance(action, FinishRun) for action in actions)
 

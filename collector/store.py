@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ..core.codes import Code
+from ..core.codes import Code, coded
 from ..core.errors import GpuwatchError
 from ..core.events import Definition
 from ..core.own_files import expect_regular
@@ -208,7 +208,8 @@ class RunStore:
     def _open_other(self, folder: Path) -> sqlite3.Connection:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         db = self._open(folder / self.path.name, True)
-        self._say(f"the run's store {self.path} cannot be written; it continues in {folder}")
+        text = f"the run's store {self.path} cannot be written; it continues in {folder}"
+        self._say(coded(text, Code.STORE_UNWRITTEN))
         self.path = folder / self.path.name
         self._fallback = None
         return db
@@ -343,7 +344,8 @@ class RunStore:
             self._failed, self._tried_at = False, 0.0
         elif not self._failed:
             self._failed = True
-            self._say(f"the run's store {self.path} cannot be written ({error}); new messages are kept in memory")
+            text = f"the run's store {self.path} cannot be written ({error}); new messages are kept in memory"
+            self._say(coded(text, Code.STORE_UNWRITTEN))
         return False
 
     def commit(self) -> bool:

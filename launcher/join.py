@@ -28,7 +28,7 @@ import psutil
 from msgspec.structs import replace as with_fields
 
 from ..core import host
-from ..core.codes import Code
+from ..core.codes import Code, coded
 from ..core.errors import ExitCode, GpuwatchError, UsageError
 from ..core.host import host_name
 from ..core.recorder.run_folder import JOIN_VARIABLE, write_settings
@@ -70,7 +70,7 @@ def main() -> int:
 
 def _answer(scratch: str) -> int:
     if not scratch:
-        tell("the watcher of this host has ended")
+        tell(coded("the watcher of this host has ended", Code.AGENT_ENDED))
         return int(ExitCode.UNKNOWN)
     print(scratch, flush=True)
     return 0
@@ -143,7 +143,7 @@ class JoinedRanks(RankStarter):
         keys, addresses = self._join.agent, self._join.addresses
         found = first_that_answers(addresses, keys.server_key, keys.public_key, keys.private_key)
         if found is None:
-            self._say(f"no collector answers at any of {', '.join(addresses)}")
+            self._say(coded(f"no collector answers at any of {', '.join(addresses)}", Code.COLLECTOR_ENDED))
         return found or addresses[0]
 
     def _watch(self, agent: NodeAgent) -> None:

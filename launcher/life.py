@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ..core import host
-from ..core.codes import Code
+from ..core.codes import Code, coded
 from ..core.errors import ExitCode, UsageError
 from ..core.recorder.run_folder import write_meeting_key
 from ..core.recorder.scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
@@ -211,7 +211,7 @@ class JobLife:
         if not plan.hosts:
             return plan.connect
         if not terms.args.check_only and not host.has_part_in_c():
-            self._say(WITHOUT_C)
+            self._say(coded(WITHOUT_C, Code.NO_C_PART))
         self._collector = HeadCollector(terms.collector_config(self.scratch), self._say, show)
         answer = self._collector.answer
         if isinstance(answer, pipe.CollectorBound):
@@ -227,7 +227,8 @@ class JobLife:
             raise UsageError(answer.code, answer.reason)
         if answer is None or answer.may_pass:
             why = f": {answer.reason}" if answer is not None else ""
-            self._say(f"the collector did not start{why}; the training goes on, and this node keeps its own records")
+            text = f"the collector did not start{why}; the training goes on, and this node keeps its own records"
+            self._say(coded(text, Code.COLLECTOR_ENDED))
         elif not answer.in_use:
             raise UsageError(
                 Code.NOT_WRITABLE,
@@ -257,7 +258,7 @@ class JobLife:
             return self._exit_code(done, None, left=True)
         self._ranks.conclude(verdict := self.verdict)
         if verdict is None:
-            self._say("no verdict: the node agent ended without one")
+            self._say(coded("no verdict: the node agent ended without one", Code.VERDICT_LATE))
         return self._exit_code(done, verdict, left=False)
 
     def _exit_code(self, done: pipe.LaunchDone, verdict: pipe.JobResult | None, *, left: bool) -> int:
@@ -267,7 +268,7 @@ class JobLife:
             return code
         if self._ranks.signals_first and code >= ExitCode.SIGNAL:
             return code
-        self._say(f"{overflow}; {where_it_is(self.verdict)}")
+        self._say(coded(f"{overflow}; {where_it_is(self.verdict)}", Code.VERDICT_LATE))
         return int(ExitCode.OVERFLOW)
 
     def clear_up(self) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.codes import Code
+from ..core.codes import Code, coded
 from ..core.errors import UsageError
 from ..core.host import host_name, loopback
 from ..core.wire.keys import SECRET_VARIABLE, JobKeys, derive_keys, others_may_read, random_secret, read_secret
@@ -165,15 +165,16 @@ def job_secret(secret_file: str | None, job: str, *, local: bool) -> str:
     """As the user has it. Without one, what all nodes know, or a random one if nobody outside takes part (`local`)."""
     secret = read_secret(secret_file)
     if sentence := others_may_read(secret_file):
-        say(sentence)
+        say(coded(sentence, Code.KEYS_GUESSABLE))
     if secret is not None:
         return secret
     if local:
         return random_secret()
-    say(
+    text = (
         f"encrypting with keys derived from the rendezvous id {job!r}; to keep others on this network out, give every "
         "node the same GPUWATCH_SECRET or --secret-file"
     )
+    say(coded(text, Code.KEYS_GUESSABLE))
     return f"rendezvous id {job}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ..core.codes import Code
+from ..core.codes import Code, coded
 from ..core.errors import UsageError
 from .batch_script import RUNS_DIR, BatchScript, SbatchOption, directive
 from .sbatch import OF_THE_SUBMISSION, REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE, JobTask, LocalSlurm
@@ -205,7 +205,7 @@ class JobFollower:
             tasks = self.slurm.tasks(job)
             if tasks is None:
                 if not silent:
-                    self.say(f"job {job}: SLURM does not answer; asking again")
+                    self.say(coded(f"job {job}: SLURM does not answer; asking again", Code.SLURM_SILENT))
                 silent = True
             else:
                 silent = False

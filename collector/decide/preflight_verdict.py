@@ -55,7 +55,7 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
         f"Preflight passed: {where}{', with ' + ' and '.join(noted) if noted else ''}.",
         Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
-        evidence=[_line(finding) for finding in findings[:_MAX_LINES]],
+        evidence=[finding_line(finding) for finding in findings[:_MAX_LINES]],
         next=list(dict.fromkeys(finding.next for finding in findings if finding.next))[:_MAX_LINES],
     )
 
@@ -118,7 +118,7 @@ def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Preflig
         attempt=facts.last_attempt,
         stage=first.stage,
         evidence=[
-            *(_line(finding) for finding in same[:_MAX_LINES]),
+            *(finding_line(finding) for finding in same[:_MAX_LINES]),
             *(coded(f"later, in stage {one.stage}: {one.sentence}", one.code) for one in later[:_MAX_LINES]),
             *_told_by(facts, ranks, first),
             *_witnesses(ranks, first),
@@ -201,7 +201,8 @@ def _outcome_text(rank: RankFacts) -> str:
     return f"{rank.preflight.outcome} in stage {rank.preflight.stage}: {rank.preflight.detail}"
 
 
-def _line(finding: PreflightFinding) -> str:
+def finding_line(finding: PreflightFinding) -> str:
+    """`compute, fail: rank 1 on vm gets a different matmul result [GW334]`"""
     return coded(f"{finding.stage}, {finding.grade}: {finding.sentence}", finding.code)
 
 

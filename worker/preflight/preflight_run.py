@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from ...core.codes import Code
+from ...core.codes import Code, coded
 from ...core.errors import ExitCode
 from ...core.events import OwnFault, PreflightBegan, PreflightResult, RankOutcome
 from ...core.host import host_name, lines_until
@@ -119,7 +119,7 @@ def preflight_or_exit(session: WorkerSession, identity: RankIdentity, script: st
     if sentence is not None:
         session.recorder.fields[HeadField.ABORT] = seal(ExitCode.PREFLIGHT_FAILED)
         if identity.local_rank == 0:  # all ranks have the same sentence
-            tell(f"gpuwatch: {sentence}")
+            tell(coded(f"gpuwatch: {sentence}", Code.PREFLIGHT))
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
 
 
