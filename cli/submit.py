@@ -156,7 +156,7 @@ def _conclude(task: JobTask, submission: SbatchCommand, started: str) -> int:
     paths = _run_of(task, Path(submission.runs_dir or "."), started)
     if paths is None:
         text = f"job {task.id} ended as {task.state.lower()} and left no report; see its output"
-        _say(coded(text, Code.SLURM_SILENT))
+        _say(coded(text, Code.SCHEDULER_SILENT))
         return task.exit_code or int(task.state != "COMPLETED")
     click.echo(f"{paths.report_text.read_text()}\nreport: {paths.report_json}\nas a page: {paths.report_html}")
     return task.exit_code if task.state in ("COMPLETED", "FAILED") else int(paths.exit_code.read_text())

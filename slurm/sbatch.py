@@ -98,7 +98,7 @@ def _sbatch(script: str, options: list[str]) -> subprocess.CompletedProcess[str]
     """Raises UsageError when sbatch does not take the job."""
     done = _run(["sbatch", *options], script)
     if done.returncode:
-        raise UsageError(Code.SLURM_REFUSED, f"sbatch rejected the job: {_said(done.stderr)}")
+        raise UsageError(Code.SUBMISSION_REFUSED, f"sbatch rejected the job: {_said(done.stderr)}")
     return done
 
 
@@ -107,7 +107,7 @@ def _run(command: list[str], text: str | None = None) -> subprocess.CompletedPro
         return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
     except FileNotFoundError as error:
         raise UsageError(
-            Code.SLURM_REFUSED,
+            Code.SUBMISSION_REFUSED,
             f"expected SLURM's {command[0]} on this machine, found none; run this where jobs are submitted, or print "
             "the script and submit it there: gpuwatch submit --print",
         ) from error

@@ -205,7 +205,7 @@ class JobFollower:
             tasks = self.slurm.tasks(job)
             if tasks is None:
                 if not silent:
-                    self.say(coded(f"job {job}: SLURM does not answer; asking again", Code.SLURM_SILENT))
+                    self.say(coded(f"job {job}: SLURM does not answer; asking again", Code.SCHEDULER_SILENT))
                 silent = True
             else:
                 silent = False

@@ -58,7 +58,7 @@ def test_a_collector_that_cannot_be_started_answers_nothing_and_has_nothing_to_e
     with no_descriptor():
         collector = HeadCollector(CollectorConfig("", "", "", "", "", str(tmp_path), "job"), said.append, print)
     assert collector.answer is None
-    assert said == ["the collector could not be started: [Errno 24] Too many open files: '/dev/null'"]
+    assert said == ["the collector could not be started: [Errno 24] Too many open files: '/dev/null' [GW602]"]
     collector.end(30.0)
 
 
