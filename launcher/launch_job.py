@@ -199,7 +199,7 @@ class TorchrunRanks(RankStarter):
     def _leave_torchrun(self) -> None:
         say(
             "the ranks of this node have ended, but torchrun still waits for a rendezvous that does not answer: "
-            "leaving torchrun"
+            f"leaving torchrun [{Code.NO_RENDEZVOUS}]"
         )
         self._leave(LaunchDone("failed"), int(ExitCode.SCRIPT_FAILED))
 

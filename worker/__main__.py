@@ -51,7 +51,7 @@ def main() -> NoReturn:
     arguments = sys.argv[1:]
     settings = WorkerSettings.from_environment()
     if settings is None:
-        tell(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none")
+        tell(coded(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none", Code.NESTED_RUN))
         raise SystemExit(ExitCode.USAGE)
     session = _open_session(settings)
     if session is not None and settings.preflight != "off":
