@@ -270,7 +270,10 @@ def _marked(text: str) -> Markup:
     matches = [match for pattern in _MARKS for match in pattern.finditer(text)]
     for match in sorted(matches, key=lambda match: match.start()):
         if match.start() >= at:
-            found += [escape(text[at : match.start()]), Markup(_MARKS[match.re]).format(match[0], match[0][1:-1].lower())]
+            found += [
+                escape(text[at : match.start()]),
+                Markup(_MARKS[match.re]).format(match[0], match[0][1:-1].lower()),
+            ]
             at = match.end()
     return Markup("").join([*found, escape(text[at:])])
 
