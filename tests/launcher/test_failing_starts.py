@@ -161,4 +161,4 @@ def test_an_agent_that_does_not_answer_at_the_end_is_ended_and_the_next_one_has_
     node.end_ranks()
     verdict = node.verdict()
     assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
-    assert node.said.count("the node agent does not answer") == 1
+    assert node.said.count("the node agent does not answer [GW603]") == 1
