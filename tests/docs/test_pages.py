@@ -155,5 +155,6 @@ def test_commands_were_found():
         "top",
         "stacks",
         "replay",
+        "explain",
     }
     assert {words[0] for _, words in COMMANDS} == verbs
