@@ -81,7 +81,9 @@ def export(
     from ..collector.assemble import frame_export, trace_export
 
     if tables and form in _NO_TABLE:
-        raise UsageError(f"--table: expected a format with a table, found --format {form}; leave --table out")
+        raise UsageError(
+            Code.NOT_WRITABLE, f"--table: expected a format with a table, found --format {form}; leave --table out"
+        )
     if form in _NEEDS:
         _expect_library(form)
     path = find_run(run, Path(runs_dir))
@@ -89,7 +91,9 @@ def export(
         return _send(path, endpoint, output, choice)
     if form in _NEEDS and output is None:
         what = "folder" if form == "tensorboard" else "file"
-        raise UsageError(f"--format {form}: expected a {what} to write to, found none; add: -o {what.upper()}")
+        raise UsageError(
+            Code.ARGUMENT_MISSING, f"--format {form}: expected a {what} to write to, found none; add: -o {what.upper()}"
+        )
     with facts_of(path) as facts:
         ranks = ranks_of(choice, facts) if choice is not None else None
         rows = frame_export.export_rows(facts, path.name, tables or frame_export.TABLES, ranks)
@@ -126,10 +130,16 @@ def _send(path: Path, endpoint: str | None, output: Path | None, choice: RankCho
     from ..collector.assemble.otlp_export import send_otlp
 
     if output is not None:
-        raise UsageError(f"--output: expected none with --format otlp, which is sent, found {output}; leave it out")
+        raise UsageError(
+            Code.WRONG_TOGETHER,
+            f"--output: expected none with --format otlp, which is sent, found {output}; leave it out",
+        )
     if not endpoint or not is_web_address(endpoint):
         found = f"found {endpoint}" if endpoint else "found none"
-        raise UsageError(f"--endpoint: expected the address of an OpenTelemetry collector, http://HOST:4318, {found}")
+        raise UsageError(
+            Code.WRONG_VALUE,
+            f"--endpoint: expected the address of an OpenTelemetry collector, http://HOST:4318, {found}",
+        )
     with facts_of(path) as facts:
         sent = send_otlp(facts, path.name, endpoint, ranks_of(choice, facts) if choice is not None else None)
     click.echo(f"gpuwatch: sent {sent} points to {endpoint}", err=True)
@@ -144,7 +154,7 @@ def _expect_library(form: str) -> None:
         raise UsageError(
             Code.NOT_INSTALLED,
             f"--format {form}: expected {_NEEDS[form]}, which writes it, found it not installed; install it with: "
-            f'pip install "gpuwatch-cluster[{form}]"'
+            f'pip install "gpuwatch-cluster[{form}]"',
         ) from error
 
 

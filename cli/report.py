@@ -103,7 +103,9 @@ def report(
     report = _made(found, rank, merge=merge) if again or merge or is_spool else read_report(RunPaths(path))
     known = [entry.rank for entry in report.ranks]
     if rank is not None and rank not in known:
-        raise UsageError(f"--rank: expected one of the ranks of this run ({there(known)}), found {rank}")
+        raise UsageError(
+            Code.NOT_IN_RUN, f"--rank: expected one of the ranks of this run ({there(known)}), found {rank}"
+        )
     if rank is not None and not merge and not is_spool and _is_in_store(report, rank):
         with suppress(GpuwatchError):  # without its store, what the report holds is shown
             report = _from_store(path, rank)
