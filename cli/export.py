@@ -82,7 +82,7 @@ def export(
 
     if tables and form in _NO_TABLE:
         raise UsageError(
-            Code.NOT_WRITABLE, f"--table: expected a format with a table, found --format {form}; leave --table out"
+            Code.WRONG_TOGETHER, f"--table: expected a format with a table, found --format {form}; leave --table out"
         )
     if form in _NEEDS:
         _expect_library(form)
