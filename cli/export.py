@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import click
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.text import is_web_address
 from .rank_choice import RankChoice, facts_of, parse_rank, ranks_of
@@ -80,7 +81,9 @@ def export(
     from ..collector.assemble import frame_export, trace_export
 
     if tables and form in _NO_TABLE:
-        raise UsageError(f"--table: expected a format with a table, found --format {form}; leave --table out")
+        raise UsageError(
+            Code.WRONG_TOGETHER, f"--table: expected a format with a table, found --format {form}; leave --table out"
+        )
     if form in _NEEDS:
         _expect_library(form)
     path = find_run(run, Path(runs_dir))
@@ -88,7 +91,9 @@ def export(
         return _send(path, endpoint, output, choice)
     if form in _NEEDS and output is None:
         what = "folder" if form == "tensorboard" else "file"
-        raise UsageError(f"--format {form}: expected a {what} to write to, found none; add: -o {what.upper()}")
+        raise UsageError(
+            Code.ARGUMENT_MISSING, f"--format {form}: expected a {what} to write to, found none; add: -o {what.upper()}"
+        )
     with facts_of(path) as facts:
         ranks = ranks_of(choice, facts) if choice is not None else None
         rows = frame_export.export_rows(facts, path.name, tables or frame_export.TABLES, ranks)
@@ -109,12 +114,15 @@ def export(
             elif form == "parquet":
                 frame_export.write_parquet(rows, output)
             elif output.exists() and (not output.is_dir() or any(output.iterdir())):
-                raise UsageError(f"--output: expected a new or an empty folder, found {output}, which is not empty")
+                raise UsageError(
+                    Code.NOT_WRITABLE,
+                    f"--output: expected a new or an empty folder, found {output}, which is not empty",
+                )
             else:
                 frame_export.write_tensorboard(rows, output)
         except OSError as error:
             what = f"expected a path that can be written, found {output}: {error.strerror}"
-            raise UsageError(f"--output: {what}") from error
+            raise UsageError(Code.NOT_WRITABLE, f"--output: {what}") from error
     return 0
 
 
@@ -122,10 +130,16 @@ def _send(path: Path, endpoint: str | None, output: Path | None, choice: RankCho
     from ..collector.assemble.otlp_export import send_otlp
 
     if output is not None:
-        raise UsageError(f"--output: expected none with --format otlp, which is sent, found {output}; leave it out")
+        raise UsageError(
+            Code.WRONG_TOGETHER,
+            f"--output: expected none with --format otlp, which is sent, found {output}; leave it out",
+        )
     if not endpoint or not is_web_address(endpoint):
         found = f"found {endpoint}" if endpoint else "found none"
-        raise UsageError(f"--endpoint: expected the address of an OpenTelemetry collector, http://HOST:4318, {found}")
+        raise UsageError(
+            Code.WRONG_VALUE,
+            f"--endpoint: expected the address of an OpenTelemetry collector, http://HOST:4318, {found}",
+        )
     with facts_of(path) as facts:
         sent = send_otlp(facts, path.name, endpoint, ranks_of(choice, facts) if choice is not None else None)
     click.echo(f"gpuwatch: sent {sent} points to {endpoint}", err=True)
@@ -138,8 +152,9 @@ def _expect_library(form: str) -> None:
         importlib.import_module(_NEEDS[form])
     except ImportError as error:
         raise UsageError(
+            Code.NOT_INSTALLED,
             f"--format {form}: expected {_NEEDS[form]}, which writes it, found it not installed; install it with: "
-            f'pip install "gpuwatch-cluster[{form}]"'
+            f'pip install "gpuwatch-cluster[{form}]"',
         ) from error
 
 
@@ -154,7 +169,9 @@ def _two(ctx: click.Context, param: click.Parameter, value: str | None) -> _Side
     if value is None:
         return _SideNumbers()
     if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})?", value):
-        raise UsageError(f"{param.opts[0]}: expected one number, or one for each side as 0,1, found {value!r}")
+        raise UsageError(
+            Code.WRONG_VALUE, f"{param.opts[0]}: expected one number, or one for each side as 0,1, found {value!r}"
+        )
     numbers = [int(number) for number in value.split(",")]
     return _SideNumbers(numbers[0], numbers[-1])
 
@@ -195,8 +212,9 @@ def diff(
     alike = ranks.a == ranks.b and batches.a == batches.b
     if not 1 <= len(runs) <= 2 or (len(runs) == 1 and alike):
         raise UsageError(
+            Code.ARGUMENT_MISSING,
             f"expected two runs, or one with --rank A,B or --batch A,B, found {len(runs)} "
-            f"run{'s' if len(runs) != 1 else ''}{' and one rank and batch of it' if len(runs) == 1 else ''}"
+            f"run{'s' if len(runs) != 1 else ''}{' and one rank and batch of it' if len(runs) == 1 else ''}",
         )
     folders = [find_run(run, Path(runs_dir)) for run in runs]
     with ExitStack() as stores:
@@ -206,7 +224,9 @@ def diff(
         sides, frames = choose(a, b)
     found = difference(*frames)
     if not found.compared and not found.rows:
-        raise UsageError("--batch: expected a batch with a tensor that was measured on both sides, found none")
+        raise UsageError(
+            Code.NOT_IN_RUN, "--batch: expected a batch with a tensor that was measured on both sides, found none"
+        )
     if form == "json":
         echo_json({"schema": 1, "a": sides[0], "b": sides[1], "difference": found})
     else:

@@ -16,6 +16,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.recorder.run_folder import JOIN_VARIABLE
 from ..core.recorder.run_folder import env as env_of_run
@@ -104,8 +105,9 @@ def env(form: str) -> int:
     variables = env_of_run()
     if not variables:
         raise UsageError(
+            Code.NESTED_RUN,
             "expected a call below gpuwatch run, found no run; for example: "
-            "gpuwatch run --other-hosts -- sh -c 'gpuwatch env > run.env && ...'"
+            "gpuwatch run --other-hosts -- sh -c 'gpuwatch env > run.env && ...'",
         )
     if form == "json":
         click.echo(json.dumps(variables, indent=2))
@@ -123,7 +125,7 @@ def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | Non
     try:
         return metrics_address(text) if text is not None else None
     except argparse.ArgumentTypeError as error:
-        raise UsageError(f"--metrics-port: {error}") from error
+        raise UsageError(Code.WRONG_VALUE, f"--metrics-port: {error}") from error
 
 
 def _notify_targets(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -132,7 +134,7 @@ def _notify_targets(ctx: click.Context, param: click.Parameter, texts: tuple[str
     try:
         return notify_targets([notify_target(text) for text in texts])
     except argparse.ArgumentTypeError as error:
-        raise UsageError(f"--notify: {error}") from error
+        raise UsageError(Code.WRONG_VALUE, f"--notify: {error}") from error
 
 
 @click.command(name="collect")
@@ -184,6 +186,6 @@ def collect(
     from ..launcher.plan import job_secret
 
     if not bind.startswith("tcp://"):
-        raise UsageError(f"--bind: expected tcp://ADDRESS:PORT, found {bind!r}")
+        raise UsageError(Code.WRONG_VALUE, f"--bind: expected tcp://ADDRESS:PORT, found {bind!r}")
     secret = job_secret(secret_file, rdzv_id, local=False)
     return collect_by_hand(bind, nodes, rdzv_id, secret, Path(runs_dir), max_frames, metrics_port, notify, sys.stdout)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from ..core.codes import Code
 from ..core.errors import GpuwatchError, UsageError
 from ..core.stalls import ANSWER_S
 from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run
@@ -41,7 +42,7 @@ def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
     from ..collector.live.publisher import job_viewer
 
     if form == "json" and not once:
-        raise UsageError("expected --once with --format json, found none; add: --once")
+        raise UsageError(Code.WRONG_TOGETHER, "expected --once with --format json, found none; add: --once")
     path = find_run(run, Path(runs_dir))
     with _connected(job_viewer(path), path.name) as link:
         return _print_once(link, path.name, form) if once else _watch(link, path.name)
@@ -64,7 +65,7 @@ def stacks(run: str | None, runs_dir: str, form: str) -> int:
     with _connected(stacks_viewer(path), path.name) as link:
         view = link.newest(_PATIENCE_S + ANSWER_S)
     if view is None:
-        raise GpuwatchError(_SILENT.format(path.name, _PATIENCE_S + ANSWER_S))
+        raise GpuwatchError(Code.NOT_RUNNING, _SILENT.format(path.name, _PATIENCE_S + ANSWER_S))
     if form == "json":
         echo_json(view)
     else:
@@ -77,7 +78,9 @@ def _connected(link: ViewSubscriber[T], run: str) -> Iterator[ViewSubscriber[T]]
     try:
         if not link.is_shown:
             result = f"for its result: gpuwatch report {run}"
-            raise UsageError(f"expected a run in progress, found no collector that shows {run}; {result}")
+            raise UsageError(
+                Code.NOT_RUNNING, f"expected a run in progress, found no collector that shows {run}; {result}"
+            )
         yield link
     finally:
         link.close()
@@ -90,7 +93,7 @@ def _print_once(link: ViewSubscriber[JobView], run: str, form: str) -> int:
 
     view = link.newest(_PATIENCE_S)
     if view is None:
-        raise GpuwatchError(_SILENT.format(run, _PATIENCE_S))
+        raise GpuwatchError(Code.NOT_RUNNING, _SILENT.format(run, _PATIENCE_S))
     model = TopModel()
     model.see(view)
     for _ in range(_MORE):
@@ -114,8 +117,9 @@ def _watch(link: ViewSubscriber[JobView], run: str) -> int:
 
     if find_spec("textual") is None:
         raise UsageError(
+            Code.NOT_INSTALLED,
             "expected textual, which draws the screen, found it not installed; install it with: pip install "
-            '"gpuwatch-cluster[top]", or print one snapshot: gpuwatch top --once'
+            '"gpuwatch-cluster[top]", or print one snapshot: gpuwatch top --once',
         )
     from ..collector.live.top_app import TopApp
 

@@ -13,7 +13,8 @@ theirs_last()
 
 import click  # noqa: E402
 
-from ..core.errors import GpuwatchError, OutputLost  # noqa: E402
+from ..core.codes import Code, coded  # noqa: E402
+from ..core.errors import GpuwatchError, OutputLost, UsageError  # noqa: E402
 from ..core.host import gpuwatch_version  # noqa: E402
 from ..core.tell import end_process, expect_answer, guard_streams, tell  # noqa: E402
 
@@ -30,13 +31,21 @@ COMMANDS = {
     "runs": "List the runs of a folder with their verdicts.",
     "diff": "Show where the numbers of two runs, ranks or batches first differ.",
     "export": "Write the numbers of a run as JSON lines, CSV, Parquet or for TensorBoard.",
+    "explain": "Say what the code at the end of a message means, and what to do.",
     "collect": "Run a collector by hand, for launches with --collector.",
 }
 _BESIDE = {"launch": "jobs", "run": "jobs", "check": "jobs", "env": "jobs", "collect": "jobs"}
-_BESIDE |= {"runs": "report", "top": "live", "stacks": "live", "diff": "export"}
+_BESIDE |= {"runs": "report", "top": "live", "stacks": "live", "diff": "export", "explain": "explain_code"}
 """Commands that are not in a file of their own name."""
 _GO_ON = {"launch", "run", "check", "submit", "collect"}
 """What these do is not what they print."""
+_OF_CLICK = {
+    click.NoSuchOption: Code.NO_SUCH_OPTION,
+    click.MissingParameter: Code.ARGUMENT_MISSING,
+    click.BadOptionUsage: Code.ARGUMENT_MISSING,
+    click.BadParameter: Code.WRONG_VALUE,
+}
+"""The code of a click error that is none of ours: the first that it is an instance of."""
 
 
 class _LazyGroup(click.Group):
@@ -57,7 +66,8 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in COMMANDS:
-            raise click.UsageError(f"expected one of {', '.join(COMMANDS)}, found {args[0]!r}; {_meant(args[0])}")
+            text = f"expected one of {', '.join(COMMANDS)}, found {args[0]!r}; {_meant(args[0])}"
+            raise UsageError(Code.NO_SUCH_COMMAND, text)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -114,10 +124,11 @@ def main() -> NoReturn:
         code = int(error.exit_code)
     except click.ClickException as error:
         text = error.format_message()
+        code_of = next((code for kind, code in _OF_CLICK.items() if isinstance(error, kind)), Code.ARGUMENT_TOO_MANY)
         if isinstance(error, click.NoSuchOption) and (error.ctx is None or error.ctx.parent is None):
             option = error.option_name
             text = f"expected a command before {option}; did you mean gpuwatch launch {option}?"
-        tell(f"gpuwatch: {text}")
+        tell(f"gpuwatch: {coded(text, code_of)}")
         code = 2
     except click.exceptions.Abort:
         code = 130

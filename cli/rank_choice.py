@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.text import ranks_text
 
@@ -25,7 +26,9 @@ def parse_rank(ctx: click.Context, param: click.Parameter, value: str | None) ->
     if value is None or re.fullmatch(r"-?[0-9]{1,9}", value):
         return int(value) if value is not None else None
     if not re.fullmatch(r"[^=,\s]+=[0-9]{1,9}(,[^=,\s]+=[0-9]{1,9})*", value):
-        raise UsageError(f"--rank: expected a number, or a place in a DeviceMesh as tp=2,dp=0, found {value!r}")
+        raise UsageError(
+            Code.WRONG_VALUE, f"--rank: expected a number, or a place in a DeviceMesh as tp=2,dp=0, found {value!r}"
+        )
     return {name: int(number) for name, _, number in (part.partition("=") for part in value.split(","))}
 
 
@@ -34,7 +37,9 @@ def ranks_of(choice: RankChoice, facts: RunFacts) -> list[int]:
     known = sorted({each.rank for each in facts.ranks.values()})
     if isinstance(choice, int):
         if choice not in known:
-            raise UsageError(f"--rank: expected one of the ranks of this run ({there(known)}), found {choice}")
+            raise UsageError(
+                Code.NOT_IN_RUN, f"--rank: expected one of the ranks of this run ({there(known)}), found {choice}"
+            )
         return [choice]
     places = {each.rank: each.coordinates for each in facts.of_attempt(facts.last_attempt)}
     found = sorted(rank for rank, place in places.items() if choice.items() <= place.items())
@@ -45,7 +50,9 @@ def ranks_of(choice: RankChoice, facts: RunFacts) -> list[int]:
         dims = ", ".join(f"{name} of {size}" for name, size in sizes.items())
         meshes = f"its meshes have {dims}" if sizes else "no DeviceMesh with names was seen"
         asked = ",".join(f"{name}={at}" for name, at in choice.items())
-        raise UsageError(f"--rank: expected a place in a DeviceMesh of this run ({meshes}), found {asked}")
+        raise UsageError(
+            Code.NOT_IN_RUN, f"--rank: expected a place in a DeviceMesh of this run ({meshes}), found {asked}"
+        )
     return found
 
 
@@ -56,7 +63,10 @@ def one_rank(choice: RankChoice | None, run: Path) -> int | None:
     with facts_of(run) as facts:
         found = ranks_of(choice, facts)
     if len(found) > 1:
-        raise UsageError(f"--rank: expected the place of one rank, found that of {ranks_text(found)}; add a dimension")
+        raise UsageError(
+            Code.NOT_IN_RUN,
+            f"--rank: expected the place of one rank, found that of {ranks_text(found)}; add a dimension",
+        )
     return found[0]
 
 
@@ -73,6 +83,6 @@ def facts_of(run: Path) -> Iterator[RunFacts]:
     from ..collector.store import RunStore
 
     if run.is_file():
-        raise UsageError(f"expected a run with its store, found the spool file {run}")
+        raise UsageError(Code.NO_STORE, f"expected a run with its store, found the spool file {run}")
     with closing(RunStore(RunPaths(run).store)) as store:
         yield fold_store(store).facts([])

@@ -16,6 +16,7 @@ from rich.text import Text
 from ..collector.report.notices_text import PLAIN
 from ..collector.report.sentence_parts import TextConsole
 from ..collector.run_files import RunPaths, read_report
+from ..core.codes import Code
 from ..core.errors import ExitCode, GpuwatchError, UsageError
 from ..core.frames import format_number
 from ..core.own_files import expect_regular
@@ -49,12 +50,16 @@ def replay(run: str | None, runs_dir: str, device: str | None, dtype: str | None
         request = ReplayRequest(str(path), str(out), device or "", [dtype] if dtype else list(_DTYPES), trust)
         code = _run_apart(msgspec.json.encode(request).decode())
         if not out.exists():
-            raise GpuwatchError(f"the process that ran {path} ended without an answer, with code {code}")
+            raise GpuwatchError(
+                Code.NO_CAPTURE, f"the process that ran {path} ended without an answer, with code {code}"
+            )
         answer = msgspec.json.decode(out.read_bytes(), type=ReplayAnswer)
     if answer.needs_trust:
-        raise UsageError(f"{path}: {shown(answer.refused)}, which may run any code; if you trust the file: --trust")
+        raise UsageError(
+            Code.NO_CAPTURE, f"{path}: {shown(answer.refused)}, which may run any code; if you trust the file: --trust"
+        )
     if answer.refused:
-        raise UsageError(f"{path}: {shown(answer.refused)}")
+        raise UsageError(Code.NO_CAPTURE, f"{path}: {shown(answer.refused)}")
     if form == "json":
         echo_json(answer)
     else:
@@ -77,7 +82,9 @@ def _capture_of(run: str | None, runs_dir: Path) -> Path:
         expect_regular(path)
     except OSError as error:
         tail = f" ({shown(why)})" if why else ""
-        raise UsageError(f"expected the capture {path}, it cannot be read: {error.strerror}{tail}") from error
+        raise UsageError(
+            Code.NO_CAPTURE, f"expected the capture {path}, it cannot be read: {error.strerror}{tail}"
+        ) from error
     return path
 
 
@@ -86,7 +93,7 @@ def _run_apart(request: str) -> int:
     try:
         return subprocess.run(own_command("gpuwatch.worker.replaying", request), stdout=2, check=False).returncode
     except OSError as error:
-        raise GpuwatchError(f"expected to start {sys.executable}, found: {error}") from error
+        raise GpuwatchError(Code.NO_CAPTURE, f"expected to start {sys.executable}, found: {error}") from error
 
 
 def _print(answer: ReplayAnswer) -> None:

@@ -15,6 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome, read_report
+from ..core.codes import Code
 from ..core.errors import GpuwatchError, UsageError
 from ..core.text import shown
 from ..core.wire.spool import SUFFIX
@@ -91,7 +92,10 @@ def report(
     Without RUN: the latest one.
     """
     if len(runs) > 1 and not merge:
-        raise UsageError(f"expected one RUN, found {len(runs)}; to make one report of them: gpuwatch report --merge")
+        raise UsageError(
+            Code.ARGUMENT_TOO_MANY,
+            f"expected one RUN, found {len(runs)}; to make one report of them: gpuwatch report --merge",
+        )
     found = [find_run(run, Path(runs_dir)) for run in runs or (None,)]
     path = found[0]
     rank = one_rank(choice, path)
@@ -99,19 +103,22 @@ def report(
     report = _made(found, rank, merge=merge) if again or merge or is_spool else read_report(RunPaths(path))
     known = [entry.rank for entry in report.ranks]
     if rank is not None and rank not in known:
-        raise UsageError(f"--rank: expected one of the ranks of this run ({there(known)}), found {rank}")
+        raise UsageError(
+            Code.NOT_IN_RUN, f"--rank: expected one of the ranks of this run ({there(known)}), found {rank}"
+        )
     if rank is not None and not merge and not is_spool and _is_in_store(report, rank):
         with suppress(GpuwatchError):  # without its store, what the report holds is shown
             report = _from_store(path, rank)
     if batch is not None:
         if merge or is_spool:
-            raise UsageError("--batch: expected a run with its store, found spool files; leave it out")
+            raise UsageError(Code.NO_STORE, "--batch: expected a run with its store, found spool files; leave it out")
         report = _from_store(path, rank, batch)
         if not any(each.frames for each in report.ranks if rank is None or each.rank == rank):
             raise UsageError(
+                Code.NOT_IN_RUN,
                 f"--batch: expected a batch{'' if rank is None else f' of rank {rank}'} that is in the store, found "
                 f"{batch}; by default a run stores the batch of an overflow, the one before it and each rank's last; "
-                "to store more: gpuwatch launch --trace-batches N,N"
+                "to store more: gpuwatch launch --trace-batches N,N",
             )
     if module is not None:
         report = _only_modules(report, module)
@@ -122,8 +129,9 @@ def report(
         if merge or again or is_spool:
             raise
         raise GpuwatchError(
+            Code.UNREADABLE,
             f"expected a report of gpuwatch in {path / 'report.json'}, found one that cannot be shown "
-            f"({type(error).__name__}: {error}); to make it again from the store: gpuwatch report --again {path}"
+            f"({type(error).__name__}: {error}); to make it again from the store: gpuwatch report --again {path}",
         ) from error
     if open_ and output is None:
         output = Path(tempfile.mkdtemp(prefix="gpuwatch-page-")) / "report.html"
@@ -133,7 +141,9 @@ def report(
     try:
         output.write_text(data + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--output: expected a file that can be written, found {output}: {error.strerror}") from error
+        raise UsageError(
+            Code.NOT_WRITABLE, f"--output: expected a file that can be written, found {output}: {error.strerror}"
+        ) from error
     page = output.absolute().as_uri() + (f"#rank={rank}" if rank is not None else "")
     if open_ and not webbrowser.open(page):
         click.echo(f"gpuwatch: no browser could be started here; the page is {output}", err=True)
@@ -168,7 +178,7 @@ def _only_modules(report: RunReport, pattern: str) -> RunReport:
         known = sorted({frame.module for rank in report.ranks for frame in rank.frames if frame.module})
         some = f"modules there: {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}" if known else "it has none"
         wanted = "a pattern that matches a module in the report's frames"
-        raise UsageError(f"--module: expected {wanted}, found {pattern!r} ({some})")
+        raise UsageError(Code.NOT_IN_RUN, f"--module: expected {wanted}, found {pattern!r} ({some})")
     return found
 
 
@@ -204,7 +214,7 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
     there = f"runs there: {', '.join(known[-5:])}" if known else f"there is no run in {runs_dir}"
     wanted = f"{run!r}" if run is not None else f"{runs_dir / 'latest'}"
     where = f"{wanted} ({there}; elsewhere: --runs-dir DIR)"
-    raise UsageError(f"expected a run's folder, its name, or a {SUFFIX} file, found none at {where}")
+    raise UsageError(Code.NO_SUCH_RUN, f"expected a run's folder, its name, or a {SUFFIX} file, found none at {where}")
 
 
 def echo_json(value: object) -> None:
@@ -222,7 +232,7 @@ def text_width() -> int:
 def _alike(runs: list[ListedRun], path: Path, folder: Path) -> list[ListedRun]:
     wanted = read_outcome(RunPaths(path))
     if wanted is None or not wanted.fingerprint:
-        raise UsageError(f"--like: expected a run that ended with a fault, found {path.name}")
+        raise UsageError(Code.NOT_IN_RUN, f"--like: expected a run that ended with a fault, found {path.name}")
     outcomes = ((run, read_outcome(RunPaths(folder / run.id))) for run in runs)
     return [run for run, found in outcomes if found is not None and found.fingerprint == wanted.fingerprint]
 

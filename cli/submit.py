@@ -13,6 +13,7 @@ from typing import Literal
 import click
 
 from ..collector.run_files import RunPaths, read_report
+from ..core.codes import Code, coded
 from ..core.errors import UsageError
 from ..core.recorder.run_folder import runs_of_job
 from ..launcher.saved_settings import saved_runs_dir
@@ -106,7 +107,7 @@ def _check(parser: argparse.ArgumentParser, submission: SbatchCommand, verb: Ver
     from ..launcher.options import check_together
 
     if verb == "launch" and not submission.script:
-        raise UsageError("expected a script to run, found none: gpuwatch submit [options] train.py")
+        raise UsageError(Code.NO_SCRIPT, "expected a script to run, found none: gpuwatch submit [options] train.py")
     args = parser.parse_args(arguments_of(submission))
     if verb == "launch":
         check_together(args)
@@ -122,7 +123,7 @@ def _program(submission: SbatchCommand) -> tuple[str, ...]:
         except ValueError:
             words = []
         if not words:
-            raise UsageError(f"--program: expected a command, found {submission.program!r}")
+            raise UsageError(Code.WRONG_VALUE, f"--program: expected a command, found {submission.program!r}")
         return tuple(words)
     beside = Path(sys.executable).parent / "gpuwatch"
     return (str(beside),) if os.access(beside, os.X_OK) else (sys.executable, "-m", "gpuwatch.cli.main")
@@ -133,7 +134,9 @@ def _bad_nodes(run: str, submission: SbatchCommand) -> list[str]:
 
     path = find_run(run, Path(submission.runs_dir or "."))
     if path.is_file():
-        raise UsageError(f"--exclude-bad: expected a run's folder, found the spool file {path} of one node")
+        raise UsageError(
+            Code.NO_STORE, f"--exclude-bad: expected a run's folder, found the spool file {path} of one node"
+        )
     nodes = read_report(RunPaths(path)).verdict.bad_nodes
     _say(f"leaving out {', '.join(nodes)}" if nodes else f"the verdict of {path.name} blames no node: none is left out")
     return nodes
@@ -152,7 +155,8 @@ def _conclude(task: JobTask, submission: SbatchCommand, started: str) -> int:
     """Print the report of a job that is over; its exit code is SLURM's, or the run's where SLURM has ended the job."""
     paths = _run_of(task, Path(submission.runs_dir or "."), started)
     if paths is None:
-        _say(f"job {task.id} ended as {task.state.lower()} and left no report; see its output")
+        text = f"job {task.id} ended as {task.state.lower()} and left no report; see its output"
+        _say(coded(text, Code.SCHEDULER_SILENT))
         return task.exit_code or int(task.state != "COMPLETED")
     click.echo(f"{paths.report_text.read_text()}\nreport: {paths.report_json}\nas a page: {paths.report_html}")
     return task.exit_code if task.state in ("COMPLETED", "FAILED") else int(paths.exit_code.read_text())

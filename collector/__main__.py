@@ -18,6 +18,7 @@ from typing import TextIO
 
 import zmq
 
+from ..core.codes import Code
 from ..core.errors import ExitCode, GpuwatchError, UsageError
 from ..core.wire.keys import derive_keys
 from ..core.wire.pipe import CannotBind, CollectorBound, CollectorConfig, UserNotice, read_config, write_line
@@ -49,7 +50,7 @@ def main() -> int:
         server.serve_metrics(config.metrics)
     except UsageError as error:
         if not config.resume:
-            _refuse(CannotBind(False, str(error), is_told=True))
+            _refuse(CannotBind(False, error.text, code=error.code))
             server.close()
             return int(ExitCode.USAGE)
         _tell(f"the run continues without metrics: {error}")
@@ -60,9 +61,10 @@ def main() -> int:
     except (OSError, GpuwatchError) as error:
         # the other folder was tried for the store, too
         may_pass = isinstance(error.__cause__, sqlite3.OperationalError) or getattr(error, "errno", 0) in _SHORT
-        why = getattr(error, "strerror", None) or error
+        why = getattr(error, "strerror", None) or getattr(error, "text", error)
         sentence = f"expected a folder for runs that can be written, found {config.runs_dir}: {why}"
-        _refuse(CannotBind(False, f"{sentence}; pass another --runs-dir DIR", may_pass=may_pass, is_told=not may_pass))
+        code = None if may_pass else Code.NOT_WRITABLE
+        _refuse(CannotBind(False, f"{sentence}; pass another --runs-dir DIR", code, may_pass))
         server.close()
         return int(ExitCode.USAGE)
     if config.notify:
@@ -146,7 +148,9 @@ def collect(
     try:
         server = CollectorServer(bind, *(key.decode() for key in pairs))
     except zmq.ZMQError as error:
-        raise UsageError(f"--bind: expected an address that is free, found {bind}: {error}") from error
+        raise UsageError(
+            Code.ADDRESS_IN_USE, f"--bind: expected an address that is free, found {bind}: {error}"
+        ) from error
     try:
         server.serve_metrics(metrics or "")
     except UsageError:
@@ -159,7 +163,10 @@ def collect(
         store = open_store(paths, max_frames)
     except (OSError, GpuwatchError) as error:
         server.close()
-        raise UsageError(f"--runs-dir: expected a folder to write to, found {runs_dir}: {error}") from error
+        raise UsageError(
+            Code.NOT_WRITABLE,
+            f"--runs-dir: expected a folder to write to, found {runs_dir}: {getattr(error, 'text', error)}",
+        ) from error
     where = f"the report will be in {paths.folder}"
     print(f"gpuwatch: listening at {server.address} for {nodes} node(s); {where}", file=out)
     if server.metrics is not None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..core.codes import Code
 from ..core.errors import ExitCode, GpuwatchError
 from ..core.own_files import read_regular
 from ..core.recorder.run_folder import job_run, runs_of_job
@@ -88,11 +89,13 @@ def read_report(paths: RunPaths) -> RunReport:
 
         return report_from_store(paths)
     except OSError as error:
-        raise GpuwatchError(f"expected a report in {paths.report_json}, it cannot be read: {error.strerror}") from error
+        raise GpuwatchError(
+            Code.UNREADABLE, f"expected a report in {paths.report_json}, it cannot be read: {error.strerror}"
+        ) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         found = f"found something else in {paths.report_json}: {shown_name(str(error))}"
         again = f"to make it again from the store: gpuwatch report --again {paths.run_id}"
-        raise GpuwatchError(f"expected a report of schema 1, {found}; {again}") from error
+        raise GpuwatchError(Code.UNREADABLE, f"expected a report of schema 1, {found}; {again}") from error
 
 
 def exit_code(report: RunReport) -> int:

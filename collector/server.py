@@ -15,6 +15,7 @@ import zmq
 from msgspec import structs
 from msgspec.json import encode as to_json
 
+from ..core.codes import Code, coded
 from ..core.errors import UsageError
 from ..core.host import OwnClock
 from ..core.tell import tell as log
@@ -149,7 +150,7 @@ class CollectorServer:
         except ImportError as error:
             what = f"expected prometheus_client, which writes the metrics, found none ({error})"
             install = 'install it with: pip install "gpuwatch-cluster[metrics]"'
-            raise UsageError(f"--metrics-port: {what}; {install}") from error
+            raise UsageError(Code.NOT_INSTALLED, f"--metrics-port: {what}; {install}") from error
         self.metrics = MetricsExporter(address)
         self._looked_at = True
 
@@ -264,7 +265,7 @@ class CollectorServer:
             if isinstance(action, SendMessage):
                 self._send(action.agent, action.message)
             elif isinstance(action, NotifyUser):
-                self._tell(UserNotice(action.text))
+                self._tell(UserNotice(coded(action.text, Code.HANG)))
                 self._notify("stall", action.text)
         return any(isinstance(action, FinishRun) for action in actions)
 

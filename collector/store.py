@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
+from ..core.codes import Code, coded
 from ..core.errors import GpuwatchError
 from ..core.events import Definition
 from ..core.own_files import expect_regular
@@ -179,7 +180,7 @@ class RunStore:
         self._older: list[sqlite3.Connection] = []
         """Stores that could not be written any more; they are still read."""
         if not create and not path.exists():
-            raise GpuwatchError(f"expected a run store, found no file {path}")
+            raise GpuwatchError(Code.NO_STORE, f"expected a run store, found no file {path}")
         self._db = self._open_either() if create else self._open(path, False)
         self._reader = _reader(self._db, self.path) if create else self._db
         if create:
@@ -207,7 +208,8 @@ class RunStore:
     def _open_other(self, folder: Path) -> sqlite3.Connection:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         db = self._open(folder / self.path.name, True)
-        self._say(f"the run's store {self.path} cannot be written; it continues in {folder}")
+        text = f"the run's store {self.path} cannot be written; it continues in {folder}"
+        self._say(coded(text, Code.STORE_UNWRITTEN))
         self.path = folder / self.path.name
         self._fallback = None
         return db
@@ -223,7 +225,9 @@ class RunStore:
                 expect_regular(path)
             db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         except (sqlite3.Error, OSError) as error:
-            raise GpuwatchError(f"expected a run store, found something else in {path}: {error}") from error
+            raise GpuwatchError(
+                Code.UNREADABLE, f"expected a run store, found something else in {path}: {error}"
+            ) from error
         try:
             if create:
                 db.execute("PRAGMA journal_mode=WAL")
@@ -239,7 +243,9 @@ class RunStore:
         except (sqlite3.Error, UnicodeDecodeError) as error:
             db.close()
             said = shown_name(str(error))  # SQLite cites the file's own bytes
-            raise GpuwatchError(f"expected a run store, found something else in {path}: {said}") from error
+            raise GpuwatchError(
+                Code.UNREADABLE, f"expected a run store, found something else in {path}: {said}"
+            ) from error
         except BaseException:
             db.close()
             raise
@@ -338,7 +344,8 @@ class RunStore:
             self._failed, self._tried_at = False, 0.0
         elif not self._failed:
             self._failed = True
-            self._say(f"the run's store {self.path} cannot be written ({error}); new messages are kept in memory")
+            text = f"the run's store {self.path} cannot be written ({error}); new messages are kept in memory"
+            self._say(coded(text, Code.STORE_UNWRITTEN))
         return False
 
     def commit(self) -> bool:
@@ -503,11 +510,17 @@ def _expect_tables(path: Path, db: sqlite3.Connection) -> None:
     tables = ("run", "message", "definition", "beat")
     computed = any(column[6] for table in tables for column in db.execute(f"PRAGMA table_xinfo({table})"))
     if computed or any(kind not in ("table", "index") or "VIRTUAL" in str(sql).upper() for kind, sql in kinds):
-        raise GpuwatchError(f"expected a run store, found a database in {path} that has more than tables of rows")
+        raise GpuwatchError(
+            Code.UNREADABLE, f"expected a run store, found a database in {path} that has more than tables of rows"
+        )
 
 
 def _expect_schema(path: Path, schema: object) -> None:
     if not isinstance(schema, str) or not schema.isascii() or not schema.isdigit():
-        raise GpuwatchError(f"expected a run store, found something else in {path}: its schema is {str(schema)[:40]!r}")
+        raise GpuwatchError(
+            Code.UNREADABLE, f"expected a run store, found something else in {path}: its schema is {str(schema)[:40]!r}"
+        )
     if int(schema[:9]) > SCHEMA:
-        raise GpuwatchError(f"{path} was written by a later gpuwatch; update with: pip install -U gpuwatch-cluster")
+        raise GpuwatchError(
+            Code.VERSIONS_APART, f"{path} was written by a later gpuwatch; update with: pip install -U gpuwatch-cluster"
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from .codes import Code, coded
+
 # Exit codes of `gpuwatch launch` and `gpuwatch check`: a contract with the scripts that call them.
 
 
@@ -25,9 +27,16 @@ RANK_OVERFLOW = 94
 
 
 class GpuwatchError(Exception):
-    """An error that the user sees as one sentence."""
+    """An error that the user sees as one sentence, with its code at the end."""
 
     exit_code: ExitCode = ExitCode.SCRIPT_FAILED
+
+    def __init__(self, code: Code, text: str) -> None:
+        super().__init__(code, text)
+        self.code, self.text = code, text
+
+    def __str__(self) -> str:
+        return coded(self.text, self.code)
 
 
 class UsageError(GpuwatchError):
@@ -40,9 +49,8 @@ class OutputLost(GpuwatchError):
     """What a command was called for cannot be printed. `is_wanted`: somebody still reads."""
 
     def __init__(self, error: Exception, *, is_wanted: bool) -> None:
-        super().__init__(
-            f"expected a stdout that can be written, found: {error}; where the command has --output, write to a file"
-        )
+        text = f"expected a stdout that can be written, found: {error}; where the command has --output, write to a file"
+        super().__init__(Code.NOT_WRITABLE, text)
         self.is_wanted = is_wanted
         self.exit_code = ExitCode.USAGE if is_wanted else ExitCode.CLEAN
 
@@ -54,6 +62,11 @@ class OverflowDetected(GpuwatchError, ValueError):
     """
 
     exit_code = ExitCode.OVERFLOW
+
+    def __init__(self, text: str) -> None:
+        Exception.__init__(self, text)
+
+    __str__ = Exception.__str__
 
 
 class JobEnded(SystemExit):

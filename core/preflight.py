@@ -44,6 +44,8 @@ class PreflightFinding(msgspec.Struct, frozen=True):
     """UUID of the GPU, where it is about one."""
     victims: list[int] = []
     """Ranks that failed only because of it."""
+    code: str = ""
+    """GW3xx; "" in a report of an earlier release."""
 
 
 class BandwidthRow(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .codes import Code
 from .errors import ExitCode
 from .text import WordEnum
 
@@ -50,6 +51,7 @@ class ReportSection(WordEnum):
     BY_RANK = "by-rank", "Frames, rank by rank"
     LOST = "lost", "Lost records"
     VERSIONS = "versions", "Nodes and versions"
+    CODES = "codes", "What the codes mean"
 
     heading: str
 
@@ -60,15 +62,16 @@ _T, _S = VerdictTone, ReportSection
 class VerdictKind(WordEnum):
     """What became of a run. A kind whose row lacks a column is an error at import."""
 
-    CLEAN = "clean", ExitCode.CLEAN, _T.GOOD, None, NodeBlame.GPU, False
-    CRASH = "crash", ExitCode.SCRIPT_FAILED, _T.BAD, _S.ERRORS, NodeBlame.GPU, False
-    PREFLIGHT = "preflight", ExitCode.PREFLIGHT_FAILED, _T.BAD, _S.PREFLIGHT, NodeBlame.PREFLIGHT, True
-    OVERFLOW = "overflow", ExitCode.OVERFLOW, _T.BAD, _S.FRAMES, NodeBlame.GPU, True
-    HANG = "hang", ExitCode.LOST, _T.BAD, _S.STACKS, NodeBlame.GPU, False
-    LOST = "lost", ExitCode.LOST, _T.BAD, None, NodeBlame.SILENT, False
-    INTERRUPTED = "interrupted", ExitCode.SIGNAL, _T.OPEN, None, NodeBlame.GPU, False
-    UNKNOWN = "unknown", ExitCode.UNKNOWN, _T.OPEN, None, NodeBlame.GPU, False
+    CLEAN = "clean", Code.CLEAN, ExitCode.CLEAN, _T.GOOD, None, NodeBlame.GPU, False
+    CRASH = "crash", Code.CRASH, ExitCode.SCRIPT_FAILED, _T.BAD, _S.ERRORS, NodeBlame.GPU, False
+    PREFLIGHT = "preflight", Code.PREFLIGHT, ExitCode.PREFLIGHT_FAILED, _T.BAD, _S.PREFLIGHT, NodeBlame.PREFLIGHT, True
+    OVERFLOW = "overflow", Code.OVERFLOW, ExitCode.OVERFLOW, _T.BAD, _S.FRAMES, NodeBlame.GPU, True
+    HANG = "hang", Code.HANG, ExitCode.LOST, _T.BAD, _S.STACKS, NodeBlame.GPU, False
+    LOST = "lost", Code.LOST, ExitCode.LOST, _T.BAD, None, NodeBlame.SILENT, False
+    INTERRUPTED = "interrupted", Code.INTERRUPTED, ExitCode.SIGNAL, _T.OPEN, None, NodeBlame.GPU, False
+    UNKNOWN = "unknown", Code.UNKNOWN, ExitCode.UNKNOWN, _T.OPEN, None, NodeBlame.GPU, False
 
+    code: Code
     exit_code: ExitCode
     """Of `gpuwatch launch`; `SIGNAL`: 128 and the signal's number."""
     tone: VerdictTone

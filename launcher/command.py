@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
+from ..core.codes import Code, coded
 from ..core.errors import ExitCode
 from ..core.host import signal_at_parents_end
 from ..core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
@@ -206,7 +207,7 @@ def run_as_guest(
     if attended.ended_by is not None:
         return int(ExitCode.SIGNAL) + int(attended.ended_by)
     if scratch is None:
-        say("the task that runs this node's agent has ended: this task goes on unwatched")
+        say(coded("the task that runs this node's agent has ended: this task goes on unwatched", Code.AGENT_ENDED))
     attended.start(scratch)
     tasks.say(TaskCommand(attended.pid))
     while (code := attended.turn()) is None:

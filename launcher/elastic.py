@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher_api
 
+from ..core.codes import Code, coded
 from ..core.errors import UsageError
 from ..core.host import host_name
 from ..core.own_imports import OWN_START
@@ -117,7 +118,8 @@ def _purge_together(worker_group: Any, attempt: int) -> None:
         finally:
             worker_group.store.set(done, "1")
     except Exception as error:
-        say(f"the store of the last attempt could not be cleared ({type(error).__name__}: {error})")
+        text = f"the store of the last attempt could not be cleared ({type(error).__name__}: {error})"
+        say(coded(text, Code.NO_RENDEZVOUS))
 
 
 WORKER = (OWN_START, "-mgpuwatch.worker")
@@ -170,7 +172,8 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
             except Exception as error:
                 if settings.check_only:
                     raise
-                say(f"the nodes could not agree on this attempt ({error}); training without preflight")
+                text = f"the nodes could not agree on this attempt ({error}); training without preflight"
+                say(coded(text, Code.NO_RENDEZVOUS))
                 settings = replace(settings, preflight="off")
         if attempt:
             _purge_together(worker_group, attempt)
@@ -273,12 +276,13 @@ def run_to_its_end(args: argparse.Namespace, listener: TorchrunRanks) -> LaunchD
         return LaunchDone("failed")
     except (ValueError, AssertionError) as error:
         if not listener.any_started:
-            raise UsageError(f"torchrun rejected these options: {error}") from error
+            raise UsageError(Code.WRONG_TOGETHER, f"torchrun rejected these options: {error}") from error
         traceback.print_exc()
         return LaunchDone("failed")
     except Exception as error:
         if args.check_only and isinstance(error, RendezvousError | DistError):
-            say(f"torchrun's rendezvous failed: {type(error).__name__}: {error}".rstrip(": "))
+            text = f"torchrun's rendezvous failed: {type(error).__name__}: {error}".rstrip(": ")
+            say(coded(text, Code.NO_RENDEZVOUS))
         else:
             traceback.print_exc()
         return LaunchDone("failed", error=error_text(error))

@@ -19,6 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from .option_types import bracketed, parse_nnodes
 from .plan import C10D_DEFAULT_PORT, add_rendezvous_conf
@@ -129,9 +130,10 @@ def expect_address(host: str, limit_s: float) -> None:
         except socket.gaierror as error:
             if time.monotonic() >= ends:
                 raise UsageError(
+                    Code.NO_MEETING_POINT,
                     f"expected the name of the job's first node, {host!r}, to have an address on "
                     f"{socket.gethostname()}, found none ({error.strerror}); pass --rdzv-endpoint HOST:PORT with an "
-                    "address that every node can reach, the same on every node"
+                    "address that every node can reach, the same on every node",
                 ) from error
         time.sleep(1)
 
@@ -168,20 +170,23 @@ def _fill_nodes(args: argparse.Namespace, job: SchedulerFacts) -> None:
     if job.nodes is None:
         if job.scheduler is not None:
             raise UsageError(
+                Code.NODE_UNCLEAR,
                 f"this is {job.name}, but its number of nodes is unknown; pass {variables(job, 'nodes')} "
-                "on into the container, or pass --nnodes N"
+                "on into the container, or pass --nnodes N",
             )
         return
     most = job.nodes[1]
     if job.tasks_per_node > 1:
         raise UsageError(
+            Code.NODE_UNCLEAR,
             f"expected one task on each node, which starts the ranks of all its GPUs, found {job.tasks_per_node} tasks "
-            f"on a node in {job.name}; start it with: {_on_each(job, most)} gpuwatch ..."
+            f"on a node in {job.name}; start it with: {_on_each(job, most)} gpuwatch ...",
         )
     if most > 1 and not job.in_step:
         raise UsageError(
+            Code.NODE_UNCLEAR,
             f"{job.name} has {most} nodes, and this runs on one of them only; to run on all: {_on_each(job, most)} "
-            "gpuwatch ...; on this one alone: --nnodes 1"
+            "gpuwatch ...; on this one alone: --nnodes 1",
         )
     args.nnodes = job.nnodes
 
@@ -207,8 +212,9 @@ def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: Schedule
     if not host:
         names = variables(job, "hosts" if job.scheduler is not None else "head")
         raise UsageError(
+            Code.NO_MEETING_POINT,
             f"{args.nnodes} nodes need a meeting point: expected {names} in the environment, found none; "
-            "or pass --rdzv-endpoint HEAD_HOST:PORT, the same on every node"
+            "or pass --rdzv-endpoint HEAD_HOST:PORT, the same on every node",
         )
     if args.rdzv_backend == "static":
         args.master_addr, args.master_port = host, there if there is not None else args.master_port
@@ -225,13 +231,15 @@ def _fill_this_node(args: argparse.Namespace, given: set[str], job: SchedulerFac
     most = parse_nnodes(args.nnodes)[1]
     if node_rank is None and job.scheduler is not None:
         raise UsageError(
+            Code.NODE_UNCLEAR,
             f"this is {job.name} of {most} nodes, but the rank of this node is unknown; pass "
-            f"{variables(job, 'node_rank')} on into the container, or pass --node-rank N"
+            f"{variables(job, 'node_rank')} on into the container, or pass --node-rank N",
         )
     if node_rank is not None and not 0 <= node_rank < most:
         raise UsageError(
+            Code.NODE_UNCLEAR,
             f"the rank of this node: expected 0 to {most - 1} with {most} nodes, found {node_rank}; pass --nnodes or "
-            f"--node-rank, or correct {variables(job, 'nodes')} or {variables(job, 'node_rank')}"
+            f"--node-rank, or correct {variables(job, 'nodes')} or {variables(job, 'node_rank')}",
         )
     if args.rdzv_backend == "c10d" and node_rank is not None:
         # torchrun would compare names and addresses, and dies on a node that does not know its own

@@ -11,6 +11,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
+from ..core.codes import Code, coded
 from ..core.text import from_json
 from ..core.wire import pipe
 from ..core.wire.keys import JobKeys
@@ -24,7 +25,7 @@ _TRIES = 3
 class HeadCollector(RestartedHelper):
     """Restarts the collector on the same port with its store. `show` gets its lines about the preflight."""
 
-    _name, _module = "collector", "collector"
+    _name, _module, _code = "collector", "collector", Code.COLLECTOR_ENDED
 
     def __init__(
         self,
@@ -107,7 +108,8 @@ class HeadCollector(RestartedHelper):
     def _start_again(self) -> bool:
         if not isinstance(self._first_answer(), pipe.CollectorBound):
             return False
-        self._say("the collector had ended; it was started again and goes on with what it had received")
+        text = "the collector had ended; it was started again and goes on with what it had received"
+        self._say(coded(text, self._code))
         return True
 
 

@@ -15,6 +15,7 @@ from typing import IO
 import msgspec
 from msgspec.structs import replace
 
+from ..core.codes import Code, coded
 from ..core.host import OwnClock
 from ..core.own_imports import own_command
 from ..core.text import from_json
@@ -104,6 +105,7 @@ class RestartedHelper:
 
     _name: str
     _module: str
+    _code: Code
     _if_not_started = ""
     """What follows then, for the user."""
 
@@ -129,7 +131,7 @@ class RestartedHelper:
             return HelperProcess(self._module, config)
         except OSError as error:
             if str(error) != self._trouble:
-                self._say(f"the {self._name} could not be started: {error}{self._if_not_started}")
+                self._say(coded(f"the {self._name} could not be started: {error}{self._if_not_started}", self._code))
             self._trouble = str(error)
             return None
 
@@ -146,7 +148,8 @@ class RestartedHelper:
         while not self._listen():
             pause_s = lives.ended()
             if pause_s is None:
-                self._say(f"the {self._name} has ended {lives.short} times in a row and is not started again")
+                text = f"the {self._name} has ended {lives.short} times in a row and is not started again"
+                self._say(coded(text, self._code))
                 break
             time.sleep(pause_s)
             if self._ending.is_set():
@@ -173,7 +176,7 @@ _TICK_S = 0.2
 class NodeAgent(RestartedHelper):
     """Starts it. `stop` is given why the ranks of this node are to end, and whether they may be started again."""
 
-    _name, _module = "node agent", "launcher.agent.agent"
+    _name, _module, _code = "node agent", "launcher.agent.agent", Code.AGENT_ENDED
     _if_not_started = "; it is tried again"
 
     def __init__(self, config: AgentConfig, say: Callable[[str], object], stop: Callable[[str, bool], object]) -> None:
@@ -212,7 +215,7 @@ class NodeAgent(RestartedHelper):
             if lines != self._heard:
                 lines, heard = self._heard, now
             if now - heard > SILENT_S:
-                self._say("the node agent does not answer")
+                self._say(coded("the node agent does not answer", self._code))
                 if was_ended:
                     return
                 was_ended, heard = True, now
@@ -233,7 +236,8 @@ class NodeAgent(RestartedHelper):
             if self._ending.is_set():
                 return False
             if self._child is not None:
-                self._say("the node agent has ended; it is started again, and reads the recorders from the beginning")
+                text = "the node agent has ended; it is started again, and reads the recorders from the beginning"
+                self._say(coded(text, self._code))
                 self._child.end(0.01)
             self._config = replace(self._config, life=self._config.life + 1)
             self._child = self._begin(self._config)

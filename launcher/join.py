@@ -28,6 +28,7 @@ import psutil
 from msgspec.structs import replace as with_fields
 
 from ..core import host
+from ..core.codes import Code, coded
 from ..core.errors import ExitCode, GpuwatchError, UsageError
 from ..core.host import host_name
 from ..core.recorder.run_folder import JOIN_VARIABLE, write_settings
@@ -69,7 +70,7 @@ def main() -> int:
 
 def _answer(scratch: str) -> int:
     if not scratch:
-        tell("the watcher of this host has ended")
+        tell(coded("the watcher of this host has ended", Code.AGENT_ENDED))
         return int(ExitCode.UNKNOWN)
     print(scratch, flush=True)
     return 0
@@ -142,7 +143,7 @@ class JoinedRanks(RankStarter):
         keys, addresses = self._join.agent, self._join.addresses
         found = first_that_answers(addresses, keys.server_key, keys.public_key, keys.private_key)
         if found is None:
-            self._say(f"no collector answers at any of {', '.join(addresses)}")
+            self._say(coded(f"no collector answers at any of {', '.join(addresses)}", Code.COLLECTOR_ENDED))
         return found or addresses[0]
 
     def _watch(self, agent: NodeAgent) -> None:
@@ -186,8 +187,9 @@ def open_plan(args: argparse.Namespace, plan: CollectorPlan) -> CollectorPlan:
     """The same, with a collector that listens on every address. Raises UsageError where it is not this run's alone."""
     if not plan.local:
         raise UsageError(
+            Code.WRONG_TOGETHER,
             "--other-hosts: expected one gpuwatch run that has the collector, found --nnodes or --collector; "
-            "leave out --other-hosts, and start gpuwatch run on each host"
+            "leave out --other-hosts, and start gpuwatch run on each host",
         )
     port = str(args.collector_port) if args.collector_port is not None else "*"
     return replace(plan, max_nodes=_MOST_HOSTS, bind=f"tcp://*:{port}", starts_all=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from ..core.codes import Code
 from ..core.errors import ExitCode, UsageError
 from ..core.host import loopback
 from ..core.recorder.layout import file_name
@@ -44,26 +45,33 @@ from .signals import STUCK_S, TimeLimitNear, signal_exceptions, signals_raise, w
 def expect_script(args: argparse.Namespace) -> None:
     """What torchrun would only find out later, said in one sentence."""
     if args.no_python and args.module:
-        raise UsageError("expected one of --no-python and -m/--module, found both; drop one of them")
+        raise UsageError(
+            Code.WRONG_TOGETHER, "expected one of --no-python and -m/--module, found both; drop one of them"
+        )
     if not args.module and not args.no_python and not Path(args.training_script).exists():
-        raise UsageError(f"expected a script to run, found no file {args.training_script!r} in {Path.cwd()}")
+        raise UsageError(
+            Code.NO_SCRIPT, f"expected a script to run, found no file {args.training_script!r} in {Path.cwd()}"
+        )
 
 
 def expect_place(args: argparse.Namespace, plan: CollectorPlan) -> None:
     """This node must be one of the job's, with what its rendezvous needs."""
     if args.node_rank and not 0 <= args.node_rank < plan.max_nodes:
         raise UsageError(
-            f"--node-rank: expected 0 to {plan.max_nodes - 1} with --nnodes {args.nnodes}, found {args.node_rank}"
+            Code.WRONG_VALUE,
+            f"--node-rank: expected 0 to {plan.max_nodes - 1} with --nnodes {args.nnodes}, found {args.node_rank}",
         )
     if args.rdzv_backend.startswith("etcd") and find_spec("etcd") is None:
         what = "expected the package python-etcd, which torchrun needs for it, found it not installed"
-        raise UsageError(f"--rdzv-backend {args.rdzv_backend}: {what}; install it, or pass --rdzv-backend c10d")
+        raise UsageError(
+            Code.NOT_INSTALLED, f"--rdzv-backend {args.rdzv_backend}: {what}; install it, or pass --rdzv-backend c10d"
+        )
 
 
 def number_of_ranks(args: argparse.Namespace) -> int:
     """How many ranks this node runs. Raises UsageError."""
     if args.max_restarts < 0:
-        raise UsageError(f"--max-restarts: expected 0 or more, found {args.max_restarts}")
+        raise UsageError(Code.WRONG_VALUE, f"--max-restarts: expected 0 or more, found {args.max_restarts}")
     if is_number(str(args.nproc_per_node)):
         nproc = int(args.nproc_per_node)
     else:
@@ -73,10 +81,11 @@ def number_of_ranks(args: argparse.Namespace) -> int:
             nproc = int(determine_local_world_size(str(args.nproc_per_node)))
         except ValueError as error:
             raise UsageError(
-                f"--nproc-per-node: expected a number, cpu, gpu or auto, found {args.nproc_per_node!r} ({error})"
+                Code.WRONG_VALUE,
+                f"--nproc-per-node: expected a number, cpu, gpu or auto, found {args.nproc_per_node!r} ({error})",
             ) from error
     if nproc < 1:
-        raise UsageError(f"--nproc-per-node: expected 1 or more, found {nproc}")
+        raise UsageError(Code.WRONG_VALUE, f"--nproc-per-node: expected 1 or more, found {nproc}")
     return nproc
 
 
@@ -84,8 +93,9 @@ def launch(arguments: list[str]) -> int:
     """Run a job. Returns the exit code; raises UsageError when the options cannot work."""
     if os.environ.get(RUN_VARIABLE):
         raise UsageError(
+            Code.NESTED_RUN,
             "expected gpuwatch launch outside of gpuwatch run, found one inside the other, and both would watch the "
-            "ranks; write gpuwatch launch alone, or gpuwatch run -- torchrun with the same arguments"
+            "ranks; write gpuwatch launch alone, or gpuwatch run -- torchrun with the same arguments",
         )
     args = parse_launch(arguments)
     job = fill_in_from_job(args, get_parser, arguments)
@@ -189,7 +199,7 @@ class TorchrunRanks(RankStarter):
     def _leave_torchrun(self) -> None:
         say(
             "the ranks of this node have ended, but torchrun still waits for a rendezvous that does not answer: "
-            "leaving torchrun"
+            f"leaving torchrun [{Code.NO_RENDEZVOUS}]"
         )
         self._leave(LaunchDone("failed"), int(ExitCode.SCRIPT_FAILED))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ..core import host
+from ..core.codes import Code, coded
 from ..core.errors import ExitCode, UsageError
 from ..core.recorder.run_folder import write_meeting_key
 from ..core.recorder.scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
@@ -210,7 +211,7 @@ class JobLife:
         if not plan.hosts:
             return plan.connect
         if not terms.args.check_only and not host.has_part_in_c():
-            self._say(WITHOUT_C)
+            self._say(coded(WITHOUT_C, Code.NO_C_PART))
         self._collector = HeadCollector(terms.collector_config(self.scratch), self._say, show)
         answer = self._collector.answer
         if isinstance(answer, pipe.CollectorBound):
@@ -222,21 +223,24 @@ class JobLife:
             if answer.metrics:
                 self._say(f"Prometheus metrics are at {answer.metrics}")
             return plan.connect or answer.address
-        if answer is not None and answer.is_told:
-            raise UsageError(answer.reason)
+        if answer is not None and answer.code is not None:
+            raise UsageError(answer.code, answer.reason)
         if answer is None or answer.may_pass:
             why = f": {answer.reason}" if answer is not None else ""
-            self._say(f"the collector did not start{why}; the training goes on, and this node keeps its own records")
+            text = f"the collector did not start{why}; the training goes on, and this node keeps its own records"
+            self._say(coded(text, Code.COLLECTOR_ENDED))
         elif not answer.in_use:
             raise UsageError(
+                Code.NOT_WRITABLE,
                 f"expected to start a collector at {plan.bind}, found: {answer.reason}; "
-                "pass another --runs-dir DIR or --collector-port PORT"
+                "pass another --runs-dir DIR or --collector-port PORT",
             )
         self._end_collector()
         if answer is not None and answer.in_use and not (plan.may_join and answers(plan.connect, terms.keys)):
             raise UsageError(
+                Code.ADDRESS_IN_USE,
                 f"the port of {plan.bind.removeprefix('tcp://')} is in use by something that is not this run's "
-                "collector; pass a free one with --collector-port PORT, the same on every node"
+                "collector; pass a free one with --collector-port PORT, the same on every node",
             )
         return plan.connect
 
@@ -254,7 +258,7 @@ class JobLife:
             return self._exit_code(done, None, left=True)
         self._ranks.conclude(verdict := self.verdict)
         if verdict is None:
-            self._say("no verdict: the node agent ended without one")
+            self._say(coded("no verdict: the node agent ended without one", Code.VERDICT_LATE))
         return self._exit_code(done, verdict, left=False)
 
     def _exit_code(self, done: pipe.LaunchDone, verdict: pipe.JobResult | None, *, left: bool) -> int:
@@ -264,7 +268,7 @@ class JobLife:
             return code
         if self._ranks.signals_first and code >= ExitCode.SIGNAL:
             return code
-        self._say(f"{overflow}; {where_it_is(self.verdict)}")
+        self._say(coded(f"{overflow}; {where_it_is(self.verdict)}", Code.VERDICT_LATE))
         return int(ExitCode.OVERFLOW)
 
     def clear_up(self) -> None:

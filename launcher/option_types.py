@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.gpu.health_grades import load_thresholds
 from ..core.host import loopback
@@ -161,7 +162,7 @@ def thresholds(text: str) -> str:
     try:
         load_thresholds(text)
     except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(error.text) from error
     return str(Path(text).absolute())
 
 
@@ -172,7 +173,7 @@ def parse_nnodes(text: str) -> tuple[int, int]:
         least, most = int(parts[0]), int(parts[-1])
         if 0 < least <= most:
             return least, most
-    raise UsageError(f"--nnodes: expected a number of nodes or MIN:MAX, found {text!r}")
+    raise UsageError(Code.WRONG_VALUE, f"--nnodes: expected a number of nodes or MIN:MAX, found {text!r}")
 
 
 def bracketed(host: str) -> str:
@@ -188,7 +189,7 @@ def notify_targets(given: Sequence[str] | None) -> tuple[str, ...]:
     try:
         return (notify_target(variable),)
     except argparse.ArgumentTypeError as error:
-        raise UsageError(f"{_NOTIFY_VARIABLE}: {error}") from error
+        raise UsageError(Code.WRONG_VALUE, f"{_NOTIFY_VARIABLE}: {error}") from error
 
 
 def without_addresses(command: Sequence[str], targets: Sequence[str]) -> list[str]:

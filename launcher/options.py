@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import msgspec
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.host import host_name
 from ..core.settings import OnHang, PreflightMode, WorkerOption, WorkerSettings
@@ -215,14 +216,17 @@ class SentenceParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
-        what, _, words = message.partition(": ")
+        code, (what, _, words) = Code.WRONG_VALUE, message.partition(": ")
         if what == "unrecognized arguments":
             option = next((word.partition("=")[0] for word in words.split() if word.startswith("-")), "")
+            code = Code.NO_SUCH_OPTION if option else Code.ARGUMENT_TOO_MANY
             close = get_close_matches(option, self._option_string_actions, n=1)
             message += f"; did you mean {close[0]}?" if close else ""
         elif what == "the following arguments are required" and words.startswith("training_script"):
-            message = "expected a training script, found none"
-        raise UsageError(f"{message} (all options: {self.prog} --help)")
+            code, message = Code.NO_SCRIPT, "expected a training script, found none"
+        elif words.startswith("expected ") and words.endswith(" argument"):
+            code = Code.ARGUMENT_MISSING
+        raise UsageError(code, f"{message} (all options: {self.prog} --help)")
 
 
 def _add_group(parser: argparse.ArgumentParser, *tables: OptionTable) -> None:
@@ -303,14 +307,17 @@ class _CheckParser(SentenceParser):
         parsed, rest = self.parse_known_args(args, namespace)
         if rest and not rest[0].startswith("-"):
             raise UsageError(
+                Code.ARGUMENT_TOO_MANY,
                 f"check runs no script, found {rest[0]!r}; to train after the same test: "
-                f"gpuwatch launch --preflight full [options] {shlex.join(rest)}"
+                f"gpuwatch launch --preflight full [options] {shlex.join(rest)}",
             )
         if rest:
             self.error(f"unrecognized arguments: {shlex.join(rest)}")
         for name in ("-m/--module", "--no-python", "--run-path"):
             if getattr(parsed, name.rpartition("--")[2].replace("-", "_")):
-                raise UsageError(f"check runs no script, found {name}, which says how to run one; drop it")
+                raise UsageError(
+                    Code.WRONG_TOGETHER, f"check runs no script, found {name}, which says how to run one; drop it"
+                )
         return parsed
 
 
@@ -349,7 +356,7 @@ def parse_run(arguments: list[str]) -> argparse.Namespace:
     args = parse_with_saved(get_run_parser, before, _known())
     args.command = [*args.command, *dashes, *after] if args.command else after
     if not args.command:
-        raise UsageError("expected a command to run, found none: gpuwatch run [options] -- COMMAND...")
+        raise UsageError(Code.NO_SCRIPT, "expected a command to run, found none: gpuwatch run [options] -- COMMAND...")
     check_together(args)
     return args
 
@@ -357,17 +364,25 @@ def parse_run(arguments: list[str]) -> argparse.Namespace:
 def check_together(args: argparse.Namespace) -> None:
     """Options that are right each by itself and make no sense together. Raises UsageError."""
     if args.sync and args.on_overflow == "continue":
-        raise UsageError("expected --on-overflow abort with --sync, which raises in the failing module, found continue")
+        raise UsageError(
+            Code.WRONG_TOGETHER,
+            "expected --on-overflow abort with --sync, which raises in the failing module, found continue",
+        )
     if args.capture and args.on_overflow == "continue":
-        raise UsageError("expected --on-overflow abort with --capture, which writes as the job ends, found continue")
+        raise UsageError(
+            Code.WRONG_TOGETHER,
+            "expected --on-overflow abort with --capture, which writes as the job ends, found continue",
+        )
     if args.rank is not None and not isinstance(args.explain, int):
         raise UsageError(
+            Code.WRONG_TOGETHER,
             f"expected --explain with a batch number beside --rank, found --explain {args.explain}: "
-            f"--explain 17 --rank {args.rank}"
+            f"--explain 17 --rank {args.rank}",
         )
     last = args.abort_after_batch
     unreached = [batch for batch in args.trace_batches if last is not None and batch > last]
     if unreached:
         raise UsageError(
-            f"expected --trace-batches up to --abort-after-batch {last}, found {','.join(map(str, unreached))}"
+            Code.WRONG_TOGETHER,
+            f"expected --trace-batches up to --abort-after-batch {last}, found {','.join(map(str, unreached))}",
         )

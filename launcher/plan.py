@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..core.codes import Code, coded
 from ..core.errors import UsageError
 from ..core.host import host_name, loopback
 from ..core.wire.keys import SECRET_VARIABLE, JobKeys, derive_keys, others_may_read, random_secret, read_secret
@@ -54,16 +55,21 @@ def make_plan(
     job = str(args.rdzv_id)
     if args.collector is not None:
         if args.collector_port is not None:
-            raise UsageError("expected one of --collector and --collector-port, found both; drop --collector-port")
+            raise UsageError(
+                Code.WRONG_TOGETHER,
+                "expected one of --collector and --collector-port, found both; drop --collector-port",
+            )
         if args.metrics_port is not None:
             raise UsageError(
+                Code.WRONG_TOGETHER,
                 "expected one of --collector and --metrics-port, found both; it is the collector that serves metrics: "
-                "gpuwatch collect --metrics-port [HOST:]PORT"
+                "gpuwatch collect --metrics-port [HOST:]PORT",
             )
         if args.notify:
             raise UsageError(
+                Code.WRONG_TOGETHER,
                 "expected one of --collector and --notify, found both; it is the collector that notifies: "
-                "gpuwatch collect --notify URL|COMMAND"
+                "gpuwatch collect --notify URL|COMMAND",
             )
         return CollectorPlan(min_nodes, max_nodes, False, False, "", args.collector, job, False)
     if max_nodes == 1 or args.standalone:
@@ -73,7 +79,8 @@ def make_plan(
     port_number = args.collector_port if args.collector_port is not None else rdzv_port + 1
     if port_number > 65535:
         raise UsageError(
-            f"the rendezvous port is {rdzv_port}, so its next cannot be the collector's; pass --collector-port"
+            Code.NO_MEETING_POINT,
+            f"the rendezvous port is {rdzv_port}, so its next cannot be the collector's; pass --collector-port",
         )
     hosts = _is_head(args, host, is_this_host)
     connect = f"tcp://{bracketed(loopback if hosts else host)}:{port_number}"
@@ -101,8 +108,9 @@ def _meeting_point(args: argparse.Namespace, max_nodes: int) -> tuple[str, int]:
         )
         if port == 0:
             raise UsageError(
+                Code.NO_MEETING_POINT,
                 f"--rdzv-endpoint {args.rdzv_endpoint}: port 0 is for one node, {max_nodes} nodes need a fixed port, "
-                f"such as {host}:{C10D_DEFAULT_PORT}"
+                f"such as {host}:{C10D_DEFAULT_PORT}",
             )
         return host, port
     # older releases of torchrun have 29500 where newer have None
@@ -110,8 +118,9 @@ def _meeting_point(args: argparse.Namespace, max_nodes: int) -> tuple[str, int]:
     if args.rdzv_backend == "static" and names_a_master:
         return args.master_addr, args.master_port or STATIC_DEFAULT_PORT
     raise UsageError(
+        Code.NO_MEETING_POINT,
         f"--nnodes {args.nnodes} needs a meeting point: pass --rdzv-backend c10d --rdzv-endpoint HEAD_HOST:PORT, "
-        "the same on every node"
+        "the same on every node",
     )
 
 
@@ -131,14 +140,14 @@ def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
     if endpoint.startswith("[") and "]" in endpoint:
         host, _, rest = endpoint[1:].partition("]")
         if rest and not rest.startswith(":"):
-            raise UsageError(f"--rdzv-endpoint: expected HOST:PORT, found {endpoint!r}")
+            raise UsageError(Code.WRONG_VALUE, f"--rdzv-endpoint: expected HOST:PORT, found {endpoint!r}")
         port = rest.removeprefix(":")
     elif endpoint.count(":") == 1:
         host, _, port = endpoint.partition(":")
     else:
         host, port = endpoint, ""
     if (port and (not is_number(port) or int(port) > 65535)) or not host:
-        raise UsageError(f"--rdzv-endpoint: expected HOST:PORT, found {endpoint!r}")
+        raise UsageError(Code.WRONG_VALUE, f"--rdzv-endpoint: expected HOST:PORT, found {endpoint!r}")
     return host, int(port) if port else default_port
 
 
@@ -156,15 +165,16 @@ def job_secret(secret_file: str | None, job: str, *, local: bool) -> str:
     """As the user has it. Without one, what all nodes know, or a random one if nobody outside takes part (`local`)."""
     secret = read_secret(secret_file)
     if sentence := others_may_read(secret_file):
-        say(sentence)
+        say(coded(sentence, Code.KEYS_GUESSABLE))
     if secret is not None:
         return secret
     if local:
         return random_secret()
-    say(
+    text = (
         f"encrypting with keys derived from the rendezvous id {job!r}; to keep others on this network out, give every "
         "node the same GPUWATCH_SECRET or --secret-file"
     )
+    say(coded(text, Code.KEYS_GUESSABLE))
     return f"rendezvous id {job}"
 
 
@@ -188,7 +198,9 @@ def run_plan(args: argparse.Namespace, job: SchedulerFacts | None) -> CollectorP
     if not args.standalone and args.collector is None:
         args.rdzv_endpoint = _head(args, job)
         if node_rank is None:
-            raise UsageError(f"{nnodes} nodes, but the rank of this node is unknown; pass --node-rank N")
+            raise UsageError(
+                Code.NODE_UNCLEAR, f"{nnodes} nodes, but the rank of this node is unknown; pass --node-rank N"
+            )
     return make_plan(args, lambda host: False, loopback())
 
 
@@ -210,5 +222,8 @@ def _head(args: argparse.Namespace, job: SchedulerFacts | None) -> str:
         host, port = split_endpoint(args.head, C10D_DEFAULT_PORT)
         return f"{bracketed(host)}:{port}"
     if job is None or not job.head:
-        raise UsageError(f"{args.nnodes} nodes need a meeting point: pass --head HOST[:PORT], the same on every node")
+        raise UsageError(
+            Code.NO_MEETING_POINT,
+            f"{args.nnodes} nodes need a meeting point: pass --head HOST[:PORT], the same on every node",
+        )
     return f"{bracketed(job.head)}:{job.port if job.port is not None else C10D_DEFAULT_PORT}"

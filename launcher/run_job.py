@@ -12,6 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace as with_fields
 
+from ..core.codes import Code, coded
 from ..core.errors import UsageError
 from ..core.host import host_name, loopback
 from ..core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
@@ -42,11 +43,12 @@ def run(arguments: list[str]) -> int:
     args = parse_run(arguments)
     if os.environ.get(RUN_VARIABLE):
         raise UsageError(
+            Code.NESTED_RUN,
             "expected one gpuwatch run, found one inside another: the outer one watches all ranks below it; "
-            "leave out one of them"
+            "leave out one of them",
         )
     if problem := why_not_started(args.command[0]):
-        say(f"{args.command[0]}: {problem[0]}")
+        say(coded(f"{args.command[0]}: {problem[0]}", Code.NO_SCRIPT))
         return problem[1]
     job = read_task(os.environ)
     plan = run_plan(args, job)
@@ -55,7 +57,8 @@ def run(arguments: list[str]) -> int:
     try:
         tasks = _tasks(args, job, plan)
     except NoFolder as error:
-        say(f"the tasks of this host have no folder in which to find each other, and go on unwatched: {error}")
+        text = f"the tasks of this host have no folder in which to find each other, and go on unwatched: {error.text}"
+        say(coded(text, error.code))
         return run_unwatched(args.command, block_signals(), job=job)
     unblocked = block_signals()
     try:
@@ -115,7 +118,7 @@ class CommandRanks(RankStarter):
     def _let_others_join(self, life: JobLife, address: str, settings: WorkerSettings) -> str:
         """Returns the collector's address for this node's own agent."""
         if life.run_dir is None:
-            say("without a collector no other host can join")
+            say(coded("without a collector no other host can join", Code.COLLECTOR_ENDED))
             return address
         invited = self._terms.agent_config(address, life.scratch)
         self._join = open_run(self._args, life.run_dir, address, invited, settings, self._meeting_key)
@@ -126,7 +129,7 @@ class CommandRanks(RankStarter):
         if isinstance(line, StageLine) or self._args.preflight == "off":
             return
         if not line.grade:
-            say("there was no preflight: no rank has called init_process_group")
+            say(coded("there was no preflight: no rank has called init_process_group", Code.PREFLIGHT_SKIPPED))
         for text in filter(None, [line.text, *line.warnings]):
             say(text)
 

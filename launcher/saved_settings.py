@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.text import is_web_address
 
@@ -141,9 +142,13 @@ def _read(path: Path, tables: tuple[str, ...]) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ImportError as error:
-        raise UsageError(f"{path}: expected Python 3.11 or the package tomli to read it, found neither") from error
+        raise UsageError(
+            Code.NOT_INSTALLED, f"{path}: expected Python 3.11 or the package tomli to read it, found neither"
+        ) from error
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: expected a TOML file that can be read, found: {error}") from error
+        raise UsageError(
+            Code.SETTINGS_FILE, f"{path}: expected a TOML file that can be read, found: {error}"
+        ) from error
     for name in tables:
         found = found.get(name) if isinstance(found, dict) else None
     return found if isinstance(found, dict) else None
@@ -157,7 +162,9 @@ def _flat(table: dict[str, Any], command: str, known: Collection[str], path: Pat
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise UsageError(f"{path}: expected an option of gpuwatch without its dashes, found {name!r}{hint}")
+            raise UsageError(
+                Code.SETTINGS_FILE, f"{path}: expected an option of gpuwatch without its dashes, found {name!r}{hint}"
+            )
     merged = {**parts[0], **(table.get(command) or {})}
     return {name.replace("_", "-"): value for name, value in merged.items()}
 
@@ -166,7 +173,7 @@ def _option(action: argparse.Action, written: Any, source: str, where: str) -> S
     """Raises UsageError for what the option would not take."""
     if action.nargs == 0:
         if not isinstance(written, bool):
-            raise UsageError(f"{where}: expected true or false, found {written!r}")
+            raise UsageError(Code.SETTINGS_FILE, f"{where}: expected true or false, found {written!r}")
         return SavedOption(action.const if written else action.default, str(written).lower(), source)
     words = [str(word) for word in written] if isinstance(written, list) else [str(written)]
     read = action.type if callable(action.type) else str
@@ -174,9 +181,11 @@ def _option(action: argparse.Action, written: Any, source: str, where: str) -> S
     try:
         values = [read(word) for word in (words if repeats else [",".join(words)])]
     except (argparse.ArgumentTypeError, ValueError) as error:
-        raise UsageError(f"{where}: {error}") from error
+        raise UsageError(Code.SETTINGS_FILE, f"{where}: {error}") from error
     if action.choices is not None and values[0] not in action.choices:
-        raise UsageError(f"{where}: expected one of {', '.join(map(str, action.choices))}, found {values[0]!r}")
+        raise UsageError(
+            Code.SETTINGS_FILE, f"{where}: expected one of {', '.join(map(str, action.choices))}, found {values[0]!r}"
+        )
     text = ",".join("..." if is_web_address(word) else word for word in words)  # many an address is a secret
     return SavedOption(values if repeats else values[0], text, source)
 

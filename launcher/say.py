@@ -10,6 +10,7 @@ from signal import Signals
 
 import psutil
 
+from ..core.codes import Code, coded
 from ..core.errors import RANK_OVERFLOW
 from ..core.events import Anomaly
 from ..core.frames import module_text
@@ -37,7 +38,7 @@ def say_signal(number: int) -> None:
 def tell_of_torch() -> None:
     """Print what gpuwatch cannot see with the installed torch, a line for each; nothing if it sees everything."""
     for note in notes_on(installed_torch()):
-        say(note)
+        say(coded(note, Code.TORCH_UNSEEN))
 
 
 # The overflows that this node's ranks recorded: the launch's own evidence, even if its agent, its collector or its disk
@@ -106,7 +107,8 @@ def tell_left_behind(scratch: Path, say: Callable[[str], object], patience_s: fl
     if left:
         pids = ", ".join(str(process.pid) for process in left[:_MOST]) + (", ..." if len(left) > _MOST else "")
         many = len(left) > 1
-        say(
+        text = (
             f"{len(left)} process{'es' if many else ''} that a rank had started {'have' if many else 'has'} outlived "
             f"the rank (a stuck data loader worker, for example) and may hold memory: kill {pids}"
         )
+        say(coded(text, Code.LEFT_BEHIND))

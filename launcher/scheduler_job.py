@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.wire.messages import SchedulerJob
 from .option_types import is_number, is_port, parse_nnodes
@@ -127,7 +128,7 @@ def read_facts(table: Mapping[str, JobVariable], environ: Mapping[str, str]) -> 
                     raise ValueError
                 facts[fact] = variable.parse(text)
             except (ValueError, UsageError) as error:
-                raise UsageError(f"{name}: expected {variable.what}, found {text[:80]!r}") from error
+                raise UsageError(Code.WRONG_VALUE, f"{name}: expected {variable.what}, found {text[:80]!r}") from error
             if facts[fact] is not None:
                 break
     return facts

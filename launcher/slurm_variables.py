@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.wire.messages import SchedulerJob
 from .option_types import is_number
@@ -63,11 +64,15 @@ def _numbers(inside: str, text: str) -> list[str]:
 
 
 def _not_a_nodelist(text: str) -> UsageError:
-    return UsageError(f"expected a SLURM node list such as gpu-[001-003,7],login1, found {text[:200]!r}")
+    return UsageError(
+        Code.WRONG_VALUE, f"expected a SLURM node list such as gpu-[001-003,7],login1, found {text[:200]!r}"
+    )
 
 
 def _too_long(text: str) -> UsageError:
-    return UsageError(f"expected a SLURM node list of at most {_MOST} hosts, found more in {text[:200]!r}")
+    return UsageError(
+        Code.WRONG_VALUE, f"expected a SLURM node list of at most {_MOST} hosts, found more in {text[:200]!r}"
+    )
 
 
 PORTS = range(20000, 29000)

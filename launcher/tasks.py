@@ -25,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..core.codes import Code
 from ..core.errors import GpuwatchError
 from ..core.own_files import write_whole
 from ..core.text import from_json, to_json
@@ -85,7 +86,7 @@ class HostTasks:
             if _is_private(folder):
                 return folder
         why = str(trouble) if trouble is not None else f"other users have taken all names, such as {places[0]}"
-        raise NoFolder(why)
+        raise NoFolder(Code.NOT_WRITABLE, why)
 
     def _enter(self) -> bool:
         """False if the folder was taken away meanwhile."""
@@ -97,7 +98,7 @@ class HostTasks:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise NoFolder(str(error)) from error
+            raise NoFolder(Code.NOT_WRITABLE, str(error)) from error
         self.is_owner = _lock(self._owner)
         fcntl.flock(self._mine, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):  # whoever sees a task's file sees it locked, or its task has ended

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 from ..core.own_imports import path_as_given
 
@@ -48,7 +49,8 @@ def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise UsageError(
-            f"expected torch in the Python that runs gpuwatch, {sys.executable}, found none: install it there"
+            Code.NOT_INSTALLED,
+            f"expected torch in the Python that runs gpuwatch, {sys.executable}, found none: install it there",
         )
     return Path(spec.origin).parent
 

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import jinja2
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 
 RUNS_DIR = "gpuwatch-runs"
@@ -75,7 +76,7 @@ def directive(option: SbatchOption) -> str:
     if option.value is None:
         return f"--{option.name}"
     if _LINE_END.search(option.value):
-        raise UsageError(f"--{option.name}: expected a value in one line, found {option.value!r}")
+        raise UsageError(Code.WRONG_VALUE, f"--{option.name}: expected a value in one line, found {option.value!r}")
     return f"--{option.name}={_directive_value(option.value)}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from typing import NamedTuple
 
+from ..core.codes import Code
 from ..core.errors import UsageError
 
 # ruff: noqa: SIM905  # a page of quoted names reads worse
@@ -97,7 +98,7 @@ def _sbatch(script: str, options: list[str]) -> subprocess.CompletedProcess[str]
     """Raises UsageError when sbatch does not take the job."""
     done = _run(["sbatch", *options], script)
     if done.returncode:
-        raise UsageError(f"sbatch rejected the job: {_said(done.stderr)}")
+        raise UsageError(Code.SUBMISSION_REFUSED, f"sbatch rejected the job: {_said(done.stderr)}")
     return done
 
 
@@ -106,8 +107,9 @@ def _run(command: list[str], text: str | None = None) -> subprocess.CompletedPro
         return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
     except FileNotFoundError as error:
         raise UsageError(
+            Code.SUBMISSION_REFUSED,
             f"expected SLURM's {command[0]} on this machine, found none; run this where jobs are submitted, or print "
-            "the script and submit it there: gpuwatch submit --print"
+            "the script and submit it there: gpuwatch submit --print",
         ) from error
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"{command[0]} does not answer within {_ANSWER_S:.0f} s")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ..core.codes import Code, coded
 from ..core.errors import UsageError
 from .batch_script import RUNS_DIR, BatchScript, SbatchOption, directive
 from .sbatch import OF_THE_SUBMISSION, REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE, JobTask, LocalSlurm
@@ -75,7 +76,7 @@ def _long(word: str, rest: list[str], options: LaunchOptions, found: SbatchComma
     dashed = name.replace("_", "-")
     if dashed in _OWN_FLAGS:
         if value is not None:
-            raise UsageError(f"--{dashed}: expected no value, found {value!r}")
+            raise UsageError(Code.WRONG_VALUE, f"--{dashed}: expected no value, found {value!r}")
         setattr(found, {"print": "print_only"}.get(dashed, dashed), True)
     elif dashed == "exclude-bad":
         found.exclude_bad.append(_value(typed, value, rest))
@@ -84,10 +85,10 @@ def _long(word: str, rest: list[str], options: LaunchOptions, found: SbatchComma
     elif dashed == "nnodes":  # as torchrun has it
         nodes = _value(typed, value, rest)
         if _NNODES.fullmatch(nodes) is None:
-            raise UsageError(f"--nnodes: expected a number of nodes or MIN:MAX, found {nodes!r}")
+            raise UsageError(Code.WRONG_VALUE, f"--nnodes: expected a number of nodes or MIN:MAX, found {nodes!r}")
         found.sbatch.append(SbatchOption("nodes", nodes.replace(":", "-")))
     elif dashed == "run-name":
-        raise UsageError("--run-name: the runs of a job are named after it; drop it")
+        raise UsageError(Code.WRONG_TOGETHER, "--run-name: the runs of a job are named after it; drop it")
     elif typed in options.with_value:
         found.launch += [typed, _value(typed, value, rest)] if value is None else [word]
     elif typed in options.without_value:
@@ -98,11 +99,11 @@ def _long(word: str, rest: list[str], options: LaunchOptions, found: SbatchComma
 
 def _of_sbatch(name: str, value: str | None, rest: list[str], found: SbatchCommand, options: LaunchOptions) -> None:
     if name in REFUSED:
-        raise UsageError(f"--{name}: {REFUSED[name]}")
+        raise UsageError(Code.WRONG_TOGETHER, f"--{name}: {REFUSED[name]}")
     if name in WITH_VALUE:
         found.sbatch.append(SbatchOption(name, _value(f"--{name}", value, rest)))
     elif name in WITHOUT_VALUE and value is not None:
-        raise UsageError(f"--{name}: expected no value, found {value!r}")
+        raise UsageError(Code.WRONG_VALUE, f"--{name}: expected no value, found {value!r}")
     elif name in WITHOUT_VALUE | WITH_OR_WITHOUT or value is not None:
         found.sbatch.append(SbatchOption(name, value))
     else:
@@ -133,7 +134,7 @@ def _value(typed: str, value: str | None, rest: list[str]) -> str:
     if value is not None:
         return value
     if not rest:
-        raise UsageError(f"{typed}: expected a value after it, found the end of the line")
+        raise UsageError(Code.ARGUMENT_MISSING, f"{typed}: expected a value after it, found the end of the line")
     return rest.pop(0)
 
 
@@ -142,7 +143,8 @@ def _unknown(word: str, options: LaunchOptions) -> UsageError:
     close = difflib.get_close_matches(word, sorted(known | options.with_value | options.without_value), n=1)
     hint = f"did you mean {close[0]}? If it is" if close else "if it is"
     return UsageError(
-        f"{word} is an option of neither sbatch nor gpuwatch launch; {hint} one of your site, write it as {word}=VALUE"
+        Code.NO_SUCH_OPTION,
+        f"{word} is an option of neither sbatch nor gpuwatch launch; {hint} one of your site, write it as {word}=VALUE",
     )
 
 
@@ -203,7 +205,7 @@ class JobFollower:
             tasks = self.slurm.tasks(job)
             if tasks is None:
                 if not silent:
-                    self.say(f"job {job}: SLURM does not answer; asking again")
+                    self.say(coded(f"job {job}: SLURM does not answer; asking again", Code.SCHEDULER_SILENT))
                 silent = True
             else:
                 silent = False

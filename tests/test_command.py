@@ -34,14 +34,14 @@ def test_without_a_command_it_shows_them_all(capsys, monkeypatch):
 def test_another_word_is_told_what_was_expected_in_one_line(capsys, monkeypatch, word, hint):
     code, text = said_to(capsys, monkeypatch, word, "--lr", "1")
     assert code == 2
-    assert text == f"gpuwatch: expected one of {', '.join(module.COMMANDS)}, found '{word}'; {hint}\n"
+    assert text == f"gpuwatch: expected one of {', '.join(module.COMMANDS)}, found '{word}'; {hint} [GW401]\n"
 
 
 def test_an_option_before_the_command_is_told_where_it_belongs(capsys, monkeypatch):
     code, text = said_to(capsys, monkeypatch, "--nproc-per-node", "2", "train.py")
     assert code == 2
     assert text == (
-        "gpuwatch: expected a command before --nproc-per-node; did you mean gpuwatch launch --nproc-per-node?\n"
+        "gpuwatch: expected a command before --nproc-per-node; did you mean gpuwatch launch --nproc-per-node? [GW402]\n"
     )
 
 

@@ -52,6 +52,10 @@ def test_names_of_runs(command, tmp_path, monkeypatch):
     assert offered(command, "--runs-dir", "elsewhere", "") == []
 
 
+def test_codes():
+    assert offered("explain", "gw10") == [f"GW10{number}" for number in range(1, 9)]
+
+
 def test_bash_asks_and_is_answered(tmp_path):
     """The line of docs/first-run.md, and Tab after it as bash calls it."""
     bin_ = tmp_path / "gpuwatch"

@@ -14,7 +14,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATES = ("report.html.jinja", "macros.html.jinja", "sections.html.jinja", "report.css", "report.js")
-DATA = ["gpuwatch/py.typed", "gpuwatch/slurm/gpuwatch.sbatch", "gpuwatch/slurm/gpuwatch.sbatch.jinja"]
+DATA = [
+    "gpuwatch/py.typed",
+    "gpuwatch/docs/codes.md",
+    "gpuwatch/slurm/gpuwatch.sbatch",
+    "gpuwatch/slurm/gpuwatch.sbatch.jinja",
+]
 DATA += ["gpuwatch/collector/live/dashboard.json"]
 DATA += [f"gpuwatch/collector/report/html/templates/{name}" for name in TEMPLATES]
 pytestmark = pytest.mark.xdist_group("packaging")  # one wheel for all of them

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from ..core.codes import Code, coded
 from ..core.errors import RANK_OVERFLOW, ExitCode, JobEnded, OverflowDetected
 from ..core.identity import RankIdentity
 from ..core.own_files import standard_streams_taken
@@ -50,7 +51,7 @@ def main() -> NoReturn:
     arguments = sys.argv[1:]
     settings = WorkerSettings.from_environment()
     if settings is None:
-        tell(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none")
+        tell(coded(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none", Code.NESTED_RUN))
         raise SystemExit(ExitCode.USAGE)
     session = _open_session(settings)
     if session is not None and settings.preflight != "off":
@@ -61,7 +62,8 @@ def main() -> NoReturn:
     path_as_given()
     if arguments[0] == "--check":
         if session is None:
-            tell("gpuwatch: nothing was checked: the recorder of this rank could not be made")
+            text = "gpuwatch: nothing was checked: the recorder of this rank could not be made"
+            tell(coded(text, Code.NO_RECORDER))
             raise SystemExit(ExitCode.PREFLIGHT_FAILED)
         session.finished(ExitCode.CLEAN)
         raise SystemExit(ExitCode.CLEAN)
@@ -83,7 +85,8 @@ def _open_session(settings: WorkerSettings) -> WorkerSession | None:
     try:
         session = open_session(settings, path, identity.rank, identity.local_rank, identity.world_size)
     except OSError as error:
-        tell(f"gpuwatch: rank {identity.rank} goes on unwatched, no recorder: {error}")
+        text = f"gpuwatch: rank {identity.rank} goes on unwatched, no recorder: {error}"
+        tell(coded(text, Code.NO_RECORDER))
         return None
     session.answer_with_stacks()
     watch_the_ends()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from ..core.codes import Code, coded
 from ..core.events import PreflightResult
 from ..core.recorder.layout import RankPhase
 from ..core.tell import tell
@@ -108,7 +109,7 @@ def leave_out(session: WorkerSession, reason: str) -> None:
     """Say so, in the report and on stderr; "": another rank says it there."""
     session.recorder.append(PreflightResult(session.where(), "skipped", detail=reason))
     if reason:
-        tell(f"gpuwatch: the preflight is skipped: {reason}")
+        tell(coded(f"gpuwatch: the preflight is skipped: {reason}", Code.PREFLIGHT_SKIPPED))
 
 
 @dataclass(frozen=True)

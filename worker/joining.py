@@ -21,6 +21,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ..core.codes import Code, coded
 from ..core.events import LeftGroup
 from ..core.own_imports import own_command
 from ..core.recorder.layout import HeadField, RankPhase, file_name
@@ -73,7 +74,8 @@ def join(path: str) -> str | None:
     if folder and os.path.isdir(folder):  # noqa: PTH112  # a path is needed as text
         return folder
     last = why.splitlines()[-1:] or ["no answer"]
-    tell(f"gpuwatch: process {os.getpid()} on {socket.gethostname()} goes on unwatched: {last[0]}")
+    text = f"gpuwatch: process {os.getpid()} on {socket.gethostname()} goes on unwatched: {last[0]}"
+    tell(coded(text, Code.CHILD_UNWATCHED))
     return None
 
 
@@ -282,7 +284,8 @@ class _JoiningProcess:
         except FileExistsError:
             raise
         except OSError as error:
-            tell(f"gpuwatch: process {os.getpid()} goes on unwatched, no recorder: {error}")
+            text = f"gpuwatch: process {os.getpid()} goes on unwatched, no recorder: {error}"
+            tell(coded(text, Code.NO_RECORDER))
             tell_unwatched(self._folder, os.getpid(), f"no recorder: {error}")
             return
         self._session = session
@@ -321,7 +324,7 @@ class _JoiningProcess:
             if self._session is not None and self._session.is_ours:
                 self._session.record_fault("run", text)
             else:
-                tell(f"gpuwatch: process {os.getpid()} goes on unwatched: {text}")
+                tell(coded(f"gpuwatch: process {os.getpid()} goes on unwatched: {text}", Code.OWN_FAULT))
                 tell_unwatched(self._folder, os.getpid(), text)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 
+from ..core.codes import Code, coded
 from ..core.errors import OverflowDetected
 from ..core.events import Anomaly, OwnFault
 from ..core.frames import RowMark, module_text
@@ -62,7 +63,8 @@ def log_to(target: Any, step: int | None = None) -> None:
     if hooks is None:
         if not _is_warned:
             _is_warned = True
-            tell("gpuwatch: log_to logs nothing: expected `gpuwatch launch`, `gpuwatch run` or gpuwatch.watch(model)")
+            what = "expected `gpuwatch launch`, `gpuwatch run` or gpuwatch.watch(model)"
+            tell(coded(f"gpuwatch: log_to logs nothing: {what}", Code.NESTED_RUN))
         return
     try:
         live = _live() if _live is not None else None

@@ -15,6 +15,7 @@ import msgspec
 from rich.table import Column, Table
 from rich.text import Text
 
+from ...core.codes import Code
 from ...core.errors import UsageError
 from ...core.frames import Frame, FramePhase, Row, RowContent, format_number, module_text
 from ...core.recorder.page_tables import whole
@@ -181,15 +182,16 @@ def _rank(wish: SideRequest, other: SideRequest | None) -> RankFacts:
     found = next((rank for rank in there if rank.rank == wanted), None)
     if found is None:
         known = numbers_text(rank.rank for rank in there)
-        raise UsageError(f"--rank: expected a rank of run {wish.run} ({known}), found {wanted}")
+        raise UsageError(Code.NOT_IN_RUN, f"--rank: expected a rank of run {wish.run} ({known}), found {wanted}")
     return found
 
 
 def _batches(wish: SideRequest, rank: RankFacts) -> set[int]:
     if not rank.pages:
         raise UsageError(
+            Code.NOT_IN_RUN,
             f"expected batches of rank {rank.rank} in the store of run {wish.run}, found none; a run keeps that of an "
-            "overflow, the one before it and the last of each rank; to keep more: gpuwatch launch --trace-batches N,N"
+            "overflow, the one before it and the last of each rank; to keep more: gpuwatch launch --trace-batches N,N",
         )
     return {page.batch for page in rank.pages.values()}
 
@@ -198,7 +200,9 @@ def _in_common(of_verdict: int | None, batches: tuple[set[int], set[int]]) -> in
     both = batches[0] & batches[1]
     if not both:
         has = " and ".join(f"{numbers_text(side)} ({name})" for name, side in zip("AB", batches, strict=True))
-        raise UsageError(f"--batch: expected a batch that both sides have, found {has}; choose with --batch N,N")
+        raise UsageError(
+            Code.NOT_IN_RUN, f"--batch: expected a batch that both sides have, found {has}; choose with --batch N,N"
+        )
     return of_verdict if of_verdict is not None and of_verdict in both else max(both)
 
 
@@ -207,7 +211,7 @@ def _page(wish: SideRequest, rank: RankFacts, batch: int, root: str | None) -> K
     if not pages:
         wanted = f"a batch of rank {rank.rank} that is in the store of run {wish.run}"
         known, more = numbers_text(_batches(wish, rank)), "to keep more: gpuwatch launch --trace-batches N,N"
-        raise UsageError(f"--batch: expected {wanted} ({known}), found {batch}; {more}")
+        raise UsageError(Code.NOT_IN_RUN, f"--batch: expected {wanted} ({known}), found {batch}; {more}")
     same = [page for page in pages if root is None or page.root == root]
     return max(same or pages, key=lambda page: page.num_frames)
 

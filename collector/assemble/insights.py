@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 
+from ...core.codes import Code
 from ...core.frames import FramePhase, RowMark
 from ...core.roles import GRADIENTS, parse_role
 from ...core.values import DTYPE_MAX
@@ -20,24 +21,25 @@ from ..report.sentence_parts import coarse_share_text, grouped, modules_text, wh
 from .timeline import forecasts_of, limit_text, passing_text
 
 MENDS = {
-    "replica_odd": "Look at what fills it on that rank: a broadcast that it missed, to_empty() with nothing after it. "
-    "If it agreed before and no code changes it there, check the memory of that GPU or host (nvidia-smi -q -d "
+    Code.REPLICA_ODD: "Look at what fills it on that rank: a broadcast that it missed, to_empty() with nothing after "
+    "it. If it agreed before and no code changes it there, check the memory of that GPU or host (nvidia-smi -q -d "
     "ECC,ROW_REMAPPER; dmesg).",
-    "replica_drift": "Replicas must take the same steps: look for parameters outside of DDP, and for steps of only "
+    Code.REPLICA_DRIFT: "Replicas must take the same steps: look for parameters outside of DDP, and for steps of only "
     "some ranks.",
-    "scaler_collapsing": "A scale that only falls means gradients that are inf or nan at any scale: look at that "
+    Code.SCALER_COLLAPSING: "A scale that only falls means gradients that are inf or nan at any scale: look at that "
     "module's backward.",
-    "growth": "Keep them from growing (learning rate, decay, a norm in front), or compute them in bfloat16 or float32.",
-    "near_overflow": "Compute these modules in bfloat16 or float32, or keep their values from growing.",
-    "rank_unlike": "Compare its data and its weights with another rank's; if those are alike, test its GPU: gpuwatch "
-    "check.",
-    "no_scaler": "Scale the loss (torch.amp.GradScaler), or compute in bfloat16.",
-    "dead_module": "It learns nothing: look at its inputs and at what comes before its activation.",
-    "scaler_too_small": "The GradScaler's scale is too small for them: look at why it does not grow.",
-    "underflow": "Compute these modules in bfloat16 or float32, which reach further down.",
-    "unknown": "",
+    Code.GROWTH: "Keep them from growing (learning rate, decay, a norm in front), or compute them in bfloat16 or "
+    "float32.",
+    Code.NEAR_OVERFLOW: "Compute these modules in bfloat16 or float32, or keep their values from growing.",
+    Code.RANK_UNLIKE: "Compare its data and its weights with another rank's; if those are alike, test its GPU: "
+    "gpuwatch check.",
+    Code.NO_SCALER: "Scale the loss (torch.amp.GradScaler), or compute in bfloat16.",
+    Code.DEAD_MODULE: "It learns nothing: look at its inputs and at what comes before its activation.",
+    Code.SCALER_TOO_SMALL: "The GradScaler's scale is too small for them: look at why it does not grow.",
+    Code.UNDERFLOW: "Compute these modules in bfloat16 or float32, which reach further down.",
+    Code.OWN_FAULT: "",
 }
-"""Kind -> what to do about it. The most harmful first."""
+"""Code -> what to do about it. The most harmful first."""
 
 
 def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory]) -> list[RunInsight]:
@@ -60,14 +62,15 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
             found += kind()
         except Exception as error:  # it is made of what came over the network; the report must be written all the same
             text = f"one kind could not be determined: {type(error).__name__}: {error}"
-            found.append(_insight("unknown", text, [], []))
-    return sorted(found, key=lambda insight: list(MENDS).index(insight.kind))
+            found.append(_insight(Code.OWN_FAULT, text, [], []))
+    return sorted(found, key=lambda insight: list(MENDS).index(Code(insight.code)))
 
 
 def _insight(
-    kind: str, text: str, ranks: Iterable[int], modules: Iterable[str], since: int | None = None
+    code: Code, text: str, ranks: Iterable[int], modules: Iterable[str], since: int | None = None
 ) -> RunInsight:
-    return RunInsight(kind, text, MENDS[kind], sorted(set(ranks)), list(dict.fromkeys(modules)), since)
+    kind = code.kind if code is not Code.OWN_FAULT else "unknown"
+    return RunInsight(kind, text, MENDS[code], sorted(set(ranks)), list(dict.fromkeys(modules)), since, code)
 
 
 # From modules that grow, rows near overflow or in underflow, and the steps that a GradScaler skipped.
@@ -93,7 +96,7 @@ def growth(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     text = f"{grew} {where}: in batch {first.batch} of rank {first.rank}, {passing_text(first)}"
     if then is not None:
         text += f"; `{then.module}` overflowed in batch {then.batch}"
-    yield _insight("growth", text, told, modules, first.since)
+    yield _insight(Code.GROWTH, text, told, modules, first.since)
 
 
 def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[RunInsight]:
@@ -112,7 +115,7 @@ def scaler_collapsing(ranks: list[RankFacts]) -> Iterator[RunInsight]:
     first = f"; the first bad gradient was {worst.value} in {worst.role} of `{worst.module}`" if worst.module else ""
     modules = (skip.module for skip in bad.values() if skip.module)
     since = min(skip.where.batch for skip in bad.values())
-    yield _insight("scaler_collapsing", text + first, bad, modules, since)
+    yield _insight(Code.SCALER_COLLAPSING, text + first, bad, modules, since)
 
 
 def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
@@ -131,20 +134,20 @@ def warned_rows(ranks: list[RankFacts]) -> Iterator[RunInsight]:
             limit = number_text(DTYPE_MAX[dtype]) if dtype in DTYPE_MAX else "its limit"
             first = f"{number_text(worst.abs_max)} in {worst.role} of `{worst.module}`"
             text = f"{what} came close to {dtype}'s limit of {limit} {where}; the first time at {first}"
-            insight, text = "near_overflow", f"{text}, rank {number}, batch {worst.where.batch}"
+            insight, text = Code.NEAR_OVERFLOW, f"{text}, rank {number}, batch {worst.where.batch}"
         else:
             lost = max(max(warning.subnormals or 0.0, warning.zeros or 0.0) for warning in warnings)
-            insight, more = _in_underflow(dtype, _scaler(ranks)) if is_gradient else ("underflow", "")
+            insight, more = _in_underflow(dtype, _scaler(ranks)) if is_gradient else (Code.UNDERFLOW, "")
             share = f"up to {coarse_share_text(lost)} of their elements"
             text = f"{what} lie below {dtype}'s smallest normal number {where}, {share}{more}"
         yield _insight(insight, text, numbers, modules, since)
 
 
-def _in_underflow(dtype: str, scaler: bool | None) -> tuple[str, str]:
-    """(kind of the insight for gradients, ending of its sentence)"""
+def _in_underflow(dtype: str, scaler: bool | None) -> tuple[Code, str]:
+    """(code of the insight for gradients, ending of its sentence)"""
     if dtype == "float16" and not scaler:
-        return "no_scaler", ": no GradScaler is in use" if scaler is False else ": no GradScaler was seen"
-    return "scaler_too_small" if scaler else "underflow", ""
+        return Code.NO_SCALER, ": no GradScaler is in use" if scaler is False else ": no GradScaler was seen"
+    return Code.SCALER_TOO_SMALL if scaler else Code.UNDERFLOW, ""
 
 
 def _scaler(ranks: list[RankFacts]) -> bool | None:
@@ -176,7 +179,7 @@ def unlike_replicas(facts: RunFacts, ranks: list[RankFacts]) -> Iterator[RunInsi
         text = f"{what} ({f'{kind}s' if several else kind}) differ{'' if several else 's'} on rank {rank} since batch "
         others = f"on the {found[0].ranks - 1} other ranks" if found[0].ranks > 2 else "on the other rank"
         modules = [each.name.rpartition(".")[0] for each in found]
-        yield _insight("replica_odd", f"{text}{since}{before}: not as {others}", [rank], modules, since)
+        yield _insight(Code.REPLICA_ODD, f"{text}{since}{before}: not as {others}", [rank], modules, since)
     if not odd:
         yield from replica_drift(facts, ranks)
 
@@ -210,7 +213,7 @@ def _drift_between(
     modules = list(dict.fromkeys(name for name, _ in differing))
     differ = f"weights of {modules_text(modules)} are not the same {where_text(shared, everyone)} in batch {now.batch}"
     text = f"{differ}, but all agreed in batch {then.batch}: {role} of `{module}` has abs max {', '.join(sizes)}"
-    yield _insight("replica_drift", text, shared, modules, now.batch)
+    yield _insight(Code.REPLICA_DRIFT, text, shared, modules, now.batch)
 
 
 def _weights(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, dict[tuple[str, str], Summary]]:
@@ -263,7 +266,7 @@ def dead_modules(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
         since = min(batch for module in found for batch, _ in dead[module])
         where = where_text(ranks, list(opened))
         text = f"{modules_text(found)} returned nothing but zeros {where}, at least since batch {since}"
-        yield _insight("dead_module", text, ranks, found, since)
+        yield _insight(Code.DEAD_MODULE, text, ranks, found, since)
 
 
 def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
@@ -290,7 +293,7 @@ def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
         outputs = f"the outputs of `{module}` are {apart_by} in each of the last {len(batches)} batches"
         text = f"rank {ranks[place]} is unlike the other ranks: {outputs}{more}"
         modules_of_it = [name for _, name in sorted(found, reverse=True)]
-        yield _insight("rank_unlike", text, [ranks[place]], modules_of_it, batches[0])
+        yield _insight(Code.RANK_UNLIKE, text, [ranks[place]], modules_of_it, batches[0])
 
 
 def _aligned(history: OpenHistory, batches: list[int], modules: list[str]) -> Any:

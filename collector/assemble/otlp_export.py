@@ -22,6 +22,7 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from ...core.codes import Code
 from ...core.errors import UsageError
 from ...core.metrics import METRICS
 from ...core.recorder.layout import PARTS
@@ -64,7 +65,9 @@ def send_otlp(facts: RunFacts, run: str, endpoint: str, ranks: Collection[int] |
                 scope = ScopeMetrics(InstrumentationScope("gpuwatch"), metrics, "")
                 data = MetricsData([ResourceMetrics(resource, [scope], "")])
                 if exporter.export(data) is not MetricExportResult.SUCCESS:
-                    raise UsageError(f"--endpoint: expected one that takes metrics, found {endpoint}: {said.text}")
+                    raise UsageError(
+                        Code.NOT_TAKEN, f"--endpoint: expected one that takes metrics, found {endpoint}: {said.text}"
+                    )
                 sent += sum(len(metric.data.data_points) for metric in metrics)
         return sent
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ...core.codes import Code, coded
 from ...core.preflight import STAGES, PreflightFinding
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty, VerdictKind
@@ -54,7 +55,7 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
         f"Preflight passed: {where}{', with ' + ' and '.join(noted) if noted else ''}.",
         Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
-        evidence=[_line(finding) for finding in findings[:_MAX_LINES]],
+        evidence=[finding_line(finding) for finding in findings[:_MAX_LINES]],
         next=list(dict.fromkeys(finding.next for finding in findings if finding.next))[:_MAX_LINES],
     )
 
@@ -70,6 +71,7 @@ def _of_silence(facts: RunFacts, silent: str) -> Verdict:
         attempt=facts.last_attempt,
         stage="arrive" if missing else None,
         evidence=[f"heard from: {', '.join(names[:_MAX_LINES])}{f' and {more} more' if more > 0 else ''}"],
+        cause_code=Code.NOT_ARRIVED if missing else Code.RANK_SILENT,
         next=["Check whether it was started on every node with the same options, and what it printed there."],
     )
 
@@ -116,13 +118,14 @@ def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Preflig
         attempt=facts.last_attempt,
         stage=first.stage,
         evidence=[
-            *(_line(finding) for finding in same[:_MAX_LINES]),
-            *(f"later, in stage {finding.stage}: {finding.sentence}" for finding in later[:_MAX_LINES]),
+            *(finding_line(finding) for finding in same[:_MAX_LINES]),
+            *(coded(f"later, in stage {one.stage}: {one.sentence}", one.code) for one in later[:_MAX_LINES]),
             *_told_by(facts, ranks, first),
             *_witnesses(ranks, first),
         ],
         next=list(dict.fromkeys(finding.next for finding in [first, *same, *later] if finding.next))[:_MAX_LINES],
         cascade=[CascadedRank(rank, _victim_text(facts, rank, first)) for rank in sorted(victims)],
+        cause_code=first.code,
     )
 
 
@@ -169,6 +172,7 @@ def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
             evidence=evidence[:_MAX_LINES],
             next=["Run it again with --nccl-debug, and look at the rank that is missing from the evidence."],
             cascade=cascade,
+            cause_code=Code.GROUP_UNDECIDED,
         )
     guilty.sort(key=lambda rank: (stage_order(rank.preflight.stage if rank.preflight else ""), rank.rank))
     first = guilty[0]
@@ -188,6 +192,7 @@ def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
         evidence=evidence[:_MAX_LINES],
         next=[f"Look at {host}, local rank {local}, or leave that node out of the next run."],
         cascade=cascade,
+        cause_code=Code.RANK_TEST_FAILED,
     )
 
 
@@ -196,8 +201,9 @@ def _outcome_text(rank: RankFacts) -> str:
     return f"{rank.preflight.outcome} in stage {rank.preflight.stage}: {rank.preflight.detail}"
 
 
-def _line(finding: PreflightFinding) -> str:
-    return f"{finding.stage}, {finding.grade}: {finding.sentence}"
+def finding_line(finding: PreflightFinding) -> str:
+    """`compute, fail: rank 1 on vm gets a different matmul result [GW334]`"""
+    return coded(f"{finding.stage}, {finding.grade}: {finding.sentence}", finding.code)
 
 
 # The table, which is part of report.json.

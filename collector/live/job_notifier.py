@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from ...core.codes import Code, coded
 from ...core.text import is_web_address
 from ...core.threads import start_thread
 
@@ -110,7 +111,8 @@ class JobNotifier:
     def _fail(self, target: str, why: str) -> None:
         if target not in self._failed:
             self._failed.add(target)
-            self._say(f"--notify: {name_of_target(target)} could not be notified: {why}")
+            text = f"--notify: {name_of_target(target)} could not be notified: {why}"
+            self._say(coded(text, Code.NOT_NOTIFIED))
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
         """Wait until all is sent, at most so long."""

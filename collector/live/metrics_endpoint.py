@@ -28,6 +28,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ...core.codes import Code
 from ...core.errors import UsageError
 from ...core.tell import tell
 from ...core.verdicts import VerdictKind
@@ -76,7 +77,9 @@ class MetricsExporter:
             self._server = _MetricsServer(host.strip("[]"), int(port), self)
         except OSError as error:
             found = f"found {address}: {error.strerror or error}; pass another [HOST:]PORT"
-            raise UsageError(f"--metrics-port: expected an address that is free, {found}") from error
+            raise UsageError(
+                Code.ADDRESS_IN_USE, f"--metrics-port: expected an address that is free, {found}"
+            ) from error
         self.url = f"http://{host}:{self._server.server_port}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, name="gpuwatch-metrics", daemon=True)
         self._thread.start()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import numpy
 
+from ...core.codes import Code, coded
 from ...core.events import Anomaly, LimitForecast
 from ...core.recorder.layout import PARTS
 from ...core.wire.messages import AgentBody, EventMessage, NodeBeat, PageMessage, RankState
@@ -110,7 +111,8 @@ class LiveForecast:
             self._told = True
             grow = f"outputs grow towards {told.dtype}'s limit of {limit_text(told.limit)}"
             then = f"{passing_text(told)}, if it goes on as since batch {told.since}"
-            self._say(f"rank {told.where.rank}: {grow}: in batch {told.where.batch} {then}")
+            text = f"rank {told.where.rank}: {grow}: in batch {told.where.batch} {then}"
+            self._say(coded(text, Code.GROWTH))
 
 
 # A slow rank while the job runs: one line when the others begin to wait for a rank, or do so no more.
@@ -199,7 +201,8 @@ class LiveStragglers:
             return
         part = f" Most of the difference is {PART_TEXT[slow.part]}." if slow.part else ""
         who = f"{'WARNING: ' if slow.loud else ''}{one_on(slow.rank, self._host(slow.rank))}"
-        self._say(f"{who} costs the job {slow.cost:.0%} of its time now: the others wait for it.{part}")
+        text = f"{who} costs the job {slow.cost:.0%} of its time now: the others wait for it.{part}"
+        self._say(coded(text, Code.STRAGGLER))
 
     def _host(self, number: int) -> str:
         facts = self._folded.as_it_stands()

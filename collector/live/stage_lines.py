@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ...core.events import PreflightBegan, PreflightResult, PreflightStage
 from ...core.wire.messages import AgentBody, AgentHello, EventMessage
 from ...core.wire.pipe import PreflightOver, StageLine
-from ..decide.preflight_verdict import findings_of, seconds_of, stage_order, worst
+from ..decide.preflight_verdict import finding_line, findings_of, seconds_of, stage_order, worst
 from ..facts.facts import RankFacts
 from ..facts.fold import FactFold
 from ..report.sentence_parts import counted
@@ -111,6 +111,6 @@ class StageLines:
         if grade == "fail":
             noted = ", failed, and training starts anyway"
         text = f"preflight {grade}: {ranks} on {nodes} in {max(map(seconds_of, self._ranks)):.1f} s{noted}"
-        lines = [f"  {finding.stage}, {finding.grade}: {finding.sentence}" for finding in findings[:_MAX_WARNINGS]]
+        lines = [f"  {finding_line(finding)}" for finding in findings[:_MAX_WARNINGS]]
         left = len(findings) - len(lines)
         return PreflightOver(grade, text, [*lines, *([f"  and {left} more in the report"] if left else [])])

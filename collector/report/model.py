@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import force_setattr
 
+from ...core.codes import Code, coded
 from ...core.events import BadOperation, CaptureFile, GpuHealth, GpuXid
 from ...core.frames import Frame, FramePhase, Page
 from ...core.gpu.counters import GpuSincePreflight
@@ -84,6 +86,18 @@ class Verdict(msgspec.Struct, frozen=True):
     gpu: str | None = None
     """UUID of the GPU of `rank`."""
     capture: CaptureFile | None = None
+    code: str = ""
+    """The kind's."""
+    cause_code: str = ""
+    """That of the cause in the statement: the first clause in `missing`, or the preflight's finding."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "code", str(self.kind.code))
+
+    @property
+    def codes(self) -> str:
+        """`[GW108] [GW502]`"""
+        return coded(coded("", self.code), self.cause_code).strip()
 
     @property
     def how_sure(self) -> str:
@@ -117,6 +131,7 @@ class StragglerReport(msgspec.Struct, frozen=True):
     """One sentence or several."""
     beside: list[str] = []
     """Figures of its host and its GPU over the run, and of its GPU since the preflight."""
+    code: str = Code.STRAGGLER
 
 
 class StepReport(msgspec.Struct, frozen=True):
@@ -148,6 +163,7 @@ class UnusualFigure(msgspec.Struct, frozen=True):
     """`gpu-2: 5 new errors of its InfiniBand port mlx5_0/1, 35 s before the overflow`"""
     alike: int = 0
     """The number of other nodes on which the same figure stands out."""
+    code: str = Code.NODE_FIGURE
 
 
 class FigureSeries(msgspec.Struct, frozen=True):
@@ -205,6 +221,7 @@ class RunInsight(msgspec.Struct, frozen=True):
     modules: list[str]
     since: int | None = None
     """The first batch in which it was seen."""
+    code: str = ""
 
 
 class AttemptReport(msgspec.Struct, frozen=True):

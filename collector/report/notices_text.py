@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from ...core.codes import Code, coded
 from ...core.frames import format_number, module_text
 from ...core.identity import rank_name
 from ...core.text import shown_name
@@ -43,25 +44,35 @@ def trouble_lines(report: RunReport) -> Iterator[str]:
     for node in report.nodes:
         if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
             off = -node.clock_offset_ns / 1e9
-            yield f"the clock of {node.host} is {off:+.1f} s off the collector's: allow for it when you compare logs"
-    yield from notes_on(report.run.versions.get("torch", ""))
+            text = f"the clock of {node.host} is {off:+.1f} s off the collector's: allow for it when you compare logs"
+            yield coded(text, Code.CLOCK_OFF)
+    yield from (coded(note, Code.TORCH_UNSEEN) for note in notes_on(report.run.versions.get("torch", "")))
     for rank in report.everyone:
         for fault in rank.faults:
-            yield f"gpuwatch's own fault on {rank_name(rank.rank)}: {fault}"
+            yield coded(f"gpuwatch's own fault on {rank_name(rank.rank)}: {fault}", Code.OWN_FAULT)
     if untold := report.collector.get("metrics_faults", 0):
-        yield f"gpuwatch's own fault in the collector: the metrics could not be computed {untold} times (see its log)"
+        text = f"gpuwatch's own fault in the collector: the metrics could not be computed {untold} times (see its log)"
+        yield coded(text, Code.OWN_FAULT)
     if unwritten := report.collector.get("unwritten", 0):
-        yield f"{unwritten} messages could not be written to the run store (is the disk full?)"
+        text = f"{unwritten} messages could not be written to the run store (is the disk full?)"
+        yield coded(text, Code.STORE_UNWRITTEN)
     found = [f"{report.collector[key]} {what}" for key, what in _TURNED_AWAY.items() if report.collector.get(key)]
     if found:
-        yield f"the collector rejected: {', '.join(found)}"
+        yield coded(f"the collector rejected: {', '.join(found)}", Code.CLIENTS_REJECTED)
 
 
 def notice_lines(report: RunReport) -> list[str]:
     """Skipped steps, waived and absorbed values, batches skipped or not kept: a line each."""
     ranks = report.ranks
-    of_ranks = (line for notice in (_scaler, _waived, _absorbed, _skipped) for line in notice(ranks))
-    return [*of_ranks, *_thinned(report.everyone), *_groups(ranks)]
+    notices = [
+        (Code.SCALER_SKIPS, _scaler(ranks)),
+        (Code.VALUES_WAIVED, _waived(ranks)),
+        (Code.VALUES_ABSORBED, _absorbed(ranks)),
+        (Code.BATCHES_SKIPPED, _skipped(ranks)),
+        (Code.TRACES_THINNED, _thinned(report.everyone)),
+        (Code.GROUPS_NOT_SHOWN, _groups(ranks)),
+    ]
+    return [coded(line, code) for code, lines in notices for line in lines]
 
 
 def node_notes(report: RunReport) -> Iterator[RenderableType]:
@@ -72,7 +83,7 @@ def node_notes(report: RunReport) -> Iterator[RenderableType]:
     first = list({notable.what: notable for notable in reversed(telemetry.notable)}.values())[::-1]
     for notable in first[:_MAX_NOTABLE]:
         alike = f"; the same on {counted(notable.alike, 'other node')}" if notable.alike else ""
-        yield list_item(f"{notable.text}{alike}")
+        yield list_item(coded(f"{notable.text}{alike}", notable.code))
     if len(first) > _MAX_NOTABLE:
         yield Text(f"{len(first) - _MAX_NOTABLE} more in report.json")
     if telemetry.trouble:
@@ -85,7 +96,7 @@ def step_notes(report: RunReport) -> Iterator[RenderableType]:
     if steps is None:
         return
     for slow in steps.stragglers:
-        yield list_item(slow.text)
+        yield list_item(coded(slow.text, slow.code))
         yield from (list_item(line, mark="  ") for line in slow.beside)
     if steps.trouble:
         yield Text(steps.trouble, style="yellow")
@@ -93,7 +104,8 @@ def step_notes(report: RunReport) -> Iterator[RenderableType]:
 
 def insight_notes(report: RunReport, *, warnings: bool) -> Iterator[RenderableType]:
     """The insights. `warnings`: the rows behind them follow."""
-    yield from (list_item(f"{insight.text}. {insight.next}") for insight in report.insights[:_MAX_INSIGHTS])
+    for insight in report.insights[:_MAX_INSIGHTS]:
+        yield list_item(coded(f"{insight.text}. {insight.next}".rstrip(), insight.code))
     left_out = len(report.insights) - _MAX_INSIGHTS
     rows = sum(rank.warned for rank in report.ranks)
     more = [f"{left_out} more in report.json"] if left_out > 0 else []

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from ...core.codes import coded
 from ...core.preflight import PreflightFinding
 from ...core.text import ranks_text
 from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, RunReport, StageCell
@@ -97,9 +98,9 @@ def _list(console: Console, title: str, findings: list[PreflightFinding]) -> Non
     console.print(Text(title, style="bold"))
     for finding in findings[:_MAX_FINDINGS]:
         place = "" if finding.stage == "consistency" else f"{finding.stage}, "
-        next_ = f" {finding.next}" if finding.next else ""
+        text = f"{finding.sentence}.{f' {finding.next}' if finding.next else ''}"
         grade = (f"{place}{finding.grade}", _STYLES[finding.grade])
-        console.print(list_item(Text.assemble(grade, f": {finding.sentence}.{next_}")))
+        console.print(list_item(Text.assemble(grade, f": {coded(text, finding.code)}")))
     if len(findings) > _MAX_FINDINGS:
         console.print(list_item(f"and {len(findings) - _MAX_FINDINGS} more in report.json"))
     console.print()

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from ...core.codes import CODE
 from ...core.events import ThreadSeen
 from ...core.identity import is_rank, rank_name
 from ...core.text import ranks_text as text_of_many
@@ -138,10 +139,16 @@ _STATES = {
 
 
 def list_item(text: Text | str, style: str = "", *, mark: str = "- ") -> Table:
-    """`  - text`. Its further lines stand below its first word."""
+    """`  - text`. Its further lines stand below its first word, and codes are dim."""
     item = Table.grid(Column(no_wrap=True), Column(overflow="fold"))
-    item.add_row(f"  {mark}", Text(text, style) if isinstance(text, str) else text)
+    item.add_row(f"  {mark}", dim_codes(Text(text, style) if isinstance(text, str) else text))
     return item
+
+
+def dim_codes(text: Text) -> Text:
+    """The same text, with `[GW203]` where the eye does not stop."""
+    text.highlight_regex(rf"\[{CODE.pattern}\]", "dim")
+    return text
 
 
 class TextConsole(Console):

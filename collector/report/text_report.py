@@ -27,7 +27,7 @@ from .notices_text import (
     warned_rows_table,
 )
 from .preflight_text import print_findings, print_stages
-from .sentence_parts import TextConsole, counted, grouped, list_item, one_on
+from .sentence_parts import TextConsole, counted, dim_codes, grouped, list_item, one_on
 from .side_by_side import can_be_compared, frames_text, rank_to_show, side_by_side, stacks_text
 
 # Which sections a report has, and which of them are open. The text and the page print this one list.
@@ -86,6 +86,7 @@ _IS_THERE: dict[ReportSection, Callable[[RunReport], object]] = {
     ReportSection.BY_RANK: lambda report: any(r.frames or r.traces or r.traces_left_out for r in report.ranks),
     ReportSection.LOST: lambda report: any(rank.lost.total for rank in report.ranks),
     ReportSection.VERSIONS: lambda report: True,
+    ReportSection.CODES: lambda report: True,
 }
 assert list(_IS_THERE) == list(ReportSection)
 
@@ -96,6 +97,7 @@ _OPEN: dict[ReportSection, Callable[[RunReport], object]] = {
     ReportSection.STEPS: lambda report: report.steps is not None and (report.steps.stragglers or report.steps.trouble),
     ReportSection.INSIGHTS: lambda report: True,
     ReportSection.HEAT: lambda report: True,
+    ReportSection.CODES: lambda report: True,
 }
 
 
@@ -213,7 +215,8 @@ def _titled(console: Console, section: ReportSection, lines: Iterable[Renderable
 def _verdict(console: Console, report: RunReport) -> None:
     verdict = report.verdict
     mark = ":" if verdict.kind is VerdictKind.UNKNOWN else ","
-    console.print(Text(f"VERDICT  {verdict.kind}{mark} {verdict.how_sure}", style=f"bold {verdict.kind.tone}"))
+    title = Text(f"VERDICT  {verdict.kind}{mark} {verdict.how_sure}", style=f"bold {verdict.kind.tone}")
+    console.print(dim_codes(title.append(f" {verdict.codes}")))
     console.print(Text(verdict.statement, style="bold"))
     _list(console, "Why", verdict.evidence)
     _list(console, "Capture", capture_lines(verdict.capture))

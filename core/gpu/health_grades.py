@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ..codes import Code
 from ..errors import UsageError
 from ..preflight import Grade, PreflightFinding
 from .limits import CHECKS, DEFAULTS, LOADED_FACTS, CheckLimits, HealthCheck
@@ -85,7 +86,17 @@ def grade(
     who = f"{reading.name or 'GPU'} {reading.device} on {host}"
     judged = judge(reading, limits)
     findings = [
-        PreflightFinding(STAGE, one.grade, "gpu", ranks, [host], f"{who}: {one.sentence}", one.next, reading.device)
+        PreflightFinding(
+            STAGE,
+            one.grade,
+            "gpu",
+            ranks,
+            [host],
+            f"{who}: {one.sentence}",
+            one.next,
+            reading.device,
+            code=Code.GPU_UNHEALTHY,
+        )
         for one in judged
         if one.grade in ("warn", "fail")
     ]
@@ -94,7 +105,11 @@ def grade(
         sentence = f"{who}: NVML does not report {_reasons(unknown)}"
         todo = "Only root may read some of these values; if they matter, ask the node's administrator."
         todo = todo if any("Permission" in one.sentence for one in unknown) else ""
-        findings.append(PreflightFinding(STAGE, "unknown", "gpu", ranks, [host], sentence, todo, reading.device))
+        findings.append(
+            PreflightFinding(
+                STAGE, "unknown", "gpu", ranks, [host], sentence, todo, reading.device, code=Code.HEALTH_UNKNOWN
+            )
+        )
     return findings
 
 
@@ -115,7 +130,12 @@ def grade_answer(
     if answer.trouble:
         sentence = f"the health of GPU {device} on {host} is unknown: {answer.trouble}"
         known = [one for one in findings if one.grade in ("warn", "fail")]
-        findings = [*known, PreflightFinding(STAGE, "unknown", "gpu", ranks, [host], sentence, answer.next, device)]
+        findings = [
+            *known,
+            PreflightFinding(
+                STAGE, "unknown", "gpu", ranks, [host], sentence, answer.next, device, code=Code.HEALTH_UNKNOWN
+            ),
+        ]
     return findings, summary(reading, limits, answer)
 
 
@@ -139,11 +159,13 @@ def load_thresholds(path: str) -> dict[str, CheckLimits]:
         return dict(DEFAULTS)
     found = _parse(Path(path))
     if not isinstance(found, dict):
-        raise UsageError(f"expected a table per check in {path}, found {type(found).__name__}")
+        raise UsageError(Code.SETTINGS_FILE, f"expected a table per check in {path}, found {type(found).__name__}")
     limits = dict(DEFAULTS)
     for name, row in found.items():
         if name not in DEFAULTS:
-            raise UsageError(f"expected checks out of {', '.join(DEFAULTS)} in {path}, found {name!r}")
+            raise UsageError(
+                Code.SETTINGS_FILE, f"expected checks out of {', '.join(DEFAULTS)} in {path}, found {name!r}"
+            )
         limits[name] = _limits(path, name, row, limits[name])
     return limits
 
@@ -152,20 +174,24 @@ def _parse(path: Path) -> Any:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"expected a file that can be read, found {str(path)!r}: {error.strerror}") from error
+        raise UsageError(
+            Code.SETTINGS_FILE, f"expected a file that can be read, found {str(path)!r}: {error.strerror}"
+        ) from error
     try:
         return msgspec.json.decode(data) if path.suffix == ".json" else import_module("tomllib").loads(data.decode())
     except ImportError as error:
-        raise UsageError("expected a .json file: this Python, older than 3.11, reads no TOML") from error
+        raise UsageError(
+            Code.SETTINGS_FILE, "expected a .json file: this Python, older than 3.11, reads no TOML"
+        ) from error
     except (ValueError, msgspec.DecodeError) as error:  # of TOML, of JSON, of UTF-8
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise UsageError(f"expected {kind} in {path}, found: {error}") from error
+        raise UsageError(Code.SETTINGS_FILE, f"expected {kind} in {path}, found: {error}") from error
 
 
 def _limits(path: str, name: str, row: Any, default: CheckLimits) -> CheckLimits:
     if not isinstance(row, dict) or not row or row.keys() - {"warn", "fail"}:
         found = ", ".join(map(str, row)) if isinstance(row, dict) and row else repr(row)
-        raise UsageError(f"expected warn, fail or both for {name} in {path}, found {found}")
+        raise UsageError(Code.SETTINGS_FILE, f"expected warn, fail or both for {name} in {path}, found {found}")
     limits = {"warn": default.warn, "fail": default.fail}
     for key, value in row.items():
         if value is False:
@@ -173,5 +199,7 @@ def _limits(path: str, name: str, row: Any, default: CheckLimits) -> CheckLimits
         elif isinstance(value, int | float) and value is not True and value == value:
             limits[key] = float(value)
         else:
-            raise UsageError(f"expected a number, or false for never, as {name}.{key} in {path}, found {value!r}")
+            raise UsageError(
+                Code.SETTINGS_FILE, f"expected a number, or false for never, as {name}.{key} in {path}, found {value!r}"
+            )
     return CheckLimits(**limits)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from ..codes import Code, coded
 from ..host import host_name, stat_fields
 from ..own_files import write_whole
 from .layout import file_bytes
@@ -50,10 +51,11 @@ def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence:
     try:
         folder = _new_folder(base)
     except OSError as error:
-        say(f"no folder can be made for the recorders, and the ranks go on unwatched: {error}")
+        text = f"no folder can be made for the recorders, and the ranks go on unwatched: {error}"
+        say(coded(text, Code.SLOW_FOLDER))
         return base / f"{_PREFIX}{os.getuid()}-none-{os.urandom(8).hex()}"
     if trouble:
-        say(f"the recorders are in {base}, where a batch takes longer to record{trouble}")
+        say(coded(f"the recorders are in {base}, where a batch takes longer to record{trouble}", Code.SLOW_FOLDER))
         return folder
     need = f"{recorders} recorders need {size >> 20} MiB"
     lacks = f"{_mib_free(_SHARED_MEMORY)}, and {need}"
@@ -61,12 +63,12 @@ def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence:
         lacks = f"{_files_free(_SHARED_MEMORY)} inodes free, and {recorders} recorders may need {files}"
     say(
         f"{_SHARED_MEMORY} has {lacks}, and the script should have as much left: the recorders are in {base}, where "
-        "a batch takes longer to record"
+        f"a batch takes longer to record [{Code.SLOW_FOLDER}]"
     )
     if _free(base) < size:
         say(
             f"{base} has {_mib_free(base)}, and {need}: ranks that find no room go on unwatched; make room in "
-            f"{_SHARED_MEMORY}, or set TMPDIR to a disk that has it"
+            f"{_SHARED_MEMORY}, or set TMPDIR to a disk that has it [{Code.SLOW_FOLDER}]"
         )
     return folder
 
@@ -153,7 +155,7 @@ def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: 
         return None
     say(
         f"the runs' folder could not be written any more: the store and the files beside it have moved from {source} "
-        f"to {folder}; read it with: gpuwatch report {folder}"
+        f"to {folder}; read it with: gpuwatch report {folder} [{Code.STORE_UNWRITTEN}]"
     )
     return folder
 

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from ..codes import Code
 from ..errors import UsageError
 from ..own_files import write_whole
 from ..settings import WorkerSettings
@@ -83,7 +84,9 @@ def read_secret(secret_file: str | None) -> str | None:
             secret = Path(secret_file).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", error)
-            raise UsageError(f"--secret-file: expected a readable text file, found {secret_file}: {why}") from error
+            raise UsageError(
+                Code.SECRET_WRONG, f"--secret-file: expected a readable text file, found {secret_file}: {why}"
+            ) from error
         source = f"--secret-file {secret_file}"
     elif SECRET_VARIABLE in os.environ:
         secret, source = os.environ[SECRET_VARIABLE].strip(), SECRET_VARIABLE
@@ -91,8 +94,9 @@ def read_secret(secret_file: str | None) -> str | None:
         return None
     if len(secret) < MIN_SECRET_CHARACTERS:
         raise UsageError(
+            Code.SECRET_WRONG,
             f"{source}: expected a secret of at least {MIN_SECRET_CHARACTERS} characters, found {len(secret)}; "
-            'make one with: python3 -c "import secrets; print(secrets.token_urlsafe(32))"'
+            'make one with: python3 -c "import secrets; print(secrets.token_urlsafe(32))"',
         )
     return secret
 
@@ -136,8 +140,9 @@ def read_join(path: Path) -> RunInvitation:
         return from_json(path.read_bytes(), RunInvitation)
     except OSError as error:
         raise UsageError(
+            Code.UNREADABLE,
             f"{path} cannot be read here ({error.strerror}): the run is over, or its folder is not shared with this "
-            "host; share it, or copy that file here"
+            "host; share it, or copy that file here",
         ) from error
     except msgspec.DecodeError as error:
-        raise UsageError(f"{path} is of another version of gpuwatch: {error}") from error
+        raise UsageError(Code.VERSIONS_APART, f"{path} is of another version of gpuwatch: {error}") from error

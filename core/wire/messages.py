@@ -16,6 +16,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from ..codes import Code
 from ..errors import GpuwatchError
 from ..events import Definition, Event, RankEvent, RankLook
 from ..text import carried, given_back
@@ -521,8 +522,8 @@ def decode_collector(data: bytes) -> CollectorMessage:
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
     if len(data) > MAX_MESSAGE_BYTES:
-        raise WireError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+        raise WireError(Code.UNREADABLE, f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise WireError(f"not a gpuwatch message: {error}") from error
+        raise WireError(Code.UNREADABLE, f"not a gpuwatch message: {error}") from error

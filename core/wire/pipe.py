@@ -10,6 +10,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
+from ..codes import Code
 from ..settings import OnHang
 from ..text import from_json, to_json
 from .messages import AgentHello, NodeBye, StopRanks
@@ -127,8 +128,8 @@ class CannotBind(msgspec.Struct, frozen=True, tag="cannot_bind"):
 
     in_use: bool
     reason: str
-    is_told: bool = False
-    """`reason` is the whole sentence for the user."""
+    code: Code | None = None
+    """With one, `reason` is the whole sentence for the user."""
     may_pass: bool = False
     """The machine has run out of something; nothing that the user has asked for is wrong."""
 

@@ -16,6 +16,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
+from ..codes import Code
 from ..errors import GpuwatchError
 from ..own_files import read_regular
 from .messages import MAX_MESSAGE_BYTES, AgentHello, AgentMessage, WireError, decode_agent
@@ -111,10 +112,12 @@ def read_spool(path: Path) -> list[AgentMessage]:
         data = read_regular(path, 16 * MAX_BYTES)
     except OSError as error:
         raise GpuwatchError(
-            f"expected a spool file of a gpuwatch agent, {path} cannot be read: {error.strerror}"
+            Code.UNREADABLE, f"expected a spool file of a gpuwatch agent, {path} cannot be read: {error.strerror}"
         ) from error
     if not data.startswith(_MAGIC) and not _MAGIC.startswith(data):
-        raise GpuwatchError(f"expected a spool file of a gpuwatch agent, found something else in {path}")
+        raise GpuwatchError(
+            Code.UNREADABLE, f"expected a spool file of a gpuwatch agent, found something else in {path}"
+        )
     messages: list[AgentMessage] = []
     view = memoryview(data)
     at, checked = len(_MAGIC), 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..codes import Code
 from ..errors import GpuwatchError
 from ..events import RankLook
 from .messages import HotModule
@@ -172,7 +173,9 @@ def read_viewer_keys(folder: Path) -> ViewerKeys | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise GpuwatchError(f"expected the address of a collector in {path}, it cannot be read: {error}") from error
+        raise GpuwatchError(
+            Code.NOT_RUNNING, f"expected the address of a collector in {path}, it cannot be read: {error}"
+        ) from error
 
 
 _decoder = msgspec.msgpack.Decoder(JobView)

@@ -28,6 +28,7 @@ import zmq
 from msgspec.structs import replace
 
 from ...core import host
+from ...core.codes import Code
 from ...core.errors import ExitCode, GpuwatchError
 from ...core.events import (
     Anomaly,
@@ -454,8 +455,7 @@ def _run() -> int:
     try:
         NodeAgentLoop(config, sys.stdout.buffer).run()
     except ForgottenMessages:
-        pipe.write_line(
-            sys.stdout.buffer, pipe.UserNotice("the collector has lost what it had received; this node sends it again")
-        )
+        text = f"the collector has lost what it had received; this node sends it again [{Code.COLLECTOR_ENDED}]"
+        pipe.write_line(sys.stdout.buffer, pipe.UserNotice(text))
         return 1
     return 0

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
+from ...core.codes import Code, coded
 from ...core.wire import messages
 from ...core.wire.pipe import AgentConfig, UserNotice
 from .outbox import MessageOutbox
@@ -95,7 +96,8 @@ class CollectorLink:
             try:
                 message = messages.decode_collector(self._socket.recv())
             except messages.WireError as error:
-                self._tell(UserNotice(f"the collector sent a message that this agent does not understand: {error}"))
+                text = f"the collector sent a message that this agent does not understand: {error.text}"
+                self._tell(UserNotice(coded(text, Code.VERSIONS_APART)))
                 continue
             self.heard = now
             self.welcomed = True
@@ -108,7 +110,8 @@ class CollectorLink:
                 self._tell(UserNotice(f"the collector at {self._address} answers now"))
             elif isinstance(message, messages.AgentRefused):
                 self.refused = True
-                self._tell(UserNotice(f"the collector at {self._address} refuses this node: {message.reason}"))
+                text = f"the collector at {self._address} refuses this node: {message.reason}"
+                self._tell(UserNotice(coded(text, Code.CLIENTS_REJECTED)))
 
     def _acknowledged(self, ack: messages.MessageAck, may_start_over: bool, now: float) -> None:
         self._clock.hear(ack.echo_ns, ack.time_ns, time.time_ns())
@@ -146,7 +149,7 @@ class CollectorLink:
                 UserNotice(
                     f"no collector answers at {self._address} after {UNREACHABLE_S:.0f} s; the training goes on and "
                     "this node's records are kept; if that is the wrong address, pass --collector tcp://HOST:PORT or "
-                    "--collector-port PORT"
+                    f"--collector-port PORT [{Code.COLLECTOR_ENDED}]"
                 )
             )
 

@@ -30,7 +30,7 @@ def test_it_is_a_line_at_the_start(monkeypatch, capsys, version, lines):
     monkeypatch.setattr(say, "installed_torch", lambda: version)
     say.tell_of_torch()
     found = capsys.readouterr().err.splitlines()
-    assert found == [f"gpuwatch: {note}" for note in notes_on(version)]
+    assert found == [f"gpuwatch: {note} [GW515]" for note in notes_on(version)]
     assert len(found) == lines
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
+from gpuwatch.cli.explain_code import explain
 from gpuwatch.cli.export import diff, export
 from gpuwatch.cli.jobs import collect
 from gpuwatch.cli.live import stacks, top
@@ -115,6 +116,7 @@ PLAIN: dict[str, click.Command] = {
     "collect": collect,
     "top": top,
     "stacks": stacks,
+    "explain": explain,
 }
 """Those that click parses."""
 
@@ -153,5 +155,6 @@ def test_commands_were_found():
         "top",
         "stacks",
         "replay",
+        "explain",
     }
     assert {words[0] for _, words in COMMANDS} == verbs

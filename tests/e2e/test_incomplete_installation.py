@@ -47,7 +47,7 @@ def test_without_torch_a_command_says_so(bench, python_without_torch, line):
     done = bench.finish(bench.start_program(python_without_torch, "-m", "gpuwatch", *line.split()))
     assert done.stderr == (
         f"gpuwatch: expected torch in the Python that runs gpuwatch, {python_without_torch}, found none: install it "
-        "there\n"
+        "there [GW427]\n"
     )
     assert (done.code, done.stdout) == (2, "")
 

@@ -1,8 +1,9 @@
-"""Mistakes that users make: each ends with exit code 2 and one sentence, without a traceback."""
+"""Mistakes that users make: each ends with exit code 2 and one sentence with its code, without a traceback."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 
 import pytest
@@ -88,6 +89,8 @@ diff
 diff a
 diff latest nope
 diff latest --rank x
+explain GW299
+explain --wat
 export --format parquet
 export --format xml
 export --rank 99
@@ -152,5 +155,5 @@ def test_a_mistake_is_one_sentence(line, run_in):
     code, said = run_in(line)
     assert code == 2
     (sentence,) = said.splitlines()
-    assert sentence.startswith("gpuwatch: ")
+    assert re.fullmatch(r"gpuwatch: [^[]((?!\[GW).)+ \[GW4\d\d\]", sentence), sentence
     assert not any(word in sentence for word in NOT_A_SENTENCE), sentence

@@ -58,7 +58,7 @@ def test_a_collector_that_cannot_be_started_answers_nothing_and_has_nothing_to_e
     with no_descriptor():
         collector = HeadCollector(CollectorConfig("", "", "", "", "", str(tmp_path), "job"), said.append, print)
     assert collector.answer is None
-    assert said == ["the collector could not be started: [Errno 24] Too many open files: '/dev/null'"]
+    assert said == ["the collector could not be started: [Errno 24] Too many open files: '/dev/null' [GW602]"]
     collector.end(30.0)
 
 
@@ -161,4 +161,4 @@ def test_an_agent_that_does_not_answer_at_the_end_is_ended_and_the_next_one_has_
     node.end_ranks()
     verdict = node.verdict()
     assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
-    assert node.said.count("the node agent does not answer") == 1
+    assert node.said.count("the node agent does not answer [GW603]") == 1

@@ -120,4 +120,4 @@ def test_without_any_name_the_command_runs_unwatched(places, monkeypatch):
         "gpuwatch: the tasks of this host have no folder in which to find each other, and go on unwatched: other users "
         "have taken all names, such as"
     )
-    assert ended.stderr == f"{said} {links[0]}\n"
+    assert ended.stderr == f"{said} {links[0]} [GW421]\n"

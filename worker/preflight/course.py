@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
+from ...core.codes import Code
 from ...core.events import (
     BandwidthRows,
     OwnFault,
@@ -252,14 +253,14 @@ class PreflightRun:
         where = f"{me.master_addr}:{me.master_port}"
         sentence = f"rank {me.rank} ({host}) lost the store at {where} in stage {stage}: {lost}"
         next_ = f"Look at the network between {host} and {me.master_addr}, and whether the job still runs there."
-        return failure(stage, "link", [], [host], sentence, next_, victims=[me.rank])
+        return failure(Code.STORE_LOST, stage, "link", [], [host], sentence, next_, victims=[me.rank])
 
     def _no_conclusion(self, step: str) -> PreflightFinding:
         stage = stage_of(step)
         hosts = [self._roster.ranks[LEADER].host] if self._roster else []
         sentence = f"rank {LEADER} sent no conclusion in stage {stage}"
         next_ = f"Look at the host of rank {LEADER}: what ended or stopped its processes?"
-        return failure(stage, "rank", [LEADER], hosts, sentence, next_, victims=[self._me.rank])
+        return failure(Code.RANK_SILENT, stage, "rank", [LEADER], hosts, sentence, next_, victims=[self._me.rank])
 
 
 def _grade(report: RankStepReport) -> Grade:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...core.codes import Code
 from ...core.gpu.health_grades import STAGE, grade_answer, load_thresholds
 from ...core.gpu.limits import LOADED_FACTS
 from ...core.gpu.nvml_child import GpuReading, ask_nvml
@@ -47,7 +48,10 @@ def check_health(
     limits = load_thresholds(thresholds)
     if not uuid:
         sentence = f"the health of the GPU of rank {rank} on {host} is unknown: CUDA does not report its UUID"
-        return HealthResult([PreflightFinding(STAGE, "unknown", "rank", [rank], [host], sentence)], "not asked")
+        return HealthResult(
+            [PreflightFinding(STAGE, "unknown", "rank", [rank], [host], sentence, code=Code.HEALTH_UNKNOWN)],
+            "not asked",
+        )
     end = time.monotonic() + deadline_s
     answer = ask_nvml([uuid], deadline_s)
     reading = answer.readings.get(uuid)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from ...core.codes import Code
 from ...core.gpu.counters import gpu_of_rank
 from ...core.identity import RankIdentity, is_peer_failure
 from ...core.preflight import Grade, InventoryFacts, PreflightFinding
@@ -121,7 +122,9 @@ class RankTests:
             grade: Grade = "unknown" if ending.kind == "raised" else "fail"
             sentence = f"rank {me.rank} ({facts.host}) could not inspect its GPU: {ending.detail}"
             next_ = f"Run nvidia-smi on {facts.host}: if it hangs, too, the node needs a reset."
-            finding = PreflightFinding("inventory", grade, "rank", [me.rank], [facts.host], sentence, next_)
+            finding = PreflightFinding(
+                "inventory", grade, "rank", [me.rank], [facts.host], sentence, next_, code=Code.GPU_NOT_INSPECTED
+            )
             self.facts = replace(self.facts, device_error=ending.detail)
             return RankStepReport(facts=self.facts, findings=[finding])
         self.facts = ending.value
@@ -149,7 +152,9 @@ class RankTests:
                 self.child.close()
             return RankStepReport(findings=result.findings, detail=result.detail)
         sentence = f"the health of the GPU of rank {me.rank} ({self.facts.host}) could not be read: {ending.detail}"
-        unread = PreflightFinding("health", "unknown", "rank", [me.rank], [self.facts.host], sentence)
+        unread = PreflightFinding(
+            "health", "unknown", "rank", [me.rank], [self.facts.host], sentence, code=Code.HEALTH_UNKNOWN
+        )
         return RankStepReport(findings=[unread])
 
     def allocation(self, gpus: Sequence[str]) -> RankStepReport:
@@ -167,7 +172,9 @@ class RankTests:
             return RankStepReport(detail=allocated.detail)
         me, host = self.identity.rank, self.facts.host
         sentence = f"rank {me} ({host}) finds {allocated.scarce}"
-        scarce = PreflightFinding("allocation", "warn", "gpu", [me], [host], sentence, allocated.next, uuid)
+        scarce = PreflightFinding(
+            "allocation", "warn", "gpu", [me], [host], sentence, allocated.next, uuid, code=Code.MEMORY_SCARCE
+        )
         return RankStepReport(detail=allocated.detail, findings=[scarce])
 
     def compute(self) -> RankStepReport:

@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
+from ...core.codes import Code, coded
 from ...core.errors import ExitCode
 from ...core.events import OwnFault, PreflightBegan, PreflightResult, RankOutcome
 from ...core.host import host_name, lines_until
@@ -118,7 +119,7 @@ def preflight_or_exit(session: WorkerSession, identity: RankIdentity, script: st
     if sentence is not None:
         session.recorder.fields[HeadField.ABORT] = seal(ExitCode.PREFLIGHT_FAILED)
         if identity.local_rank == 0:  # all ranks have the same sentence
-            tell(f"gpuwatch: {sentence}")
+            tell(coded(f"gpuwatch: {sentence}", Code.PREFLIGHT))
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
 
 
@@ -153,7 +154,7 @@ def _unheard(identity: RankIdentity, stage: str, detail: str) -> PreflightEnd:
     """The conclusion of a rank that cannot inform the others: they only find that it is missing."""
     host = host_name()
     sentence = f"rank {identity.rank} ({host}) {detail}; it could not report this to the others"
-    finding = PreflightFinding(stage, "fail", "rank", [identity.rank], [host], sentence)
+    finding = PreflightFinding(stage, "fail", "rank", [identity.rank], [host], sentence, code=Code.RANK_SILENT)
     return PreflightEnd([finding], [RankOutcome(identity.rank, "failed", stage, detail)])
 
 

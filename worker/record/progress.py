@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.codes import Code, coded
 from ...core.events import CompiledUnseen, MeshCoordinates, OwnFault, RunPosition
 from ...core.frames import Frame
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase
@@ -238,7 +239,7 @@ class RunProgress:
             self._unseen.add(text)
             self.recorder.append(CompiledUnseen(where, text, calls))
             if self.rank == 0:
-                tell(f"gpuwatch: {text}")
+                tell(coded(f"gpuwatch: {text}", Code.TORCH_UNSEEN))
 
     def where_of(self, page: OpenPage, frame: Frame) -> RunPosition:
         """The place in the run of a frame, which may be some batches old."""

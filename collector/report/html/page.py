@@ -10,9 +10,11 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
+import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from ....core.codes import CODE, CodeText, code_texts, coded
 from ....core.frames import Row, RowContent, format_number
 from ....core.text import ranks_text
 from ....core.verdicts import ReportSection, VerdictKind
@@ -70,6 +72,7 @@ def render_html(report: RunReport) -> str:
     trouble, notices = list(trouble_lines(report)), notice_lines(report)
     lost = [rank for rank in report.ranks if rank.lost.total]
     found_lanes, telemetry = lanes(report), report.telemetry
+    codes = _codes_of(report, [*trouble, *notices])
     counts = {
         ReportSection.ATTEMPTS: len(attempts) + len(earlier),
         ReportSection.RANKS: len(report.everyone),
@@ -82,6 +85,7 @@ def render_html(report: RunReport) -> str:
         ReportSection.BY_RANK: len(texts),
         ReportSection.LOST: len(lost),
         ReportSection.VERSIONS: len(report.nodes),
+        ReportSection.CODES: len(codes),
     }
     template = _environment().get_template("report.html.jinja")
     return template.render(
@@ -122,6 +126,7 @@ def render_html(report: RunReport) -> str:
         warnings=[(rank.rank, warning) for rank in report.ranks for warning in rank.warnings][:MOST_WARNINGS],
         most_events=MOST_EVENTS,
         lost=lost,
+        codes=codes,
     )
 
 
@@ -140,8 +145,15 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     filters = {"first": text_report.first_text, "number": _number, "bytes": bytes_text, "ranks": _ranks}
-    environment.filters.update(filters, code=code_of, level=level_of, duration=_duration)
+    environment.filters.update(filters, coded=coded, code=code_of, level=level_of, duration=_duration)
     return environment
+
+
+def _codes_of(report: RunReport, lines: list[str]) -> list[tuple[str, CodeText]]:
+    """The codes that the page shows, with their texts. `lines` are those that the report's structs do not hold."""
+    parts = report.verdict, report.insights, report.preflight.findings, report.steps, report.telemetry, lines
+    there = set(CODE.findall(msgspec.json.encode(parts).decode()))
+    return [(code, text) for code, text in code_texts().items() if code in there]
 
 
 def _asset(name: str) -> str:
@@ -219,17 +231,19 @@ _COMMAND = re.compile(
     r"gpuwatch (?:launch|run|check|submit|report|runs|diff|export|replay|top|stacks|collect)\b"
     r"(?: (?:--?[a-z][\w-]*(?:[ =](?!-)[^\s;:]*[^\s;:,.])?|[A-Z][A-Z_]+\b|[\w./-]*(?:\d[\w-]*|\.py\b)))*"
 )
+_CODED = re.compile(rf"\[({CODE.pattern})\]")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _STACKS = re.compile("all stacks(?= are below)")
 _MARKS = {
     _COMMAND: '<code class="command">{}</code>',
     _OPTION: '<span class="option">{}</span>',
     _STACKS: f'<a href="#{ReportSection.STACKS}">{{}}</a>',
+    _CODED: '<a class="code" href="#{1}">{0}</a>',
 }
 
 
 def code_of(text: str) -> Markup:
-    """What stands between backticks as code, and commands, which the page can copy; all else is text.
+    """What stands between backticks as code, commands, which the page can copy, and links to the codes; else text.
 
     A line after the first is a command of its own.
 
@@ -256,7 +270,10 @@ def _marked(text: str) -> Markup:
     matches = [match for pattern in _MARKS for match in pattern.finditer(text)]
     for match in sorted(matches, key=lambda match: match.start()):
         if match.start() >= at:
-            found += [escape(text[at : match.start()]), Markup(_MARKS[match.re]).format(match[0])]
+            found += [
+                escape(text[at : match.start()]),
+                Markup(_MARKS[match.re]).format(match[0], match[0][1:-1].lower()),
+            ]
             at = match.end()
     return Markup("").join([*found, escape(text[at:])])
 

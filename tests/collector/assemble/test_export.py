@@ -173,7 +173,7 @@ def test_a_report_takes_the_place_of_one_rank(run):
 @pytest.mark.parametrize("form", ["parquet", "tensorboard", "otlp"])
 def test_without_its_library_a_format_is_refused_in_one_sentence(run, form, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", lambda name: importlib.util.find_spec(f"no_such.{name}"))
-    with pytest.raises(UsageError, match=rf'pip install "gpuwatch-cluster\[{form}\]"$') as refused:
+    with pytest.raises(UsageError, match=rf'pip install "gpuwatch-cluster\[{form}\]" \[GW427\]$') as refused:
         exported(run, "--format", form, "-o", "x")
     assert int(refused.value.exit_code) == 2
 

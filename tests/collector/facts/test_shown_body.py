@@ -48,7 +48,9 @@ def test_no_name_forges_a_line_or_reaches_the_terminal(make, place):
     text = render_text(report, width=2000)
     assert all(line.isprintable() for line in text.splitlines())
     # beside a fault of gpuwatch's own
-    assert [line for line in text.splitlines() if line.startswith("VERDICT")] == ["VERDICT  overflow, supported"]
+    assert [line for line in text.splitlines() if line.startswith("VERDICT")] == [
+        "VERDICT  overflow, supported [GW104]"
+    ]
     assert json.loads(to_json(report))["verdict"]["kind"] == "overflow"
 
 
@@ -59,7 +61,7 @@ def test_an_exception_forges_no_line(make):
     report = build_report(fold(("a0", n, b) for n, b in enumerate(bodies)), run_id="run", started=None, ended=None)
     lines = render_text(report, width=2000).splitlines()
     assert all(line.isprintable() for line in lines)
-    assert [line for line in lines if line.startswith("VERDICT")] == ["VERDICT  crash, established"]
+    assert [line for line in lines if line.startswith("VERDICT")] == ["VERDICT  crash, established [GW102]"]
 
 
 def strings(value):

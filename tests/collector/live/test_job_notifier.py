@@ -74,7 +74,7 @@ def test_the_end_of_the_job_does_not_wait_for_a_server_that_never_answers():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         said = notified(f"http://127.0.0.1:{silent.getsockname()[1]}/a-secret", patience_s=0.2)
 
-    assert said == ["--notify: 127.0.0.1 could not be notified: it was not done within 0.2 s"]
+    assert said == ["--notify: 127.0.0.1 could not be notified: it was not done within 0.2 s [GW608]"]
 
 
 def test_without_a_notification_nothing_begins_and_nothing_is_waited_for():

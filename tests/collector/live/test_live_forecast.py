@@ -40,7 +40,7 @@ def test_it_is_said_once_for_a_run(make):
     said = hear([make.hello(), told(make, 1), told(make, 0), told(make, 1, "")])
     assert said == [
         "rank 1: outputs grow towards float16's limit of 65504: in batch 112 `fc2` was at 4.10e+03 and would pass it "
-        "in about 40 batches (30 to 60), if it goes on as since batch 80"
+        "in about 40 batches (30 to 60), if it goes on as since batch 80 [GW204]"
     ]
 
 

@@ -61,7 +61,8 @@ def test_it_is_told_once_with_what_it_costs(world):
     job.runs()
 
     assert job.runs((1, 1.15), stretches=10) == [
-        "Rank 1 costs the job 13% of its time now: the others wait for it. Most of the difference is in the forward."
+        "Rank 1 costs the job 13% of its time now: the others wait for it. Most of the difference is in the forward. "
+        "[GW221]"
     ]
 
 

@@ -309,7 +309,7 @@ def test_a_port_in_use_ends_the_collector_before_there_is_a_run(tmp_path):
         collector = HeadCollector(config(tmp_path / "runs", address), print, lambda line: None)
         collector.end(WAIT_S)
         found = collector.answer
-        assert isinstance(found, CannotBind) and found.is_told
+        assert isinstance(found, CannotBind) and found.code == "GW422"
         assert found.reason == (
             f"--metrics-port: expected an address that is free, found {address}: Address already in use; pass another "
             "[HOST:]PORT"

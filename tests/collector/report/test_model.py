@@ -266,7 +266,7 @@ def test_no_name_reaches_the_report_with_control_characters_or_as_a_line_of_its_
     assert report.verdict.kind == "overflow"
     assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 for c in text)
     assert [line for line in text.splitlines() if line.startswith("VERDICT")] == [
-        f"VERDICT  overflow, {report.verdict.certainty}"
+        f"VERDICT  overflow, {report.verdict.certainty} [GW104]"
     ]
     assert "\x1b" not in to_json(report).decode()
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
+from ....core.codes import Code
 from ....core.events import RankOutcome
 from ....core.preflight import PreflightFinding, Subject
 from ....core.settings import WorkerSettings
@@ -76,7 +77,7 @@ def missing_findings(
         )
         subject: Subject = "node" if whole else "rank"
         named = [host] if host else []
-        findings.append(failure("arrive", subject, ranks, named, sentence, next_, victims=victims))
+        findings.append(failure(Code.NOT_ARRIVED, "arrive", subject, ranks, named, sentence, next_, victims=victims))
     return findings
 
 
@@ -112,7 +113,7 @@ def conclude_softly(
 
 def _own_error(step: str, what: str, error: Exception) -> PreflightFinding:
     sentence = f"{what}, an error of gpuwatch: {type(error).__name__}: {error}"
-    return PreflightFinding(stage_of(step), "unknown", "job", [], [], sentence, _REPORT_IT)
+    return PreflightFinding(stage_of(step), "unknown", "job", [], [], sentence, _REPORT_IT, code=Code.PREFLIGHT_FAULT)
 
 
 def conclude(
@@ -135,7 +136,16 @@ def conclude(
         hosts = sorted({roster.ranks[rank].host for rank in faults}) if roster else []
         first = faults[min(faults)]
         sentence = f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {first}"
-        finding = PreflightFinding(stage_of(heard.step), "unknown", "job", sorted(faults), hosts, sentence, _REPORT_IT)
+        finding = PreflightFinding(
+            stage_of(heard.step),
+            "unknown",
+            "job",
+            sorted(faults),
+            hosts,
+            sentence,
+            _REPORT_IT,
+            code=Code.PREFLIGHT_FAULT,
+        )
         return _blame(now, [finding])
     went_away = heard.leader_failed or any(report.kind == "fallen" for report in heard.reports.values())
     if roster is None or heard.silent or went_away:
@@ -149,7 +159,9 @@ def conclude(
             verb = {"raised": "failed: ", "died": "died: ", "hung": ""}.get(report.kind)
             if verb is not None:
                 said, host = f"{verb}{report.detail}", roster.ranks[rank].host
-                now = _blame(now, [rank_failed(stage_of(heard.step), rank, host, said, report.next)])
+                now = _blame(
+                    now, [rank_failed(Code.RANK_TEST_FAILED, stage_of(heard.step), rank, host, said, report.next)]
+                )
         following = step_after(heard.step, settings.preflight, len(roster.ranks_by_node))
         if now.failed and not is_local(following):
             return now
@@ -194,14 +206,19 @@ def _silent(heard: StepReports, now: StepConclusion, roster: RankRoster | None) 
             subject: Subject = "node" if ranks == of_node and len(roster.ranks_by_node) > 1 else "rank"
             sentence = f"{ranks_text(ranks)} ({host}) stopped reporting in stage {stage}"
             next_ = f"Look at {host}: is it up, and what ended the ranks there?"
-            findings.append(failure(stage, subject, ranks, [host], sentence, next_, victims=sorted(heard.reports)))
+            findings.append(
+                failure(Code.RANK_SILENT, stage, subject, ranks, [host], sentence, next_, victims=sorted(heard.reports))
+            )
     return _blame(now, findings, stage, dict.fromkeys(heard.reports, f"waited for {ranks_text(heard.silent)}"))
 
 
 def _no_conclusion(heard: StepReports, now: StepConclusion, host: str) -> StepConclusion:
     stage, victims = stage_of(heard.step), [rank for rank in heard.reports if rank != LEADER]
     next_ = f"Look at {host or 'its host'}: what ended or stopped the processes of rank {LEADER} there?"
-    return _blame(now, [rank_failed(stage, LEADER, host, f"sent no conclusion in stage {stage}", next_, victims)])
+    return _blame(
+        now,
+        [rank_failed(Code.RANK_SILENT, stage, LEADER, host, f"sent no conclusion in stage {stage}", next_, victims)],
+    )
 
 
 def _fallen(heard: StepReports, now: StepConclusion, roster: RankRoster | None) -> StepConclusion:
@@ -215,7 +232,7 @@ def _fallen(heard: StepReports, now: StepConclusion, roster: RankRoster | None) 
         here = roster.ranks[rank] if roster else report.attendance
         host = here.host if here else ""
         stage = report.said or stage_of(heard.step)
-        findings.append(rank_failed(stage, rank, host, report.detail, report.next, others))
+        findings.append(rank_failed(Code.RANK_SILENT, stage, rank, host, report.detail, report.next, others))
     waited = dict.fromkeys(others, f"waited for {ranks_text(fallen)}")
     return _blame(now, findings, stage_of(heard.step), waited)
 
@@ -226,7 +243,9 @@ def _fallen(heard: StepReports, now: StepConclusion, roster: RankRoster | None) 
 def foreign_finding(step: str, sentence: str) -> PreflightFinding:
     """A stranger has written into the ranks' store: the preflight ends here, and blames no rank of the job."""
     next_ = "Check who can reach the port at which the ranks meet: anyone who can reach it can write there."
-    return PreflightFinding(stage_of(step), "unknown", "job", [], [], f"the preflight has ended: {sentence}", next_)
+    return PreflightFinding(
+        stage_of(step), "unknown", "job", [], [], f"the preflight has ended: {sentence}", next_, code=Code.FOREIGN_ENTRY
+    )
 
 
 def _compared(settings: WorkerSettings, heard: StepReports, roster: RankRoster) -> list[PreflightFinding]:
@@ -292,7 +311,7 @@ def _search(
         sentence = f"the process group {where} failed; the rank at fault is unknown: {detail}"
         next_ = "Run `gpuwatch check --nccl-debug` and read the log."
         stage, victims = stage_of(heard.step), sorted(heard.reports)
-        return _blame(now, [failure(stage, "job", [], [], sentence, next_, victims=victims)])
+        return _blame(now, [failure(Code.GROUP_UNDECIDED, stage, "job", [], [], sentence, next_, victims=victims)])
     if settings.preflight == "quick":
         return replace(now, next="inside")
     return _try_pairs("pairs", now, roster, [], 1)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ....core.codes import Code
 from ....core.preflight import Grade, InventoryFacts, PreflightFinding, Subject
 from .host_setups import (
     Facts,
@@ -235,7 +236,9 @@ def compare(facts: Mapping[int, InventoryFacts]) -> list[PreflightFinding]:
 
 def _difference(compared: ComparedProperty, facts: Facts) -> list[PreflightFinding]:
     values = {rank: value for rank, known in facts.items() if (value := compared.read(known))}
-    return _findings(compared.name, compared.grade, sides_of(values), facts, compared.why, compared.next)
+    return _findings(
+        Code.VERSIONS_DIFFER, compared.name, compared.grade, sides_of(values), facts, compared.why, compared.next
+    )
 
 
 def _settings(facts: Facts) -> list[PreflightFinding]:
@@ -254,7 +257,9 @@ def _settings(facts: Facts) -> list[PreflightFinding]:
         for rank, meaning in meant.items():
             spelling.setdefault(meaning, values[rank])
         sides = [EqualRanks(spelling[side.value], side.ranks) for side in sides_of(meant)]
-        found += _findings(name, grade, sides, facts, policy.why, f"Give {name} one value on all nodes")
+        found += _findings(
+            Code.SETTING_DIFFERS, name, grade, sides, facts, policy.why, f"Give {name} one value on all nodes"
+        )
     return found
 
 
@@ -264,7 +269,7 @@ def _differs_inside_a_host(values: Mapping[int, str], facts: Facts) -> bool:
 
 
 def _findings(
-    name: str, grade: Grade, sides: list[EqualRanks], facts: Facts, why: str, next_step: str
+    code: Code, name: str, grade: Grade, sides: list[EqualRanks], facts: Facts, why: str, next_step: str
 ) -> list[PreflightFinding]:
     if len(sides) < 2:
         return []
@@ -273,4 +278,4 @@ def _findings(
     hosts = hosts_of(odd, facts)
     look = f"; look at {hosts[0]} first" if len(hosts) == 1 and len(hosts_of(everyone, facts)) > 1 else ""
     sentence = f"{name} differs: {sides_text(sides, facts)}; {why}"
-    return [finding(grade, subject_of(sides, facts), odd or everyone, facts, sentence, next_step + look)]
+    return [finding(code, grade, subject_of(sides, facts), odd or everyone, facts, sentence, next_step + look)]

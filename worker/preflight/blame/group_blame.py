@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from ....core.codes import Code
 from ....core.preflight import PreflightFinding, Subject
 from ....core.text import ranks_text
 from ..steps import RankStepReport
@@ -38,26 +39,34 @@ class GroupBlame:
 
 
 def failure(
-    stage: str, subject: Subject, ranks: list[int], hosts: list[str], sentence: str, next_: str, *, victims: list[int]
+    code: Code,
+    stage: str,
+    subject: Subject,
+    ranks: list[int],
+    hosts: list[str],
+    sentence: str,
+    next_: str,
+    *,
+    victims: list[int],
 ) -> PreflightFinding:
     """A finding that stops the job."""
-    return PreflightFinding(stage, "fail", subject, ranks, hosts, sentence, next_, victims=victims)
+    return PreflightFinding(stage, "fail", subject, ranks, hosts, sentence, next_, victims=victims, code=code)
 
 
 def rank_failed(
-    stage: str, rank: int, host: str, said: str, next_: str = "", victims: Sequence[int] = ()
+    code: Code, stage: str, rank: int, host: str, said: str, next_: str = "", victims: Sequence[int] = ()
 ) -> PreflightFinding:
     """A finding that names one rank. `said` is the predicate of its sentence. `host`: "" if it is not known."""
     sentence = f"rank {rank}{f' ({host})' if host else ''} {said}"
     next_ = next_ or f"Look at {host or 'its host'}, or leave that node out of the next run."
-    return failure(stage, "rank", [rank], [host] if host else [], sentence, next_, victims=sorted(victims))
+    return failure(code, stage, "rank", [rank], [host] if host else [], sentence, next_, victims=sorted(victims))
 
 
 def undecided_inside(ranks: list[int], host: str, why: str) -> PreflightFinding:
     """The finding of a node whose ranks do not work together, if none of them is known to be at fault."""
     sentence = f"{ranks_text(ranks)} inside node {host} do not work together; the rank at fault is unknown: {why}"
     next_ = f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log."
-    return failure(INSIDE, "node", [], [host], sentence, next_, victims=ranks)
+    return failure(Code.GROUP_UNDECIDED, INSIDE, "node", [], [host], sentence, next_, victims=ranks)
 
 
 def judge_group(
@@ -74,7 +83,15 @@ def judge_group(
         if rank not in reasons
     }
     findings = [
-        rank_failed(stage, rank, hosts.get(rank, ""), said, next_, victims=[] if number else list(victims))
+        rank_failed(
+            Code.RANK_FAILED_GROUP,
+            stage,
+            rank,
+            hosts.get(rank, ""),
+            said,
+            next_,
+            victims=[] if number else list(victims),
+        )
         for number, (rank, (said, next_)) in enumerate(sorted(reasons.items()))
     ]
     return GroupBlame(True, findings, victims)

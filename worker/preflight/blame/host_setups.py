@@ -6,6 +6,7 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping, Sized
 
+from ....core.codes import Code
 from ....core.preflight import Grade, InventoryFacts, PreflightFinding, Subject
 from ....core.text import ranks_text
 
@@ -39,11 +40,20 @@ def machine_of(known: InventoryFacts) -> str:
 
 
 def finding(
-    grade: Grade, subject: Subject, ranks: list[int], facts: Facts, sentence: str, next_step: str = "", device: str = ""
+    code: Code,
+    grade: Grade,
+    subject: Subject,
+    ranks: list[int],
+    facts: Facts,
+    sentence: str,
+    next_step: str = "",
+    device: str = "",
 ) -> PreflightFinding:
     """A finding of this stage about these ranks, in this order, and their hosts."""
     next_ = f"{next_step}." if next_step else ""
-    return PreflightFinding("consistency", grade, subject, ranks, hosts_of(ranks, facts), sentence, next_, device)
+    return PreflightFinding(
+        "consistency", grade, subject, ranks, hosts_of(ranks, facts), sentence, next_, device, code=code
+    )
 
 
 def have(ranks: Sized) -> str:
@@ -100,7 +110,7 @@ def _below(
     if not short:
         return []
     sentence = f"{place_text(short, facts)} {have(short)} {said(min(short.values()))}"
-    return [finding("warn", "node", list(short), facts, sentence, next_step)]
+    return [finding(Code.LIMIT_LOW, "warn", "node", list(short), facts, sentence, next_step)]
 
 
 def _limit(known: InventoryFacts, name: str) -> int | None:
@@ -148,13 +158,13 @@ def no_common_network(facts: Facts) -> list[PreflightFinding]:
     )
     if len(together) == 1:
         sentence = f"no two of the {len(first)} nodes have an address in the same network"
-        return [finding("warn", "job", sorted(facts), facts, sentence, next_step)]
+        return [finding(Code.NO_COMMON_NETWORK, "warn", "job", sorted(facts), facts, sentence, next_step)]
     inside = [rank for rank in sorted(facts) if facts[rank].node in together]
     sentence = (
         f"{place_text(outside, facts)} {have(outside)} no address in {best}, where {place_text(inside, facts)} "
         f"{have(inside)} one"
     )
-    return [finding("warn", "node", outside, facts, sentence, next_step)]
+    return [finding(Code.NO_COMMON_NETWORK, "warn", "node", outside, facts, sentence, next_step)]
 
 
 def _networks(known: InventoryFacts) -> dict[Network, set[str]]:
@@ -195,7 +205,17 @@ def interfaces_named(facts: Facts) -> list[PreflightFinding]:
         grade: Grade = "fail" if any(facts[rank].device.startswith(device) for rank in ranks) else "warn"
         has = ", ".join(usable_interfaces(facts[ranks[0]]))
         sentence = f"{setting}={value} names no interface of {place_text(ranks, facts)}; there are: {has}"
-        found.append(finding(grade, "node", ranks, facts, sentence, f"Set {setting} to one of these, or unset it"))
+        found.append(
+            finding(
+                Code.INTERFACE_MISSING,
+                grade,
+                "node",
+                ranks,
+                facts,
+                sentence,
+                f"Set {setting} to one of these, or unset it",
+            )
+        )
     return found
 
 
@@ -251,6 +271,7 @@ def _shared_finding(shared: list[tuple[str, list[int]]], facts: Facts) -> Prefli
     means = "NCCL is set to allow it" if allowed else "NCCL refuses it, or hangs on it"
     everyone = [rank for _, members in shared for rank in members]
     return finding(
+        Code.GPU_SHARED,
         "warn" if allowed else "fail",
         "gpu",
         everyone,
@@ -304,11 +325,11 @@ def ranks_without_gpu(facts: Facts) -> list[PreflightFinding]:
             "Run nvidia-smi there: if it lists the GPUs, look at CUDA_VISIBLE_DEVICES, and whether the driver is new "
             "enough for this torch"
         )
-        found.append(finding("fail", "node", blind, facts, sentence, next_step))
+        found.append(finding(Code.GPU_MISSING, "fail", "node", blind, facts, sentence, next_step))
     if with_gpu and stuck:
         sentence = f"{place_text(stuck, facts)} cannot use {_their(stuck)} GPU{_why(stuck, facts)}, {others} can"
         next_step = "Run nvidia-smi there: if it hangs or reports an error, too, the GPU or the node needs a reset"
-        found.append(finding("fail", "rank", stuck, facts, sentence, next_step))
+        found.append(finding(Code.GPU_MISSING, "fail", "rank", stuck, facts, sentence, next_step))
     if too_many:
         most = max(facts[rank].gpus_visible or 0 for rank in too_many)
         sentence = (
@@ -316,7 +337,7 @@ def ranks_without_gpu(facts: Facts) -> list[PreflightFinding]:
             f"beyond the {most} that can be seen, so the CPU is tested instead"
         )
         next_step = f"Start at most {most} per node (--nproc-per-node {most}), unless the script is to run on the CPU"
-        found.append(finding("warn", "node", too_many, facts, sentence, next_step))
+        found.append(finding(Code.GPU_MISSING, "warn", "node", too_many, facts, sentence, next_step))
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from ....core.codes import Code
 from ....core.preflight import BandwidthRow, Grade, PreflightFinding, Subject
 from ....core.text import ranks_text
 from ..steps import ComputeResult, LinkSpeed, RankMeasurements
@@ -19,6 +20,7 @@ def hosts_among(ranks: Iterable[int], hosts: Mapping[int, str]) -> list[str]:
 
 
 def _finding(
+    code: Code,
     stage: Literal["compute", "bandwidth"],
     grade: Grade,
     subject: Subject,
@@ -28,7 +30,7 @@ def _finding(
     next_: str = "",
     device: str = "",
 ) -> PreflightFinding:
-    return PreflightFinding(stage, grade, subject, ranks, hosts_among(ranks, hosts), sentence, next_, device)
+    return PreflightFinding(stage, grade, subject, ranks, hosts_among(ranks, hosts), sentence, next_, device, code=code)
 
 
 def odd_digests(results: Mapping[int, ComputeResult], hosts: Mapping[int, str]) -> list[PreflightFinding]:
@@ -77,7 +79,9 @@ def slow_devices(
             if _is_gpu(result)
             else "Every step waits for it: look for other load on this host and at the rank's CPU limits."
         )
-        found.append(_finding("compute", "warn", _subject(result), [rank], hosts, sentence, next_, result.uuid))
+        found.append(
+            _finding(Code.SLOW_DEVICE, "compute", "warn", _subject(result), [rank], hosts, sentence, next_, result.uuid)
+        )
     return found
 
 
@@ -91,7 +95,7 @@ def _odd(
     )
     thing = f"GPU {mine.uuid}" if mine.uuid else "this GPU" if _is_gpu(mine) else "this host's CPU"
     next_ = f"Take {thing} out of service: it computes wrong numbers without any error."
-    return _finding("compute", "fail", _subject(mine), [rank], hosts, sentence, next_, mine.uuid)
+    return _finding(Code.WRONG_NUMBERS, "compute", "fail", _subject(mine), [rank], hosts, sentence, next_, mine.uuid)
 
 
 def _undetermined(camps: Sequence[list[int]], device_type: str, hosts: Mapping[int, str]) -> PreflightFinding:
@@ -106,7 +110,16 @@ def _undetermined(camps: Sequence[list[int]], device_type: str, hosts: Mapping[i
         "Run `gpuwatch check` with another node or GPU of the same kind: the device that it contradicts computes "
         "wrong results."
     )
-    return _finding("compute", "fail", "job", sorted(rank for camp in camps for rank in camp), hosts, sentence, next_)
+    return _finding(
+        Code.WRONG_NUMBERS,
+        "compute",
+        "fail",
+        "job",
+        sorted(rank for camp in camps for rank in camp),
+        hosts,
+        sentence,
+        next_,
+    )
 
 
 def _who(rank: int, hosts: Mapping[int, str]) -> str:
@@ -152,8 +165,8 @@ def below(
     if links:
         sentence += f"; {links[0].sentence}"
         if links[0].grade == "warn":
-            return replace(links[0], grade="fail", sentence=sentence)
-    return _finding("bandwidth", "fail", "job", sorted(measured), hosts, sentence, next_)
+            return replace(links[0], grade="fail", sentence=sentence, code=Code.BANDWIDTH_LOW)
+    return _finding(Code.BANDWIDTH_LOW, "bandwidth", "fail", "job", sorted(measured), hosts, sentence, next_)
 
 
 def slow_links(
@@ -190,7 +203,9 @@ def _slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: float) -
             "Look at the cable, the port's speed and its error counters, and at whether both sides use the interface "
             "that they should."
         )
-        found.append(_finding("bandwidth", "warn", "link", [link.first, link.second], hosts, sentence, next_))
+        found.append(
+            _finding(Code.LINK_SLOW, "bandwidth", "warn", "link", [link.first, link.second], hosts, sentence, next_)
+        )
     return found
 
 
@@ -208,7 +223,7 @@ def _slow_between(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: 
                 f"moves {best:g})"
             )
             next_ = f"Look at the network interface, cable and port of {host}."
-            return [_finding("bandwidth", "warn", "node", ranks, hosts, sentence, next_)]
+            return [_finding(Code.LINK_SLOW, "bandwidth", "warn", "node", ranks, hosts, sentence, next_)]
     return found
 
 
@@ -220,7 +235,7 @@ def _none_slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str]) -> list[Pre
     which = "slowest link is between" if len(links) > 1 else "link between"
     verb = ", with" if len(links) > 1 else " moves"
     sentence = f"the {which} {_link_text(slow, hosts)}{verb} {slow.gbs:g} GB/s each way{range_text}"
-    return [_finding("bandwidth", "ok", "link", [slow.first, slow.second], hosts, sentence)]
+    return [_finding(Code.LINK_SLOW, "bandwidth", "ok", "link", [slow.first, slow.second], hosts, sentence)]
 
 
 def _link_text(link: LinkSpeed, hosts: Mapping[int, str]) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
+from ....core.codes import Code
 from ....core.preflight import PreflightFinding, Subject
 from ....core.text import ranks_text
 from ..steps import PairResult
@@ -93,7 +94,9 @@ def blame_ranks(results: Collection[PairResult], hosts: Mapping[int, str], why: 
             f"works with none of the {len(partners)} ranks that it was tried with ({ranks_text(partners)}: {first}), "
             f"while others work together ({good})"
         )
-        findings.append(rank_failed(INSIDE, rank, hosts[rank], said, victims=[] if findings else victims))
+        findings.append(
+            rank_failed(Code.RANK_FAILED_GROUP, INSIDE, rank, hosts[rank], said, victims=[] if findings else victims)
+        )
     if findings:
         return findings
     if tried.failed:
@@ -171,16 +174,18 @@ class _PairSentences:
             f"({self._names(failed_with)}; {self._why(node)}), while others work together ({works})"
         )
         next_ = f"Leave {self._name(node)} out of the next run, and look at its network interface, cable and firewall."
-        return self._finding("node", [node], sentence, next_, others_at_fault=bad)
+        return self._finding(Code.NODE_UNREACHABLE, "node", [node], sentence, next_, others_at_fault=bad)
 
     def bad_link(self, pair: Pair) -> PreflightFinding:
         link = f"the link between {self._pair_text(pair)} failed ({self._tried.details[pair]})"
         next_ = f"Look at the route, firewall and cables between {self._pair_text(pair)}."
         if self._tried.count > 2:
-            return self._finding("link", [*pair], f"{link}, while each of the two works with another node", next_)
+            return self._finding(
+                Code.LINK_BROKEN, "link", [*pair], f"{link}, while each of the two works with another node", next_
+            )
         sentence = f"{link}; node undetermined, as there is no third node to try them with"
         next_ += " With a third node in the run, the preflight can tell which of the two it is."
-        return self._finding("link", [*pair], sentence, next_)
+        return self._finding(Code.LINK_BROKEN, "link", [*pair], sentence, next_)
 
     def none_works(self) -> PreflightFinding:
         count = len(self._tried.failed)
@@ -193,7 +198,7 @@ class _PairSentences:
             "Check what the nodes share: the switch, a firewall, and whether NCCL_SOCKET_IFNAME or "
             "GLOO_SOCKET_IFNAME names an interface by which they reach each other."
         )
-        return self._finding("job", sorted(self._ranks), sentence, next_)
+        return self._finding(Code.NO_PAIR_WORKS, "job", sorted(self._ranks), sentence, next_)
 
     def no_pair_failed(self) -> PreflightFinding:
         count = len(self._tried.passed)
@@ -205,7 +210,7 @@ class _PairSentences:
         next_ = (
             "Run it again: if it fails again, look for what only all nodes together use up (ports, open files, memory)."
         )
-        return self._finding("job", sorted(self._ranks), sentence, next_)
+        return self._finding(Code.ONLY_ALL_FAIL, "job", sorted(self._ranks), sentence, next_)
 
     def suspect(self, node: int) -> PreflightFinding:
         partners = self._tried.failed_with(node)
@@ -214,16 +219,22 @@ class _PairSentences:
             f"node undetermined: it may be any of them, or the links between"
         )
         next_ = f"Run it again, or look at the network between {self._names([node, *partners])}."
-        return self._finding("link", [node, *partners], sentence, next_)
+        return self._finding(Code.LINK_BROKEN, "link", [node, *partners], sentence, next_)
 
     def _finding(
-        self, subject: Subject, nodes: list[int], sentence: str, next_: str, others_at_fault: Collection[int] = ()
+        self,
+        code: Code,
+        subject: Subject,
+        nodes: list[int],
+        sentence: str,
+        next_: str,
+        others_at_fault: Collection[int] = (),
     ) -> PreflightFinding:
         guilty = [*nodes, *others_at_fault]
         ranks = [rank for node in nodes for rank in self._ranks[node]]
         hosts = [self._hosts[node] for node in nodes]
         victims = sorted(rank for node, members in self._ranks.items() if node not in guilty for rank in members)
-        return failure(STAGE, subject, ranks, hosts, sentence, next_, victims=victims)
+        return failure(code, STAGE, subject, ranks, hosts, sentence, next_, victims=victims)
 
     def _why(self, node: int) -> str:
         first = next(pair for pair in sorted(self._tried.failed) if node in pair)

@@ -86,6 +86,14 @@ def test_the_named_rank_stands_beside_a_healthy_one(page_of):
     assert "Last frames of rank 1 beside rank 0" in page_of("forward")
 
 
+@pytest.mark.parametrize("kind", ["forward", "hang", "preflight"])
+def test_each_code_is_a_link_to_its_text_on_the_page(page_of, report_of, kind):
+    page = page_of(kind)
+    linked = set(re.findall(r'href="#(gw\d+)">\[GW\d+\]</a>', page))
+    assert report_of(kind).verdict.code.lower() in linked
+    assert linked == set(re.findall(r'<dt id="(gw\d+)">', page))
+
+
 def test_frames_that_there_is_no_room_for_are_counted(report_of, monkeypatch):
     monkeypatch.setattr(page, "FRAMES_BYTES", 100)
     assert "2 more in report.json" in page.render_html(report_of("forward"))
