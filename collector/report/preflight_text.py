@@ -25,7 +25,7 @@ _WIDE, _MOST_IN_NARROW = 100, 5
 
 
 def print_stages(console: Console, preflight: PreflightReport) -> None:
-    """Print how each node passed each stage, with the time of its slowest rank. A narrow text has them in two tables."""
+    """Print how each node passed each stage, with the time of its slowest rank. In a narrow text in two tables."""
     if not preflight.stages:
         return
     rows = stage_rows(preflight)
