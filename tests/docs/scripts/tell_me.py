@@ -1,0 +1,5 @@
+"""What --notify hands to a command."""
+
+import sys
+
+print(sys.stdin.read())
