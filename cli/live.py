@@ -115,7 +115,7 @@ def _watch(link: ViewSubscriber[JobView], run: str) -> int:
     if find_spec("textual") is None:
         raise UsageError(
             "expected textual, which draws the screen, found it not installed; install it with: pip install "
-            '"gpuwatch-cluster[top]", or print one snapshot: gpuwatch top --once'
+            "textual, or print one snapshot: gpuwatch top --once"
         )
     from ..collector.live.top_app import TopApp
 

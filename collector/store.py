@@ -510,4 +510,4 @@ def _expect_schema(path: Path, schema: object) -> None:
     if not isinstance(schema, str) or not schema.isascii() or not schema.isdigit():
         raise GpuwatchError(f"expected a run store, found something else in {path}: its schema is {str(schema)[:40]!r}")
     if int(schema[:9]) > SCHEMA:
-        raise GpuwatchError(f"{path} was written by a later gpuwatch; update with: pip install -U gpuwatch-cluster")
+        raise GpuwatchError(f"{path} was written by a later gpuwatch; read it with that one")

@@ -36,7 +36,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "verdicts").glob("*.md"))]
 
 COMMAND = re.compile(
-    r"(\$ )?(_?[A-Z_]+=\S+ )*"
+    r"(_?[A-Z_]+=\S+ )*"
     r"(gpuwatch|python3?|make|pip|srun|mpirun|sbatch|torchx|mlflow|eval|export|mkdir|timeout|\(umask|#!/bin/bash)(?=\s|$)"
 )
 PYTHON = re.compile(r"(import|with|from) \w|ray\.")
@@ -49,12 +49,8 @@ MASKS = [
     (re.compile(r"# (?:[mu]?s|min|h|[kMG]?i?B)\b"), "#"),
     (re.compile(r"#(?:, #)+"), "#"),
     (re.compile(r"[▁-▏░]+"), "▇"),
-    (
-        re.compile(
-            r"after its script had raised \(its last batch: #\)|in the \w+ of batch #|outside of a forward, after batch #"
-        ),
-        "THERE",
-    ),
+    (re.compile(r"after its script had raised \(its last batch: #\)"), "THERE"),
+    (re.compile(r"in the \w+ of batch #|outside of a forward, after batch #|in the preflight, stage \w+"), "THERE"),
     (re.compile(r"(?:raised \w+ after # collectives|was stopped by torchrun)(?: THERE)?"), "ENDED"),
     (re.compile(r"─+"), "─"),
 ]
@@ -84,9 +80,6 @@ class Block:
             return ["\n\n".join(paragraphs)], []
         told = next((n for n, text in enumerate(paragraphs) if not COMMAND.match(text)), len(paragraphs))
         run, shown = paragraphs[:told], paragraphs[told:]
-        if run and run[-1].startswith("$ "):
-            first, _, printed = run[-1].partition("\n")
-            run[-1], shown = first[2:], [printed, *shown]
         return [command for text in run for command in commands(text)], shown
 
 
@@ -182,8 +175,7 @@ class Walk:
         if PYTHON.match(command):
             argv = [sys.executable, "-c", (SCRIPTS / "prelude.py").read_text() + command]
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "BROWSER": "true"}
-        environ.pop("COLUMNS", None)
+        environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "BROWSER": "true", "COLUMNS": "80"}
         process = subprocess.Popen(
             argv,
             cwd=self.folder,

@@ -8,29 +8,28 @@ RUNNING = (
     "done; touch stand; until gpuwatch top --once | grep -q 'WAITED FOR'; do :; done"
 )
 """A job of four ranks, one of which stands still; it is ended with the walk."""
-FAULT = "gpuwatch launch --nproc-per-node 2 --run-name {} examples/faults.py --fault forward"
+FAULT = "gpuwatch launch --nproc-per-node 2 examples/faults.py --fault forward"
 
 BEFORE: dict[str, list[str]] = {
-    "docs/export.md": [FAULT.format("fault")],
+    "docs/export.md": [FAULT],
     "docs/forecast.md": ["gpuwatch launch --preflight off tests/e2e/scripts/growing.py"],
     "docs/hangs.md": [
         "gpuwatch launch --nproc-per-node 3 --hang-timeout 5 --on-hang abort tests/e2e/scripts/hang.py --how data",
         "gpuwatch launch --nproc-per-node 3 tests/e2e/scripts/slow.py --how constant",
     ],
-    "docs/notify.md": [
-        "gpuwatch launch --notify 'python3 tell_me.py' --nproc-per-node 2 examples/faults.py --fault forward"
-    ],
+    "docs/notify.md": [FAULT.replace("launch", "launch --notify 'python3 tell_me.py'")],
     "docs/preflight.md": [
         "WRONG_RANK='another matmul' PYTHONPATH=tests/e2e/scripts/wrong_rank gpuwatch check --nproc-per-node 4"
     ],
     "docs/replay.md": ["gpuwatch launch --capture --run-name RUN train.py"],
     "docs/report.md": [
-        FAULT.format("RUN_A"),
-        FAULT.format("RUN_B"),
-        FAULT.format("third"),
+        FAULT,
+        FAULT,
+        FAULT.replace("launch", "launch --run-name RUN_A"),
+        FAULT.replace("launch", "launch --run-name RUN_B"),
         "gpuwatch launch --explain 3 train.py",
         "ADAM=1 gpuwatch launch train.py",
-        "gpuwatch launch --nproc-per-node 2 --trace-batches 4,5 examples/faults.py --fault forward",
+        FAULT.replace("launch", "launch --trace-batches 4,5"),
     ],
     "docs/symptoms.md": [RUNNING],
     "docs/top.md": [RUNNING],

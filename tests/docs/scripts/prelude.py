@@ -1,5 +1,6 @@
 """What the docs' Python takes for granted."""
 
+import gpuwatch  # noqa: F401
 import torch
 from torch import nn
 
