@@ -34,7 +34,10 @@ def reports(names: list[str]) -> Iterator[tuple[str, Path]]:
         with place(page) as folder:
             command = next(run[0] for block in blocks(page) if (run := block.parts()[0]))
             Walk(page, folder).run(command)
-            yield name, folder / "gpuwatch-runs" / "latest" / "report.html"
+            report = folder / "gpuwatch-runs" / "latest" / "report.html"
+            shown = report.read_text().replace(str(folder), "/home/me").replace(str(ROOT), "/home/me/gpuwatch")
+            report.write_text(shown)
+            yield name, report
 
 
 def picture(browser: Browser, report: Path, width: int, scheme: str) -> Image.Image:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 RUNNING = (
-    "gpuwatch launch --nproc-per-node 4 --preflight off --hang-timeout 0 --run-name pretrain "
-    "tests/e2e/scripts/looked_at.py . >job.log 2>&1 & until gpuwatch top --once 2>&1 | grep -q 'powers of two'; do :; "
-    "done; touch stand; until gpuwatch top --once | grep -q 'WAITED FOR'; do :; done"
+    "cp tests/e2e/scripts/looked_at.py pretrain.py; gpuwatch launch --nproc-per-node 4 --run-name pretrain "
+    "--preflight off --hang-timeout 0 pretrain.py . >job.log 2>&1 & until gpuwatch top --once 2>&1 | "
+    "grep -q 'powers of two'; do :; done; touch stand; until gpuwatch top --once | grep -q 'WAITED FOR'; do :; done"
 )
 """A job of four ranks, one of which stands still; it is ended with the walk."""
 FAULT = "gpuwatch launch --nproc-per-node 2 examples/faults.py --fault forward"
