@@ -64,6 +64,8 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/development.md", "GPUWATCH_LATE_DEVICE=7 python *", RUNS_ALL),
     ("docs/development.md", "python tests/*", RUNS_ALL),
     ("docs/development.md", "make *", RUNS_ALL),
+    ("docs/development.md", "python -m *", RUNS_ALL),
+    ("docs/development.md", "python docs/make_options.py*", "test_pages.py compares the two"),
     ("docs/export.md", "mlflow *", "needs MLflow: tests/frameworks/test_trackers.py"),
     ("docs/export.md", "python -c *wandb*", "needs W&B: tests/frameworks/test_trackers.py"),
     ("docs/first-run.md", "make demo", INSTALLS),
