@@ -40,6 +40,10 @@ BEFORE: dict[str, list[str]] = {
 }
 """Run before the page's first command."""
 
+DEMO = {"README.md", "docs/first-run.md"}
+"""Pages with the report of `make demo`. What overflows first, on one rank or on both, depends on the CPU: a paragraph is
+compared up to its first comma. docs/verdicts/overflow.md has the same sentences of a fault that every CPU makes."""
+
 INSTALLS = "installs into an environment; .ci/run and tests/test_packaging.py do it"
 RUNS_ALL = "hours of tests, or of measuring on an idle machine"
 CLUSTER = "needs a cluster: tests/slurm runs it on a real SLURM of two nodes"
