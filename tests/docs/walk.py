@@ -149,8 +149,12 @@ class Walk:
 
     page: Path
     folder: Path
+    narrow: bool = False
+    """A report is also printed as wide as a page of the docs: a launch does not know its terminal's width."""
     printed: list[str] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
+    made: list[tuple[Block, list[str]]] = field(default_factory=list)
+    """The paragraphs of each block, with what was printed in place of what is shown."""
     groups: list[int] = field(default_factory=list)
 
     def walk(self) -> None:
@@ -161,14 +165,27 @@ class Walk:
             for command in run:
                 if not why_not(self.page, command):
                     self.run(command)
+                    if self.narrow and self.printed[-1].find("\nVERDICT  ") > 0 and ENDS_AS_THE_RUN.search(command):
+                        self.run("gpuwatch report")  # as wide as COLUMNS says
             everything = [masked(text, self.folder) for text in self.printed]
             for paragraph in shown:
                 words = re.split(",|\n", paragraph)[0] if name_of(self.page) in DEMO else paragraph
                 if not why_not(self.page, paragraph) and not any(stands_in(words, text) for text in everything):
                     self.trouble.append(f"{name_of(self.page)}:{block.line + 1}: nothing printed this:\n{paragraph}")
+            self.made.append(
+                (block, [renewed(text, self.printed) if text in shown else text for text in block.paragraphs()])
+            )
         for group in self.groups:  # jobs in the background
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGTERM)
+
+    def write(self) -> None:
+        """Put in what was printed."""
+        lines = self.page.read_text().splitlines()
+        for block, made in reversed(self.made):
+            text = "\n\n".join(made).splitlines()
+            lines[block.line : block.line + len(block.lines)] = [(" " * block.indent + line).rstrip() for line in text]
+        self.page.write_text("\n".join(lines) + "\n")
 
     def run(self, command: str) -> None:
         """Run one command as it stands, or Python. The exit code is that of the verdict that it printed, or 0."""
@@ -218,22 +235,10 @@ def place(page: Path) -> Iterator[Path]:
         yield folder
 
 
-def rewrite(page: Path, printed: list[str]) -> None:
-    """Put in what was printed."""
-    lines = page.read_text().splitlines()
-    new = [paragraph for text in printed for paragraph in re.split(r"\n(?:\s*\n)+", text)]
-    for block in reversed(list(blocks(page))):
-        _, shown = block.parts()
-        made = [renewed(text, new) if text in shown else text for text in block.paragraphs()]
-        text = "\n\n".join(made).splitlines()
-        made = [(" " * block.indent + line).rstrip() for line in text]
-        lines[block.line : block.line + len(block.lines)] = made
-    page.write_text("\n".join(lines) + "\n")
-
-
 def renewed(shown: str, printed: list[str]) -> str:
     """A paragraph as it was printed last."""
-    found = [text.strip("\n") for text in printed if masked(text).split()[:1] == masked(shown).split()[:1]]
+    paragraphs = [text.strip("\n") for each in printed for text in re.split(r"\n(?:\s*\n)+", each)]
+    found = [text for text in paragraphs if masked(text).split()[:1] == masked(shown).split()[:1]]
     cut = shown.endswith("...")
     if not found or "..." in shown.removesuffix("..."):
         return shown
@@ -246,10 +251,10 @@ def main(pages: list[str], write: bool) -> int:
     for page in [ROOT / name for name in pages] or PAGES:
         print(name_of(page), flush=True)
         with place(page) as folder:
-            walk = Walk(page, folder)
+            walk = Walk(page, folder, narrow=write)
             walk.walk()
         if write:
-            rewrite(page, walk.printed)
+            walk.write()
         for each in walk.trouble:
             print(each, flush=True)
         trouble += walk.trouble

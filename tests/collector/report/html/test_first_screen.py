@@ -17,7 +17,7 @@ from PIL import Image
 
 from .conftest import KINDS
 
-KEPT = Path(__file__).parent / "golden" / "first-screens.json"
+KEPT = Path(__file__).parent / "first_screens.json"
 PARTS = ("header", ".verdict", ".verdict .kind", "#statement", "#picture", "#picture svg, #picture table")
 SCREENS = {(1280, "light"): 800, (390, "dark"): 844}
 MOVED = 0.12
