@@ -31,7 +31,6 @@ BEFORE: dict[str, list[str]] = {
         "ADAM=1 gpuwatch launch train.py",
         FAULT.replace("launch", "launch --trace-batches 4,5"),
     ],
-    "docs/symptoms.md": [RUNNING],
     "docs/top.md": [RUNNING],
     "docs/watching.md": [
         "gpuwatch launch --nproc-per-node 4 --preflight off tests/e2e/scripts/odd_replicas.py "
@@ -108,6 +107,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/slurm.md", "sbatch *", CLUSTER),
     ("docs/slurm.md", "gpuwatch check --slurm *", CLUSTER),
     ("docs/slurm.md", "- Drain it*", CLUSTER),
+    ("docs/symptoms.md", "gpuwatch stacks", "needs a job that runs: docs/top.md has one"),
     ("docs/symptoms.md", "gpuwatch top", SCREEN),
     ("docs/telemetry.md", "Node telemetry*", GPU),
     ("docs/top.md", "gpuwatch top", SCREEN),
