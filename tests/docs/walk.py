@@ -49,7 +49,7 @@ MASKS = [
     (re.compile(r"# (?:[mu]?s|min|h|[kMG]?i?B)\b"), "#"),
     (re.compile(r"#(?:, #)+"), "#"),
     (re.compile(r"[▁-▏░]+"), "▇"),
-    (re.compile(r"after its script had raised \(its last batch: #\)"), "THERE"),
+    (re.compile(r"after its script had raised(?: \w+)?(?: \(its last batch: #\))?"), "THERE"),
     (re.compile(r"in the \w+ of batch #|outside of a forward, after batch #|in the preflight, stage \w+"), "THERE"),
     (re.compile(r"(?:raised \w+ after # collectives|was stopped by torchrun)(?: THERE)?"), "ENDED"),
     (re.compile(r"─+"), "─"),
