@@ -17,7 +17,10 @@ BEFORE: dict[str, list[str]] = {
         "gpuwatch launch --nproc-per-node 3 --hang-timeout 5 --on-hang abort tests/e2e/scripts/hang.py --how data",
         "gpuwatch launch --nproc-per-node 3 tests/e2e/scripts/slow.py --how constant",
     ],
-    "docs/notify.md": [FAULT.replace("launch", "launch --notify 'python3 tell_me.py'")],
+    "docs/notify.md": [
+        FAULT.replace("launch", "launch --notify 'python3 tell_me.py'"),
+        "python3 -m json.tool told.json",
+    ],
     "docs/preflight.md": [
         "WRONG_RANK='another matmul' PYTHONPATH=tests/e2e/scripts/wrong_rank gpuwatch check --nproc-per-node 4"
     ],

@@ -1,5 +1,6 @@
-"""What --notify hands to a command."""
+"""Keeps what --notify hands to a command."""
 
 import sys
+from pathlib import Path
 
-print(sys.stdin.read())
+Path(__file__).with_name("told.json").write_text(sys.stdin.read() + "\n")
