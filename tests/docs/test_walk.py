@@ -81,3 +81,4 @@ def test_a_paragraph_is_renewed_by_its_first_word():
     assert renewed("run 1: a\n...", ["run 2: b\nc\nd"]) == "run 2: b\n..."
     assert renewed("run 1: ... end", ["run 2: b"]) == "run 1: ... end"
     assert renewed("gone", ["run 2: b"]) == "gone"
+    assert renewed("VERDICT  a", ["── run ──\nVERDICT  b\nWhy\n\nranks"]) == "VERDICT  b\nWhy"

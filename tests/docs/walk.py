@@ -239,7 +239,9 @@ def place(page: Path) -> Iterator[Path]:
 def renewed(shown: str, printed: list[str]) -> str:
     """A paragraph as it was printed last."""
     paragraphs = [text.strip("\n") for each in printed for text in re.split(r"\n(?:\s*\n)+", each)]
-    found = [text for text in paragraphs if masked(text).split()[:1] == masked(shown).split()[:1]]
+    below_the_head = (text[text.find("VERDICT  ") :] for text in paragraphs if "─\nVERDICT  " in text)
+    first = masked(shown).split()[:1]
+    found = [text for text in [*paragraphs, *below_the_head] if masked(text).split()[:1] == first]
     cut = shown.endswith("...")
     if not found or "..." in shown.removesuffix("..."):
         return shown
