@@ -42,6 +42,7 @@ COMMAND = re.compile(
 PYTHON = re.compile(r"(import|with|from) \w|ray\.")
 COMPOUND = re.compile(r"(?:for|hosts)\b.*?^(?:done|wait)$", re.MULTILINE | re.DOTALL)
 MASKS = [
+    (re.compile(r"\[\S+/gloo/\S+\]\s.*?GLHF! \S+"), "what gloo says"),
     (re.compile(r"\b\d{8}-\d{6}-\w+"), "RUN"),
     (re.compile(r"(?<![\w*])(?:~|\.\.\.)?/(?:[^\s/:,'\"()]+/)*(?=[^\s/])"), ""),  # the folder of a file
     (re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{8,}\b"), "#"),
@@ -112,9 +113,10 @@ def blocks(page: Path) -> Iterator[Block]:
 
 def masked(text: str) -> str:
     """The words of a text, without what differs from run to run."""
+    text = " ".join(text.split())
     for pattern, mask in MASKS:
         text = pattern.sub(mask, text)
-    return " ".join(text.split())
+    return text
 
 
 def stands_in(shown: str, printed: str) -> bool:
