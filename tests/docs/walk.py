@@ -6,7 +6,7 @@
 A block is indented by four spaces or more. Its first paragraphs are commands or Python, what follows is what they
 print. A paragraph of output stands in what one of the commands above it printed, word by word: numbers, times, paths,
 names of runs and the ends of lines may differ, and `...` stands for any words. `--write` replaces each paragraph by the
-newest one that begins with the same word; one that ends with `...` keeps its number of lines, one with `...` elsewhere
+newest one that begins with the same words; one that ends with `...` keeps its number of lines, one with `...` elsewhere
 stays as it is.
 """
 
@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from gpuwatch.core.errors import ExitCode
@@ -239,11 +240,19 @@ def place(page: Path) -> Iterator[Path]:
 
 
 def renewed(shown: str, printed: list[str]) -> str:
-    """A paragraph as it was printed last."""
+    """A paragraph as it was printed last: of those that begin as it does, the one that does so for longest."""
     paragraphs = [text.strip("\n") for each in printed for text in re.split(r"\n(?:\s*\n)+", each)]
     below_the_head = (text[text.find("VERDICT  ") :] for text in paragraphs if "─\nVERDICT  " in text)
-    first = masked(shown).split()[:1]
-    found = [text for text in [*paragraphs, *below_the_head] if masked(text).split()[:1] == first]
+    words = masked(shown).split()
+
+    def begins_alike(text: str) -> int:
+        return sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(words, masked(text).split(), strict=False))
+        )
+
+    alike = [(begins_alike(text), text) for text in [*paragraphs, *below_the_head]]
+    most = max((num for num, _ in alike), default=0)
+    found = [text for num, text in alike if num == most > 0]
     cut = shown.endswith("...")
     if not found or "..." in shown.removesuffix("..."):
         return shown
