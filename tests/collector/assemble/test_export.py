@@ -211,7 +211,7 @@ def test_a_mistake_gets_one_sentence(run, arguments, said, monkeypatch):
 
 
 def test_otlp_goes_to_the_endpoint_of_the_environment(run, serve, monkeypatch):
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs gpuwatch-cluster[otlp]")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs OpenTelemetry's exporter")
     server = serve(read=bytes)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", server.address.replace("/hooks/a-secret", ""))
     done = CliRunner().invoke(command, ["--runs-dir", str(run.folder.parent), "--format", "otlp"])
