@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from ..collector.assemble.frame_export import ExportRow
 
 _NEEDS = {
-    "parquet": "pyarrow",
-    "tensorboard": "tensorboard",
-    "otlp": "opentelemetry.exporter.otlp.proto.http",
+    "parquet": ("pyarrow", "pyarrow"),
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "otlp": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"),
 }
+"""form -> (module that writes it, packages that have it)"""
 _NO_TABLE = ("perfetto", "otlp")
 
 
@@ -35,8 +36,8 @@ _NO_TABLE = ("perfetto", "otlp")
 @format_option(
     *("jsonl", "csv", "parquet", "tensorboard", "perfetto", "otlp"),
     text="perfetto: a trace of all ranks, for ui.perfetto.dev and chrome://tracing. otlp: the figures of nodes and "
-    "ranks, sent to an OpenTelemetry collector. parquet, tensorboard and otlp need the extra of that name, such as "
-    "gpuwatch-cluster[otlp].",
+    "ranks, sent to an OpenTelemetry collector. parquet needs pyarrow, tensorboard needs "
+    "tensorboard, otlp needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http.",
 )
 @click.option(
     "-o",
@@ -148,13 +149,14 @@ def _send(path: Path, endpoint: str | None, output: Path | None, choice: RankCho
 
 def _expect_library(form: str) -> None:
     """Raises UsageError, saying how to install what writes this format."""
+    module, packages = _NEEDS[form]
     try:
-        importlib.import_module(_NEEDS[form])
+        importlib.import_module(module)
     except ImportError as error:
         raise UsageError(
             Code.NOT_INSTALLED,
-            f"--format {form}: expected {_NEEDS[form]}, which writes it, found it not installed; install it with: "
-            f'pip install "gpuwatch-cluster[{form}]"',
+            f"--format {form}: expected {module}, which writes it, found it not installed; install it with: "
+            f"pip install {packages}",
         ) from error
 
 

@@ -119,7 +119,7 @@ def _watch(link: ViewSubscriber[JobView], run: str) -> int:
         raise UsageError(
             Code.NOT_INSTALLED,
             "expected textual, which draws the screen, found it not installed; install it with: pip install "
-            '"gpuwatch-cluster[top]", or print one snapshot: gpuwatch top --once',
+            "textual, or print one snapshot: gpuwatch top --once",
         )
     from ..collector.live.top_app import TopApp
 

@@ -149,7 +149,7 @@ class CollectorServer:
             from .live.metrics_endpoint import MetricsExporter
         except ImportError as error:
             what = f"expected prometheus_client, which writes the metrics, found none ({error})"
-            install = 'install it with: pip install "gpuwatch-cluster[metrics]"'
+            install = "install it with: pip install prometheus_client"
             raise UsageError(Code.NOT_INSTALLED, f"--metrics-port: {what}; {install}") from error
         self.metrics = MetricsExporter(address)
         self._looked_at = True

@@ -521,6 +521,4 @@ def _expect_schema(path: Path, schema: object) -> None:
             Code.UNREADABLE, f"expected a run store, found something else in {path}: its schema is {str(schema)[:40]!r}"
         )
     if int(schema[:9]) > SCHEMA:
-        raise GpuwatchError(
-            Code.VERSIONS_APART, f"{path} was written by a later gpuwatch; update with: pip install -U gpuwatch-cluster"
-        )
+        raise GpuwatchError(Code.VERSIONS_APART, f"{path} was written by a later gpuwatch; read it with that one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,25 @@ def test_it_runs_where_it_was_installed(installed, tmp_path):
     assert run("-c", rendered, **elsewhere) == (installed / "gpuwatch" / "slurm" / "gpuwatch.sbatch").read_text()
     script = installed / "bin" / "gpuwatch"
     assert run(str(script), "--version", **elsewhere).startswith("gpuwatch, version ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_release_is_what_pypi_takes(tmp_path):
+    """`twine check --strict`, a wheel for any Linux of its glibc, and a page whose links lead into the repository."""
+    pytest.importorskip("auditwheel")
+    repository = "https://example.org/gpuwatch"
+    run(".ci/release.py", "--repository", f"{repository}/", "--output", str(tmp_path / "dist"), cwd=ROOT)
+    sdist, wheel = sorted((tmp_path / "dist").iterdir(), key=lambda made: made.suffix)
+    assert sdist.name.endswith(".tar.gz") and "-manylinux" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    assert f"Project-URL: Homepage, {repository}\n" in metadata
+    targets = re.findall(r"\]\(([^)#\s]+)", metadata)
+    tree = re.compile(rf"{repository}/(?:blob|raw)/v[\d.]+/(.+)")
+    assert len(targets) > 10
+    assert [target for target in targets if not (found := tree.match(target)) or not (ROOT / found[1]).exists()] == []
 
 
 @pytest.mark.slow

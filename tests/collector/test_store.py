@@ -84,7 +84,7 @@ def test_what_was_not_committed_is_not_there_for_others(store):
 def test_a_store_of_a_later_version_is_refused_with_the_mend(store):
     store.set("schema", str(SCHEMA + 1))
     store.commit()
-    with pytest.raises(GpuwatchError, match="later gpuwatch; update with: pip install"):
+    with pytest.raises(GpuwatchError, match="later gpuwatch; read it with that one"):
         RunStore(store.path)
 
 

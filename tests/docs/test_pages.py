@@ -25,8 +25,9 @@ from gpuwatch.launcher.options import get_check_parser, get_parser, parse_run
 from gpuwatch.slurm.submission import take_apart
 from msgspec.structs import fields
 
+from .walk import PAGES, blocks
+
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 
 
@@ -97,13 +98,9 @@ def test_every_kind_and_exit_code_is_told():
 
 def shown_commands() -> Iterator[tuple[str, list[str]]]:
     for page in PAGES:
-        lines = iter(page.read_text().splitlines())
-        for line in lines:
-            if not line.startswith("    gpuwatch ") or page.name == "options.md":
-                continue
-            while line.endswith("\\"):
-                line = line[:-1] + next(lines)
-            yield page.name, shlex.split(line.replace("$HEAD", "head"), comments=True)[1:]
+        for command in (command for block in blocks(page) for command in block.parts()[0]):
+            if command.startswith("gpuwatch ") and page.name != "options.md":
+                yield page.name, shlex.split(command.replace("$HEAD", "head"), comments=True)[1:]
 
 
 COMMANDS = list(shown_commands())

@@ -116,7 +116,7 @@ def page_of(figures: Sequence[Figure]) -> str:
     proved = [figure for figure in right if figure.can_be_established]
     seconds = sorted(figure.fault_to_report_s for figure in figures if figure.fault_to_report_s is not None)
     table = "\n".join([*rows, _row("**all**", figures)])
-    return f"""# How often is the verdict right?
+    return f"""# Accuracy: how often is the verdict right?
 
 Each scenario is a small training script with one known fault, or with none, and the verdict that follows from the
 script. It is run under `gpuwatch launch` twice: with tensors in host memory, and on a stand-in for a device whose

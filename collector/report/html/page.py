@@ -245,7 +245,7 @@ _MARKS = {
 def code_of(text: str) -> Markup:
     """What stands between backticks as code, commands, which the page can copy, and links to the codes; else text.
 
-    A line after the first is a command of its own.
+    A line after the first is a command of its own, except in a traceback.
 
     >>> code_of("`fc1` < 2; to test it: gpuwatch check --nproc-per-node 8.")
     Markup('<code>fc1</code> &lt; 2; to test it: <code class="command">gpuwatch check --nproc-per-node 8</code>.')
@@ -253,6 +253,8 @@ def code_of(text: str) -> Markup:
     Markup('Look at the line; <a href="#stacks">all stacks</a> are below.')
     """
     first, *commands = text.split("\n")
+    if first.startswith("Traceback "):
+        return Markup("{}<pre>{}</pre>").format(first, "\n".join(commands))
     pieces = first.split("`")
     if len(pieces) % 2 == 0:  # a name has a backtick of its own
         pieces = [first]

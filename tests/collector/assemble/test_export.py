@@ -170,10 +170,13 @@ def test_a_report_takes_the_place_of_one_rank(run):
         CliRunner().invoke(report, ["--runs-dir", str(run.folder.parent), "--rank", "dp=0"], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("form", ["parquet", "tensorboard", "otlp"])
-def test_without_its_library_a_format_is_refused_in_one_sentence(run, form, monkeypatch):
+@pytest.mark.parametrize(
+    ("form", "library"),
+    [("parquet", "pyarrow"), ("tensorboard", "tensorboard"), ("otlp", "opentelemetry-sdk opentelemetry-exporter-.*")],
+)
+def test_without_its_library_a_format_is_refused_in_one_sentence(run, form, library, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", lambda name: importlib.util.find_spec(f"no_such.{name}"))
-    with pytest.raises(UsageError, match=rf'pip install "gpuwatch-cluster\[{form}\]" \[GW427\]$') as refused:
+    with pytest.raises(UsageError, match=rf"pip install {library} \[GW427\]$") as refused:
         exported(run, "--format", form, "-o", "x")
     assert int(refused.value.exit_code) == 2
 
@@ -208,7 +211,7 @@ def test_a_mistake_gets_one_sentence(run, arguments, said, monkeypatch):
 
 
 def test_otlp_goes_to_the_endpoint_of_the_environment(run, serve, monkeypatch):
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs gpuwatch-cluster[otlp]")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs OpenTelemetry's exporter")
     server = serve(read=bytes)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", server.address.replace("/hooks/a-secret", ""))
     done = CliRunner().invoke(command, ["--runs-dir", str(run.folder.parent), "--format", "otlp"])

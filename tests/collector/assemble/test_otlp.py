@@ -13,7 +13,7 @@ from gpuwatch.core.wire.messages import NodeBeat
 from ...webhooks import serve
 from .test_trace import BEGAN_NS, STEPS, timed
 
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs gpuwatch-cluster[otlp]")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs OpenTelemetry's exporter")
 
 from gpuwatch.collector.assemble import otlp_export
 from gpuwatch.collector.assemble.otlp_export import send_otlp

@@ -373,7 +373,7 @@ def collect(*args, before="pass"):
 @pytest.mark.parametrize(
     ("before", "port", "sentence"),
     [
-        ("import sys; sys.modules['prometheus_client'] = None", "9", 'pip install "gpuwatch-cluster[metrics]"'),
+        ("import sys; sys.modules['prometheus_client'] = None", "9", "pip install prometheus_client"),
         ("pass", "http", "--metrics-port: expected [HOST:]PORT with a port from 1 to 65535, found 'http'"),
     ],
 )

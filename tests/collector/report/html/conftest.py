@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy
 import pytest
 from gpuwatch.collector.assemble.build import build_report
@@ -181,3 +183,49 @@ def report_of(make):
 def page_of(report_of):
     """kind -> its page."""
     return lambda kind: render_html(report_of(kind))
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    from playwright.sync_api import sync_playwright
+
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium (.ci/run does that)")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page that is shown, and what happened beside that."""
+
+    def __init__(self, context, address):
+        self.context, self.address = context, address
+        self.troubles, self.requests = [], []
+        self.page = context.new_page()
+        self.page.on("console", lambda message: self.troubles.append(message.text))
+        self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+
+    def go(self, fragment=""):
+        self.page.goto(self.address + fragment)
+        return self.page
+
+
+@pytest.fixture
+def opened(chromium, page_of, tmp_path):
+    """(kind, options of the context) -> the page of that kind."""
+    contexts = []
+
+    def open_(kind, **options):
+        path = tmp_path / f"{kind}.html"
+        path.write_text(page_of(kind), encoding="utf-8")
+        context = chromium.new_context(viewport={"width": 1280, "height": 800}, **options)
+        contexts.append(context)
+        return Opened(context, path.as_uri())
+
+    yield open_
+    for context in contexts:
+        context.close()

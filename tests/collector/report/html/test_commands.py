@@ -27,6 +27,13 @@ def test_commands_of_a_sentence(text, commands):
     assert [part.partition("</code>")[0] for part in shown.split('<code class="command">')[1:]] == commands
 
 
+def test_a_traceback_is_shown_as_it_is():
+    text = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    main()\nValueError: <none>'
+    shown = str(code_of(text))
+    assert "command" not in shown and shown.startswith("Traceback (most recent call last):<pre>  File &#34;a.py&#34;")
+    assert "\n    main()\nValueError: &lt;none&gt;</pre>" in shown
+
+
 def test_an_option_alone_is_not_broken_and_all_text_is_escaped():
     assert str(code_of("<b> with --on-overflow continue")) == (
         '&lt;b&gt; with <span class="option">--on-overflow</span> continue'
