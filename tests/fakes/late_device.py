@@ -211,7 +211,8 @@ class LateDevice:
         return self._refuses
 
     def unregister(self, address: int, device: torch.device) -> None:
-        self._direct = None
+        if self._direct and self._direct[0] == address:  # not that of the watch after a dropped one
+            self._direct = None
 
     def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         memory = torch.empty(shape, dtype=dtype, device="cpu")

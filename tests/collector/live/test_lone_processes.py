@@ -67,4 +67,4 @@ def test_the_export_has_their_frames(folded):
     rows = [row for row in export_rows(folded.facts(), "x") if row.table == "frames"]
     assert {(row.rank, row.process) for row in rows} == {(None, 4242)}
     assert [row.role for row in rows] == ["input[0]", "output"]
-    assert list(export_rows(folded.facts(), "x", ["frames"], rank=0)) == []
+    assert list(export_rows(folded.facts(), "x", ["frames"], [0])) == []
