@@ -149,7 +149,7 @@ def run_in(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(40)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
 def test_a_mistake_is_one_sentence(line, run_in):
     code, said = run_in(line)

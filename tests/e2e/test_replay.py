@@ -194,7 +194,8 @@ def _with_class(*name):
     return lambda capture: capture["modules"][0].update({"class": name})
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [("os", "system"), ("evil", "Evil"), ("__main__", "Evil"), ("torch.nn.modules.evil", "Evil")]
 )
@@ -210,7 +211,8 @@ def test_a_class_that_is_not_torchs_is_not_imported_without_trust(bench, hostile
     assert "if you trust the file: --trust" in run.stderr
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [("torch.nn.modules.module", "torch.os.system"), ("torch.nn.modules.module", "warnings")]
 )
@@ -242,7 +244,8 @@ def test_the_folders_of_a_capture_are_not_searched_without_trust(bench, hostile)
     assert (run.code, ran) == (0, False)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("text", [b"", b"PK\x03\x04", b"x" * 4096])
 def test_a_damaged_file_is_refused_in_a_sentence(bench, text):
     path = bench.cwd / "overflow.pt"

@@ -489,6 +489,7 @@ def train(make, autocast: bool) -> list[torch.Tensor]:
     return [*losses, *model.state_dict().values(), torch.get_rng_state()]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize(
     "make",
@@ -647,6 +648,7 @@ except gpuwatch.OverflowDetected:
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_as_ever_while_a_second_run_is_inside_of_torch():
     """A daemon thread that came out of torch's C++ while Python ended would abort the process."""
     done = subprocess.run([sys.executable, "-c", ENDS_LATE], capture_output=True, text=True, timeout=120)

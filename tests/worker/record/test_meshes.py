@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +36,7 @@ assert sum(isinstance(event, MeshCoordinates) for event in watch.events) == 2, "
 """
 
 
+@pytest.mark.slow
 def test_it_records_each_mesh_once_and_no_slice():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
