@@ -1,4 +1,4 @@
-"""A watch in a notebook, run by Jupyter's own kernel and converted by nbconvert: its last line shows the report's page."""
+"""A watch in a notebook, which Jupyter's own kernel runs and nbconvert converts: its last line shows the page."""
 
 from __future__ import annotations
 
