@@ -44,7 +44,7 @@ def test_gradients_that_compiled_autograd_hides_are_told_and_found_where_the_opt
     args = (str(bench.cwd / "watched.json"), "the_backward_alone_compiled")
     clean = bench.launch(SCRIPT, *PLAIN, nproc=1, args=args, **late)
     assert clean.code == 0
-    assert clean.stderr.count(f"gpuwatch: {said}\n") == 1
+    assert clean.stderr.count(f"gpuwatch: {said} [GW") == 1
     assert f"{said[0].upper()}{said[1:]}." in clean.verdict["statement"]
 
     bad = bench.launch("compiled_autograd_nan.py", *PLAIN, nproc=1, **late)
