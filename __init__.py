@@ -15,17 +15,15 @@ if typing.TYPE_CHECKING:
     from .worker.debug_underflow_overflow import DebugUnderflowOverflow
     from .worker.detect_overflow import detect_overflow
     from .worker.explain import explain
-    from .worker.lightning_callback import LightningCallback
+    from .worker.lightning_callback import LightningCallback as LightningCallback
     from .worker.log_to import log_to
-    from .worker.trainer_callback import TrainerCallback
+    from .worker.trainer_callback import TrainerCallback as TrainerCallback
     from .worker.watch import watch
 
 __all__ = [
     "DebugUnderflowOverflow",
     "GpuwatchError",
-    "LightningCallback",
     "OverflowDetected",
-    "TrainerCallback",
     "detect_overflow",
     "env",
     "explain",
@@ -43,7 +41,8 @@ _HOME = {
     "log_to": ".worker.log_to",
     "watch": ".worker.watch",
 }
-"""Public name -> the module that has it, and imports torch or what else takes long."""
+"""Public name -> the module that has it, and imports torch or what else takes long. The callbacks are not in `__all__`:
+their packages may not be there."""
 
 
 def __getattr__(name: str) -> object:
