@@ -204,9 +204,13 @@ class GraphReplays:
 
     # -- a replay -------------------------------------------------------------------------------------------------
 
+    def _watched(self, graph: Any) -> _WatchedGraph | None:
+        """None if this graph is not read, or not now: the second run of a forward is no batch, and cannot end the job."""
+        return self._graphs.get(graph) if threading.current_thread().name != SECOND_RUN else None
+
     def _replay_begins(self, graph: Any) -> None:
         """May raise OverflowDetected: outside of all calls this is the only place where the job can end."""
-        watched = self._graphs.get(graph)
+        watched = self._watched(graph)
         if watched is None:
             return
         watched.handled = sys.exc_info()[1]
@@ -217,8 +221,8 @@ class GraphReplays:
                 self._judging.raise_pending()
 
     def _replay_ends(self, graph: Any) -> None:
-        watched = self._graphs.get(graph)
-        if watched is None or threading.current_thread().name == SECOND_RUN:
+        watched = self._watched(graph)
+        if watched is None:
             return
         is_read = False
         with self._within():

@@ -150,11 +150,15 @@ def test_graphed_callables_are_seen_and_their_rehearsal_raises_no_alarm():
 
 
 @with_hooks
-def test_the_operation_of_a_graph_is_not_guessed():
-    """The second run of the forward replays the graph, in which no operation is seen."""
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_operation_of_a_graph_is_not_guessed(sync):
+    """The second run of the forward replays the graph, in which no operation is seen, and which does not end the job.
+
+    With `sync` the numbers have arrived when the forward returns, as they may have on a fast device.
+    """
     net = nn.Linear(8, 8, bias=False).cuda()
     x = torch.ones(4, 8, device="cuda")
-    with gpuwatch.watch(net) as watch:
+    with gpuwatch.watch(net, sync=sync) as watch:
         call = torch.cuda.make_graphed_callables(net, (x,))
         with pytest.raises(OverflowDetected, match="root module \\(Linear\\), forward of batch 7; report"):
             for number in range(50):
@@ -164,6 +168,7 @@ def test_the_operation_of_a_graph_is_not_guessed():
                 call(x)
                 torch.cuda.synchronize()
     assert len(watch.anomalies) == 1
+    assert [event for event in watch.events if isinstance(event, OwnFault)] == []
 
 
 @with_hooks
