@@ -19,7 +19,7 @@ from ..core.verdicts import VerdictKind
 from ..core.wire.messages import JobResult
 from ..core.wire.spool import agent_of, read_spool
 from .assemble.build import build_report
-from .assemble.seen_before import RunOutcome, outcome_of, seen_before
+from .assemble.seen_before import RunOutcome, blamed_in, outcome_of, seen_before
 from .assemble.timeline import utc
 from .facts.fold import FactFold, fold
 from .report.model import EarlierLife, RunReport, to_json
@@ -57,8 +57,11 @@ def build(
     folded = folded if folded is not None else fold_store(store)
     kept = {"unwritten": store.unwritten, "pages_not_kept": store.dropped}
     max_frames = store.get("max_frames") or ""
+    before = stored_fact(store, "before", list[RunOutcome], [])
+    facts = folded.facts(stored_fact(store, "lost_agents", list[str], []))
+    facts.blamed_before = blamed_in(before)
     report = build_report(
-        folded.facts(stored_fact(store, "lost_agents", list[str], [])),
+        facts,
         run_id=run_id,
         started=store.get("started"),
         ended=store.get("ended"),
@@ -68,7 +71,6 @@ def build(
         rank=rank,
         batch=batch,
     )
-    before = stored_fact(store, "before", list[RunOutcome], [])
     return msgspec.structs.replace(report, seen_before=seen_before(outcome_of(report, exit_code(report)), before))
 
 

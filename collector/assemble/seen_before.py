@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -33,6 +34,8 @@ class RunOutcome(msgspec.Struct, frozen=True):
     fingerprint: str = ""
     """What runs with the same fault have in common, 8 hexadecimal digits; "" where nothing is wrong or known."""
     nodes: int = 1
+    bad_nodes: list[str] = []
+    """The nodes that the verdict blames, by the scheduler's names."""
 
     @property
     def device(self) -> str:
@@ -44,7 +47,7 @@ def outcome_of(report: RunReport, exit_code: int) -> RunOutcome:
     """`exit_code` is that of the launches."""
     run, verdict = report.run, report.verdict
     said = (verdict.kind, verdict.certainty, verdict.statement, verdict.rank, verdict.host, verdict.gpu)
-    place = (verdict.module, verdict.phase, fingerprint_of(report), run.nnodes)
+    place = (verdict.module, verdict.phase, fingerprint_of(report), run.nnodes, verdict.bad_nodes)
     return RunOutcome(run.id, run.ended, exit_code, *said, *place)
 
 
@@ -80,6 +83,11 @@ def seen_before(outcome: RunOutcome, earlier: Sequence[RunOutcome]) -> list[str]
     if outcome.fingerprint and there:
         lines.append(f"{_times(there)} on {outcome.device}, as in {_named(there)}")
     return lines
+
+
+def blamed_in(earlier: Sequence[RunOutcome]) -> Counter[str]:
+    """How many of these runs blame each node."""
+    return Counter(node for other in earlier for node in other.bad_nodes)
 
 
 def _times(others: Sequence[RunOutcome]) -> str:

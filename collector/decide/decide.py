@@ -6,7 +6,7 @@ so two origins there are concurrent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -112,21 +112,33 @@ def _with_drain(facts: RunFacts, verdict: Verdict) -> Verdict:
     if not blamed or (len(known) > 1 and known <= blamed.keys()):
         return verdict
     why = ", ".join(dict.fromkeys(blamed.values()))
-    return replace(verdict, bad_nodes=sorted(blamed), next=[*verdict.next, *advice(sorted(blamed), why, jobs[0])])
+    lines = advice(sorted(blamed), why, jobs[0], facts.blamed_before)
+    return replace(verdict, bad_nodes=sorted(blamed), next=[*verdict.next, *lines])
 
 
-def advice(nodes: list[str], why: str, job: SchedulerJob) -> list[str]:
+def advice(nodes: list[str], why: str, job: SchedulerJob, before: Mapping[str, int]) -> list[str]:
     """Advice for those who may drain a node, and for those who may not. A command stands on its own line, to be copied.
 
-    scontrol update nodename=gpu-7 state=drain reason='gpuwatch: preflight compute, job 17'
+    `before`: how many earlier runs blame each node.
+
+    scontrol update nodename=gpu-7 state=drain reason='gpuwatch: preflight compute, job 17, blamed by 2 earlier runs'
     """
-    reason = f"gpuwatch: {why}, job {job.job}"
+    reason = f"gpuwatch: {why}, job {job.job}{_also(nodes, before)}"
     them = "it" if len(nodes) == 1 else "them"
     lines = (
         (f"Drain {them}, or ask an administrator to:", job.drain),
         (f"Leave {them} out of the next run (gpuwatch submit --exclude-bad RUN does this):", job.exclude),
     )
     return [f"{title}\n{fill_command(command, nodes, reason)}" for title, command in lines if command]
+
+
+def _also(nodes: list[str], before: Mapping[str, int]) -> str:
+    """`, blamed by 2 earlier runs`, or of several nodes `, blamed by earlier runs: gpu-1 by 2, gpu-3 by 1`."""
+    known = {node: before[node] for node in nodes if before.get(node)}
+    if len(nodes) == 1:
+        return "".join(f", blamed by {runs} earlier run{'s' * (runs > 1)}" for runs in known.values())
+    each = ", ".join(f"{node} by {runs}" for node, runs in known.items())
+    return f", blamed by earlier runs: {each}" if each else ""
 
 
 def _blamed(facts: RunFacts, verdict: Verdict, hellos: list[AgentHello]) -> dict[str, str]:

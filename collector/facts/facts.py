@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core import events
@@ -292,6 +292,8 @@ class RunFacts:
     """Pages that may hold an overflow, of whose names some were not received."""
     peers: dict[tuple[int, int, int], dict[int, KeptPage]] = field(default_factory=dict, compare=False, repr=False)
     """By attempt, rank and page: the pages of the other ranks that are of the same point, once they were looked for."""
+    blamed_before: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """A scheduler's node -> how many earlier runs of the folder blame it, where any does."""
 
     @property
     def everyone(self) -> dict[tuple[int, int], RankFacts]:

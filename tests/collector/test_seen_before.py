@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import closing
 
@@ -18,6 +19,8 @@ from gpuwatch.collector.report.model import Verdict
 from gpuwatch.collector.run_files import RunPaths, earlier_outcomes, new_run, read_outcome
 from gpuwatch.core.verdicts import Certainty, VerdictKind
 from gpuwatch.core.wire.messages import AgentMessage, encode
+from gpuwatch.launcher.scheduler_job import SchedulerFacts
+from gpuwatch.launcher.slurm_variables import SLURM
 from msgspec.structs import replace
 
 MISS = RunOutcome("now", None, 4, VerdictKind.OVERFLOW, "established", "It overflowed.", 3, "gpu-2", fingerprint="aa")
@@ -52,6 +55,23 @@ def run(runs_dir, name: str, bodies: list) -> RunPaths:
         store.commit()
         make_report(paths, store, folded)
     return paths
+
+
+def bad_node(make) -> list:
+    """Of a job in SLURM whose preflight blames gpu-2."""
+    finding = make.found("compute", subject="rank", ranks=[1], hosts=["host"])
+    job = SchedulerFacts(SLURM, job_id="17", node="gpu-2", hosts=("gpu-1", "gpu-2")).on_the_wire
+    return [make.hello(host="host", nproc=2, job=job), *(make.concluded(rank, [finding]) for rank in range(2))]
+
+
+def test_the_reason_for_a_drain_counts_the_earlier_runs_that_blame_the_node(make, tmp_path):
+    reasons = [
+        re.findall("reason='(.*?)'", " ".join(run(tmp_path, name, bad_node(make)).report_text.read_text().split()))
+        for name in ("monday", "tuesday", "friday")
+    ]
+    known = "gpuwatch: preflight compute, job 17"
+    assert reasons == [[known], [f"{known}, blamed by 1 earlier run"], [f"{known}, blamed by 2 earlier runs"]]
+    assert [read_outcome(RunPaths(tmp_path / name)).bad_nodes for name in ("monday", "friday")] == [["gpu-2"]] * 2
 
 
 def command(*arguments) -> str:

@@ -205,7 +205,7 @@ class GraphReplays:
     # -- a replay -------------------------------------------------------------------------------------------------
 
     def _watched(self, graph: Any) -> _WatchedGraph | None:
-        """None if this graph is not read, or not now: the second run of a forward is no batch, and cannot end the job."""
+        """None if this graph is not read, or not now: the second run of a forward is no batch, and ends no job."""
         return self._graphs.get(graph) if threading.current_thread().name != SECOND_RUN else None
 
     def _replay_begins(self, graph: Any) -> None:

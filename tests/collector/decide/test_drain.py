@@ -104,10 +104,25 @@ def test_a_node_that_slurm_has_lost_is_named_though_it_still_speaks(make):
     assert found.next[0] == "Check whether gpu-2 is up and its slurmd runs."
 
 
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ({}, ""),
+        ({"n1": 1}, ", blamed by 1 earlier run"),
+        ({"n1": 2, "n9": 4}, ", blamed by 2 earlier runs"),
+        ({"n1": 2, "n2": 1}, ", blamed by earlier runs: n1 by 2, n2 by 1"),
+    ],
+)
+def test_the_reason_counts_the_earlier_runs(before, said):
+    nodes = ["n1", "n2"] if "n2" in before else ["n1"]
+    drain = advice(nodes, "lost", slurm_job("n1"), before)[0].splitlines()[1]
+    assert shlex.split(drain)[-1] == f"reason=gpuwatch: lost, job 17{said}"
+
+
 def test_another_scheduler_needs_no_word_here(make):
     """PBS has no option of its own that leaves a node out."""
     job = SchedulerJob("PBS", "8", "n1", ["n1", "n2"], "pbsnodes -o -C {reason} {nodes}")
-    assert advice(["n1"], "lost", job) == [
+    assert advice(["n1"], "lost", job, {}) == [
         "Drain it, or ask an administrator to:\npbsnodes -o -C 'gpuwatch: lost, job 8' n1",
     ]
     ended = EventMessage(NodeSignal(15, 1, "PBS: a node of the job is down", ["n2"]))
@@ -164,7 +179,7 @@ def test_a_clean_run_blames_nobody(make):
 
 
 def test_the_lines_are_for_a_shell():
-    drain, exclude = (step.splitlines()[1] for step in advice(["a 1", "b;2"], "it's; bad", slurm_job("a 1")))
+    drain, exclude = (step.splitlines()[1] for step in advice(["a 1", "b;2"], "it's; bad", slurm_job("a 1"), {}))
     assert shlex.split(drain) == [
         "scontrol",
         "update",
