@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import struct
 from types import SimpleNamespace
 
@@ -379,6 +380,19 @@ BUILDERS = SimpleNamespace(
     state=state,
     telemetry=telemetry,
 )
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    from playwright.sync_api import sync_playwright
+
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium (.ci/run does that)")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

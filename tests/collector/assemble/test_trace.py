@@ -36,11 +36,14 @@ def at(make, rank: int, seconds: float):
     return replace(make.where(rank), time_ns=BEGAN_NS + int(seconds * 1e9))
 
 
-def trace(bodies, agents=1) -> dict:
+def trace_of(facts) -> str:
     out = io.StringIO()
-    facts = fold((f"a{n % agents}", n, body) for n, body in enumerate(bodies, 1))
     write_trace(facts, "night", out)
-    return json.loads(out.getvalue())
+    return out.getvalue()
+
+
+def trace(bodies) -> dict:
+    return json.loads(trace_of(fold(("a0", n, body) for n, body in enumerate(bodies, 1))))
 
 
 def named(events, *, cat: str) -> list[dict]:
@@ -89,9 +92,7 @@ def test_nodes_are_put_on_the_collectors_clock(make):
         NodeBeat([], {}, 5, 7_000_000_000, 1000),
     ]
     facts = fold((f"a{n % 2}", n // 2 + 1, body) for n, body in enumerate(bodies))
-    out = io.StringIO()
-    write_trace(facts, "night", out)
-    events = json.loads(out.getvalue())["traceEvents"]
+    events = json.loads(trace_of(facts))["traceEvents"]
     first = {event["pid"]: event["ts"] for event in reversed(named(events, cat="step"))}
     assert first == {1: 0, 2: 7_000_000}
     hosts = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy
 import pytest
 from gpuwatch.collector.assemble.build import build_report
@@ -183,19 +181,6 @@ def report_of(make):
 def page_of(report_of):
     """kind -> its page."""
     return lambda kind: render_html(report_of(kind))
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    from playwright.sync_api import sync_playwright
-
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("there is no Chromium here: apt-get install chromium (.ci/run does that)")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 class Opened:
