@@ -30,10 +30,12 @@ from pathlib import Path
 from gpuwatch.core.errors import ExitCode
 from gpuwatch.core.verdicts import VerdictKind
 
-from .walk_table import BEFORE, DEMO, NOT_RUN
+from .walk_table import BEFORE, DEMO, NOT_RUN, OPTIONAL
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+"""The environment's own programs come first."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "verdicts").glob("*.md"))]
 
 COMMAND = re.compile(
@@ -165,7 +167,7 @@ class Walk:
         for block in blocks(self.page):
             run, shown = block.parts()
             for command in run:
-                if not why_not(self.page, command):
+                if not why_not(self.page, command) and (OPTIONAL not in command or shutil.which(OPTIONAL, path=PATH)):
                     self.run(command)
                     if self.narrow and "\nVERDICT  " in self.printed[-1] and ENDS_AS_THE_RUN.search(command):
                         self.run("gpuwatch report")  # as wide as COLUMNS says
@@ -194,8 +196,7 @@ class Walk:
         argv = ["bash", "-c", command]
         if PYTHON.match(command):
             argv = [sys.executable, "-c", (SCRIPTS / "prelude.py").read_text() + command]
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "BROWSER": "true", "COLUMNS": "80"}
+        environ = {**os.environ, "PATH": PATH, "OMP_NUM_THREADS": "1", "BROWSER": "true", "COLUMNS": "80"}
         process = subprocess.Popen(
             argv,
             cwd=self.folder,

@@ -46,6 +46,9 @@ DEMO = {"README.md", "docs/first-run.md"}
 """Pages with the report of `make demo`. What overflows first, on one rank or both, depends on the CPU: a paragraph is
 compared up to its first comma. docs/verdicts/overflow.md has the same sentences of a fault that every CPU makes."""
 
+OPTIONAL = "accelerate"
+"""A program that only the extra `frameworks` installs: without it, a command that names it is not run."""
+
 INSTALLS = "installs into an environment; .ci/run and tests/test_packaging.py do it"
 RUNS_ALL = "hours of tests, or of measuring on an idle machine"
 CLUSTER = "needs a cluster: tests/slurm runs it on a real SLURM of two nodes"
@@ -104,6 +107,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/options.md", "[[]run]*", ELSEWHERE),
     ("docs/options.md", "*", "made by docs/make_options.py: test_pages.py compares the two"),
     ("docs/preflight.md", "# thresholds.toml*", ELSEWHERE),
+    ("docs/report.md", "- element [[]3, 5] of its grad weight*", SCRIPT),
     ("docs/scale.md", "python benchmarks/*", RUNS_ALL),
     ("docs/schedulers.md", "srun *", CLUSTER),
     ("docs/schedulers.md", "Prolog=*", ELSEWHERE),
