@@ -230,7 +230,7 @@ class Kernels:
 
     def __init__(self) -> None:
         self.launches = 0
-        self.read = self.read_many = self.pack = self
+        self.read = self.read_two = self.read_many = self.pack = self
 
     def __getitem__(self, grid: tuple[int, ...]) -> Kernels:
         return self
