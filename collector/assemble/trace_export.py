@@ -7,6 +7,7 @@ A node is a process of the trace, a rank a thread. The format is the Trace Event
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import IO, Any, NamedTuple
 
@@ -25,6 +26,11 @@ from .node_series import EventTime, event_of, offset_ns, series_of_all
 
 _NODE = 0
 """The thread for what is of a node and of no rank; ranks follow it."""
+_APART = 1 << 22
+"""A rank's number and this: the thread for its collectives."""
+_INSIDE = ("issuing", "waiting")
+_Collective = tuple[int, str, str, int]
+"""(attempt, name of the group, its members, number in it)"""
 
 
 class TraceSlice(NamedTuple):
@@ -73,9 +79,13 @@ def _events(facts: RunFacts, verdict: Verdict, happened: EventTime | None) -> It
                         "ts": ts,
                         "args": {"": float(value)},
                     }
+    met: dict[_Collective, list[dict[str, Any]]] = defaultdict(list)
     for rank in facts.everyone.values():
         if rank.agent in pids:
             yield from _of_rank(rank, facts.nodes[rank.agent], pids[rank.agent])
+            for collective, waits in _collectives(rank, facts.nodes[rank.agent], pids[rank.agent]).items():
+                met[collective].append(waits)
+    yield from _meetings(met)
     if happened is not None:
         yield {
             **{"ph": "i", "s": "g", "name": f"verdict: {verdict.kind}", "cat": "verdict", "pid": 1, "tid": _NODE},
@@ -105,6 +115,35 @@ def _of_rank(rank: RankFacts, node: NodeFacts, pid: int) -> Iterator[dict[str, A
         yield from (
             {**drawn, "ph": ph, "id": f"{tid}.{number}", "ts": ts} for ph, ts in (("b", drawn["ts"]), ("e", ends))
         )
+
+
+def _collectives(rank: RankFacts, node: NodeFacts, pid: int) -> dict[_Collective, dict[str, Any]]:
+    """What the rank was inside of each time that all ranks were asked, from when it began that. Sends are left out."""
+    found: dict[_Collective, dict[str, Any]] = {}
+    for look in rank.looks if rank.rank >= 0 else ():
+        inside = [group for group in look.groups if group.phase in _INSIDE and group.at > 0]
+        for group in sorted(inside, key=lambda group: group.since_s)[:1]:  # of several, it began that one last
+            operation = next((one.operation for one in group.recent if one.number == group.at), "")
+            name = f"{operation or 'collective'} {group.at} of group {group.name}"
+            began_ns = look.where.time_ns - int(group.since_s * 1e9)
+            waits = TraceSlice(name, "collective", began_ns, group.since_s, {"ranks": group.members})
+            found[rank.attempt, group.name, group.members, group.at] = _drawn(waits, node, pid, rank.rank + _APART)
+    return found
+
+
+def _meetings(met: dict[_Collective, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The collectives on threads of their own, and an arrow through all ranks that are inside of the same one."""
+    named = {(waits["pid"], waits["tid"]) for each in met.values() for waits in each}
+    for pid, tid in sorted(named):
+        yield _meta("thread_name", pid, tid, f"rank {tid - _APART}, in a collective")
+        yield _meta("thread_sort_index", pid, tid, tid)
+    for number, each in enumerate(met.values()):
+        yield from each
+        *earlier, last = sorted(each, key=lambda waits: waits["ts"])
+        for place, waits in enumerate([*earlier, last] if earlier else []):
+            kind = "f" if waits is last else "t" if place else "s"
+            at = {key: waits[key] for key in ("name", "cat", "pid", "tid", "ts")}
+            yield {**at, "ph": kind, "id": number, "bp": "e"}
 
 
 def _stages(rank: RankFacts) -> Iterator[TraceSlice]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from gpuwatch.collector.assemble.trace_export import write_trace
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.events import PreflightStage, RankLook, StackLine, StepTimes
+from gpuwatch.core.events import GroupState, IssuedOperation, PreflightStage, RankLook, StackLine, StepTimes
 from gpuwatch.core.recorder.layout import PARTS, TimedStep
 from gpuwatch.core.wire.columns import pack_starts, pack_steps, unpack_starts
 from gpuwatch.core.wire.messages import EventMessage, NodeBeat
@@ -67,6 +67,12 @@ def assert_well_formed(events) -> None:
             begun[event["id"]] = event["ts"]
         elif event["ph"] == "e":
             assert begun.pop(event["id"]) <= event["ts"]
+        elif event["ph"] == "s":
+            begun[event["cat"], event["id"]] = event["ts"]
+        elif event["ph"] in "tf":
+            assert begun[event["cat"], event["id"]] <= event["ts"]
+            if event["ph"] == "f":
+                del begun[event["cat"], event["id"]]
         elif event["ph"] == "i":
             assert event["s"] in ("t", "g")
     assert not begun
@@ -132,6 +138,32 @@ def test_a_stall_lasts_from_when_the_rank_moved_last_and_has_its_stack(make):
     assert (begin["ph"], end["ph"], end["ts"] - begin["ts"]) == ("b", "e", 40_000_000)
     assert begin["name"] == "has not moved: `fc` (Linear)"
     assert begin["args"]["stack"] == ["/home/me/train.py:20 in forward: time.sleep(60)"]
+
+
+def inside(make, rank: int, number: int, since_s: float, *, phase: str = "waiting", group: str = "0") -> EventMessage:
+    """It is inside of a collective when the ranks are asked, 100 s after the first step began."""
+    state = GroupState(group, "0-2", 3, number, phase=phase, at=number, since_s=since_s)
+    recent = [IssuedOperation(number, "all_reduce" if number > 0 else "send")]
+    return EventMessage(RankLook(at(make, rank, 100.0), 1, since_s, "backward", groups=[replace(state, recent=recent)]))
+
+
+def test_an_arrow_goes_through_the_ranks_inside_of_one_collective(make):
+    """Rank 2 has begun the one before, and waits for nobody: no arrow."""
+    looks = [inside(make, 0, 18, 40.0), inside(make, 1, 18, 30.0, phase="issuing"), inside(make, 2, 17, 50.0)]
+    events = trace([make.hello(nproc=3), timed(make, 0), *looks, inside(make, 0, -3, 1.0)])["traceEvents"]
+    assert_well_formed(events)
+    found = named(events, cat="collective")
+    slices = {event["tid"]: event for event in found if event["ph"] == "X"}
+    assert [(slices[tid]["name"], slices[tid]["dur"]) for tid in sorted(slices)] == [
+        ("all_reduce 18 of group 0", 40_000_000),
+        ("all_reduce 18 of group 0", 30_000_000),
+        ("all_reduce 17 of group 0", 50_000_000),
+    ]
+    arrow = [(event["ph"], event["tid"], event["ts"]) for event in found if event["ph"] != "X"]
+    first, second = sorted(slices)[:2]
+    assert arrow == [("s", first, 60_000_000), ("f", second, 70_000_000)]
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert [threads[tid] for tid in sorted(slices)] == [f"rank {rank}, in a collective" for rank in range(3)]
 
 
 def test_a_nodes_figures_are_counters(make):

