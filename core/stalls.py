@@ -26,6 +26,8 @@ _NOT_THE_USERS = (
     "<frozen ",
     "<string>",
 )
+_ENTRY = "_run_gpuwatch"
+"""The function of core/start.py that runs the worker, and with it the script; a checkout may have any name."""
 
 _AROUND_COLLECTIVES = "/worker/hooks/process_groups.py"
 """gpuwatch's own function around torch's method, which is no call of the script's."""
@@ -57,7 +59,7 @@ def takes_long(stack: list[StackLine]) -> bool:
 def is_users(shown: str) -> bool:
     """Whether a line of a stack (`StackLine.shown`) is neither of torch, of Python nor of gpuwatch."""
     place = shown.partition(" in ")[0]
-    return not any(part in place for part in _NOT_THE_USERS)
+    return _ENTRY not in shown and not any(part in place for part in _NOT_THE_USERS)
 
 
 def asking_signal() -> int | None:

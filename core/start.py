@@ -24,7 +24,7 @@ from importlib import import_module  # noqa: E402
 from importlib.util import module_from_spec, spec_from_file_location  # noqa: E402
 
 
-def _main() -> None:
+def _run_gpuwatch() -> None:
     root = os.path.dirname(_HERE)  # noqa: PTH120  # as above
     spec = spec_from_file_location("gpuwatch", f"{root}/__init__.py", submodule_search_locations=[root])
     assert spec is not None and spec.loader is not None
@@ -56,7 +56,7 @@ def _run_unwatched(words: "list[str]") -> None:
 
 
 try:
-    _main()
+    _run_gpuwatch()
 except KeyboardInterrupt:  # worker/__main__.py prints the traceback if the script raised it
     sys.excepthook = lambda *_: None
     raise

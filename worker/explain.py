@@ -56,7 +56,8 @@ class ForwardExplanation:
             room = f"{seen.headroom:8.1f}" if seen.headroom is not None else f"{'-':>8}"
             size = format_number(seen.output.abs_max) if finite else f"{seen.output.value:>8}"
             place = seen.place
-            lines.append(f"{room}   {size}  {seen.op}, {PurePath(place.file).name}:{place.line}: {place.code}")
+            at = f", {PurePath(place.file).name}:{place.line}: {place.code}" if place.file else ""
+            lines.append(f"{room}   {size}  {seen.op}{at}")
         return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuwatch.core.events import StackLine
-from gpuwatch.core.stalls import is_around_collectives, parse_fatal, parse_stack, takes_long
+from gpuwatch.core.stalls import is_around_collectives, is_users, parse_fatal, parse_stack, takes_long
 
 from .test_imports import ROOT
 
@@ -55,6 +55,17 @@ def test_names_of_native_functions_come_first():
 
 def test_without_one_there_is_none():
     assert parse_fatal(ASKED) == parse_fatal("") == parse_fatal("Fatal Python error: ") == []
+
+
+def test_the_call_that_runs_the_script_is_not_the_users():
+    """Its two lines, as they stand in core/start.py, wherever that lies."""
+    lines = [line.strip() for line in (ROOT / "core" / "start.py").read_text().splitlines()]
+    (function,) = (line.split()[1].partition("(")[0] for line in lines if line.startswith("def _run_gpuwatch"))
+    assert lines.count(f"{function}()") == 1
+    inner = StackLine("/home/me/checkout/core/start.py", 45, function, "sys.exit(module.main())")
+    outer = StackLine("/home/me/checkout/core/start.py", 59, "<module>", f"{function}()")
+    assert not is_users(inner.shown) and not is_users(outer.shown)
+    assert is_users(StackLine("/home/me/core/start.py", 4, "_main", "train()").shown)
 
 
 def test_a_compiled_model_that_runs_does_not_compile():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import gpuwatch
 import pytest
@@ -69,3 +70,12 @@ def test_the_local_part_of_a_dtensor_is_looked_at(alone_in_a_group):
     module = ReturnsDTensor(4, 4)
     nn.init.constant_(module.weight, 3e38)
     assert gpuwatch.explain(module, torch.full((2, 4), 1e3)).operation.op == "aten.addmm.default"
+
+
+def test_code_without_a_file_has_no_line():
+    names = {"explain": gpuwatch.explain, "module": nn.Linear(4, 4), "x": torch.full((2, 4), 1e38)}
+    code = compile("found = explain(module, x)", "<made>", "exec")
+    thread = threading.Thread(target=exec, args=(code, names))  # no file of the test's is on its stack
+    thread.start()
+    thread.join()
+    assert ":0:" not in str(names["found"]) and "aten.addmm.default" in str(names["found"])

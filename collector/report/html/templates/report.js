@@ -8,7 +8,12 @@
   const found = document.getElementById("found");
   document.querySelector(".tools").hidden = !document.querySelector("[data-module], #by-rank details[data-rank], #ranks tr:nth-child(17)");
 
-  const read = () => new URLSearchParams(location.hash.slice(1));
+  let kept = "";
+  const anchor = () => document.getElementById(location.hash.slice(1));  // of a link within the page: no state
+  const read = () => {
+    if (!anchor()) kept = location.hash.slice(1);
+    return new URLSearchParams(kept);
+  };
   const write = (changes) => {
     const before = read(), state = new URLSearchParams();
     for (const key of ["rank", "batch", "module"]) {
@@ -55,7 +60,7 @@
     search.value = rankBox.value = "";
     write({ rank: "", batch: "", module: "" });
   });
-  addEventListener("hashchange", () => show(true));
+  addEventListener("hashchange", () => show(!anchor()));
   addEventListener("keydown", (event) => {
     if (event.key === "/" && !event.target.matches("input")) { event.preventDefault(); search.focus(); }
     if (event.key === "Escape" && event.target === search) { search.value = ""; write({ module: "" }); }

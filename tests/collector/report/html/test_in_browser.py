@@ -127,6 +127,16 @@ def test_the_link_holds_the_state(opened):
     assert page.locator("#by-rank details[data-rank='0']").is_visible()
 
 
+def test_a_link_to_a_code_keeps_the_chosen_rank(opened):
+    page = opened("forward").go("#rank=1&batch=7")
+    page.click("a.code >> nth=0")
+    assert "#gw" in page.url
+    assert page.input_value("#rank") == "1"
+    assert page.locator("#ranks tr.chosen").get_attribute("data-rank") == "1"
+    page.fill("#search", "fc1")
+    assert page.evaluate("location.hash") == "#rank=1&batch=7&module=fc1"
+
+
 def test_a_link_that_names_nothing_does_no_harm(opened):
     shown = opened("forward")
     page = shown.go("#rank=%22%5D%3Cimg%20src%3Dx%3E&batch=zz&module=%00")
