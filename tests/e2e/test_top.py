@@ -104,19 +104,22 @@ def scraped(port):
 
 
 def _stacks(bench):
-    """Rank 2 may have yet to stand: then it is asked again."""
+    """Rank 2 may have yet to stand, or look for the file just now: then it is asked again."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         shown = bench.gpuwatch("stacks", "shown")
         assert shown.code == 0, shown.stderr
-        if "rank 2 is in the forward of batch" in shown.stdout and "ranks 0, 1, 3 wait in all_reduce" in shown.stdout:
+        if all(
+            text in shown.stdout
+            for text in ("rank 2 is in the forward of batch", "ranks 0, 1, 3 wait in all_reduce", "time.sleep(0.01)")
+        ):
             break
     assert "run shown: 4 running ranks of 4\n" in shown.stdout
     assert "Stack of ranks 0, 1, 3, innermost call first" in shown.stdout
     assert "in forward: time.sleep(0.01)" in shown.stdout
     found = json.loads(bench.gpuwatch("stacks", "shown", "--format", "json").stdout)
     assert [look["where"]["rank"] for look in found["looks"]] == [0, 1, 2, 3]
-    assert {look["stack"][0]["function"] for look in found["looks"]} >= {"all_reduce", "forward"}
+    assert {call["function"] for look in found["looks"] for call in look["stack"]} >= {"all_reduce", "forward"}
 
 
 def _in_a_terminal(bench):

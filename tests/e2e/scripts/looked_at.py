@@ -14,7 +14,8 @@ folder = pathlib.Path(sys.argv[1])
 class Stands(nn.Module):
     def forward(self, x):
         while dist.get_rank() == 2 and (folder / "stand").exists() and not (folder / "go").exists():
-            time.sleep(0.01)
+            for _ in range(50):  # it is nearly always here
+                time.sleep(0.01)
         return x
 
 
