@@ -641,6 +641,10 @@ class IssuedOperation(msgspec.Struct, frozen=True):
     elements: int = 0
     peer: int = -1
     """Rank within the group: the root, or whom it sends to or receives from; -1 is none or any."""
+    began_ns: int = 0
+    """When it began, by the host's own clock; 0: not known."""
+    took_ns: int = 0
+    """From then until the host saw its end; 0: it did not."""
 
 
 class GroupState(msgspec.Struct, frozen=True):

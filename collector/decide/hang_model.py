@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ...core.events import GroupState, IssuedOperation, RankLook, StackLine
 from ...core.recorder.group_table import members_of
-from ...core.recorder.layout import GROUPS
+from ...core.recorder.layout import EARLIER_GROUPS
 from ...core.stalls import is_users
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
@@ -420,9 +420,9 @@ def _state(groups: Sequence[GroupState], name: str, members: str) -> GroupState 
 def begun_in(groups: Sequence[GroupState], like: GroupState) -> int | None:
     """Number of the last collective that a rank with these groups has begun in the group `like`.
 
-    None where it is not known: the rank has more groups than its table has room for.
+    None where it is not known: the rank may have more groups than its table has room for (that of an earlier version).
     """
     state = _state(groups, like.name, like.members)
     if state is None:
-        return None if len(groups) >= GROUPS else 0
+        return None if len(groups) >= EARLIER_GROUPS else 0
     return state.begun

@@ -1,8 +1,8 @@
 """What a rank shows of its communication: for each process group, which collective it has begun, ended and waits for.
 
 The table stands behind the fixed part of the recorder, in the same header: `GROUPS` slots of `GROUP_BYTES`. A slot is
-16 integers (`GroupField`), then the last `RECENT` operations (number, what, elements, unused), then the group's name
-and its members as text. The rank writes in place; any bytes are read without harm.
+16 integers (`GroupField`), then the last `RECENT` operations (`OPERATION`), then the group's name and its members as
+text. The rank writes in place; any bytes are read without harm.
 
 A collective's number counts those of its group, from 1 on, and is the same on all its members as long as they issue
 the same ones. What C++ issues without Python, such as DDP's reductions, is counted as well; from torch 2.14 on it is
@@ -17,14 +17,14 @@ from enum import IntEnum
 
 from ..events import GroupState, IssuedOperation
 from ..values import DTYPE_NAMES
-from .layout import GROUP_BYTES, GROUPS
+from .layout import EARLIER_GROUP_BYTES, EARLIER_GROUPS, GROUP_BYTES, GROUPS
 
 RECENT = 8
 RECENT_AT = 128
-NAME_AT = 384
+NAME_AT = 448
 NAME_BYTES = 40
-MEMBERS_AT = 424
-MEMBERS_BYTES = 88
+MEMBERS_AT = 488
+MEMBERS_BYTES = 152
 
 OPERATIONS = (
     "",
@@ -46,10 +46,11 @@ OPERATIONS = (
 
 MOVE = struct.Struct("<qqqq")
 """BEGUN, STATE, AT, SINCE_NS: together, as all of them change when an operation begins."""
-OPERATION = struct.Struct("<qqq")
-"""number, what, elements"""
-OPERATION_BYTES = 32
-"""From one of the last operations to the next."""
+OPERATION = struct.Struct("<qqqqq")
+"""number, what, elements, when it began (monotonic, ns), and how long after that its end was seen on the host (ns; 0:
+not seen, as the host goes on or torch waits in C++)"""
+OPERATION_BYTES = OPERATION.size
+_EARLIER_OPERATIONS_AT, _EARLIER_NAME_AT = range(128, 384, 32), 384
 
 
 class GroupField(IntEnum):
@@ -100,9 +101,26 @@ def what_of(operation: int, dtype: int, peer: int) -> int:
     return operation | dtype << 8 | peer + 1 << 16
 
 
-def read_groups(data: bytes, now_ns: int) -> list[GroupState]:
-    """The slots that are in use, from the `GROUPS * GROUP_BYTES` bytes of the table."""
-    return [found for slot in range(GROUPS) if (found := _group(data, slot * GROUP_BYTES, now_ns)) is not None]
+def read_groups(data: bytes, now_ns: int, epoch_ns: int = 0) -> list[GroupState]:
+    """The slots that are in use, from the `GROUPS * GROUP_BYTES` bytes of the table.
+
+    `now_ns` is the monotonic clock; `epoch_ns` what the host's own clock is ahead of it.
+    """
+    at_each = (_group(data, slot * GROUP_BYTES, now_ns, epoch_ns) for slot in range(GROUPS))
+    return [found for found in at_each if found is not None]
+
+
+def widened(data: bytes) -> bytes:
+    """The table of an earlier version as this one has it. Its operations have no times."""
+    found = bytearray(GROUPS * GROUP_BYTES)
+    for slot in range(EARLIER_GROUPS):
+        earlier, at = data[slot * EARLIER_GROUP_BYTES : (slot + 1) * EARLIER_GROUP_BYTES], slot * GROUP_BYTES
+        found[at : at + RECENT_AT] = earlier[:RECENT_AT]
+        for number, place in enumerate(_EARLIER_OPERATIONS_AT):
+            now_at = at + RECENT_AT + number * OPERATION_BYTES
+            found[now_at : now_at + 24] = earlier[place : place + 24]
+        found[at + NAME_AT : at + NAME_AT + 128] = earlier[_EARLIER_NAME_AT:]
+    return bytes(found)
 
 
 def progress_of(data: bytes) -> tuple[int, ...]:
@@ -159,15 +177,15 @@ def members_of(text: str, most: int = 1 << 20) -> list[int]:
     return found
 
 
-def _group(data: bytes, at: int, now_ns: int) -> GroupState | None:
+def _group(data: bytes, at: int, now_ns: int, epoch_ns: int) -> GroupState | None:
     fields = struct.unpack_from("<16q", data, at)
     if fields[GroupField.USED] != 1:
         return None
     places = range(at + RECENT_AT, at + RECENT_AT + OPERATION_BYTES * RECENT, OPERATION_BYTES)
-    recent = [_issued(*found) for place in places if (found := OPERATION.unpack_from(data, place))[0] > 0]
+    recent = [_issued(*found, epoch_ns) for place in places if (found := OPERATION.unpack_from(data, place))[0] > 0]
     sent = fields[GroupField.P2P]
     if sent > 0:
-        recent.append(_issued(-sent, fields[GroupField.P2P_WHAT], fields[GroupField.P2P_ELEMENTS]))
+        recent.append(_issued(-sent, fields[GroupField.P2P_WHAT], fields[GroupField.P2P_ELEMENTS], 0, 0, 0))
     state = fields[GroupField.STATE]
     return GroupState(
         name=_text(data, at + NAME_AT, NAME_BYTES),
@@ -182,7 +200,7 @@ def _group(data: bytes, at: int, now_ns: int) -> GroupState | None:
     )
 
 
-def _issued(number: int, what: int, elements: int) -> IssuedOperation:
+def _issued(number: int, what: int, elements: int, began_ns: int, took_ns: int, epoch_ns: int) -> IssuedOperation:
     operation, dtype, peer = what & 0xFF, what >> 8 & 0xFF, (what >> 16 & 0xFFFF_FFFF) - 1
     return IssuedOperation(
         number,
@@ -190,6 +208,8 @@ def _issued(number: int, what: int, elements: int) -> IssuedOperation:
         DTYPE_NAMES[dtype] if 0 < dtype < len(DTYPE_NAMES) else "",
         elements,
         peer,
+        began_ns + epoch_ns if began_ns > 0 else 0,
+        took_ns if 0 < took_ns < 1 << 62 else 0,
     )
 
 

@@ -2,7 +2,7 @@
 
     header    4096 bytes   512 integers of 8 bytes: fixed facts, then where the rank is (`HeadField`); from ANOMALY_AT
                            on the rank's first anomaly: length, crc32, msgpack
-              8192 bytes   what it does in its process groups: see group_table.py
+             20480 bytes   what it does in its process groups: see group_table.py
               4096 bytes   how long the parts of its last steps took: see `read_steps`
     log       LOG_BYTES    definitions and events, append only: length, crc32, msgpack, padded to 8
     segments  n x 16384    a ring; a batch (page) is a run of segments, the oldest are overwritten
@@ -20,14 +20,17 @@ from enum import IntEnum
 from typing import NamedTuple
 
 MAGIC = 0x31_48_43_54_41_57_55_47  # b"GUWATCH1" read as a little-endian integer
-VERSION = 4
-EARLIER_VERSION = 3
-"""Its codes are not sealed, and its header has no CHECK."""
+VERSION = 5
+EARLIER_VERSION = 4
+"""Its table of process groups is smaller (`EARLIER_GROUPS`)."""
+UNSEALED_VERSION = 3
+"""Likewise; and its codes are not sealed, and its header has no CHECK."""
 
 FIXED_BYTES = 4096
 GROUPS_AT = FIXED_BYTES
-GROUPS = 16
-GROUP_BYTES = 512
+GROUPS = 32
+GROUP_BYTES = 640
+EARLIER_GROUPS, EARLIER_GROUP_BYTES = 16, 512
 STEPS_AT = GROUPS_AT + GROUPS * GROUP_BYTES
 STEPS = 64
 STEP_BYTES = 64

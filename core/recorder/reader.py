@@ -18,7 +18,7 @@ from ..events import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootD
 from ..own_files import OwnDescriptor
 from ..wire.messages import HooksText, PageMessage, PageSegment, RankState
 from . import layout
-from .group_table import progress_of, read_groups
+from .group_table import progress_of, read_groups, widened
 from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField, TimedStep, read_steps
 
 _NOT_AN_ENTRY = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -26,7 +26,8 @@ _SEARCH_BYTES = 32 << 20
 """The most bytes that are checked to find the next whole entry behind a damaged one."""
 _READS = 4
 """How often at most a header is read that says what none says."""
-_VERSIONS = (layout.EARLIER_VERSION, layout.VERSION)
+_VERSIONS = (layout.UNSEALED_VERSION, layout.EARLIER_VERSION, layout.VERSION)
+_EARLIER_BYTES = layout.EARLIER_GROUPS * layout.EARLIER_GROUP_BYTES
 _MAX_ENTRY = 64 << 10
 """Behind a damaged entry, the search finds no entry longer than this."""
 _INTEGER = struct.Struct("<q")
@@ -69,7 +70,8 @@ class RecorderReader:
     def __init__(self, path: Path, *, even_damaged: bool = False) -> None:
         self.path = path
         self._even_damaged = even_damaged
-        self._is_earlier = False
+        self._is_unsealed = False
+        self._groups_bytes = layout.GROUPS * layout.GROUP_BYTES
         self._file = OwnDescriptor(path, os.O_RDONLY | os.O_NONBLOCK)
         self._fd = self._file.number
         self.close = weakref.finalize(self, self._file.close)
@@ -82,17 +84,21 @@ class RecorderReader:
 
     def _open(self) -> None:
         found = os.fstat(self._fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size < layout.HEADER_BYTES:
+        if not stat.S_ISREG(found.st_mode) or found.st_size < layout.FIXED_BYTES:
             raise NotReady(f"{self.path} has {found.st_size} bytes")
         header = self.header()
         if header[HeadField.MAGIC] != layout.MAGIC or header[HeadField.VERSION] not in _VERSIONS:
             raise NotReady(f"{self.path} is not a recorder of version {layout.VERSION}")
-        self._is_earlier = header[HeadField.VERSION] == layout.EARLIER_VERSION
-        self.head_is_damaged = not self._is_earlier and header[HeadField.CHECK] != layout.check_of(header)
+        self._is_unsealed = header[HeadField.VERSION] == layout.UNSEALED_VERSION
+        if header[HeadField.VERSION] != layout.VERSION:
+            self._groups_bytes = _EARLIER_BYTES
+        self._steps_at = layout.GROUPS_AT + self._groups_bytes
+        self._log_at = self._steps_at + layout.STEPS * layout.STEP_BYTES
+        self.head_is_damaged = not self._is_unsealed and header[HeadField.CHECK] != layout.check_of(header)
         if self.head_is_damaged and not self._even_damaged:
             raise NotReady(f"{self.path} has a damaged header, or one that is being written")
         self._log_bytes, self.segments = self._sizes(header, found.st_size)
-        self._segments_at = layout.HEADER_BYTES + self._log_bytes
+        self._segments_at = self._log_at + self._log_bytes
         self._log_read = 0
         self._searched = 0
         self._decoder: msgspec.msgpack.Decoder[LogEntry] = msgspec.msgpack.Decoder(LogEntry)
@@ -108,6 +114,7 @@ class RecorderReader:
     def _sizes(self, header: tuple[int, ...], size: int) -> tuple[int, int]:
         """(bytes of the log, segments), as the header says, or as the file's size has it where that is damaged."""
         log_bytes, segments = header[HeadField.LOG_BYTES], header[HeadField.SEGMENTS]
+        size += layout.HEADER_BYTES - self._log_at
         if log_bytes >= 0 and segments >= 0 and layout.file_bytes(log_bytes, segments) == size:
             return log_bytes, segments
         if size == layout.file_bytes():
@@ -123,13 +130,13 @@ class RecorderReader:
     def header(self) -> tuple[int, ...]:
         """The integers of the header (`HeadField`), as they are now. If one is being written, half of it may be old."""
         fields = _FIELDS.unpack(self._read(0, _FIELDS.size))
-        if self._is_earlier:  # as this version has them
+        if self._is_unsealed:  # as this version has them
             return tuple(layout.seal(number) if at in layout.SEALED else number for at, number in enumerate(fields))
         return fields
 
     def __getitem__(self, field: HeadField) -> int:
         (number,) = _INTEGER.unpack(self._read(8 * field, 8))
-        return layout.seal(number) if self._is_earlier and field in layout.SEALED else int(number)
+        return layout.seal(number) if self._is_unsealed and field in layout.SEALED else int(number)
 
     # -- the log ------------------------------------------------------------------------------------------------
 
@@ -151,7 +158,7 @@ class RecorderReader:
         end = min(self._log_end(), self._log_bytes)
         if self._log_read + layout.ENTRY.size > end:
             return definitions, events
-        log = _LogStretch(self._read(layout.HEADER_BYTES + self._log_read, end - self._log_read), self._log_read)
+        log = _LogStretch(self._read(self._log_at + self._log_read, end - self._log_read), self._log_read)
         while self._log_read + layout.ENTRY.size <= end:
             payload = log.entry(self._log_read)
             if payload is None:
@@ -213,14 +220,16 @@ class RecorderReader:
 
     def groups(self) -> list[GroupState]:
         """What the rank does in its process groups."""
-        return read_groups(self._groups(), time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        return read_groups(self._groups(), now_ns, time.time_ns() - now_ns)
 
     def steps(self, after: int) -> list[tuple[int, TimedStep]]:
         """(count, step) of the timed steps after the first `after` ones, as far as the ring still holds them."""
-        return read_steps(self._read(layout.STEPS_AT, layout.STEPS * layout.STEP_BYTES), after)
+        return read_steps(self._read(self._steps_at, layout.STEPS * layout.STEP_BYTES), after)
 
     def _groups(self) -> bytes:
-        return self._read(layout.GROUPS_AT, layout.GROUPS * layout.GROUP_BYTES)
+        table = self._read(layout.GROUPS_AT, self._groups_bytes)
+        return table if self._log_at == layout.HEADER_BYTES else widened(table)
 
     def state(self) -> RankState:
         """A snapshot for a beat."""

@@ -139,17 +139,22 @@ static int describe(GroupWriter *self, PyObject *tensor, int64_t *dtype, int64_t
     return 0;
 }
 
-static void move(int64_t *fields, int64_t begun, int64_t state, int64_t at)
+static void move(int64_t *fields, int64_t begun, int64_t state, int64_t at, int64_t now)
 {
     fields[G_BEGUN] = begun;
     fields[G_AT] = at;
-    fields[G_SINCE_NS] = now_ns();
+    fields[G_SINCE_NS] = now;
     publish(&fields[G_STATE], state);
 }
 
 static int64_t what_of(int64_t operation, int64_t dtype, int64_t peer)
 {
     return operation | dtype << 8 | (peer + 1) << 16;
+}
+
+static int64_t *operation_of(int64_t *fields, int64_t number)
+{
+    return fields + (RECENT_AT + OPERATION_BYTES * (number % RECENT)) / 8;
 }
 
 /* What an operation that begins is about. */
@@ -181,12 +186,14 @@ int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyOb
     int64_t *fields = new.fields;
     const int64_t unseen = new.counted - fields[G_COUNTED];
     const int64_t number = fields[G_BEGUN] + 1 + (unseen > 0 ? unseen : 0);
-    int64_t *recent = fields + (RECENT_AT + OPERATION_BYTES * (number % RECENT)) / 8;
+    int64_t *recent = operation_of(fields, number);
     fields[G_COUNTED] = new.counted + 1;
     recent[0] = number;
     recent[1] = what_of(operation, new.dtype, root);
     recent[2] = new.elements;
-    move(fields, number, GROUP_ISSUING, number);
+    recent[3] = now_ns();
+    recent[4] = 0;
+    move(fields, number, GROUP_ISSUING, number, recent[3]);
     PyBuffer_Release(&new.memory);
     *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, root, {NOT_LOOKED, 0}, NULL, NULL};
     return 1;
@@ -205,7 +212,7 @@ int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *t
     fields[G_P2P] = -number;
     fields[G_P2P_WHAT] = what_of(operation, new.dtype, peer);
     fields[G_P2P_ELEMENTS] = new.elements;
-    move(fields, fields[G_BEGUN] + (unseen > 0 ? unseen : 0), GROUP_ISSUING, number);
+    move(fields, fields[G_BEGUN] + (unseen > 0 ? unseen : 0), GROUP_ISSUING, number, now_ns());
     PyBuffer_Release(&new.memory);
     *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, -1, {NOT_LOOKED, 0}, NULL, NULL};
     if (self->message_begun == NULL) /* the interpreter ends, and has cleared this object */
@@ -260,7 +267,7 @@ int waits_for(GroupWriter *self, PyObject *work, Place *place)
     int64_t *fields = is_same ? borrow_place(self, place, &memory) : NULL;
     if (fields == NULL)
         return PyErr_Occurred() ? -1 : 0;
-    move(fields, fields[G_BEGUN], GROUP_WAITING, place->number);
+    move(fields, fields[G_BEGUN], GROUP_WAITING, place->number, now_ns());
     PyBuffer_Release(&memory);
     return 1;
 }
@@ -294,9 +301,15 @@ int ended(GroupWriter *self, const Place *place, int on_host)
     int64_t *fields = borrow_place(self, place, &memory);
     if (fields == NULL)
         return PyErr_Occurred() ? -1 : 0;
-    ((int64_t *)memory.buf)[F_WAITED_NS] += now_ns() - fields[G_SINCE_NS];
-    if (on_host && fields[G_ENDED] >= 0 && place->number > fields[G_ENDED]) /* below 0: the device ends them */
-        fields[G_ENDED] = place->number;
+    const int64_t now = now_ns();
+    ((int64_t *)memory.buf)[F_WAITED_NS] += now - fields[G_SINCE_NS];
+    if (on_host && fields[G_ENDED] >= 0 && place->number > 0) { /* below 0: the device ends them */
+        int64_t *recent = operation_of(fields, place->number);
+        if (recent[0] == place->number)
+            recent[4] = now - recent[3];
+        if (place->number > fields[G_ENDED])
+            fields[G_ENDED] = place->number;
+    }
     publish(&fields[G_STATE], fields[G_AFTER]);
     PyBuffer_Release(&memory);
     if (place->message == NO_MESSAGE || self->message_received == NULL)

@@ -215,8 +215,9 @@ class GroupTable:
         dtype, elements = described(tensor)
         at = slot.at
         place = at + _RECENT_AT + _OPERATION_BYTES * (number & _RING_MASK)
-        _pack_operation(self._view, place, number, _what_of(operation, dtype, root), elements)
-        _pack_move(self._view, at + _MOVE_AT, number, _ISSUING, number, _now())
+        now = _now()
+        _pack_operation(self._view, place, number, _what_of(operation, dtype, root), elements, now, 0)
+        _pack_move(self._view, at + _MOVE_AT, number, _ISSUING, number, now)
         return OperationPlace(slot, number, operation=operation, root=root)
 
     def begin_p2p(self, group: Any, operation: int, tensor: Any, peer: int, tag: int = 0) -> OperationPlace | None:
@@ -256,10 +257,14 @@ class GroupTable:
         """The wait has ended on this rank, as far as the host can see; or a stream waits, and not the host."""
         at = place.slot.field
         fields = self._fields
-        self._header[_WAITED] += _now() - fields[at + _SINCE]
+        now = _now()
+        self._header[_WAITED] += now - fields[at + _SINCE]
         fields[at + _STATE] = fields[at + _AFTER]
-        if on_host and 0 <= fields[at + _ENDED] < place.number:
-            fields[at + _ENDED] = place.number
+        if on_host and place.number > 0 and fields[at + _ENDED] >= 0:  # below 0: the device ends them
+            recent = at + (_RECENT_AT + _OPERATION_BYTES * (place.number & _RING_MASK)) // 8
+            if fields[recent] == place.number:
+                fields[recent + 4] = now - fields[recent + 3]
+            fields[at + _ENDED] = max(fields[at + _ENDED], place.number)
         if place.message != NO_MESSAGE:
             self.messages.waited_for(place.slot.number, place.message)
 

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from gpuwatch.core.recorder.group_table import MEMBERS_BYTES, members_of, members_text, read_groups
-from gpuwatch.core.recorder.layout import GROUP_BYTES, GROUPS
+import struct
+
+from gpuwatch.core.events import IssuedOperation
+from gpuwatch.core.recorder.group_table import (
+    MEMBERS_BYTES,
+    GroupField,
+    members_of,
+    members_text,
+    read_groups,
+    what_of,
+    widened,
+)
+from gpuwatch.core.recorder.layout import EARLIER_GROUP_BYTES, EARLIER_GROUPS, GROUP_BYTES, GROUPS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,3 +41,15 @@ def test_no_text_of_members_does_harm(text):
 def test_any_bytes_can_be_read(data):
     used = (1).to_bytes(8, "little") + data[8:]
     assert len(read_groups(used + bytes(GROUP_BYTES * (GROUPS - 1)), 1 << 62)) == 1
+
+
+def test_the_table_of_an_earlier_version_is_read():
+    """Its operations are of 32 bytes at 128, the last ones not used; its group's name is at 384."""
+    fields = {GroupField.USED: 1, GroupField.BEGUN: 9, GroupField.SIZE: 2}
+    slot = struct.pack("<16q", *(fields.get(field, 0) for field in range(16)))
+    slot += b"".join(struct.pack("<qqqq", number, what_of(1, 1, -1), 64, 0) for number in range(2, 10))
+    slot += b"dp".ljust(40, b"\0") + b"0,1".ljust(88, b"\0")
+    table = bytes(EARLIER_GROUP_BYTES * (EARLIER_GROUPS - 1)) + slot
+    (group,) = read_groups(widened(table), 1 << 62, 1 << 62)
+    assert (group.name, group.members, group.size, group.begun) == ("dp", "0,1", 2, 9)
+    assert group.recent == [IssuedOperation(number, "all_reduce", "float32", 64) for number in range(2, 10)]

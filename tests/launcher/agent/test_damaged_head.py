@@ -13,13 +13,18 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.errors import ExitCode
 from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, SlotDef
 from gpuwatch.core.recorder.layout import (
+    EARLIER_GROUP_BYTES,
+    EARLIER_GROUPS,
     EARLIER_VERSION,
+    GROUPS_AT,
     SEALED,
-    VERSION,
+    STEPS_AT,
+    UNSEALED_VERSION,
     AnomalyFlag,
     HeadField,
     HooksState,
     RankPhase,
+    check_of,
     file_name,
     unseal,
 )
@@ -156,20 +161,25 @@ def test_a_code_that_no_writer_writes_is_damage(tmp_path, field, value):
     assert verdict(tmp_path) == "unknown"
 
 
+@pytest.mark.parametrize("version", [UNSEALED_VERSION, EARLIER_VERSION])
 @pytest.mark.parametrize(("overflows", "kind"), [(False, "clean"), (True, "overflow")])
-def test_a_recorder_of_version_3_is_read(tmp_path, overflows, kind):
+def test_a_recorder_of_an_earlier_version_is_read(tmp_path, overflows, kind, version):
     """A rank whose Python has an earlier gpuwatch."""
     writer = record(tmp_path, overflows=overflows)
-    for field in SEALED:
-        writer.fields[field] = unseal(writer.fields[field])
-    writer.fields[HeadField.CHECK] = 0
-    assert (VERSION, EARLIER_VERSION) == (4, 3)
-    writer.fields[HeadField.VERSION] = EARLIER_VERSION
-    assert writer.fields[HeadField.ANOMALY] == (2 if overflows else 0)
-    assert writer.fields[HeadField.PHASE] == 4
-    with_seal = RecorderReader(writer.path)
-    assert with_seal.phase == RankPhase.FINISHED
-    assert with_seal.overflow_seen == (with_seal[HeadField.ANOMALY] == AnomalyFlag.WRITTEN) == overflows
-    with_seal.close()
+    writer.fields[HeadField.VERSION] = version
+    writer.fields[HeadField.CHECK] = check_of(writer.fields)
+    if version == UNSEALED_VERSION:
+        for field in SEALED:
+            writer.fields[field] = unseal(writer.fields[field])
+        writer.fields[HeadField.CHECK] = 0
+        assert writer.fields[HeadField.ANOMALY] == (2 if overflows else 0)
+        assert writer.fields[HeadField.PHASE] == 4
     writer.close()
+    data = writer.path.read_bytes()
+    writer.path.write_bytes(data[:GROUPS_AT] + bytes(EARLIER_GROUPS * EARLIER_GROUP_BYTES) + data[STEPS_AT:])
+    reader = RecorderReader(writer.path)
+    assert reader.phase == RankPhase.FINISHED
+    assert reader.overflow_seen == (reader[HeadField.ANOMALY] == AnomalyFlag.WRITTEN) == overflows
+    assert reader.groups() == reader.steps(0) == []
+    reader.close()
     assert verdict(tmp_path) == kind

@@ -32,7 +32,7 @@
     /* zeros and subnormals are counted in one batch of COUNT_EVERY */                                       \
     DO(COUNT_EVERY, 10)                                                                                      \
     /* the table of process groups: sizes in bytes, and integers of a slot, by position */                   \
-    DO(GROUPS_AT, 4096) DO(GROUPS, 16) DO(GROUP_BYTES, 512) DO(RECENT, 8) DO(RECENT_AT, 128) DO(OPERATION_BYTES, 32) \
+    DO(GROUPS_AT, 4096) DO(GROUPS, 32) DO(GROUP_BYTES, 640) DO(RECENT, 8) DO(RECENT_AT, 128) DO(OPERATION_BYTES, 40) \
     DO(G_BEGUN, 1) DO(G_STATE, 2) DO(G_AT, 3) DO(G_SINCE_NS, 4) DO(G_ENDED, 5)                               \
     DO(G_P2P, 6) DO(G_P2P_WHAT, 7) DO(G_P2P_ELEMENTS, 8) DO(G_COUNTED, 10) DO(G_AFTER, 11)                                   \
     DO(GROUP_ISSUING, 1) DO(GROUP_WAITING, 2) DO(GROUP_FAILED, 3) DO(GROUP_ISSUED, 4) DO(GROUP_ON_DEVICE, 5)                                            \
