@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from itertools import zip_longest
 from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from ...core.events import GpuXid, RunPosition
+from ...core.events import GpuXid, GroupState, IssuedOperation, RunPosition
 from ...core.frames import module_text
 from ...core.metrics import METRICS
 from ...core.recorder.layout import PARTS
@@ -118,24 +119,46 @@ def _of_rank(rank: RankFacts, node: NodeFacts, pid: int) -> Iterator[dict[str, A
 
 
 def _collectives(rank: RankFacts, node: NodeFacts, pid: int) -> dict[_Collective, dict[str, Any]]:
-    """What the rank was inside of each time that all ranks were asked, from when it began that. Sends are left out."""
-    found: dict[_Collective, dict[str, Any]] = {}
-    for look in rank.looks if rank.rank >= 0 else ():
-        inside = [group for group in look.groups if group.phase in _INSIDE and group.at > 0]
-        for group in sorted(inside, key=lambda group: group.since_s)[:1]:  # of several, it began that one last
-            operation = next((one.operation for one in group.recent if one.number == group.at), "")
-            name = f"{operation or 'collective'} {group.at} of group {group.name}"
-            began_ns = look.where.time_ns - int(group.since_s * 1e9)
-            waits = TraceSlice(name, "collective", began_ns, group.since_s, {"ranks": group.members})
-            found[rank.attempt, group.name, group.members, group.at] = _drawn(waits, node, pid, rank.rank + _APART)
-    return found
+    """The last ones of each group whenever its table was read, from when the rank began them. Sends are left out.
+
+    Each is drawn to the beginning of the next one at most: slices of a thread must not overlap.
+    """
+    found: dict[_Collective, TraceSlice] = {}
+    tables = [(look.where.time_ns, group) for look in rank.looks for group in look.groups]
+    if (ended := rank.exit) is not None:
+        tables += [(ended.ended_ns or ended.where.time_ns, group) for group in ended.groups]
+    for read_ns, group in tables if rank.rank >= 0 else ():
+        began = {one.number: one.began_ns for one in group.recent if one.number > 0 and one.began_ns > 0}
+        took = {one.number: one.took_ns for one in group.recent}
+        if (inside := group.pending or (group.at if group.phase in _INSIDE else 0)) > 0:
+            since_s = group.pending_s if group.pending else group.since_s
+            began_ns = began.setdefault(inside, read_ns - int(since_s * 1e9))
+            took[inside] = max(0, read_ns - began_ns)
+        for number, began_ns in began.items():
+            each = (rank.attempt, group.name, group.members, number)
+            found[each] = _issued(group, number, began_ns, took[number] / 1e9)
+    order = sorted(found, key=lambda each: found[each].time_ns)
+    ends = [found[each].time_ns for each in order[1:]]
+    drawn: dict[_Collective, dict[str, Any]] = {}
+    for each, next_ns in zip_longest(order, ends, fillvalue=0):
+        one = found[each]
+        seconds = min(one.seconds or 0.0, (next_ns - one.time_ns) / 1e9 if next_ns else math.inf)
+        drawn[each] = _drawn(one._replace(seconds=seconds), node, pid, rank.rank + _APART)
+    return drawn
+
+
+def _issued(group: GroupState, number: int, began_ns: int, seconds: float) -> TraceSlice:
+    operation = next((one for one in group.recent if one.number == number), IssuedOperation(number, ""))
+    name = f"{operation.operation or 'collective'} {number} of group {group.name}"
+    args = {"ranks": group.members, "dtype": operation.dtype, "elements": operation.elements, "seconds": seconds}
+    return TraceSlice(name, "collective", began_ns, seconds, args)
 
 
 def _meetings(met: dict[_Collective, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """The collectives on threads of their own, and an arrow through all ranks that are inside of the same one."""
+    """The collectives on threads of their own, and an arrow through all ranks that have begun the same one."""
     named = {(waits["pid"], waits["tid"]) for each in met.values() for waits in each}
     for pid, tid in sorted(named):
-        yield _meta("thread_name", pid, tid, f"rank {tid - _APART}, in a collective")
+        yield _meta("thread_name", pid, tid, f"rank {tid - _APART}, collectives")
         yield _meta("thread_sort_index", pid, tid, tid)
     for number, each in enumerate(met.values()):
         yield from each

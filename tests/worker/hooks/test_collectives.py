@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpuwatch.core.recorder.layout import GROUPS
 from gpuwatch.worker.hooks import process_groups as hooks
 from gpuwatch.worker.stats.device import LATE_DEVICE
 
 from ...forks import Forks
 
+ADJUSTED_NS = 10_000_000
+"""How far a host's own clock may be adjusted during a test."""
 BOTH = pytest.mark.parametrize("both", ["native", "python"], indirect=True)
 
 RANK = """
@@ -139,6 +142,35 @@ show("after")
         ]
         assert len(found["after"]) == 1, "a group that has issued nothing is entered at the next batch"
         assert rank in (0, 1)
+
+
+@BOTH
+@pytest.mark.quick(1)
+def test_an_operation_has_the_time_of_its_beginning_and_of_its_end(both):
+    """By the host's own clock. No end is seen of what nobody has waited for."""
+    shown = both(
+        """
+import time
+shown["clock"] = [time.time_ns()]
+first = dist.all_reduce(x, async_op=True)
+second = dist.all_reduce(x, async_op=True)
+shown["clock"].append(time.time_ns())
+second.wait()
+show("waited")
+dist.barrier()
+shown["clock"].append(time.time_ns())
+show("after")
+"""
+    )
+    for found in shown:
+        begun, issued, ended = found["clock"]
+        first, second = found["waited"][0]["recent"]
+        assert begun - ADJUSTED_NS <= first["began_ns"] <= second["began_ns"] <= issued + ADJUSTED_NS
+        assert first["took_ns"] == 0 < second["took_ns"]
+        barrier = found["after"][0]["recent"][2]
+        assert second["began_ns"] + second["took_ns"] <= barrier["began_ns"] + ADJUSTED_NS
+        assert barrier["began_ns"] + barrier["took_ns"] <= ended + ADJUSTED_NS
+        assert barrier["began_ns"] >= issued - ADJUSTED_NS
 
 
 @pytest.mark.slow
@@ -277,7 +309,7 @@ def test_more_groups_than_there_is_room_for_are_counted(both):
     shown = both(
         """
 from gpuwatch.core.recorder.layout import HeadField
-groups = [dist.new_group([0, 1]) for _ in range(20)]
+groups = [dist.new_group([0, 1]) for _ in range(40)]
 for group in groups:
     dist.all_reduce(x, group=group)
     dist.all_reduce(x, group=group)
@@ -285,8 +317,8 @@ show("all")
 shown["lost"] = reader[HeadField.GROUPS_NOT_SHOWN]
 """
     )
-    assert len(shown[0]["all"]) == 16
-    assert shown[0]["lost"] == 20 - 16
+    assert len(shown[0]["all"]) == GROUPS
+    assert shown[0]["lost"] == 40 - GROUPS
 
 
 @BOTH
