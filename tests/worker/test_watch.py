@@ -490,6 +490,7 @@ def train(make, autocast: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.quick(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize(
     "make",

@@ -161,6 +161,7 @@ KINDS = ["method", "by name", "in another order", "checkpoints", "a graph each",
 
 
 @pytest.mark.quick(4)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [*KINDS, "shapes", "DDP", "FSDP2"])
 def test_all_is_told_that_is_told_without_the_compiler(watch, alone_in_a_group, on_host, kind):
     def run(compiled):
@@ -245,6 +246,7 @@ def test_what_two_models_share_is_told_of_each(watch, on_host):
 
 
 @pytest.mark.quick(1)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "its blocks"])
 def test_a_graph_that_runs_twice_before_its_backward_trains(watch, on_host, whole):
     """Autograd refuses the first run's backward if that of the second has changed a tensor that both have kept."""
@@ -271,6 +273,7 @@ def test_a_graph_that_runs_twice_before_its_backward_trains(watch, on_host, whol
 
 
 @pytest.mark.quick(1)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("removed", [True, False], ids=["after gpuwatch is removed", "in batches left out"])
 def test_blocks_train_where_nothing_is_recorded(watch, on_host, removed):
     """No hook sees then that their graph runs for one after the other."""
@@ -335,6 +338,7 @@ def test_gradients_in_blocks_without_any_of_their_own_are_told_as_not_seen(watch
 
 
 @pytest.mark.quick(1)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "its blocks"])
 def test_what_has_no_gradient_is_not_told_as_not_seen(watch, on_host, whole):
     """The loss uses nothing of what the first modules have made."""
@@ -367,6 +371,7 @@ class Root(nn.Module):
 
 
 @pytest.mark.quick(1)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen blocks", "a graph that runs twice"])
 def test_what_made_a_gradient_where_none_was_seen_is_not_made_up(on_host, frozen):
     """The block is named, and nothing inside of it."""

@@ -127,6 +127,7 @@ def train(cls, *, batches=3, backend="aot_eager", spoil=None):
 
 
 @pytest.mark.quick(4)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 @pytest.mark.parametrize("cls", [Plain, Checkpointed, Mapped, Differentiated, Conditional, Autocast, Residual, Noting])
 def test_every_kind_of_body_compiles_and_trains_as_it_does_without_us(watch, monkeypatch, cls, on_host):
@@ -171,6 +172,7 @@ class ChangedInPlace(Plain):
 
 
 @pytest.mark.quick(4)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 @pytest.mark.parametrize("value", [None, math.inf, -math.inf, math.nan], ids=str)
 @pytest.mark.parametrize("cls", [Plain, ChangedInPlace])

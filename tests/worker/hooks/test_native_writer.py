@@ -250,6 +250,7 @@ def test_both_ways_write_the_same(tmp_path_factory, kinds, seed, between, watch,
 
 
 @pytest.mark.quick(15)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_trains_and_is_seen_without_a_fault(tmp_path, kind):
     found = []

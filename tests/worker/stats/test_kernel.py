@@ -515,7 +515,7 @@ def compiled(function, arguments, constants, aligned):
 
 
 @pytest.mark.quick(3)
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.skipif(INTERPRETED, reason="compiles instead")
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
 @pytest.mark.parametrize("layout", [0, 1, 2])

@@ -172,6 +172,7 @@ VIEWS = {
 
 
 @pytest.mark.quick(30)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("bad", [None, NAN, -INF])

@@ -52,6 +52,7 @@ def test_a_recorded_failure_becomes_its_sentence(case):
 
 
 @pytest.mark.quick(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_it_is_found_between_the_lines_of_a_long_log(case):
     assert explain(HEALTHY * 50 + case.log + HEALTHY) == explain(case.log)
