@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from itertools import zip_longest
 from typing import IO, Any, NamedTuple
 
 import msgspec
@@ -121,7 +120,8 @@ def _of_rank(rank: RankFacts, node: NodeFacts, pid: int) -> Iterator[dict[str, A
 def _collectives(rank: RankFacts, node: NodeFacts, pid: int) -> dict[_Collective, dict[str, Any]]:
     """The last ones of each group whenever its table was read, from when the rank began them. Sends are left out.
 
-    Each is drawn to the beginning of the next one at most: slices of a thread must not overlap.
+    Slices of a thread may be inside of one another, and not overlap: one that another one outlasts is drawn to the
+    beginning of that.
     """
     found: dict[_Collective, TraceSlice] = {}
     tables = [(look.where.time_ns, group) for look in rank.looks for group in look.groups]
@@ -137,13 +137,16 @@ def _collectives(rank: RankFacts, node: NodeFacts, pid: int) -> dict[_Collective
         for number, began_ns in began.items():
             each = (rank.attempt, group.name, group.members, number)
             found[each] = _issued(group, number, began_ns, took[number] / 1e9)
-    order = sorted(found, key=lambda each: found[each].time_ns)
-    ends = [found[each].time_ns for each in order[1:]]
-    drawn: dict[_Collective, dict[str, Any]] = {}
-    for each, next_ns in zip_longest(order, ends, fillvalue=0):
-        one = found[each]
-        seconds = min(one.seconds or 0.0, (next_ns - one.time_ns) / 1e9 if next_ns else math.inf)
-        drawn[each] = _drawn(one._replace(seconds=seconds), node, pid, rank.rank + _APART)
+    slices = sorted(found.items(), key=lambda item: item[1].time_ns)
+    drawn = {}
+    for number, (each, one) in enumerate(slices, 1):
+        ends_ns = _ends_ns(one)
+        for _, other in slices[number:]:
+            if other.time_ns >= ends_ns:
+                break
+            if _ends_ns(other) > ends_ns:
+                ends_ns = other.time_ns
+        drawn[each] = _drawn(one._replace(seconds=(ends_ns - one.time_ns) / 1e9), node, pid, rank.rank + _APART)
     return drawn
 
 
@@ -151,7 +154,12 @@ def _issued(group: GroupState, number: int, began_ns: int, seconds: float) -> Tr
     operation = next((one for one in group.recent if one.number == number), IssuedOperation(number, ""))
     name = f"{operation.operation or 'collective'} {number} of group {group.name}"
     args = {"ranks": group.members, "dtype": operation.dtype, "elements": operation.elements, "seconds": seconds}
-    return TraceSlice(name, "collective", began_ns, seconds, args)
+    return TraceSlice(name, "collective", began_ns // 1000 * 1000, seconds, args)
+
+
+def _ends_ns(one: TraceSlice) -> int:
+    """In whole microseconds, as the trace has it."""
+    return one.time_ns + int((one.seconds or 0.0) * 1e6) * 1000
 
 
 def _meetings(met: dict[_Collective, list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
@@ -230,7 +238,7 @@ def _moment(name: str, category: str, where: RunPosition, **args: Any) -> TraceS
 
 
 def _drawn(one: TraceSlice, node: NodeFacts, pid: int, tid: int) -> dict[str, Any]:
-    ts = (one.time_ns + offset_ns(node)) // 1000
+    ts = one.time_ns // 1000 + offset_ns(node) // 1000
     kind: dict[str, Any] = (
         {"ph": "i", "s": "t"} if one.seconds is None else {"ph": "X", "dur": round(one.seconds * 1e6)}
     )

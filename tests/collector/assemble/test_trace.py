@@ -178,7 +178,7 @@ def went_well(make, rank: int, began_s: dict[int, float], *, name: str = "0", to
 
 
 def test_the_last_collectives_of_a_job_that_went_well_have_arrows_too(make):
-    """Of those that overlap, each is drawn to the beginning of the next one."""
+    """One that another one outlasts is drawn to the beginning of that."""
     ends = [went_well(make, 0, {17: 10.0, 18: 11.0}), went_well(make, 1, {18: 11.2, 19: 11.5})]
     events = trace([make.hello(), timed(make, 0), *ends])["traceEvents"]
     assert_well_formed(events)
@@ -196,10 +196,31 @@ def test_the_last_collectives_of_a_job_that_went_well_have_arrows_too(make):
     assert arrow == [("s", first, 11_000_000), ("f", second, 11_200_000)]
 
 
+def test_what_a_device_has_not_completed_lasts_until_the_ranks_were_asked(make):
+    """Its host has gone on, to the next one."""
+    recent = [IssuedOperation(number, "all_reduce", began_ns=at(make, 0, 60.0 + number).time_ns) for number in (5, 6)]
+    state = GroupState("0", "0-2", 3, 6, phase="on_device", at=6, recent=recent, pending=5, pending_s=34.9)
+    look = RankLook(at(make, 0, 100.0), 1, 30.0, "backward", groups=[state])
+    events = trace([make.hello(), timed(make, 0), EventMessage(look)])["traceEvents"]
+    drawn = [(event["name"], event["dur"], event["args"]["seconds"]) for event in named(events, cat="collective")]
+    assert drawn == [("all_reduce 5 of group 0", 35_000_000, 35.0), ("all_reduce 6 of group 0", 0, 0.0)]
+
+
 def test_what_the_host_saw_no_end_of_has_no_length(make):
     events = trace([make.hello(), went_well(make, 0, {17: 10.0, 18: 11.0}, took_s=0.0)])["traceEvents"]
     assert_well_formed(events)
     assert [event["dur"] for event in named(events, cat="collective")] == [0, 0]
+
+
+@given(st.dictionaries(st.integers(1, 99), st.tuples(st.integers(1, 9_999), st.integers(0, 9_999)), max_size=8))
+def test_collectives_never_overlap_without_being_inside_of_one_another(make, times):
+    """Times in nanoseconds, drawn in whole microseconds."""
+    recent = [IssuedOperation(number, "", "", 0, -1, BEGAN_NS + at, took) for number, (at, took) in times.items()]
+    exit_ = went_well(make, 0, {}).event
+    exit_ = replace(exit_, groups=[replace(exit_.groups[0], recent=recent)])
+    events = trace([make.hello(), timed(make, 0), EventMessage(exit_)])["traceEvents"]
+    assert_well_formed(events)
+    assert len(named(events, cat="collective")) == len(times)
 
 
 def test_a_nodes_figures_are_counters(make):
