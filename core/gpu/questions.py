@@ -185,7 +185,7 @@ def _fabric_info(whole: Any) -> Any:
 
 
 def _modes(device: Any, whole: Any, asked: GpuReading) -> None:
-    with facts(asked, "mig_enabled", "mig_change_pending"):
+    with facts(asked, "mig_enabled", "mig_enabled_but_unused", "mig_change_pending"):
         current, pending = ask("nvmlDeviceGetMigMode", whole)
         whole_is_used = uuid_of(device).startswith("GPU-")
         asked.values.update(

@@ -182,10 +182,12 @@ def _group(data: bytes, at: int, now_ns: int, epoch_ns: int) -> GroupState | Non
     if fields[GroupField.USED] != 1:
         return None
     places = range(at + RECENT_AT, at + RECENT_AT + OPERATION_BYTES * RECENT, OPERATION_BYTES)
-    recent = [_issued(*found, epoch_ns) for place in places if (found := OPERATION.unpack_from(data, place))[0] > 0]
+    recent = [
+        _issued(*found, epoch_ns=epoch_ns) for place in places if (found := OPERATION.unpack_from(data, place))[0] > 0
+    ]
     sent = fields[GroupField.P2P]
     if sent > 0:
-        recent.append(_issued(-sent, fields[GroupField.P2P_WHAT], fields[GroupField.P2P_ELEMENTS], 0, 0, 0))
+        recent.append(_issued(-sent, fields[GroupField.P2P_WHAT], fields[GroupField.P2P_ELEMENTS]))
     state = fields[GroupField.STATE]
     return GroupState(
         name=_text(data, at + NAME_AT, NAME_BYTES),
@@ -200,7 +202,9 @@ def _group(data: bytes, at: int, now_ns: int, epoch_ns: int) -> GroupState | Non
     )
 
 
-def _issued(number: int, what: int, elements: int, began_ns: int, took_ns: int, epoch_ns: int) -> IssuedOperation:
+def _issued(
+    number: int, what: int, elements: int, began_ns: int = 0, took_ns: int = 0, *, epoch_ns: int = 0
+) -> IssuedOperation:
     operation, dtype, peer = what & 0xFF, what >> 8 & 0xFF, (what >> 16 & 0xFFFF_FFFF) - 1
     return IssuedOperation(
         number,

@@ -1,4 +1,4 @@
-/* Where the tensors are that a launch on a device reads: Readings._entry of worker/stats/torch_reader.py for ordinary
+/* Where the tensors are that a launch on a device reads: GroupedReadings._entry of worker/stats/torch_reader.py for ordinary
    tensors and weights. */
 
 #include "readings.h"
