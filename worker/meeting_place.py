@@ -30,7 +30,7 @@ from ..core.host import host_name, loopback
 from ..core.identity import RankIdentity
 from ..core.preflight import SealBroken, WordSeal
 from ..core.recorder.run_folder import read_meeting_key
-from ..core.text import ranks_text
+from ..core.text import first_line, ranks_text
 
 _TICK_S = 0.05
 _TICK_OF_RANK_S = 0.0005
@@ -101,7 +101,7 @@ class MeetingPlace:
         except (RuntimeError, OSError) as error:  # torch raises DistNetworkError, older versions RuntimeError
             self._store = None
             self._leave(0.0)
-            raise LeftOut(f"the ranks' meeting failed: {_first_line(error)}") from error
+            raise LeftOut(f"the ranks' meeting failed: {first_line(error)}") from error
 
     def __exit__(self, *_: object) -> None:
         self._leave(_LEAVE_S)
@@ -156,7 +156,7 @@ class MeetingPlace:
         except (RuntimeError, OSError) as error:
             raise LeftOut(
                 f"port {self._port} of rank 0's host is taken; it is the next after the collector's: choose another "
-                f"one with --collector-port ({_first_line(error)})"
+                f"one with --collector-port ({first_line(error)})"
             ) from error
         if not self._port:
             new = self._file.with_suffix(".new")
@@ -281,7 +281,3 @@ def _boot_id() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from ...core.host import gpuwatch_version, host_name
 from ...core.identity import RankIdentity
 from ...core.preflight import InventoryFacts
+from ...core.text import first_line
 
 T = TypeVar("T")
 
@@ -189,8 +190,7 @@ def _why_no_gpu() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch.cuda.init has no annotations
     except Exception as error:  # its class depends on the cause and the version
-        lines = str(error).strip().splitlines()
-        return lines[0] if lines else type(error).__name__
+        return first_line(error)
     return "" if torch.cuda.device_count() else "no GPU is visible"
 
 
