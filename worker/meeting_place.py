@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.host import host_name, loopback
+from ..core.host import boot_id, host_name, loopback
 from ..core.identity import RankIdentity
 from ..core.preflight import SealBroken, WordSeal
 from ..core.recorder.run_folder import read_meeting_key
@@ -79,7 +79,7 @@ class MeetingPlace:
     ) -> None:
         """`meets_at` is HOST:PORT for a run of several hosts, "" for one whose ranks share `folder`."""
         self._entry = entry
-        self._mine = RankMeetingPlace(f"{host_name()} {_boot_id()}", local_rank)
+        self._mine = RankMeetingPlace(f"{host_name()} {boot_id()}", local_rank)
         key = hashlib.sha256(f"{entry.meets} {entry.world_size}".encode()).hexdigest()[:16]
         self._file = folder / f"preflight-{key}"
         host, _, port = meets_at.rpartition(":")
@@ -274,10 +274,3 @@ def identity_of(entry: GroupEntry, places: list[RankMeetingPlace], store_host: s
 
 def _foreign(error: SealBroken) -> str:
     return f"{error}; check who can reach the port at which the ranks meet"
-
-
-def _boot_id() -> str:
-    """Two hosts may have one name."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""

@@ -19,7 +19,7 @@ import psutil
 import torch
 from msgspec.structs import replace
 
-from ...core.host import gpuwatch_version, host_name
+from ...core.host import boot_id, gpuwatch_version, host_name
 from ...core.identity import RankIdentity
 from ...core.preflight import InventoryFacts
 from ...core.text import first_line
@@ -48,7 +48,7 @@ def gather(identity: RankIdentity, script: str = "", environ: Mapping[str, str] 
     return InventoryFacts(
         host=soft(host_name, ""),
         node=soft(lambda: int(environ["GROUP_RANK"]), 0),
-        boot_id=soft(Path("/proc/sys/kernel/random/boot_id").read_text, "").strip(),
+        boot_id=soft(boot_id, ""),
         device="" if has_cuda else "cpu",
         driver=soft(Path("/sys/module/nvidia/version").read_text, "").strip(),
         versions=_versions(),
