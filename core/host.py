@@ -24,6 +24,13 @@ def host_name() -> str:
     return socket.gethostname()
 
 
+def boot_id() -> str:
+    """The host's boot, as two hosts may have one name; "" where it is not known."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
 def loopback() -> str:
     """The address at which this host alone reaches itself: 127.0.0.1, or ::1 where there is IPv6 alone."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):

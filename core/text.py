@@ -210,6 +210,11 @@ _MARKS = b"\xf4\x8f\xbe", b"\xf4\x8f\xbf"
 T = TypeVar("T")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that says something, cut; its class if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
 def is_web_address(text: str) -> bool:
     """Whether a text is meant as the address of a web server."""
     return text.startswith(("http://", "https://"))

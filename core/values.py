@@ -200,18 +200,13 @@ def decode(bits: int, encoding: int) -> float:
     return math.nan
 
 
+_WORDS = {NonFinite.NAN: "nan", NonFinite.POSINF: "+inf", NonFinite.NEGINF: "-inf", NonFinite.INF: "inf"}
+
+
 def name_of(flags: NonFinite) -> str:
     """The word that a verdict uses: the worst of the flags.
 
     >>> name_of(NonFinite.NAN | NonFinite.POSINF)
     'nan'
     """
-    if flags & NonFinite.NAN:
-        return "nan"
-    if flags & NonFinite.POSINF:
-        return "+inf"
-    if flags & NonFinite.NEGINF:
-        return "-inf"
-    if flags & NonFinite.INF:
-        return "inf"
-    return "finite"
+    return next((word for flag, word in _WORDS.items() if flags & flag), "finite")

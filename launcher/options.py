@@ -363,16 +363,12 @@ def parse_run(arguments: list[str]) -> argparse.Namespace:
 
 def check_together(args: argparse.Namespace) -> None:
     """Options that are right each by itself and make no sense together. Raises UsageError."""
-    if args.sync and args.on_overflow == "continue":
-        raise UsageError(
-            Code.WRONG_TOGETHER,
-            "expected --on-overflow abort with --sync, which raises in the failing module, found continue",
-        )
-    if args.capture and args.on_overflow == "continue":
-        raise UsageError(
-            Code.WRONG_TOGETHER,
-            "expected --on-overflow abort with --capture, which writes as the job ends, found continue",
-        )
+    aborting = {"--sync": "raises in the failing module", "--capture": "writes as the job ends"}
+    for option, what in aborting.items():
+        if getattr(args, option[2:]) and args.on_overflow == "continue":
+            raise UsageError(
+                Code.WRONG_TOGETHER, f"expected --on-overflow abort with {option}, which {what}, found continue"
+            )
     if args.rank is not None and not isinstance(args.explain, int):
         raise UsageError(
             Code.WRONG_TOGETHER,

@@ -19,6 +19,13 @@ from .scheduler_job import SchedulerFacts
 C10D_DEFAULT_PORT = 29400
 STATIC_DEFAULT_PORT = 29500
 
+_OF_THE_COLLECTOR = {
+    "collector_port": "drop --collector-port",
+    "metrics_port": "it is the collector that serves metrics: gpuwatch collect --metrics-port [HOST:]PORT",
+    "notify": "it is the collector that notifies: gpuwatch collect --notify URL|COMMAND",
+}
+"""Options of a launch that starts the collector, and what to do instead where another host runs it."""
+
 
 @dataclass(frozen=True)
 class CollectorPlan:
@@ -54,23 +61,10 @@ def make_plan(
     min_nodes, max_nodes = parse_nnodes(args.nnodes)
     job = str(args.rdzv_id)
     if args.collector is not None:
-        if args.collector_port is not None:
-            raise UsageError(
-                Code.WRONG_TOGETHER,
-                "expected one of --collector and --collector-port, found both; drop --collector-port",
-            )
-        if args.metrics_port is not None:
-            raise UsageError(
-                Code.WRONG_TOGETHER,
-                "expected one of --collector and --metrics-port, found both; it is the collector that serves metrics: "
-                "gpuwatch collect --metrics-port [HOST:]PORT",
-            )
-        if args.notify:
-            raise UsageError(
-                Code.WRONG_TOGETHER,
-                "expected one of --collector and --notify, found both; it is the collector that notifies: "
-                "gpuwatch collect --notify URL|COMMAND",
-            )
+        for name, hint in _OF_THE_COLLECTOR.items():
+            if getattr(args, name) not in (None, []):
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(Code.WRONG_TOGETHER, f"expected one of --collector and {option}, found both; {hint}")
         return CollectorPlan(min_nodes, max_nodes, False, False, "", args.collector, job, False)
     if max_nodes == 1 or args.standalone:
         port = str(args.collector_port) if args.collector_port is not None else "*"

@@ -26,11 +26,11 @@ from typing import Any
 
 import msgspec
 
-from ..core.host import host_name, loopback
+from ..core.host import boot_id, host_name, loopback
 from ..core.identity import RankIdentity
 from ..core.preflight import SealBroken, WordSeal
 from ..core.recorder.run_folder import read_meeting_key
-from ..core.text import ranks_text
+from ..core.text import first_line, ranks_text
 
 _TICK_S = 0.05
 _TICK_OF_RANK_S = 0.0005
@@ -79,7 +79,7 @@ class MeetingPlace:
     ) -> None:
         """`meets_at` is HOST:PORT for a run of several hosts, "" for one whose ranks share `folder`."""
         self._entry = entry
-        self._mine = RankMeetingPlace(f"{host_name()} {_boot_id()}", local_rank)
+        self._mine = RankMeetingPlace(f"{host_name()} {boot_id()}", local_rank)
         key = hashlib.sha256(f"{entry.meets} {entry.world_size}".encode()).hexdigest()[:16]
         self._file = folder / f"preflight-{key}"
         host, _, port = meets_at.rpartition(":")
@@ -101,7 +101,7 @@ class MeetingPlace:
         except (RuntimeError, OSError) as error:  # torch raises DistNetworkError, older versions RuntimeError
             self._store = None
             self._leave(0.0)
-            raise LeftOut(f"the ranks' meeting failed: {_first_line(error)}") from error
+            raise LeftOut(f"the ranks' meeting failed: {first_line(error)}") from error
 
     def __exit__(self, *_: object) -> None:
         self._leave(_LEAVE_S)
@@ -156,7 +156,7 @@ class MeetingPlace:
         except (RuntimeError, OSError) as error:
             raise LeftOut(
                 f"port {self._port} of rank 0's host is taken; it is the next after the collector's: choose another "
-                f"one with --collector-port ({_first_line(error)})"
+                f"one with --collector-port ({first_line(error)})"
             ) from error
         if not self._port:
             new = self._file.with_suffix(".new")
@@ -274,14 +274,3 @@ def identity_of(entry: GroupEntry, places: list[RankMeetingPlace], store_host: s
 
 def _foreign(error: SealBroken) -> str:
     return f"{error}; check who can reach the port at which the ranks meet"
-
-
-def _boot_id() -> str:
-    """Two hosts may have one name."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,12 +173,10 @@ class WorkerSession:
 
     def leaves(self) -> None:
         """Record the end of the script at os._exit, which runs no exit handlers. Never raises."""
-        try:
+        with suppress(Exception):
             fields = self.recorder.fields
             if self.is_ours and fields[HeadField.PHASE] == RankPhase.SCRIPT and self._settle_in_time():
                 fields[HeadField.LEFT] = seal(1)
-        except Exception:
-            pass
 
     def _settle_in_time(self) -> bool:
         """Whether all numbers have arrived. A thread that hangs while it holds the lock does not block the exit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -85,18 +86,9 @@ def grade(
     """One finding for each thing that is wrong with a GPU, and one for all that is unknown. Empty: the GPU is well."""
     who = f"{reading.name or 'GPU'} {reading.device} on {host}"
     judged = judge(reading, limits)
+    about = partial(PreflightFinding, STAGE, subject="gpu", ranks=ranks, hosts=[host], device=reading.device)
     findings = [
-        PreflightFinding(
-            STAGE,
-            one.grade,
-            "gpu",
-            ranks,
-            [host],
-            f"{who}: {one.sentence}",
-            one.next,
-            reading.device,
-            code=Code.GPU_UNHEALTHY,
-        )
+        about(grade=one.grade, sentence=f"{who}: {one.sentence}", next=one.next, code=Code.GPU_UNHEALTHY)
         for one in judged
         if one.grade in ("warn", "fail")
     ]
@@ -105,11 +97,7 @@ def grade(
         sentence = f"{who}: NVML does not report {_reasons(unknown)}"
         todo = "Only root may read some of these values; if they matter, ask the node's administrator."
         todo = todo if any("Permission" in one.sentence for one in unknown) else ""
-        findings.append(
-            PreflightFinding(
-                STAGE, "unknown", "gpu", ranks, [host], sentence, todo, reading.device, code=Code.HEALTH_UNKNOWN
-            )
-        )
+        findings.append(about(grade="unknown", sentence=sentence, next=todo, code=Code.HEALTH_UNKNOWN))
     return findings
 
 

@@ -132,7 +132,6 @@ class ChildAnswer:
 
     readings: dict[str, GpuReading] = field(default_factory=dict)
     """By the UUID that was asked for; without one: of every GPU."""
-    driver: str = ""
     trouble: str = ""
     """Why nothing, or not everything, could be asked."""
     next: str = ""
@@ -142,9 +141,7 @@ class ChildAnswer:
 
     def take(self, line: Line) -> None:
         """Add a line."""
-        if isinstance(line, NvmlStarted):
-            self.driver = line.driver
-        elif isinstance(line, NvmlTrouble):
+        if isinstance(line, NvmlTrouble):
             self.trouble, self.next, self.finished = line.why, line.next, True
         elif isinstance(line, NvmlQuestion):
             self.asking = line

@@ -29,9 +29,8 @@ class GradientHooks(Protocol):
     """The hooks of the backward, as far as the frames of a compiled backward need them."""
 
     scaled: bool
-
-    def precede(self, call: Callable[[ModuleInfo], None]) -> None:
-        """Have this called with the module before a parameter's gradient is recorded."""
+    before_parameter: Callable[[ModuleInfo], None] | None
+    """Called with the module before a parameter's gradient is recorded."""
 
     def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
         """Record this parameter's gradient."""
@@ -110,7 +109,7 @@ class CompiledRegions:
         self._regions = RankRegions(self._policy, grads and views.gradients, self._fault, without)
         self._pages = RegionPages(self._regions, self._policy, self._frames, self._gradients)
         if grads:
-            self._gradients.precede(self._pages.take_gradients)
+            self._gradients.before_parameter = self._pages.take_gradients
             leave_alone((self._pages.take_gradients,))  # no Python function calls it: the compiled hooks do
         self._regions.attach()
 

@@ -47,10 +47,6 @@ def _look(tensor: torch.Tensor, token: torch.Tensor, place: int) -> None:
         SEEN[place] = seen
 
 
-def _look_at_meta(tensor: torch.Tensor, token: torch.Tensor, place: int) -> None:
-    """A meta tensor, as in tracing, has no numbers."""
-
-
 def _native_look() -> object:
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if Look is None or exchange is None:
@@ -66,7 +62,7 @@ def _native_look() -> object:
 _library: Any = torch.library.Library("gpuwatch", "DEF")  # type: ignore[no-untyped-call]  # torch has no annotation
 _library.define("look(Tensor x, Tensor(a!) token, int place) -> ()", tags=(torch.Tag.needs_fixed_stride_order,))
 _library.impl("look", _native_look(), "CPU")
-_library.impl("look", _look_at_meta, "Meta")
+_library.impl("look", lambda tensor, token, place: None, "Meta")  # as in tracing: it has no numbers
 
 
 class _GraphBuffers:

@@ -80,7 +80,7 @@ class RegionCalls:
         self._root = root
         self._frames = frames
         self._gradients = gradients
-        self._owner: Callable[[], torch.nn.Module | None] = weakref.ref(owner) if owner is not None else _nothing
+        self._owner: Callable[[], torch.nn.Module | None] = weakref.ref(owner) if owner is not None else lambda: None
         """The module whose method was compiled."""
         self._owner_type = type(owner) if opened is RegionScope.BY_OWNER else None
         """None: hooks do not see the owner's call."""
@@ -290,7 +290,3 @@ class RegionCalls:
         """Whether all gradients of the later runs have been taken, so that those in memory belong to this run."""
         later = reversed(self._live.values())
         return all(other.next < 0 for other in itertools.takewhile(lambda other: other is not run, later))
-
-
-def _nothing() -> None:
-    return None

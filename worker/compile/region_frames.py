@@ -97,7 +97,7 @@ class RegionPages:
                 return False
             if region.has_missed_a_run:
                 self._policy.not_looked_into(None, region.cls)
-            run = region.runs.run_of(under, self._info_of)
+            run = region.runs.run_of(under, lambda module, inside: self._roots.child(module, inside.root, inside))
             if run is None:
                 self._policy.not_looked_into(under, region.cls)
                 return False
@@ -115,9 +115,6 @@ class RegionPages:
             return not rooted
         finally:
             region.forget()
-
-    def _info_of(self, module: torch.nn.Module, under: ModuleInfo) -> ModuleInfo:
-        return self._roots.child(module, under.root, under)
 
     def _put(
         self, frame: RegionFrame, page: OpenPage, seen: dict[int, RecordedRow], parent: int, depth: int, phase: Phase

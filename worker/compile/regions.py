@@ -61,7 +61,7 @@ class Region:
         """Node of a tensor -> the place that its last read writes."""
         self._deferred: list[_TracedRead] = []
         """Reads of the last module that returned."""
-        self._output: Callable[[], Any] = _nothing
+        self._output: Callable[[], Any] = lambda: None
         """The trace that this is of, as long as dynamo keeps it."""
         self._version = 0
         self._is_unseen = opened is RegionScope.UNSEEN
@@ -175,10 +175,6 @@ class Region:
         """The batch is skipped, including its backward, which may still be to come."""
         self.runs.batch_skipped()
         self._skipped = True
-
-
-def _nothing() -> None:
-    return None
 
 
 def _last_of(graph: torch.fx.Graph | None) -> torch.fx.Node | None:

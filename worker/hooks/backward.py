@@ -114,7 +114,7 @@ class BackwardHooks:
         self.current: torch.Tensor | None = None
         """The gradient whose frame is being written."""
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
-        """See `precede`."""
+        """Called with the module before a parameter's gradient is recorded: writes a compiled backward's frames."""
         self.writer: Any = native_writer_of(progress, frames.rows, self)
         """The native frame writer, if there is one. Its hooks call this class for gradients that they cannot record."""
 
@@ -181,10 +181,6 @@ class BackwardHooks:
             self.parameters[id(parameter)] = (weakref.ref(parameter), handle)
             if parameter.grad is not None and not self._rows.is_capturing:
                 self.left.add(parameter)
-
-    def precede(self, call: Callable[[ModuleInfo], None]) -> None:
-        """Have this called with the module before a parameter's gradient is recorded: a compiled backward's frames."""
-        self.before_parameter = call
 
     def watch_graph(self, calls: GraphCalls, output: Any) -> None:
         """Remember the graph of the backward that reaches this output of a root."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..record.group_slots import GroupCall
 
 
-@dataclass(frozen=True)
-class ReplacedMethod:
-    """One that is replaced."""
+class ReplacedMethod(NamedTuple):
+    """One that is replaced. The fields are in the order of worker/native/group_methods.c."""
 
     name: str
     call: GroupCall

@@ -128,20 +128,8 @@ class CollectivePatches:
         writer = self._groups.native
         if writer is None:
             return self._around(before, method)
-        return writer.method(
-            method.name,
-            before,
-            method.call,
-            OPERATIONS.index(method.operation),
-            method.tensor,
-            method.peer,
-            method.is_rooted,
-            method.tag,
-            method.given,
-            method.returned,
-            method.given_at_root,
-            method.returned_at_root,
-        )
+        name, call, operation, *places = method
+        return writer.method(name, before, call, OPERATIONS.index(operation), *places)
 
     def _note_after(self, owner: Any, name: str, note: Callable[[Any, Any], None]) -> None:
         """Have `note` called with the group and the result after each call: a bundle of messages begins or ends."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from ...core.events import HashFlag, HeldValue, ReplicaHashes
@@ -260,10 +261,7 @@ class RootTensors:
             for places, arrives in waiting.parts:
                 for place, number in zip(places, arrives.numbers, strict=True):
                     hashes[4 * place : 4 * place + 4] = int(number).to_bytes(4, "little")
-            event = waiting.event
-            self._progress.recorder.append(
-                ReplicaHashes(event.where, event.table, bytes(hashes), event.flags, event.tensors)
-            )
+            self._progress.recorder.append(replace(waiting.event, hashes=bytes(hashes)))
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:

@@ -19,9 +19,10 @@ import psutil
 import torch
 from msgspec.structs import replace
 
-from ...core.host import gpuwatch_version, host_name
+from ...core.host import boot_id, gpuwatch_version, host_name
 from ...core.identity import RankIdentity
 from ...core.preflight import InventoryFacts
+from ...core.text import first_line
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ def gather(identity: RankIdentity, script: str = "", environ: Mapping[str, str] 
     return InventoryFacts(
         host=soft(host_name, ""),
         node=soft(lambda: int(environ["GROUP_RANK"]), 0),
-        boot_id=soft(Path("/proc/sys/kernel/random/boot_id").read_text, "").strip(),
+        boot_id=soft(boot_id, ""),
         device="" if has_cuda else "cpu",
         driver=soft(Path("/sys/module/nvidia/version").read_text, "").strip(),
         versions=_versions(),
@@ -189,8 +190,7 @@ def _why_no_gpu() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch.cuda.init has no annotations
     except Exception as error:  # its class depends on the cause and the version
-        lines = str(error).strip().splitlines()
-        return lines[0] if lines else type(error).__name__
+        return first_line(error)
     return "" if torch.cuda.device_count() else "no GPU is visible"
 
 

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...core.identity import RankIdentity
 from ...core.preflight import SealBroken, WordSeal
+from ...core.text import first_line
 
 LEADER = 0
 FAILED = "failed"
@@ -63,7 +64,7 @@ def connect(identity: RankIdentity, timeout_s: float) -> Any:
             wait_for_workers=False,
         )
     except Exception as error:  # torch raises DistNetworkError, older versions raise RuntimeError
-        raise StoreLost(_first_line(error)) from error
+        raise StoreLost(first_line(error)) from error
 
 
 def store_below(identity: RankIdentity, prefix: str, timeout_s: float) -> Store:
@@ -118,7 +119,7 @@ class StoreRendezvous:
         except SealBroken as error:
             raise ForeignValue(str(error)) from error
         except (RuntimeError, OSError) as error:
-            raise StoreLost(_first_line(error)) from error
+            raise StoreLost(first_line(error)) from error
 
     def leave(self, steps: list[str], arrived: int) -> None:
         """Leave the meeting. The last of the `arrived` ranks deletes the keys of `steps`, the steps it has run.
@@ -134,7 +135,7 @@ class StoreRendezvous:
                 if key not in late:
                     self._store.delete_key(key)
         except (RuntimeError, OSError) as error:
-            raise StoreLost(_first_line(error)) from error
+            raise StoreLost(first_line(error)) from error
 
     def _keys(self, steps: list[str]) -> list[str]:
         """All keys below our prefix, including those of process groups if torch can list keys (2.5 cannot)."""
@@ -177,7 +178,3 @@ class StoreRendezvous:
                 raise
             return False
         return True
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

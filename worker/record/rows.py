@@ -31,7 +31,7 @@ from ..stats.tensor_stats import (
     stats_in_memory,
     version_of,
 )
-from ..stats.torch_reader import FROM_GRAPH, GRAPH_EXTREMES
+from ..stats.torch_reader import FROM_GRAPH, GRAPH_NUMBERS
 from .collectives import issued
 from .device_rows import DeviceRows
 from .names import ModuleSelection, inputs_of
@@ -319,7 +319,7 @@ class RowWriter(DeviceRows):
             again = (slot, packed[1], packed[2], code, packed[4], mark)
             return _new(RecordedRow, (again, flags, False, high, meta, flags != 0))
         if isinstance(source, torch.Tensor):
-            numbers = None if is_on_device(source) else measure(source[:GRAPH_EXTREMES])
+            numbers = None if is_on_device(source) else measure(source[:GRAPH_NUMBERS])
             packed, flags, _, high, meta, notable = self._row(slot, source, mark, numbers, FROM_GRAPH)
             return _new(
                 RecordedRow, ((slot, packed[1], NOTHING, code, packed[4], mark), flags, True, high, meta, notable)

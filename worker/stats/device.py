@@ -8,7 +8,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -207,10 +207,8 @@ def _clear_last_error(device: torch.device) -> None:
     if clear is not None:
         clear()
         return
-    try:
+    with suppress(RuntimeError):
         torch.ones(1, device=device).add_(1)
-    except RuntimeError:
-        pass
 
 
 LATE_DEVICE = "GPUWATCH_LATE_DEVICE"

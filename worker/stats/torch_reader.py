@@ -4,6 +4,7 @@ A row is six integers: low, high, meta (see core/values.py), then zeros, subnorm
 which those were counted. `pack` converts rows into the recorder's three integers and resets them. Both readers give the
 same bits as `measure` does on the host, with one exception: every nan of a float8 dtype becomes the same nan.
 """
+# ruff: noqa: D102  # `TensorReader` says what the methods of a reader do
 
 from __future__ import annotations
 
@@ -144,10 +145,8 @@ def _runs(tensor: torch.Tensor) -> TensorSource | None:
 
 # A compiled graph reads its tensors on a device itself, and leaves numbers that a reader reads in place of a tensor.
 
-GRAPH_EXTREMES = 3
-"""The first of these numbers, as elements, have the extremes and the non-finite values of the tensor."""
-GRAPH_NUMBERS = GRAPH_EXTREMES
-"""All of them. A statistic that cannot be read from the elements is a number behind them."""
+GRAPH_NUMBERS = 3
+"""How many. As elements, they have the extremes and the non-finite values of the tensor."""
 FROM_GRAPH = -1
 """The stride of their source, by which a reader can tell them from a tensor of float64."""
 
@@ -158,8 +157,8 @@ def graph_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def graph_source(numbers: torch.Tensor) -> TensorSource:
-    """Where the elements are among these numbers."""
-    return TensorSource(numbers, GRAPH_EXTREMES, GRAPH_EXTREMES, FROM_GRAPH)
+    """These numbers as the elements to read."""
+    return TensorSource(numbers, GRAPH_NUMBERS, GRAPH_NUMBERS, FROM_GRAPH)
 
 
 class PackedRows(NamedTuple):
@@ -189,7 +188,7 @@ class WaitingTensors(NamedTuple):
     """Tensors whose rows lie side by side, and that wait for a launch."""
 
     items: list[Any]
-    """Each is a Source, a KnownWeight, or a tensor that lies in one piece of its storage, in order."""
+    """Each is a TensorSource, a KnownWeight, or a tensor that lies in one piece of its storage, in order."""
     first: int
     """The position of the first row."""
     counted: bool
@@ -197,7 +196,7 @@ class WaitingTensors(NamedTuple):
 
 
 ENTRY = struct.Struct("=8q")
-"""An entry of Readings."""
+"""An entry of GroupedReadings."""
 _SIZE_OF_ROW = 3 * 8
 _GONE = CODES[torch.float32], 0
 """As dtype and count: a weight that is gone, or was changed since, is not read. Its earlier numbers are kept."""
@@ -221,8 +220,8 @@ class GroupedReadings:
     """Tensors that are read together into rows. Those with earlier numbers are the last.
 
     An entry is eight integers: code of the dtype (core/values.py), whether zeros and subnormals are counted, position
-    of the row, address, elements, inner and stride (as in Source), and the address of earlier numbers: these are kept,
-    and the tensor is read only if a row before its own is non-finite. An address is 0 if there is none.
+    of the row, address, elements, inner and stride (of its TensorSource), and the address of earlier numbers: these are
+    kept, and the tensor is read only if a row before its own is non-finite. An address is 0 if there is none.
     """
 
     def __init__(self, waiting: list[WaitingTensors], device: torch.device) -> None:
@@ -299,7 +298,6 @@ class TorchReader:
     """A `TensorReader` of torch's operations, several for one tensor: for the CPU, and where Triton does not run."""
 
     def read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
-        """See `TensorReader`."""
         without_modes(self._read, source, rows, position, count)
 
     def _read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
@@ -308,16 +306,15 @@ class TorchReader:
     def read_two(
         self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
     ) -> None:
-        """See `TensorReader`."""
         self.read(source, rows, position, count)
         self.read(other, rows, position + 1, count)
 
     def read_known(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
-        """See `TensorReader`. These are many launches, and take memory."""
+        """These are many launches, and take memory."""
         return False
 
     def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
-        """See `TensorReader`. The host does not know whether earlier numbers are good, so every tensor is read."""
+        """The host does not know whether earlier numbers are good, so every tensor is read."""
         entries = ENTRY.iter_unpack(readings.entries)
         for entry, tensor, earlier in zip(entries, readings.tensors, readings.earlier, strict=True):
             _, counted, position, _, elements, inner, stride, _ = entry
@@ -343,7 +340,6 @@ class TorchReader:
         return torch.stack((low, high, meta, zeros, small, total))
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """See `TensorReader`."""
         low, high, meta, zeros, subnormals, total = rows[:count].unbind(1)
         divisor = total.clamp(min=1)
         shares = _share(zeros, divisor) << 16 | _share(subnormals, divisor) << 32 | COUNTED

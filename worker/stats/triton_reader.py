@@ -4,6 +4,7 @@ For each launch, Triton binds the arguments, derives a key from them and looks u
 many times as long as the driver's launch. Here the key holds only the arguments that can differ, and the driver
 launches the compiled kernel (kernel_launcher.py).
 """
+# ruff: noqa: D102  # `TensorReader` says what the methods of a reader do
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ _BLOCKS = 8
 
 
 class TritonReader:
-    """See `Reader`. Raises ImportError without Triton. The first launches may raise any exception."""
+    """A `TensorReader`. Raises ImportError without Triton. The first launches may raise any exception."""
 
     def __init__(self, kernel: Any = None, launcher: KernelLauncher | None = None) -> None:
         if kernel is None:
@@ -56,13 +57,13 @@ class TritonReader:
         self.interpreted: bool = kernel.INTERPRETED
 
     def read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
-        """See `Reader`. The device must be the current one."""
+        """The device must be the current one."""
         key = _key_of(source, rows, count)
         if not self._launched_read(key, source, rows, position):
             without_modes(self._ordinary_read, key, source, rows, position, count)
 
     def read_known(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
-        """See `Reader`. Whether zeros are counted is less important than that the tensor is read."""
+        """Whether zeros are counted is less important than that the tensor is read."""
         for counted in (count, not count):
             key = _key_of(source, rows, counted)
             if key in self._reads:
@@ -106,7 +107,6 @@ class TritonReader:
     def read_two(
         self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
     ) -> None:
-        """See `Reader`."""
         if not self._read_two(source, other, rows, position, count, is_known=False):
             self.read(source, rows, position, count)
             self.read(other, rows, position + 1, count)
@@ -148,7 +148,7 @@ class TritonReader:
         return self._kernel.read_two[(programs,)](*views, rows, *numbers, *options, **_OPTIONS)
 
     def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
-        """See `Reader`. One launch for all tensors of one dtype and layout, as torch's foreach operations do it.
+        """One launch for all tensors of one dtype and layout, as torch's foreach operations do it.
 
         A table on the device says which programs read which tensor. It is copied there without waiting.
         """
@@ -170,7 +170,6 @@ class TritonReader:
             at += number * _ENTRY
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """See `Reader`."""
         packed = rows.new_empty(count, 3)
         programs = -(-count // _PACK_BLOCK)
         key = (rows.device, "pack", rows.data_ptr() % 16 == 0, packed.data_ptr() % 16 == 0)
@@ -217,7 +216,7 @@ class TritonReader:
 def tables(
     entries: bytes, share_of: Callable[[int], int], most: int, rows: int
 ) -> tuple[bytes, list[tuple[int, int, bytes]]]:
-    """The launches that read the entries of Readings: (variant, programs, table) of each; and before these a list with
+    """The launches that read GroupedReadings' entries: (variant, programs, table) of each; and before these a list with
     the address of each row's earlier numbers, 0 if it has none. See `read_many` in kernel.py.
 
     A tensor gets a program for each `share_of(variant)` of its elements, `most` at most. `rows`: how long the list is.

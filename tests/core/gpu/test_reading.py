@@ -41,7 +41,7 @@ def read(uuid, loaded=False):
 def test_a_healthy_h100_is_known_and_well_in_every_check(nvml, first):
     answer = ask_nvml([first], DEADLINE_S)
     reading = answer.readings[first]
-    assert (answer.trouble, answer.driver, answer.finished) == ("", "580.95.05", True)
+    assert (answer.trouble, answer.finished) == ("", True)
     reading.values.update(read(first, loaded=True).values)
     assert reading.name == "NVIDIA H100 80GB HBM3"
     assert set(grades(reading).values()) == {"ok"}
@@ -343,7 +343,6 @@ def test_a_child_that_dies_is_unknown_with_its_exit_code(nvml, tmp_path, monkeyp
 def test_the_real_nvml_tells_of_every_gpu_of_this_host():
     answer = ask_nvml([], 60.0)
     assert (answer.trouble, answer.finished) == ("", True)
-    assert answer.driver
     assert answer.readings
     for uuid, reading in answer.readings.items():
         assert uuid.startswith("GPU-")

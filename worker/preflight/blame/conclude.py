@@ -81,9 +81,6 @@ def missing_findings(
     return findings
 
 
-_REPORT_IT = "Please report it, with this line."
-
-
 @dataclass(frozen=True)
 class StepReports:
     """The reports of one step, and the ranks without one."""
@@ -112,8 +109,12 @@ def conclude_softly(
 
 
 def _own_error(step: str, what: str, error: Exception) -> PreflightFinding:
-    sentence = f"{what}, an error of gpuwatch: {type(error).__name__}: {error}"
-    return PreflightFinding(stage_of(step), "unknown", "job", [], [], sentence, _REPORT_IT, code=Code.PREFLIGHT_FAULT)
+    return _fault(step, f"{what}, an error of gpuwatch: {type(error).__name__}: {error}")
+
+
+def _fault(step: str, sentence: str, ranks: Sequence[int] = (), hosts: Sequence[str] = ()) -> PreflightFinding:
+    next_, code = "Please report it, with this line.", Code.PREFLIGHT_FAULT
+    return PreflightFinding(stage_of(step), "unknown", "job", [*ranks], [*hosts], sentence, next_, code=code)
 
 
 def conclude(
@@ -136,17 +137,7 @@ def conclude(
         hosts = sorted({roster.ranks[rank].host for rank in faults}) if roster else []
         first = faults[min(faults)]
         sentence = f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {first}"
-        finding = PreflightFinding(
-            stage_of(heard.step),
-            "unknown",
-            "job",
-            sorted(faults),
-            hosts,
-            sentence,
-            _REPORT_IT,
-            code=Code.PREFLIGHT_FAULT,
-        )
-        return _blame(now, [finding])
+        return _blame(now, [_fault(heard.step, sentence, sorted(faults), hosts)])
     went_away = heard.leader_failed or any(report.kind == "fallen" for report in heard.reports.values())
     if roster is None or heard.silent or went_away:
         return now
