@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..codes import Code, coded
-from ..host import host_name, stat_fields
+from ..host import boot_id, host_name, stat_fields
 from ..own_files import write_whole
 from .layout import file_bytes
 
@@ -105,7 +105,7 @@ def _files_free(base: Path) -> int:
 
 def adopt_scratch(folder: Path) -> None:
     """This process answers for the folder from now on; its agent does if this launch is killed."""
-    owner = f"{os.getpid()} {_began(os.getpid()) or 0} {_pid_namespace()} {_boot()} {host_name()}"
+    owner = f"{os.getpid()} {_began(os.getpid()) or 0} {_pid_namespace()} {boot_id() or '-'} {host_name()}"
     with suppress(OSError):  # a launch removes it in any case
         write_whole(folder / _OWNER, owner.encode())
 
@@ -118,13 +118,6 @@ def _began(pid: int) -> int | None:
     with suppress(OSError, ValueError, IndexError):
         return int(stat_fields(Path(f"/proc/{pid}"))[19])
     return 0
-
-
-def _boot() -> str:
-    """The host's boot; "-" where that is not known."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or "-"
-    return "-"
 
 
 def _pid_namespace() -> int:
@@ -176,7 +169,7 @@ def _is_gone(pid: str, began: str, namespace: str, boot: str = "", host: str = "
     now = _began(int(pid))
     if not boot:  # of an earlier version: the time of its clock, which may have been set since
         return float(began) > 0 and now == 0
-    if boot != (here := _boot()):
+    if boot != (here := boot_id() or "-"):
         return "-" not in (boot, here) and host == host_name()  # else it is another host's, with the same disk
     return int(began) > 0 and now is not None and now != int(began)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gpuwatch.core.host import host_name
+from gpuwatch.core.host import boot_id, host_name
 from gpuwatch.core.recorder import scratch
 from gpuwatch.core.recorder.layout import file_bytes
 
@@ -37,7 +37,7 @@ def dead_pid() -> int:
 def folder_of(base: Path, name: str, pid: int, created: int) -> Path:
     folder = base / f"gpuwatch-{os.getuid()}-{name}"
     folder.mkdir()
-    (folder / "owner").write_text(f"{pid} {created} {scratch._pid_namespace()} {scratch._boot()} {host_name()}")
+    (folder / "owner").write_text(f"{pid} {created} {scratch._pid_namespace()} {boot_id()} {host_name()}")
     (folder / "rank-00000.attempt-000.recorder").write_bytes(b"x")
     return folder
 

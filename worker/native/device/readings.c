@@ -1,5 +1,5 @@
-/* Where the tensors are that a launch on a device reads: GroupedReadings._entry of worker/stats/torch_reader.py for ordinary
-   tensors and weights. */
+/* Where the tensors are that a launch on a device reads: GroupedReadings._entry of worker/stats/torch_reader.py for
+   ordinary tensors and weights. */
 
 #include "readings.h"
 
