@@ -39,6 +39,7 @@ def view_of(
     """`verdict` is the one so far, or ""; `kind` is its kind, and `slow` the rank that costs the others time. `hang` is
     the last finding about ranks that rest, with its attempt."""
     attempt = facts.last_attempt
+    found = hang[1] if hang is not None and hang[0] == attempt else None
     ranks = facts.of_attempt(attempt)
     lone = sorted(  # first those with a non-finite value, then running ones
         facts.never_ranks().values(), key=lambda process: (not process.anomalies, process.exit is not None)
@@ -67,8 +68,8 @@ def view_of(
         processes=[_rank(facts, process, {}) for process in lone[:MOST_PROCESSES]],
         more_processes=max(0, len(lone) - MOST_PROCESSES),
         started_ns=started_ns,
-        hang=shown_body(hang[1].statement) if hang is not None and hang[0] == attempt else "",
-        hang_ranks=hang[1].ranks if hang is not None and hang[0] == attempt else [],
+        hang=shown_body(found.statement) if found is not None else "",
+        hang_ranks=found.ranks if found is not None else [],
     )
 
 
