@@ -84,11 +84,9 @@ LoadHistory = Callable[[str, int], RankHistoryMessage | None]
 """The same for a history."""
 
 
-def fold(
-    stored: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[str] = (), load: LoadPage | None = None
-) -> RunFacts:
-    """Put messages together. `lost_agents` went silent, as the collector saw it; without `load` all pages are kept."""
-    folded = FactFold(load)
+def fold(stored: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[str] = ()) -> RunFacts:
+    """Put messages together; all pages are kept. `lost_agents` went silent, as the collector saw it."""
+    folded = FactFold()
     for agent, n, body in stored:
         folded.add(agent, n, body)
     return folded.facts(lost_agents)
