@@ -26,16 +26,11 @@ from .stragglers import step_report
 from .timeline import forecasts_of, timeline_of
 
 
-def stack_of(rank: RankFacts) -> list[str]:
-    """The rank's last stack, innermost call first: `/home/me/train.py:41 in main: dist.all_reduce(loss)`.
+def look_stack(look: RankLook) -> list[str]:
+    """A rank's stack, innermost call first: `/home/me/train.py:41 in main: dist.all_reduce(loss)`.
 
     For one that did not answer itself: native calls first, and without any stack what the kernel says of it.
     """
-    return look_stack(rank.looks[-1]) if rank.looks else []
-
-
-def look_stack(look: RankLook) -> list[str]:
-    """As above, of one look."""
     if look.stack:
         return [*(f"{line.short}, native" for line in look.native), *(line.shown for line in look.stack)]
     return [thread_text(thread) for thread in look.threads]
@@ -185,7 +180,7 @@ def _rank_report(
         hidden=waived_of(rank),
         batches_skipped=rank.counts.batches_skipped,
         gpu=gpu_of(facts, rank),
-        stack=stack_of(rank),
+        stack=look_stack(rank.looks[-1]) if rank.looks else [],
         frames_comparable=comparable,
         pages=len(rank.pages),
         traces_left_out=traces_left_out,

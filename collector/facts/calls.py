@@ -266,9 +266,5 @@ def common(names: list[str]) -> str:
     'a'
     """
     parts = [name.split(".") if name else [] for name in names]
-    shared: list[str] = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return ".".join(shared)
+    shared = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
+    return ".".join(level[0] for level in shared)

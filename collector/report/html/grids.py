@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from ....core.text import ranks_text
@@ -59,7 +60,7 @@ def rank_grid(report: RunReport) -> RankGrid | None:
     side = next(side for side in (64, 48, 40, 32, 26, 20, 16, 12, 9, 6, 4) if side == 4 or _height(num, side) <= 240)
     columns = _WIDTH // side
     places = ((n % columns * side, n // columns * side) for n in range(num))
-    word = _function if hang else _state
+    word = _function if hang else attrgetter("state")
     squares = [
         (rank.rank, x, y, looks[rank.rank], word(rank)[:_MOST_LETTERS])
         for rank, (x, y) in zip(report.ranks, places, strict=True)
@@ -80,10 +81,6 @@ def _ending(rank: RankReport) -> str:
 
 def _place(rank: RankReport) -> str:
     return next(iter(own_lines(rank.stack)[1::-1]), "did not report its position")
-
-
-def _state(rank: RankReport) -> str:
-    return rank.state
 
 
 def _function(rank: RankReport) -> str:
