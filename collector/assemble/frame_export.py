@@ -77,25 +77,9 @@ def _in_order(ranks: dict[tuple[int, int], RankFacts]) -> list[RankFacts]:
 
 def _verdict(facts: RunFacts, run: str) -> ExportRow:
     verdict = decide(facts)
-    return ExportRow(
-        "verdict",
-        run,
-        verdict.attempt,
-        verdict.rank,
-        verdict.root,
-        verdict.batch,
-        verdict.step,
-        phase=verdict.phase,
-        module=verdict.module,
-        cls=verdict.cls,
-        role=verdict.role,
-        kind=verdict.kind,
-        dtype=verdict.dtype,
-        nonfinite=verdict.value,
-        text=verdict.statement,
-        certainty=verdict.certainty,
-        process=verdict.pid,
-    )
+    place = ("attempt", "rank", "root", "batch", "step", "phase", "module", "cls", "role", "kind", "dtype", "certainty")
+    shared = {name: getattr(verdict, name) for name in place}
+    return ExportRow("verdict", run, **shared, nonfinite=verdict.value, text=verdict.statement, process=verdict.pid)
 
 
 def _rank_or_process(rank: RankFacts) -> tuple[int | None, int | None]:
