@@ -34,7 +34,6 @@ class OddTensor:
     """A weight or a buffer of one rank that is not what its replicas hold, up to the last comparison."""
 
     rank: int
-    root: str
     name: str
     is_buffer: bool
     since: int
@@ -73,7 +72,7 @@ def odd_tensors(ranks: list[RankFacts]) -> list[OddTensor]:
     for rank in ranks:
         for root, step, sample in _samples(rank):
             points[root][sample.batch, step].append(sample)
-    found = [odd for root, by_point in points.items() for odd in _RootComparison(root).odd(by_point)]
+    found = [odd for by_point in points.values() for odd in _RootComparison().odd(by_point)]
     return sorted(found, key=lambda odd: odd.rank)
 
 
@@ -91,8 +90,7 @@ def _samples(rank: RankFacts) -> Iterator[tuple[str, int, _HashSample]]:
 
 
 class _RootComparison:
-    def __init__(self, root: str) -> None:
-        self._root = root
+    def __init__(self) -> None:
         self._entries: defaultdict[str, _EntryHistory] = defaultdict(_EntryHistory)
         self._local: set[str] = set()
         """Lines that ranks hold values of their own for."""
@@ -112,7 +110,7 @@ class _RootComparison:
         if any(line.startswith("w ") for line in self._local):
             return []
         return [
-            OddTensor(rank, self._root, line.split(" ")[1], line.startswith("b "), since, of.agreed_in, self._ranks)
+            OddTensor(rank, line.split(" ")[1], line.startswith("b "), since, of.agreed_in, self._ranks)
             for line, of in self._entries.items()
             if line not in self._local
             for rank, since in of.odd.items()
