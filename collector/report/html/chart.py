@@ -162,7 +162,7 @@ def _draw(
     for rank, named, points in ranks:
         style = "named" if named else "other"
         drawn = (place(x, y) if y is not None and y < math.inf else None for x, y in points)
-        lines.append(RankLine(rank, style, _path(drawn)))
+        lines.append(RankLine(rank, style, svg_path(drawn)))
         marks += [(place(x, 1)[0], style, rank) for x, y in points if y is not None and not y < math.inf]
     return OutputChart(
         title,
@@ -194,8 +194,8 @@ def _growth(told: ModuleForecast, batch: int, last: float, place: Callable[[floa
     if latest <= last or earliest <= last:
         edge.append((place(min(latest, last), 1)[0], edge[1][1]))
     return DrawnGrowth(
-        _path([start, towards(middle)]),
-        _path([*edge, towards(latest)]) + "Z",
+        svg_path([start, towards(middle)]),
+        svg_path([*edge, towards(latest)]) + "Z",
         start,
         f"forecast in batch {told.batch}",
         f"forecast made in batch {told.batch} of rank {told.rank}: the output passes the limit in batch {middle} "
@@ -203,7 +203,7 @@ def _growth(told: ModuleForecast, batch: int, last: float, place: Callable[[floa
     )
 
 
-def _path(points: Iterable[Point | None]) -> str:
+def svg_path(points: Iterable[Point | None]) -> str:
     """`M0 1L2 3`; a gap begins a new stretch. A lone point is a dot: a round cap shows it."""
     parts: list[str] = []
     drawing = False

@@ -9,6 +9,7 @@ from ....core.identity import rank_name
 from ....core.metrics import METRICS
 from ..model import FigureSeries, NodeFigures, RunReport, TimelineEntry
 from ..sentence_parts import counted, grouped, share_text, size_text, when_text
+from .chart import svg_path
 
 # The figures of a node as small curves. Units are those of the viewBox.
 
@@ -56,7 +57,7 @@ def _curves(at_s: Sequence[float], figures: list[FigureSeries], top: float, high
     first, last = at_s[0], at_s[-1]
     wide = (SPARK_WIDTH - 2 * EDGE) / (last - first or 1.0)
     high = (SPARK_HEIGHT - 2 * EDGE) / (top or 1.0)
-    xs = [f"{EDGE + wide * (at - first):.0f}" for at in at_s]
+    xs = [round(EDGE + wide * (at - first)) for at in at_s]
     span = f"from {when_text(first, event)} to {when_text(last, event)}" if event else "over the run"
     title, most = figures[0].text, amount_text(highest, figures[0].unit)
     curves = [(figure.of or "the host", _curve(xs, figure.values, high)) for figure in figures]
@@ -72,14 +73,11 @@ def _event_x(at_s: Sequence[float], wide: float) -> float | None:
     return round(EDGE + wide * (min(max(0.0, first), last) - first), 1) if is_near else None
 
 
-def _curve(xs: list[str], values: Sequence[float | None], high: float) -> str:
+def _curve(xs: list[int], values: Sequence[float | None], high: float) -> str:
     """Lines between neighbours that are known."""
-    parts, down = [], False
-    for x, value in zip(xs, values, strict=True):
-        if value is not None:
-            parts.append(f"{'L' if down else 'M'}{x} {SPARK_HEIGHT - EDGE - high * max(0.0, value):.1f}")
-        down = value is not None
-    return "".join(parts)
+    known = zip(xs, values, strict=True)
+    bottom = SPARK_HEIGHT - EDGE
+    return svg_path((x, round(bottom - high * max(0.0, y), 1)) if y is not None else None for x, y in known)
 
 
 def amount_text(value: float, unit: str) -> str:
