@@ -166,11 +166,10 @@ def _missed_the_reduction(waiting: list[int], shown: dict[int, RankPosition], wa
 def _are_behind(away: list[int], waiting: list[int], shown: dict[int, RankPosition]) -> bool:
     """Whether each of these has begun fewer collectives of a group than one that waits, as far as their tables show."""
     begun = {rank: {(g.name, g.members): g.begun for g in one.groups} for rank, one in shown.items()}
-    most: dict[tuple[str, str], int] = {}
-    for rank in waiting:
-        for group, number in begun[rank].items():
-            most[group] = max(number, most.get(group, 0))
-    return all(any(number < most.get(group, 0) for group, number in begun[rank].items()) for rank in away)
+    return all(
+        any(number < begun[other].get(group, 0) for group, number in begun[rank].items() for other in waiting)
+        for rank in away
+    )
 
 
 def _counts(shown: dict[int, RankPosition]) -> list[str]:

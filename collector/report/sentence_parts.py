@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 from rich.console import Console
@@ -171,6 +172,4 @@ class TextConsole(Console):
 
 def elapsed_text(seconds: float) -> str:
     """`0:04:07`, `3 days 2:00:00`"""
-    days, rest = divmod(int(max(0.0, seconds)), 86400)
-    clock = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
-    return f"{counted(days, 'day')} {clock}" if days else clock
+    return str(timedelta(seconds=int(max(0.0, seconds)))).replace(",", "")
