@@ -225,9 +225,7 @@ class RunStore:
                 expect_regular(path)
             db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         except (sqlite3.Error, OSError) as error:
-            raise GpuwatchError(
-                Code.UNREADABLE, f"expected a run store, found something else in {path}: {error}"
-            ) from error
+            raise _no_store(path, error) from error
         try:
             if create:
                 db.execute("PRAGMA journal_mode=WAL")
@@ -242,10 +240,7 @@ class RunStore:
                 _expect_schema(path, row[0] if row else "0")
         except (sqlite3.Error, UnicodeDecodeError) as error:
             db.close()
-            said = shown_name(str(error))  # SQLite cites the file's own bytes
-            raise GpuwatchError(
-                Code.UNREADABLE, f"expected a run store, found something else in {path}: {said}"
-            ) from error
+            raise _no_store(path, shown_name(str(error))) from error  # SQLite cites the file's own bytes
         except BaseException:
             db.close()
             raise
@@ -455,6 +450,10 @@ def _reader(db: sqlite3.Connection, path: Path) -> sqlite3.Connection:
     return db
 
 
+def _no_store(path: Path, why: object) -> GpuwatchError:
+    return GpuwatchError(Code.UNREADABLE, f"expected a run store, found something else in {path}: {why}")
+
+
 def _has_checksums(db: sqlite3.Connection, table: str) -> bool:
     return any(column[1] == "crc" for column in db.execute(f"PRAGMA table_info({table})"))
 
@@ -517,8 +516,6 @@ def _expect_tables(path: Path, db: sqlite3.Connection) -> None:
 
 def _expect_schema(path: Path, schema: object) -> None:
     if not isinstance(schema, str) or not schema.isascii() or not schema.isdigit():
-        raise GpuwatchError(
-            Code.UNREADABLE, f"expected a run store, found something else in {path}: its schema is {str(schema)[:40]!r}"
-        )
+        raise _no_store(path, f"its schema is {str(schema)[:40]!r}")
     if int(schema[:9]) > SCHEMA:
         raise GpuwatchError(Code.VERSIONS_APART, f"{path} was written by a later gpuwatch; read it with that one")
