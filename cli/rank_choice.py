@@ -36,10 +36,7 @@ def ranks_of(choice: RankChoice, facts: RunFacts) -> list[int]:
     """The numbers of these ranks, in order. Raises UsageError if the run has none."""
     known = sorted({each.rank for each in facts.ranks.values()})
     if isinstance(choice, int):
-        if choice not in known:
-            raise UsageError(
-                Code.NOT_IN_RUN, f"--rank: expected one of the ranks of this run ({there(known)}), found {choice}"
-            )
+        expect_rank(choice, known)
         return [choice]
     places = {each.rank: each.coordinates for each in facts.of_attempt(facts.last_attempt)}
     found = sorted(rank for rank, place in places.items() if choice.items() <= place.items())
@@ -70,9 +67,11 @@ def one_rank(choice: RankChoice | None, run: Path) -> int | None:
     return found[0]
 
 
-def there(ranks: list[int]) -> str:
-    """What a run has, for a sentence."""
-    return ranks_text(ranks) if ranks else "it has none"
+def expect_rank(rank: int, known: list[int]) -> None:
+    """Raises UsageError, saying which ranks the run has."""
+    if rank not in known:
+        there = ranks_text(known) if known else "it has none"
+        raise UsageError(Code.NOT_IN_RUN, f"--rank: expected one of the ranks of this run ({there}), found {rank}")
 
 
 @contextmanager

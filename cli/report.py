@@ -20,7 +20,7 @@ from ..core.errors import GpuwatchError, UsageError
 from ..core.text import shown
 from ..core.wire.spool import SUFFIX
 from ..launcher.saved_settings import saved_runs_dir
-from .rank_choice import RankChoice, one_rank, parse_rank, there
+from .rank_choice import RankChoice, expect_rank, one_rank, parse_rank
 
 if TYPE_CHECKING:
     from ..collector.report.model import RunReport
@@ -101,11 +101,8 @@ def report(
     rank = one_rank(choice, path)
     is_spool = path.is_file()
     report = _made(found, rank, merge=merge) if again or merge or is_spool else read_report(RunPaths(path))
-    known = [entry.rank for entry in report.ranks]
-    if rank is not None and rank not in known:
-        raise UsageError(
-            Code.NOT_IN_RUN, f"--rank: expected one of the ranks of this run ({there(known)}), found {rank}"
-        )
+    if rank is not None:
+        expect_rank(rank, [entry.rank for entry in report.ranks])
     if rank is not None and not merge and not is_spool and _is_in_store(report, rank):
         with suppress(GpuwatchError):  # without its store, what the report holds is shown
             report = _from_store(path, rank)
@@ -219,9 +216,9 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
 
 def echo_json(value: object) -> None:
     """Print it."""
-    import msgspec
+    from ..collector.report.model import to_json
 
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
+    click.echo(to_json(value).decode())
 
 
 def text_width() -> int:

@@ -558,6 +558,6 @@ class RunReport(msgspec.Struct, frozen=True):
         return self.verdict.rank if found is None else found
 
 
-def to_json(report: RunReport) -> bytes:
+def to_json(value: object) -> bytes:
     """Indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=1)
+    return msgspec.json.format(msgspec.json.encode(value), indent=1)
