@@ -134,7 +134,7 @@ class _StackScene:
         still = f"Rank {rank} has not moved for {self._still_s:.0f} s, and all other ranks have ended."
         certainty = Certainty.SUPPORTED if position.kind == "unknown" else Certainty.ESTABLISHED
         next_ = [f"Look at the line where rank {rank} is."]
-        return HangFinding(f"{still} It is {position.what}.", certainty, [rank], next_, cause="last one")
+        return HangFinding(f"{still} It is {position.what}.", certainty, [rank], next_)
 
     def _nobody_waits(self, away: list[int]) -> HangFinding:
         if self.world_size == 1:
