@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -20,27 +21,27 @@ _MOST_ALIKE = 4
 """Up to this many nodes with the same trouble get a row each."""
 _MAX_FINDINGS = 16
 _MAX_HOSTS = 3
-_WIDE, _MOST_IN_NARROW = 100, 5
-"""Characters that all stages need, and the stages that have room in fewer."""
 
 
 def print_stages(console: Console, preflight: PreflightReport) -> None:
-    """Print how each node passed each stage, with the time of its slowest rank. In a narrow text in two tables."""
+    """Print how each node passed each stage, with the time of its slowest rank; in two tables where one is too wide."""
     if not preflight.stages:
         return
-    rows = stage_rows(preflight)
     console.print(Text("Preflight: each stage with the seconds of its slowest rank", style="bold"))
-    most = len(preflight.stages) if console.width >= _WIDE else _MOST_IN_NARROW
-    for first in range(0, len(preflight.stages), most):
-        names = (column.stage.replace(" ", "\n") for column in preflight.stages[first : first + most])
-        own = (Column(title, overflow="fold") for title in ("node", "ranks"))
-        stages = (Column(name, no_wrap=True) for name in names)
-        table = Table(*own, *stages, collapse_padding=True, **PLAIN)
-        for hosts, ranks, cells in rows:
-            shown = map(_cell, cells[first : first + most])
-            table.add_row(Text(hosts), ranks_text(ranks).partition(" ")[2], *shown)
-        console.print(table)
-    console.print()
+    tables = [_stage_table(preflight, slice(None))]
+    if Measurement.get(console, console.options.update(max_width=1000), tables[0]).maximum > console.width:
+        half = (len(preflight.stages) + 1) // 2
+        tables = [_stage_table(preflight, part) for part in (slice(half), slice(half, None))]
+    console.print(*tables, "", sep="")
+
+
+def _stage_table(preflight: PreflightReport, part: slice) -> Table:
+    own = (Column(title, overflow="fold") for title in ("node", "ranks"))
+    stages = (Column(column.stage.replace(" ", "\n"), no_wrap=True) for column in preflight.stages[part])
+    table = Table(*own, *stages, collapse_padding=True, **PLAIN)
+    for hosts, ranks, cells in stage_rows(preflight):
+        table.add_row(Text(hosts), ranks_text(ranks).partition(" ")[2], *map(_cell, cells[part]))
+    return table
 
 
 def stage_rows(preflight: PreflightReport) -> list[tuple[str, list[int], list[StageCell | None]]]:
