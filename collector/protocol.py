@@ -57,18 +57,12 @@ class SendMessage:
 
 @dataclass(frozen=True)
 class StoreMessage:
-    """Put the message into the store; it is acknowledged once it is durable there (`committed`)."""
-
-    agent: str
-    message: AgentMessage
+    """Put the message that was heard into the store; it is acknowledged once it is durable there (`committed`)."""
 
 
 @dataclass(frozen=True)
 class LookAhead:
-    """Inspect an event now that arrived before earlier messages did. The agent sends it again, in order."""
-
-    agent: str
-    message: AgentMessage
+    """Inspect the event that was heard now, though earlier messages are missing; the agent sends it again, in order."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +152,7 @@ class RunProtocol:
             actions += [SendMessage(agent, want) for wants in self._wanted.values() for want in wants]
         if message.n == 0:
             echo = message.body.sent_ns if isinstance(message.body, NodeBeat) else 0
-            kept = (
-                [StoreMessage(agent, message)] if believed and not isinstance(message.body, wire.AgentLeaving) else []
-            )
+            kept = [StoreMessage()] if believed and not isinstance(message.body, wire.AgentLeaving) else []
             received = node.received if echo else -1
             return [*actions, *kept, SendMessage(agent, MessageAck(node.stored, echo_ns=echo, received=received))]
         if message.n <= node.received:
@@ -168,18 +160,17 @@ class RunProtocol:
                 actions.append(SendMessage(agent, wire.RunWelcome(self.run_id, self.run_dir, node.stored)))
             return [*actions, SendMessage(agent, MessageAck(node.stored))]
         if message.after > node.received:
-            ahead = self._look_ahead(agent, message, now) if believed else []
+            ahead = self._look_ahead(message.body, now) if believed else []
             return [*actions, *ahead, SendMessage(agent, MessageAck(node.stored, resend=True))]
         node.received = message.n
         if not believed or isinstance(message.body, AgentHello):  # what it said hello with stands
             return actions
-        return [*actions, StoreMessage(agent, message), *self._react(node, message.body, now)]
+        return [*actions, StoreMessage(), *self._react(node, message.body, now)]
 
-    def _look_ahead(self, agent: str, message: AgentMessage, now: float) -> list[Action]:
+    def _look_ahead(self, body: wire.AgentBody, now: float) -> list[Action]:
         """The verdict over an overflow does not wait until pages that were lost with a connection are sent again."""
-        body = message.body
         if isinstance(body, wire.EventMessage) and isinstance(body.event, Anomaly):
-            return [LookAhead(agent, message), *self._react_to_event(body, now)]
+            return [LookAhead(), *self._react_to_event(body, now)]
         return []
 
     @property
@@ -238,7 +229,7 @@ class RunProtocol:
             self.strangers += 1
             return [SendMessage(agent, wire.AgentRefused(reason))]
         self._enter(agent, hello, now).received = message.n
-        return [StoreMessage(agent, message), SendMessage(agent, wire.RunWelcome(self.run_id, self.run_dir))]
+        return [StoreMessage(), SendMessage(agent, wire.RunWelcome(self.run_id, self.run_dir))]
 
     def _why_not(self, agent: str, hello: AgentHello) -> str:
         """Why this agent is not one of this job; "" if it is."""

@@ -45,9 +45,10 @@ class Link:
             self.outbox.sent(number)
             if position < len(losses) and losses[position]:
                 continue
-            for action in self.run_protocol.hear("a", decode_agent(data), self.now):
+            message = decode_agent(data)
+            for action in self.run_protocol.hear("a", message, self.now):
                 if isinstance(action, StoreMessage):
-                    self.stored.append(action.message)
+                    self.stored.append(message)
                 elif isinstance(action, SendMessage) and isinstance(action.message, MessageAck):
                     self.acks.append(action.message)
         self.acks += [
