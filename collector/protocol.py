@@ -27,7 +27,6 @@ from ..core.settings import OnHang
 from ..core.wire import messages as wire
 from ..core.wire.messages import AgentHello, AgentMessage, CollectorMessage, MessageAck, NodeBeat, life_of, node_of
 from .asking import AskedAll, RankOwnership
-from .decide.hang_model import HangFinding
 
 SILENT_S = 20.0
 """An agent beats twice a second. After this silence it counts as lost until it is heard again."""
@@ -116,6 +115,7 @@ class RunProtocol:
     expected_nodes: int = 1
     """Given to a collector that is started by hand; else the first hello says it."""
     claims: RankOwnership = field(default_factory=RankOwnership)
+    asking: AskedAll = field(default_factory=AskedAll)
     disbelieved: int = 0
     """Messages about ranks of other nodes."""
     strangers: int = 0
@@ -126,7 +126,6 @@ class RunProtocol:
     by_hand: bool = False
     """No launch started this collector, so none can tell it that the job is over."""
     _wanted: dict[tuple[int, str, int], list[wire.WantedBatch]] = field(default_factory=dict)
-    _asking: AskedAll = field(default_factory=AskedAll)
     _over_since: float | None = None
     _launch_gone_at: float | None = None
     _ended: bool = False
@@ -221,7 +220,7 @@ class RunProtocol:
                 node.received = node.stored = max(node.received, n)
                 node.restored = True
                 self._react(node, body, now)
-        self._asking.forget()
+        self.asking.forget()
 
     def _greet(self, agent: str, message: AgentMessage, hello: AgentHello, now: float) -> list[Action]:
         reason = self._why_not(agent, hello)
@@ -272,7 +271,7 @@ class RunProtocol:
     def _react_to_event(self, message: wire.EventMessage, now: float) -> list[Action]:
         event = message.event
         if isinstance(event, RankStall | RankLook | WorkerExit):
-            number = self._asking.hear(event, now)
+            number = self.asking.hear(event, now)
             return self._to_all(wire.LookAtRanks(number)) if number is not None else []
         if isinstance(event, PreflightResult) and event.stops:
             self._job_is_over(now)
@@ -300,18 +299,13 @@ class RunProtocol:
 
     def _conclude_asking(self, now: float) -> list[Action]:
         announced = sum(node.hello.nproc for node in self.nodes.values() if not node.replaced)
-        concluded = self._asking.conclude(announced or self.claims.num_ranks, now, self.on_hang)
+        concluded = self.asking.conclude(announced or self.claims.num_ranks, now, self.on_hang)
         if concluded is None:
             return []
         found, ending = concluded
         stop = self._to_all(wire.StopRanks("no rank moves any more", restart=True)) if ending.now else []
         text = f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"
         return [NotifyUser(text), *stop]
-
-    @property
-    def hang(self) -> tuple[int, HangFinding] | None:
-        """The last finding about ranks that rest, with its attempt."""
-        return self._asking.last
 
     def _job_is_over(self, at: float) -> None:
         self._over_since = at if self._over_since is None else min(self._over_since, at)

@@ -296,7 +296,7 @@ class CollectorServer:
         kind = VerdictKind.OVERFLOW if verdict else ""
         slow = self._live.stragglers.slow
         return view_of(
-            facts, self._paths.run_id, time.time_ns(), verdict, kind, slow, self._started_ns, self._protocol.hang
+            facts, self._paths.run_id, time.time_ns(), verdict, kind, slow, self._started_ns, self._protocol.asking.last
         )
 
     def _own_numbers(self) -> OwnNumbers:
