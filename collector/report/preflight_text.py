@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...core.codes import coded
 from ...core.preflight import PreflightFinding
-from ...core.text import ranks_text
+from ...core.text import numbers_text
 from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, RunReport, StageCell
 from .notices_text import PLAIN
 from .sentence_parts import counted, grouped, list_item
@@ -40,7 +40,7 @@ def _stage_table(preflight: PreflightReport, part: slice) -> Table:
     stages = (Column(column.stage.replace(" ", "\n"), no_wrap=True) for column in preflight.stages[part])
     table = Table(*own, *stages, collapse_padding=True, **PLAIN)
     for hosts, ranks, cells in stage_rows(preflight):
-        table.add_row(Text(hosts), ranks_text(ranks).partition(" ")[2], *map(_cell, cells[part]))
+        table.add_row(Text(hosts), numbers_text(ranks) if ranks else "-", *map(_cell, cells[part]))
     return table
 
 

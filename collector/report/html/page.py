@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 
 from ....core.codes import CODE, CodeText, code_texts, coded
 from ....core.frames import Row, RowContent, format_number
-from ....core.text import ranks_text
+from ....core.text import numbers_text
 from ....core.verdicts import ReportSection, VerdictKind
 from .. import text_report
 from ..model import RankReport, RunInfo, RunReport
@@ -144,7 +144,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {"first": text_report.first_text, "number": _number, "bytes": bytes_text, "ranks": _ranks}
+    filters = {"first": text_report.first_text, "number": _number, "bytes": bytes_text, "numbers": numbers_text}
     environment.filters.update(filters, coded=coded, code=code_of, level=level_of, duration=_duration)
     return environment
 
@@ -221,10 +221,6 @@ def _frame_texts(report: RunReport) -> tuple[list[tuple[int, int, str, str]], in
             room -= len(text)
             found.append((rank.rank, frames[-1].batch, title, text))
     return found, left_out
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ranks_text(ranks).partition(" ")[2] if ranks else "-"
 
 
 _COMMAND = re.compile(

@@ -208,6 +208,11 @@ def test_a_row_per_node_and_a_column_per_stage(make):
     ]
 
 
+def test_a_node_whose_ranks_were_never_heard_has_a_dash_for_them(make):
+    text = render_text(report_of(check(make, silent=(2, 3))), width=110)
+    assert ["gpu-001", *["-"] * (1 + len(STAGES))] in rows_of(text)
+
+
 def test_512_ranks_on_64_nodes_are_readable(make):
     finding = make.found(
         "compute", "fail", "gpu", [77], ["gpu-009"], "rank 77 gets a different matmul result", next="Look."
