@@ -122,9 +122,9 @@ class RecorderWriter:
         """The definitions so far, for whoever reads pages in this process."""
         self.page: OpenPage | None = None
         """The page that is being written."""
-        self.cursor = array("q", [-1, 0])
-        """Offset in the file of the segment that is being written, -1 while there is none; and the thread that alone
-        may write, 0 while any may.
+        self.cursor = array("q", [-1, 0, 0])
+        """Offset in the file of the segment that is being written, -1 while there is none; the thread that alone may
+        write, 0 while any may; and how many times it has taken the lock.
 
         Another writer of rows in this process (the worker's compiled one) needs only these and the counts in the
         segment's own header. It need not report to this class what it has written.

@@ -136,6 +136,7 @@ def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: Backward
             handle=RemovableHandle,
             leaves_of=leaves_of,
             next_segment=progress.recorder.continue_segment,
+            mutex=progress.lock.mutex,
             exchange=exchange,
             near=rows.notable.near,
             forward="forward" in settings.watch,

@@ -1,6 +1,6 @@
 """The compiled part of the worker: worker/native/module.c"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 LAYOUT: dict[str, int]
@@ -31,6 +31,19 @@ def tables(
 ) -> tuple[bytes, list[tuple[int, int, bytes]]]: ...
 def use_driver(address: int | None, /) -> None: ...
 def launch(kernel: bytes, programs: int, stream: int, /, *arguments: int) -> int: ...
+def launch_reads(
+    kernels: dict[tuple[Any, ...], tuple[bytes, int, int]],
+    stream_of: Callable[[int], int],
+    tensors: Sequence[Any],
+    elements: Sequence[int],
+    at: int,
+    inner: int,
+    stride: int,
+    rows: Any,
+    position: int,
+    count: bool,
+    /,
+) -> tuple[int, int] | None: ...
 def trace_hooks_as(function: Callable[[Any, Any], None], /) -> None: ...
 
 class Look:

@@ -83,7 +83,7 @@ static void put_frame(char *segment, const Frame *frame, const Call *call)
     memcpy(place + FRAME_DEPTH, &depth, sizeof depth);
     place[FRAME_PHASE] = (char)call->phase;
     place[FRAME_COLLECTIVES] = (char)(call->collectives > 255 ? 255 : call->collectives);
-    memcpy(place + FRAME_SEQ, &call->seq, sizeof call->seq);
+    memcpy(place + FRAME_SEQ, &frame->seq, sizeof frame->seq);
     memcpy(place + FRAME_ROWS, rows, sizeof rows);
 }
 

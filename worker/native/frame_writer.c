@@ -120,9 +120,9 @@ static int write_frame(FrameWriter *self, const ModuleCall *module_call)
                  .rank_phase = -1, .rank_module = -1};
     if (!begin_frame(self, &frame) || !may_look(self))
         return 0;
-    if (!integer_of(info, s_id, &call.module) || !integer_of(info, s_seq, &before) || !issued_now(self, &call.seq))
+    if (!integer_of(info, s_id, &call.module) || !integer_of(info, s_seq, &before) || !issued_now(self, &frame.seq))
         return 0;
-    call.collectives = before >= 0 && call.seq > before ? call.seq - before : 0;
+    call.collectives = before >= 0 && frame.seq > before ? frame.seq - before : 0;
     PyObject *slots = PyObject_GetAttr(info, s_slots);
     int taken = slots != NULL && PyDict_CheckExact(slots) &&
                 parameter_rows(self, &frame, info, slots, module_call->module, module_call->step) &&
@@ -169,7 +169,7 @@ static PyObject *writer_weights(FrameWriter *self, PyObject *const *args, Py_ssi
     if (PyErr_Occurred())
         return NULL;
     if (!begin_frame(self, &frame) || !may_look(self) || !integer_of(info, s_id, &call.module) ||
-        !issued_now(self, &call.seq))
+        !issued_now(self, &frame.seq))
         return answer(0);
     PyObject *slots = PyObject_GetAttr(info, s_slots);
     int taken = slots != NULL && PyDict_CheckExact(slots);
@@ -285,7 +285,7 @@ static int set_cursor(FrameWriter *self)
 {
     if (PyObject_GetBuffer(self->cursor, &self->cell, PyBUF_WRITABLE) < 0)
         return 0;
-    if (self->cell.len >= (Py_ssize_t)sizeof(int64_t))
+    if (self->cell.len >= (Py_ssize_t)(3 * sizeof(int64_t)))
         return 1;
     PyErr_SetString(PyExc_ValueError, "no room in the cursor");
     return 0;

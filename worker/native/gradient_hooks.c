@@ -104,7 +104,7 @@ static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject
     if (!integer_of(page, s_number, &number) || number != frame.page || !integer_of(hook->info, s_id, &call.module))
         return 0;
     const int scaled = truth_of(self->gradients, s_scaled);
-    if (scaled < 0 || (!is_local && !may_look(self)) || !issued_now(self, &call.seq)) /* a parameter's hook has asked */
+    if (scaled < 0 || (!is_local && !may_look(self)) || !issued_now(self, &frame.seq)) /* a parameter's hook has asked */
         return 0;
     call.rank_module = call.module;
     frame.may_wait = is_local && may_wait(hook, parameter);

@@ -131,6 +131,11 @@ static PyMethodDef methods[] = {
      "launch(kernel, programs, stream, argument, ...) -> int\n\n"
      "Launch a kernel (LAUNCHED_KERNEL of worker/stats/kernel_launcher.py) with integers as its arguments. Returns the\n"
      "driver's error, 0 if there is none. Raises TypeError, ValueError and OverflowError, and launches nothing then."},
+    {"launch_reads", METHOD(launch_reads), METH_FASTCALL,
+     "launch_reads(kernels, stream of, tensors, elements, at, inner, stride, rows, position, count) -> (at, number) | None\n\n"
+     "Read the tensors from `at` on into rows side by side, the first tensor into that at `position`. See\n"
+     "`TritonReader` (worker/stats/triton_reader.py). None: all are being read; else Triton must launch the kernel that\n"
+     "reads the `number` tensors from `at` on. Raises TypeError, ValueError and OverflowError."},
     {"use_threads", METHOD(use_threads), METH_FASTCALL,
      "use_threads(parallel, most, is_parallel, thread, team) -> None\n\n"
      "Read large tensors with the threads of an OpenMP library. The arguments are the addresses of its GOMP_parallel,\n"

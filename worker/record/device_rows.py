@@ -23,7 +23,6 @@ from ..stats.passed_readings import PassedReadings
 from ..stats.tensor_stats import FLOATS
 from .collectives import issued
 from .names import inputs_of
-from .progress import RecorderLock
 from .roots import ModuleInfo
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ class DeviceRows:
     _recorder: RecorderWriter
     notable: NotableFilter
     _on_fault: Callable[[str, Exception], None]
-    _lock: RecorderLock
 
     def __post_init__(self) -> None:
         self.count = False
@@ -63,21 +61,20 @@ class DeviceRows:
         self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any], count: bool
     ) -> tuple[list[int | None], list[DeviceRow | None]]:
         """For the native writer: see `DeviceStatsBuffer.frame`."""
-        with self._lock:
-            self.count = count
-            return without_modes(self._device_frame, tensors, elements, earlier)
+        self.count = count
+        return without_modes(self._device_frame, tensors, elements, earlier)
 
-    def device_read(self, *frame: Any) -> tuple[int, list[DeviceRow]] | None:
-        """For the native writer: see `DeviceStatsBuffer.read_frame`."""
-        with self._lock:
-            page, buffer = self._recorder.page, self.device_buffer
-            if buffer is None or page is None:
-                return None
-            self._send_after_collectives(buffer)
-            found = buffer.read_frame(*frame)
-            if found is not None:
-                self.late_pages[page.number] = page
-            return found
+    def device_read(self, seq: int, *frame: Any) -> tuple[int, list[DeviceRow]] | None:
+        """For the native writer: see `DeviceStatsBuffer.read_frame`. `seq`: collectives issued so far."""
+        page, buffer = self._recorder.page, self.device_buffer
+        if buffer is None or page is None:
+            return None
+        if seq != self._seq:
+            self._send_after_collectives(buffer, seq)
+        found = buffer.read_frame(*frame)
+        if found is not None:
+            self.late_pages[page.number] = page
+        return found
 
     def _device_frame(
         self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any]
@@ -103,7 +100,7 @@ class DeviceRows:
         """The buffer for tensors on a device; None if they cannot be read. Earlier readings may be sent now."""
         buffer = self._buffer_on(device)
         if buffer is not None:
-            self._send_after_collectives(buffer)
+            self._send_after_collectives(buffer, issued())
         return buffer
 
     def _buffer_on(self, device: torch.device) -> DeviceStatsBuffer | None:
@@ -130,9 +127,8 @@ class DeviceRows:
                 buffer.flush()
             self._is_sent = True
 
-    def _send_after_collectives(self, buffer: DeviceStatsBuffer) -> None:
+    def _send_after_collectives(self, buffer: DeviceStatsBuffer, seq: int) -> None:
         """Send the earlier readings if a collective was issued since of which nobody has told: torch's C++ did."""
-        seq = issued()
         if seq != self._seq:
             self._seq = seq
             if not self._is_sent:

@@ -28,33 +28,33 @@ from .roots import RootInfo
 class RecorderLock:
     """A lock for the Python code that writes; the thread that holds it may take it again.
 
-    The native writer takes no lock: it writes a frame without interruption, or notices another writer and gives up.
-    While another thread holds this lock it gives up at once, and its caller then waits here. `cursor` is that of the
-    RecorderWriter: the native writer finds the holder's thread there.
+    The native writer takes no lock to write: it writes a frame without interruption, or notices another writer and
+    gives up. While another thread holds this lock it gives up at once, and its caller then waits here. `cursor` is that
+    of the RecorderWriter: the native writer finds the holder's thread there. It takes the lock as `__enter__` does,
+    before it calls Python to read tensors on a device.
     """
 
     def __init__(self, cursor: array[int]) -> None:
-        self._lock = threading.RLock()
+        self.mutex = threading.RLock()
         self._cursor = cursor
-        self._depth = 0
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
+        self.mutex.acquire()
         self._cursor[1] = threading.get_ident()
+        self._cursor[2] += 1
 
     def comes_free(self, seconds: float) -> bool:
         """Whether this thread could have it within so long."""
-        if not self._lock.acquire(timeout=seconds):
+        if not self.mutex.acquire(timeout=seconds):
             return False
-        self._lock.release()
+        self.mutex.release()
         return True
 
     def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if not self._depth:
+        self._cursor[2] -= 1
+        if not self._cursor[2]:
             self._cursor[1] = 0
-        self._lock.release()
+        self.mutex.release()
 
 
 # How long the parts of each optimizer step take on the host: see core/recorder/layout.py.

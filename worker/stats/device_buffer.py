@@ -220,7 +220,7 @@ class DeviceStatsBuffer:
             if may_wait:
                 self._hold(buffer, tensor, elements[0], first)
         elif fresh:
-            self._read(list(map(dense, fresh, elements)), buffer, first, count)
+            self._read(buffer, fresh, "read_dense", fresh, elements, buffer.rows, first, count)
         return index, rows
 
     def _measure(self, tensor: torch.Tensor, elements: int, count: bool, before: Any) -> int | None:
@@ -240,7 +240,7 @@ class DeviceStatsBuffer:
         elif self._together:
             buffer.waiting.append(WaitingTensors([source], position, count))
         else:
-            self._read([source], buffer, position, count)
+            self._read(buffer, [source.tensor], "read", source, buffer.rows, position, count)
         buffer.positions.append(position)
         self._queued += 1
         limit = self._notable.wide_limit(tensor.dtype)
@@ -313,16 +313,11 @@ class DeviceStatsBuffer:
         self._queued_page = self._recorder.page.number
         return index
 
-    def _read(self, sources: list[TensorSource], buffer: StreamBuffer, first: int, count: bool) -> None:
-        rows = buffer.rows
-        assert rows is not None
+    def _read(self, buffer: StreamBuffer, tensors: list[torch.Tensor], method: str, *arguments: Any) -> None:
+        assert buffer.rows is not None
         with self._driver.use(buffer.key, buffer.stream):
-            paired = len(sources) // 2 * 2
-            for at in range(0, paired, 2):
-                self._do("read_two", sources[at], sources[at + 1], rows, first + at, count)
-            if paired < len(sources):
-                self._do("read", sources[-1], rows, first + paired, count)
-            self._driver.keep((source.tensor for source in sources), buffer.key, buffer.stream)
+            self._do(method, *arguments)
+            self._driver.keep(tensors, buffer.key, buffer.stream)
 
     @contextmanager
     def together(self) -> Iterator[None]:

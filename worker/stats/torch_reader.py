@@ -272,10 +272,10 @@ class TensorReader(Protocol):
     def read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """Write the numbers of a tensor into a fresh row."""
 
-    def read_two(
-        self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
+    def read_dense(
+        self, tensors: list[torch.Tensor], elements: list[int], rows: torch.Tensor, position: int, count: bool
     ) -> None:
-        """Read two tensors into rows side by side, with one launch if they are alike."""
+        """Read tensors that lie in one piece, in order, into rows side by side."""
 
     def read_known(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
         """`read` with one launch of a kernel that has run before, as a capture allows; False if there is none."""
@@ -303,11 +303,11 @@ class TorchReader:
     def _read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         rows[position].copy_(self._row(source, count))
 
-    def read_two(
-        self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
+    def read_dense(
+        self, tensors: list[torch.Tensor], elements: list[int], rows: torch.Tensor, position: int, count: bool
     ) -> None:
-        self.read(source, rows, position, count)
-        self.read(other, rows, position + 1, count)
+        for at, source in enumerate(map(dense, tensors, elements), position):
+            self.read(source, rows, at, count)
 
     def read_known(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
         """These are many launches, and take memory."""

@@ -19,12 +19,18 @@ from .device import without_modes
 from .kernel_launcher import KernelLauncher, launch
 from .kernel_trial import KernelTrial, TrialWay
 from .tensor_stats import LOW_PRECISION
-from .torch_reader import DTYPES, ENTRY, KINDS, GroupedReadings, KernelDtype, TensorSource
+from .torch_reader import DTYPES, ENTRY, KINDS, GroupedReadings, KernelDtype, TensorSource, dense
 
 try:
+    from ..native.core import launch_reads
     from ..native.core import tables as _native_tables
 except ImportError:  # gpuwatch was installed without a C compiler
     _native_tables = None  # type: ignore[assignment]
+
+    def launch_reads(kernels: Any, stream_of: Any, tensors: Any, *about: Any) -> tuple[int, int] | None:
+        """Triton launches each of them."""
+        return (about[1], 1) if about[1] < len(tensors) else None
+
 
 _OPTIONS = {"enable_fp_fusion": True}
 """The options of an ordinary launch. The kernels multiply no floats; without it, Triton 3.9 warns the script."""
@@ -48,7 +54,7 @@ class TritonReader:
         self._launcher = launcher or KernelLauncher()
         self._stream = self._launcher.stream
         self._reads: dict[tuple[Any, ...], tuple[bytes, int, int]] = {}
-        """Key of a read -> (kernel for `launch`, elements in a block, most programs)"""
+        """Key of a read -> (kernel for `launch_reads`, elements in a block, most programs)"""
         self._loaded: set[tuple[Any, ...]] = set()
         """Keys of reads whose kernel Triton has compiled and launched."""
         self._kernels: dict[tuple[Any, ...], bytes] = {}
@@ -58,94 +64,93 @@ class TritonReader:
 
     def read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """The device must be the current one."""
-        key = _key_of(source, rows, count)
-        if not self._launched_read(key, source, rows, position):
-            without_modes(self._ordinary_read, key, source, rows, position, count)
+        if not self._launched_read(source, rows, position, count):
+            without_modes(self._ordinary_read, source, rows, position, count)
+
+    def read_dense(
+        self, tensors: list[torch.Tensor], elements: list[int], rows: torch.Tensor, position: int, count: bool
+    ) -> None:
+        """One launch reads two tensors that are alike."""
+        about, at = (0, 0, rows, position, count), 0
+        while (left := launch_reads(self._reads, self._stream, tensors, elements, at, *about)) is not None:
+            at, number = left
+            read = self._ordinary_read if number == 1 else self._ordinary_two
+            without_modes(read, *map(dense, tensors[at : at + number], elements[at:]), rows, position + at, count)
+            at += number
 
     def read_known(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
         """Whether zeros are counted is less important than that the tensor is read."""
+        tensor, elements, inner, stride = source
         for counted in (count, not count):
-            key = _key_of(source, rows, counted)
+            key, about = _key_of(source, rows, counted), (rows, position, counted)
             if key in self._reads:
-                return self._launched_read(key, source, rows, position)
+                return self._launched_read(source, *about)
             if key in self._loaded:
-                without_modes(self._ordinary_launch, source, rows, position, counted)
+                without_modes(self._launch_read, source, *about)
                 return True
-            if self._read_two(source, None, rows, position, counted, is_known=True):
-                return True
+            nothing = dense(tensor, 0)  # the kernel for two tensors may have run before
+            left = launch_reads(self._reads, self._stream, (tensor,) * 2, (elements, 0), 0, inner, stride, *about)
+            if left == (0, 2) and _key_of_two(source, rows, counted) in self._loaded:
+                without_modes(self._launch_two, source, nothing, *about)
+            elif left is not None:
+                continue
+            return True
         return False
 
-    def _launched_read(self, key: tuple[Any, ...], source: TensorSource, rows: torch.Tensor, position: int) -> bool:
-        known = self._reads.get(key)
-        if known is None:
-            return False
+    def _launched_read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
         tensor, elements, inner, stride = source
-        kernel, block, most = known
-        programs, stream = min(-(-elements // block), most), self._stream(tensor.get_device())
-        where = tensor.data_ptr(), rows.data_ptr(), position
-        return launch(kernel, programs, stream, *where, elements, inner, stride) == 0
+        about = inner, stride, rows, position, count
+        return launch_reads(self._reads, self._stream, (tensor,), (elements,), 0, *about) is None
 
-    def _ordinary_launch(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> Any:
+    def _ordinary_read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
+        """An ordinary launch, which compiles the kernel where Triton has not done so yet."""
+        compiled = self._launch_read(source, rows, position, count)
+        sizes = bytes((8, 8, 4, *(8 if size >= _INT32 else 4 for size in source[1:])))
+        layout = layout_of(source.elements, source.stride)
+        self._keep_read(_key_of(source, rows, count), compiled, sizes, rows, TrialWay.READ, source, count, layout)
+
+    def _launch_read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> Any:
         tensor, elements, inner, stride = source
         kind, block, constants = _constants(tensor.dtype, count, layout_of(elements, stride))
         view = tensor if kind.read_as is tensor.dtype else tensor.view(kind.read_as)
         ordinary = self._kernel.read[(min(-(-elements // block), self._most_programs(tensor.device)),)]
         return ordinary(view, rows, position, elements, inner, stride, *constants, **_OPTIONS)
 
-    def _ordinary_read(self, key: Any, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
-        """An ordinary launch, which compiles the kernel where Triton has not done so yet."""
-        tensor, elements, inner, stride = source
-        compiled = self._ordinary_launch(source, rows, position, count)
-        self._loaded.add(key)
-        layout = layout_of(elements, stride)
-        block, most = _constants(tensor.dtype, count, layout)[1], self._most_programs(tensor.device)
-        sizes = bytes((8, 8, 4, *(8 if size >= _INT32 else 4 for size in (elements, inner, stride))))
-        found = self._tried(key, compiled, sizes, rows.device, TrialWay.READ, tensor.dtype, count, layout)
-        if found is not None:
-            self._reads[key] = found, block, most
-
-    def read_two(
+    def _ordinary_two(
         self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
     ) -> None:
-        if not self._read_two(source, other, rows, position, count, is_known=False):
-            self.read(source, rows, position, count)
-            self.read(other, rows, position + 1, count)
+        compiled = self._launch_two(source, other, rows, position, count)
+        sizes = bytes((8, 8, 8, 4, 4, 4, 4))
+        self._keep_read(_key_of_two(source, rows, count), compiled, sizes, rows, TrialWay.TWO, source, count, 0)
 
-    def _read_two(
-        self,
-        source: TensorSource,
-        other: TensorSource | None,
-        rows: torch.Tensor,
-        position: int,
-        count: bool,
-        *,
-        is_known: bool,
-    ) -> bool:
-        """False if the tensors are not alike, or `is_known`, and the kernel has not run before."""
-        dtype, second = source.tensor.dtype, other or source
-        memories, sizes = (source.tensor, second.tensor, rows), (source.elements, other.elements if other else 0)
-        key = rows.device, "two", dtype, count
-        alike = source.stride == 0 == second.stride and max(sizes) < _INT32 and dtype is second.tensor.dtype
-        if not alike or any(each.data_ptr() % 16 for each in memories) or (is_known and key not in self._loaded):
-            return False
-        block, most = _constants(dtype, count, 0)[1], self._most_programs(rows.device)
-        first, others = (min(-(-size // block), most) for size in sizes)
-        numbers = position, *sizes, first
-        if not self._launched(key, first + others, memories, *numbers):
-            compiled = without_modes(self._ordinary_two, memories, first + others, numbers, count)
-            if not is_known:
-                self._loaded.add(key)
-                self._keep(key, compiled, rows.device, TrialWay.TWO, dtype, count)
-        return True
-
-    def _ordinary_two(
-        self, memories: Sequence[torch.Tensor], programs: int, numbers: tuple[int, ...], count: bool
+    def _launch_two(
+        self, source: TensorSource, other: TensorSource, rows: torch.Tensor, position: int, count: bool
     ) -> Any:
-        source, other, rows = memories
-        kind, _, constants = _constants(source.dtype, count, 0)
-        views = (each if kind.read_as is each.dtype else each.view(kind.read_as) for each in (source, other))
+        kind, block, constants = _constants(source.tensor.dtype, count, 0)
+        views = [
+            one.tensor if kind.read_as is one.tensor.dtype else one.tensor.view(kind.read_as) for one in (source, other)
+        ]
+        most, sizes = self._most_programs(rows.device), (source.elements, other.elements)
+        first, others = (min(-(-size // block), most) for size in sizes)
         options = self._kernel.element(kind.read_as), *constants
-        return self._kernel.read_two[(programs,)](*views, rows, *numbers, *options, **_OPTIONS)
+        return self._kernel.read_two[(first + others,)](*views, rows, position, *sizes, first, *options, **_OPTIONS)
+
+    def _keep_read(
+        self,
+        key: tuple[Any, ...],
+        compiled: Any,
+        sizes: bytes,
+        rows: torch.Tensor,
+        way: TrialWay,
+        source: TensorSource,
+        count: bool,
+        layout: int,
+    ) -> None:
+        self._loaded.add(key)
+        about = source.tensor.dtype, count, layout
+        found = self._tried(key, compiled, sizes, rows.device, way, *about)
+        if found is not None:
+            self._reads[key] = found, _constants(*about)[1], self._most_programs(rows.device)
 
     def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
         """One launch for all tensors of one dtype and layout, as torch's foreach operations do it.
@@ -186,7 +191,7 @@ class TritonReader:
         return launch(kernel, programs, stream, *[each.data_ptr() for each in tensors], *numbers) == 0
 
     def _keep(self, key: tuple[Any, ...], compiled: Any, device: torch.device, way: TrialWay, *about: Any) -> None:
-        sizes = {TrialWay.PACK: (8, 8, 4), TrialWay.TWO: (8, 8, 8, 4, 4, 4, 4)}.get(way, (8, 8, 8, 4))
+        sizes = (8, 8, 4) if way is TrialWay.PACK else (8, 8, 8, 4)
         kernel = self._tried(key, compiled, bytes(sizes), device, way, *about)
         if kernel is not None:
             self._kernels[key] = kernel
@@ -273,10 +278,15 @@ def _key_of(source: TensorSource, rows: torch.Tensor, count: bool) -> tuple[Any,
     return read_key(tensor.dtype, count, device, tensor.data_ptr(), target, elements, inner, stride)
 
 
+def _key_of_two(source: TensorSource, rows: torch.Tensor, count: bool) -> tuple[Any, ...]:
+    return "two", source.tensor.dtype, count, rows.get_device()
+
+
 def read_key(
     dtype: torch.dtype, count: bool, device: int, address: int, target: int, elements: int, inner: int, stride: int
 ) -> tuple[Any, ...]:
-    """The key of a call of `kernel.read`. Calls with the same key run the same compiled kernel.
+    """The key of a call of `kernel.read`. Calls with the same key run the same compiled kernel. `launch_reads` makes
+    the same key in C.
 
     Triton compiles a kernel for the types of the arguments (an integer has 32 or 64 bits), for whether 16 divides each
     pointer, and for the values of the constants. These follow from `dtype`, `count` and the layout.

@@ -146,12 +146,11 @@ def test_two_at_once_have_the_rows_of_two_reads(reader, device, dtype, count, ot
     maker, found = reader_of(reader), []
     for at_once in (True, False):
         rows = fresh_rows(4, torch.device(device))
-        sources = [source_of(each) for each in tensors]
         if at_once:
-            maker.read_two(*sources, rows, 1, True)
+            maker.read_dense(list(tensors), [each.numel() for each in tensors], rows, 1, True)
         else:
-            for position, source in enumerate(sources, 1):
-                maker.read(source, rows, position, True)
+            for position, tensor in enumerate(tensors, 1):
+                maker.read(source_of(tensor), rows, position, True)
         found.append(rows.tolist())
     assert found[0] == found[1]
 

@@ -18,9 +18,18 @@ pytestmark = pytest.mark.skipif(launch is None, reason="worker/native was not bu
 READ, MANY, PACK = bytes((8, 8, 4, 4, 4, 4)), bytes((8, 8, 8, 4)), bytes((8, 8, 4))
 TWO = bytes((8, 8, 8, 4, 4, 4, 4))
 SIZES = {TrialWay.READ: READ, TrialWay.TWO: TWO, TrialWay.MANY: MANY, TrialWay.KEPT: MANY, TrialWay.PACK: PACK}
-_LAUNCH = ctypes.CFUNCTYPE(
+LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
 )
+
+
+def given_to(sizes, arguments):
+    """The arguments of a launch, which lie at these places."""
+    places = (ctypes.c_void_p * len(sizes)).from_address(arguments)
+    return [
+        int.from_bytes(ctypes.string_at(place, size), "little", signed=True)
+        for place, size in zip(places, sizes, strict=True)
+    ]
 
 
 class Driver:
@@ -29,7 +38,7 @@ class Driver:
     def __init__(self, sizes, compute=lambda *arguments: None, error=0):
         self.sizes, self.compute, self.error = sizes, compute, error
         self.launches = []
-        self.cuLaunchKernel = _LAUNCH(self.launch)
+        self.cuLaunchKernel = LAUNCH(self.launch)
 
     def cuFuncGetParamInfo(self, function, index, offset, size):
         if index.value >= len(self.sizes):
@@ -38,11 +47,7 @@ class Driver:
         return 0
 
     def launch(self, function, x, y, z, tx, ty, tz, shared, stream, arguments, extra):
-        places = (ctypes.c_void_p * len(self.sizes)).from_address(arguments)
-        given = [
-            int.from_bytes(ctypes.string_at(place, size), "little", signed=True)
-            for place, size in zip(places, self.sizes, strict=True)
-        ]
+        given = given_to(self.sizes, arguments)
         self.launches.append(((function, x, y, z, tx, ty, tz, shared, stream), given))
         self.compute(*given)
         return self.error

@@ -7,12 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpuwatch.worker.stats.kernel_launcher import KernelLauncher
+from gpuwatch.worker.stats.kernel_launcher import LAUNCHED_KERNEL, KernelLauncher
 from gpuwatch.worker.stats.torch_reader import KINDS, GroupedReadings, WaitingTensors, fresh_rows, source_of
-from gpuwatch.worker.stats.triton_reader import TritonReader, _constants, layout_of, read_key
+from gpuwatch.worker.stats.triton_reader import TritonReader, _constants, launch_reads, layout_of, read_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from .test_kernel_launcher import LAUNCH, given_to
+
+NATIVE = "gpuwatch.worker.native.core"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -38,32 +41,40 @@ class Compiled:
         self.function = function
 
 
-class Launcher:
-    """As KernelLauncher, with kernels whose trial has passed: `launched` has what the driver gets."""
+class Launcher(KernelLauncher):
+    """Kernels whose trial has passed: `launched` has what the driver gets for each."""
 
-    def __init__(self, monkeypatch):
-        self.launched, self.error = {}, 0
-        monkeypatch.setattr("gpuwatch.worker.stats.triton_reader.launch", self.launch)
+    def __init__(self):
+        self.launched, self.error, self.kernels = {}, 0, {}
+        self.driver = LAUNCH(self.launch)
+        super().__init__(library=SimpleNamespace(cuLaunchKernel=self.driver, cuFuncGetParamInfo=None))
 
-    def launch(self, kernel, programs, stream, *arguments):
-        self.launched.setdefault(kernel, []).append((programs, stream, arguments))
+    def launch(self, function, programs, y, z, threads, ty, tz, shared, stream, arguments, extra):
+        kernel, sizes = self.kernels[function]
+        given = tuple(given_to(sizes, arguments))
+        self.launched.setdefault(kernel, []).append((programs, stream, given))
         return self.error
 
-    def stream(self, device):
+    @staticmethod
+    def stream(device):
         return 70 + device
 
     def tried(self, key, compiled, sizes, begin):
-        return compiled.function
+        handle = len(self.kernels) + 1
+        self.kernels[handle] = compiled.function, sizes
+        return LAUNCHED_KERNEL.pack(handle, 128, 0, len(sizes), sizes)
 
 
 @pytest.fixture
-def launcher(monkeypatch):
-    return Launcher(monkeypatch)
+def launcher():
+    if launch_reads.__module__ != NATIVE:
+        pytest.skip("worker/native was not built where gpuwatch was installed")
+    return Launcher()
 
 
 @pytest.fixture
 def kernel():
-    functions = {name: Function() for name in ("read", "read_many", "pack")}
+    functions = {name: Function() for name in ("read", "read_two", "read_many", "pack")}
     return SimpleNamespace(**functions, element=str, INTERPRETED=False)
 
 
@@ -89,6 +100,81 @@ def test_a_launch_that_the_driver_refuses_is_made_by_triton(kernel, launcher):
         reader.pack(rows, 2)
     assert (len(kernel.read.ordinary), len(kernel.pack.ordinary)) == (3, 3)
     assert [arguments[2] for _, arguments in kernel.read.ordinary] == [0, 1, 2]
+
+
+def memory_of(dtype, *places):
+    """Tensors of 8 elements at these places, of 16 bytes each, in one memory; half a place is not aligned."""
+    memory = torch.ones(1024, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 16 :]
+    return [memory[int(16 * place) : int(16 * place) + 8 * dtype.itemsize].view(dtype) for place in places]
+
+
+def addresses(arguments):
+    return tuple(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "pairs", "alone"),
+    [
+        (memory_of(torch.float16, 0, 1), [(0, 1)], []),
+        (memory_of(torch.float16, 0, 1, 2, 3, 4), [(0, 1), (2, 3)], [4]),
+        (memory_of(torch.float16, 0, 1.5, 2, 3), [(2, 3)], [0, 1]),
+        ([*memory_of(torch.float16, 0), *memory_of(torch.float32, 1, 4)], [], [0, 1, 2]),
+    ],
+    ids=["two", "five", "one is not aligned", "another dtype"],
+)
+def test_two_tensors_that_are_alike_share_a_launch(kernel, launcher, tensors, pairs, alone):
+    reader, rows, sizes = TritonReader(kernel, launcher), fresh_rows(9, torch.device("cpu")), [8] * len(tensors)
+    for _ in range(3):  # Triton launches the first of each kind
+        reader.read_dense(tensors, sizes, rows, 2, False)
+    at = [each.data_ptr() for each in tensors]
+    by_two = [(2, (at[one], at[other], rows.data_ptr(), 2 + one, 8, 8, 1)) for one, other in pairs]
+    by_one = [(1, (at[one], rows.data_ptr(), 2 + one, 8, 8, 0)) for one in alone]
+    for function, parameters, expected in ((kernel.read_two, 7, by_two), (kernel.read, 6, by_one)):
+        ordinary = [(*grid, addresses(args[:parameters])) for grid, args in function.ordinary]
+        direct = [(programs, arguments) for programs, stream, arguments in launcher.launched.get(function, [])]
+        assert sorted(ordinary + direct) == sorted(3 * expected)
+        assert len(direct) >= 2 * len(expected)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_the_key_of_a_read_in_c_is_that_in_python(data):
+    launcher = Launcher() if launch_reads.__module__ == NATIVE else pytest.skip("worker/native was not built")
+    dtype, count = data.draw(st.sampled_from(list(KINDS))), data.draw(st.booleans())
+    start = data.draw(st.integers(0, 40)) * dtype.itemsize
+    tensor = torch.zeros(4096, dtype=torch.uint8)[start : start + 64 * dtype.itemsize].view(dtype)
+    size = st.sampled_from([1, 16, 17, 5000, (1 << 31) - 1, 1 << 31, 1 << 33])
+    elements, inner, stride = data.draw(size), data.draw(size), data.draw(st.sampled_from([0, -1]) | size)
+    inner = inner if stride else elements
+    rows = torch.zeros(49, dtype=torch.int64)[data.draw(st.integers(0, 1)) :]
+    key = read_key(dtype, count, -1, tensor.data_ptr(), rows.data_ptr(), elements, inner, stride)
+    sizes = bytes((8, 8, 4, *(8 if each >= 1 << 31 else 4 for each in (elements, inner, stride))))
+    kernel = launcher.tried(key, Compiled("read"), sizes, None)
+    about = launcher.stream, (tensor,), (elements,), 0, inner, stride, rows, 3, count
+    assert launch_reads({}, *about) == (0, 1)
+    assert launcher.launched == {}
+    assert launch_reads({key: (kernel, 1024, 132)}, *about) is None
+    arguments = tensor.data_ptr(), rows.data_ptr(), 3, elements, inner, stride
+    assert launcher.launched == {"read": [(min(132, -(-elements // 1024)), 69, arguments)]}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "elements", "error"),
+    [
+        ({"key": (b"short", 8, 8)}, 8, TypeError),
+        ({"key": (LAUNCHED_KERNEL.pack(1, 128, 0, 3, bytes((8, 8, 4))), 8, 8)}, 8, TypeError),
+        ({"key": (LAUNCHED_KERNEL.pack(1, 128, 0, 6, bytes((8, 8, 4, 4, 4, 4))), 8, 8)}, 1 << 31, OverflowError),
+        ({"key": (LAUNCHED_KERNEL.pack(1, 128, 0, 6, bytes((8, 8, 4, 4, 4, 4))), 8, 8)}, 0, ValueError),
+    ],
+    ids=["no kernel", "other parameters", "32 bits", "no element"],
+)
+def test_a_read_that_does_not_fit_its_kernel_launches_nothing(launcher, kernels, elements, error):
+    tensor, rows = torch.ones(8), fresh_rows(4, torch.device("cpu"))
+    key = read_key(torch.float32, False, -1, tensor.data_ptr(), rows.data_ptr(), elements, elements, 0)
+    with pytest.raises(error):
+        launch_reads({key: kernels["key"]}, launcher.stream, [tensor], [elements], 0, 0, 0, rows, 1, False)
+    assert launcher.launched == {}
 
 
 def test_tensors_of_one_dtype_and_layout_share_a_launch_and_a_table(kernel, launcher):
@@ -192,7 +278,8 @@ def test_direct_launches_give_what_ordinary_ones_give():
             for _ in range(3):
                 for position, tensor in enumerate(tensors[:-2]):
                     reader.read(source_of(tensor), rows, position, True)
-                reader.read_two(*map(source_of, tensors[-2:]), rows, len(tensors) - 2, True)
+                sizes = [each.numel() for each in tensors[-2:]]
+                reader.read_dense(tensors[-2:], sizes, rows, len(tensors) - 2, True)
                 packed = reader.pack(rows, len(tensors))
                 torch.cuda.synchronize()  # trials have arrived
             found.append(packed.tolist())
@@ -205,7 +292,7 @@ def test_direct_launches_give_what_ordinary_ones_give():
             found.append(packed.tolist())
         assert found == [found[0]] * 4
     assert notes == []
-    assert direct._reads
-    assert {key[1] for key in direct._kernels} == {"many", "pack", "two"}
+    assert {key[0] for key in direct._reads} == {"two", *KINDS} - {torch.bool}
+    assert {key[1] for key in direct._kernels} == {"many", "pack"}
     assert not ordinary._reads
     assert not ordinary._kernels

@@ -89,33 +89,34 @@ static int are_simple(const Asked *asked)
 }
 
 /* Call `device_read`: a new reference, or NULL with an exception set. */
-static PyObject *read_simple(FrameWriter *self, const Asked *asked, int count, int may_wait)
+static PyObject *read_simple(FrameWriter *self, const Asked *asked, int64_t seq, int count, int may_wait)
 {
     PyObject *fresh = PyList_New(0), *elements = PyList_New(0), *known = PyList_New(0), *found = NULL;
-    PyObject *values = PyLong_FromLong(asked->values);
-    int good = fresh != NULL && elements != NULL && known != NULL && values != NULL;
+    PyObject *values = PyLong_FromLong(asked->values), *issued = PyLong_FromLongLong(seq);
+    int good = fresh != NULL && elements != NULL && known != NULL && values != NULL && issued != NULL;
     for (int i = 0; good && i < asked->used; i++)
         good = i >= asked->fresh ? PyList_Append(known, asked->rows[i]->known) == 0
                                  : PyList_Append(fresh, asked->rows[i]->object) == 0 &&
                                        append(elements, PyLong_FromLongLong(asked->elements[i]));
     if (good)
-        found = PyObject_CallFunctionObjArgs(self->device_read, asked->rows[0]->object, fresh, elements, values, known,
-                                             count ? Py_True : Py_False, may_wait ? Py_True : Py_False, NULL);
+        found = PyObject_CallFunctionObjArgs(self->device_read, issued, asked->rows[0]->object, fresh, elements, values,
+                                             known, count ? Py_True : Py_False, may_wait ? Py_True : Py_False, NULL);
     Py_XDECREF(fresh);
     Py_XDECREF(elements);
     Py_XDECREF(known);
     Py_XDECREF(values);
+    Py_XDECREF(issued);
     return found;
 }
 
 /* 1 if they are being read; 0, and nothing was done, if `device_frame` must be asked; -1 if it has failed. */
-static int read_side_by_side(FrameWriter *self, const Asked *asked, int64_t step, int count, int may_wait)
+static int read_side_by_side(FrameWriter *self, const Asked *asked, const Frame *frame, int64_t step, int count)
 {
     long long first;
     PyObject *numbers;
     if (self->device_read == NULL || !are_simple(asked))
         return 0;
-    PyObject *found = read_simple(self, asked, count, may_wait);
+    PyObject *found = read_simple(self, asked, frame->seq, count, frame->may_wait);
     if (found == Py_None) {
         Py_DECREF(found);
         return 0;
@@ -163,6 +164,31 @@ static int read_others(FrameWriter *self, const Asked *asked, int64_t step, int 
     return good;
 }
 
+/* Take RecorderLock, of worker/record/progress.py; 0 with an exception set. */
+static int take_lock(FrameWriter *self)
+{
+    int64_t *cell = self->cell.buf;
+    PyObject *taken = PyObject_CallMethodNoArgs(self->mutex, s_acquire);
+    if (taken == NULL)
+        return 0;
+    Py_DECREF(taken);
+    cell[1] = (int64_t)PyThread_get_thread_ident();
+    cell[2]++;
+    return 1;
+}
+
+static void leave_lock(FrameWriter *self)
+{
+    int64_t *cell = self->cell.buf;
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (--cell[2] == 0)
+        cell[1] = 0;
+    PyObject *left = PyObject_CallMethodNoArgs(self->mutex, s_release);
+    Py_XDECREF(left);
+    PyErr_Restore(type, error, trace);
+}
+
 int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
 {
     Asked asked;
@@ -170,6 +196,11 @@ int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
     gather(frame, &asked);
     if (asked.used == 0)
         return 1;
-    const int done = read_side_by_side(self, &asked, step, count, frame->may_wait);
-    return (done > 0 || (done == 0 && read_others(self, &asked, step, count))) && follow_segment(self, frame);
+    if (!take_lock(self))
+        return 0;
+    int done = read_side_by_side(self, &asked, frame, step, count);
+    if (done == 0)
+        done = read_others(self, &asked, step, count);
+    leave_lock(self);
+    return done > 0 && follow_segment(self, frame);
 }

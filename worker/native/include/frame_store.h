@@ -7,7 +7,7 @@
 
 /* The fields of a frame, without its rows. */
 typedef struct {
-    int64_t module, parent, depth, phase, seq, collectives;
+    int64_t module, parent, depth, phase, collectives;
     int64_t rank_phase, rank_module; /* for the file's header: the activity of the rank, and its module; -1: no change */
 } Call;
 

@@ -14,15 +14,15 @@
 #define EACH_OBJECT(DO)                                                                                       \
     DO(memory) DO(cursor) DO(seen) DO(by_memory) DO(weights) DO(shapes) DO(ignored) DO(watched)    \
     DO(local) DO(kwargs) DO(gradients) DO(progress) DO(issued) DO(numbers) DO(tensor) DO(parameter) DO(modes) \
-    DO(compiler) DO(hook_dict) DO(handle) DO(leaves_of) DO(next_segment)
+    DO(compiler) DO(hook_dict) DO(handle) DO(leaves_of) DO(next_segment) DO(mutex)
 /* None, or what reads the tensors of a frame that are on a device:
    device_frame(tensors, elements, earlier, count) -> ([int | None, ...], [numbers | None, ...]). The last tensors, as many as
    `earlier`, are weights. `elements`: how many lie in one piece of a tensor's memory, in order; 0: not known. `earlier`: what
    the last call for this weight, version and step has returned for it, or None. `count`: also count zeros and subnormals.
    Returned are the index of each tensor's value, which is in the page by then, None if it cannot be measured; and the numbers
    of each weight. And None, or what does the same for ordinary tensors, whose values lie side by side:
-   device_read(tensor, fresh, elements, values, known, count, may_wait) -> (index, [numbers, ...]) | None. See
-   DeviceStatsBuffer.read_frame. */
+   device_read(seq, tensor, fresh, elements, values, known, count, may_wait) -> (index, [numbers, ...]) | None. See
+   DeviceStatsBuffer.read_frame. `seq`: collectives issued so far. Both are called with RecorderLock taken. */
 #define EACH_OPTIONAL(DO) DO(device_frame) DO(device_read)
 
 /* A shape, and its id in `shapes`. */

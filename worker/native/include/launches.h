@@ -12,4 +12,7 @@ PyObject *use_driver(PyObject *module, PyObject *address);
 /* launch(kernel, programs, stream, argument, ...), for Python. */
 PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t given);
 
+/* launch_reads(kernels, stream of, tensors, elements, at, inner, stride, rows, position, count), for Python. */
+PyObject *launch_reads(PyObject *module, PyObject *const *args, Py_ssize_t given);
+
 #endif

@@ -13,7 +13,7 @@
     DO(before_parameter) DO(requires_grad) DO(watch_output) DO(watch_parameter) DO(of_output) DO(of_parameter)      \
     DO(_is_compiling_flag) DO(untyped_storage) DO(nbytes) DO(data_ptr) DO(rootRank)                                   \
     DO(_get_sequence_number_for_group) DO(is_neg) DO(packed) DO(rank) DO(name) DO(value) \
-    DO(input_tensors) DO(output_tensors) DO(waits) DO(_post_accumulate_grad_hooks)
+    DO(input_tensors) DO(output_tensors) DO(waits) DO(acquire) DO(release) DO(dtype) DO(get_device) DO(two) DO(_post_accumulate_grad_hooks)
 #define DECLARE_NAME(NAME) extern PyObject *s_##NAME;
 EACH_NAME(DECLARE_NAME)
 

@@ -34,6 +34,7 @@ typedef struct {
     Row rows[MOST_ROWS];
     int used;
     int may_wait; /* a tensor on a device: see DeviceStatsBuffer.read_frame */
+    int64_t seq; /* collectives issued so far */
     int64_t at, page, batch, value_base, frames, row_count, values;
 } Frame;
 
