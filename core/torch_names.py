@@ -121,6 +121,7 @@ NAMES = (
     TorchName("torch.amp.grad_scaler.GradScaler", "_get_scale_async", SCALER),
     # -- a device --
     TorchName("torch._C", "_cuda_getCurrentRawStream", DEVICE),
+    TorchName("torch._C", "_cuda_getDevice", DEVICE),
     TorchName("torch._C", "_CudaDeviceProperties", DEVICE),
     TorchName("torch.cuda.graphs", "register_graph_capture_start_hook", REPLAYS, since=(2, 14)),
     TorchName("torch.cuda.graphs", "register_graph_capture_end_hook", REPLAYS, since=(2, 14)),

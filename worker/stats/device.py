@@ -123,7 +123,7 @@ class CudaDevice:
 
     def use(self, key: StreamKey, stream: Any) -> AbstractContextManager[Any]:
         index, raw = key
-        here = torch.cuda.current_device() == index
+        here = torch._C._cuda_getDevice() == index
         current = torch._C._cuda_getCurrentRawStream(index) == raw
         if here and current:
             return _NOTHING

@@ -220,7 +220,9 @@ class DeviceStatsBuffer:
             if may_wait:
                 self._hold(buffer, tensor, elements[0], first)
         elif fresh:
-            self._read(buffer, fresh, "read_dense", fresh, elements, buffer.rows, first, count)
+            with self._driver.use(buffer.key, buffer.stream):
+                self._do("read_dense", fresh, elements, buffer.rows, first, count)
+                self._driver.keep(fresh, buffer.key, buffer.stream)
         return index, rows
 
     def _measure(self, tensor: torch.Tensor, elements: int, count: bool, before: Any) -> int | None:
@@ -240,7 +242,9 @@ class DeviceStatsBuffer:
         elif self._together:
             buffer.waiting.append(WaitingTensors([source], position, count))
         else:
-            self._read(buffer, [source.tensor], "read", source, buffer.rows, position, count)
+            with self._driver.use(buffer.key, buffer.stream):
+                self._do("read", source, buffer.rows, position, count)
+                self._driver.keep([source.tensor], buffer.key, buffer.stream)
         buffer.positions.append(position)
         self._queued += 1
         limit = self._notable.wide_limit(tensor.dtype)
@@ -312,12 +316,6 @@ class DeviceStatsBuffer:
         assert self._recorder.page is not None
         self._queued_page = self._recorder.page.number
         return index
-
-    def _read(self, buffer: StreamBuffer, tensors: list[torch.Tensor], method: str, *arguments: Any) -> None:
-        assert buffer.rows is not None
-        with self._driver.use(buffer.key, buffer.stream):
-            self._do(method, *arguments)
-            self._driver.keep(tensors, buffer.key, buffer.stream)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -99,6 +99,7 @@ def driver(monkeypatch):
     Event.driver = driver
     cuda, native = torch.cuda, torch._C
     monkeypatch.setattr(cuda, "current_device", lambda: driver.device)
+    monkeypatch.setattr(native, "_cuda_getDevice", lambda: driver.device, raising=False)
     monkeypatch.setattr(cuda, "_exchange_device", driver.exchange)
     monkeypatch.setattr(cuda, "_maybe_exchange_device", driver.exchange)
     monkeypatch.setattr(cuda, "cudart", driver.cudart)
