@@ -6,6 +6,7 @@ The reader here is one over host memory that fills its values in later, as a dev
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,6 +146,29 @@ def test_values_are_pending_until_they_arrive(tmp_path):
         reader.arrive()
         assert {row.kind for frame in watched.last.frames for row in frame.rows} == {"measured"}
         assert watched.row("", "input[0]").abs_max == 1.0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_device_is_read_with_the_recorders_lock_taken(tmp_path, monkeypatch, fails):
+    with on_device(tmp_path / "x.recorder") as (watched, reader):
+        lock, cursor, held = watched.hooks.progress.lock, watched.recorder.cursor, []
+        take = reader._take
+
+        def taken(tensor: torch.Tensor, known: Any = None) -> Any:
+            with lock:  # of this thread, so it can be taken again
+                held.append(cursor[1:].tolist())
+            assert cursor[1:].tolist() == [threading.get_ident(), 1]
+            return take(tensor, known)
+
+        monkeypatch.setattr(reader, "_take", taken)
+        reader.fails = fails
+        module = nn.Linear(4, 4)
+        for _ in range(2):  # Python takes the first call
+            module(torch.ones(2, 4))
+        assert held
+        assert {tuple(each) for each in held} == {(threading.get_ident(), 2)}
+        assert cursor[1:].tolist() == [0, 0]
+        assert not lock.mutex._is_owned()
 
 
 def test_a_page_of_many_segments(tmp_path):
