@@ -27,7 +27,9 @@ try:
 except ImportError:  # gpuwatch was installed without a C compiler
     _native_tables = None  # type: ignore[assignment]
 
-    def launch_reads(kernels: Any, stream_of: Any, tensors: Any, *about: Any) -> tuple[int, int] | None:
+    def launch_reads(  # type: ignore[misc]  # of these arguments it needs two
+        kernels: Any, stream_of: Any, tensors: Any, *about: Any
+    ) -> tuple[int, int] | None:
         """Triton launches each of them."""
         return (about[1], 1) if about[1] < len(tensors) else None
 
@@ -74,8 +76,11 @@ class TritonReader:
         about, at = (0, 0, rows, position, count), 0
         while (left := launch_reads(self._reads, self._stream, tensors, elements, at, *about)) is not None:
             at, number = left
-            read = self._ordinary_read if number == 1 else self._ordinary_two
-            without_modes(read, *map(dense, tensors[at : at + number], elements[at:]), rows, position + at, count)
+            source, *other = map(dense, tensors[at : at + number], elements[at:])
+            if other:
+                without_modes(self._ordinary_two, source, other[0], rows, position + at, count)
+            else:
+                without_modes(self._ordinary_read, source, rows, position + at, count)
             at += number
 
     def read_known(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
