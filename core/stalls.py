@@ -116,4 +116,12 @@ def parse_stack(text: str, source: Callable[[str, int], str] = lambda file, line
             continue
         number = int(match["line"])
         found.append(StackLine(match["file"], number, match["function"], source(match["file"], number).strip()[:200]))
-    return found[:MOST_LINES]
+    return _of_script(found)[:MOST_LINES]
+
+
+def _of_script(stack: list[StackLine]) -> list[StackLine]:
+    """The stack without the calls of gpuwatch that run the script, which are its outermost."""
+    end = next((at for at, line in enumerate(stack) if line.function == _ENTRY), None)
+    while end and stack[end - 1].file.endswith("/worker/__main__.py"):
+        end -= 1
+    return stack[:end] or stack

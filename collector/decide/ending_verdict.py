@@ -273,14 +273,17 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         statement = f"{who} raised {error.error}{inside}{f': {last}' if last else ''}."
         evidence = [error.traceback.strip()]
         where = error.where
+        hint = "The script itself failed: its traceback is above, and in the job's output."
     elif seen is not None and first.left_silently:
         statement = f"{who} exited with code 0 {doing(seen)}, before its script had ended."
         evidence = [f"its process ended by itself, and its recorder says: {doing(seen)}"]
         where = seen.where
+        hint = "Look for os._exit or sys.exit in what runs there."
     else:
         statement = f"{who} {how_it_ended(first)}."
         evidence = [f"it reported no exception; its recorder says: {doing(seen)}"] if seen is not None else []
         where = seen.where if seen is not None else RunPosition(first.rank, first.attempt)
+        hint = "Look at what this rank printed last in the job's output, and for sys.exit or os._exit in the script."
     return Verdict(
         VerdictKind.CRASH,
         statement,
@@ -289,11 +292,7 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         **when_of(where),
         module=error.module if error is not None else None,
         evidence=evidence + _later_lines(endings),
-        next=[
-            "Look for os._exit or sys.exit in what runs there."
-            if first.left_silently
-            else "The script itself failed: its traceback is above, and in the job's output."
-        ],
+        next=[hint],
         cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in endings.same)}),
     )
 

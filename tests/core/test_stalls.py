@@ -53,6 +53,22 @@ def test_names_of_native_functions_come_first():
     assert found[-1].short == "model.py:7 in forward: x = y"
 
 
+def test_the_calls_that_run_the_script_are_left_out():
+    start = """Fatal Python error: Segmentation fault
+
+Current thread 0x00007f02 (most recent call first):
+  File "/home/me/worker/__main__.py", line 3 in load
+  File "/home/me/train.py", line 41 in <module>
+  File "/opt/checkout/worker/__main__.py", line 157 in _execute
+  File "/opt/checkout/worker/__main__.py", line 78 in main
+  File "/opt/checkout/core/start.py", line 45 in _run_gpuwatch
+  File "/opt/checkout/core/start.py", line 59 in <module>
+"""
+    assert [line.line for line in parse_fatal(start)] == [3, 41]
+    before = [line for line in start.splitlines(keepends=True) if "/me/" not in line]
+    assert [line.line for line in parse_fatal("".join(before))] == [157, 78, 45, 59], "the script has not begun"
+
+
 def test_without_one_there_is_none():
     assert parse_fatal(ASKED) == parse_fatal("") == parse_fatal("Fatal Python error: ") == []
 

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -232,14 +232,15 @@ def _look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
         buffers={name: found for name, found in buffers.items() if found not in ("", "finite")},
         autocast=_autocast(module),
         computed=[name for name, each in module._parameters.items() if each is not None and each.grad_fn is not None],
-        held=list(islice(_held(root), _MOST)) if root is not None else [],
+        held=list(islice(dict.fromkeys(_held(root)), _MOST)) if root is not None else [],
     )
 
 
 def _held(root: nn.Module) -> Iterator[HeldValue]:
     """nan or +inf in attributes of all modules. A -inf belongs to a mask, a single inf is a bound or a start value."""
+    own = {id(each) for each in chain(root.parameters(), root.buffers())}  # DDP lists parameters in an attribute
     for name, module, key, tensor in islice(_attributes(root), _MOST_HELD):
-        found = _found(tensor)
+        found = _found(tensor) if id(tensor) not in own else ""
         if found not in ("", "finite", "-inf") and not (found == "+inf" and tensor.numel() == 1):
             yield HeldValue(name, class_of(module), key, found)
 

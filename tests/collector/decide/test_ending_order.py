@@ -134,6 +134,7 @@ def test_an_exit_code_after_a_collective_has_raised_is_no_reason_of_ones_own(hid
         judged(ready, RAISES).evidence[0]
         == "it reported no exception; its recorder says: outside of a forward, after batch 3"
     )
+    assert "traceback" not in judged(ready, RAISES).next[0] and "traceback is above" in judged(RAISES).next[0]
 
 
 def test_who_leaves_when_its_launcher_stops_it_was_not_first():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -184,6 +185,10 @@ def test_a_single_process_group_of_ddp_is_watched(watch):
         assert phases == ["forward"] * 4 + ["backward"] * 7 + reduced + ["optimizer"] * 2
         assert watched.last.frames[-1].seq > watched.last.frames[0].seq > 0, "the reductions are counted"
         assert watched.faults == watched.anomalies == []
+        optimizer.param_groups[0]["lr"] = math.inf
+        model(X).sum().backward()
+        optimizer.step()
+        assert watched.anomalies[0].again.held == [], "DDP's list of the parameters is no attribute of the model"
         watched.hooks.detach()
     finally:
         del model
