@@ -56,6 +56,11 @@ def takes_long(stack: list[StackLine]) -> bool:
     return any(part in line.file for line in stack for part in _TAKES_LONG)
 
 
+def has_left_backward(stack: list[StackLine]) -> bool:
+    """Whether a main thread is in no backward: gpuwatch sees the gradients of one, and not its end."""
+    return 0 < len(stack) < MOST_LINES and all(line.function != "_engine_run_backward" for line in stack)
+
+
 def is_users(shown: str) -> bool:
     """Whether a line of a stack (`StackLine.shown`) is neither of torch, of Python nor of gpuwatch."""
     place = shown.partition(" in ")[0]

@@ -15,6 +15,8 @@ from ..report.model import RunReport, Verdict
 _NOTHING_TO_COMPARE = frozenset({VerdictKind.CLEAN, VerdictKind.INTERRUPTED, VerdictKind.UNKNOWN})
 _ORDINALS = ("second", "third", "fourth", "fifth")
 _MOST_NAMED = 3
+_CALL = re.compile(r'^ *File "(?:.*/)?(.*)", line \d+, in (.*)(?:\n +(.*))?', re.MULTILINE)
+"""A call of a traceback: the file's name, the function, the source."""
 
 
 class RunOutcome(msgspec.Struct, frozen=True):
@@ -54,16 +56,19 @@ def outcome_of(report: RunReport, exit_code: int) -> RunOutcome:
 def fingerprint_of(report: RunReport) -> str:
     """From the kind and the place of the verdict, without ranks, batches and other numbers.
 
-    The place is the model, module, phase and role; of an exception its type; else it is the statement.
+    The place is the model, module, phase and role; of an exception its type and the line that raised it; else it is the
+    statement.
     """
     verdict = report.verdict
     if verdict.kind in _NOTHING_TO_COMPARE:
         return ""
     place = [verdict.root, verdict.module, verdict.phase, verdict.role]
     if verdict.module is None:
-        errors = (rank.error or {} for rank in report.everyone if rank.rank == report.named)
-        error = next((str(error.get("type", "")) for error in errors), "")
-        place = [error or _without_numbers(verdict), verdict.stage]
+        errors = (rank.error for rank in report.everyone if rank.rank == report.named and rank.error)
+        error = next(errors, None)
+        calls = _CALL.findall(str(error.get("traceback", ""))) if error is not None else []
+        raised = [str(error.get("type", "")), *(calls[-1] if calls else ())] if error is not None else []
+        place = [*(raised or [_without_numbers(verdict)]), verdict.stage]
     return hashlib.sha256("\0".join(part or "" for part in (verdict.kind, *place)).encode()).hexdigest()[:8]
 
 

@@ -13,7 +13,7 @@ from ..report.sentence_parts import one_on, ranks_text
 from .ending_order import ExitOrder, endings_of, left_before
 from .hang_groups import SAME_COLLECTIVES
 from .hang_model import begun_in, standing_at
-from .words import cascade_of, doing, first_line, progress_of, signal_name, when_of, whose
+from .words import cascade_of, doing, error_line, first_line, progress_of, signal_name, when_of, whose
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS means an access to mapped memory that is not there: /dev/shm or a disk is full, or a mapped file "
@@ -75,7 +75,7 @@ def how_it_ended(rank: RankFacts) -> str:
     """`raised ValueError: boom, after batch 3`, `was killed by SIGKILL in the forward of batch 3`."""
     error = rank.error
     if error is not None:
-        message = first_line(error.message).rstrip(". ")
+        message = error_line(error.message)
         when = f", in batch {error.where.batch}" if error.where.batch >= 0 else ", before its first batch"
         return f"raised {error.error}{f': {message}' if message else ''}{when}"
     if rank.exit is not None and rank.was_killed:
@@ -269,7 +269,7 @@ def _crash(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
     who = _who(first, endings, facts.host(first))
     if error is not None:
         inside = f", inside `{error.module}`" if error.module else ""
-        last = first_line(error.message).rstrip(". ")
+        last = error_line(error.message)
         statement = f"{who} raised {error.error}{inside}{f': {last}' if last else ''}."
         evidence = [error.traceback.strip()]
         where = error.where

@@ -21,6 +21,7 @@ from .hang_groups import COMPARE_LINES, IN_ORDER, ODD_UNKNOWN, absent, capital, 
 from .hang_model import (
     BACKWARD,
     DEVICE,
+    MESSAGE,
     QUIET,
     HangFinding,
     HangPrognosis,
@@ -159,7 +160,7 @@ class _StackScene:
         elif DEVICE in operations:
             there = ranks_text([rank for rank in waiting if self.positions[rank].operation == DEVICE])
             statement = f"All ranks wait, and {there} in {DEVICE}: gpuwatch cannot see in which collective a GPU is."
-        elif odd and 2 * number > len(waiting) and "wait" not in operations and BACKWARD not in operations:
+        elif odd and 2 * number > len(waiting) and operations.keys().isdisjoint(("wait", BACKWARD, MESSAGE)):
             where = f"in {self._operations(odd)}, where {number} other ranks wait in {most}"
             statement = f"{capital(odd, 'waits', 'wait')} {where}: the ranks do not issue the same collectives."
             return HangFinding(statement, Certainty.SUPPORTED, odd, [IN_ORDER])

@@ -89,6 +89,8 @@ _NOT_FOR_DEVICE = ("/torch/utils/data/", "/torch/serialization.py", "/torch/mult
 """Where torch waits for something else."""
 DEVICE = "a call that waits for the device"
 BACKWARD = "the backward's reduction of gradients"
+MESSAGE = "a send or a receive"
+"""The rank waits for one of several that it has begun; its table describes the last of them."""
 QUIET = 0.5
 """Share of a core. gloo and NCCL wait without using one; what computes uses all of it."""
 _COMPUTES = 0.1
@@ -110,7 +112,7 @@ class RankPosition:
     doing: str = ""
     """Phase and module, as its recorder says: `in the forward of batch 4, in `net` (Net)`."""
     operation: str = ""
-    """`all_reduce`, `wait`, `BACKWARD`, `DEVICE`; "" if it does not wait."""
+    """`all_reduce`, `wait`, `BACKWARD`, `DEVICE`, `MESSAGE`; "" if it does not wait."""
     line: str = ""
     """`train.py:41 in main: dist.all_reduce(loss)`, the innermost line that is the user's own; "" is unknown."""
     groups: Sequence[GroupState] = ()
@@ -190,7 +192,8 @@ def _operation(look: RankLook) -> tuple[str, bool]:
     if device_waits and _may_wait_for_device(inner):
         return DEVICE, True
     if any(word in inner.text for word in _WAITS):
-        return "wait", True
+        placed = standing_at(look.groups)
+        return MESSAGE if placed is not None and placed[1] < 0 else "wait", True
     return "", False
 
 

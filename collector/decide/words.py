@@ -107,6 +107,13 @@ def first_line(text: str) -> str:
     return next(iter(text.strip().splitlines()), "")[:300]
 
 
+def error_line(message: str) -> str:
+    """The first line of an exception's message, and what it passes on of a worker's: `Caught KeyError in DataLoader
+    worker process 0: KeyError: 'no label'`."""
+    first = first_line(message).rstrip(". ")
+    return f"{first}: {first_line(message.strip().splitlines()[-1])}" if "\nOriginal Traceback" in message else first
+
+
 def between_text(between: tuple[str | None, str | None]) -> str:
     """The stretch of code between two calls, in words."""
     after, before = between

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...core.events import RankLook, RankStall
 from ...core.own_files import read_regular
 from ...core.recorder.flight_recorder import DeviceProgress, file_of, pipe_of, read_dump, with_device
-from ...core.stalls import takes_long
+from ...core.stalls import has_left_backward, takes_long
 from .batch_history import LAST_STEPS
 from .rank_watch import RankWatch
 from .stacks import StackLook
@@ -225,7 +225,7 @@ class StallWatch:
                 where=watch.where(state),
                 number=number,
                 still_s=round(rest.seconds(now), 1),
-                phase=state.phase,
+                phase="script" if state.phase == "backward" and has_left_backward(found.stack) else state.phase,
                 module=state.module,
                 cls=state.cls,
                 groups=with_device(watch.groups(), nccl.found, time.time_ns()),

@@ -17,8 +17,9 @@ from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.finish import make_report, open_store, report_from_store
 from gpuwatch.collector.report.model import Verdict
 from gpuwatch.collector.run_files import RunPaths, earlier_outcomes, new_run, read_outcome
+from gpuwatch.core.events import ScriptError
 from gpuwatch.core.verdicts import Certainty, VerdictKind
-from gpuwatch.core.wire.messages import AgentMessage, encode
+from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode
 from gpuwatch.launcher.scheduler_job import SchedulerFacts
 from gpuwatch.launcher.slurm_variables import SLURM
 from msgspec.structs import replace
@@ -99,6 +100,24 @@ def test_a_third_run_names_the_two_before_it_and_a_clean_one_names_none(make, tm
     assert [entry.split()[0] for entry in listed] == ["monday", "tuesday", "friday"]
     with pytest.raises(Exception, match="--like: expected a run that ended with a fault, found thursday"):
         command("runs", "--runs-dir", tmp_path, "--like", "thursday")
+
+
+def crash(make, line: str, message: str = "boom") -> list:
+    traceback = f'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in main\n    {line}\n'
+    error = ScriptError(make.where(0), "RuntimeError", message, traceback + f"RuntimeError: {message}\n")
+    return [make.hello(nproc=1), EventMessage(error), make.ended(0, 1), make.NodeBye("failed")]
+
+
+def test_exceptions_of_one_type_from_different_lines_are_not_alike(make, tmp_path):
+    run(tmp_path, "monday", crash(make, "load()"))
+    assert "Seen before" not in run(tmp_path, "tuesday", crash(make, "save()")).report_text.read_text()
+    assert "as in run tuesday." in run(tmp_path, "friday", crash(make, "save()")).report_text.read_text()
+
+
+def test_an_exception_of_a_data_loaders_process_says_its_own(make, tmp_path):
+    inner = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File"
+    text = run(tmp_path, "monday", crash(make, "for x in loader:", f"{inner}\nKeyError: 'no label'")).report_text
+    assert "DataLoader worker process 0: KeyError: 'no label'." in " ".join(text.read_text().split())
 
 
 def test_the_small_file_says_how_a_run_ended(make, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuwatch.core.events import StackLine
-from gpuwatch.core.stalls import is_around_collectives, is_users, parse_fatal, parse_stack, takes_long
+from gpuwatch.core.stalls import MOST_LINES, has_left_backward, is_around_collectives, is_users, parse_fatal, parse_stack, takes_long
 
 from .test_imports import ROOT
 
@@ -82,6 +82,13 @@ def test_the_call_that_runs_the_script_is_not_the_users():
     outer = StackLine("/home/me/checkout/core/start.py", 59, "<module>", f"{function}()")
     assert not is_users(inner.shown) and not is_users(outer.shown)
     assert is_users(StackLine("/home/me/core/start.py", 4, "_main", "train()").shown)
+
+
+def test_a_stack_without_autograds_engine_has_left_the_backward():
+    loading, engine = StackLine("/home/me/data.py", 7, "load"), StackLine("/torch/graph.py", 9, "_engine_run_backward")
+    assert has_left_backward([loading])
+    assert not has_left_backward([loading, engine]) and not has_left_backward([])
+    assert not has_left_backward([loading] * MOST_LINES), "its outer calls are not there"
 
 
 def test_a_compiled_model_that_runs_does_not_compile():

@@ -209,6 +209,17 @@ def test_a_wait_for_an_operation_that_is_not_seen_names_nobody():
     assert (found.rank, found.certainty) == (None, "unknown")
 
 
+def test_a_pipelines_wait_is_for_a_send_or_a_receive():
+    """It has begun several, and waits for an earlier one than the last."""
+    last = IssuedOperation(-34, "send", "float32", 64, 1)
+    groups = [GroupState("0", "0-1", 2, 0, 0, "waiting", -31, 300.0, [last])]
+    found = find(look(0, IN_WAIT, groups=groups), look(1, LOADING))
+    assert (found.rank, found.certainty) == (1, "established")
+    assert "Rank 1 never reached a send or a receive, in which rank 0 has waited" in found.statement
+    found = find(look(0, IN_ALL_REDUCE), look(1, IN_ALL_REDUCE), look(2, IN_WAIT, groups=groups))
+    assert (found.rank, found.certainty) == (None, "unknown")
+
+
 def test_on_a_gpu_a_rank_waits_where_it_asks_its_device():
     at_item = [StackLine("/home/me/train.py", 45, "step", "total += loss.item()"), MAIN]
     found = find(look(0, at_item, busy=1.0), look(1, LOADING), look(2, at_item, busy=1.0))
