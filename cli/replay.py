@@ -83,7 +83,7 @@ def _capture_of(run: str | None, runs_dir: Path) -> Path:
     except OSError as error:
         tail = f" ({shown(why)})" if why else ""
         raise UsageError(
-            Code.NO_CAPTURE, f"expected the capture {path}, it cannot be read: {error.strerror}{tail}"
+            Code.NO_CAPTURE, f"expected a capture that can be read, found {path}: {error.strerror}{tail}"
         ) from error
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 import tempfile
@@ -134,6 +135,9 @@ def report(
         output = Path(tempfile.mkdtemp(prefix="gpuwatch-page-")) / "report.html"
     if output is None:
         click.echo(data)
+        if form == "text" and not is_spool and _is_running(path):
+            live = f"gpuwatch top {shlex.quote(str(path))}"
+            click.echo(f"gpuwatch: this run has not ended: the report shows what has arrived so far; now: {live}", err=True)
         return 0
     try:
         output.write_text(data + "\n", encoding="utf-8")
@@ -145,6 +149,15 @@ def report(
     if open_ and not webbrowser.open(page):
         click.echo(f"gpuwatch: no browser could be started here; the page is {output}", err=True)
     return 0
+
+
+def _is_running(path: Path) -> bool:
+    """Whether a collector shows the run now."""
+    from ..core.wire.view import read_viewer_keys
+
+    with suppress(GpuwatchError):
+        return read_viewer_keys(path) is not None
+    return False
 
 
 def _made(found: list[Path], rank: int | None, *, merge: bool) -> RunReport:

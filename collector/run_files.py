@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import shlex
 import signal
 import time
 from contextlib import suppress
@@ -94,7 +95,7 @@ def read_report(paths: RunPaths) -> RunReport:
         ) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         found = f"found something else in {paths.report_json}: {shown_name(str(error))}"
-        again = f"to make it again from the store: gpuwatch report --again {paths.run_id}"
+        again = f"to make it again from the store: gpuwatch report --again {shlex.quote(str(paths.folder))}"
         raise GpuwatchError(Code.UNREADABLE, f"expected a report of schema 1, {found}; {again}") from error
 
 

@@ -59,6 +59,8 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
 
         (tmp_path / "stand").touch()
         _stacks(bench)
+        early = bench.gpuwatch("report", "shown")
+        assert early.code == 0 and "this run has not ended" in early.stderr
         screen = until(job, link, model, lambda screen: "is waited for" in str(screen.head))
         assert any(line.text.startswith("rank 2 is waited for: it has not moved for") for line in screen.head)
         assert any(line.text.endswith("3 ranks wait") for line in screen.head)
@@ -88,6 +90,7 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
     over = bench.gpuwatch("top", "shown")
     assert over.code == 2
     assert "for its result: gpuwatch report shown" in over.stderr
+    assert "has not ended" not in bench.gpuwatch("report", "shown").stderr
     if not has_tmux:
         pytest.skip("tmux is not installed here: all but the terminal has passed (.ci/run installs it)")
 

@@ -245,8 +245,9 @@ def test_without_report_json_the_store_answers(run):
 
 def test_a_damaged_report_json_is_told_in_a_sentence(run):
     run.report_json.write_text("{")
-    with pytest.raises(GpuwatchError, match="expected a report of schema 1"):
+    with pytest.raises(GpuwatchError, match="expected a report of schema 1") as told:
         read_report(run)
+    assert f"gpuwatch report --again {run.folder} " in f"{told.value} ", "it runs from any folder"
 
 
 def test_nowhere_to_write_is_a_sentence_and_no_error(run, tmp_path):
