@@ -137,7 +137,9 @@ def report(
         click.echo(data)
         if form == "text" and not is_spool and _is_running(path):
             live = f"gpuwatch top {shlex.quote(str(path))}"
-            click.echo(f"gpuwatch: this run has not ended: the report shows what has arrived so far; now: {live}", err=True)
+            click.echo(
+                f"gpuwatch: this run has not ended: the report shows what has arrived so far; now: {live}", err=True
+            )
         return 0
     try:
         output.write_text(data + "\n", encoding="utf-8")

@@ -404,10 +404,23 @@ def _led_nowhere(number: int, ranks: list[RankFacts]) -> str:
     return f"{tensors} that had no effect (first: {place})"
 
 
+def _passed(ranks: list[RankFacts]) -> list[str]:
+    """`+inf that rank 1 put into all_reduce in batch 5`: the first that passed between ranks and led nowhere."""
+    bad = [(one.where.batch, one.came_out, rank.rank, one) for rank in ranks for one in rank.passed]
+    if not bad:
+        return []
+    batch, came_out, number, one = min(bad, key=itemgetter(0, 1, 2))
+    did = "got from" if came_out else "put into"
+    when = f"in batch {batch}" if batch >= 0 else "before its first batch"
+    more = f" (and {counted(len(bad) - 1, 'more such tensor')})" if len(bad) > 1 else ""
+    return [f"{one.value} that {rank_name(number)} {did} {one.operation} {when}{more}"]
+
+
 def _exceptions(ranks: list[RankFacts]) -> str:
     hidden, absorbed = sum(rank.hidden_rows for rank in ranks), sum(rank.absorbed_rows for rank in ranks)
     skipping = [rank.rank for rank in ranks if rank.skipped_steps]
     found = [f"{counted(hidden, 'row')} that --ignore hides"] if hidden else []
     found += [f"gradients whose step a GradScaler skipped on {ranks_text(skipping)}"] if skipping else []
     found += [_led_nowhere(absorbed, ranks)] if absorbed else []
+    found += _passed(ranks)
     return f", except for {' and '.join(found)}" if found else ""

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from gpuwatch.core.events import StackLine
-from gpuwatch.core.stalls import MOST_LINES, has_left_backward, is_around_collectives, is_users, parse_fatal, parse_stack, takes_long
+from gpuwatch.core.stalls import (
+    MOST_LINES,
+    has_left_backward,
+    is_around_collectives,
+    is_users,
+    parse_fatal,
+    parse_stack,
+    takes_long,
+)
 
 from .test_imports import ROOT
 

@@ -10,7 +10,7 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import RunReport, to_json
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.core.events import AbsorbedValue, IgnoredAlarm, RangeWarning, ScalerSkip
+from gpuwatch.core.events import AbsorbedValue, IgnoredAlarm, PassedTensor, RangeWarning, ScalerSkip
 from gpuwatch.core.wire.messages import EventMessage
 
 
@@ -158,6 +158,16 @@ def test_what_led_nowhere_is_counted_and_told_with_its_place(make, why, by, said
     assert f"except for 6 tensors {'that ' if why else ''}{first}" in report.verdict.statement
     assert report.ranks[0].absorbed_first[0]["why"] == why
     assert f"absorbed: nan in output of `attn.log` (Log), {said}, first in batch 2" in text_of(report)
+
+
+def test_what_passed_between_ranks_is_an_exception_of_clean(make):
+    place = make.where(0, batch=2)
+    told = [EventMessage(PassedTensor(place, "all_reduce", "0", "0-1", 7, -1, 0, out, "+inf")) for out in (False, True)]
+    report = report_of(run(make, *told[::-1]))
+
+    assert (report.verdict.kind, report.verdict.certainty) == ("clean", "established")
+    first = "+inf that rank 0 put into all_reduce in batch 2 (and 1 more such tensor)"
+    assert f"every watched tensor finite, except for {first}." in report.verdict.statement
 
 
 @pytest.mark.parametrize(("why", "kind"), [("not trained", "clean"), ("", "overflow")])
