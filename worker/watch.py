@@ -243,11 +243,14 @@ def watch(
     of the forward, or before the optimizer step, in which something became inf or nan. With "continue" the overflow is
     only listed in `anomalies`. With `capture`, a folder, a forward that overflows is written there, with its weights
     and its data, in at most `capture_max` bytes: `gpuwatch replay FOLDER` runs it again. In a rank that `gpuwatch
-    launch` watches, the run's settings apply and the keywords have no effect. Raises ValueError for an invalid keyword.
+    launch` watches, the run's settings apply and the keywords have no effect. Raises ValueError for an invalid keyword,
+    TypeError for a model that is none.
     """
     from .hooks.module_hooks import ModuleHooks
 
     running = current_hooks()
+    if model is not None and not hasattr(model, "named_modules"):
+        raise TypeError(f"expected a torch.nn.Module, or None for all models, found {type(model).__name__}")
     if running is not None:
         return ModelWatch(running, running.progress.recorder, owned=False)
     if every < 1:

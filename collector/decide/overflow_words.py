@@ -234,9 +234,8 @@ def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
 
 # What to do next.
 
-_WHOLE_BATCHES = (
-    "To see whole batches: gpuwatch launch --trace-batches N,N; to keep training past it: --on-overflow continue."
-)
+_WHOLE_BATCHES = "To see whole batches: gpuwatch launch --trace-batches N,N"
+_GO_ON = "; to keep training past it: --on-overflow continue"
 _NO_STEP = "No optimizer step has run yet: "
 _FLOAT16 = (
     "float16 holds at most 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
@@ -256,6 +255,8 @@ class AdviceClues:
     gradients: bool = False
     """Gradients were read in that batch."""
     weights: bool = False
+    went_on: bool = False
+    """The script has ended well after it."""
 
 
 def clues_of(facts: RunFacts, first: LocalDiagnosis, odd: OddWeight | None = None, large: str = "") -> AdviceClues:
@@ -263,6 +264,7 @@ def clues_of(facts: RunFacts, first: LocalDiagnosis, odd: OddWeight | None = Non
     page = page_of(facts, first)
     frames = page.frames if page is not None else []
     from_outside = first.source == "outside" and first.phase == FramePhase.BACKWARD
+    ended = facts.one(first.attempt, first.rank).script_exit
     may_be_wild = odd is None and first.seen_in in _SHOWN and (first.is_origin or from_outside)
     return AdviceClues(
         odd=odd if odd is not None and odd.certain else None,
@@ -270,6 +272,7 @@ def clues_of(facts: RunFacts, first: LocalDiagnosis, odd: OddWeight | None = Non
         large=large,
         gradients=any(frame.gradients for frame in frames),
         weights=any(frame.weights for frame in frames),
+        went_on=ended is not None and ended.code == 0,
     )
 
 
@@ -284,7 +287,8 @@ def next_steps(first: LocalDiagnosis, clues: AdviceClues | None = None) -> list[
     steps = _of_clues(first, clues) or list(filter(None, [_by_source(first, clues)]))
     if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != FramePhase.OPTIMIZER:
         steps = [_FLOAT16, *steps]
-    return steps if first.source == "skipped" else [*steps, _WHOLE_BATCHES]
+    whole = f"{_WHOLE_BATCHES}{'' if clues.went_on else _GO_ON}."
+    return steps if first.source == "skipped" else [*steps, whole]
 
 
 def _of_clues(first: LocalDiagnosis, clues: AdviceClues) -> list[str]:

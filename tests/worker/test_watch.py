@@ -362,6 +362,12 @@ def test_two_handles_watch_their_own_models(folders):
 # -- keywords -----------------------------------------------------------------------------------------------------
 
 
+def test_what_is_no_model_is_refused(folders):
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, or None .*, found list"):
+        gpuwatch.watch([net()])
+    assert hooks() == 0 and folders() == []
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [

@@ -9,7 +9,7 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import LookedAgain
 
 
-def judged(make, again=None, *, step=3, weights=True, **place):
+def judged(make, again=None, *, step=3, weights=True, later=(), **place):
     """A module that has made a bad value, and what the second look at it has found."""
     batch = make.Batch(0, batch=3, step=step, **place)
     x, h, y = batch.tensor(), batch.tensor(), batch.tensor(make.INF)
@@ -19,7 +19,7 @@ def judged(make, again=None, *, step=3, weights=True, **place):
     batch.call("", "Net", given=[x], returned=[y])
     if again is not None:
         batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
-    bodies = [make.hello(nproc=1), *batch.messages()]
+    bodies = [make.hello(nproc=1), *batch.messages(), *later]
     return decide(fold(("a0", n, body) for n, body in enumerate(bodies)))
 
 
@@ -42,6 +42,12 @@ def test_a_weight_that_no_step_has_changed_is_looked_at_and_no_learning_rate(mak
 def test_where_nothing_is_found_the_growth_of_numbers_is(make):
     assert "learning rate" in judged(make, LookedAgain()).next[0]
     assert "initialisation" in judged(make, LookedAgain(), step=0).next[0]
+
+
+def test_a_run_that_has_trained_past_it_is_not_told_how(make):
+    assert judged(make).next[-1].endswith("to keep training past it: --on-overflow continue.")
+    went_on = judged(make, later=make.finished(0, batch=9))
+    assert went_on.next[-1] == "To see whole batches: gpuwatch launch --trace-batches N,N."
 
 
 def test_what_is_watched_already_is_not_advised(make):
