@@ -140,6 +140,7 @@ class ModuleHooks:
     def close(self) -> None:
         """Remove the hooks and release the recorder's memory, so that it can be unmapped."""
         self.detach()
+        self.second_runs.explained.ends()
         self.rows.close()
 
     # -- place in the run ---------------------------------------------------------------------------------------

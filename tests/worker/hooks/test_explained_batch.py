@@ -113,6 +113,14 @@ def train(watched, model, batches=4, bad=BATCH):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def test_hooks_that_are_closed_in_the_middle_of_the_batch_leave_nothing_on(watch):
+    watched = watch(explain=0)
+    torch.nn.Linear(4, 2)(torch.ones(3, 4))
+    assert torch._C._len_torch_dispatch_stack() == 1 and torch.is_anomaly_enabled()
+    watched.close()
+    assert torch._C._len_torch_dispatch_stack() == 0 and not torch.is_anomaly_enabled()
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_line_whose_backward_made_it(watch, path, fault, checkpointed):
