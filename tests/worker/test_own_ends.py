@@ -86,7 +86,7 @@ for call in (lambda: os._exit(3), lambda: os.execv(NEXT[0], NEXT)):
             # a thread of ours stands still with the lock: the end is not held up for long, and not said to be known
             "import types, gpuwatch.worker.session as s; s.SETTLE_S = 0.1\n"
             "from gpuwatch.worker.record.progress import RecorderLock; from array import array\n"
-            "lock = RecorderLock(array('q', [-1, 0])); held = threading.Event()\n"
+            "lock = RecorderLock(array('q', [-1, 0, 0])); held = threading.Event()\n"
             "session.hooks = types.SimpleNamespace(progress=types.SimpleNamespace(lock=lock))\n"
             "threading.Thread(target=lambda: (lock.__enter__(), held.set()), daemon=True).start()\n"
             "held.wait(); os._exit(5)",
