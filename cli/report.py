@@ -135,11 +135,9 @@ def report(
         output = Path(tempfile.mkdtemp(prefix="gpuwatch-page-")) / "report.html"
     if output is None:
         click.echo(data)
-        if form == "text" and not is_spool and _is_running(path):
-            live = f"gpuwatch top {shlex.quote(str(path))}"
-            click.echo(
-                f"gpuwatch: this run has not ended: the report shows what has arrived so far; now: {live}", err=True
-            )
+        if form == "text" and not is_spool and _is_open(path):
+            said = "as far as its collector has said, this run has not ended: the report shows what has arrived so far"
+            click.echo(f"gpuwatch: {said}; if it still runs: gpuwatch top {shlex.quote(str(path))}", err=True)
         return 0
     try:
         output.write_text(data + "\n", encoding="utf-8")
@@ -153,8 +151,8 @@ def report(
     return 0
 
 
-def _is_running(path: Path) -> bool:
-    """Whether a collector shows the run now."""
+def _is_open(path: Path) -> bool:
+    """Whether no collector has said the run's end: it shows the run now, or was killed."""
     from ..core.wire.view import read_viewer_keys
 
     with suppress(GpuwatchError):
