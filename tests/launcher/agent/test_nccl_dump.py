@@ -50,6 +50,12 @@ def rank(tmp_path):
         child.kill()
 
 
+def stop(rank):
+    """All of its threads rest when this returns: none answers any more."""
+    rank.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, rank.pid, os.WSTOPPED | os.WNOWAIT)
+
+
 def answered(dump):
     while not dump.is_due(1.0):
         time.sleep(0.01)
@@ -67,7 +73,7 @@ def test_a_rank_answers_each_question_and_ends_as_before(tmp_path, rank):
 
 
 def test_an_answer_that_cannot_be_read_is_not_waited_for(tmp_path, rank):
-    rank.send_signal(signal.SIGSTOP)
+    stop(rank)
     dump = NcclDump(tmp_path, 0, 2, 0.0)
     file_of(tmp_path, 0, 2).write_bytes(b"no pickle")
 
@@ -77,7 +83,7 @@ def test_an_answer_that_cannot_be_read_is_not_waited_for(tmp_path, rank):
 
 
 def test_one_that_is_stopped_is_waited_for_so_long(tmp_path, rank):
-    rank.send_signal(signal.SIGSTOP)
+    stop(rank)
     dump = NcclDump(tmp_path, 0, 2, 100.0)
 
     assert not dump.is_due(100.0 + ANSWER_S - 0.1)
