@@ -122,6 +122,7 @@ NAMES = (
     # -- a device --
     TorchName("torch._C", "_cuda_getCurrentRawStream", DEVICE),
     TorchName("torch._C", "_cuda_getDevice", DEVICE),
+    TorchName("torch._C", "_cuda_isCurrentStreamCapturing", DEVICE),
     TorchName("torch._C", "_CudaDeviceProperties", DEVICE),
     TorchName("torch.cuda.graphs", "register_graph_capture_start_hook", REPLAYS, since=(2, 14)),
     TorchName("torch.cuda.graphs", "register_graph_capture_end_hook", REPLAYS, since=(2, 14)),

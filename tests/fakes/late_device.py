@@ -142,10 +142,16 @@ class LateDevice:
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu
 
-    def stream_key(self, device: torch.device) -> StreamKey:
+    def raw_stream(self, index: int) -> int:
         """Each call advances the time by one. It is called once for each tensor."""
         self._tick()
-        return 0, self.current
+        return self.current
+
+    def current_device(self) -> int:
+        return 0
+
+    def stream_key(self, device: torch.device) -> StreamKey:
+        return 0, self.raw_stream(0)
 
     def stream(self, device: torch.device) -> int:
         return self.current

@@ -19,13 +19,14 @@ from ...core.frames import Phase, RowKind, RowMark
 from ...core.recorder import group_table, layout
 from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import HeadField, RankPhase, SegmentField
-from ...core.values import DTYPE_CODES, INF_BITS, ValueEncoding
+from ...core.values import DTYPE_CODES, INF_BITS, PENDING, ValueEncoding
 from ..record.collectives import issued
 from ..record.group_slots import GroupCall
 from ..record.names import KWARGS, leaves_of
 from ..record.progress import RunProgress
 from ..record.rows import COUNT_EVERY, RowWriter
 from ..stats.device import late_device
+from ..stats.device_buffer import DeviceStatsBuffer
 from ..stats.tensor_stats import TensorStats
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def python_layout() -> dict[str, int]:
         "PHASE_OPTIMIZER": Phase.OPTIMIZER,
         "MARK_SCALED": RowMark.SCALED,
         "ENCODING_INTEGER": ValueEncoding.INTEGER,
+        "VALUE_PENDING": PENDING,
         "COUNT_EVERY": COUNT_EVERY,
     }
     numbers |= {f"GROUP_{phase.name}": phase for phase in GroupPhase if phase != GroupPhase.NONE}
@@ -96,7 +98,9 @@ def difference(native: dict[str, int]) -> str:
 
 def called_by_native_hooks(progress: RunProgress, rows: RowWriter) -> tuple[Callable[..., Any], ...]:
     """Functions that the hooks of a FrameWriter call in a backward, with no Python function of ours around them."""
-    return rows.device_frame, rows.device_read, progress.recorder.continue_segment, leaves_of, issued
+    buffer = DeviceStatsBuffer
+    reads = rows._send_after_collectives, buffer._buffer, buffer.note_weights, buffer.read_later, buffer.read_rest
+    return *reads, buffer.keep, rows.device_frame, progress.recorder.continue_segment, leaves_of, issued
 
 
 def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: BackwardHooks) -> Any:
@@ -143,7 +147,7 @@ def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: Backward
             with_weights="weights" in settings.watch,
             with_grads="grads" in settings.watch,
             device_frame=rows.device_frame,
-            device_read=rows.device_read,
+            device_rows=rows,
             reads_host=late_device() is None,
         )
     except (AttributeError, TypeError, ValueError) as error:  # a torch version whose internals differ

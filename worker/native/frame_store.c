@@ -53,6 +53,37 @@ int follow_segment(FrameWriter *self, Frame *frame)
     return read_segment(self, frame) && frame->page == page;
 }
 
+/* The same where they fit into the open segment; -1, and nothing is taken, where they do not. */
+static int64_t take_here(FrameWriter *self, const Frame *frame, int count, int64_t *index)
+{
+    static const Numbers pending = {0, 0, VALUE_PENDING};
+    Py_buffer memory;
+    int64_t at, used = -1;
+    char *segment = borrow_segment(self, &memory, &at);
+    if (segment == NULL)
+        return -1;
+    int64_t *counts = (int64_t *)segment;
+    if (counts[S_PAGE] == frame->page && counts[S_VALUES] + count <= VALUES_PER_SEGMENT) {
+        used = counts[S_VALUES];
+        *index = counts[S_VALUE_BASE] + used;
+        for (int i = 0; i < count; i++)
+            memcpy(segment + VALUES_AT + (used + i) * VALUE_BYTES, &pending, sizeof pending);
+        publish(&counts[S_VALUES], used + count);
+    }
+    PyBuffer_Release(&memory);
+    return used;
+}
+
+int64_t take_values(FrameWriter *self, const Frame *frame, int count, int64_t *index)
+{
+    const int64_t used = take_here(self, frame, count, index);
+    if (used >= 0)
+        return used;
+    PyObject *done = PyObject_CallNoArgs(self->next_segment);
+    Py_XDECREF(done);
+    return done != NULL ? take_here(self, frame, count, index) : -1;
+}
+
 static void put_value(char *segment, int64_t position, const Row *row)
 {
     memcpy(segment + VALUES_AT + position * VALUE_BYTES, &row->numbers, sizeof row->numbers);

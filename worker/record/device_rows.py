@@ -64,18 +64,6 @@ class DeviceRows:
         self.count = count
         return without_modes(self._device_frame, tensors, elements, earlier)
 
-    def device_read(self, seq: int, *frame: Any) -> tuple[int, list[DeviceRow]] | None:
-        """For the native writer: see `DeviceStatsBuffer.read_frame`. `seq`: collectives issued so far."""
-        page, buffer = self._recorder.page, self.device_buffer
-        if buffer is None or page is None:
-            return None
-        if seq != self._seq:
-            self._send_after_collectives(buffer, seq)
-        found = buffer.read_frame(*frame)
-        if found is not None:
-            self.late_pages[page.number] = page
-        return found
-
     def _device_frame(
         self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any]
     ) -> tuple[list[int | None], list[DeviceRow | None]]:

@@ -58,6 +58,12 @@ class StatsDevice(Protocol):
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on a device of this kind."""
 
+    def raw_stream(self, index: int) -> int:
+        """The number of the current stream of the device with this index."""
+
+    def current_device(self) -> int:
+        """The index of the current device."""
+
     def stream_key(self, device: torch.device) -> StreamKey:
         """The current stream of a device."""
 
@@ -105,26 +111,30 @@ _NOTHING = nullcontext()
 
 
 class CudaDevice:
-    """CUDA as a `StatsDevice`."""
+    """CUDA as a `StatsDevice`. The native writer asks the first three for each frame: they are torch's own functions."""
 
     type = "cuda"
+
+    def __init__(self) -> None:
+        self.raw_stream = name_in_torch("torch._C._cuda_getCurrentRawStream")
+        self.current_device = name_in_torch("torch._C._cuda_getDevice")
+        self.is_capturing = name_in_torch(
+            "torch._C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+        )
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
     def stream_key(self, device: torch.device) -> StreamKey:
-        return device.index, torch._C._cuda_getCurrentRawStream(device.index)
+        return device.index, self.raw_stream(device.index)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
 
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
     def use(self, key: StreamKey, stream: Any) -> AbstractContextManager[Any]:
         index, raw = key
-        here = torch._C._cuda_getDevice() == index
-        current = torch._C._cuda_getCurrentRawStream(index) == raw
+        here = self.current_device() == index
+        current = self.raw_stream(index) == raw
         if here and current:
             return _NOTHING
         stack = ExitStack()

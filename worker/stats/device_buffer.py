@@ -35,6 +35,7 @@ from .stream_buffer import DeviceRow as DeviceRow
 from .stream_buffer import FileCopies, StreamBuffer, first_line, remember
 from .tensor_stats import version_of
 from .torch_reader import (
+    DLPACK_TYPES,
     FROM_GRAPH,
     KnownWeight,
     PackedRows,
@@ -79,9 +80,12 @@ class DeviceStatsBuffer:
         """Tensors that were not read because the user captured a graph, and replays that were not read."""
         self._notable = notable or NotableFilter(WarningLimits())
         self._driver = driver or device_for(device)
+        self.dlpack_type = DLPACK_TYPES[self._driver.type]
         self._recorder = recorder
         self._fields = recorder.fields
         self._reader = reader or self._best_reader()
+        self.reads = self._reader.reads if isinstance(self._reader, TritonReader) else None
+        """The kernels that the native writer may launch itself."""
         self._buffers: dict[StreamKey, StreamBuffer] = {}
         self._last: tuple[StreamBuffer, int] | None = None
         self._together = False
@@ -175,55 +179,63 @@ class DeviceStatsBuffer:
                 rows.append(self._remember(earlier[place - values]) if is_read else None)
         return indices, rows
 
-    def read_frame(
+    # -- the tensors of a frame that the native writer reads: see device_reads.c -----------------------------------
+
+    def note_weights(
         self,
-        tensor: torch.Tensor,
+        buffer: StreamBuffer,
         fresh: list[torch.Tensor],
-        elements: list[int],
         values: int,
         known: list[KnownWeight],
+        first: int,
         count: bool,
-        may_wait: bool = False,
-    ) -> tuple[int, list[DeviceRow]] | None:
-        """Like `frame`, for tensors and weights that the native writer has fully examined.
-
-        All are on the device of `tensor`. `elements` are the sizes of the `fresh` tensors, each contiguous in its
-        storage. The first `values` of them are no weights. `known` are weights that were read before. The values lie
-        side by side, those of `fresh` first. `may_wait`: one tensor, which nothing should change before the next
-        `read_waiting`. If it was changed in place by then, its numbers are lost, and no other one waits. Returns the
-        index of the first, and a row for each weight in `fresh`. If `frame` must do it, returns None and does nothing.
+    ) -> list[DeviceRow]:
+        """The rows from position `first` on are of the `fresh` tensors, of which the first `values` are no weights,
+        and then of weights that were read before. Returns a row for each fresh weight.
         """
-        page = self._recorder.page
-        assert page is not None
-        if self._unsent is not None or not self._driver.holds(tensor) or self._driver.is_capturing():
-            return None
-        buffer = self._buffer(tensor.device)
-        for weight in known:
-            if not _is_packed(weight[3], buffer):
-                return None
-        number = len(fresh) + len(known)
-        index, first = self._recorder.values(number, PENDING)
-        behind = first + len(fresh)
-        self._queued_page = page.number
-        self._queued += number
-        buffer.positions.extend(range(first, first + number))
-        rows: list[DeviceRow] = []
-        if values < len(fresh):
-            rows = [DeviceRow(buffer) for _ in range(values, len(fresh))]
+        rows = [DeviceRow(buffer) for _ in range(values, len(fresh))]
+        if rows:
             buffer.remembered.append((first + values, rows))
         if known:
+            behind = first + len(fresh)
             buffer.weights.append(WaitingTensors(known, behind, count))
             buffer.remembered.append((behind, [weight[3] for weight in known]))
-        may_wait = may_wait and self._may_wait
-        if fresh and (self._together or may_wait):
-            buffer.waiting.append(WaitingTensors(fresh, first, count))
-            if may_wait:
-                self._hold(buffer, tensor, elements[0], first)
-        elif fresh:
-            with self._driver.use(buffer.key, buffer.stream):
-                self._do("read_dense", fresh, elements, buffer.rows, first, count)
-                self._driver.keep(fresh, buffer.key, buffer.stream)
-        return index, rows
+        return rows
+
+    def read_later(
+        self,
+        buffer: StreamBuffer,
+        tensors: list[torch.Tensor],
+        elements: list[int],
+        first: int,
+        count: bool,
+        may_change: bool,
+    ) -> None:
+        """Read the tensors with the next `read_waiting`. `may_change`: this is one tensor, which nothing should change
+        before then. If it was changed in place nevertheless, its numbers are lost, and no other one waits.
+        """
+        buffer.waiting.append(WaitingTensors(tensors, first, count))
+        if may_change:
+            self._hold(buffer, tensors[0], elements[0], first)
+
+    def read_rest(
+        self,
+        buffer: StreamBuffer,
+        tensors: list[torch.Tensor],
+        elements: list[int],
+        launched: int,
+        first: int,
+        count: bool,
+    ) -> None:
+        """Read the tensors that were not `launched`: a kernel is not compiled, or another device is the current one."""
+        with self._driver.use(buffer.key, buffer.stream):
+            about = buffer.rows, first + launched, count
+            self._do("read_dense", tensors[launched:], elements[launched:], *about)
+            self._driver.keep(tensors, buffer.key, buffer.stream)
+
+    def keep(self, buffer: StreamBuffer, tensors: list[torch.Tensor]) -> None:
+        """The stream was told to read these tensors."""
+        self._driver.keep(tensors, buffer.key, buffer.stream)
 
     def _measure(self, tensor: torch.Tensor, elements: int, count: bool, before: Any) -> int | None:
         buffer = self._buffer(tensor.device)
@@ -381,7 +393,7 @@ class DeviceStatsBuffer:
                 raise
             reader = TorchReader()
             done = getattr(reader, method)(*arguments)
-            self._reader = reader
+            self._reader, self.reads = reader, None
             self._add_note(_no_kernel(first_line(error)))
             return done
 

@@ -201,7 +201,7 @@ _SIZE_OF_ROW = 3 * 8
 _GONE = CODES[torch.float32], 0
 """As dtype and count: a weight that is gone, or was changed since, is not read. Its earlier numbers are kept."""
 _TYPES = _TENSOR, _PARAMETER
-_DLPACK_TYPES = {"cpu": 1, "cuda": 10 if torch.version.hip else 2}
+DLPACK_TYPES = {"cpu": 1, "cuda": 10 if torch.version.hip else 2}
 """DLDeviceType of dlpack.h"""
 _EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
@@ -234,7 +234,7 @@ class GroupedReadings:
 
     def _entries(self, waiting: list[WaitingTensors]) -> Iterator[bytes]:
         """Those of ordinary tensors and weights are made in C, where it was built."""
-        at, place = 0, (_DLPACK_TYPES.get(self._device.type, 0), self._device.index or 0)
+        at, place = 0, (DLPACK_TYPES.get(self._device.type, 0), self._device.index or 0)
         while at < len(waiting):
             if _is_native:
                 found, at = _native_readings(_EXCHANGE, _TYPES, waiting, at, self.tensors, self.earlier, *place)

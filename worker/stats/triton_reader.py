@@ -55,7 +55,7 @@ class TritonReader:
         self._kernel = kernel
         self._launcher = launcher or KernelLauncher()
         self._stream = self._launcher.stream
-        self._reads: dict[tuple[Any, ...], tuple[bytes, int, int]] = {}
+        self.reads: dict[tuple[Any, ...], tuple[bytes, int, int]] = {}
         """Key of a read -> (kernel for `launch_reads`, elements in a block, most programs)"""
         self._loaded: set[tuple[Any, ...]] = set()
         """Keys of reads whose kernel Triton has compiled and launched."""
@@ -74,7 +74,7 @@ class TritonReader:
     ) -> None:
         """One launch reads two tensors that are alike."""
         about, at = (0, 0, rows, position, count), 0
-        while (left := launch_reads(self._reads, self._stream, tensors, elements, at, *about)) is not None:
+        while (left := launch_reads(self.reads, self._stream, tensors, elements, at, *about)) is not None:
             at, number = left
             source, *other = map(dense, tensors[at : at + number], elements[at:])
             if other:
@@ -88,13 +88,13 @@ class TritonReader:
         tensor, elements, inner, stride = source
         for counted in (count, not count):
             key, about = _key_of(source, rows, counted), (rows, position, counted)
-            if key in self._reads:
+            if key in self.reads:
                 return self._launched_read(source, *about)
             if key in self._loaded:
                 without_modes(self._launch_read, source, *about)
                 return True
             nothing = dense(tensor, 0)  # the kernel for two tensors may have run before
-            left = launch_reads(self._reads, self._stream, (tensor,) * 2, (elements, 0), 0, inner, stride, *about)
+            left = launch_reads(self.reads, self._stream, (tensor,) * 2, (elements, 0), 0, inner, stride, *about)
             if left == (0, 2) and _key_of_two(source, rows, counted) in self._loaded:
                 without_modes(self._launch_two, source, nothing, *about)
             elif left is not None:
@@ -105,7 +105,7 @@ class TritonReader:
     def _launched_read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> bool:
         tensor, elements, inner, stride = source
         about = inner, stride, rows, position, count
-        return launch_reads(self._reads, self._stream, (tensor,), (elements,), 0, *about) is None
+        return launch_reads(self.reads, self._stream, (tensor,), (elements,), 0, *about) is None
 
     def _ordinary_read(self, source: TensorSource, rows: torch.Tensor, position: int, count: bool) -> None:
         """An ordinary launch, which compiles the kernel where Triton has not done so yet."""
@@ -155,7 +155,7 @@ class TritonReader:
         about = source.tensor.dtype, count, layout
         found = self._tried(key, compiled, sizes, rows.device, way, *about)
         if found is not None:
-            self._reads[key] = found, _constants(*about)[1], self._most_programs(rows.device)
+            self.reads[key] = found, _constants(*about)[1], self._most_programs(rows.device)
 
     def read_many(self, readings: GroupedReadings, rows: torch.Tensor) -> None:
         """One launch for all tensors of one dtype and layout, as torch's foreach operations do it.

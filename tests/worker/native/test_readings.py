@@ -18,6 +18,7 @@ from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats import notable, triton_reader
 from gpuwatch.worker.stats import torch_reader as device_reader
+from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.notable import NotableFilter
 from gpuwatch.worker.stats.torch_reader import (
     ENTRY,
@@ -271,15 +272,14 @@ def test_a_training_on_a_device_is_recorded_as_python_records_it(tmp_path, monke
         watched = Watched(tmp_path / f"{native}.recorder", watch=("forward", "weights", "grads"))
         try:
             rows = watched.hooks.rows
-            real = rows.device_read
+            real = DeviceStatsBuffer.read_rest
 
-            def counted(*frame: Any, real: Any = real) -> Any:
+            def counted(*frame: Any, real: Any = real) -> None:
                 nonlocal calls
-                answer = real(*frame)
-                calls += answer is not None
-                return answer
+                calls += 1
+                real(*frame)
 
-            monkeypatch.setattr(rows, "device_read", counted)
+            monkeypatch.setattr(DeviceStatsBuffer, "read_rest", counted)
             if native:
                 hooks = watched.hooks
                 writer = native_writer.native_writer_of(hooks.progress, rows, hooks._gradients)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from contextlib import nullcontext
 
 import numpy
@@ -19,9 +18,10 @@ from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.stats.notable import NotableFilter
 from gpuwatch.worker.stats.stream_buffer import runs
 from gpuwatch.worker.stats.tensor_stats import measure
-from gpuwatch.worker.stats.torch_reader import KINDS, KnownWeight, TorchReader
+from gpuwatch.worker.stats.torch_reader import KINDS, TorchReader
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .native_reads import READS, NativeReads
 from .one_by_one import OneByOne
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -392,39 +392,40 @@ def test_a_weight_is_read_where_its_earlier_numbers_do_not_help(recorder, where)
 # -- frames of the native writer ------------------------------------------------------------------------------------
 
 
-def as_native(pages, values, weights=(), known=(), count=False):
-    """What the native writer asks for: the answer of `read_frame`."""
-    fresh = [*values, *weights]
-    known = [KnownWeight(weakref.ref(weight), weight._version, 0, row) for weight, row in known]
-    first = fresh[0] if fresh else known[0].tensor()
-    return pages.read_frame(first, fresh, [tensor.numel() for tensor in fresh], len(values), known, count)
+needs_native = pytest.mark.skipif(not READS, reason="worker/native was not built, or this torch lends it no tensors")
 
 
+@needs_native
 @each_device
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("count", [False, True])
 def test_a_frame_of_the_native_writer_has_its_values_side_by_side(recorder, device, together, count):
     pages = device_buffer(recorder, device)
+    reads = NativeReads(recorder, pages)
     tensors = [torch.full((3,), float(each), dtype=torch.float16, device=device) for each in range(1, 5)]
-    page = recorder.begin_page(0, 0, 0)
+    weights = [torch.nn.Parameter(tensor) for tensor in tensors[2:]]
+    page = recorder.begin_page(0, 0 if count else 1, 0)
     pages.measure(torch.tensor(7.0, device=device))
     with pages.together() if together else nullcontext():
-        index, rows = as_native(pages, tensors[:2], tensors[2:], count=count)
+        index = reads.read(tensors[:2], weights)
     pages.flush()
-    again, none = as_native(pages, [torch.tensor(9.0, device=device)], known=list(zip(tensors[2:], rows, strict=True)))
+    again = reads.read([torch.tensor(9.0, device=device)], weights)
     recorder.end_page(page)
-    assert (index, again, len(rows), none) == (1, 5, 2, [])
     found = values_of(recorder, 0)
     measured = [measure(tensor.cpu(), count)[:3] for tensor in tensors]
+    assert (index, again) == (1, 5)
     assert found[1:5] == measured
+    assert found[5].abs_max == 9.0
     assert found[6:] == measured[2:]
 
 
+@needs_native
 def test_a_frame_that_does_not_fit_begins_the_next_segment(recorder):
     pages = device_buffer(recorder, "cpu", driver=LateDevice(3))
+    reads = NativeReads(recorder, pages)
     page = recorder.begin_page(0, 0, 0)
     tensors = [torch.tensor(float(each)) for each in range(7)]
-    indices = [as_native(pages, tensors)[0] for _ in range(100)]
+    indices = [reads.read(tensors) for _ in range(100)]
     recorder.end_page(page)
     pages.finish()
     in_a_segment = layout.VALUES_PER_SEGMENT // 7
@@ -433,13 +434,15 @@ def test_a_frame_that_does_not_fit_begins_the_next_segment(recorder):
     assert recorder.fields[HeadField.SEGMENT] == -(-100 // in_a_segment) - 1
 
 
+@needs_native
 @pytest.mark.parametrize("where", ["another stream", "not yet packed", "a captured graph", "after a captured graph"])
 def test_what_the_native_writer_cannot_know_is_left_to_python(recorder, where):
     late = LateDevice()
     pages = device_buffer(recorder, "cpu", driver=late)
-    weight = torch.tensor([1.0, -2.0])
+    reads = NativeReads(recorder, pages)
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     page = recorder.begin_page(0, 0, 0)
-    _, (row,) = as_native(pages, [torch.tensor(3.0)], [weight])
+    assert reads.read([torch.tensor(3.0)], [weight]) == 0
     if where == "after a captured graph":
         late.capturing = True
         recorder.end_page(page)  # the segment cannot be sent now
@@ -450,9 +453,36 @@ def test_what_the_native_writer_cannot_know_is_left_to_python(recorder, where):
     late.current = 1 if where == "another stream" else 0
     late.capturing = where == "a captured graph"
     before = recorder.value_count
-    assert as_native(pages, [torch.tensor(4.0)], known=[(weight, row)]) is None
+    assert reads.read([torch.tensor(4.0)], [weight]) is None
     assert recorder.value_count == before
     assert len(pages._buffers[0, 0].weights) == 0
+
+
+@needs_native
+def test_an_error_of_the_device_leaves_the_frame_to_python(recorder):
+    class Refuses(TorchReader):
+        def read(self, *about):
+            raise RuntimeError("an illegal memory access")
+
+    pages = device_buffer(recorder, "cpu", reader=Refuses())
+    reads = NativeReads(recorder, pages)
+    recorder.begin_page(0, 0, 0)
+    with pytest.raises(AssertionError):  # not even `device_frame` was asked
+        reads.read([torch.tensor(4.0)])
+    assert not reads.asked
+    assert pages.has_unsent
+
+
+@needs_native
+@pytest.mark.parametrize("seq", [0, 3])
+def test_readings_before_a_collective_are_sent_first(recorder, seq):
+    pages = device_buffer(recorder, "cpu")
+    reads = NativeReads(recorder, pages, issued=seq)
+    sent = []
+    reads.rows._send_after_collectives = lambda *about: sent.append(about)
+    recorder.begin_page(0, 0, 0)
+    assert reads.read([torch.tensor(4.0)]) == 0
+    assert sent == ([(pages, 3)] if seq else [])
 
 
 # -- many tensors in one launch -------------------------------------------------------------------------------------

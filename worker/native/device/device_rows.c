@@ -1,7 +1,8 @@
-/* The rows of tensors on a device. Their reader is in Python: worker/stats/device_buffer.py. */
+/* The rows of tensors on a device: read by device_reads.c, or by worker/stats/device_buffer.py. */
 
 #include "device_rows.h"
 
+#include "device_reads.h"
 #include "frame_store.h"
 #include "objects.h"
 
@@ -44,14 +45,6 @@ static int append(PyObject *list, PyObject *item)
     return good;
 }
 
-/* The rows of a frame that lie on a device. Weights come last: if something else of the frame is non-finite, a weight is
-   read that would keep its earlier numbers. */
-typedef struct {
-    Row *rows[MOST_ROWS];
-    int64_t elements[MOST_ROWS]; /* of each: see `elements_in_order`; 0 for a weight that was read before */
-    int used, values, fresh;     /* of these are no weights; were not read before */
-} Asked;
-
 static int is_asked(const Row *row, int part)
 {
     return row->on_device && part == (row->is_weight ? 1 + (row->known != NULL) : 0);
@@ -88,48 +81,23 @@ static int are_simple(const Asked *asked)
     return 1;
 }
 
-/* Call `device_read`: a new reference, or NULL with an exception set. */
-static PyObject *read_simple(FrameWriter *self, const Asked *asked, int64_t seq, int count, int may_wait)
-{
-    PyObject *fresh = PyList_New(0), *elements = PyList_New(0), *known = PyList_New(0), *found = NULL;
-    PyObject *values = PyLong_FromLong(asked->values), *issued = PyLong_FromLongLong(seq);
-    int good = fresh != NULL && elements != NULL && known != NULL && values != NULL && issued != NULL;
-    for (int i = 0; good && i < asked->used; i++)
-        good = i >= asked->fresh ? PyList_Append(known, asked->rows[i]->known) == 0
-                                 : PyList_Append(fresh, asked->rows[i]->object) == 0 &&
-                                       append(elements, PyLong_FromLongLong(asked->elements[i]));
-    if (good)
-        found = PyObject_CallFunctionObjArgs(self->device_read, issued, asked->rows[0]->object, fresh, elements, values,
-                                             known, count ? Py_True : Py_False, may_wait ? Py_True : Py_False, NULL);
-    Py_XDECREF(fresh);
-    Py_XDECREF(elements);
-    Py_XDECREF(known);
-    Py_XDECREF(values);
-    Py_XDECREF(issued);
-    return found;
-}
-
 /* 1 if they are being read; 0, and nothing was done, if `device_frame` must be asked; -1 if it has failed. */
 static int read_side_by_side(FrameWriter *self, const Asked *asked, const Frame *frame, int64_t step, int count)
 {
-    long long first;
     PyObject *numbers;
-    if (self->device_read == NULL || !are_simple(asked))
+    if (self->device_rows == NULL || !are_simple(asked))
         return 0;
-    PyObject *found = read_simple(self, asked, frame->seq, count, frame->may_wait);
-    if (found == Py_None) {
-        Py_DECREF(found);
-        return 0;
-    }
-    int good = found != NULL && PyTuple_CheckExact(found) && PyArg_ParseTuple(found, "LO!", &first, &PyList_Type, &numbers) &&
-               PyList_GET_SIZE(numbers) == asked->fresh - asked->values;
+    const int64_t first = start_reads(self, asked, frame, count, &numbers);
+    if (first < 0)
+        return first == -1 ? 0 : -1;
+    int good = PyList_Check(numbers) && PyList_GET_SIZE(numbers) == asked->fresh - asked->values;
     for (int i = 0; good && i < asked->used; i++) {
         asked->rows[i]->kind = KIND_MEASURED;
         asked->rows[i]->value = first + i;
         if (i >= asked->values && i < asked->fresh)
             good = know(asked->rows[i], PyList_GET_ITEM(numbers, i - asked->values), step);
     }
-    Py_XDECREF(found);
+    Py_DECREF(numbers);
     return good ? 1 : -1;
 }
 

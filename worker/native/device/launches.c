@@ -86,9 +86,9 @@ PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t given)
 enum { ALIGNED = 16 };
 static const int64_t wide = INT64_C(1) << 31;
 
-/* Tensors that are read into rows side by side, and what is the same for all of them. */
+/* What is the same for all tensors that are read into rows side by side. */
 typedef struct {
-    PyObject *kernels, *stream_of, *tensors, *elements, *device, *count;
+    PyObject *kernels, *stream_of, *stream, *device, *count; /* stream: its handle; NULL: stream_of(device) */
     int64_t inner, stride, rows, position;
 } Reads;
 
@@ -106,10 +106,9 @@ static int integer_by(PyObject *object, PyObject *method, int64_t *number)
 }
 
 /* 0 with an exception set */
-static int source_at(const Reads *reads, Py_ssize_t at, Source *source)
+static int source_of(PyObject *tensor, PyObject *elements, Source *source)
 {
-    PyObject *tensor = PySequence_Fast_GET_ITEM(reads->tensors, at);
-    source->elements = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(reads->elements, at));
+    source->elements = PyLong_AsLongLong(elements);
     source->dtype = NULL;
     if (PyErr_Occurred() || !integer_by(tensor, s_data_ptr, &source->address))
         return 0;
@@ -189,27 +188,63 @@ static int read_rows_from(const Reads *reads, const Source *source, const Source
     }
     if (!fit(&kernel, (unsigned long)(first + others), values))
         return 0;
-    PyObject *found = PyObject_CallOneArg(reads->stream_of, reads->device);
+    PyObject *found = reads->stream != NULL ? Py_NewRef(reads->stream) : PyObject_CallOneArg(reads->stream_of, reads->device);
     void *stream = found != NULL ? PyLong_AsVoidPtr(found) : NULL;
     Py_XDECREF(found);
     return !PyErr_Occurred() && start(&kernel, (unsigned long)(first + others), stream, values) == 0;
 }
 
-/* Launch the kernel for the tensors from `at` on. Returns how many it reads, 0 if Triton must launch it, -1 with an exception
-   set; `asked` is how many it is to read. */
-static int read_next(const Reads *reads, Py_ssize_t at, int *asked)
+/* Launch the kernel for a tensor, and for the `other` one, which may be NULL, where one launch can read both. Returns how many
+   it reads, 0 if Triton must launch it, -1 with an exception set; `asked` is how many it is to read. */
+static int read_next(const Reads *reads, const Source *source, const Source *other, Py_ssize_t at, int *asked)
 {
-    Source source, other = {NULL, 0, 0};
-    const int has_other = at % 2 == 0 && at + 1 < PySequence_Fast_GET_SIZE(reads->tensors);
-    int done = 0;
-    *asked = 1;
-    if (source_at(reads, at, &source) && (!has_other || source_at(reads, at + 1, &other))) {
-        *asked += has_other && are_alike(reads, &source, &other);
-        done = *asked * read_rows_from(reads, &source, *asked == 2 ? &other : NULL, at);
-    }
+    *asked = 1 + (other != NULL && are_alike(reads, source, other));
+    const int done = *asked * read_rows_from(reads, source, *asked == 2 ? other : NULL, at);
+    return PyErr_Occurred() ? -1 : done;
+}
+
+/* As read_next, for the tensors of a list from `at` on. */
+static int read_listed(const Reads *reads, PyObject *tensors, PyObject *elements, Py_ssize_t at, int *asked)
+{
+    Source source = {NULL, 0, 0}, other = {NULL, 0, 0};
+    const int has_other = at % 2 == 0 && at + 1 < PySequence_Fast_GET_SIZE(tensors);
+    int done = -1;
+    if (source_of(PySequence_Fast_GET_ITEM(tensors, at), PySequence_Fast_GET_ITEM(elements, at), &source) &&
+        (!has_other ||
+         source_of(PySequence_Fast_GET_ITEM(tensors, at + 1), PySequence_Fast_GET_ITEM(elements, at + 1), &other)))
+        done = read_next(reads, &source, has_other ? &other : NULL, at, asked);
     Py_XDECREF(source.dtype);
     Py_XDECREF(other.dtype);
-    return PyErr_Occurred() ? -1 : done;
+    return done;
+}
+
+int launch_tensors(PyObject *kernels, PyObject *stream, PyObject *tensors, void *const *addresses, const int64_t *elements,
+                   PyObject *rows, int64_t position, PyObject *count)
+{
+    Reads reads = {.kernels = kernels, .stream = stream, .count = count, .position = position};
+    const int number = (int)PyList_GET_SIZE(tensors);
+    Source sources[2];
+    int at = 0, done = 1, asked = 0;
+    if (PyDict_GET_SIZE(kernels) == 0)
+        return 0;
+    if (!integer_by(rows, s_data_ptr, &reads.rows) || (reads.device = PyObject_CallMethodNoArgs(rows, s_get_device)) == NULL)
+        return -1;
+    while (at < number && done > 0) {
+        const int pair = at % 2 == 0 && at + 1 < number ? 2 : 1;
+        int made = 0;
+        for (; made < pair; made++) {
+            PyObject *dtype = PyObject_GetAttr(PyList_GET_ITEM(tensors, at + made), s_dtype);
+            if (dtype == NULL)
+                break;
+            sources[made] = (Source){dtype, (int64_t)(intptr_t)addresses[at + made], elements[at + made]};
+        }
+        done = made == pair ? read_next(&reads, &sources[0], pair == 2 ? &sources[1] : NULL, at, &asked) : -1;
+        while (made > 0)
+            Py_DECREF(sources[--made].dtype);
+        at += done > 0 ? done : 0;
+    }
+    Py_DECREF(reads.device);
+    return done < 0 ? -1 : at;
 }
 
 PyObject *launch_reads(PyObject *module, PyObject *const *args, Py_ssize_t given)
@@ -219,7 +254,7 @@ PyObject *launch_reads(PyObject *module, PyObject *const *args, Py_ssize_t given
         !(PyList_Check(args[3]) || PyTuple_Check(args[3])) ||
         PySequence_Fast_GET_SIZE(args[2]) != PySequence_Fast_GET_SIZE(args[3]) || !PyBool_Check(args[9]))
         return wrong("expected launch_reads(kernels, stream of, tensors, elements, at, inner, stride, rows, position, count)");
-    Reads reads = {args[0], args[1], args[2], args[3], NULL, args[9], PyLong_AsLongLong(args[5]), PyLong_AsLongLong(args[6]),
+    Reads reads = {args[0], args[1], NULL, NULL, args[9], PyLong_AsLongLong(args[5]), PyLong_AsLongLong(args[6]),
                    0, PyLong_AsLongLong(args[8])};
     Py_ssize_t at = PyLong_AsSsize_t(args[4]);
     if (PyErr_Occurred() || !integer_by(args[7], s_data_ptr, &reads.rows))
@@ -227,7 +262,8 @@ PyObject *launch_reads(PyObject *module, PyObject *const *args, Py_ssize_t given
     if ((reads.device = PyObject_CallMethodNoArgs(args[7], s_get_device)) == NULL)
         return NULL;
     int done = 1, asked = 0;
-    while (at >= 0 && at < PySequence_Fast_GET_SIZE(reads.tensors) && (done = read_next(&reads, at, &asked)) > 0)
+    while (at >= 0 && at < PySequence_Fast_GET_SIZE(args[2]) &&
+           (done = read_listed(&reads, args[2], args[3], at, &asked)) > 0)
         at += done;
     Py_DECREF(reads.device);
     if (done < 0)

@@ -17,6 +17,10 @@ int begin_frame(FrameWriter *self, Frame *frame);
 /* Read the counts again after a device's reader has added values. 0 if another page is open by then. */
 int follow_segment(FrameWriter *self, Frame *frame);
 
+/* RecorderWriter.values: take `count` values side by side, whose numbers are pending. Returns the position of the first in its
+   segment, and its `index` in the page; -1 if that fails. */
+int64_t take_values(FrameWriter *self, const Frame *frame, int count, int64_t *index);
+
 /* Store the values, then the rows, then the frame. Each count is written after its entries, because readers of the file
    trust the counts. A full segment is continued in the next one. 0, and no frame is stored, if something else was written
    since `begin_frame`: the interpreter's lock may have been released in between. */

@@ -20,10 +20,8 @@
    `earlier`, are weights. `elements`: how many lie in one piece of a tensor's memory, in order; 0: not known. `earlier`: what
    the last call for this weight, version and step has returned for it, or None. `count`: also count zeros and subnormals.
    Returned are the index of each tensor's value, which is in the page by then, None if it cannot be measured; and the numbers
-   of each weight. And None, or what does the same for ordinary tensors, whose values lie side by side:
-   device_read(seq, tensor, fresh, elements, values, known, count, may_wait) -> (index, [numbers, ...]) | None. See
-   DeviceStatsBuffer.read_frame. `seq`: collectives issued so far. Both are called with RecorderLock taken. */
-#define EACH_OPTIONAL(DO) DO(device_frame) DO(device_read)
+   of each weight. It is called with RecorderLock taken. And None, or the DeviceRows whose tensors device_reads.c reads. */
+#define EACH_OPTIONAL(DO) DO(device_frame) DO(device_rows)
 
 /* A shape, and its id in `shapes`. */
 enum { RECENT_DIMS = 5, RECENT_SHAPES = 64 };

@@ -33,7 +33,7 @@ typedef struct {
 typedef struct {
     Row rows[MOST_ROWS];
     int used;
-    int may_wait; /* a tensor on a device: see DeviceStatsBuffer.read_frame */
+    int may_wait; /* a tensor on a device: see DeviceStatsBuffer.read_later */
     int64_t seq; /* collectives issued so far */
     int64_t at, page, batch, value_base, frames, row_count, values;
 } Frame;
