@@ -12,9 +12,8 @@ are the median over the rounds and a 95 % interval of that median. All times are
 the system counts it: another process takes none of it, but slows it down through the caches and cores that they share.
 `plain again` is the noise of all this: it should be 0.
 
-The device path here is the native writer with a reader that launches nothing: it takes a value of the page for each
-tensor, and leaves it pending. No number is read. `device buffer` goes the whole way of a device's numbers on the host,
-with kernels that do nothing: rows, tables of what one launch reads, packing, copies, and what has arrived.
+`device buffer` goes the whole way of a device's numbers on the host, with kernels that do nothing: rows, launches,
+tables of what one launch reads, packing, copies, and what has arrived.
 """
 
 from __future__ import annotations
@@ -33,16 +32,13 @@ from typing import Any
 
 import collectives
 import torch
-from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.core.values import PENDING
 from gpuwatch.tests.fakes.late_device import LateDevice
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.hooks.module_hooks import ModuleHooks
 from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.kernel_launcher import LAUNCHED_KERNEL, KernelLauncher
-from gpuwatch.worker.stats.tensor_stats import TensorStats
 from gpuwatch.worker.stats.triton_reader import TritonReader
 from overhead import PEER, Peer, Plain, Task, machine, one_of, parameters
 from rich.console import Console
@@ -58,10 +54,10 @@ LAYERS, WIDTH, VOCABULARY, TOKENS = 12, 32, 64, 8
 PARTS = ("forward", "backward", "optimizer")
 NO_GRADS, GRADS = ("forward", "weights"), ("forward", "weights", "grads")
 WATCH = {"": NO_GRADS, " +grads": GRADS}
-PLAIN, AGAIN, FLOOR, NATIVE, PYTHON, DEVICE = "plain", "plain again", "floor", "host, native", "host, Python", "device"
+PLAIN, AGAIN, FLOOR, NATIVE, PYTHON = "plain", "plain again", "floor", "host, native", "host, Python"
 BUFFER = "device buffer"
 
-PER_FRAME_US, PER_TENSOR_US = 10.0, 10.0
+PER_FRAME_US, PER_TENSOR_US = 10.0, 8.0
 """At most: above the floor, on the host path per frame, on the device path per measured tensor."""
 
 
@@ -168,9 +164,7 @@ class Gpuwatch:
         finally:
             native_writer.FrameWriter = real
         self.kernels = Kernels()
-        if name == DEVICE:
-            _use_device(self._hooks, recorder)
-        elif name == BUFFER:
+        if name == BUFFER:
             _use_buffer(self._hooks, recorder, self.kernels)
         if name != PYTHON and self._hooks._gradients.writer is None:
             raise SystemExit("the native part is not there: install a C compiler, then gpuwatch again")
@@ -202,25 +196,6 @@ class Gpuwatch:
             left=round(self.left / pages),
             launches=round(self.kernels.launches / pages),
         )
-
-
-def _use_device(hooks: ModuleHooks, recorder: RecorderWriter) -> None:
-    """Take every tensor for one on a device, with a reader that launches nothing."""
-
-    pending = TensorStats(0, 0, PENDING, RowKind.MEASURED)
-
-    def frame(tensors: Any, elements: Any, earlier: Any, count: bool) -> tuple[list[int], list[TensorStats]]:
-        return [recorder.value(0, 0, PENDING) for _ in tensors], [pending for _ in earlier]
-
-    def read(
-        seq: int, tensor: Any, fresh: Any, elements: Any, values: int, known: Any, count: bool, may_wait: bool
-    ) -> tuple[int, list[TensorStats]]:
-        index, _ = recorder.values(len(fresh) + len(known), PENDING)
-        return index, [pending for _ in range(values, len(fresh))]
-
-    hooks.rows.device_frame = frame  # type: ignore[method-assign,assignment]
-    hooks.rows.device_read = read  # type: ignore[method-assign,assignment]
-    _use_device_writer(hooks)
 
 
 class Kernels:
@@ -309,7 +284,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _use_buffer(hooks: ModuleHooks, recorder: RecorderWriter, kernels: Kernels) -> None:
-    """Take every tensor for one on a device whose kernels do nothing."""
+    """Take every tensor for one on a device whose kernels do nothing, and a native writer that reads none."""
     hooks.rows.device_buffer = DeviceStatsBuffer(
         recorder,
         torch.device("cpu"),
@@ -317,11 +292,6 @@ def _use_buffer(hooks: ModuleHooks, recorder: RecorderWriter, kernels: Kernels) 
         reader=TritonReader(kernels, AtOnceLauncher(kernels)),
         notable=hooks.rows.notable,
     )
-    _use_device_writer(hooks)
-
-
-def _use_device_writer(hooks: ModuleHooks) -> None:
-    """A native writer that reads nothing itself."""
     real = native_writer.late_device
     native_writer.late_device = lambda: LateDevice(0)
     try:
@@ -347,7 +317,7 @@ def variants(job: Task, folder: Path) -> list[Variant]:
     """All of them, with the task that they share."""
     found = [Variant(PLAIN, Plain()), Variant(AGAIN, Plain())]
     found += [Variant(FLOOR + suffix, Floor("grads" in watch)) for suffix, watch in WATCH.items()]
-    for name in (NATIVE, PYTHON, DEVICE, BUFFER):
+    for name in (NATIVE, PYTHON, BUFFER):
         found += [Variant(name + suffix, Gpuwatch(folder, name, watch)) for suffix, watch in WATCH.items()]
     return [*found, Variant(PEER, Peer(job.model))]
 
@@ -447,7 +417,7 @@ def rows_of(model: str, found: list[Variant], counts: dict[str, Counts]) -> tupl
 
 def costs_of(model: str, name: str, above: dict[str, list[float]], count: Counts) -> list[Row]:
     """What one frame, row, measured tensor, gradient and optimizer step cost above the floor."""
-    is_host, is_device = name.startswith(NATIVE), name.removesuffix(" +grads") == DEVICE
+    is_host, is_device = name.startswith(NATIVE), name.removesuffix(" +grads") == BUFFER
     grads = name.endswith("+grads")
     divided: list[tuple[str, str, int, float | None]] = [
         ("module call (frame)", "forward", count.frames, PER_FRAME_US if is_host else None),
@@ -545,7 +515,7 @@ def main() -> None:
             f"{model}: {total / 1e3:.0f}k parameters; a step records {count.frames} frames of the forward with "
             f"{count.rows} rows about {count.tensors} tensors, {count.gradients} gradients, and the weights of "
             f"{count.steps} modules; the native writer leaves {count.left} frames to Python, on the device path "
-            f"{counts[DEVICE + ' +grads'].left}; on a device it is read by {counts[BUFFER].launches} launches, with "
+            f"{counts[BUFFER + ' +grads'].left}; on a device it is read by {counts[BUFFER].launches} launches, with "
             f"gradients {counts[BUFFER + ' +grads'].launches}",
             file=sys.stderr,
         )

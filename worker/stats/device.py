@@ -111,11 +111,12 @@ _NOTHING = nullcontext()
 
 
 class CudaDevice:
-    """CUDA as a `StatsDevice`. The native writer asks the first three for each frame: they are torch's own functions."""
+    """CUDA as a `StatsDevice`."""
 
     type = "cuda"
 
     def __init__(self) -> None:
+        # torch's own functions: the native writer asks for each frame
         self.raw_stream = name_in_torch("torch._C._cuda_getCurrentRawStream")
         self.current_device = name_in_torch("torch._C._cuda_getDevice")
         self.is_capturing = name_in_torch(
