@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from ..core.errors import ExitCode
+from ..core.text import plain_text
 from ..core.verdicts import VerdictKind
 from ..core.wire.messages import JobResult
 from ..core.wire.spool import agent_of, read_spool
@@ -60,6 +62,7 @@ def build(
     before = stored_fact(store, "before", list[RunOutcome], [])
     facts = folded.facts(stored_fact(store, "lost_agents", list[str], []))
     facts.blamed_before = blamed_in(before)
+    facts.report_command = _report_command(store.path.parent)
     report = build_report(
         facts,
         run_id=run_id,
@@ -72,6 +75,10 @@ def build(
         batch=batch,
     )
     return msgspec.structs.replace(report, seen_before=seen_before(outcome_of(report, exit_code(report)), before))
+
+
+def _report_command(*words: Path | str) -> str:
+    return plain_text(shlex.join(("gpuwatch", "report", *map(str, words))))
 
 
 def stored_fact(store: RunStore, key: str, kind: type[T], default: T) -> T:
@@ -98,7 +105,9 @@ def merged_report(paths: Sequence[Path], rank: int | None = None) -> RunReport:
             name = agent_of(spool, path)
             messages += ((name, message.n, message.body) for message in spool)
     run_id = folders[0].name if folders else paths[0].stem
-    return build_report(fold(messages), run_id=run_id, started=None, ended=None, rank=rank)
+    facts = fold(messages)
+    facts.report_command = _report_command("--merge", *paths)
+    return build_report(facts, run_id=run_id, started=None, ended=None, rank=rank)
 
 
 def write_report(paths: RunPaths, report: RunReport) -> str | None:

@@ -141,6 +141,7 @@ def _run_info(
         check_only=facts.check_only,
         earlier=earlier,
         replaced={owner: sorted(names) for owner, names in sorted(replaced.items())},
+        report_command=facts.report_command,
     )
 
 

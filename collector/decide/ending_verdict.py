@@ -30,7 +30,6 @@ _PORT_TAKEN = (
     "The port is in use, by an earlier run that is still ending or by another job: ss -ltnp shows which. Choose "
     "another one with --master-port (or MASTER_PORT), or --rdzv-endpoint HOST:0 on one node."
 )
-_FRAMES = "Its last frames are in the report: gpuwatch report --rank {rank}"
 _MOST_CALLS = 6
 SIGNAL_S = 60
 """The longest time from a signal to its record. torchrun gives its ranks half of that to end."""
@@ -213,6 +212,7 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
         hint = f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
     elif first.was_aborted_at_exit:
         hint = _ABORTED_AT_EXIT
+    frames = f"Its last frames are in the report:\n{facts.report_command} --rank {first.rank}"
     at = next((f", at {line.short}" for line in exit_.stack if is_users(line.shown) and line.line), "")
     return Verdict(
         VerdictKind.LOST,
@@ -230,7 +230,7 @@ def _lost(facts: RunFacts, first: RankFacts, endings: ExitOrder) -> Verdict:
             *_fatal_lines(exit_),
             *_later_lines(endings),
         ],
-        next=[*filter(None, [hint]), *([_FRAMES.format(rank=first.rank)] if is_rank(first.rank) else [])],
+        next=[*filter(None, [hint]), *([frames] if is_rank(first.rank) else [])],
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
 

@@ -294,6 +294,8 @@ class RunFacts:
     """By attempt, rank and page: the pages of the other ranks that are of the same point, once they were looked for."""
     blamed_before: Mapping[str, int] = field(default_factory=dict, compare=False)
     """A scheduler's node -> how many earlier runs of the folder blame it, where any does."""
+    report_command: str = field(default="gpuwatch report", compare=False)
+    """What shows the report of this run, wherever it is typed."""
 
     @property
     def everyone(self) -> dict[tuple[int, int], RankFacts]:

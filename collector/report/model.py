@@ -345,6 +345,8 @@ class RunInfo(msgspec.Struct, frozen=True):
     earlier: list[EarlierLife] = []
     replaced: dict[str, list[str]] = {}
     """Class or module -> its functions that gpuwatch replaced in at least one rank."""
+    report_command: str = "gpuwatch report"
+    """What shows this report, with the run's folder as it was when the report was made."""
 
 
 class RankAnomaly(msgspec.Struct, frozen=True):

@@ -109,7 +109,7 @@ def insight_notes(report: RunReport, *, warnings: bool) -> Iterator[RenderableTy
     left_out = len(report.insights) - _MAX_INSIGHTS
     rows = sum(rank.warned for rank in report.ranks)
     more = [f"{left_out} more in report.json"] if left_out > 0 else []
-    more += [f"{counted(rows, 'row')} in all: gpuwatch report --warnings"] if rows and not warnings else []
+    more += [f"{counted(rows, 'row')} in all: {report.run.report_command} --warnings"] if rows and not warnings else []
     if more:
         yield Text("; ".join(more))
 

@@ -209,7 +209,9 @@ def _titled(console: Console, section: ReportSection, lines: Iterable[Renderable
     found = list(lines)
     if found:
         console.print()
-        console.print(Text(section.heading, style=style), *found, sep="\n")
+        console.print(Text(section.heading, style=style))
+        for line in found:  # a command that is longer than a line is not cut in two
+            console.print(line, soft_wrap=isinstance(line, Text))
 
 
 def _verdict(console: Console, report: RunReport) -> None:
@@ -295,7 +297,8 @@ def _side_by_side(console: Console, report: RunReport, shown: RankReport) -> Non
         console.print(Text(f"{found.left_out} more ranks in report.json"))
     stored = [r for r in report.ranks if r.pages and not r.frames]
     if stored:
-        console.print(Text(f"{len(stored)} more ranks in the run's store: gpuwatch report --rank N"))
+        more = f"{len(stored)} more ranks in the run's store: {report.run.report_command} --rank N"
+        console.print(Text(more), soft_wrap=True)
 
 
 def _frames(console: Console, report: RunReport, rank: RankReport | None) -> None:
@@ -315,7 +318,7 @@ def _traces(console: Console, report: RunReport, asked: int | None) -> None:
             _block(console, title, frames_text(page.frames))
         if rank.traces_left_out:
             left = f"{rank.traces_left_out} traced batches of rank {rank.rank} are only in the run's store"
-            console.print(Text(f"{left}: gpuwatch report --rank {rank.rank}"))
+            console.print(Text(f"{left}: {report.run.report_command} --rank {rank.rank}"), soft_wrap=True)
 
 
 def _block(console: Console, title: str, text: str) -> None:

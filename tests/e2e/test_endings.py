@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +35,13 @@ def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
     frames = run.report["ranks"][1]["frames"]
     assert [(frame["batch"], frame["module"]) for frame in frames] == [(2, "start"), (2, "middle.first")]
     assert [entry["rank"] for entry in verdict["cascade"]] == [0]
+    (advice,) = [step for step in verdict["next"] if step.startswith("Its last frames")]
+    assert f"\n    {advice.splitlines()[1]}\n" in run.stdout + run.stderr
+    _, *words = shlex.split(advice.splitlines()[1])
+    bench.cwd = bench.cwd / "gpuwatch-runs"  # the advice is about this run, wherever it is typed
+    shown = bench.gpuwatch(*words).stdout
+    assert "was killed by SIGKILL" in shown
+    assert "Rank 1, batch 2: last 2 forward frames" in shown
 
 
 @pytest.mark.slow
