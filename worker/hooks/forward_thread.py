@@ -53,10 +53,15 @@ class ForwardTarget(NamedTuple):
 
 
 class ForwardThread:
-    """One forward of `module` under a watch. `reached`: the bad value came where it had been seen before."""
+    """One forward of `module`, or of another method, under a watch.
 
-    def __init__(self, module: nn.Module, target: ForwardTarget, args: Any, kwargs: Any, watch: OperationWatch) -> None:
-        self._module, self._target, self._watch = module, target, watch
+    `reached`: the bad value came where it had been seen before.
+    """
+
+    def __init__(
+        self, module: nn.Module, method: str, target: ForwardTarget, args: Any, kwargs: Any, watch: OperationWatch
+    ) -> None:
+        self._module, self._method, self._target, self._watch = module, method, target, watch
         self._args, self._kwargs = args, kwargs
         self.reached, self.lacked_memory, self.why = False, False, ""
         self.operation: BadOperation | None = None
@@ -77,14 +82,14 @@ class ForwardThread:
         try:
             if not target.is_output:
                 hook = target.module.register_forward_pre_hook(self._handed, with_kwargs=True)
-            elif target.module is not module:
+            elif target.module is not module or self._method != "forward":
                 hook = target.module.register_forward_hook(self._returned, prepend=True)
             with ExitStack() as stack:
                 for make in contexts:
                     stack.enter_context(make())
                 stack.enter_context(self._watch)
-                output = module.forward(*self._args, **self._kwargs)
-                if hook is None:
+                output = getattr(module, self._method)(*self._args, **self._kwargs)
+                if target.module is module and target.is_output:
                     self._look(outputs_of(output))
         except SecondRunStopped as stopped:
             why = f"a second run of the forward was stopped: {stopped}"

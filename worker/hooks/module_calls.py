@@ -201,7 +201,7 @@ class ModuleCalls:
             self._progress.times.forward_begins()
         self._rows.begin_page(page.batch)
         if self._second_runs.is_on:
-            self._second_runs.root_begins()
+            self._second_runs.root_begins(module)
         self._running.begin(phase, GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None)
         self._progress.enter(RankPhase.FORWARD)
         if phase is Phase.FORWARD and opens_batch:

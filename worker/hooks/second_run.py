@@ -74,6 +74,8 @@ class _KeptCall:
     versions: list[int] = field(default_factory=list)
     random: RandomNumbers | None = None
     """Those that it got; None: unknown."""
+    method: str = "forward"
+    """What ran: Lightning calls `training_step` through its module's `forward`."""
 
 
 class _WeakTensor(NamedTuple):
@@ -89,6 +91,16 @@ def _kept_tensor(tensor: torch.Tensor) -> torch.Tensor | _WeakTensor:
     if tensor.requires_grad or tensor.numel() * tensor.element_size() > _MOST_BYTES:
         return _WeakTensor(weakref.ref(tensor))
     return tensor
+
+
+def _redirection(module: nn.Module) -> dict[str, Any]:
+    """`{"method_name": "training_step", "original_forward": ...}` while a function of Lightning or Fabric stands in
+    place of the module's `forward`, for one call; else {}."""
+    forward = vars(module).get("forward")
+    names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
+    if forward is None or not {"method_name", "original_forward"} <= set(names):
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(names, forward.__closure__, strict=True)}
 
 
 def _strong(leaf: Any) -> Any:
@@ -123,6 +135,8 @@ class SecondRuns:
         """Whether it must be told of the arguments of roots."""
         self._roots_kept: dict[int, _KeptCall] = {}
         self._random: RandomNumbers | None = None
+        self._method: tuple[int, str] = (0, "forward")
+        """(id of the module that the root wraps, what the root's call runs of it)"""
         self._bad: NonFiniteRow | None = None
         self._why = self._found = ""
 
@@ -147,6 +161,9 @@ class SecondRuns:
         if threading.get_ident() == self._running.thread:
             begun_with = self._random if not self._running.stack else None
             call = _KeptCall(info, page.number, self._has_issued(info), contexts_of_this_thread(), random=begun_with)
+            module, (root, method) = info.ref(), self._method
+            if module is not None and id(unwrap(module)) == root and info not in self._running.stack:
+                call.method = method  # else `training_step` has called its own module
             self._look_into(call, args, kwargs)
 
     def conclude(self) -> str:
@@ -169,9 +186,10 @@ class SecondRuns:
 
     # -- the call of a root, whose numbers arrive later from a device -------------------------------------------
 
-    def root_begins(self) -> None:
-        """A root is called: note the random numbers that it gets."""
-        self._random = without_modes(random_numbers)
+    def root_begins(self, module: nn.Module) -> None:
+        """A root is called: note the random numbers that it gets, and what runs."""
+        self._random, run = without_modes(random_numbers), unwrap(module)
+        self._method = id(run), _redirection(run).get("method_name", "forward")
 
     def root_returned(self, info: ModuleInfo, args: Any, kwargs: Any) -> None:
         """Keep the call of a root until its next one: small tensors that it was handed, and others only weakly."""
@@ -181,6 +199,7 @@ class SecondRuns:
             leaves = [_kept_tensor(leaf) if _is_tensor(leaf) else leaf for leaf in leaves]
             ran, contexts = self._has_issued(info), contexts_of_this_thread()
             kept = _KeptCall(info, info.root.page.number, ran, contexts, leaves, tree, versions, self._random)
+            kept.method = self._method[1]
             self._roots_kept[info.root.id] = kept
 
     def _has_issued(self, info: ModuleInfo) -> bool:
@@ -199,7 +218,10 @@ class SecondRuns:
         target, run = unwrap(named) if named is not None else None, unwrap(module)
         if target is None or not any(part is target for part in run.modules()):
             return
-        if run is target and bad.row.role_kind is not RoleKind.OUTPUT:
+        if run is target and bad.row.role_kind is not RoleKind.OUTPUT and call.method == "forward":
+            return
+        if call.method != "forward" and not getattr(run, "automatic_optimization", True):
+            self._end(f"`{call.method}` runs backward and optimizer itself, and so does not run again")
             return
         if call.issued:
             self._end("collectives ran within the call; with --sync a part of it without collectives may run again")
@@ -231,9 +253,11 @@ class SecondRuns:
         name = call.info.name
         names = {id(part): ".".join(filter(None, (name, inner))) for inner, part in walk(run)}
         watch = OperationWatch(name, names, sys._getframe(1))
-        forward = ForwardThread(run, target, args, kwargs, watch)
+        forward = ForwardThread(run, call.method, target, args, kwargs, watch)
         began = time.monotonic()
         with self._global.paused(), kept_as_it_is(run, watch, call.random):
+            if (own := _redirection(run).get("original_forward")) is not None:  # the job ends in its next call
+                vars(run)["forward"] = own
             forward.run(self.limit_s, [*call.contexts, eager])
         seconds = time.monotonic() - began
         self.limit_s = max(0.0, self.limit_s - seconds)
@@ -251,7 +275,9 @@ class SecondRuns:
 
     def _write(self, call: _KeptCall, run: nn.Module, *inputs: Any) -> None:
         """Write the call to a file, with --capture."""
-        if self._captures:
+        if self._captures and call.method != "forward":
+            self._capture.result = CaptureFile(refused=f"`{call.method}` ran, and a capture is of a forward")
+        elif self._captures:
             took_s = self._capture.write(run, call.info.name, inputs, call.contexts, call.random, self.limit_s)
             self.limit_s = max(0.0, self.limit_s - took_s)
 
