@@ -198,7 +198,8 @@ def _table(
     for name, action in own.items():
         if name == SHOW[2:]:
             continue
-        value, source = _shown(getattr(args, action.dest)), "default"
+        given = getattr(args, action.dest)
+        value, source = _shown(bool(given) if action.nargs == 0 else given), "default"
         if action.dest in said:
             source = "command line"
         elif name in saved:

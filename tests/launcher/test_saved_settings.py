@@ -155,6 +155,23 @@ def test_settings_are_shown_with_their_source(capsys, monkeypatch):
         assert shown["on-hang"] == ["auto", "default"]
 
 
+def test_a_flag_is_shown_as_true_or_false(capsys, monkeypatch):
+    shown = {}
+    for line in ([], ["--capture", "--sync", "--nccl-debug"]):
+        with pytest.raises(SystemExit):
+            parse_launch(["--show-settings", *line, "train.py"])
+        rows = [words.split() for words in capsys.readouterr().out.splitlines()]
+        shown[len(line)] = {row[0]: row[1] for row in rows}
+    flags = {name for name, value in shown[3].items() if value in ("true", "false")}
+    assert flags == {"capture", "guard-optimizer", "nccl-debug", "sync"}
+    assert {shown[0][name] for name in flags} == {"false"}
+    assert {name for name in flags if shown[3][name] == "true"} == {"capture", "nccl-debug", "sync"}
+    monkeypatch.setenv("GPUWATCH_CAPTURE", "0")
+    with pytest.raises(SystemExit):
+        parse_launch(["--show-settings", "train.py"])
+    assert ["capture", "false", "GPUWATCH_CAPTURE"] in map(str.split, capsys.readouterr().out.splitlines())
+
+
 def test_a_script_may_have_that_option_itself():
     args = parse_launch(["train.py", "--show-settings"])
     assert args.training_script_args == ["--show-settings"]
