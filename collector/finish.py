@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from ..core.errors import ExitCode
+from ..core.own_files import write_whole
 from ..core.text import plain_text
 from ..core.verdicts import VerdictKind
 from ..core.wire.messages import JobResult
@@ -116,10 +117,10 @@ def write_report(paths: RunPaths, report: RunReport) -> str | None:
     Returns the error as text, or None.
     """
     try:
-        write_whole(paths.report_json, to_json(report))
-        write_whole(paths.report_text, (render_text(report) + "\n").encode())
-        write_whole(paths.verdict_json, msgspec.json.encode(outcome_of(report, exit_code(report))))
-        write_whole(paths.exit_code, f"{exit_code(report)}\n".encode())
+        write_whole(paths.report_json, to_json(report), 0o666)
+        write_whole(paths.report_text, (render_text(report) + "\n").encode(), 0o666)
+        write_whole(paths.verdict_json, msgspec.json.encode(outcome_of(report, exit_code(report))), 0o666)
+        write_whole(paths.exit_code, f"{exit_code(report)}\n".encode(), 0o666)
     except OSError as error:
         return f"the report could not be written: {error}"
     return None
@@ -130,17 +131,10 @@ def write_page(paths: RunPaths, report: RunReport) -> str | None:
     try:
         from .report.html.page import render_html  # jinja2 is imported when a page is made, and only then
 
-        write_whole(paths.report_html, render_html(report).encode())
+        write_whole(paths.report_html, render_html(report).encode(), 0o666)
     except Exception as error:  # whatever is wrong with it, the report is there as text and as JSON
         return f"the page {paths.report_html} could not be made: {type(error).__name__}: {error}"
     return None
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all. Raises OSError."""
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_bytes(data)
-    part.replace(path)
 
 
 def write_where_there_is_room(paths: RunPaths, store: RunStore, report: RunReport) -> tuple[RunPaths, str | None]:

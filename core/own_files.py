@@ -164,10 +164,15 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
             raise OSError(errno.ENOMEM, f"its {size} bytes do not fit into memory", str(path)) from None
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file for this user alone: whole, or not at all. Raises OSError."""
+def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a file, for this user alone by default: whole, or not at all. Raises OSError."""
     new = path.with_name(f".{path.name}")
     new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(data)
-    new.replace(path)
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+            file.write(data)
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise

@@ -7,7 +7,6 @@ picture is made. A file in the run's folder, which only its user can read, holds
 from __future__ import annotations
 
 import math
-import os
 import re
 import secrets
 import time
@@ -20,6 +19,7 @@ import msgspec
 import zmq
 
 from ...core import host
+from ...core.own_files import write_whole
 from ...core.tell import tell
 from ...core.wire.keys import KeyPair
 from ...core.wire.messages import encode
@@ -98,12 +98,7 @@ class ViewPublisher:
         """Write the port and key into the run's folder for viewers. A full disk costs the view alone."""
         path = folder / FILE
         with suppress(OSError):
-            part = path.with_suffix(".part")
-            part.unlink(missing_ok=True)
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(fd, "wb") as file:
-                file.write(msgspec.json.encode(self._keys))
-            part.replace(path)
+            write_whole(path, msgspec.json.encode(self._keys))
             self._file = path
 
     def show(self, make: Callable[[], JobView], now: float) -> None:

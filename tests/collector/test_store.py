@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import subprocess
 import time
 
 import pytest
@@ -105,18 +104,6 @@ def test_a_message_that_cannot_be_read_is_left_out(store):
     store.add("a", message(1), b"\xff garbage")
     add(store, "a", message(2))
     assert [n for _, n, _ in store.messages()] == [2]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 400 kB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("cannot mount a small file system here: not root, or in a container without the right to")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(store: RunStore, many: int = 400) -> list[int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import doctest
 import html
 import re
+from contextlib import suppress
 from html.parser import HTMLParser
 
 import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.main import cli
-from gpuwatch.collector import finish
 from gpuwatch.collector.finish import open_store, report_from_store, write_page, write_report
 from gpuwatch.collector.report.html import chart, page
 from gpuwatch.collector.run_files import RunPaths
@@ -125,12 +125,13 @@ def test_a_page_that_cannot_be_made_costs_nothing_else(run, monkeypatch):
     assert run.report_json.exists() and run.report_text.exists() and not run.report_html.exists()
 
 
-def test_a_page_that_cannot_be_written_is_said(run, monkeypatch):
-    def full(path, data):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(finish, "write_whole", full)
-    assert "No space left on device" in write_page(run, report_from_store(run))
+def test_a_full_disk_is_said_and_nothing_half_written_is_left(run, small_disk):
+    report, full, ballast = report_from_store(run), RunPaths(small_disk), small_disk / "ballast"
+    with suppress(OSError):
+        ballast.write_bytes(bytes(1 << 20))
+    assert "No space left on device" in write_report(full, report)
+    assert "No space left on device" in write_page(full, report)
+    assert list(small_disk.iterdir()) == [ballast]
 
 
 def shown(*arguments: str, code: int = 0) -> str:
