@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome, read_report
+from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome, read_report, runs_by_time
 from ..core.codes import Code
 from ..core.errors import GpuwatchError, UsageError
 from ..core.text import shown
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..collector.report.model import RunReport
 
 _MOST_RUNS = 50
+_MOST_TOLD = 5
 RUNS_DIR = click.option(
     "--runs-dir",
     default=saved_runs_dir,
@@ -48,7 +49,7 @@ def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -
     """Names of runs in the runs' folder, the newest first."""
     folder = Path(ctx.params.get("runs_dir") or saved_runs_dir())
     try:
-        runs = sorted((path.parent.name for path in folder.glob("*/run.sqlite")), reverse=True)
+        runs = [paths.run_id for paths in reversed(runs_by_time(folder))]
     except OSError:
         return []
     return [CompletionItem(run) for run in runs if run.startswith(incomplete)][:_MOST_RUNS]
@@ -220,8 +221,8 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
             return candidate
         if candidate.is_dir() and ((candidate / "run.sqlite").exists() or (candidate / "report.json").exists()):
             return candidate.resolve()
-    known = sorted(path.parent.name for path in runs_dir.glob("*/run.sqlite") if not path.parent.is_symlink())
-    there = f"runs there: {', '.join(known[-5:])}" if known else f"there is no run in {runs_dir}"
+    known = [paths.run_id for paths in runs_by_time(runs_dir)[-_MOST_TOLD:]]
+    there = f"runs there, newest last: {', '.join(known)}" if known else f"there is no run in {runs_dir}"
     wanted = f"{run!r}" if run is not None else f"{runs_dir / 'latest'}"
     where = f"{wanted} ({there}; elsewhere: --runs-dir DIR)"
     raise UsageError(Code.NO_SUCH_RUN, f"expected a run's folder, its name, or a {SUFFIX} file, found none at {where}")

@@ -114,6 +114,7 @@ def exit_code(report: RunReport) -> int:
 # The list of runs, newest last. Only these fields of each report are read.
 
 
+_RUNS_HAVE = ("run.sqlite", "report.json")
 MOST_COMPARED = 50
 """Earlier runs of a folder that a run is compared with."""
 _MOST_OUTCOME_BYTES = 1 << 20
@@ -164,10 +165,17 @@ class ListedRun(msgspec.Struct, frozen=True):
 
 def list_runs(runs_dir: Path) -> list[ListedRun]:
     """All runs, by the time of their folders; [] if `runs_dir` does not exist."""
-    folders = [path for path in runs_dir.glob("*") if path.is_dir() and not path.is_symlink()]
-    runs = [RunPaths(path) for path in folders]
-    found = [paths for paths in runs if paths.store.exists() or paths.report_json.exists()]
-    return [_listed(paths) for paths in sorted(found, key=lambda paths: (paths.folder.stat().st_ctime, paths.run_id))]
+    return [_listed(paths) for paths in runs_by_time(runs_dir)]
+
+
+def runs_by_time(runs_dir: Path) -> list[RunPaths]:
+    """As `list_runs`, without a look into their reports."""
+    found = []
+    for path in runs_dir.glob("*"):
+        with suppress(PermissionError):  # another user's
+            if path.is_dir() and not path.is_symlink() and any((path / name).exists() for name in _RUNS_HAVE):
+                found.append((path.stat().st_ctime, path.name, path))
+    return [RunPaths(path) for *_, path in sorted(found)]
 
 
 def _listed(paths: RunPaths) -> ListedRun:

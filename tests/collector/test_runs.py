@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -81,6 +82,20 @@ def test_a_statement_with_control_characters_stays_a_line(runs):
     path.write_text(json.dumps(report))
     text = shown("runs", "--runs-dir", runs)
     assert "\x1b" not in text and len(text.splitlines()) == 3
+
+
+def test_an_unknown_run_is_answered_with_the_newest_ones_in_the_order_of_the_list(runs):
+    names, then = ["f", "e", "d", "c", "b", "a"], time.time_ns()
+    for folder in (runs / name for name in names):
+        folder.mkdir()
+        (folder / "run.sqlite").touch()
+        while folder.stat().st_ctime_ns <= then:  # the kernel's clock ticks
+            os.utime(folder)
+        then = folder.stat().st_ctime_ns
+    done = CliRunner().invoke(cli, ["report", "nowhere", "--runs-dir", str(runs)])
+    listed = [line.split()[0] for line in shown("runs", "--runs-dir", runs, "--last", 5).splitlines()[:5]]
+    assert listed == names[1:]
+    assert f"(runs there, newest last: {', '.join(listed)}; elsewhere: --runs-dir DIR)" in str(done.exception)
 
 
 def test_a_folder_without_runs(tmp_path):
