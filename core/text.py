@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from importlib import import_module
 from itertools import groupby
+from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, cast
 
 import msgspec
 
+from .codes import Code
+from .errors import UsageError
 from .identity import is_rank, rank_name
 
 # Amounts of memory: `256MiB`, or a share of the free memory, `80%`.
@@ -277,3 +281,11 @@ def _carry(text: str) -> str:
         return chr(_CARRIED + byte) if 0 <= byte < 0x80 else f"\\u{ord(found[0]):04x}"
 
     return _SURROGATES.sub(carrier, text)
+
+
+def toml_of(text: str, path: Path) -> dict[str, Any]:
+    """The tables of a file. Raises ValueError if it is no TOML, UsageError where nothing is installed to read it."""
+    for reader in ("tomllib", "tomli"):  # the first one is in Python since 3.11
+        with suppress(ImportError):
+            return cast(dict[str, Any], import_module(reader).loads(text))
+    raise UsageError(Code.NOT_INSTALLED, f"{path}: expected Python 3.11 or the package tomli to read it, found neither")

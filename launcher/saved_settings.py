@@ -13,13 +13,12 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..core.codes import Code
 from ..core.errors import UsageError
-from ..core.text import is_web_address
+from ..core.text import is_web_address, toml_of
 
 RUNS_DIR = "gpuwatch-runs"
 SHOW = "--show-settings"
@@ -138,13 +137,9 @@ def _read(path: Path, tables: tuple[str, ...]) -> dict[str, Any] | None:
         text = path.read_text()
         if ".".join(tables) not in text:
             return None
-        found = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads(text)
+        found: Any = toml_of(text, path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ImportError as error:
-        raise UsageError(
-            Code.NOT_INSTALLED, f"{path}: expected Python 3.11 or the package tomli to read it, found neither"
-        ) from error
     except (OSError, ValueError) as error:
         raise UsageError(
             Code.SETTINGS_FILE, f"{path}: expected a TOML file that can be read, found: {error}"

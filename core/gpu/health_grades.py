@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 from ..codes import Code
 from ..errors import UsageError
 from ..preflight import Grade, PreflightFinding
+from ..text import toml_of
 from .limits import CHECKS, DEFAULTS, LOADED_FACTS, CheckLimits, HealthCheck
 from .nvml_child import NO_ANSWER_YET, ChildAnswer, GpuReading
 
@@ -166,11 +166,7 @@ def _parse(path: Path) -> Any:
             Code.SETTINGS_FILE, f"expected a file that can be read, found {str(path)!r}: {error.strerror}"
         ) from error
     try:
-        return msgspec.json.decode(data) if path.suffix == ".json" else import_module("tomllib").loads(data.decode())
-    except ImportError as error:
-        raise UsageError(
-            Code.SETTINGS_FILE, "expected a .json file: this Python, older than 3.11, reads no TOML"
-        ) from error
+        return msgspec.json.decode(data) if path.suffix == ".json" else toml_of(data.decode(), path)
     except (ValueError, msgspec.DecodeError) as error:  # of TOML, of JSON, of UTF-8
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise UsageError(Code.SETTINGS_FILE, f"expected {kind} in {path}, found: {error}") from error

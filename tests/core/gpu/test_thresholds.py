@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from gpuwatch.core.gpu.health_grades import judge, load_thresholds
 from gpuwatch.core.gpu.limits import CHECKS, DEFAULTS, CheckLimits
 from gpuwatch.core.gpu.nvml_child import GpuReading
 
-toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python reads no TOML")
+toml = pytest.mark.skipif(not (find_spec("tomllib") or find_spec("tomli")), reason="Python 3.10 without tomli")
 
 
 @pytest.fixture
@@ -116,6 +118,17 @@ def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
 
 
 @toml
+def test_tomli_reads_it_for_a_python_without_a_reader(write, monkeypatch):
+    path = write("[pcie_lanes_lost]\nfail = 8\n", "limits.toml")
+    monkeypatch.setitem(sys.modules, "tomli", import_module("tomllib" if find_spec("tomllib") else "tomli"))
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    assert load_thresholds(path)["pcie_lanes_lost"] == CheckLimits(warn=1, fail=8)
+    monkeypatch.setitem(sys.modules, "tomli", None)
+    with pytest.raises(UsageError, match="expected Python 3.11 or the package tomli to read it, found neither"):
+        load_thresholds(path)
+
+
+@toml
 @pytest.mark.parametrize("data", [b"[remap_pending\n", b"\xff\xfe"], ids=["not TOML", "not text"])
 def test_a_toml_file_that_is_none_is_one_sentence(tmp_path, data):
     path = tmp_path / "limits.toml"
@@ -124,8 +137,7 @@ def test_a_toml_file_that_is_none_is_one_sentence(tmp_path, data):
         load_thresholds(str(path))
 
 
+@toml
 def test_toml_nan_is_no_number(write):
-    if sys.version_info < (3, 11):
-        pytest.skip("this Python reads no TOML")
     with pytest.raises(UsageError, match="expected a number"):
         load_thresholds(write("[remap_pending]\nwarn = nan\n", "limits.toml"))
