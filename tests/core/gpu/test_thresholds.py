@@ -124,7 +124,7 @@ def test_tomli_reads_it_for_a_python_without_a_reader(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "tomllib", None)
     assert load_thresholds(path)["pcie_lanes_lost"] == CheckLimits(warn=1, fail=8)
     monkeypatch.setitem(sys.modules, "tomli", None)
-    with pytest.raises(UsageError, match="expected Python 3.11 or the package tomli to read it, found neither"):
+    with pytest.raises(UsageError, match=r"expected Python 3\.11 or the package tomli to read it, found neither"):
         load_thresholds(path)
 
 
