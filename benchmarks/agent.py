@@ -86,7 +86,7 @@ def start(folder: Path, ranks: int, traced: list[int], telemetry_s: float) -> tu
             private_key=keys.agent.private.decode(),
             recorder_dir=str(folder),
             spool_dir=str(folder),
-            hello=AgentHello("", "", 0, ranks, 1, 1, ["benchmark"], {}, "benchmark", trace_batches=traced),
+            hello=AgentHello("", "", ranks, 1, 1, ["benchmark"], {}, "benchmark", trace_batches=traced),
             telemetry_s=telemetry_s,
         ),
         print,

@@ -249,7 +249,6 @@ class Nodes:
                 AgentHello(
                     "",
                     "",
-                    0,
                     RANKS_PER_NODE,
                     nodes,
                     nodes,

@@ -108,7 +108,7 @@ def listen(config: CollectorConfig) -> CollectorServer:
 
 def serve(server: CollectorServer, paths: RunPaths, store: RunStore, config: CollectorConfig) -> None:
     """Run to the end with the launch's pipe as stdin."""
-    run_protocol = RunProtocol(paths.run_id, str(paths.folder), config.rdzv_id, on_hang=config.on_hang)
+    run_protocol = RunProtocol(paths.run_id, config.rdzv_id, on_hang=config.on_hang)
     run_protocol.restore(store.messages(), 0.0)
     try:
         server.run(
@@ -179,7 +179,7 @@ def collect(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    run_protocol = RunProtocol(paths.run_id, str(paths.folder), rdzv_id, expected_nodes=nodes, by_hand=True)
+    run_protocol = RunProtocol(paths.run_id, rdzv_id, expected_nodes=nodes, by_hand=True)
     try:
         report = server.run(paths, store, run_protocol, run_protocol.end_now, read_end)
     finally:

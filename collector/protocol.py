@@ -109,7 +109,6 @@ class RunProtocol:
     """State of one run."""
 
     run_id: str
-    run_dir: str
     rdzv_id: str
     nodes: dict[str, _NodeState] = field(default_factory=dict)
     expected_nodes: int = 1
@@ -156,7 +155,7 @@ class RunProtocol:
             return [*actions, *kept, SendMessage(agent, MessageAck(node.stored, echo_ns=echo, received=received))]
         if message.n <= node.received:
             if isinstance(message.body, AgentHello):  # it has not heard the welcome
-                actions.append(SendMessage(agent, wire.RunWelcome(self.run_id, self.run_dir, node.stored)))
+                actions.append(SendMessage(agent, wire.RunWelcome(self.run_id)))
             return [*actions, SendMessage(agent, MessageAck(node.stored))]
         if message.after > node.received:
             ahead = self._look_ahead(message.body, now) if believed else []
@@ -228,7 +227,7 @@ class RunProtocol:
             self.strangers += 1
             return [SendMessage(agent, wire.AgentRefused(reason))]
         self._enter(agent, hello, now).received = message.n
-        return [StoreMessage(), SendMessage(agent, wire.RunWelcome(self.run_id, self.run_dir))]
+        return [StoreMessage(), SendMessage(agent, wire.RunWelcome(self.run_id))]
 
     def _why_not(self, agent: str, hello: AgentHello) -> str:
         """Why this agent is not one of this job; "" if it is."""

@@ -320,14 +320,11 @@ class SecondRun(RankEvent, frozen=True, tag="second_run"):
     """The forward in which a rank's first alarm was raised has run a second time, or could not. Or its batch is that of
     --explain N, and has run under the same watch from the start."""
 
-    frame: int
-    """The alarm's."""
     operation: BadOperation | None = None
     unknown: str = ""
     """Why it is None: a sentence without its full stop."""
     eagerly: bool = False
     """The call had run compiled code."""
-    seconds: float = 0.0
 
 
 class CaptureFile(msgspec.Struct, frozen=True):
@@ -347,8 +344,6 @@ class CaptureFile(msgspec.Struct, frozen=True):
 class ForwardCaptured(RankEvent, frozen=True, tag="captured"):
     """`--capture`, at a rank's first alarm."""
 
-    frame: int
-    """The alarm's."""
     file: CaptureFile
 
 
@@ -737,7 +732,6 @@ class WorkerExit(RankEvent, frozen=True, tag="worker_exit"):
 class RankStall(RankEvent, frozen=True, tag="stalled"):
     """A node agent saw a rank not move for longer than its limit."""
 
-    seconds: float
     limit_s: float
 
 

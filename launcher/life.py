@@ -90,7 +90,6 @@ class JobTerms:
             hello=AgentHello(
                 agent="",
                 host="",
-                pid=0,
                 nproc=self.nproc,
                 min_nodes=plan.min_nodes,
                 max_nodes=plan.max_nodes,

@@ -72,7 +72,7 @@ def _messages(
 ) -> Iterator[AgentBody]:
     happened = list(events)
     members = ranks() if any(isinstance(event, Anomaly) for event in happened) else 1
-    yield AgentHello("process", socket.gethostname(), state.pid, members, 1, 1, [], {}, "")
+    yield AgentHello("process", socket.gethostname(), members, 1, 1, [], {}, "")
     yield NameDefinitions(state.rank, state.attempt, list(definitions))
     yield from map(EventMessage, happened)
     held = list(pages)

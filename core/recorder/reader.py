@@ -205,11 +205,6 @@ class RecorderReader:
 
     # -- where the rank is --------------------------------------------------------------------------------------
 
-    @property
-    def phase(self) -> RankPhase:
-        """What the rank is doing."""
-        return _phase(self[HeadField.PHASE])
-
     def movement(self) -> tuple[int, ...]:
         """Changes whenever the rank has recorded anything, or has entered another module or phase."""
         fields = self.header()

@@ -72,7 +72,6 @@ class AgentHello(msgspec.Struct, frozen=True, tag="hello"):
 
     agent: str
     host: str
-    pid: int
     nproc: int
     """Ranks of the node; 0: not known beforehand."""
     min_nodes: int
@@ -172,10 +171,6 @@ class TelemetryMessage(msgspec.Struct, frozen=True, tag="telemetry"):
     began_ns: int
     """The first sample, by the host's own clock."""
     sent_ns: int
-    reason: str
-    """`stall`, `anomaly` or `end`"""
-    interval_s: float
-    """Between the newest samples."""
     series: list[SeriesName]
     samples: bytes
     """By series, packed (core/wire/columns.py)."""
@@ -415,11 +410,9 @@ class AgentMessage(msgspec.Struct, frozen=True):
 
 
 class RunWelcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The collector of this run; `received` is the highest number it has from this agent."""
+    """The collector of this run."""
 
     run_id: str
-    run_dir: str
-    received: int = 0
     schema: int = SCHEMA
 
 

@@ -120,7 +120,7 @@ class NodeAgentLoop:
         self._final: pipe.JobResult | None = None
         self._worst = ExitCode.CLEAN
         self._last_waiting = 0.0
-        self._hello = replace(config.hello, agent=self._id, host=host.host_name(), pid=os.getpid(), cwd=str(Path.cwd()))
+        self._hello = replace(config.hello, agent=self._id, host=host.host_name(), cwd=str(Path.cwd()))
         self._put(self._hello)
         for spool in self._spools()[:-1]:
             with suppress(GpuwatchError):
@@ -339,7 +339,7 @@ class NodeAgentLoop:
         if self._done is None:
             for stalled in self._stalls.stalled(self._of_ranks, now):
                 self._put(messages.EventMessage(stalled))
-                self._put(self._telemetry.told("stall", now))
+                self._put(self._telemetry.told(now))
             for look in self._stalls.seen(now):
                 if look.number == messages.SHOWN_LOOK:
                     self._shown.append(look)
@@ -370,7 +370,7 @@ class NodeAgentLoop:
         if isinstance(event, Anomaly):
             self.outbox.need(event.where.attempt, event.where.batch)
             self._gpus.anomaly(self._now)
-            self._put(self._telemetry.told("anomaly", self._now))
+            self._put(self._telemetry.told(self._now))
             self._saw(ExitCode.OVERFLOW)
         elif isinstance(event, PreflightResult) and event.stops:
             self._saw(ExitCode.PREFLIGHT_FAILED)
@@ -393,7 +393,7 @@ class NodeAgentLoop:
         elif isinstance(message, messages.LookAtRanks):
             self._stalls.look(self._of_ranks, message.number, now)
             if message.number != messages.SHOWN_LOOK:
-                self._put(self._telemetry.told("stall", now))
+                self._put(self._telemetry.told(now))
         elif isinstance(message, messages.StopRanks):
             self._tell(message)
         elif isinstance(message, pipe.JobResult):

@@ -201,7 +201,7 @@ class StallWatch:
             limit = self._limit(watch)
             if rest.is_told(state.phase, state.batch, limit, now):
                 limit_s = rest.limit_s(state.batch, limit)
-                yield RankStall(watch.where(state), round(rest.seconds(now), 1), round(limit_s, 1))
+                yield RankStall(watch.where(state), round(limit_s, 1))
 
     def look(self, watches: Collection[RankWatch], number: int, now: float) -> None:
         """Look at all of these ranks; `seen` gives what comes of it."""

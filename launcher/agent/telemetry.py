@@ -72,7 +72,7 @@ class NodeRecord:
         if self._taken % NEWEST == 0:
             self._samples = thinned(self._samples, lambda sample: sample.number, NEWEST)
 
-    def message(self, reason: str, sent_ns: int, interval_s: float, troubles: list[str]) -> TelemetryMessage | None:
+    def message(self, sent_ns: int, troubles: list[str]) -> TelemetryMessage | None:
         """All of it; None if there is nothing."""
         samples = _ascending(spread(self._samples, max(8, SENT_BYTES // (8 + 4 * max(1, len(self._series))))))
         if not samples or not self._series:
@@ -83,8 +83,6 @@ class NodeRecord:
         return TelemetryMessage(
             samples[0].time_ns,
             sent_ns,
-            reason,
-            interval_s,
             [SeriesName(of, what) for of, what in self._series],
             pack_samples([sample.time_ns for sample in samples], table, [what for _, what in self._series]),
             troubles,
@@ -209,11 +207,11 @@ class NodeTelemetry:
             self._record.add(self._asked_ns, self._values)
         self._asked_ns, self._values = 0, {}
 
-    def told(self, reason: str, now: float) -> TelemetryMessage | None:
+    def told(self, now: float) -> TelemetryMessage | None:
         """What to send because of a stall or an anomaly; None if the last one was not long ago, or nothing is known."""
         if self._told_at is not None and now - self._told_at < self._again_s:
             return None
-        message = self._message(reason)
+        message = self._message()
         if message is not None:
             self._again_s *= 1 if self._told_at is None else 2
             self._told_at = now
@@ -221,12 +219,12 @@ class NodeTelemetry:
 
     def ended(self) -> TelemetryMessage | None:
         """What to send when the run has ended; None if nothing is known."""
-        return self._message("end")
+        return self._message()
 
-    def _message(self, reason: str) -> TelemetryMessage | None:
+    def _message(self) -> TelemetryMessage | None:
         self._close_sample()
         with suppress(Exception):  # it decides nothing
-            return self._record.message(reason, self._time_ns(), self._interval_s, list(self._troubles.values()))
+            return self._record.message(self._time_ns(), list(self._troubles.values()))
         return None
 
 

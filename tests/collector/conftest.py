@@ -278,7 +278,7 @@ def where(rank, *, attempt=0, step=0, batch=0, root="Net", page=0, seq=0, time_n
 
 def hello(agent="a0", host="h0", nproc=2, nodes=1, **more) -> AgentHello:
     given = {"command": ["gpuwatch", "launch", "train.py"], "versions": {"gpuwatch": "0.1"}, "rdzv_id": "job", **more}
-    return AgentHello(agent, host, 1, nproc, nodes, nodes, **given)
+    return AgentHello(agent, host, nproc, nodes, nodes, **given)
 
 
 def hello_of(identity="a0", **more) -> AgentHello:
@@ -294,14 +294,14 @@ def ended(
     return EventMessage(WorkerExit(where(rank, **place), code, by, phase, module, cls, alive_ns=alive, ended_ns=ended))
 
 
-def telemetry(figures, *, began_s=1000.0, step_s=5.0, reason="end", troubles=()) -> TelemetryMessage:
+def telemetry(figures, *, began_s=1000.0, step_s=5.0, troubles=()) -> TelemetryMessage:
     """A node's figures: (what it is of, key of METRICS) -> values `step_s` apart, a count as it stood."""
     names = list(figures)
     table = numpy.array([figures[name] for name in names], float).T
     times = [round((began_s + step_s * n) * 1e9) for n in range(len(table))]
     packed = pack_samples(times, table, [what for _, what in names])
     series = [SeriesName(of, what) for of, what in names]
-    return TelemetryMessage(times[0], times[-1] + 10**9, reason, step_s, series, packed, list(troubles))
+    return TelemetryMessage(times[0], times[-1] + 10**9, series, packed, list(troubles))
 
 
 def finished(rank, *, last=None, **place) -> list[AgentBody]:

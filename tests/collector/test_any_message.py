@@ -63,7 +63,7 @@ def wires(make) -> list[bytes]:
 
 
 def report_of(wires: list[bytes]) -> str:
-    protocol, folded, kept = RunProtocol("run", "/run", "job"), FactFold(), []
+    protocol, folded, kept = RunProtocol("run", "job"), FactFold(), []
     lines = StageLines(folded)
     for wire in wires:
         try:

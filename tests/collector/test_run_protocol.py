@@ -53,7 +53,7 @@ class Cluster:
     """A run_protocol and the agents that talk to it."""
 
     def __init__(self, make, nodes=2, nproc=1, max_nodes=None):
-        self.run_protocol = RunProtocol("run", "/runs/run", "job")
+        self.run_protocol = RunProtocol("run", "job")
         self._sent = {}
         for number in range(nodes):
             agent = f"a{number}"
@@ -116,17 +116,17 @@ def anomaly(rank=0, batch=3, root="Net", aborts=False, looks=False) -> EventMess
 
 
 def test_a_hello_is_kept_welcomed_and_acknowledged(make):
-    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol = RunProtocol("run", "job")
     message = AgentMessage(1, make.hello())
     assert run_protocol.hear("a0", message, 0) == [
         StoreMessage(),
-        SendMessage("a0", RunWelcome("run", "/runs/run")),
+        SendMessage("a0", RunWelcome("run")),
     ]
     assert run_protocol.committed(run_protocol.received) == [SendMessage("a0", MessageAck(1))]
 
 
 def test_an_agent_of_another_job_is_refused_and_counted(make):
-    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol = RunProtocol("run", "job")
     actions = run_protocol.hear("x", AgentMessage(1, make.hello(rdzv_id="other job")), 0)
     assert [type(action.message) for action in actions] == [AgentRefused]
     assert "'other job'" in actions[0].message.reason
@@ -194,7 +194,7 @@ def test_a_hello_that_is_sent_again_as_nobody_has_answered_is_no_replay(two):
 
 
 def test_a_replayed_hello_of_an_earlier_agent_does_not_take_the_place_of_a_later_one(make):
-    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol = RunProtocol("run", "job")
     run_protocol.hear("a.1", AgentMessage(1, make.hello("a.1")), 0)
     ((_, refused),) = sent(run_protocol.hear("a.0", AgentMessage(1, make.hello("a.0")), 0), AgentRefused)
     assert "a later agent of its launch" in refused.reason
@@ -246,7 +246,7 @@ def test_a_duplicate_is_acknowledged_and_not_kept_again(two):
 
 
 def test_an_agent_whose_hello_was_lost_is_asked_for_everything(make):
-    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol = RunProtocol("run", "job")
     assert run_protocol.hear("a9", AgentMessage(2, event(), 1), 0) == [SendMessage("a9", MessageAck(0, resend=True))]
     # nor does one say more that has told everything, to a collector whose store was lost
     assert run_protocol.hear("a9", AgentMessage(0, NodeBeat([], {})), 0) == [
@@ -255,20 +255,20 @@ def test_an_agent_whose_hello_was_lost_is_asked_for_everything(make):
 
 
 def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
-    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol = RunProtocol("run", "job")
     message = AgentMessage(1, make.hello())
     run_protocol.hear("a0", message, 0)
     run_protocol.committed(run_protocol.received)
     again = run_protocol.hear("a0", message, 1)
-    assert sent(again, RunWelcome) == [("a0", RunWelcome("run", "/runs/run", 1))]
+    assert sent(again, RunWelcome) == [("a0", RunWelcome("run"))]
     assert not any(isinstance(action, StoreMessage) for action in again)
 
 
 def test_a_hello_that_comes_again_with_the_run_that_has_welcomed_it_is_no_replay(make):
-    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol = RunProtocol("run", "job")
     run_protocol.hear("a0", AgentMessage(1, make.hello()), 0)
     again = run_protocol.hear("a0", AgentMessage(1, make.hello(run="run")), 1)
-    assert sent(again, RunWelcome) == [("a0", RunWelcome("run", "/runs/run"))]
+    assert sent(again, RunWelcome) == [("a0", RunWelcome("run"))]
     assert run_protocol.replays == 0
 
 
@@ -287,7 +287,7 @@ def test_an_answer_to_a_beat_says_what_had_come_before_it_stored_or_not(two):
 
 
 def test_agents_share_the_room_for_what_is_on_the_way(make):
-    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol = RunProtocol("run", "job")
     assert run_protocol.credit == MOST_CREDIT
     for number in range(128):
         agent = f"a{number}"
@@ -355,8 +355,8 @@ def test_an_abort_or_a_failed_preflight_stops_the_others(two, make, what):
 @pytest.mark.parametrize(
     "done",
     [
-        SecondRun(RunPosition(0, 0, 3, 3, "Net"), 0),
-        ForwardCaptured(RunPosition(0, 0, 3, 3, "Net"), 0, CaptureFile()),
+        SecondRun(RunPosition(0, 0, 3, 3, "Net")),
+        ForwardCaptured(RunPosition(0, 0, 3, 3, "Net"), CaptureFile()),
         None,
     ],
 )
@@ -429,7 +429,7 @@ def test_an_agent_that_was_started_again_takes_the_place_of_the_one_before(make)
 
 def restored(make, *bodies, nodes=2):
     """A protocol that goes on from what another had stored of a0."""
-    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol = RunProtocol("run", "job")
     hello = make.hello("a0", "h0", 1, nodes)
     run_protocol.restore([("a0", n, body) for n, body in enumerate([hello, *bodies], 1)], 0.0)
     return run_protocol
@@ -480,7 +480,7 @@ def test_a_straggler_is_waited_for_but_not_for_ever(two):
 
 
 def test_a_node_that_never_came_is_given_a_moment(make):
-    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol = RunProtocol("run", "job")
     run_protocol.hear("a0", AgentMessage(1, make.hello("a0", nodes=2)), 0)
     run_protocol.hear("a0", AgentMessage(2, NodeBye("failed"), 1), 1)
     assert run_protocol.tick(2) == []
@@ -489,7 +489,7 @@ def test_a_node_that_never_came_is_given_a_moment(make):
 
 
 def test_without_any_agent_the_launchs_end_is_the_end():
-    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol = RunProtocol("run", "job")
     assert run_protocol.tick(1000) == []
     run_protocol.launch_gone(1000)
     run_protocol.launch_gone(1000 + NOBODY_S)
@@ -501,7 +501,7 @@ def test_without_any_agent_the_launchs_end_is_the_end():
 
 
 def stalled(rank, limit_s=300.0):
-    return EventMessage(RankStall(RunPosition(rank, batch=4), limit_s + 1, limit_s))
+    return EventMessage(RankStall(RunPosition(rank, batch=4), limit_s))
 
 
 def look(rank, function, *, still_s=300.0, number=1, limit_s=0.0, busy=0.0):

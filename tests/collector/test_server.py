@@ -54,7 +54,7 @@ class Running:
             KEYS.viewer.public.decode(),
         )
         self.address = self.server.address
-        self.protocol = RunProtocol(self.paths.run_id, str(self.paths.folder), "job")
+        self.protocol = RunProtocol(self.paths.run_id, "job")
         self.report = self.error = None
         self._end, self._closing = os.pipe()
         self._thread = threading.Thread(target=self._run)
@@ -178,7 +178,7 @@ def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, c
 def test_an_agent_with_the_keys_is_welcomed_acknowledged_and_told_the_verdict(running, connect, make):
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
-    assert receive(agent) == RunWelcome(running.paths.run_id, str(running.paths.folder))
+    assert receive(agent) == RunWelcome(running.paths.run_id)
     assert acknowledged(agent) == 1
     agent.send(encode(AgentMessage(2, NodeBye("ok"), 1)))
     assert acknowledged(agent) == 2

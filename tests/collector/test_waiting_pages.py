@@ -54,7 +54,7 @@ def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path
     where = RunPosition(0, 0, 5, 5, "Net", 5)
     anomaly = EventMessage(Anomaly(where, 0, "fc", "Linear", "forward", "output", "+inf", "float32"))
     backlog = [
-        AgentHello("a.0", "h", 1, 1, 1, 1, [], {}, "job"),
+        AgentHello("a.0", "h", 1, 1, 1, [], {}, "job"),
         *(page(n) for n in range(300)),
         anomaly,
         NodeBye("ok"),
@@ -76,7 +76,7 @@ def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path
     )
     turns = [[come[0], come[-2]], come[1:]] if are_lost else [come]
     monkeypatch.setattr(server._socket, "messages", lambda: turns.pop(0) if turns else [])
-    protocol = RunProtocol(paths.run_id, str(paths.folder), "job")
+    protocol = RunProtocol(paths.run_id, "job")
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         connect(socket, server.address, keys)
         socket.send(b"wakes it up")

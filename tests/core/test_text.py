@@ -155,7 +155,7 @@ names = st.binary(max_size=20).map(os.fsdecode)
 def test_any_name_of_a_file_comes_back(name):
     verdict = JobResult(0, VerdictKind.CLEAN, f"report: {name}", name)
     assert from_json(to_json(verdict), FromAgent) == verdict
-    welcome: CollectorMessage = RunWelcome("run", name)
+    welcome: CollectorMessage = RunWelcome(name)
     assert decode_collector(encode(welcome)) == welcome
     settings = WorkerSettings(name, modules=[name])
     text = settings.to_json()

@@ -71,7 +71,7 @@ class Seeds:
         writer.append(ScriptExit(RunPosition(0, 0), 1))
         writer.close()
         self.recorder = path.read_bytes()
-        hello = AgentHello("a", "host", 1, 1, 1, 1, ["gpuwatch", "launch"], {}, "job")
+        hello = AgentHello("a", "host", 1, 1, 1, ["gpuwatch", "launch"], {}, "job")
         bodies: list[AgentBody] = [hello, *of_recorder(folder), NodeBye("failed")]
         self.messages = [AgentMessage(n, body, n - 1) for n, body in enumerate(bodies, 1)]
         self.wire = [encode(message) for message in self.messages]
@@ -126,7 +126,7 @@ def targets(folder: Path, seeds: Seeds) -> dict[str, tuple[list[bytes], Callable
             message = decode_agent(data)
         except WireError:
             return
-        protocol, kept = RunProtocol("run", "/run", "job"), []
+        protocol, kept = RunProtocol("run", "job"), []
         for each in (*seeds.messages[:-1], message, seeds.messages[-1]):
             kept += [each.body for act in protocol.hear("a", each, 0.0) if isinstance(act, StoreMessage)]
         protocol.tick(1000.0)

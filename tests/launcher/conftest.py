@@ -120,7 +120,7 @@ class Node:
             private_key=self.keys.agent.private.decode(),
             recorder_dir=str(self.scratch),
             spool_dir=str(self.runs),
-            hello=AgentHello("", "", 0, len(ranks), nodes, nodes, ["gpuwatch", "launch", "train.py"], {}, "job"),
+            hello=AgentHello("", "", len(ranks), nodes, nodes, ["gpuwatch", "launch", "train.py"], {}, "job"),
         )
         self.agent = NodeAgent(config, self.said.append, lambda reason, restart: self.stops.append(reason))
         self.ranks = [Rank(self.scratch, rank, world) for rank in ranks]

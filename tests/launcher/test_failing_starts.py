@@ -95,7 +95,7 @@ def test_an_overflow_that_only_a_spool_has_is_told_with_the_command_that_makes_i
 
 def test_a_helper_that_cannot_be_told_its_settings_is_ended(monkeypatch):
     monkeypatch.setattr("gpuwatch.launcher.helper_processes.write_line", lambda pipe, message: False)
-    config = AgentConfig("", "", "", "", "", "", AgentHello("", "", 0, 1, 1, 1, [], {}, "job"))
+    config = AgentConfig("", "", "", "", "", "", AgentHello("", "", 1, 1, 1, [], {}, "job"))
     child = HelperProcess("launcher.agent.agent", config)
     assert child.stdout.read() == b""
     assert child.end(30.0) == -9

@@ -68,7 +68,7 @@ class Node:
             private_key="",
             recorder_dir=str(self.folder),
             spool_dir=str(self.folder),
-            hello=AgentHello("", "", 0, len(self.ranks), nodes, nodes, ["train.py"], {}, "job"),
+            hello=AgentHello("", "", len(self.ranks), nodes, nodes, ["train.py"], {}, "job"),
             identity=f"node{self.number}",
             life=self.life,
             hang_timeout_s=0,
@@ -96,7 +96,7 @@ class Collector:
     """The protocol with its store and its fold, without a socket."""
 
     def __init__(self, stored: list[tuple[str, int, AgentBody]], beats: dict[str, AgentBody], now: float) -> None:
-        self.protocol = RunProtocol("run", "/run", "job")
+        self.protocol = RunProtocol("run", "job")
         self.stored = stored
         self.beats = beats
         self.new: list[tuple[str, int, AgentBody]] = []

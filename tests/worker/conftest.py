@@ -114,7 +114,7 @@ class Watched:
         folder.mkdir()
         (folder / file_name(0, 0)).hardlink_to(self.recorder.path)
         agent = RankWatch(folder, 0, 0, os.getpid(), [])
-        hello = AgentHello("a", "host", 1, 1, 1, 1, ["train.py"], {}, "run")
+        hello = AgentHello("a", "host", 1, 1, 1, ["train.py"], {}, "run")
         bodies = [hello, *before, *agent.end(0, "itself", 0.0), NodeBye("ok")]
         agent.close()
         return decide(fold([("a", number, body) for number, body in enumerate(bodies)]))

@@ -36,7 +36,12 @@ def ended(tmp_path, script):
     assert done.stderr == ""
     reader = RecorderReader(path)
     try:
-        return done.returncode, done.stdout.split("\n")[:-1], reader.phase, reader.state().left
+        return (
+            done.returncode,
+            done.stdout.split("\n")[:-1],
+            RankPhase[reader.state().phase.upper()],
+            reader.state().left,
+        )
     finally:
         reader.close()
 

@@ -259,8 +259,7 @@ class SecondRuns:
             if (own := _redirection(run).get("original_forward")) is not None:  # the job ends in its next call
                 vars(run)["forward"] = own
             forward.run(self.limit_s, [*call.contexts, eager])
-        seconds = time.monotonic() - began
-        self.limit_s = max(0.0, self.limit_s - seconds)
+        self.limit_s = max(0.0, self.limit_s - (time.monotonic() - began))
         why = forward.why
         if watch.changed or watch.has_changed(tensors):
             why = why or "its call changes an input or a buffer in place"
@@ -271,7 +270,7 @@ class SecondRuns:
         if not why and forward.operation is None:
             self._why = f"{_NOT_DISPATCHED} in a call that could run again"
             return
-        self._end(why, None if why else forward.operation, eagerly=self._is_compiled(), seconds=round(seconds, 3))
+        self._end(why, None if why else forward.operation, eagerly=self._is_compiled())
 
     def _write(self, call: _KeptCall, run: nn.Module, *inputs: Any) -> None:
         """Write the call to a file, with --capture."""
@@ -281,15 +280,15 @@ class SecondRuns:
             took_s = self._capture.write(run, call.info.name, inputs, call.contexts, call.random, self.limit_s)
             self.limit_s = max(0.0, self.limit_s - took_s)
 
-    def _end(self, why: str = "", operation: BadOperation | None = None, **fields: Any) -> None:
+    def _end(self, why: str = "", operation: BadOperation | None = None, eagerly: bool = False) -> None:
         bad, self._bad, self.is_on = self._bad, None, False
         assert bad is not None
         where = self._progress.where_of(bad.page, bad.frame)
         if self._explains:
-            self._progress.recorder.append(SecondRun(where, bad.frame.index, operation, why, **fields))
+            self._progress.recorder.append(SecondRun(where, operation, why, eagerly))
         if self._captures:
             file = self._capture.result or CaptureFile(refused=why or "the batch ran under --explain")
-            self._progress.recorder.append(ForwardCaptured(where, bad.frame.index, file))
+            self._progress.recorder.append(ForwardCaptured(where, file))
         if operation is not None:
             at = f" at {operation.file}:{operation.line}: {operation.code}" if operation.file else ""
             self._found = f"{operation.op} made it{at}"

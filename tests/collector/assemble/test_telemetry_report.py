@@ -107,7 +107,7 @@ def test_a_rank_that_was_lost_ended_then(make):
 
 
 def test_a_later_message_has_all_of_the_one_before_and_an_agent_that_was_started_again_goes_on(make):
-    first = make.telemetry({("", "steal"): [0.0, 1.0]}, reason="stall")
+    first = make.telemetry({("", "steal"): [0.0, 1.0]})
     later = make.telemetry({("", "steal"): [0.0, 1.0, 2.0]})
     second = make.telemetry({("", "steal"): [7.0, 9.0]}, began_s=1100.0)
     for messages in ([first, later, second], [second, later, first], [later, second, later]):

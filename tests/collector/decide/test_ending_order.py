@@ -60,9 +60,7 @@ def messages(ends: list[End]) -> list[tuple[str, int, AgentBody]]:
     found: list[tuple[str, int, AgentBody]] = []
     for host in hosts:
         nproc = sum(end.host == host for end in ends)
-        hello = AgentHello(
-            host, host, 1, nproc, len(hosts), len(hosts), command=["gpuwatch"], versions={}, rdzv_id="job"
-        )
+        hello = AgentHello(host, host, nproc, len(hosts), len(hosts), command=["gpuwatch"], versions={}, rdzv_id="job")
         of_host = [body for rank, end in enumerate(ends) if end.host == host for body in end.bodies(rank)]
         found += [(host, number, body) for number, body in enumerate([hello, *of_host, NodeBye("failed")], 1)]
     return found
@@ -194,7 +192,7 @@ def test_ranks_that_raise_the_same_within_a_second_are_named_together(other: str
 
 def test_what_torchrun_raised_itself_is_the_reason_where_no_rank_has_one():
     error = "DistNetworkError: The server socket has failed to listen: port 29500, EADDRINUSE"
-    hello = AgentHello("h0", "h0", 1, 2, 1, 1, command=["gpuwatch"], versions={}, rdzv_id="job")
+    hello = AgentHello("h0", "h0", 2, 1, 1, command=["gpuwatch"], versions={}, rdzv_id="job")
     verdict = decide(fold([("h0", 1, hello), ("h0", 2, NodeBye("failed", error=error))]))
     assert (verdict.kind, verdict.certainty) == ("crash", "supported")
     said = "DistNetworkError: The server socket has failed to listen: port 29500, EADDRINUSE"

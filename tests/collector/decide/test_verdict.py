@@ -876,7 +876,7 @@ def test_some_ranks_that_are_alike_are_named(make):
 )
 def test_the_capture_is_that_of_the_rank_or_of_one_that_is_alike(make, files, path, notes):
     ranks = [leaf_origin(make, 0, seq=9), leaf_origin(make, 1, seq=9), leaf_origin(make, 2, seq=9, module="other")]
-    told = [EventMessage(ForwardCaptured(make.where(rank), 1, file)) for rank, file in files.items()]
+    told = [EventMessage(ForwardCaptured(make.where(rank), file)) for rank, file in files.items()]
     verdict = judge(make.hello(nproc=3), *(body for batch in ranks for body in batch.messages()), *told)
     assert verdict.rank == 0
     capture = verdict.capture

@@ -584,7 +584,7 @@ def test_an_exit_code_beyond_64_bits_does_not_raise_into_the_training(folder):
 def test_the_header_says_who_writes(folder):
     with open_pair(folder, segments=1) as (writer, reader):
         assert (reader.rank, reader.local_rank, reader.attempt, reader.pid) == (3, 1, 2, os.getpid())
-        assert (reader.phase, reader.state().module) == (RankPhase.STARTING, None)
+        assert (reader.state().phase, reader.state().module) == ("starting", None)
         writer.append(ModuleDef(7, 0, "layer.1", "Linear"))
         reader.new_entries()
         writer.fields[HeadField.MODULE] = 7

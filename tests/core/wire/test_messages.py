@@ -42,7 +42,6 @@ ENTRIES = [
 EVENTS = [
     records.SecondRun(
         HERE,
-        7,
         records.BadOperation(
             "aten.mul.Tensor",
             "layer.0",
@@ -58,11 +57,10 @@ EVENTS = [
             "MulBackward0",
         ),
         eagerly=True,
-        seconds=0.2,
     ),
-    records.SecondRun(HERE, 7, unknown="a second run of the forward stayed finite"),
-    records.ForwardCaptured(HERE, 7, records.CaptureFile("/r/overflow.pt", 9, "fc (model.Net)", True, ["a note"])),
-    records.ForwardCaptured(HERE, 7, records.CaptureFile(refused="it takes 3 GB, and --capture-max is 2 GB")),
+    records.SecondRun(HERE, unknown="a second run of the forward stayed finite"),
+    records.ForwardCaptured(HERE, records.CaptureFile("/r/overflow.pt", 9, "fc (model.Net)", True, ["a note"])),
+    records.ForwardCaptured(HERE, records.CaptureFile(refused="it takes 3 GB, and --capture-max is 2 GB")),
     records.Anomaly(
         HERE,
         4,
@@ -104,7 +102,7 @@ EVENTS = [
     records.RankInventoryEvent(HERE, "cpu", {"torch": "2.13.0"}),
     records.OwnFault(HERE, "forward hook", "KeyError: 1"),
     records.WorkerExit(HERE, None, "torchrun", "forward", "layer.0", "Linear"),
-    records.RankStall(HERE, 301.5, 300.0),
+    records.RankStall(HERE, 300.0),
     records.StepTimes(HERE, 40, [1.0, 2.0, 3.0, 4.0, 5.0], b"\x78\x01", 7, b"\x78"),
     records.LimitForecast(HERE, "fc2", "Linear", "float16", 65504.0, 4100.0, 40, 30, 60, 80),
     records.RankLook(
@@ -136,7 +134,6 @@ BODIES = [
     AgentHello(
         "a" * 32,
         "host",
-        1,
         2,
         1,
         4,
@@ -160,12 +157,12 @@ BODIES = [
     ),
     NodeBye("failed", 15),
     messages.TelemetryMessage(
-        12, 15, "end", 5.0, [messages.SeriesName("GPU-1", "temperature")], b"packed", ["NVML did not answer for 15 s"]
+        12, 15, [messages.SeriesName("GPU-1", "temperature")], b"packed", ["NVML did not answer for 15 s"]
     ),
     messages.AgentLeaving(),
 ]
 ANSWERS = [
-    messages.RunWelcome("run", "/runs/run", 4),
+    messages.RunWelcome("run"),
     messages.MessageAck(7, resend=True, time_ns=12, echo_ns=5),
     messages.WantedBatch(1, "Net", 1, 9),
     messages.LookAtRanks(2),

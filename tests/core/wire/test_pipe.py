@@ -20,7 +20,7 @@ AGENT_CONFIG = pipe.AgentConfig(
     "/dev/shm/x",
     "runs",
     AgentHello(
-        "", "", 0, 2, 1, 4, ["gpuwatch", "launch", "a b"], {"python": "3"}, "id", trace_batches=[0, 3], check_only=True
+        "", "", 2, 1, 4, ["gpuwatch", "launch", "a b"], {"python": "3"}, "id", trace_batches=[0, 3], check_only=True
     ),
 )
 COLLECTOR_CONFIG = pipe.CollectorConfig("tcp://*:1", "p", "k", "a", "v", "runs", "id", 5)

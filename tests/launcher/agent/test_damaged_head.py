@@ -82,7 +82,7 @@ def damage(writer: RecorderWriter, at: int, data: bytes) -> None:
 def verdict(folder: Path, beforehand: RankWatch | None = None) -> str:
     """What is told of the run. `beforehand`: who has opened the recorder already."""
     agent = beforehand or RankWatch(folder, 0, 0, 1, [])
-    hello = AgentHello("a", "host", 1, 1, 1, 1, ["train.py"], {}, "run")
+    hello = AgentHello("a", "host", 1, 1, 1, ["train.py"], {}, "run")
     bodies = [hello, *agent.end(0, "itself", 0.0), NodeBye("ok")]
     agent.close()
     return decide(fold([("a", number, body) for number, body in enumerate(bodies)])).kind
@@ -178,7 +178,7 @@ def test_a_recorder_of_an_earlier_version_is_read(tmp_path, overflows, kind, ver
     data = writer.path.read_bytes()
     writer.path.write_bytes(data[:GROUPS_AT] + bytes(EARLIER_GROUPS * EARLIER_GROUP_BYTES) + data[STEPS_AT:])
     reader = RecorderReader(writer.path)
-    assert reader.phase == RankPhase.FINISHED
+    assert reader.state().phase == "finished"
     assert reader.overflow_seen == (reader[HeadField.ANOMALY] == AnomalyFlag.WRITTEN) == overflows
     assert reader.groups() == reader.steps(0) == []
     reader.close()

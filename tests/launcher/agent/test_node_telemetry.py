@@ -172,10 +172,10 @@ def test_why_nvml_has_no_figure_is_said_once(make):
 
 def test_events_that_follow_one_another_send_it_seldom(make):
     node = make()
-    assert node.telemetry.told("anomaly", 0.0) is None, "nothing is known yet"
+    assert node.telemetry.told(0.0) is None, "nothing is known yet"
     node.turn(0.0)
     node.answer({CPU: 1.0}, 1.0)
-    told = [t for t in range(int(20 * AGAIN_S)) if node.telemetry.told("anomaly", float(t)) is not None]
+    told = [t for t in range(int(20 * AGAIN_S)) if node.telemetry.told(float(t)) is not None]
     assert told == [0, AGAIN_S, 3 * AGAIN_S, 7 * AGAIN_S, 15 * AGAIN_S]
 
 

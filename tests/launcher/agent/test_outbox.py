@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-HELLO = AgentHello("a", "host", 1, 3, 1, 1, [], {}, "job")
+HELLO = AgentHello("a", "host", 3, 1, 1, [], {}, "job")
 
 
 def event(number: int) -> EventMessage:
@@ -35,7 +35,7 @@ class Link:
 
     def __init__(self, page_bytes: int) -> None:
         self.outbox = MessageOutbox(page_bytes)
-        self.run_protocol = RunProtocol("run", "/run", "job")
+        self.run_protocol = RunProtocol("run", "job")
         self.stored: list = []
         self.acks: list[MessageAck] = []
         self.now = 0.0

@@ -21,7 +21,7 @@ def test_a_run_of_days_takes_bounded_room_and_loses_no_count():
     last = 4 * 24 * 3600 // 5
     for n in range(last + 1):
         record.add(BEGAN + 5 * n * S, {("", "cpu"): 2.5 * n, ("GPU-0", "temperature"): 40.0 + n % 7})
-    message = record.message("end", 0, 5.0, [])
+    message = record.message(0, [])
     names, seconds, values = unpacked(message)
     assert message.began_ns == BEGAN
     assert len(seconds) < 1000
@@ -38,7 +38,7 @@ def test_many_series_are_sent_with_fewer_samples():
     record = NodeRecord()
     for n in range(1000):
         record.add(BEGAN + 5 * n * S, {(f"rank {rank}", "rss"): 1.0 for rank in range(MOST_SERIES + 3)})
-    message = record.message("end", 0, 5.0, [])
+    message = record.message(0, [])
     names, seconds, values = unpacked(message)
     assert len(names) == MOST_SERIES
     assert len(seconds) * 4 * len(names) <= SENT_BYTES
@@ -50,7 +50,7 @@ def test_a_series_that_comes_later_is_unknown_before():
     record = NodeRecord()
     record.add(BEGAN, {("", "memory_used"): 1.0})
     record.add(BEGAN + S, {("", "memory_used"): 2.0, ("rank 0", "rss"): 3.0})
-    names, _, values = unpacked(record.message("end", 0, 1.0, []))
+    names, _, values = unpacked(record.message(0, []))
     numpy.testing.assert_array_equal(values, [[1.0, numpy.nan], [2.0, 3.0]])
     assert names == [("", "memory_used"), ("rank 0", "rss")]
 
@@ -59,9 +59,9 @@ def test_a_clock_that_was_set_back_leaves_times_that_ascend():
     record = NodeRecord()
     for at in (100, 105, 3, 8):
         record.add(at * S, {("", "cpu"): float(at)})
-    _, seconds, _ = unpacked(record.message("end", 0, 5.0, []))
+    _, seconds, _ = unpacked(record.message(0, []))
     assert seconds.tolist() == [0.0, 5.0]
 
 
 def test_nothing_known_is_nothing_to_send():
-    assert NodeRecord().message("end", 0, 5.0, []) is None
+    assert NodeRecord().message(0, []) is None

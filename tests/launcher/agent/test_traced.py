@@ -128,7 +128,7 @@ def run(folder, bad: int | None, sizes: list[int]) -> list[list[object]]:
 def report_of(path, messages):
     """Made of the store, as `gpuwatch report --again` does."""
     store = RunStore(path, create=True)
-    hello = AgentHello("a.0", "host", 1, 2, 1, 1, [], {}, "job", trace_batches=list(range(BATCHES)))
+    hello = AgentHello("a.0", "host", 2, 1, 1, [], {}, "job", trace_batches=list(range(BATCHES)))
     for n, body in enumerate([hello, *messages, NodeBye("ok")], 1):
         message = AgentMessage(n, body, n - 1)
         if isinstance(body, NodeBeat):

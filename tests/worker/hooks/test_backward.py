@@ -12,7 +12,7 @@ import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import RangeWarning
 from gpuwatch.core.frames import RowMark
-from gpuwatch.core.recorder.layout import HeadField, RankPhase
+from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.worker.hooks.backward import _GraphRecord
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -127,9 +127,9 @@ def test_the_header_says_backward_while_it_runs(watch):
     model = net()
     seen = []
     out = model[0](X)
-    out.register_hook(lambda _: seen.append(watched.reader.phase))
+    out.register_hook(lambda _: seen.append(watched.reader.state().phase))
     model[2](out).sum().backward()
-    assert seen == [RankPhase.BACKWARD]
+    assert seen == ["backward"]
 
 
 # -- tied, accumulated, twice, of second order --------------------------------------------------------------------

@@ -63,13 +63,12 @@ def ends(watched, module, x=None):
     return found[0] if found else None
 
 
-def test_it_runs_once_and_tells_how_long(watch):
+def test_it_runs_once(watch):
     fault = Fault()
     ran = ends(watch(on_overflow="abort"), fault)
     assert ran.operation.op == "aten.div.Tensor"
     assert ran.operation.element == "everything"
     assert (len(fault.calls), ran.unknown, ran.eagerly) == (2, "", False)
-    assert ran.seconds >= 0
 
 
 @pytest.mark.parametrize("settings", [{"explain": "off", "on_overflow": "abort"}, {"on_overflow": "continue"}])
