@@ -92,6 +92,8 @@ NAMES = (
     TorchName("torch._C", "_is_tracing", TRACING),
     TorchName("torch._C", "_get_tracing_state", TRACING),
     TorchName("torch._C._functorch", "is_functorch_wrapped_tensor", FUNCTORCH),
+    TorchName("torch._C._functorch", "get_unwrapped", FUNCTORCH),
+    TorchName("torch._C", "_DisableFuncTorch", FUNCTORCH),
     TorchName("torch._C", "_has_storage", FUNCTORCH),
     TorchName("torch._C", "DisableTorchFunction", NOTHING_SEEN),
     TorchName("torch._C", "_set_grad_enabled", NOTHING_SEEN),

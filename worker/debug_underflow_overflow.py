@@ -20,7 +20,7 @@ from ..core.values import NonFinite, Value
 from .detect_overflow import look, never_compiled, print_non_finite
 from .record.names import leaves_of
 from .stats.device import without_modes
-from .stats.tensor_stats import TensorStats
+from .stats.tensor_stats import TensorStats, unwrapped
 
 _NOT_IN_THE_MODEL = "(not in the model)"
 _NEGINF = int(NonFinite.NEGINF)
@@ -222,7 +222,7 @@ def _open_output(output: Any) -> list[tuple[str, Any]]:
 def _version_of(tensor: torch.Tensor) -> int | None:
     """The number of in-place changes; None if they are not counted."""
     try:
-        return None if tensor.is_inference() else tensor._version
+        return None if tensor.is_inference() else unwrapped(tensor)._version
     except Exception:  # a tensor class without a version
         return None
 

@@ -32,7 +32,7 @@ from ...core.frames import RowKind
 from ...core.values import NonFinite, Value, name_of
 from ..stats.device import without_modes
 from ..stats.element_pattern import pattern_of
-from ..stats.tensor_stats import local_part, measure
+from ..stats.tensor_stats import local_part, measure, unwrapped
 from .global_hooks import CALL
 
 _MOST_KEPT = 1 << 30
@@ -334,7 +334,7 @@ def foreign_class(types: Any) -> type | None:
 
 def numbers_of(tensor: torch.Tensor) -> tuple[OperandNumbers, int]:
     """(what is told of a tensor, its flags). Waits for a device."""
-    found = without_modes(measure, tensor.detach())
+    found = without_modes(measure, unwrapped(tensor).detach())
     dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
     if found.kind != RowKind.MEASURED:
         return OperandNumbers(dtype, shape, None, ""), 0

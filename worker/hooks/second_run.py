@@ -33,7 +33,7 @@ from ..record.held_alarms import NonFiniteRow
 from ..record.judging import FrameWriter
 from ..record.names import inputs_of, unwrap, walk
 from ..record.roots import ModuleInfo
-from ..stats.device import may_have_devices, without_modes
+from ..stats.device import may_have_devices, transforms, without_modes
 from ..stats.tensor_stats import version_of
 from .capture import ForwardCapture
 from .explained_batch import ExplainedBatch
@@ -230,6 +230,9 @@ class SecondRuns:
         if any(flags & ~NonFinite.NEGINF for _, flags in (without_modes(numbers_of, leaf) for leaf in tensors)):
             self._why = "the arguments of its call were not finite when that returned"
             return  # a call around it may have made it
+        if transforms() is not None:
+            self._end("a transform of torch.func was on, such as vmap")
+            return
         if _dispatch_modes() or any(type(mode).__name__ != "DeviceContext" for mode in function_modes()):
             self._end("the script has a mode of torch on")
             return

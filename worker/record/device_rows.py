@@ -20,7 +20,7 @@ from ..stats.device import StreamKey, device_for, has_reader, is_on_device, with
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.notable import NotableFilter, slots_of_masks
 from ..stats.passed_readings import PassedReadings
-from ..stats.tensor_stats import FLOATS
+from ..stats.tensor_stats import FLOATS, unwrapped
 from .collectives import issued
 from .names import inputs_of
 from .roots import ModuleInfo
@@ -190,7 +190,7 @@ class LateMasks:
         if readings is None or self._rows.is_capturing:
             return
         try:
-            readings.read([mask.detach().amax(-1).amin()], about)
+            readings.read([unwrapped(mask).detach().amax(-1).amin()], about)
         except Exception:
             self.slots, self._pages_left = set(), 0  # after one error no mask is read any more
             raise

@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree
 
 from ..stats.device import is_on_device
+from ..stats.tensor_stats import unwrapped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -213,7 +214,7 @@ def batch_digest(arguments: list[tuple[str, Any]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for role, leaf in arguments:
         if len(found) < _MOST_DIGESTED and isinstance(leaf, torch.Tensor) and _is_plain(leaf):
-            data: Any = leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            data: Any = unwrapped(leaf).detach().contiguous().reshape(-1).view(torch.uint8).numpy()
             found[role] = hashlib.blake2b(data, digest_size=_BYTES).hexdigest()
     return found
 

@@ -29,6 +29,7 @@ from ..stats.tensor_stats import (
     measure,
     place_of,
     stats_in_memory,
+    unwrapped,
     version_of,
 )
 from ..stats.torch_reader import FROM_GRAPH, GRAPH_NUMBERS
@@ -239,10 +240,7 @@ class RowWriter(DeviceRows):
         if not isinstance(leaf, _TENSOR):
             kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
             return RecordedRow((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
-        try:
-            version = leaf._version
-        except RuntimeError:  # an inference tensor
-            version = -1
+        version = version_of(leaf)
         key = id(leaf)
         known = self.seen.get(key)
         if known is not None and known[1] == version >= 0 and known[0]() is leaf and not _has_moved(leaf, known[9]):
@@ -413,6 +411,7 @@ def closed_marked(row: RecordedRow, leaf: Any) -> RecordedRow:
     """
     if row.flags != _NEGINF or not isinstance(leaf, torch.Tensor) or is_on_device(leaf) or leaf.dim() == 0:
         return row
+    leaf = unwrapped(leaf)
     if leaf.layout != torch.strided or leaf.is_nested or not bool((leaf.detach() == -math.inf).all(-1).any()):
         return row
     slot, value, shape, dtype, kind, mark = row.packed

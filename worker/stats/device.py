@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...core.torch_names import name_in_torch
 
 _modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
+transforms = name_in_torch("torch._C._functorch.peek_interpreter_stack", lambda: None)
+_no_transforms = name_in_torch("torch._C._DisableFuncTorch", nullcontext)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -26,15 +28,16 @@ T = TypeVar("T")
 def without_modes(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call with gradients off and with every mode of the script disabled (a tracer, a counter, a default device).
 
-    gpuwatch's own tensor operations run so: the script's modes and autograd do not see them.
+    gpuwatch's own tensor operations run so: the script's modes, the transforms of torch.func and autograd do not see
+    them.
     """
     with torch._C.DisableTorchFunction():  # first: else a mode would see that gradients are turned off
         grad = torch.is_grad_enabled()
         if grad:
             torch._C._set_grad_enabled(False)
         try:
-            if _modes():
-                with _disable_current_modes():
+            if _modes() or transforms() is not None:
+                with _disable_current_modes(), _no_transforms():
                     return call(*args, **kwargs)
             return call(*args, **kwargs)
         finally:

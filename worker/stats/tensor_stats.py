@@ -74,7 +74,8 @@ FLOATS = {
 }
 
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
-is_wrapped = name_in_torch("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
+_is_wrapped = name_in_torch("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
+_unwrap = name_in_torch("torch._C._functorch.get_unwrapped")
 _has_storage = name_in_torch("torch._C._has_storage", lambda tensor: True)
 _MEASURED = int(RowKind.MEASURED)
 _new: Callable[[type[TensorStats], tuple[int, int, int, int]], TensorStats] = tuple.__new__
@@ -83,10 +84,17 @@ _EMPTY = TensorStats(0, 0, 0, RowKind.EMPTY)
 NOT_MEASURABLE = TensorStats(0, 0, 0, RowKind.NOT_MEASURABLE)
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with the numbers of one that a transform of torch.func (vmap, grad) has wrapped; any other itself."""
+    while _is_wrapped(tensor):
+        tensor = _unwrap(tensor)
+    return tensor
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """The number of in-place changes; -1 for an inference tensor, which does not count them."""
     try:
-        return tensor._version
+        return unwrapped(tensor)._version
     except RuntimeError:
         return -1
 
@@ -269,11 +277,11 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """A strided tensor of a measurable dtype with the numbers of `tensor`. None if it has none or was freed.
 
     Sparse: the stored values. Nested: the values of all parts. Quantized: the dequantized values. DTensor: the local
-    shard. Complex: the magnitudes. float8: converted to float32, which is exact.
+    shard. Complex: the magnitudes. float8: converted to float32, which is exact. Under vmap: those of all calls.
     """
-    if tensor.device.type == "meta" or is_wrapped(tensor):
+    if tensor.device.type == "meta":
         return None
-    tensor = local_part(tensor)
+    tensor = local_part(unwrapped(tensor))
     if hasattr(tensor, "trigger_wait"):  # a collective of torch.distributed may not have filled it yet
         tensor = tensor.trigger_wait()
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

@@ -17,7 +17,7 @@ import torch
 
 from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, NonFinite, ValueEncoding
 from .device import without_modes
-from .tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, is_wrapped, to_plain, version_of
+from .tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, to_plain, unwrapped, version_of
 
 try:
     from ..native.core import readings as _native_readings
@@ -109,8 +109,7 @@ def source_of(tensor: torch.Tensor) -> TensorSource | None:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """As `to_plain`, but without waiting, and without a conversion if the reader knows the dtype."""
-    if is_wrapped(tensor):
-        return None
+    tensor = unwrapped(tensor)
     cls = type(tensor)
     plain = (cls is _TENSOR or cls is _PARAMETER) and tensor.layout is _STRIDED and not tensor.is_nested
     if plain and tensor.dtype in KINDS:

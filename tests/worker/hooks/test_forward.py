@@ -805,6 +805,72 @@ def test_functional_transforms_work(watch):
     assert watched.faults == []
 
 
+class Changes(nn.Module):
+    """Divides by a number, then adds one in place."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x / self.by).add_(1)
+
+
+def per_sample(model, x):
+    """The gradients of each sample."""
+    one = torch.func.grad(lambda given, each: torch.func.functional_call(model, given, (each,)).sum())
+    given = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return torch.func.vmap(one, in_dims=(None, 0))(given, x)
+
+
+@pytest.mark.usefixtures("way")
+def test_what_transforms_of_torch_func_wrap_is_read(watch):
+    model = nn.Sequential(nn.Linear(4, 4), Changes(2.0), Changes(0.0))
+    nn.init.ones_(model[0].weight)
+    plain = per_sample(model, torch.ones(5, 4))
+    watched = watch(on_overflow="continue")
+    assert all(torch.equal(plain[name], each) for name, each in per_sample(model, torch.ones(5, 4)).items())
+    assert [(bad.module, bad.role, bad.value) for bad in watched.anomalies] == [("2", "output", "+inf")]
+    given, made = watched.row("0", "input[0]"), watched.row("1", "output")
+    assert (given.abs_min, given.abs_max, given.dtype) == (1.0, 1.0, "float32")
+    assert made.abs_max == watched.row("2", "input[0]").abs_max < math.inf
+    assert watched.faults == []
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        torch.func.vmap,
+        torch.func.jacrev,
+        torch.func.jacfwd,
+        torch.func.hessian,
+        lambda call: torch.func.vmap(torch.func.vmap(call)),
+        lambda call: lambda x: torch.func.jvp(call, (x,), (x,)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of jacfwd and jvp themselves
+def test_an_overflow_under_each_transform_is_named(watch, transform):
+    model = nn.Sequential(nn.Linear(4, 4), Changes(0.0))
+    nn.init.ones_(model[0].weight)
+    watched = watch(on_overflow="abort")
+    with pytest.raises(OverflowDetected, match="in output of `1`"):
+        transform(model)(torch.ones(2, 3, 4))
+    assert torch.equal(torch.func.vmap(torch.sin)(X), torch.sin(X))  # it has left the transform
+    assert watched.faults == []
+    assert watched.verdict().statement.startswith(
+        "Rank 0 on host overflowed first: +inf in the output of `1` (Changes)"
+    )
+
+
+def test_a_mask_under_vmap_that_is_closed_is_the_cause(watch):
+    watched = watch(on_overflow="continue")
+    masks = torch.zeros(2, 3)
+    masks[1] = -math.inf
+    torch.func.vmap(nn.Softmax(-1))(masks)
+    assert watched.faults == []
+    assert "a row of input[0] is -inf throughout" in watched.verdict().statement
+
+
 @compiles
 @pytest.mark.skipif(not compiled_views().rows, reason=compiled_views().missing)
 def test_the_inside_of_a_compiled_model_is_seen(watch):

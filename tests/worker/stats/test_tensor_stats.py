@@ -288,15 +288,15 @@ def test_a_subclass_is_measured_and_a_hostile_one_is_no_error():
     assert measure(torch.ones(2).as_subclass(Hostile)).kind in (RowKind.NOT_MEASURABLE, RowKind.MEASURED)
 
 
-def test_under_vmap_nothing_raises():
-    kinds = []
+def test_under_vmap_all_calls_are_measured_at_once():
+    found = []
 
     def inside(x):
-        kinds.append(measure(x).kind)
+        found.append(look(x))
         return x
 
-    torch.func.vmap(inside)(torch.ones(3, 2))
-    assert kinds == [RowKind.NOT_MEASURABLE]
+    torch.func.vmap(inside)(torch.tensor([[1.0, -2.0], [3.0, -4.0], [0.5, 1.0]]))
+    assert [(value.abs_min, value.abs_max) for value in found] == [(0.5, 4.0)]
 
 
 def test_a_conjugate_view_and_a_negated_one():
