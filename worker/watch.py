@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, get_args, get_type_hints
 
 import msgspec
 
@@ -253,10 +255,16 @@ def watch(
         raise TypeError(f"expected a torch.nn.Module, or None for all models, found {type(model).__name__}")
     if running is not None:
         return ModelWatch(running, running.progress.recorder, owned=False)
-    if every < 1:
-        raise ValueError(f"expected every=1 or more, found every={every}")
-    if state_every < 0:
-        raise ValueError(f"expected state_every=0 (never) or more, found state_every={state_every}")
+    _check_numbers(
+        every=every,
+        near_overflow=near_overflow,
+        underflow_share=underflow_share,
+        scaler_skips=scaler_skips,
+        state_every=state_every,
+    )
+    for name, patterns in (("modules", modules), ("ignore", ignore)):
+        if isinstance(patterns, str):  # its letters would be patterns, and the * of "head.*" matches every module
+            raise ValueError(f"expected {name}= a list of patterns, as in {name}=[{patterns!r}], found {patterns!r}")
     unknown = set(watch) - set(get_args(Watched))
     if unknown or on_overflow not in ("abort", "continue") or not _is_explain(explain):
         raise ValueError(
@@ -300,6 +308,17 @@ def watch(
     hooks.attach()
     _watching[hooks] = os.getpid()
     return ModelWatch(hooks, recorder, owned=True)
+
+
+def _check_numbers(**given: float) -> None:
+    """Raise ValueError if one is not in the range that its option of the command line has."""
+    hints = get_type_hints(WorkerSettings, include_extras=True)
+    for name, value in given.items():
+        kind, option = get_args(hints[name])
+        most = option.most or math.inf
+        if not isinstance(value, Real if kind is float else Integral) or not option.least <= value <= most:
+            reach = f"from {option.least} to {most:g}" if option.most else f"of {option.least} or more"
+            raise ValueError(f"expected {name}= {option.of} {reach}, found {name}={value!r}")
 
 
 def _is_explain(explain: object) -> bool:
