@@ -66,6 +66,29 @@ def test_compiled_code_runs_eagerly():
     assert found.operation.code.endswith("# the cast")
 
 
+class Counts(nn.Module):
+    """Changes one buffer in place, and gives the other a new tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("scale", torch.full((1,), 1e30))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.scale = self.scale * 1e10
+        return x * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_module_is_afterwards_as_before():
+    module = nn.Sequential(nn.Identity(), torch.jit.script(Counts()))
+    found = gpuwatch.explain(module, torch.ones(2))
+    assert found.operation.op == "aten.mul.Tensor"
+    assert module[1].calls.tolist() == [0.0]
+    assert torch.equal(module[1].scale, torch.full((1,), 1e30))
+
+
 def test_the_local_part_of_a_dtensor_is_looked_at(alone_in_a_group):
     module = ReturnsDTensor(4, 4)
     nn.init.constant_(module.weight, 3e38)

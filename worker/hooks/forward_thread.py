@@ -198,7 +198,9 @@ def kept_as_it_is(module: nn.Module, watch: OperationWatch, start: RandomNumbers
             for table, before in tables:
                 for key in table.keys() - before.keys():
                     del table[key]
-                table.update(before)
+                for key, value in before.items():  # one by one: the tables of a ScriptModule have no `update`
+                    if key not in table or table[key] is not value:
+                        table[key] = value
             random.setstate(of_python)
             if numpy is not None:
                 numpy.random.set_state(of_numpy)
