@@ -166,7 +166,11 @@ class JobLife:
         self.scratch = make_scratch(self._ranks.recorders, self._say)
         self.overflows = SeenOverflows(self.scratch)
         try:
-            done = self._ranks.run(self)
+            try:
+                done = self._ranks.run(self)
+            except UsageError as error:
+                self.tell(pipe.LaunchDone("failed", error=error.text))
+                raise
             with self.finishing:
                 return self.finish(done)
         finally:

@@ -157,3 +157,11 @@ def test_a_mistake_is_one_sentence(line, run_in):
     (sentence,) = said.splitlines()
     assert re.fullmatch(r"gpuwatch: [^[]((?!\[GW).)+ \[GW4\d\d\]", sentence), sentence
     assert not any(word in sentence for word in NOT_A_SENTENCE), sentence
+
+
+@pytest.mark.slow
+def test_a_run_whose_options_torchrun_rejects_was_not_ended_from_outside(run_in):
+    code, said = run_in("launch --nnodes 2 --nproc-per-node 2 --rdzv-endpoint x --run-name rejected train.py")
+    assert (code, said.splitlines()[-1].split(":")[1]) == (2, " torchrun rejected these options")
+    code, said = run_in("report rejected")
+    assert code == 0 and "torchrun failed by itself: torchrun rejected these options: port is" in said, said
