@@ -31,13 +31,15 @@ _SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "
 
 
 class KnownStep(NamedTuple):
-    """The inputs of the step of one weight. All numbers are abs max, and finite."""
+    """The inputs of the step of one weight. All numbers but `least` are abs max, and finite."""
 
     weight: float
     gradient: float
     state: Mapping[str, float]
     elements: int
     dtype: str
+    least: Mapping[str, float | None] = {}
+    """abs min of each state after the step."""
 
 
 def can_make_non_finite(step: OptimizerStep | None, known: KnownStep) -> bool | None:
@@ -52,7 +54,7 @@ def can_make_non_finite(step: OptimizerStep | None, known: KnownStep) -> bool | 
         return None
     change = rule(step.settings, known)
     if change is None:
-        return None
+        return True if _divides_by_zero(step.settings, known) else None
     decay = abs(step.settings["lr"] * step.settings.get("weight_decay", 0.0)) * known.weight
     return not known.weight + decay + change < largest * _MARGIN
 
@@ -122,6 +124,13 @@ def _eps(settings: Mapping[str, float], known: KnownStep) -> float | None:
     """The smallest divisor of the update; None if it may be 0, as 0 / 0 is nan."""
     eps = settings.get("eps", 0.0)
     return eps if eps > _SMALLEST[known.dtype] else None
+
+
+def _divides_by_zero(settings: Mapping[str, float], known: KnownStep) -> bool:
+    """Whether an element's divisor is 0 for certain: no eps, and a mean of squares that is 0."""
+    is_other = settings.get("amsgrad") or settings.get("centered")  # these divide by another number
+    is_zero = any(known.least.get(key) == 0 for key in ("exp_avg_sq", "sum", "square_avg"))
+    return settings.get("eps") == 0 and not is_other and is_zero
 
 
 _RULES: dict[str, tuple[Callable[[Mapping[str, float], KnownStep], float | None], tuple[str, ...]]] = {
@@ -235,7 +244,8 @@ _OPEN = (
 def _known(row: Row, before: Row, gradients: list[Row], states: list[Row]) -> KnownStep:
     state = {state.parsed_role.key: _number(state) for state in states}
     elements = math.prod(row.shape) if row.shape is not None else 1 << 40
-    return KnownStep(_number(before), max(map(_number, gradients)), state, elements, row.dtype)
+    least = {state.parsed_role.key: state.abs_min for state in states}
+    return KnownStep(_number(before), max(map(_number, gradients)), state, elements, row.dtype, least)
 
 
 def _number(row: Row) -> float:

@@ -73,6 +73,18 @@ STEPS = {
     "Adam": ("torch.optim.adam.Adam", ADAM, STATE, "changed"),
     "AdamW": ("torch.optim.adamw.AdamW", {**ADAM, "weight_decay": 0.01}, STATE, "changed"),
     "Adam without eps": ("torch.optim.adam.Adam", {**ADAM, "eps": 0.0}, STATE, "open"),
+    "Adam without eps, and a gradient that has been 0": (
+        "torch.optim.adam.Adam",
+        {**ADAM, "eps": 0.0},
+        {**STATE, "state exp_avg_sq weight": 0.0},
+        "made",
+    ),
+    "Adam without eps, whose divisor is another one": (
+        "torch.optim.adam.Adam",
+        {**ADAM, "eps": 0.0, "amsgrad": 1.0},
+        {**STATE, "state exp_avg_sq weight": 0.0},
+        "open",
+    ),
     "Adam whose state nobody saw": ("torch.optim.adam.Adam", ADAM, {}, "open"),
     "Adam with a wild learning rate": ("torch.optim.adam.Adam", {**ADAM, "lr": 1e35}, STATE, "made"),
     "Adagrad": ("torch.optim.adagrad.Adagrad", {"lr": 0.01, "eps": 1e-10}, {"state sum weight": 1.0}, "changed"),
