@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import msgspec
 
@@ -310,7 +310,7 @@ def watch(
     return ModelWatch(hooks, recorder, owned=True)
 
 
-def _check_numbers(**given: float) -> None:
+def _check_numbers(**given: Any) -> None:
     """Raise ValueError if one is not in the range that its option of the command line has."""
     hints = get_type_hints(WorkerSettings, include_extras=True)
     for name, value in given.items():
