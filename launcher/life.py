@@ -169,7 +169,8 @@ class JobLife:
             try:
                 done = self._ranks.run(self)
             except UsageError as error:
-                self.tell(pipe.LaunchDone("failed", error=error.text))
+                done = pipe.LaunchDone("failed", error=error.text)
+                self.tell(done)
                 raise
             with self.finishing:
                 return self.finish(done)
