@@ -848,7 +848,7 @@ def test_what_transforms_of_torch_func_wrap_is_read(watch):
         lambda call: lambda x: torch.func.jvp(call, (x,), (x,)),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of jacfwd and jvp themselves
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # jacfwd and jvp use it; a FutureWarning since 2.15
 def test_an_overflow_under_each_transform_is_named(watch, transform):
     model = nn.Sequential(nn.Linear(4, 4), Changes(0.0))
     nn.init.ones_(model[0].weight)
