@@ -114,7 +114,6 @@ def exit_code(report: RunReport) -> int:
 # The list of runs, newest last. Only these fields of each report are read.
 
 
-_RUNS_HAVE = ("run.sqlite", "report.json")
 MOST_COMPARED = 50
 """Earlier runs of a folder that a run is compared with."""
 _MOST_OUTCOME_BYTES = 1 << 20
@@ -172,10 +171,11 @@ def runs_by_time(runs_dir: Path) -> list[RunPaths]:
     """As `list_runs`, without a look into their reports."""
     found = []
     for path in runs_dir.glob("*"):
+        paths = RunPaths(path)
         with suppress(PermissionError):  # another user's
-            if path.is_dir() and not path.is_symlink() and any((path / name).exists() for name in _RUNS_HAVE):
-                found.append((path.stat().st_ctime, path.name, path))
-    return [RunPaths(path) for *_, path in sorted(found)]
+            if path.is_dir() and not path.is_symlink() and (paths.store.exists() or paths.report_json.exists()):
+                found.append((path.stat().st_ctime, paths.run_id, paths))
+    return [paths for *_, paths in sorted(found)]
 
 
 def _listed(paths: RunPaths) -> ListedRun:

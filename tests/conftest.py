@@ -139,3 +139,15 @@ def stand_in_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 def nvml(stand_in_libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInNvml:
     """What this process starts meets the stand-in."""
     return StandInNvml(stand_in_libraries, tmp_path / "nvml.txt", monkeypatch)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 kB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("cannot mount a small file system here: not root, or in a container without the right to")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

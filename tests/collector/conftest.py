@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 import struct
-import subprocess
 from types import SimpleNamespace
 
 import msgspec
@@ -394,18 +393,6 @@ def chromium():
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 400 kB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("cannot mount a small file system here: not root, or in a container without the right to")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

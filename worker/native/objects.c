@@ -97,6 +97,13 @@ int truth_of(PyObject *object, PyObject *name)
     return truth;
 }
 
+int append(PyObject *list, PyObject *item)
+{
+    const int good = item != NULL && PyList_Append(list, item) == 0;
+    Py_XDECREF(item);
+    return good;
+}
+
 PyObject *with_integers(PyObject *tuple, Py_ssize_t start, const int64_t *numbers, Py_ssize_t count)
 {
     for (Py_ssize_t i = 0; tuple != NULL && i < count; i++) {

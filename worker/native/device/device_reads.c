@@ -125,13 +125,6 @@ static int are_packed(const Reading *reading, const Asked *asked)
 
 /* -- the tensors -------------------------------------------------------------------------------------------------- */
 
-static int append(PyObject *list, PyObject *item)
-{
-    const int good = item != NULL && PyList_Append(list, item) == 0;
-    Py_XDECREF(item);
-    return good;
-}
-
 static int make_lists(Reading *reading, const Asked *asked)
 {
     reading->fresh = PyList_New(0);

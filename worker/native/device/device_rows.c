@@ -38,13 +38,6 @@ static int know(Row *row, PyObject *numbers, int64_t step)
     return known != NULL || numbers == Py_None;
 }
 
-static int append(PyObject *list, PyObject *item)
-{
-    const int good = item != NULL && PyList_Append(list, item) == 0;
-    Py_XDECREF(item);
-    return good;
-}
-
 static int is_asked(const Row *row, int part)
 {
     return row->on_device && part == (row->is_weight ? 1 + (row->known != NULL) : 0);

@@ -44,6 +44,9 @@ int integer_of(PyObject *object, PyObject *name, int64_t *number);
 /* An attribute that is True or False: 1, 0, or -1 for anything else, with no exception set. */
 int truth_of(PyObject *object, PyObject *name);
 
+/* Append an item, which it takes over and which may be NULL. 0 with an exception set. */
+int append(PyObject *list, PyObject *item);
+
 /* Fill a new tuple with integers from `start` on. Returns the tuple, or NULL with an exception set if there is no memory.
    `tuple` may be NULL. Py_BuildValue reads its format twice and takes three times as long. */
 PyObject *with_integers(PyObject *tuple, Py_ssize_t start, const int64_t *numbers, Py_ssize_t count);
