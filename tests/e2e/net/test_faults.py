@@ -3,7 +3,7 @@
 import pytest
 from network import can_delay
 
-pytestmark = [pytest.mark.slow, pytest.mark.sample(3, of="a bad network")]  # of those without a mark of their own
+pytestmark = [pytest.mark.slow, pytest.mark.sample(2, of="a bad network")]  # of those without a mark of their own
 sample = pytest.mark.sample
 
 STOPPED = 3
@@ -42,7 +42,7 @@ def test_sound_nodes_pass(job):
     assert failures(runs[0]) == []
 
 
-@sample(1)
+@sample(1, of="a bad link")
 @pytest.mark.parametrize(
     ("count", "a", "b", "command"),
     [(3, 1, 2, "launch"), (4, 1, 3, "check")],
@@ -66,7 +66,7 @@ def test_lost_packets_between_two_nodes_are_blamed_on_their_link(job, count, a, 
     assert "rank 0 step" not in runs[0].stdout
 
 
-@sample(1)
+@sample(1, of="a bad link")
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_firewall_that_lets_only_the_rendezvous_through_is_the_link(job, count):
     job = job(count, static=True)
