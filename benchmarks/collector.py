@@ -77,10 +77,10 @@ class Figures:
     seconds: float = 0.0
     bytes_sent: int = 0
     cpu_s: float = 0.0
-    """Of the collector while pages arrived."""
+    """The collector's, while pages arrived."""
     agents_cpu_s: float = 0.0
     peak_rss: int = 0
-    """Of the collector, including its report."""
+    """The collector's, including its report."""
     names_s: float = 0.0
     """Until every rank's definitions were acknowledged."""
     names_cpu_s: float = 0.0
@@ -91,7 +91,7 @@ class Figures:
     """From the end of the ranks to the verdict at the agents."""
     end_cpu_s: float = 0.0
     end_agents_cpu_s: float = 0.0
-    """Of all simulated agents, one after the other in this process; of a real job each node has its own."""
+    """All simulated agents', one after the other in this process; of a real job each node has its own."""
     again_s: float = 0.0
     again_cpu_s: float = 0.0
     again_rss: int = 0
@@ -315,7 +315,7 @@ class Nodes:
 
 
 def held_bytes(agent: NodeAgentLoop) -> int:
-    """Of all messages that an agent has and the collector has not stored."""
+    """All messages' that an agent has and the collector has not stored."""
     outbox = agent.outbox
     waiting = sum(map(len, outbox._names)) + outbox._page_bytes
     return waiting + sum(len(data) for data, *_ in outbox._kept.values())

@@ -4,7 +4,7 @@
 
 The product's own agents and collector, sockets and messages. All ranks rest; all but one wait in an all_reduce. A rank
 of this file stands where the agent's `RankWatch` stands, and answers with a stack of 20 lines where faulthandler
-would. The launch of each node ends its ranks as soon as it is told to. Timed from the moment at which the first agent
+would. The launch of each node ends its ranks on request. Timed from the moment at which the first agent
 tells that a rank has stalled.
 """
 
@@ -128,7 +128,13 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="8,64,512", metavar="N,N", help=f"multiples of {RANKS_PER_NODE} (8,64,512)")
-    parser.add_argument("--limit", type=float, default=5.0, metavar="S", help="a rest of so many seconds is told (5)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="report a rank that makes no progress for this many seconds (5)",
+    )
     options = parser.parse_args()
     print(f"a rank has {LOOK_S:.0f} s to answer; that is in the figures")
     print("| ranks | job ended, report with all stacks complete (s) |\n|---|---|")

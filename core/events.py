@@ -230,12 +230,12 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """Buffers of the whole model that were not finite before its forward, without the -inf and inf that they had from
     the start."""
     element: str = ""
-    """Of a gradient, a weight after a step, or a state: which elements are not finite, in words."""
+    """Which elements of a gradient, a weight after a step, or a state are not finite, in words."""
     update: str = ""
-    """Of a weight after a step: what the step had for its first bad element: `gradient 0, exp_avg_sq 0, eps 0: 0/0 at
+    """For a weight after a step: what the step had for its first bad element: `gradient 0, exp_avg_sq 0, eps 0: 0/0 at
     [3, 5]`."""
     reduced: ReducedElement | None = None
-    """Of a gradient that was finite before it was reduced."""
+    """For a gradient that was finite before it was reduced."""
 
 
 class Anomaly(RankEvent, frozen=True, tag="anomaly"):
@@ -299,7 +299,7 @@ class BadOperation(msgspec.Struct, frozen=True):
     element: str
     """Which elements are not finite, in words (worker/stats/element_pattern.py)."""
     node: str = ""
-    """Of a backward: `SqrtBackward0`. Then `code` is the line of the forward whose backward it is."""
+    """In a backward: `SqrtBackward0`. Then `code` is the line of the forward whose backward it is."""
 
 
 def operation_text(found: BadOperation) -> str:
@@ -438,8 +438,8 @@ class PassedTensor(RankEvent, frozen=True, tag="passed"):
     given_max: float | None = None
     """abs max of that, where it was finite."""
     element: str = ""
-    """Which elements are not finite, in words; "" if it was not looked at again: on a device, or where one of its kind
-    was told before."""
+    """Which elements are not finite, in words; "" if it was not read again: on a device, or where one of its kind
+    was reported before."""
     reduced: ReducedElement | None = None
     """In the batch of `--explain N`, of what came out."""
 
@@ -598,7 +598,7 @@ _COST_FRAMES = (
 _COST_EVIDENCE = "preflight, collectives, stacks, a second run, buffers"
 """Without them an explanation has less evidence."""
 _NOTES = "hooks, names of torch, device note, native frame writer, log_to, meshes"
-"""About how frames are read and written, and what else is told of a rank."""
+"""About how frames are read and written, and what else is reported about a rank."""
 _LOOK_BACK = "step times, history, forecasts, hottest modules"
 """The node agent's: they look back at frames that it has."""
 FAULT_PARTS = dict.fromkeys(_COST_FRAMES.split(", "), True) | dict.fromkeys(

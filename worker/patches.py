@@ -106,7 +106,7 @@ def replaced() -> dict[str, list[str]]:
 
 
 def _full_name(owner: Any) -> str:
-    """Of a class, or of a module."""
+    """A class's, or a module's."""
     return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
 
 

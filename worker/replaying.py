@@ -33,7 +33,7 @@ class ReplayRow(msgspec.Struct, frozen=True):
 
     dtype: str
     value: str
-    """Of its output: `finite`, `nan`, `+inf`, `-inf`; "" if it raised."""
+    """Its output: `finite`, `nan`, `+inf`, `-inf`; "" if it raised."""
     abs_max: float | None = None
     operation: str = ""
     """The first that made a non-finite value of finite ones: `aten.mul.Tensor`."""

@@ -18,7 +18,7 @@ EAGER_MOST, COMPILED_MOST = 1.05, 1.02
 _DTYPES: tuple[DType, ...] = ("bf16", "fp16")
 _ROUNDS = 7
 _STEPS = {"tiny": 4, "small": 20, "large": 4, "large, 4 layers": 5}
-"""Of one block."""
+"""One block's."""
 
 
 def eager(device: torch.device) -> Iterator[Row]:

@@ -25,7 +25,7 @@ class RankSummand(NamedTuple):
 def element_line(what: str, summands: Sequence[RankSummand], dtype: str) -> str:
     """`element [3, 5] of grad weight: 4.10e+04 on rank 0, 3.90e+04 on rank 1; their sum is beyond 65504 (float16)`
 
-    "" where no rank knows what it had there, or the ranks have looked at different elements.
+    "" where no rank knows what it had there, or the ranks have read different elements.
     """
     places = {tuple(each.element.index) for each in summands if each.element is not None}
     known = {

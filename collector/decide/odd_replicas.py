@@ -1,7 +1,7 @@
 """Weights and buffers that one rank holds differently from its replicas, by the hashes that all ranks sent. Pure.
 
 Only ranks at the same point are compared: same root, step and batch, same tensors, same process groups with as many
-collectives on each. Nothing is told of a root whose ranks hold weights of their own, as stages, experts, shards that
+collectives on each. A root is left out if its ranks hold weights of their own, as stages, experts, shards that
 torch does not know of, and independent jobs do: there some weight is neither the same on all ranks nor odd on one.
 
     rank   0   1   2   3
@@ -9,7 +9,7 @@ torch does not know of, and independent jobs do: there some weight is neither th
     w     17  17  90  90    weights of their own: the root is left out
     b      4   5   6   7    statistics of each rank's own data: the buffer is left out
 
-A buffer that changes later is told only if torch counted no change of it on that rank: code that writes a rank's own
+A buffer that changes later counts only if torch counted no change of it on that rank: code that writes a rank's own
 values, or puts a new tensor in its place, leaves a trace there. With two ranks this holds for weights, too.
 """
 

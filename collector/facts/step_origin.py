@@ -253,7 +253,7 @@ def _number(row: Row) -> float:
 
 
 def _rows_of_step(frames: list[Frame], frame: Frame) -> list[Row]:
-    """Of the module of a weight: in its frame, or on a device in one that was written when its numbers came."""
+    """The module of a weight: in its frame, or on a device in one that was written when its numbers came."""
     return [
         row
         for other in frames

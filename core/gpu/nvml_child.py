@@ -123,7 +123,7 @@ Line = (
 )
 
 LINES: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
-"""Of a child's output."""
+"""In a child's output."""
 
 
 @dataclass

@@ -74,9 +74,9 @@ class NodeView(msgspec.Struct, frozen=True):
     gpu_memory: float = -1.0
     """Share of its memory that is in use on the GPU that has the least left."""
     temperature: float = -1.0
-    """Of its hottest GPU, in degrees Celsius."""
+    """Its hottest GPU's, in degrees Celsius."""
     power: float = -1.0
-    """Of all its GPUs, in watts."""
+    """All its GPUs', in watts."""
 
 
 class ViewStraggler(msgspec.Struct, frozen=True):
@@ -161,7 +161,7 @@ class StacksView(msgspec.Struct, frozen=True):
     hosts: dict[int, str]
     """rank -> host, of the ranks that run."""
     looks: list[RankLook]
-    """Of those that an agent has looked at in time, by rank."""
+    """Those that an agent has seen in time, by rank."""
     schema: int = SCHEMA
 
 

@@ -124,7 +124,7 @@ class NodeTelemetry:
             lambda pids: read_host() | read_cgroup() | read_ranks(pids) | read_infiniband() | read_disks(folders)
         )
         self._answers: deque[Values] = deque()
-        """Of the host, as long as nobody has taken them."""
+        """The host's, as long as nobody has taken them."""
         self._record = NodeRecord()
         self._next = 0.0
         self._asked_ns = 0

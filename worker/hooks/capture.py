@@ -29,7 +29,7 @@ from .forward_thread import ContextMaker, RandomNumbers
 _MOST_NAMES = 100
 _LOCK_S = 1.0
 _SHARE = 0.8
-"""Of the time limit, to write. The rest is to leave torch's writer, which computes checksums of what is dropped."""
+"""The share of the time limit for writing. In the rest torch's writer ends, which checksums what is dropped."""
 
 
 class ForwardCapture:

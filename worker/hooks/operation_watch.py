@@ -333,7 +333,7 @@ def foreign_class(types: Any) -> type | None:
 
 
 def numbers_of(tensor: torch.Tensor) -> tuple[OperandNumbers, int]:
-    """(what is told of a tensor, its flags). Waits for a device."""
+    """(the description of a tensor, its flags). Waits for a device."""
     found = without_modes(measure, unwrapped(tensor).detach())
     dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
     if found.kind != RowKind.MEASURED:

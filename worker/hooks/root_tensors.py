@@ -1,7 +1,7 @@
 """What a root holds when a batch of it begins: whether its buffers are finite, and hashes for a comparison of ranks.
 
-A buffer is looked at when it is new or has changed. One that changes in every batch, such as a running average, is
-looked at in one batch of ten. Weights and buffers are hashed, and all buffers looked at, in batches (or steps) 0, 1, 2,
+A buffer is read when it is new or has changed. One that changes in every batch, such as a running average, is
+read in one batch of ten. Weights and buffers are hashed, and all buffers read, in batches (or steps) 0, 1, 2,
 4, 8, 16, 32, 64, 128, 192, ... and at the end, if the script still holds the model: one more pass over their bytes in
 each of these batches, and none in the others. A hash is the sum of the bits as integers. `torch.hash_tensor` (2.13)
 combines with xor, for which 64 ones and 64 zeros are the same.
@@ -47,7 +47,7 @@ _MIX = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
 
 @dataclass(eq=False, slots=True)
 class _HeldBuffer:
-    """A buffer of a module, as it was last looked at."""
+    """A buffer of a module, as it was last read."""
 
     owner: weakref.ref[nn.Module]
     module: str
@@ -58,7 +58,7 @@ class _HeldBuffer:
     is_busy: bool = False
     """It has changed between two batches."""
     masks: bool = False
-    """It held an inf, and no nan, when it was first looked at: that is meant."""
+    """It held an inf, and no nan, when it was first read: that is meant."""
     value: str = ""
     """`nan` or `inf` if it was not finite, and that is not meant."""
 

@@ -105,7 +105,7 @@ class SecondLook:
         )
 
     def _elements_of(self, bad: NonFiniteRow, parameter: torch.Tensor | None) -> tuple[str, str, ReducedElement | None]:
-        """Of a gradient, or of a weight after a step: which elements are not finite, and for the first of them what the
+        """Which elements of a gradient, or of a weight after a step, are not finite, and for the first of them what the
         step had, and what this rank had before a reduction.
 
         Nothing where the tensor is gone or has changed since, as it may have on a device.

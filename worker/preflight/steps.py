@@ -144,7 +144,7 @@ class PreflightEnd(msgspec.Struct, frozen=True, tag="concluded"):
 StageEvent = PreflightBegan | PreflightStage | RankInventoryEvent | BandwidthRows | OwnFault
 Line = StageEvent | StageProgress | PreflightEnd
 LINES: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
-"""Of a coordinator's output."""
+"""In a coordinator's output."""
 
 
 # A rank's report to the others in one step, and the conclusion that all of them get.

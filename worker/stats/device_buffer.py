@@ -234,7 +234,7 @@ class DeviceStatsBuffer:
             self._driver.keep(tensors, buffer.key, buffer.stream)
 
     def keep(self, buffer: StreamBuffer, tensors: list[torch.Tensor]) -> None:
-        """The stream was told to read these tensors."""
+        """Reads of these tensors were put on the stream."""
         self._driver.keep(tensors, buffer.key, buffer.stream)
 
     def _measure(self, tensor: torch.Tensor, elements: int, count: bool, before: Any) -> int | None:

@@ -40,7 +40,7 @@ _ROWS, _SOURCE, _TABLE, _EARLIER, _PACKED, _KNOWN = 64, 256, 512, 640, 1024, 108
 """Where the regions begin, in words of 8 bytes."""
 _ELEMENTS = 37
 _FEWER, _BETWEEN = 18, 16
-"""Of the second of two tensors: its elements, and the bytes from the first one's address to its own."""
+"""The second of two tensors: its elements, and the bytes from the first one's address to its own."""
 _ROW = 2
 _AT = _ROWS + _ROW * COLUMNS
 _FRESH = [LARGEST, 0, 0, 0, 0, 0]

@@ -24,7 +24,7 @@ LOOKS = "ABCDEFGH"
 """A letter each: nobody has to tell them apart by their colour alone."""
 _WIDTH = 640
 _MOST_LETTERS = 11
-"""Of a word, in the largest square."""
+"""A word's, in the largest square."""
 
 
 class RankGrid(NamedTuple):
