@@ -18,11 +18,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED) --turn $(TURN
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-# The constraints pin torch: without them pip would take a newer one, with gigabytes of CUDA libraries.
+# The constraints pin torch: without them pip would take a newer one, with gigabytes of CUDA libraries. Few
+# of the files that pip would compile are imported, and Python compiles those then.
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing into .venv; this takes a minute or two."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(READY)  ## two ranks train until one overflows (a minute or two); prints the combined report and its path

@@ -173,7 +173,16 @@ def install(place: Path, interpreter: str, torch: str) -> str:
     if not (place / ".ready").exists():
         shutil.rmtree(place, ignore_errors=True)
         subprocess.run([interpreter, "-m", "venv", str(place)], check=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
+        pip = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-compile",
+            "--disable-pip-version-check",
+            "--no-cache-dir",
+        ]
         done = subprocess.run([*pip, f"torch=={torch}"], capture_output=True, text=True)
         if done.returncode:
             reason = done.stderr.strip().splitlines()[-1:] or ["pip failed"]

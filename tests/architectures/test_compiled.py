@@ -32,7 +32,7 @@ def train(model, with_labels: bool, faulty: bool) -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("use_cache", [True, False], ids=["with a cache", "without a cache"])
 @pytest.mark.parametrize("with_labels", [True, False], ids=["with the model's loss", "with a loss of its own"])
 def test_the_graphs_stay_what_they_are_and_the_module_is_named(use_cache, with_labels):

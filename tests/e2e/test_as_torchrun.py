@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-pytestmark = pytest.mark.sample(3, of="as torchrun")  # of those without a mark of their own
+pytestmark = pytest.mark.sample(2, of="as torchrun")  # of those without a mark of their own
 
 
 @pytest.mark.slow

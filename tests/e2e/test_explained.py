@@ -8,6 +8,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_command_of_next_finds_the_line(bench, kind):
     first = bench.launch("explained.py", "--preflight", "off", args=(kind,))

@@ -19,7 +19,7 @@ TOLD = ("--hang-timeout", "10", "--preflight", "off")
 ABORT = (*TOLD, "--on-hang", "abort")
 
 
-@pytest.mark.sample(2, of="a rank that does not come")
+@pytest.mark.sample(1, of="a rank that does not come")
 @pytest.mark.parametrize(
     ("how", "place", "line"),
     [
@@ -56,7 +56,7 @@ def test_in_a_collective_of_the_scripts_own_it_is_established(bench):
     assert verdict["statement"].startswith("Rank 1 never reached barrier, in which ranks 0, 2 have waited")
 
 
-@pytest.mark.sample(2, of="slow and healthy")
+@pytest.mark.sample(1, of="slow and healthy")
 @pytest.mark.parametrize("how", ["evaluates", "computes", "compiles", "saves", "first"])
 def test_what_is_slow_and_healthy_is_not_told(bench, how):
     """For two or three times the limit one rank evaluates, compiles, saves a checkpoint or loads its first batch, and
@@ -69,7 +69,7 @@ def test_what_is_slow_and_healthy_is_not_told(bench, how):
     assert "has not moved" not in run.stderr
 
 
-@pytest.mark.sample(2, of="slow and healthy")
+@pytest.mark.sample(1, of="slow and healthy")
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_job_that_was_stopped_and_goes_on_is_no_stall(bench, whole):
     """A laptop that was asleep; Ctrl-Z. Or a debugger that has stopped all ranks, and nothing else."""
@@ -134,7 +134,7 @@ def test_where_all_wait_and_nothing_says_that_it_never_comes_the_job_is_ended_af
     assert "if no rank moves, gpuwatch ends the job after 40 s" in run.stderr
 
 
-@pytest.mark.sample(2, of="a rank that does not come")
+@pytest.mark.sample(1, of="a rank that does not come")
 def test_ctrl_c_on_a_job_that_stands_still_leaves_the_hang_as_its_verdict(bench):
     process = bench.start(
         *("gpuwatch.cli.main", "launch", *TOLD, "--on-hang", "report", "--nproc-per-node", "2"),
@@ -170,7 +170,7 @@ def test_an_attempt_that_stood_still_is_ended_and_the_next_one_starts(bench):
     assert before["statement"] in " ".join(run.stderr.split())
 
 
-@pytest.mark.sample(2, of="a rank that does not come")
+@pytest.mark.sample(1, of="a rank that does not come")
 def test_where_each_attempt_stands_still_the_last_verdict_is_a_hang(bench):
     run = bench.launch("hang.py", *ABORT, "--max-restarts", "1", nproc=2, args=("--how", "data"))
 

@@ -174,7 +174,7 @@ def test_a_rank_that_does_not_end_is_told_and_left_alone(bench):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="slow and healthy")
+@pytest.mark.sample(1, of="slow and healthy")
 def test_a_rank_that_is_late_and_comes_ends_nothing(bench):
     """The others have waited for longer than the limit, and by default the job is not ended for it."""
     run, rank = run_of(bench, "slow", 3, 0, *TOLD)

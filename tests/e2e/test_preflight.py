@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gpuwatch.core.preflight import PreflightFinding
 
-pytestmark = pytest.mark.sample(3, of="a preflight")  # of those without a mark of their own
+pytestmark = pytest.mark.sample(2, of="a preflight")  # of those without a mark of their own
 
 slow = pytest.mark.slow
 NEVER = ("--preflight-timeout", "3000")

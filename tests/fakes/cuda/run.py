@@ -91,7 +91,7 @@ def environment_of(venv: Path, torch: str) -> Path:
     constraints = FOLDER / "constraints.txt"
     constraints.parent.mkdir(parents=True, exist_ok=True)
     constraints.write_text("\n".join(line for line in lines if not line.startswith(("torch", "triton", "-", "nvidia"))))
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    install = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     subprocess.run([*install, "-c", str(constraints), f"torch=={torch}", *PACKAGES, *dependencies()], check=True)
     ready.touch()
     return python
