@@ -252,13 +252,16 @@ class AtOnceLauncher(KernelLauncher):
 class AtOnce(LateDevice):
     """A device that costs nothing itself: one stream, and copies that have arrived."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # what the native writer asks for each frame are functions in C, as torch's own are
+        self.raw_stream = (0).__mul__  # type: ignore[method-assign]
+        self.current_device = int  # type: ignore[method-assign, assignment]
+        self.is_capturing = bool  # type: ignore[method-assign, assignment]
+
     def stream_key(self, device: torch.device) -> tuple[int, int]:
         """See `Device`."""
         return 0, 0
-
-    def is_capturing(self) -> bool:
-        """See `Device`."""
-        return False
 
     def use(self, key: Any, stream: Any) -> Any:
         """See `Device`."""

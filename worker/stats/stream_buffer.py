@@ -117,12 +117,18 @@ def remember(remembered: list[tuple[int, Sequence[DeviceRow]]], packed: PackedRo
             row.packed = packed, number
 
 
+def _are_side_by_side(positions: list[int]) -> bool:
+    return positions[-1] - positions[0] == len(positions) - 1
+
+
 def runs(positions: list[int]) -> list[tuple[int, int]]:
     """Ascending positions as half-open ranges.
 
     >>> runs([0, 1, 2, 5, 6])
     [(0, 3), (5, 7)]
     """
+    if positions and _are_side_by_side(positions):
+        return [(positions[0], positions[-1] + 1)]
     found: list[tuple[int, int]] = []
     for position in positions:
         if found and found[-1][1] == position:
@@ -293,7 +299,7 @@ class FileCopies:
     def _values_of(self, copy: RowCopy, positions: list[int]) -> Any:
         """The numbers of these values in the file, as an array (n, 3)."""
         values = self._values_in(copy)
-        if positions and positions[-1] - positions[0] == len(positions) - 1:  # side by side, as nearly always: no copy
+        if positions and _are_side_by_side(positions):  # as nearly always: no copy
             return values[positions[0] : positions[-1] + 1]
         return values[positions]
 
