@@ -59,7 +59,7 @@ def stacks(run: str | None, runs_dir: str, form: str) -> int:
     py-spy where that is installed.
     """
     from ..collector.live.publisher import stacks_viewer
-    from ..collector.live.stacks_round import view_text
+    from ..collector.live.snapshot import view_text
 
     path = find_run(run, Path(runs_dir))
     with _connected(stacks_viewer(path), path.name) as link:

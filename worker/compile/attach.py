@@ -15,7 +15,7 @@ from ..record.judging import FrameWriter
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
 from . import traced_hooks as traced
-from .kinds import CompiledViews, RegionPolicy, compiled_views
+from .traced_hooks import CompiledViews, RegionPolicy, compiled_views
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ import torch
 from ..record.roots import ModuleInfo, RootInfo
 from ..stats.tensor_stats import TensorReading
 from .dynamo import is_for_inductor, is_split_by_ddp, uses_cuda_graphs
-from .kinds import RegionFrame, RegionGradient, RegionScope
 from .places import SEEN, forget, on_device, renewed
+from .traced_hooks import RegionFrame, RegionGradient, RegionScope
 
 _MOST_UNTAKEN = 64
 _OWN = -1

@@ -15,10 +15,9 @@ from torch._guards import CompileContext
 from ..record.names import wrapped_child
 from ..record.roots import ModuleInfo
 from .dynamo import current_output, is_closed, is_for_inductor, traced_method
-from .kinds import RegionFrame, RegionGradient, RegionPolicy, RegionRow, RegionScope
 from .places import SEEN, forget, on_device, place_on, token
 from .region_calls import RegionCalls
-from .traced_hooks import is_a_backward
+from .traced_hooks import RegionFrame, RegionGradient, RegionPolicy, RegionRow, RegionScope, is_a_backward
 
 
 @dataclass

@@ -8,9 +8,9 @@ cost nothing later. The graph reads and changes no Python state, so there is no 
     traced_after(module, args, kwargs, output) -> in host memory: gpuwatch::look(x, token_7, 7)
                                                   on a device: place_7.copy_(graph_numbers(x))
 
-kinds.py lists the versions of torch that take this. Blocks of a model that are compiled one by one share a graph, and
-its rows belong to the module whose call runs it (region_calls.py). So no code here may make dynamo distinguish one
-block from another: it would then compile a graph for each.
+traced_hooks.py lists the versions of torch that take this. Blocks of a model that are compiled one by one share a
+graph, and its rows belong to the module whose call runs it (region_calls.py). So no code here may make dynamo
+distinguish one block from another: it would then compile a graph for each.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ...core.frames import RowKind
 from ..stats.torch_reader import graph_numbers
 from . import places
 from .dynamo import current_graph, hook_begins, hook_ends, is_closed, traced_value
-from .kinds import compiled_views
 from .places import BUFFERS
 from .regions import RankRegions
+from .traced_hooks import compiled_views
 
 MARK = "_gpuwatch_place"
 """Attribute of a tensor that a call of the graph returned: the place of its numbers. Removed from the graph's outputs.
