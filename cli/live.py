@@ -13,7 +13,7 @@ import click
 
 from ..core.codes import Code
 from ..core.errors import GpuwatchError, UsageError
-from ..core.stalls import ANSWER_S
+from ..core.recorder.stalls import ANSWER_S
 from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run
 
 if TYPE_CHECKING:

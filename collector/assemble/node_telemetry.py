@@ -16,8 +16,7 @@ from ...core.metrics import HOST, METRICS
 from ..facts.facts import RunFacts
 from ..report.model import FigureSeries, NodeFigures, TelemetryReport, UnusualFigure, Verdict
 from ..report.sentence_parts import counted, share_text, size_text, time_text, when_text
-from .node_series import FigureSamples, NodeSeries, event_of, series_of_all
-from .timeline import utc
+from .timeline import FigureSamples, NodeSeries, event_of, series_of_all, utc
 
 MOST_NODES = 4
 """Most nodes whose figures are in the report. Unusual figures are reported for all nodes."""

@@ -28,7 +28,7 @@ from ...core.metrics import METRICS
 from ...core.recorder.layout import PARTS
 from ..decide.decide import decide
 from ..facts.facts import RankFacts, RunFacts
-from .node_series import offset_ns, series_of_all
+from .timeline import offset_ns, series_of_all
 from .trace_export import sampled_steps
 
 _PATH = "/v1/metrics"

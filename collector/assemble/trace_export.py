@@ -22,7 +22,7 @@ from ..decide.decide import decide
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import Verdict
 from .build import look_stack
-from .node_series import EventTime, event_of, offset_ns, series_of_all
+from .timeline import EventTime, event_of, offset_ns, series_of_all
 
 _NODE = 0
 """The thread for what is of a node and of no rank; ranks follow it."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from ...core.events import GpuHealth, GpuXid, RankLook
 from ...core.identity import rank_name
-from ...core.stalls import ANSWER_S
+from ...core.recorder.stalls import ANSWER_S
 from ...core.text import ranks_text
 from ...core.values import DTYPE_MAX
 from ...core.wire.messages import GpuNow, HostNow, HotModule, NodeBeat, closest_modules, unpack_list

@@ -109,7 +109,7 @@ FLOORS = {
         "path",
         "lightning_callback.py trainer_callback.py",
         "log_to.py",
-        "joining.py __main__.py __init__.py watch.py detect_overflow.py debug_underflow_overflow.py explain.py "
+        "joining.py __main__.py __init__.py watch.py detect_overflow.py debug_underflow_overflow.py "
         "before_init.py meeting_place.py replaying.py",
         "preflight",
         "preflight/blame",
