@@ -40,7 +40,7 @@ COMMANDS = {
     "collect": "Run a collector by hand, for launches with --collector.",
 }
 _BESIDE = {"launch": "jobs", "run": "jobs", "check": "jobs", "env": "jobs", "collect": "jobs"}
-_BESIDE |= {"runs": "report", "top": "live", "stacks": "live", "diff": "export", "explain": "main"}
+_BESIDE |= {"runs": "live", "top": "live", "stacks": "live", "diff": "export", "explain": "main"}
 """Commands that are not in a file of their own name."""
 _GO_ON = {"launch", "run", "check", "submit", "collect"}
 """What these do is not what they print."""

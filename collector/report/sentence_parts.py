@@ -103,6 +103,18 @@ def size_text(size: float) -> str:
     return f"{size:.0f} B"
 
 
+def bytes_text(size: int) -> str:
+    """`16 MiB`; in bytes if the size is no whole number of a unit.
+
+    >>> bytes_text(16 << 20), bytes_text(1000)
+    ('16 MiB', '1000 B')
+    """
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << power and size % (1 << power) == 0:
+            return f"{size >> power} {unit}"
+    return f"{size} B"
+
+
 def time_text(seconds: float) -> str:
     """`40 s`, `12 min`"""
     return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"

@@ -27,7 +27,7 @@ from ...core.settings import VARIABLE
 from ...core.tell import tell
 from ...core.text import messages_among
 from ..session import WorkerSession
-from .rank_child import exit_text
+from .coordinator import exit_text
 from .steps import LINES, Line, PreflightEnd, StageDeadlines, StageProgress
 
 _MARGIN_S = 5.0
