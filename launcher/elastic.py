@@ -35,8 +35,8 @@ from ..core.host import host_name
 from ..core.own_imports import OWN_START
 from ..core.recorder.run_folder import error_text
 from ..core.settings import VARIABLE, WorkerSettings
+from ..core.tell import say
 from ..core.wire.pipe import LaunchDone
-from .say import say
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

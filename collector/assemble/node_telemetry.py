@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 from msgspec.structs import replace
 
-from ...core.metrics import HOST, METRICS
+from ...core.wire.columns import HOST, METRICS
 from ..facts.facts import RunFacts
 from ..report.model import FigureSeries, NodeFigures, TelemetryReport, UnusualFigure, Verdict
 from ..report.sentence_parts import counted, share_text, size_text, time_text, when_text

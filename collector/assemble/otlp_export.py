@@ -24,8 +24,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from ...core.codes import Code
 from ...core.errors import UsageError
-from ...core.metrics import METRICS
 from ...core.recorder.layout import PARTS
+from ...core.wire.columns import METRICS
 from ..decide.decide import decide
 from ..facts.facts import RankFacts, RunFacts
 from .timeline import offset_ns, series_of_all

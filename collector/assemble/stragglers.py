@@ -19,9 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 
-from ...core.metrics import HOST
 from ...core.recorder.layout import PARTS, WAITING
-from ...core.wire.columns import unpack_steps
+from ...core.wire.columns import HOST, unpack_steps
 from ..decide.decide import gpu_lines, gpu_of, uuid_of
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import RankStepTotals, StepReport, StragglerReport

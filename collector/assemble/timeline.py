@@ -12,9 +12,8 @@ import numpy
 
 from ...core.events import LimitForecast
 from ...core.frames import format_number, module_text
-from ...core.metrics import is_count
 from ...core.verdicts import VerdictKind
-from ...core.wire.columns import unpack_samples
+from ...core.wire.columns import is_count, unpack_samples
 from ...core.wire.messages import TelemetryMessage
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import ModuleForecast, TimelineEntry, Verdict

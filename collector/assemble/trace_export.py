@@ -15,9 +15,8 @@ import msgspec
 
 from ...core.events import GpuXid, GroupState, IssuedOperation, RunPosition
 from ...core.frames import module_text
-from ...core.metrics import METRICS
 from ...core.recorder.layout import PARTS
-from ...core.wire.columns import unpack_starts, unpack_steps
+from ...core.wire.columns import METRICS, unpack_starts, unpack_steps
 from ..decide.decide import decide
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import Verdict

@@ -158,7 +158,7 @@ class SeriesName(msgspec.Struct, frozen=True):
     of: str
     """A GPU's UUID, `rank 3`, `mlx5_0/1`, `runs-dir`; "" is the host itself."""
     what: str
-    """A key of METRICS (core/metrics.py)."""
+    """A key of METRICS (core/wire/columns.py)."""
 
 
 class TelemetryMessage(msgspec.Struct, frozen=True, tag="telemetry"):

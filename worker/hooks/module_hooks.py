@@ -16,8 +16,7 @@ from ...core.judge import WarningLimits
 from ...core.recorder.layout import NOTHING, HeadField, seal
 from ...core.recorder.writer import RecorderWriter
 from ...core.settings import WorkerSettings
-from ..compile.attach import CompiledRegions
-from ..compile.traced_hooks import apart_from_dynamo
+from ..compile.attach import CompiledRegions, apart_from_dynamo
 from ..record.bad_elements import KeptSummands
 from ..record.device_rows import LateMasks
 from ..record.held_alarms import TrainedModules

@@ -29,10 +29,9 @@ from ...core.text import parse_amount
 from .bandwidth import measure
 from .blame.known_errors import explain
 from .coordinator import Answer, ProbeFailure, RankChild, Say, TestEnding
-from .device_tests import AllocationResult, allocate, compute
+from .device_tests import AllocationResult, allocate, compute, cuda_load
 from .group_collectives import check_group, join
-from .health import HealthResult, check_health, cuda_load
-from .inventory import gather, gather_device
+from .inventory import HealthResult, check_health, gather, gather_device
 from .meeting import FAILED, StoreLost, store_below
 from .steps import ComputeResult, RankMeasurements, RankStepReport, StageDeadlines, stage_of
 
