@@ -12,8 +12,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import click
 
-from ..core.codes import Code
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError
 from ..core.text import is_web_address
 from .report import (
     RUNS_DIR,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome
-from ..core.codes import Code
-from ..core.errors import GpuwatchError, UsageError
+from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.recorder.stalls import ANSWER_S
 from ..core.text import shown
 from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run

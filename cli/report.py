@@ -17,8 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..collector.run_files import RunPaths, read_report, runs_by_time
-from ..core.codes import Code
-from ..core.errors import GpuwatchError, UsageError
+from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.text import ranks_text
 from ..core.wire.spool import SUFFIX
 from ..launcher.saved_settings import saved_runs_dir

@@ -13,8 +13,7 @@ from typing import Literal
 import click
 
 from ..collector.run_files import RunPaths, read_report
-from ..core.codes import Code, coded
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError, coded
 from ..core.recorder.run_folder import runs_of_job
 from ..launcher.saved_settings import saved_runs_dir
 from ..slurm.sbatch import JobTask, LocalSlurm

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.codes import Code
-from ..core.errors import ExitCode, GpuwatchError
+from ..core.errors import Code, ExitCode, GpuwatchError
 from ..core.own_files import read_regular
 from ..core.recorder.run_folder import job_run, runs_of_job
 from ..core.text import shown_name

@@ -15,8 +15,7 @@ import zmq
 from msgspec import structs
 from msgspec.json import encode as to_json
 
-from ..core.codes import Code, coded
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError, coded
 from ..core.host import OwnClock
 from ..core.tell import tell as log
 from ..core.threads import OneThread

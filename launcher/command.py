@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
-from ..core.codes import Code, coded
-from ..core.errors import ExitCode
+from ..core.errors import Code, ExitCode, coded
 from ..core.host import signal_at_parents_end
 from ..core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
 from ..core.tell import say

@@ -29,8 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher_api
 
-from ..core.codes import Code, coded
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError, coded
 from ..core.host import host_name
 from ..core.own_imports import OWN_START
 from ..core.recorder.run_folder import error_text

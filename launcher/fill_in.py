@@ -19,8 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from ..core.codes import Code
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError
 from ..core.tell import say
 from .option_types import bracketed, parse_nnodes
 from .plan import C10D_DEFAULT_PORT, add_rendezvous_conf

@@ -18,8 +18,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from ..core.codes import Code
-from ..core.errors import ExitCode, UsageError
+from ..core.errors import Code, ExitCode, UsageError
 from ..core.host import loopback
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader

@@ -18,8 +18,7 @@ from signal import Signals
 import msgspec
 
 from ..core import host
-from ..core.codes import Code, coded
-from ..core.errors import ExitCode, UsageError
+from ..core.errors import Code, ExitCode, UsageError, coded
 from ..core.recorder.run_folder import RESCUED, keep_rescued, make_scratch, remove_scratch, write_meeting_key
 from ..core.tell import say
 from ..core.text import plain_text

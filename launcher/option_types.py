@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from ..core.codes import Code
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError
 from ..core.gpu.health_grades import load_thresholds
 from ..core.host import loopback
 from ..core.own_imports import path_as_given

@@ -12,8 +12,7 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import msgspec
 
-from ..core.codes import Code
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError
 from ..core.host import host_name
 from ..core.settings import OnHang, PreflightMode, WorkerOption, WorkerSettings
 from . import option_types as parsers

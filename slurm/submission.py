@@ -18,8 +18,7 @@ from typing import Literal, NamedTuple
 
 import jinja2
 
-from ..core.codes import Code, coded
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError, coded
 from .sbatch import OF_THE_SUBMISSION, REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE, JobTask, LocalSlurm
 
 RUNS_DIR = "gpuwatch-runs"

@@ -22,8 +22,7 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from ...core.codes import Code
-from ...core.errors import UsageError
+from ...core.errors import Code, UsageError
 from ...core.recorder.layout import PARTS
 from ...core.wire.columns import METRICS
 from ..decide.decide import decide

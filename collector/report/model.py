@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import force_setattr
 
-from ...core.codes import Code, coded
+from ...core.errors import Code, coded
 from ...core.events import BadOperation, CaptureFile, GpuHealth, GpuXid
 from ...core.frames import Frame, FramePhase, Page
 from ...core.gpu.counters import GpuSincePreflight

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from ...core.codes import CODE
+from ...core.errors import CODE
 from ...core.events import ThreadSeen
 from ...core.identity import is_rank, rank_name
 from ...core.text import ranks_text as text_of_many

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..codes import Code, coded
+from ..errors import Code, coded
 from ..host import boot_id, host_name, stat_fields
 from ..own_files import write_whole
 from ..settings import WorkerSettings

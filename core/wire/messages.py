@@ -16,8 +16,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from ..codes import Code
-from ..errors import GpuwatchError
+from ..errors import Code, GpuwatchError
 from ..events import Definition, Event, RankEvent, RankLook
 from ..text import carried, given_back
 from ..verdicts import VerdictKind

@@ -28,8 +28,7 @@ import zmq
 from msgspec.structs import replace
 
 from ...core import host
-from ...core.codes import Code
-from ...core.errors import ExitCode, GpuwatchError
+from ...core.errors import Code, ExitCode, GpuwatchError
 from ...core.events import (
     Anomaly,
     Event,

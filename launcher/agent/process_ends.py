@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 import psutil
 
-from ...core.codes import Code, coded
-from ...core.errors import RANK_OVERFLOW
+from ...core.errors import RANK_OVERFLOW, Code, coded
 from ...core.events import Anomaly
 from ...core.frames import module_text
 from ...core.recorder.layout import file_name

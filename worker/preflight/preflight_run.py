@@ -15,8 +15,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from ...core.codes import Code, coded
-from ...core.errors import ExitCode
+from ...core.errors import Code, ExitCode, coded
 from ...core.events import OwnFault, PreflightBegan, PreflightResult, RankOutcome
 from ...core.host import host_name, lines_until
 from ...core.identity import RankIdentity

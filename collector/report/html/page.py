@@ -14,7 +14,7 @@ import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ....core.codes import CODE, CodeText, code_texts, coded
+from ....core.errors import CODE, CodeText, code_texts, coded
 from ....core.frames import Row, RowContent, format_number
 from ....core.text import numbers_text
 from ....core.verdicts import ReportSection, VerdictKind
