@@ -12,11 +12,21 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import click
 
-from ..core.codes import Code
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError
 from ..core.text import is_web_address
-from .rank_choice import RankChoice, facts_of, parse_rank, ranks_of
-from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, format_option, text_width
+from .report import (
+    RUNS_DIR,
+    TEXT_OR_JSON,
+    RankChoice,
+    complete_runs,
+    echo_json,
+    facts_of,
+    find_run,
+    format_option,
+    parse_rank,
+    ranks_of,
+    text_width,
+)
 
 if TYPE_CHECKING:
     from ..collector.assemble.frame_export import ExportRow

@@ -1,4 +1,4 @@
-"""`gpuwatch top` and `stacks`: show a run that goes on."""
+"""`gpuwatch top` and `stacks`: show a run that goes on; and `runs`: the runs of a folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from ..core.codes import Code
-from ..core.errors import GpuwatchError, UsageError
-from ..core.stalls import ANSWER_S
+from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome
+from ..core.errors import Code, GpuwatchError, UsageError
+from ..core.recorder.stalls import ANSWER_S
+from ..core.text import shown
 from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def stacks(run: str | None, runs_dir: str, form: str) -> int:
     py-spy where that is installed.
     """
     from ..collector.live.publisher import stacks_viewer
-    from ..collector.live.stacks_round import view_text
+    from ..collector.live.snapshot import view_text
 
     path = find_run(run, Path(runs_dir))
     with _connected(stacks_viewer(path), path.name) as link:
@@ -126,3 +127,50 @@ def _watch(link: ViewSubscriber[JobView], run: str) -> int:
     for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal
         os.environ.pop(name, None)
     return TopApp(lambda: link.newest(0), lambda: not link.is_shown, run).run() or 0
+
+
+# `gpuwatch runs`
+
+
+def _alike(runs: list[ListedRun], path: Path, folder: Path) -> list[ListedRun]:
+    wanted = read_outcome(RunPaths(path))
+    if wanted is None or not wanted.fingerprint:
+        raise UsageError(Code.NOT_IN_RUN, f"--like: expected a run that ended with a fault, found {path.name}")
+    outcomes = ((run, read_outcome(RunPaths(folder / run.id))) for run in runs)
+    return [run for run, found in outcomes if found is not None and found.fingerprint == wanted.fingerprint]
+
+
+@click.command(name="runs")
+@RUNS_DIR
+@click.option(
+    "-n", "--last", type=click.IntRange(1), default=20, show_default=True, help="Show the last N runs, newest last."
+)
+@click.option("--like", metavar="RUN", shell_complete=complete_runs, help="Only runs with the same fault as this one.")
+@TEXT_OR_JSON
+def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
+    """List the runs in a folder with their verdicts.
+
+    A run without a report is still running, or its report could not be made: gpuwatch report --again RUN.
+    """
+    runs = list_runs(Path(runs_dir))
+    if like is not None:
+        runs = _alike(runs, find_run(like, Path(runs_dir)), Path(runs_dir))
+    if form == "json":
+        echo_json(runs[-last:])
+        return 0
+    if not runs:
+        click.echo(f"there is no run in {runs_dir} (elsewhere: --runs-dir DIR)")
+        return 0
+    width = max(80, shutil.get_terminal_size((80, 24)).columns)
+    names = max(len(run.id) for run in runs[-last:])
+    for run in runs[-last:]:
+        if run.verdict is None or run.run is None:
+            line = f"{run.id:<{names}}  no report"
+        else:
+            ranks = f"{run.run.world_size} rank{'s' if run.run.world_size != 1 else ''}"
+            line = f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}  {run.verdict.statement}"
+        line = shown(line)
+        click.echo(line if len(line) <= width else f"{line[: width - 3]}...")
+    if len(runs) > last:
+        click.echo(f"{len(runs) - last} older runs not shown: --last N")
+    return 0

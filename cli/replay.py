@@ -16,8 +16,7 @@ from rich.text import Text
 from ..collector.report.notices_text import PLAIN
 from ..collector.report.sentence_parts import TextConsole
 from ..collector.run_files import RunPaths, read_report
-from ..core.codes import Code
-from ..core.errors import ExitCode, GpuwatchError, UsageError
+from ..core.errors import Code, ExitCode, GpuwatchError, UsageError
 from ..core.frames import format_number
 from ..core.own_files import expect_regular
 from ..core.own_imports import own_command

@@ -1,30 +1,31 @@
-"""`gpuwatch report` and `runs`: show a run that is over, or the runs of a folder."""
+"""`gpuwatch report`: show a run that is over. And how a user names a run, and ranks of it, for other commands too."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem
 
-from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome, read_report, runs_by_time
-from ..core.codes import Code
-from ..core.errors import GpuwatchError, UsageError
-from ..core.text import shown
+from ..collector.run_files import RunPaths, read_report, runs_by_time
+from ..core.errors import Code, GpuwatchError, UsageError
+from ..core.text import ranks_text
 from ..core.wire.spool import SUFFIX
 from ..launcher.saved_settings import saved_runs_dir
-from .rank_choice import RankChoice, expect_rank, one_rank, parse_rank
 
 if TYPE_CHECKING:
+    from ..collector.facts.facts import RunFacts
     from ..collector.report.model import RunReport
+
 
 _MOST_RUNS = 50
 _MOST_TOLD = 5
@@ -53,6 +54,81 @@ def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -
     except OSError:
         return []
     return [CompletionItem(run) for run in runs if run.startswith(incomplete)][:_MOST_RUNS]
+
+
+# Which ranks a user means with `--rank`: one by its number, or those at a place in a DeviceMesh.
+
+RankChoice = int | dict[str, int]
+"""A number, or a coordinate by dimension."""
+
+
+def parse_rank(ctx: click.Context, param: click.Parameter, value: str | None) -> RankChoice | None:
+    """For an option of click. Raises UsageError."""
+    if value is None or re.fullmatch(r"-?[0-9]{1,9}", value):
+        return int(value) if value is not None else None
+    if not re.fullmatch(r"[^=,\s]+=[0-9]{1,9}(,[^=,\s]+=[0-9]{1,9})*", value):
+        raise UsageError(
+            Code.WRONG_VALUE, f"--rank: expected a number, or a place in a DeviceMesh as tp=2,dp=0, found {value!r}"
+        )
+    return {name: int(number) for name, _, number in (part.partition("=") for part in value.split(","))}
+
+
+def ranks_of(choice: RankChoice, facts: RunFacts) -> list[int]:
+    """The numbers of these ranks, in order. Raises UsageError if the run has none."""
+    known = sorted({each.rank for each in facts.ranks.values()})
+    if isinstance(choice, int):
+        expect_rank(choice, known)
+        return [choice]
+    places = {each.rank: each.coordinates for each in facts.of_attempt(facts.last_attempt)}
+    found = sorted(rank for rank, place in places.items() if choice.items() <= place.items())
+    if not found:
+        sizes: dict[str, int] = {}
+        for place in places.values():
+            sizes.update({name: max(at + 1, sizes.get(name, 0)) for name, at in place.items()})
+        dims = ", ".join(f"{name} of {size}" for name, size in sizes.items())
+        meshes = f"its meshes have {dims}" if sizes else "no DeviceMesh with names was seen"
+        asked = ",".join(f"{name}={at}" for name, at in choice.items())
+        raise UsageError(
+            Code.NOT_IN_RUN, f"--rank: expected a place in a DeviceMesh of this run ({meshes}), found {asked}"
+        )
+    return found
+
+
+def one_rank(choice: RankChoice | None, run: Path) -> int | None:
+    """The number of one rank; a number is not looked up. Raises UsageError if it is several."""
+    if choice is None or isinstance(choice, int):
+        return choice
+    with facts_of(run) as facts:
+        found = ranks_of(choice, facts)
+    if len(found) > 1:
+        raise UsageError(
+            Code.NOT_IN_RUN,
+            f"--rank: expected the place of one rank, found that of {ranks_text(found)}; add a dimension",
+        )
+    return found[0]
+
+
+def expect_rank(rank: int, known: list[int]) -> None:
+    """Raises UsageError, saying which ranks the run has."""
+    if rank not in known:
+        there = ranks_text(known) if known else "it has none"
+        raise UsageError(Code.NOT_IN_RUN, f"--rank: expected one of the ranks of this run ({there}), found {rank}")
+
+
+@contextmanager
+def facts_of(run: Path) -> Iterator[RunFacts]:
+    """All that the store of a run says. Raises UsageError if there is no store."""
+    from ..collector.finish import fold_store
+    from ..collector.run_files import RunPaths
+    from ..collector.store import RunStore
+
+    if run.is_file():
+        raise UsageError(Code.NO_STORE, f"expected a run with its store, found the spool file {run}")
+    with closing(RunStore(RunPaths(run).store)) as store:
+        yield fold_store(store).facts([])
+
+
+# The report.
 
 
 @click.command(name="report")
@@ -238,47 +314,3 @@ def echo_json(value: object) -> None:
 def text_width() -> int:
     """The terminal's width, as far as a report can use it."""
     return max(80, min(160, shutil.get_terminal_size((80, 24)).columns))
-
-
-def _alike(runs: list[ListedRun], path: Path, folder: Path) -> list[ListedRun]:
-    wanted = read_outcome(RunPaths(path))
-    if wanted is None or not wanted.fingerprint:
-        raise UsageError(Code.NOT_IN_RUN, f"--like: expected a run that ended with a fault, found {path.name}")
-    outcomes = ((run, read_outcome(RunPaths(folder / run.id))) for run in runs)
-    return [run for run, found in outcomes if found is not None and found.fingerprint == wanted.fingerprint]
-
-
-@click.command(name="runs")
-@RUNS_DIR
-@click.option(
-    "-n", "--last", type=click.IntRange(1), default=20, show_default=True, help="Show the last N runs, newest last."
-)
-@click.option("--like", metavar="RUN", shell_complete=complete_runs, help="Only runs with the same fault as this one.")
-@TEXT_OR_JSON
-def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
-    """List the runs in a folder with their verdicts.
-
-    A run without a report is still running, or its report could not be made: gpuwatch report --again RUN.
-    """
-    runs = list_runs(Path(runs_dir))
-    if like is not None:
-        runs = _alike(runs, find_run(like, Path(runs_dir)), Path(runs_dir))
-    if form == "json":
-        echo_json(runs[-last:])
-        return 0
-    if not runs:
-        click.echo(f"there is no run in {runs_dir} (elsewhere: --runs-dir DIR)")
-        return 0
-    width = max(80, shutil.get_terminal_size((80, 24)).columns)
-    names = max(len(run.id) for run in runs[-last:])
-    for run in runs[-last:]:
-        if run.verdict is None or run.run is None:
-            line = f"{run.id:<{names}}  no report"
-        else:
-            ranks = f"{run.run.world_size} rank{'s' if run.run.world_size != 1 else ''}"
-            line = f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}  {run.verdict.statement}"
-        line = shown(line)
-        click.echo(line if len(line) <= width else f"{line[: width - 3]}...")
-    if len(runs) > last:
-        click.echo(f"{len(runs) - last} older runs not shown: --last N")
-    return 0

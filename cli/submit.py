@@ -13,13 +13,20 @@ from typing import Literal
 import click
 
 from ..collector.run_files import RunPaths, read_report
-from ..core.codes import Code, coded
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError, coded
 from ..core.recorder.run_folder import runs_of_job
 from ..launcher.saved_settings import saved_runs_dir
-from ..slurm.batch_script import BatchScript, render
 from ..slurm.sbatch import JobTask, LocalSlurm
-from ..slurm.submission import JobFollower, LaunchOptions, SbatchCommand, batch_script, command_line_options, take_apart
+from ..slurm.submission import (
+    BatchScript,
+    JobFollower,
+    LaunchOptions,
+    SbatchCommand,
+    batch_script,
+    command_line_options,
+    render,
+    take_apart,
+)
 
 Verb = Literal["launch", "check"]
 _REPORT_WAIT_S = 30

@@ -18,8 +18,7 @@ from typing import TextIO
 
 import zmq
 
-from ..core.codes import Code
-from ..core.errors import ExitCode, GpuwatchError, UsageError
+from ..core.errors import Code, ExitCode, GpuwatchError, UsageError
 from ..core.wire.keys import derive_keys
 from ..core.wire.pipe import CannotBind, CollectorBound, CollectorConfig, UserNotice, read_config, write_line
 from .finish import fold_store, open_store

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..core.events import RankLook, RankStall, WorkerExit
+from ..core.recorder.stalls import ANSWER_S
 from ..core.settings import OnHang
-from ..core.stalls import ANSWER_S
 from ..core.wire.messages import AgentBody, ranks_of
 from .decide.hang_finding import HangAction, ending_of, find_hang
 from .decide.hang_model import HangFinding, has_left

@@ -22,12 +22,20 @@ from ..core.verdicts import VerdictKind
 from ..core.wire.messages import JobResult
 from ..core.wire.spool import agent_of, read_spool
 from .assemble.build import build_report
-from .assemble.seen_before import RunOutcome, blamed_in, outcome_of, seen_before
 from .assemble.timeline import utc
 from .facts.fold import FactFold, fold
 from .report.model import EarlierLife, RunReport, to_json
 from .report.text_report import render_text
-from .run_files import RunPaths, earlier_lives, earlier_outcomes, exit_code
+from .run_files import (
+    RunOutcome,
+    RunPaths,
+    blamed_in,
+    earlier_lives,
+    earlier_outcomes,
+    exit_code,
+    outcome_of,
+    seen_before,
+)
 from .store import RunStore, Stored
 
 T = TypeVar("T")

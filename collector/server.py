@@ -15,8 +15,7 @@ import zmq
 from msgspec import structs
 from msgspec.json import encode as to_json
 
-from ..core.codes import Code, coded
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError, coded
 from ..core.host import OwnClock
 from ..core.tell import tell as log
 from ..core.threads import OneThread
@@ -32,9 +31,8 @@ from .facts.fold import FactFold
 from .finish import make_report, no_report, stamp, started_ns, stored_fact
 from .live.job_notifier import JobNotification, JobNotifier, NotifiedEvent
 from .live.publisher import ViewPublisher
-from .live.snapshot import view_of
+from .live.snapshot import StacksRound, view_of
 from .live.so_far import LiveFindings
-from .live.stacks_round import StacksRound
 from .live.stage_lines import StageLines
 from .protocol import Action, FinishRun, LookAhead, NotifyUser, RunProtocol, SendMessage, StoreMessage
 from .report.model import RunReport, Verdict

@@ -22,8 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ..core.codes import Code, coded
-from ..core.errors import GpuwatchError
+from ..core.errors import Code, GpuwatchError, coded
 from ..core.events import Definition
 from ..core.own_files import expect_regular
 from ..core.text import shown_name

@@ -297,7 +297,7 @@ class BadOperation(msgspec.Struct, frozen=True):
     inputs: list[OperandNumbers]
     output: OperandNumbers
     element: str
-    """Which elements are not finite, in words (worker/stats/element_pattern.py)."""
+    """Which elements are not finite, in words (worker/record/bad_elements.py)."""
     node: str = ""
     """In a backward: `SqrtBackward0`. Then `code` is the line of the forward whose backward it is."""
 

@@ -25,6 +25,11 @@ def tell(text: str) -> None:
             sys.stderr.flush()
 
 
+def say(text: str) -> None:
+    """One line for the user of a launch; the script's own stdout stays untouched."""
+    tell(f"gpuwatch: {text}")
+
+
 def flush_streams() -> None:
     """Flush stdout and stderr, as far as possible."""
     for stream in (sys.stdout, sys.stderr):

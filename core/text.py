@@ -16,8 +16,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from .codes import Code
-from .errors import UsageError
+from .errors import Code, UsageError
 from .identity import is_rank, rank_name
 
 # Amounts of memory: `256MiB`, or a share of the free memory, `80%`.

@@ -224,7 +224,7 @@ _NOTHING = object()
 # torch 2.16 is newer than the newest release that gpuwatch was tested with, 2.15
 
 ROWS_SINCE, GRADIENTS_SINCE = (2, 8), (2, 13)
-"""The first releases whose graphs show inputs and outputs, and gradients: worker/compile/kinds.py has the reasons."""
+"""The first releases whose graphs show inputs and outputs, and gradients. Why: worker/compile/attach.py"""
 
 
 def release_of(version: str) -> Release | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .codes import Code
-from .errors import ExitCode
+from .errors import Code, ExitCode
 from .text import WordEnum
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 from gpuwatch.cli.export import diff, export
 from gpuwatch.cli.jobs import collect, env
-from gpuwatch.cli.live import stacks, top
+from gpuwatch.cli.live import runs, stacks, top
 from gpuwatch.cli.replay import replay
-from gpuwatch.cli.report import report, runs
+from gpuwatch.cli.report import report
 from gpuwatch.cli.submit import HELP
 from gpuwatch.launcher.options import get_check_parser, get_parser, get_run_parser
 

@@ -13,15 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 
-from ..core.codes import Code, coded
-from ..core.errors import ExitCode
+from ..core.errors import Code, ExitCode, coded
 from ..core.host import signal_at_parents_end
 from ..core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
+from ..core.tell import say
 from ..core.verdicts import VerdictKind
 from ..core.wire.keys import SECRET_VARIABLE
 from ..core.wire.pipe import JobResult
 from .agent.process_ends import GRACE_S
-from .say import say
 from .scheduler_job import SchedulerFacts
 from .tasks import HostTasks, TaskCommand
 

@@ -29,14 +29,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher_api
 
-from ..core.codes import Code, coded
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError, coded
 from ..core.host import host_name
 from ..core.own_imports import OWN_START
 from ..core.recorder.run_folder import error_text
 from ..core.settings import VARIABLE, WorkerSettings
+from ..core.tell import say
 from ..core.wire.pipe import LaunchDone
-from .say import say
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -19,12 +19,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from ..core.codes import Code
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError
+from ..core.tell import say
 from .option_types import bracketed, parse_nnodes
 from .plan import C10D_DEFAULT_PORT, add_rendezvous_conf
 from .saved_settings import given_options
-from .say import say
 from .scheduler_job import JobVariable, SchedulerFacts, nodes, port, read_facts, whole
 from .slurm_variables import SLURM
 

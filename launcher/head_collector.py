@@ -11,7 +11,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
-from ..core.codes import Code, coded
+from ..core.errors import Code, coded
 from ..core.text import from_json
 from ..core.wire import pipe
 from ..core.wire.keys import JobKeys

@@ -28,8 +28,7 @@ import psutil
 from msgspec.structs import replace as with_fields
 
 from ..core import host
-from ..core.codes import Code, coded
-from ..core.errors import ExitCode, GpuwatchError, UsageError
+from ..core.errors import Code, ExitCode, GpuwatchError, UsageError, coded
 from ..core.host import host_name
 from ..core.recorder.run_folder import JOIN_VARIABLE, write_settings
 from ..core.settings import WorkerSettings

@@ -18,26 +18,23 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from ..core.codes import Code
-from ..core.errors import ExitCode, UsageError
+from ..core.errors import Code, ExitCode, UsageError
 from ..core.host import loopback
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from ..core.recorder.run_folder import RUN_VARIABLE
-from ..core.recorder.scratch import KEPT_ATTEMPTS
+from ..core.recorder.run_folder import KEPT_ATTEMPTS, RUN_VARIABLE
 from ..core.settings import WorkerSettings
-from ..core.tell import flush_streams, tell
+from ..core.tell import flush_streams, say, tell
 from ..core.threads import OneThread
 from ..core.wire.keys import meeting_key
 from ..core.wire.pipe import JobResult, LaunchDone, WorkersEnded, WorkersStarted
+from .agent.process_ends import PATIENCE_LEFT_BEHIND_S, tell_left_behind
 from .fill_in import fill_in_from_job
-from .life import JobLife, JobTerms, RankStarter
+from .life import JobLife, JobTerms, RankStarter, say_signal, tell_of_torch
 from .live_lines import live_lines
 from .option_types import is_number
 from .options import get_check_parser, get_parser, parse_check, parse_launch, worker_settings
 from .plan import CollectorPlan, job_keys, limit_rendezvous, make_plan
-from .say import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
-from .say import say, say_signal, tell_left_behind, tell_of_torch
 from .scheduler_job import SchedulerFacts
 from .signals import STUCK_S, TimeLimitNear, signal_exceptions, signals_raise, watch_torchrun
 

@@ -13,23 +13,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 
 import msgspec
 
 from ..core import host
-from ..core.codes import Code, coded
-from ..core.errors import ExitCode, UsageError
-from ..core.recorder.run_folder import write_meeting_key
-from ..core.recorder.scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
+from ..core.errors import Code, ExitCode, UsageError, coded
+from ..core.recorder.run_folder import RESCUED, keep_rescued, make_scratch, remove_scratch, write_meeting_key
+from ..core.tell import say
 from ..core.text import plain_text
+from ..core.torch_names import notes_on
 from ..core.wire import pipe
 from ..core.wire.keys import JobKeys
 from ..core.wire.messages import AgentHello
+from .agent.process_ends import SeenOverflows, where_it_is
 from .head_collector import HeadCollector, answers
 from .helper_processes import NodeAgent
 from .option_types import without_addresses
 from .plan import CollectorPlan
-from .say import SeenOverflows, say, where_it_is
 from .scheduler_job import SchedulerFacts
 
 _CHILD_END_S = 20.0
@@ -39,6 +40,17 @@ WITHOUT_C = (
     "gpuwatch was installed without its C extension, so Python does that work: each module call takes about four "
     "times as much processor time (docs/cost.md); to build it, install gpuwatch again where there is a C compiler"
 )
+
+
+def say_signal(number: int) -> None:
+    """The ranks have ended because of it."""
+    say(f"got {Signals(number).name}; writing the report (Ctrl-C: leave at once)")
+
+
+def tell_of_torch() -> None:
+    """Print what gpuwatch cannot see with the installed torch, a line for each; nothing if it sees everything."""
+    for note in notes_on(host.installed_torch()):
+        say(coded(note, Code.TORCH_UNSEEN))
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ from typing import Annotated, Any, NoReturn, get_args, get_origin
 
 import msgspec
 
-from ..core.codes import Code
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError
 from ..core.host import host_name
 from ..core.settings import OnHang, PreflightMode, WorkerOption, WorkerSettings
 from . import option_types as parsers
+from .option_types import torchrun_parser
 from .saved_settings import SHOW, parse_with_saved
-from .torchrun_parser import torchrun_parser
 
 # The options: those of a worker stand in core/settings.py, those of the node agent and the collector here.
 

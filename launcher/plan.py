@@ -8,12 +8,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..core.codes import Code, coded
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError, coded
 from ..core.host import host_name, loopback
+from ..core.tell import say
 from ..core.wire.keys import SECRET_VARIABLE, JobKeys, derive_keys, others_may_read, random_secret, read_secret
 from .option_types import bracketed, is_number, parse_nnodes
-from .say import say
 from .scheduler_job import SchedulerFacts
 
 C10D_DEFAULT_PORT = 29400

@@ -12,24 +12,22 @@ from pathlib import Path
 
 from msgspec.structs import replace as with_fields
 
-from ..core.codes import Code, coded
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError, coded
 from ..core.host import host_name, loopback
 from ..core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
 from ..core.settings import WorkerSettings
-from ..core.tell import tell
+from ..core.tell import say, tell
 from ..core.wire.keys import meeting_key, read_secret
 from ..core.wire.pipe import JobResult, LaunchDone, PreflightOver, StageLine
 from .agent.process_ends import GRACE_S
 from .command import AttendedCommand, block_signals, leaves_at_once, run_as_guest, run_unwatched, why_not_started
 from .fill_in import read_task
 from .join import close_run, open_plan, open_run
-from .life import JobLife, JobTerms, RankStarter
+from .life import JobLife, JobTerms, RankStarter, say_signal, tell_of_torch
 from .option_types import bracketed
 from .options import parse_run, worker_settings
 from .plan import CollectorPlan, job_keys, meeting_place, run_plan
 from .run_ranks import HostRanks
-from .say import say, say_signal, tell_of_torch
 from .scheduler_job import SchedulerFacts
 from .tasks import HostTasks, NoFolder, TaskCommand
 

@@ -16,8 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..core.codes import Code
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError
 from ..core.text import is_web_address, toml_of
 
 RUNS_DIR = "gpuwatch-runs"

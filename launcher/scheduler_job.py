@@ -12,8 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.codes import Code
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError
 from ..core.wire.messages import SchedulerJob
 from .option_types import is_number, is_port, parse_nnodes
 

@@ -12,8 +12,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 
-from ..core.codes import Code
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError
 from ..core.wire.messages import SchedulerJob
 from .option_types import is_number
 from .scheduler_job import BatchScheduler, EndReason, JobVariable, SchedulerFacts, nodes, read_facts, whole

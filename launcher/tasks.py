@@ -25,8 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.codes import Code
-from ..core.errors import GpuwatchError
+from ..core.errors import Code, GpuwatchError
 from ..core.own_files import write_whole
 from ..core.text import from_json, to_json
 from ..core.wire.pipe import JobResult

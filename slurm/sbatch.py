@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 from typing import NamedTuple
 
-from ..core.codes import Code
-from ..core.errors import UsageError
+from ..core.errors import Code, UsageError
 
 # ruff: noqa: SIM905  # a page of quoted names reads worse
 

@@ -128,7 +128,7 @@ def test_it_runs_where_it_was_installed(installed, tmp_path):
     help_text = run("-m", "gpuwatch", "--help", **elsewhere)
     assert "gpuwatch launch --nproc-per-node 8 train.py" in help_text
     assert "Exit codes" in help_text
-    rendered = "from gpuwatch.slurm.batch_script import BatchScript, render; print(render(BatchScript()), end='')"
+    rendered = "from gpuwatch.slurm.submission import BatchScript, render; print(render(BatchScript()), end='')"
     assert run("-c", rendered, **elsewhere) == (installed / "gpuwatch" / "slurm" / "gpuwatch.sbatch").read_text()
     script = installed / "bin" / "gpuwatch"
     assert run(str(script), "--version", **elsewhere).startswith("gpuwatch, version ")

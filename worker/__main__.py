@@ -22,8 +22,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ..core.codes import Code, coded
-from ..core.errors import RANK_OVERFLOW, ExitCode, JobEnded, OverflowDetected
+from ..core.errors import RANK_OVERFLOW, Code, ExitCode, JobEnded, OverflowDetected, coded
 from ..core.identity import RankIdentity
 from ..core.own_files import standard_streams_taken
 from ..core.own_imports import give_way_to_script, path_as_given

@@ -1,5 +1,5 @@
-"""Lets the node agent ask this rank for its stack, and for what torch's flight recorder of NCCL has: see core/stalls.py
-and core/recorder/flight_recorder.py. Records the stack at a fatal signal, too.
+"""Lets the node agent ask this rank for its stack, and for what torch's flight recorder of NCCL has: see
+core/recorder/stalls.py. Records the stack at a fatal signal, too.
 
 faulthandler keeps the number of a descriptor, and at a signal writes into whatever file has that number then. So the
 number is one that no file of the script gets (core/own_files.py), and it is checked after each batch and each fork: if
@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.own_files import OwnDescriptor, write_whole
-from ..core.recorder.flight_recorder import file_of, pipe_of
-from ..core.stalls import MAY_BE_ASKED, asking_signal, stack_file_name
+from ..core.recorder.stalls import MAY_BE_ASKED, asking_signal, file_of, pipe_of, stack_file_name
 from ..core.torch_names import Release
 from .patches import PatchLedger
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from ..core.codes import Code, coded
+from ..core.errors import Code, coded
 from ..core.events import PreflightResult
 from ..core.recorder.layout import RankPhase
 from ..core.tell import tell

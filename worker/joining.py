@@ -21,7 +21,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..core.codes import Code, coded
+from ..core.errors import Code, coded
 from ..core.events import LeftGroup
 from ..core.own_imports import own_command
 from ..core.recorder.layout import HeadField, RankPhase, file_name

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy
 
-from ..core.codes import Code, coded
-from ..core.errors import OverflowDetected
+from ..core.errors import Code, OverflowDetected, coded
 from ..core.events import Anomaly, OwnFault
 from ..core.frames import RowMark, module_text
 from ..core.recorder.layout import WAITING, HeadField

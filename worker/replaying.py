@@ -72,7 +72,8 @@ def main() -> int:
 def _answer(request: ReplayRequest) -> ReplayAnswer:
     import torch
 
-    from . import explain, reproduce  # noqa: F401  # before the capture's folders are on sys.path
+    from . import reproduce
+    from .hooks import forward_thread  # noqa: F401  # before the capture's folders are on sys.path
 
     version = tuple(int(part) for part in torch.__version__.split(".")[:2] if part.isdigit())
     if not request.trust and version < (2, 6):  # CVE-2025-32434: a file may run code in spite of weights_only
@@ -102,7 +103,7 @@ def _row(path: Path, device: str, title: str, dtype: str) -> ReplayRow:
     import torch
 
     from . import reproduce
-    from .explain import explain
+    from .hooks.forward_thread import explain
     from .hooks.operation_watch import numbers_of
     from .record.names import outputs_of
 

@@ -20,7 +20,7 @@ from ..core.frames import Frame, Page, format_frames
 from ..core.judge import anomaly_of_page
 from ..core.recorder.pages import NameTable, decode_page
 from ..core.recorder.reader import RecorderReader
-from ..core.recorder.scratch import make_scratch, remove_scratch
+from ..core.recorder.run_folder import make_scratch, remove_scratch
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings
 from ..core.tell import tell

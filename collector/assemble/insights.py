@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from ...core.codes import Code
+from ...core.errors import Code
 from ...core.frames import FramePhase, RowMark
 from ...core.roles import GRADIENTS, parse_role
 from ...core.values import DTYPE_MAX

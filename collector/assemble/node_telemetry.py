@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy
 from msgspec.structs import replace
 
-from ...core.metrics import HOST, METRICS
+from ...core.wire.columns import HOST, METRICS
 from ..facts.facts import RunFacts
 from ..report.model import FigureSeries, NodeFigures, TelemetryReport, UnusualFigure, Verdict
 from ..report.sentence_parts import counted, share_text, size_text, time_text, when_text
-from .node_series import FigureSamples, NodeSeries, event_of, series_of_all
-from .timeline import utc
+from .timeline import FigureSamples, NodeSeries, event_of, series_of_all, utc
 
 MOST_NODES = 4
 """Most nodes whose figures are in the report. Unusual figures are reported for all nodes."""

@@ -22,13 +22,12 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from ...core.codes import Code
-from ...core.errors import UsageError
-from ...core.metrics import METRICS
+from ...core.errors import Code, UsageError
 from ...core.recorder.layout import PARTS
+from ...core.wire.columns import METRICS
 from ..decide.decide import decide
 from ..facts.facts import RankFacts, RunFacts
-from .node_series import offset_ns, series_of_all
+from .timeline import offset_ns, series_of_all
 from .trace_export import sampled_steps
 
 _PATH = "/v1/metrics"

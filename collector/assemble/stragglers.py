@@ -19,14 +19,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 
-from ...core.metrics import HOST
 from ...core.recorder.layout import PARTS, WAITING
-from ...core.wire.columns import unpack_steps
+from ...core.wire.columns import HOST, unpack_steps
 from ..decide.decide import gpu_lines, gpu_of, uuid_of
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import RankStepTotals, StepReport, StragglerReport
 from ..report.sentence_parts import share_text, size_text
-from .node_series import FigureSamples, NodeSeries, series_of_all
+from .timeline import FigureSamples, NodeSeries, series_of_all
 
 WARN = 0.10
 """Share of the job's time from which on a slow rank is reported."""

@@ -15,14 +15,13 @@ import msgspec
 
 from ...core.events import GpuXid, GroupState, IssuedOperation, RunPosition
 from ...core.frames import module_text
-from ...core.metrics import METRICS
 from ...core.recorder.layout import PARTS
-from ...core.wire.columns import unpack_starts, unpack_steps
+from ...core.wire.columns import METRICS, unpack_starts, unpack_steps
 from ..decide.decide import decide
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..report.model import Verdict
 from .build import look_stack
-from .node_series import EventTime, event_of, offset_ns, series_of_all
+from .timeline import EventTime, event_of, offset_ns, series_of_all
 
 _NODE = 0
 """The thread for what is of a node and of no rank; ranks follow it."""

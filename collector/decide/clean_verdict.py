@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count, islice
 from operator import itemgetter
 
-from ...core.codes import Code, coded
+from ...core.errors import Code, coded
 from ...core.events import OwnFault
 from ...core.frames import module_text
 from ...core.identity import is_rank, rank_name

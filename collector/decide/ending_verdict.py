@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...core.events import RunPosition, WorkerExit
 from ...core.identity import is_rank, rank_name
 from ...core.recorder.group_table import members_of
-from ...core.stalls import is_users
+from ...core.recorder.stalls import is_users
 from ...core.verdicts import Certainty, VerdictKind
 from ..facts.facts import RankFacts, RunFacts
 from ..report.model import CascadedRank, Verdict

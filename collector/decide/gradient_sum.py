@@ -27,10 +27,9 @@ from ..facts.kept_pages import KeptPage
 from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .clean_verdict import doubts_about
-from .element_sum import RankSummand, element_line
 from .overflow_evidence import missing_ranks
 from .overflow_words import explain_command, next_steps, overflow_at
-from .passed_values import PassedOperations, put_line, way_text
+from .passed_values import PassedOperations, RankSummand, element_line, put_line, way_text
 from .replicas import page_of, peers
 from .words import cascade_of, whose
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ...core.events import GroupState, IssuedOperation, RankLook, StackLine
 from ...core.recorder.group_table import members_of
 from ...core.recorder.layout import EARLIER_GROUPS
-from ...core.stalls import is_users
+from ...core.recorder.stalls import is_users
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty
 from .words import doing

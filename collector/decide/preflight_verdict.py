@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...core.codes import Code, coded
+from ...core.errors import Code, coded
 from ...core.preflight import STAGES, PreflightFinding
 from ...core.text import ranks_text
 from ...core.verdicts import Certainty, VerdictKind

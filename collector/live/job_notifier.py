@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ...core.codes import Code, coded
+from ...core.errors import Code, coded
 from ...core.text import is_web_address
 from ...core.threads import start_thread
 

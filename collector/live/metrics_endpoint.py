@@ -28,8 +28,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ...core.codes import Code
-from ...core.errors import UsageError
+from ...core.errors import Code, UsageError
 from ...core.tell import tell
 from ...core.verdicts import VerdictKind
 from ...core.wire.view import JobView, RankView, ViewStraggler

@@ -1,22 +1,32 @@
-"""From the current facts to a viewer's picture. Pure; a thousand ranks take a millisecond or two."""
+"""From the current facts to what viewers are shown: the picture, and the stacks of all ranks. Pure.
+
+The picture of a thousand ranks takes a millisecond or two.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from ...core.events import GpuHealth, GpuXid
+from ...core.events import GpuHealth, GpuXid, RankLook
 from ...core.identity import rank_name
+from ...core.recorder.stalls import ANSWER_S
+from ...core.text import ranks_text
 from ...core.values import DTYPE_MAX
-from ...core.wire.messages import GpuNow, HostNow, HotModule, closest_modules, unpack_list
-from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, ViewEvent, ViewStraggler
+from ...core.wire.messages import GpuNow, HostNow, HotModule, NodeBeat, closest_modules, unpack_list
+from ...core.wire.view import JobView, LimitPassing, NodeView, RankView, StacksView, ViewEvent, ViewStraggler
+from ..assemble.build import look_stack
 from ..assemble.timeline import forecasts_of, is_sound, passing_text
 from ..decide.decide import uuid_of
-from ..decide.hang_model import HangFinding
+from ..decide.hang_finding import position_line
+from ..decide.hang_model import HangFinding, position_of
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from ..facts.fold import shown_body
-from ..report.sentence_parts import modules_text
+from ..report.sentence_parts import counted, grouped, modules_text
+from ..report.side_by_side import RankStack, stacks_text
 
 MOST_HOT = 8
 _WORTH_A_WORD = 16.0
@@ -221,3 +231,50 @@ def state_of(rank: RankView, behind: set[int]) -> State:
     if rank.ended:
         return "ended" if rank.exit in (0, None) else "failed"
     return "at rest" if rank.still_s >= STILL_S else "running"
+
+
+# The stacks of all ranks, for viewers who ask: when the agents are asked, and the text of the answer.
+
+
+@dataclass
+class StacksRound:
+    """One round at a time, in which every agent looks at its ranks."""
+
+    _asked_at: float | None = None
+    _looks: dict[int, RankLook] = field(default_factory=dict)
+
+    def begins(self, now: float) -> bool:
+        """Somebody wants stacks: whether the agents are to be asked now."""
+        if self._asked_at is not None:
+            return False
+        self._asked_at, self._looks = now, {}
+        return True
+
+    def hear(self, beat: NodeBeat) -> None:
+        """Take the looks of a beat, at the ranks that it speaks of."""
+        own = {(state.rank, state.attempt) for state in beat.ranks}
+        for look in unpack_list(beat.looks, RankLook):
+            if self._asked_at is not None and (look.where.rank, look.where.attempt) in own:
+                self._looks[look.where.rank] = shown_body(look)
+
+    def conclude(self, ranks: set[int], now: float) -> list[RankLook] | None:
+        """The looks, once all of these ranks were looked at or the time is over; else None."""
+        if self._asked_at is None or (ranks - self._looks.keys() and now - self._asked_at < ANSWER_S):
+            return None
+        self._asked_at = None
+        return [look for _, look in sorted(self._looks.items())]
+
+
+def view_text(view: StacksView) -> Iterator[str]:
+    """Lines: what the ranks do, and their stacks, a stack once for all ranks that have the same one."""
+    yield f"run {view.run}: {counted(len(view.hosts), 'running rank')} of {view.world_size}"
+    positions = [(look.where.rank, position_of(look)) for look in view.looks]
+    for alike in grouped(
+        positions, lambda pair: (pair[1].kind, pair[1].doing, pair[1].operation, pair[1].line)
+    ).values():
+        yield f"  - {position_line([rank for rank, _ in alike], alike[0][1])}"
+    unseen = sorted(view.hosts.keys() - {look.where.rank for look in view.looks})
+    if unseen:
+        yield f"  - {ranks_text(unseen)}: no answer from the node within {ANSWER_S:.0f} s"
+    stacks = [RankStack(look.where.rank, look_stack(look), []) for look in view.looks]
+    yield from ("", *stacks_text(stacks)) if any(each.stack for each in stacks) else ()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import numpy
 
-from ...core.codes import Code, coded
+from ...core.errors import Code, coded
 from ...core.events import Anomaly, LimitForecast
 from ...core.recorder.layout import PARTS
 from ...core.wire.messages import AgentBody, EventMessage, NodeBeat, PageMessage, RankState

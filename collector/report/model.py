@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import force_setattr
 
-from ...core.codes import Code, coded
+from ...core.errors import Code, coded
 from ...core.events import BadOperation, CaptureFile, GpuHealth, GpuXid
 from ...core.frames import Frame, FramePhase, Page
 from ...core.gpu.counters import GpuSincePreflight
@@ -154,7 +154,7 @@ class UnusualFigure(msgspec.Struct, frozen=True):
     of: str
     """A GPU's UUID, `rank 3`, `mlx5_0/1`, `runs-dir`; "" is the host itself."""
     what: str
-    """A key of METRICS (core/metrics.py)."""
+    """A key of METRICS (core/wire/columns.py)."""
     value: float
     unit: str
     at_s: float

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from ...core.codes import CODE
+from ...core.errors import CODE
 from ...core.events import ThreadSeen
 from ...core.identity import is_rank, rank_name
 from ...core.text import ranks_text as text_of_many
@@ -101,6 +101,18 @@ def size_text(size: float) -> str:
         if size >= 1 << power:
             return f"{size / (1 << power):.3g} {unit}" if size < 1000 << power else f"{size / (1 << power):.0f} {unit}"
     return f"{size:.0f} B"
+
+
+def bytes_text(size: int) -> str:
+    """`16 MiB`; in bytes if the size is no whole number of a unit.
+
+    >>> bytes_text(16 << 20), bytes_text(1000)
+    ('16 MiB', '1000 B')
+    """
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << power and size % (1 << power) == 0:
+            return f"{size >> power} {unit}"
+    return f"{size} B"
 
 
 def time_text(seconds: float) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ...core.frames import HEADER, NAME_INDENT, Frame, FramePhase, Row, RowContent, format_number, format_row
-from ...core.stalls import is_users
+from ...core.recorder.stalls import is_users
 from ...core.text import ranks_text
 from ...core.values import SHOWN_STATISTICS
 from .model import RankReport, RunReport

@@ -22,11 +22,12 @@ from .notices_text import (
     node_notes,
     notes,
     notice_lines,
+    print_findings,
+    print_stages,
     step_notes,
     trouble_lines,
     warned_rows_table,
 )
-from .preflight_text import print_findings, print_stages
 from .sentence_parts import TextConsole, counted, dim_codes, grouped, list_item, one_on
 from .side_by_side import can_be_compared, frames_text, rank_to_show, side_by_side, stacks_text
 

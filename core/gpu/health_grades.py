@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ..codes import Code
-from ..errors import UsageError
+from ..errors import Code, UsageError
 from ..preflight import Grade, PreflightFinding
 from ..text import toml_of
 from .limits import CHECKS, DEFAULTS, LOADED_FACTS, CheckLimits, HealthCheck

@@ -112,7 +112,7 @@ class SampleLine(msgspec.Struct, frozen=True, tag="sample"):
 
     device: str
     values: dict[str, float] = {}
-    """By a key of METRICS (core/metrics.py)."""
+    """By a key of METRICS (core/wire/columns.py)."""
     trouble: str = ""
     """Why there is no figure at all."""
     last: bool = False

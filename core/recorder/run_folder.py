@@ -1,16 +1,23 @@
-"""What `gpuwatch run` hands to processes below it: variables that name its files, and those of its scratch folder."""
+"""The scratch folder of a run, and what `gpuwatch run` hands to processes below it: variables, and files in there."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ..errors import Code, coded
+from ..host import boot_id, host_name, stat_fields
 from ..own_files import write_whole
 from ..settings import WorkerSettings
+from .layout import file_bytes
 
 RUN_VARIABLE = "GPUWATCH_RUN"
 """The scratch folder of the run. worker/path/sitecustomize.py, which may import nothing, has it by this name."""
@@ -148,3 +155,180 @@ def runs_of_job(names: Iterable[str], job: str, since: str = "") -> list[JobRun]
     """
     found = [run for run in map(job_run, names) if run is not None and run.job == job and run.time >= since]
     return list({run.restart: run for run in sorted(found)}.values())
+
+
+# The scratch folder, with a node's recorders: in /dev/shm where there is room, private, and removed when the run ends.
+
+_PREFIX = "gpuwatch-"
+_SHARED_MEMORY = Path("/dev/shm")
+_DISK = Path("/var/tmp")
+_OWNER = "owner"
+_FILES = 32
+_FILES_OF_RANK = 4
+"""The most files of a rank in a folder, without those that the script has."""
+KEPT_ATTEMPTS = 2
+"""How many attempts that have ended keep their recorders."""
+_TRIES = 3
+RESCUED = "rescued"
+"""Folder in the scratch for what the runs' folder took no more of."""
+
+
+def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence: None) -> Path:
+    """Make the folder for `recorders` recorders: in shared memory if they need less than half of its free room, else on
+    a disk.
+
+    `say` gets the reason if it is not in shared memory, and if no disk has the room either. If no folder can be made,
+    `say` gets that, and the folder of the path does not exist: the ranks go on unwatched.
+    """
+    remove_stale()
+    size, files = recorders * file_bytes(), _FILES + _FILES_OF_RANK * recorders
+    trouble = ""
+    takes_files = _files_free(_SHARED_MEMORY) > 2 * files
+    if _free(_SHARED_MEMORY) > 2 * size and takes_files:
+        try:
+            return _new_folder(_SHARED_MEMORY)
+        except OSError as error:
+            trouble = f": {error}"
+    # the first that has the room, or the most of it
+    base = max(_disks(), key=lambda disk: (_files_free(disk) >= files, min(_free(disk), size)))
+    try:
+        folder = _new_folder(base)
+    except OSError as error:
+        text = f"no folder can be made for the recorders, and the ranks go on unwatched: {error}"
+        say(coded(text, Code.SLOW_FOLDER))
+        return base / f"{_PREFIX}{os.getuid()}-none-{os.urandom(8).hex()}"
+    if trouble:
+        say(coded(f"the recorders are in {base}, where a batch takes longer to record{trouble}", Code.SLOW_FOLDER))
+        return folder
+    need = f"{recorders} recorders need {size >> 20} MiB"
+    lacks = f"{_mib_free(_SHARED_MEMORY)}, and {need}"
+    if not takes_files and _free(_SHARED_MEMORY) >= 0:
+        lacks = f"{_files_free(_SHARED_MEMORY)} inodes free, and {recorders} recorders may need {files}"
+    say(
+        f"{_SHARED_MEMORY} has {lacks}, and the script should have as much left: the recorders are in {base}, where "
+        f"a batch takes longer to record [{Code.SLOW_FOLDER}]"
+    )
+    if _free(base) < size:
+        say(
+            f"{base} has {_mib_free(base)}, and {need}: ranks that find no room go on unwatched; make room in "
+            f"{_SHARED_MEMORY}, or set TMPDIR to a disk that has it [{Code.SLOW_FOLDER}]"
+        )
+    return folder
+
+
+def _mib_free(base: Path) -> str:
+    return f"{max(0, _free(base)) >> 20} MiB free"
+
+
+def _new_folder(base: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=base))
+    adopt_scratch(folder)
+    return folder
+
+
+def _disks() -> list[Path]:
+    """Where else it may be. The first is often in memory, too."""
+    return [Path(tempfile.gettempdir()), _DISK]
+
+
+def _free(base: Path) -> int:
+    """Bytes that may be written there; -1 if nothing may."""
+    with suppress(OSError):
+        return shutil.disk_usage(base).free if os.access(base, os.W_OK | os.X_OK) else -1
+    return -1
+
+
+def _files_free(base: Path) -> int:
+    """How many files can be made there, as far as is known; what counts none, such as btrfs, takes any number."""
+    with suppress(OSError):
+        found = os.statvfs(base)
+        return found.f_favail if found.f_files else sys.maxsize
+    return sys.maxsize
+
+
+def adopt_scratch(folder: Path) -> None:
+    """This process answers for the folder from now on; its agent does if this launch is killed."""
+    owner = f"{os.getpid()} {_began(os.getpid()) or 0} {_pid_namespace()} {boot_id() or '-'} {host_name()}"
+    with suppress(OSError):  # a launch removes it in any case
+        write_whole(folder / _OWNER, owner.encode())
+
+
+def _began(pid: int) -> int | None:
+    """When a process began, in ticks since the host's boot: no clock that is set changes it. 0: there is no such
+    process; None: that cannot be read here. (man 5 proc, field 22 of /proc/PID/stat)"""
+    if not Path("/proc/self/stat").exists():
+        return None
+    with suppress(OSError, ValueError, IndexError):
+        return int(stat_fields(Path(f"/proc/{pid}"))[19])
+    return 0
+
+
+def _pid_namespace() -> int:
+    """Where the pid counts: containers on one host may share /dev/shm, and know nothing of each other's processes."""
+    with suppress(OSError):  # not on Linux
+        return Path("/proc/self/ns/pid").stat().st_ino
+    return 0
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove the folder; twice does no harm. A process that has no descriptor left for a moment tries again."""
+    for _ in range(_TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+
+
+def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: None) -> Path | None:
+    """Move what the runs' folder took no more of to where it stays, and say where; None if there is nothing."""
+    source = scratch / RESCUED
+    if not source.is_dir():
+        return None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="gpuwatch-rescued-"))
+        for path in source.iterdir():
+            shutil.move(path, folder / path.name)
+    except OSError:
+        return None
+    say(
+        f"the runs' folder could not be written any more: the store and the files beside it have moved from {source} "
+        f"to {folder}; read it with: gpuwatch report {folder} [{Code.STORE_UNWRITTEN}]"
+    )
+    return folder
+
+
+def remove_stale() -> None:
+    """Remove this user's folders whose launch is surely gone (it and its agent were killed)."""
+    for base in {_SHARED_MEMORY, *_disks()}:
+        for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
+            with suppress(OSError, ValueError, TypeError):
+                if _is_ours(folder) and _is_gone(*_read_owner(folder / _OWNER).split()):
+                    remove_scratch(folder)
+
+
+def _is_gone(pid: str, began: str, namespace: str, boot: str = "", host: str = "") -> bool:
+    """Whether the process that signed so has surely ended."""
+    if int(namespace) != _pid_namespace():
+        return False
+    now = _began(int(pid))
+    if not boot:  # of an earlier version: the time of its clock, which may have been set since
+        return float(began) > 0 and now == 0
+    if boot != (here := boot_id() or "-"):
+        return "-" not in (boot, here) and host == host_name()  # else it is another host's, with the same disk
+    return int(began) > 0 and now is not None and now != int(began)
+
+
+def _is_ours(folder: Path) -> bool:
+    """A folder itself, no link to one, of this user: anybody may put anything into the machine's temporary folders."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _read_owner(path: Path) -> str:
+    """Never follows a link and never waits, as a FIFO would have us do."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path} is not a file")
+        return os.read(fd, 200).decode("ascii", "replace")
+    finally:
+        os.close(fd)

@@ -23,8 +23,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from ..codes import Code
-from ..errors import UsageError
+from ..errors import Code, UsageError
 from ..own_files import write_whole
 from ..settings import WorkerSettings
 from ..text import from_json, to_json

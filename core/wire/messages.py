@@ -16,8 +16,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from ..codes import Code
-from ..errors import GpuwatchError
+from ..errors import Code, GpuwatchError
 from ..events import Definition, Event, RankEvent, RankLook
 from ..text import carried, given_back
 from ..verdicts import VerdictKind
@@ -158,7 +157,7 @@ class SeriesName(msgspec.Struct, frozen=True):
     of: str
     """A GPU's UUID, `rank 3`, `mlx5_0/1`, `runs-dir`; "" is the host itself."""
     what: str
-    """A key of METRICS (core/metrics.py)."""
+    """A key of METRICS (core/wire/columns.py)."""
 
 
 class TelemetryMessage(msgspec.Struct, frozen=True, tag="telemetry"):

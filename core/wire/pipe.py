@@ -10,7 +10,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from ..codes import Code
+from ..errors import Code
 from ..settings import OnHang
 from ..text import from_json, to_json
 from .messages import AgentHello, NodeBye, StopRanks

@@ -16,8 +16,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-from ..codes import Code
-from ..errors import GpuwatchError
+from ..errors import Code, GpuwatchError
 from ..own_files import read_regular
 from .messages import MAX_MESSAGE_BYTES, AgentHello, AgentMessage, WireError, decode_agent
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..codes import Code
-from ..errors import GpuwatchError
+from ..errors import Code, GpuwatchError
 from ..events import RankLook
 from .messages import HotModule
 

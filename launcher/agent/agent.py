@@ -28,8 +28,7 @@ import zmq
 from msgspec.structs import replace
 
 from ...core import host
-from ...core.codes import Code
-from ...core.errors import ExitCode, GpuwatchError
+from ...core.errors import Code, ExitCode, GpuwatchError
 from ...core.events import (
     Anomaly,
     Event,
@@ -45,8 +44,14 @@ from ...core.gpu.nvml_child import KILLED_S
 from ...core.host import LineReader, OwnClock
 from ...core.identity import is_rank
 from ...core.recorder.layout import file_name
-from ...core.recorder.run_folder import PROCESSES, pid_of_file
-from ...core.recorder.scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch
+from ...core.recorder.run_folder import (
+    KEPT_ATTEMPTS,
+    PROCESSES,
+    adopt_scratch,
+    keep_rescued,
+    pid_of_file,
+    remove_scratch,
+)
 from ...core.tell import flush_streams
 from ...core.text import from_json
 from ...core.verdicts import VerdictKind

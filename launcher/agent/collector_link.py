@@ -13,7 +13,7 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
-from ...core.codes import Code, coded
+from ...core.errors import Code, coded
 from ...core.wire import messages
 from ...core.wire.pipe import AgentConfig, UserNotice
 from .outbox import MessageOutbox

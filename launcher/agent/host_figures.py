@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...core.host import stat_fields
 from ...core.identity import rank_name
-from ...core.metrics import HOST
+from ...core.wire.columns import HOST
 
 Values = dict[tuple[str, str], float]
 """(what it is of, a key of METRICS) -> the figure; a count as it stands."""

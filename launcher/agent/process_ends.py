@@ -1,4 +1,4 @@
-"""When the processes of a node's ranks ended, by the host's own clock.
+"""When the processes of a node's ranks ended, by the host's own clock, and what they have left.
 
 torchrun looks ten times a second whether a rank has ended. Two ranks that fail 50 ms apart then end at the same time.
 A process that was killed takes a while to end: its memory is freed first, for tens of milliseconds. The kernel takes
@@ -12,13 +12,22 @@ import os
 import select
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import psutil
 
+from ...core.errors import RANK_OVERFLOW, Code, coded
+from ...core.events import Anomaly
+from ...core.frames import module_text
+from ...core.recorder.layout import file_name
+from ...core.recorder.reader import NotReady, RecorderReader
 from ...core.recorder.run_folder import RUN_VARIABLE
+from ...core.settings import VARIABLE
+from ...core.text import ranks_text, shown_name
+from ...core.wire.pipe import JobResult
 
 RankKey = tuple[int, int]
 """(rank, attempt)"""
@@ -152,3 +161,78 @@ class RunOrphans:
             for process in processes_with(RUN_VARIABLE, self._scratch.__eq__)
             if process.pid in ranks or (self._session is not None and session_of(process.pid) == self._session)
         ]
+
+
+# Processes that ranks have forked and that have outlived them, such as a data loader's worker that is stuck.
+#
+# The launch names them to the user and leaves them alone: one of them may be writing a checkpoint.
+
+PATIENCE_LEFT_BEHIND_S = 8.0
+"""torch's own workers look every five seconds whether their rank is still there."""
+_MOST_LEFT = 8
+
+
+def tell_left_behind(scratch: Path, say: Callable[[str], object], patience_s: float = PATIENCE_LEFT_BEHIND_S) -> None:
+    """Call it after all ranks have ended: names the processes that they left, if these do not end soon."""
+    # what runs with the environment that this launch has given to its ranks: a copy of a process keeps that
+    there = list(processes_with(VARIABLE, lambda value: str(scratch) in value))
+    _, left = psutil.wait_procs(there, timeout=patience_s) if there else ([], [])
+    if left:
+        pids = ", ".join(str(process.pid) for process in left[:_MOST_LEFT]) + (
+            ", ..." if len(left) > _MOST_LEFT else ""
+        )
+        many = len(left) > 1
+        text = (
+            f"{len(left)} process{'es' if many else ''} that a rank had started {'have' if many else 'has'} outlived "
+            f"the rank (a stuck data loader worker, for example) and may hold memory: kill {pids}"
+        )
+        say(coded(text, Code.LEFT_BEHIND))
+
+
+# The overflows that this node's ranks recorded: the launch's own evidence, even if its agent, its collector or its disk
+# fails.
+
+
+class SeenOverflows:
+    """By (attempt, rank): the first anomaly, or None where a rank says no more than that there was one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[tuple[int, int], Anomaly | None] = {}
+
+    def look(self, attempt: int, codes: dict[int, int | None]) -> None:
+        """The ranks of this attempt have ended with these codes: read their recorders."""
+        for rank, code in codes.items():
+            seen, first = code == RANK_OVERFLOW, None  # a script may have that code of its own: a recorder tells
+            recorder = self._folder / file_name(rank, attempt)
+            with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
+                seen, first = reader.overflow_seen, reader.first_anomaly()
+            if seen:
+                self._seen[attempt, rank] = first
+
+    @property
+    def sentence(self) -> str:
+        """Who saw one, and the one of the earliest batch; "" where there is none. Which was first, it cannot tell."""
+        if not self._seen:
+            return ""
+        attempt = min(number for number, _ in self._seen)
+        ranks = [rank for number, rank in self._seen if number == attempt]
+        known = [found for (number, _), found in self._seen.items() if number == attempt and found is not None]
+        if not known:
+            return f"{ranks_text(ranks)} saw an overflow; the place is unknown"
+        first = min(known, key=lambda anomaly: (anomaly.where.batch, anomaly.where.collectives, anomaly.where.rank))
+        module = module_text(first.module, first.cls)
+        place = f"{first.value} in {shown_name(first.role)} of {module}, {first.phase} of batch {first.where.batch}"
+        if len(ranks) == 1:
+            return f"{ranks_text(ranks)} saw an overflow: {place}"
+        return f"{ranks_text(ranks)} saw an overflow; in the earliest batch, on rank {first.where.rank}: {place}"
+
+
+def where_it_is(verdict: JobResult | None) -> str:
+    """Where to find an overflow that the verdict lacks, as a sentence."""
+    if verdict is not None and verdict.overflow_in:
+        return (
+            "no report shows it yet; make one from this node's spool with: gpuwatch report "
+            f"{quote(verdict.overflow_in)}"
+        )
+    return "the report lacks this overflow: its event was lost in transit"

@@ -11,8 +11,15 @@ from typing import NamedTuple
 
 from ...core.events import RankLook, RankStall
 from ...core.own_files import read_regular
-from ...core.recorder.flight_recorder import DeviceProgress, file_of, pipe_of, read_dump, with_device
-from ...core.stalls import has_left_backward, takes_long
+from ...core.recorder.stalls import (
+    DeviceProgress,
+    file_of,
+    has_left_backward,
+    pipe_of,
+    read_dump,
+    takes_long,
+    with_device,
+)
 from .batch_history import LAST_STEPS
 from .rank_watch import RankWatch
 from .stacks import StackLook
@@ -108,7 +115,7 @@ class RankRest:
         return True
 
 
-# Asks a rank for its flight recorder of NCCL, and reads it: see core/recorder/flight_recorder.py.
+# Asks a rank for its flight recorder of NCCL, and reads it: see core/recorder/stalls.py.
 
 ANSWER_S = 6.0
 """It needs the rank's GIL, and a moment of a busy machine."""

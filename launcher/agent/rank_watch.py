@@ -15,10 +15,9 @@ from msgspec.structs import replace
 
 from ...core import events
 from ...core.identity import is_rank, rank_name
-from ...core.recorder.flight_recorder import file_of, pipe_of
 from ...core.recorder.layout import HeadField, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
-from ...core.stalls import stack_file_name
+from ...core.recorder.stalls import file_of, pipe_of, stack_file_name
 from ...core.wire.messages import AgentBody, EventMessage, HotModule, NameDefinitions, NodeBeat, RankState, WantedBatch
 from .batch_history import RankHistory, RankStepTimes
 from .rank_pages import PageSelection, TracedBatches, pending_values

@@ -16,9 +16,9 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from ...core import stalls
 from ...core.events import StackLine, ThreadSeen
 from ...core.host import stat_fields
+from ...core.recorder import stalls
 
 # What Linux says of the threads of a process that does not answer: state, and what they wait for in the kernel.
 

@@ -33,7 +33,7 @@ from gpuwatch.core.events import (
     SecondRun,
     StackLine,
 )
-from gpuwatch.core.stalls import ANSWER_S
+from gpuwatch.core.recorder.stalls import ANSWER_S
 from gpuwatch.core.wire.messages import (
     AgentMessage,
     AgentRefused,

@@ -12,11 +12,18 @@ import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.main import cli
 from gpuwatch.collector.assemble.build import build_report
-from gpuwatch.collector.assemble.seen_before import RunOutcome, fingerprint_of, seen_before
 from gpuwatch.collector.facts.fold import FactFold, fold
 from gpuwatch.collector.finish import make_report, open_store, report_from_store
 from gpuwatch.collector.report.model import Verdict
-from gpuwatch.collector.run_files import RunPaths, earlier_outcomes, new_run, read_outcome
+from gpuwatch.collector.run_files import (
+    RunOutcome,
+    RunPaths,
+    earlier_outcomes,
+    fingerprint_of,
+    new_run,
+    read_outcome,
+    seen_before,
+)
 from gpuwatch.core.events import ScriptError
 from gpuwatch.core.verdicts import Certainty, VerdictKind
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode

@@ -8,8 +8,8 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.core.torch_names import notes_on
-from gpuwatch.launcher import say
-from gpuwatch.worker.compile.kinds import compiled_views
+from gpuwatch.launcher import life
+from gpuwatch.worker.compile.attach import compiled_views
 
 NEWER = "torch 9.1 is newer than the newest release that gpuwatch was tested with"
 
@@ -27,8 +27,8 @@ def test_it_is_in_the_report_once(version, line):
 
 @pytest.mark.parametrize(("version", "lines"), [("2.5.1+cu124", 1), ("9.1.0", 1), ("2.15.0", 0), ("", 0)])
 def test_it_is_a_line_at_the_start(monkeypatch, capsys, version, lines):
-    monkeypatch.setattr(say, "installed_torch", lambda: version)
-    say.tell_of_torch()
+    monkeypatch.setattr(life.host, "installed_torch", lambda: version)
+    life.tell_of_torch()
     found = capsys.readouterr().err.splitlines()
     assert found == [f"gpuwatch: {note} [GW515]" for note in notes_on(version)]
     assert len(found) == lines

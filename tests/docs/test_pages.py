@@ -10,12 +10,12 @@ from pathlib import Path
 
 import click
 import pytest
-from gpuwatch.cli.explain_code import explain
 from gpuwatch.cli.export import diff, export
 from gpuwatch.cli.jobs import collect
-from gpuwatch.cli.live import stacks, top
+from gpuwatch.cli.live import runs, stacks, top
+from gpuwatch.cli.main import explain
 from gpuwatch.cli.replay import replay
-from gpuwatch.cli.report import report, runs
+from gpuwatch.cli.report import report
 from gpuwatch.cli.submit import arguments_of, options_of
 from gpuwatch.collector.assemble.frame_export import ExportRow
 from gpuwatch.collector.report.model import RankReport, RunInfo, RunReport, Verdict

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gpuwatch.core.recorder.scratch import remove_stale
+from gpuwatch.core.recorder.run_folder import remove_stale
 
 pytestmark = pytest.mark.sample(2, of="several nodes")  # of those without a mark of their own
 

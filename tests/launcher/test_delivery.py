@@ -20,7 +20,7 @@ from gpuwatch.cli.report import report as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.events import Anomaly, BatchInputs, RangeWarning, RunPosition
-from gpuwatch.core.recorder.scratch import keep_rescued
+from gpuwatch.core.recorder.run_folder import keep_rescued
 from gpuwatch.core.wire.messages import VERDICT_PATIENCE_S, AgentHello, EventMessage, NameDefinitions, NodeBye
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded, WorkersStarted
 

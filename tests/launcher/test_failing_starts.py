@@ -15,9 +15,9 @@ import pytest
 from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.wire.messages import AgentHello
 from gpuwatch.core.wire.pipe import AgentConfig, CollectorConfig
+from gpuwatch.launcher.agent.process_ends import where_it_is
 from gpuwatch.launcher.head_collector import HeadCollector
 from gpuwatch.launcher.helper_processes import HelperProcess, NodeAgent
-from gpuwatch.launcher.say import where_it_is
 
 from . import conftest
 

@@ -9,7 +9,7 @@ from gpuwatch.core.events import Anomaly, RunPosition
 from gpuwatch.core.recorder.layout import AnomalyFlag, HeadField, file_name
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.launcher.say import SeenOverflows
+from gpuwatch.launcher.agent.process_ends import SeenOverflows
 
 ANOMALY = Anomaly(RunPosition(1, 0, 3, 3, "Net", 3), 2, "fc", "Linear", "forward", "output", "+inf", "float32")
 

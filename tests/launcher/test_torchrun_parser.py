@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpuwatch.launcher import torchrun_parser as read
+from gpuwatch.launcher import option_types as read
 from torch.distributed.run import get_args_parser
 
 TORCH = Path(torch.__file__).parent

@@ -6,9 +6,8 @@ import pytest
 from gpuwatch.cli.submit import options_of
 from gpuwatch.core.errors import UsageError
 from gpuwatch.launcher.options import get_check_parser, get_parser
-from gpuwatch.slurm.batch_script import SbatchOption
 from gpuwatch.slurm.sbatch import REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE
-from gpuwatch.slurm.submission import SbatchCommand, batch_script, command_line_options, take_apart
+from gpuwatch.slurm.submission import SbatchCommand, SbatchOption, batch_script, command_line_options, take_apart
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -19,8 +19,7 @@ from gpuwatch.cli.submit import options_of
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.recorder.run_folder import job_run
 from gpuwatch.launcher.options import get_check_parser, get_parser
-from gpuwatch.slurm.batch_script import BatchScript, SbatchOption, directive, render
-from gpuwatch.slurm.submission import batch_script, take_apart
+from gpuwatch.slurm.submission import BatchScript, SbatchOption, batch_script, directive, render, take_apart
 
 GOLDEN = Path(__file__).parent / "golden"
 ACCEPT = "GPUWATCH_TESTS_ACCEPT"

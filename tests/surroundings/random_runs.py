@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from gpuwatch.core.recorder.scratch import remove_stale
+from gpuwatch.core.recorder.run_folder import remove_stale
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this is a script, too
 

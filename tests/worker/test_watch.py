@@ -15,7 +15,7 @@ import gpuwatch
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.recorder import scratch
+from gpuwatch.core.recorder import run_folder
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker import session as session_module
@@ -46,7 +46,7 @@ def one_thread():
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """Where the recorders of the test are made."""
-    monkeypatch.setattr(scratch, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(run_folder, "_SHARED_MEMORY", tmp_path)
     return lambda: list(tmp_path.iterdir())
 
 
@@ -177,7 +177,7 @@ def test_the_verdict_names_the_maker_of_a_gradient_and_not_the_first_bad_row(fol
 
 def _spawned(rank, folder):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    scratch._SHARED_MEMORY = Path(folder)
+    run_folder._SHARED_MEMORY = Path(folder)
     model = nn.Sequential(Multiplies(math.inf if rank == 1 else 1.0))
     with gpuwatch.watch(model, on_overflow="continue") as handle:
         model(X)
@@ -202,7 +202,7 @@ def test_the_rank_is_torch_distributeds(tmp_path, monkeypatch):
 def _killed(folder):
     import signal
 
-    scratch._SHARED_MEMORY = Path(folder)
+    run_folder._SHARED_MEMORY = Path(folder)
     handle = gpuwatch.watch(net())
     assert handle is not None
     os.kill(os.getpid(), signal.SIGKILL)

@@ -11,9 +11,8 @@ import torch
 
 from ..record.roots import ModuleInfo, RootInfo
 from ..stats.tensor_stats import TensorReading
-from .dynamo import is_for_inductor, is_split_by_ddp, uses_cuda_graphs
-from .kinds import RegionFrame, RegionGradient, RegionScope
-from .places import SEEN, forget, on_device, renewed
+from .attach import RegionFrame, RegionGradient, RegionScope
+from .dynamo import SEEN, forget, is_for_inductor, is_split_by_ddp, on_device, renewed, uses_cuda_graphs
 
 _MOST_UNTAKEN = 64
 _OWN = -1

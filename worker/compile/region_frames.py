@@ -15,9 +15,8 @@ from ..record.judging import FrameWriter
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
 from ..stats.device import without_modes
-from .attach import GradientHooks
-from .kinds import RegionFrame, RegionPolicy, RegionRow
-from .places import SEEN, on_device
+from .attach import GradientHooks, RegionFrame, RegionPolicy, RegionRow
+from .dynamo import SEEN, on_device
 from .region_calls import RegionCall
 from .regions import RankRegions, Region
 from .trace import MARK

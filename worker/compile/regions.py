@@ -14,11 +14,9 @@ from torch._guards import CompileContext
 
 from ..record.names import wrapped_child
 from ..record.roots import ModuleInfo
-from .dynamo import current_output, is_closed, is_for_inductor, traced_method
-from .kinds import RegionFrame, RegionGradient, RegionPolicy, RegionRow, RegionScope
-from .places import SEEN, forget, on_device, place_on, token
+from .attach import RegionFrame, RegionGradient, RegionPolicy, RegionRow, RegionScope, is_a_backward
+from .dynamo import SEEN, current_output, forget, is_closed, is_for_inductor, on_device, place_on, token, traced_method
 from .region_calls import RegionCalls
-from .traced_hooks import is_a_backward
 
 
 @dataclass

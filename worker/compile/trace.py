@@ -8,9 +8,9 @@ cost nothing later. The graph reads and changes no Python state, so there is no 
     traced_after(module, args, kwargs, output) -> in host memory: gpuwatch::look(x, token_7, 7)
                                                   on a device: place_7.copy_(graph_numbers(x))
 
-kinds.py lists the versions of torch that take this. Blocks of a model that are compiled one by one share a graph, and
-its rows belong to the module whose call runs it (region_calls.py). So no code here may make dynamo distinguish one
-block from another: it would then compile a graph for each.
+attach.py lists the versions of torch that take this. Blocks of a model that are compiled one by one share a
+graph, and its rows belong to the module whose call runs it (region_calls.py). So no code here may make dynamo
+distinguish one block from another: it would then compile a graph for each.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from torch._dynamo import assume_constant_result
 
 from ...core.frames import RowKind
 from ..stats.torch_reader import graph_numbers
-from . import places
-from .dynamo import current_graph, hook_begins, hook_ends, is_closed, traced_value
-from .kinds import compiled_views
-from .places import BUFFERS
+from . import dynamo
+from .attach import compiled_views
+from .dynamo import BUFFERS, current_graph, hook_begins, hook_ends, is_closed, traced_value
 from .regions import RankRegions
 
 MARK = "_gpuwatch_place"
@@ -132,7 +131,7 @@ def _left_root() -> bool:
 
 @_constant
 def _in_host_memory(device: str) -> bool:
-    return places.in_host_memory(device)
+    return dynamo.in_host_memory(device)
 
 
 @_constant

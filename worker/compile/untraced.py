@@ -17,7 +17,7 @@ from torch._dynamo import assume_constant_result, eval_frame
 from torch._dynamo import types as strategies
 from torch._guards import CompileContext
 
-from .traced_hooks import is_a_backward
+from .attach import is_a_backward
 
 _PACKAGE = __name__.partition(".")[0] + "."
 

@@ -21,7 +21,7 @@ from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.torch_names import NOT_SEEN_OF_BACKWARD
-from ..compile import traced_hooks
+from ..compile import attach as traced
 from ..patches import after_import
 from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
 from ..record.judging import FrameWriter
@@ -45,7 +45,7 @@ def _as_hook(record: Callable[[torch.Tensor], None]) -> Any:
 
     def hook(tensor: torch.Tensor) -> None:
         if _is_compiling():
-            traced_hooks.in_a_backward(None, tensor)
+            traced.in_a_backward(None, tensor)
         else:
             record(tensor)
 
@@ -129,9 +129,9 @@ class BackwardHooks:
 
             leave_alone((_as_hook(print),))  # all of its functions have one code
             told = weakref.WeakMethod(self._is_compiled_as_a_whole)  # what dynamo traces outlives the hooks
-            traced_hooks.backward = as_constant(lambda: (tell_it := told()) and tell_it())
+            traced.backward = as_constant(lambda: (tell_it := told()) and tell_it())
             if trace_hooks_as is not None:
-                trace_hooks_as(traced_hooks.in_a_backward)
+                trace_hooks_as(traced.in_a_backward)
 
     def _is_compiled_as_a_whole(self) -> None:
         if self._attached:

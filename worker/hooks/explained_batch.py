@@ -22,11 +22,11 @@ from ...core.events import BadOperation
 from ...core.frames import FramePhase
 from ...core.torch_names import name_in_torch
 from ..record.autograd_graph import GraphCalls
+from ..record.bad_elements import KeptSummands
 from ..record.collectives import ranks
 from ..record.held_alarms import NonFiniteRow
 from ..record.judging import FrameWriter
 from ..record.names import walk
-from ..record.summands import KeptSummands
 from .operation_watch import CodePlace, MadeValue, OperationWatch, foreign_class, is_users_file, operation_name
 
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)

@@ -21,7 +21,7 @@ from ...core.recorder.writer import OpenPage
 from ...core.tell import tell
 from ...core.torch_names import name_in_torch
 from ..answers import look_at_stack_file
-from ..compile import traced_hooks as traced
+from ..compile import attach as traced
 from ..record.autograd_graph import GraphCalls, next_node
 from ..record.collectives import issued
 from ..record.names import batch_digest, class_of, inputs_of

@@ -16,8 +16,8 @@ from ...core.judge import WarningLimits
 from ...core.recorder.layout import NOTHING, HeadField, seal
 from ...core.recorder.writer import RecorderWriter
 from ...core.settings import WorkerSettings
-from ..compile.attach import CompiledRegions
-from ..compile.traced_hooks import apart_from_dynamo
+from ..compile.attach import CompiledRegions, apart_from_dynamo
+from ..record.bad_elements import KeptSummands
 from ..record.device_rows import LateMasks
 from ..record.held_alarms import TrainedModules
 from ..record.judging import AlarmRecorder, FrameWriter
@@ -26,7 +26,6 @@ from ..record.passed import LatePassed, PassedValues
 from ..record.progress import RunProgress
 from ..record.roots import RankRoots
 from ..record.rows import RowWriter
-from ..record.summands import KeptSummands
 from ..stats.device import without_modes
 from ..stats.notable import NotableFilter
 from .backward import BackwardHooks

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...core.events import BadOperation, OperandNumbers
 from ...core.frames import RowKind
 from ...core.values import NonFinite, Value, name_of
+from ..record.bad_elements import pattern_of
 from ..stats.device import without_modes
-from ..stats.element_pattern import pattern_of
 from ..stats.tensor_stats import local_part, measure, unwrapped
 from .global_hooks import CALL
 

@@ -14,11 +14,11 @@ from ...core.recorder.writer import OpenPage
 from ...core.roles import param_group
 from ..compile.attach import CompiledRegions
 from ..patches import PatchLedger
+from ..record.bad_elements import KeptSummands
 from ..record.collectives import ranks
 from ..record.judging import FrameWriter
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
-from ..record.summands import KeptSummands
 from ..stats.device import is_on_device, without_modes
 from ..stats.tensor_stats import measure
 from .backward import BackwardHooks

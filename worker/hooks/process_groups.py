@@ -25,8 +25,7 @@ from ..record.collectives import NO_MESSAGE, count_with
 from ..record.group_slots import GroupCall, GroupTable, OperationPlace, described
 from ..record.passed import NOT_FINITE, LatePassed, PassedValues, PassedWhen, look_at, refs_to, tensors_in
 from ..stats.device import is_on_device, late_device, may_have_devices
-from .group_calls import METHODS, NOT_EVERYWHERE, WAITS, ReplacedMethod
-from .group_hooks import GroupHooks
+from .group_hooks import METHODS, NOT_EVERYWHERE, WAITS, GroupHooks, ReplacedMethod
 from .native_writer import difference
 
 try:

@@ -27,13 +27,12 @@ from ...core.recorder.pages import OwnPages
 from ...core.roles import RoleKind, parse_role
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, Value, name_of
+from ..record.bad_elements import KeptSummands, pattern_of
 from ..record.graph_sources import explaining_row, shown_in, sources_later, sources_now
 from ..record.graph_users import BadOutput, graph_users
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import class_of
-from ..record.summands import KeptSummands
 from ..stats.device import without_modes
-from ..stats.element_pattern import pattern_of
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
 from .call_frames import CallFrames
 from .grad_scaler import GradScalerHooks

@@ -14,8 +14,7 @@ import torch
 from ...core.events import NotLookedInto
 from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import HeadField
-from ..compile.kinds import CompiledViews, RegionScope
-from ..compile.traced_hooks import is_a_backward
+from ..compile.attach import CompiledViews, RegionScope, is_a_backward
 from ..record.judging import FrameWriter
 from ..record.names import class_of, outputs_of, unwrap
 from ..record.roots import ModuleInfo, RootInfo

@@ -1,4 +1,4 @@
-/* The operator with which a compiled graph reads an ordinary tensor: see worker/compile/places.py. */
+/* The operator with which a compiled graph reads an ordinary tensor: see worker/compile/dynamo.py. */
 
 #include "graph_look.h"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from ...core.codes import Code
+from ...core.errors import Code
 from ...core.events import (
     BandwidthRows,
     OwnFault,

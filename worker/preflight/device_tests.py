@@ -24,8 +24,8 @@ import psutil
 import torch
 
 from ...core.text import MemoryAmount
+from .coordinator import ProbeFailure
 from .inventory import device_uuid
-from .rank_child import ProbeFailure
 from .steps import ComputeResult
 
 CPU_QUICK = MemoryAmount(size=64 << 20)
@@ -277,3 +277,29 @@ def _cpu_model() -> str:
     known = dict(line.replace("\t", "").split(":", 1) for line in block.splitlines() if ":" in line)
     found = [known[name].strip() for name in wanted if name in known]
     return "cpu " + " ".join(found)
+
+
+# The load under which the health of a GPU is read (inventory.py).
+
+_LOAD_SIZE = 4096
+_TRANSFER_BYTES = 64 << 20
+
+
+def cuda_load(index: int) -> Callable[[], None]:
+    """A `GpuLoad` of a CUDA device: a few milliseconds of matrix products and copies over PCIe."""
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    matrix = torch.randn(_LOAD_SIZE, _LOAD_SIZE, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(matrix)
+    here = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8, device=device)
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch.cuda.Stream has no annotations
+
+    def work() -> None:
+        for _ in range(8):
+            torch.mm(matrix, matrix, out=out)
+        with torch.cuda.stream(copies):
+            there.copy_(here, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return work

@@ -1,4 +1,7 @@
-"""The inventory of this rank, as far as it needs no CUDA context. A fact that cannot be read is unknown."""
+"""The inventory of this rank, as far as it needs no CUDA context, and the health of its GPU.
+
+A fact that cannot be read is unknown.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ import ipaddress
 import os
 import platform
 import resource
+import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,9 +25,13 @@ import psutil
 import torch
 from msgspec.structs import replace
 
+from ...core.errors import Code
+from ...core.gpu.health_grades import STAGE, grade_answer, load_thresholds
+from ...core.gpu.limits import LOADED_FACTS
+from ...core.gpu.nvml_child import GpuReading, ask_nvml
 from ...core.host import boot_id, gpuwatch_version, host_name
 from ...core.identity import RankIdentity
-from ...core.preflight import InventoryFacts
+from ...core.preflight import InventoryFacts, PreflightFinding
 from ...core.text import first_line
 
 T = TypeVar("T")
@@ -231,3 +241,84 @@ def _driver() -> str:
 
 def _nccl() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch.cuda.nccl has no annotations
+
+
+# The health stage: compares what NVML reports of the rank's GPU under load with the table of thresholds.
+#
+# It runs in the rank's child. A separate process reads NVML, so a driver that hangs costs only the stage's deadline.
+
+_SAMPLING_S = 5.0
+"""Time that must remain before the deadline to read a GPU under load."""
+_STOPS_S = 1.0
+"""Time for the load to end. Each call of it takes milliseconds."""
+
+
+@dataclass(frozen=True)
+class HealthResult:
+    """The findings, and one line about what was read."""
+
+    findings: list[PreflightFinding]
+    detail: str
+    load_hangs: bool = False
+    """The load did not end, so no other test may use this process."""
+
+
+GpuLoad = Callable[[], Callable[[], None]]
+"""Called once, in a thread: returns a function that keeps a GPU busy for a moment, and that is called repeatedly."""
+
+
+def check_health(
+    uuid: str, rank: int, host: str, thresholds: str, deadline_s: float, load: GpuLoad | None = None
+) -> HealthResult:
+    """Check one GPU. Without a load, values that need it are unknown. `thresholds` is the file of --health-thresholds.
+
+    Raises UsageError for an invalid file.
+    """
+    limits = load_thresholds(thresholds)
+    if not uuid:
+        sentence = f"the health of the GPU of rank {rank} on {host} is unknown: CUDA does not report its UUID"
+        return HealthResult(
+            [PreflightFinding(STAGE, "unknown", "rank", [rank], [host], sentence, code=Code.HEALTH_UNKNOWN)],
+            "not asked",
+        )
+    end = time.monotonic() + deadline_s
+    answer = ask_nvml([uuid], deadline_s)
+    reading = answer.readings.get(uuid)
+    load_hangs = False
+    if load is not None and reading is not None and answer.finished and not answer.trouble:
+        load_hangs = not _read_under_load(reading, load, end)
+    findings, detail = grade_answer(answer, uuid, limits, [rank], host)
+    return HealthResult(findings, detail, load_hangs)
+
+
+def _read_under_load(reading: GpuReading, load: GpuLoad, end: float) -> bool:
+    """Read the GPU's clocks and link under load. Returns whether the load has ended. `end` is monotonic time.
+
+    The load has a thread of its own: CUDA may hang on a faulty GPU, then forever, and NVML must be read nevertheless.
+    """
+    began, enough, errors = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        try:
+            once = load()  # fails here without free memory or with a lost GPU
+            while not enough.is_set():
+                once()
+                began.set()
+        except Exception as error:  # a CUDA error, or no free memory, which the allocation stage reports
+            errors.append(f"the load failed: {str(error).strip().partition(chr(10))[0]}")
+            began.set()
+
+    thread = threading.Thread(target=work, daemon=True, name="gpuwatch-load")
+    thread.start()
+    seconds = max(0.0, end - time.monotonic() - _SAMPLING_S)
+    trouble = "" if began.wait(seconds) else f"the load did not begin within {seconds:.0f} s"
+    if not trouble and not errors:
+        answer = ask_nvml([reading.device], end - time.monotonic(), loaded=True)
+        reading.take(answer.readings.get(reading.device, GpuReading(reading.device)))
+        trouble = answer.trouble
+    trouble = next(iter(errors), trouble)
+    enough.set()
+    thread.join(_STOPS_S)
+    if trouble:
+        reading.forget(LOADED_FACTS, trouble)
+    return not thread.is_alive()

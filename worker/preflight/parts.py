@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from ...core.codes import Code
+from ...core.errors import Code
 from ...core.gpu.counters import gpu_of_rank
 from ...core.identity import RankIdentity, is_peer_failure
 from ...core.preflight import Grade, InventoryFacts, PreflightFinding
@@ -28,12 +28,11 @@ from ...core.settings import WorkerSettings
 from ...core.text import parse_amount
 from .bandwidth import measure
 from .blame.known_errors import explain
-from .device_tests import AllocationResult, allocate, compute
+from .coordinator import Answer, ProbeFailure, RankChild, Say, TestEnding
+from .device_tests import AllocationResult, allocate, compute, cuda_load
 from .group_collectives import check_group, join
-from .health import HealthResult, check_health, cuda_load
-from .inventory import gather, gather_device
+from .inventory import HealthResult, check_health, gather, gather_device
 from .meeting import FAILED, StoreLost, store_below
-from .rank_child import Answer, ProbeFailure, RankChild, Say, TestEnding
 from .steps import ComputeResult, RankMeasurements, RankStepReport, StageDeadlines, stage_of
 
 _HEALTH_SHARE = 0.8

@@ -15,8 +15,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from ...core.codes import Code, coded
-from ...core.errors import ExitCode
+from ...core.errors import Code, ExitCode, coded
 from ...core.events import OwnFault, PreflightBegan, PreflightResult, RankOutcome
 from ...core.host import host_name, lines_until
 from ...core.identity import RankIdentity
@@ -27,7 +26,7 @@ from ...core.settings import VARIABLE
 from ...core.tell import tell
 from ...core.text import messages_among
 from ..session import WorkerSession
-from .rank_child import exit_text
+from .coordinator import exit_text
 from .steps import LINES, Line, PreflightEnd, StageDeadlines, StageProgress
 
 _MARGIN_S = 5.0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.codes import Code, coded
+from ...core.errors import Code, coded
 from ...core.events import CompiledUnseen, MeshCoordinates, OwnFault, RunPosition
 from ...core.frames import Frame
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from .device import without_modes
-from .kernel_launcher import KernelLauncher, launch
-from .kernel_trial import KernelTrial, TrialWay
+from .kernel_launcher import KernelLauncher, KernelTrial, TrialWay, launch
 from .tensor_stats import LOW_PRECISION
 from .torch_reader import DTYPES, ENTRY, KINDS, GroupedReadings, KernelDtype, TensorSource, dense
 

@@ -14,7 +14,7 @@ from ....core.values import headroom
 from ....core.verdicts import VerdictKind
 from ....core.wire.columns import NO_NUMBER
 from ..model import ModulesByRanks, RankReport, RunReport, StageCell
-from ..preflight_text import stage_rows
+from ..notices_text import stage_rows
 from ..sentence_parts import grouped
 from ..side_by_side import ModuleCell, SideBySideRow, own_lines, rank_to_show, side_by_side
 

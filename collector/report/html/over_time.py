@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....core.identity import rank_name
-from ....core.metrics import METRICS
+from ....core.wire.columns import METRICS
 from ..model import FigureSeries, NodeFigures, RunReport, TimelineEntry
 from ..sentence_parts import counted, grouped, share_text, size_text, when_text
 from .chart import svg_path

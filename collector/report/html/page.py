@@ -14,15 +14,14 @@ import msgspec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from ....core.codes import CODE, CodeText, code_texts, coded
+from ....core.errors import CODE, CodeText, code_texts, coded
 from ....core.frames import Row, RowContent, format_number
 from ....core.text import numbers_text
 from ....core.verdicts import ReportSection, VerdictKind
 from .. import text_report
 from ..model import RankReport, RunInfo, RunReport
 from ..notices_text import notice_lines, trouble_lines
-from ..preflight_text import bytes_text
-from ..sentence_parts import elapsed_text
+from ..sentence_parts import bytes_text, elapsed_text
 from ..side_by_side import frame_key, frames_text, rank_to_show, stacks_text, title_of
 from .chart import OutputChart, along_the_calls, over_the_batches
 from .grids import LEGEND, RankGrid, StageGrid, heat_map, level_of, rank_grid, stage_grid

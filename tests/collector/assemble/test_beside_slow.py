@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpuwatch.collector.assemble.node_series import node_series
 from gpuwatch.collector.assemble.stragglers import beside_slow
+from gpuwatch.collector.assemble.timeline import node_series
 
 
 def node(make, host, *, cpu=0.5, steal=0.0, swap=0.0, gpus=()):

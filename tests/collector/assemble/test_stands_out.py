@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.assemble.node_series import node_series
 from gpuwatch.collector.assemble.node_telemetry import stands_out
+from gpuwatch.collector.assemble.timeline import node_series
 
 GIB = 1 << 30
 GPU = "GPU-0"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.decide.element_sum import RankSummand, element_line
+from gpuwatch.collector.decide.passed_values import RankSummand, element_line
 from gpuwatch.core.events import ReducedElement
 
 HALF = "; their sum is beyond 65504 (float16)"

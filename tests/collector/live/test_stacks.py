@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 from gpuwatch.collector.live.publisher import EVERY_S, ViewPublisher, stacks_viewer
-from gpuwatch.collector.live.stacks_round import StacksRound, view_text
+from gpuwatch.collector.live.snapshot import StacksRound, view_text
 from gpuwatch.core.events import RankLook, RunPosition, StackLine, ThreadSeen
-from gpuwatch.core.stalls import ANSWER_S
+from gpuwatch.core.recorder.stalls import ANSWER_S
 from gpuwatch.core.wire.messages import NodeBeat, RankState, pack_list
 from gpuwatch.core.wire.view import StacksView
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 from gpuwatch.core.events import GroupState, IssuedOperation
-from gpuwatch.core.recorder.flight_recorder import DeviceProgress, read_dump, with_device
+from gpuwatch.core.recorder.stalls import DeviceProgress, read_dump, with_device
 
 DONE, GIVEN = "completed", "scheduled"
 

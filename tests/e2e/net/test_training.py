@@ -10,7 +10,7 @@ import time
 import pytest
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.recorder.scratch import remove_stale
+from gpuwatch.core.recorder.run_folder import remove_stale
 
 pytestmark = pytest.mark.slow
 

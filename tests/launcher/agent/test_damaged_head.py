@@ -32,9 +32,9 @@ from gpuwatch.core.recorder.reader import NotReady, RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import ValueEncoding
 from gpuwatch.core.wire.messages import AgentHello, NodeBye
+from gpuwatch.launcher.agent.process_ends import SeenOverflows
 from gpuwatch.launcher.agent.rank_watch import RankWatch
 from gpuwatch.launcher.launch_job import _aborted
-from gpuwatch.launcher.say import SeenOverflows
 from hypothesis import given
 from hypothesis import strategies as st
 

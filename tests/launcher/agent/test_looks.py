@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gpuwatch.core.stalls import stack_file_name
+from gpuwatch.core.recorder.stalls import stack_file_name
 from gpuwatch.launcher.agent import stacks as py_spy
 from gpuwatch.launcher.agent.stacks import LOOK_S, StackLook
 

@@ -13,7 +13,7 @@ import sys
 import time
 
 import pytest
-from gpuwatch.core.recorder.flight_recorder import file_of, pipe_of
+from gpuwatch.core.recorder.stalls import file_of, pipe_of
 from gpuwatch.launcher.agent.rank_stalls import ANSWER_S, NcclDump
 from gpuwatch.worker.answers import have_it_recorded
 

@@ -9,8 +9,8 @@ import gpuwatch
 import pytest
 import torch
 from gpuwatch.core.events import NotLookedInto
-from gpuwatch.worker.compile import places
-from gpuwatch.worker.compile.kinds import compiled_views
+from gpuwatch.worker.compile import dynamo
+from gpuwatch.worker.compile.attach import compiled_views
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,7 +42,7 @@ def no_graph_is_left():
 def on_host(request, monkeypatch):
     """The two ways in which a graph reads a tensor."""
     if request.param != "operator":
-        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
     return request.param == "operator"
 
 

@@ -10,8 +10,8 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from gpuwatch.core.events import IgnoredAlarm, NotLookedInto
 from gpuwatch.core.recorder.layout import HeadField
-from gpuwatch.worker.compile import places
-from gpuwatch.worker.compile.kinds import compiled_views
+from gpuwatch.worker.compile import dynamo
+from gpuwatch.worker.compile.attach import compiled_views
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -135,7 +135,7 @@ def test_every_kind_of_body_compiles_and_trains_as_it_does_without_us(watch, mon
     torch.compiler.reset()
     counters.clear()
     if not on_host:
-        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
     watched = watch(on_overflow="continue", watch=GRADIENTS)
     ours, our_weights = train(cls)
 
@@ -178,7 +178,7 @@ class ChangedInPlace(Plain):
 @pytest.mark.parametrize("cls", [Plain, ChangedInPlace])
 def test_a_graph_shows_the_same_numbers_as_eager_does(watch, monkeypatch, cls, value, on_host):
     if not on_host:
-        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
 
     def spoil(batch, model, x):
         if value is not None and batch == 2:
@@ -217,7 +217,7 @@ def same(one, other, on_host):
 def test_a_batch_that_is_left_out_leaves_nothing_to_the_next(watch, monkeypatch, on_host):
     """Its gradients, too, are written by the graph."""
     if not on_host:
-        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
 
     watched = watch(on_overflow="continue", watch=GRADIENTS, every=2)
     torch.manual_seed(0)
@@ -322,23 +322,23 @@ def test_the_compiled_look_sees_what_the_other_one_does(shape, dtype, spoilt, tu
         tensor = tensor.transpose(0, -1) if tensor.dim() else tensor
     if gapped and tensor.dim():
         tensor = tensor[..., ::2]
-    place = places.new_place()
+    place = dynamo.new_place()
     try:
         torch.ops.gpuwatch.look(tensor, torch.zeros(1), place)
-        found = places.SEEN[place]
-        places._look(tensor, torch.zeros(1), place)
-        assert found == places.SEEN[place]
-        assert type(found) is places.TensorReading
+        found = dynamo.SEEN[place]
+        dynamo._look(tensor, torch.zeros(1), place)
+        assert found == dynamo.SEEN[place]
+        assert type(found) is dynamo.TensorReading
         assert found.shape == tuple(tensor.shape)
     finally:
-        places.SEEN[place] = None
+        dynamo.SEEN[place] = None
 
 
 def test_a_look_never_raises():
     token = torch.zeros(1)
-    place = places.new_place()
+    place = dynamo.new_place()
     torch.ops.gpuwatch.look(torch.ones(3)[None].expand(4, 3), token, place)
-    assert places.SEEN[place].shape == (4, 3)
+    assert dynamo.SEEN[place].shape == (4, 3)
     torch.ops.gpuwatch.look(torch.ones(3), token, 1 << 40)  # a place that nobody made
     torch.ops.gpuwatch.look(torch.ones(3), token, -1)
 
@@ -346,7 +346,7 @@ def test_a_look_never_raises():
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_a_row_that_a_rule_covers_is_counted_in_a_graph_too(watch, monkeypatch, on_host):
     if not on_host:
-        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
 
     def spoil(batch, model, x):
         if batch == 2:
@@ -403,7 +403,7 @@ def test_a_function_that_is_compiled_again_is_told_as_not_looked_into(watch):
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_a_module_that_is_compiled_again_has_both_graphs_looked_into(watch, monkeypatch, on_host):
     if not on_host:
-        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
     watched = watch(on_overflow="continue", watch=GRADIENTS)
     model = Scaled()
     graph = torch.compile(model, backend="aot_eager")
@@ -463,7 +463,7 @@ class Outer(nn.Module):
 def test_a_graph_shows_gradients_in_the_order_in_which_they_are_made(watch, monkeypatch, on_host):
     """A module hands on what it made long before it returned: its gradient comes after that of what came later."""
     if not on_host:
-        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
     watched = watch(watch=GRADIENTS)
     model = Outer()
     torch.compile(model, backend="aot_eager")(torch.randn(4, 16)).sum().backward()
@@ -504,7 +504,7 @@ class HeadBehind(nn.Module):
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_what_a_graph_has_not_made_yet_is_not_taken_for_what_it_made_before(watch, monkeypatch, on_host):
     if not on_host:
-        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
     found = []
     for stance in ("force_eager", "default"):
         torch.manual_seed(0)
@@ -555,7 +555,7 @@ class InParts(Plain):
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_the_graphs_of_one_forward_and_what_is_called_between_them_are_in_order(watch, monkeypatch, on_host):
     if not on_host:
-        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
     watched = watch(on_overflow="continue", watch=GRADIENTS)
     model = InParts()
     graph = torch.compile(model, backend="aot_eager")
@@ -599,7 +599,7 @@ def test_the_several_graphs_that_ddp_makes_of_one_train_and_are_looked_into(
     watch, monkeypatch, alone_in_a_group, on_host
 ):
     if not on_host:
-        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
     watched = watch(on_overflow="continue", watch=GRADIENTS)
     torch.manual_seed(0)
     model = Wide()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from gpuwatch.core.events import CompiledUnseen, NotLookedInto
 from gpuwatch.worker.compile import attach
-from gpuwatch.worker.compile import traced_hooks as traced
-from gpuwatch.worker.compile.kinds import compiled_views
+from gpuwatch.worker.compile import attach as traced
+from gpuwatch.worker.compile.attach import compiled_views
 from torch import nn
 from torch._dynamo.utils import counters
 

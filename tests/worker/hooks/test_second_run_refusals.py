@@ -12,8 +12,8 @@ import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import SecondRun
 from gpuwatch.tests.fakes.late_device import LateDevice
+from gpuwatch.worker.record.bad_elements import pattern_of
 from gpuwatch.worker.record.collectives import issued
-from gpuwatch.worker.stats.element_pattern import pattern_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

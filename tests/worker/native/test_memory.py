@@ -139,11 +139,11 @@ def test_no_measurement_reads_freed_storage_between_holes():
 
 @pytest.mark.parametrize("make", GONE)
 def test_a_look_from_a_graph_does_not_read_freed_storage(make):
-    from gpuwatch.worker.compile import places
+    from gpuwatch.worker.compile import dynamo
 
-    place = places.new_place()
+    place = dynamo.new_place()
     torch.ops.gpuwatch.look(make(), torch.zeros(1), place)
-    assert places.SEEN[place] == (tensor_stats.NOT_MEASURABLE, tuple(make().shape))
+    assert dynamo.SEEN[place] == (tensor_stats.NOT_MEASURABLE, tuple(make().shape))
 
 
 # -- the interpreter's lock -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import sys
 
 import psutil
 import pytest
-from gpuwatch.worker.preflight.rank_child import ProbeFailure, RankChild
+from gpuwatch.worker.preflight.coordinator import ProbeFailure, RankChild
 
 
 def run_once(call, deadline_s, on_line=lambda step: None):
@@ -99,7 +99,7 @@ def test_a_child_ends_with_its_parent():
     """A parent that is killed in the middle leaves none."""
     script = (
         "import os, signal\n"
-        "from gpuwatch.worker.preflight.rank_child import RankChild\n"
+        "from gpuwatch.worker.preflight.coordinator import RankChild\n"
         "def call(say):\n"
         "    say(str(os.getpid()))\n"
         "    signal.pause()\n"

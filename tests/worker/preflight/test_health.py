@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.gpu.counters import gpu_of_rank
-from gpuwatch.worker.preflight.health import check_health
+from gpuwatch.worker.preflight.inventory import check_health
 
 DEADLINE_S = 20.0
 
@@ -134,7 +134,7 @@ def test_whose_gpu_it_is(uuid, local_rank, visible, expected):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_gpu_is_looked_at_under_load():
-    from gpuwatch.worker.preflight.health import cuda_load
+    from gpuwatch.worker.preflight.device_tests import cuda_load
 
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     result = check_health(uuid, 3, "n0", "", 60.0, partial(cuda_load, 0))

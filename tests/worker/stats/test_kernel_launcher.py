@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpuwatch.worker.stats.kernel_launcher import LAUNCHED_KERNEL, KernelLauncher, launch
-from gpuwatch.worker.stats.kernel_trial import KernelTrial, TrialWay
+from gpuwatch.worker.stats.kernel_launcher import LAUNCHED_KERNEL, KernelLauncher, KernelTrial, TrialWay, launch
 from gpuwatch.worker.stats.tensor_stats import LOW_PRECISION
 from gpuwatch.worker.stats.torch_reader import KINDS, TensorSource, TorchReader
 

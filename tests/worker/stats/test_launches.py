@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpuwatch.core.recorder.layout import VALUES_PER_SEGMENT
 from gpuwatch.tests.fakes.late_device import LateDevice
-from gpuwatch.worker.compile import places
+from gpuwatch.worker.compile import dynamo
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats.triton_reader import TritonReader
 from torch import nn
@@ -153,7 +153,7 @@ def test_a_sharded_models_weights_are_dealt_with_before_their_memory_is_freed(tm
 
 @pytest.mark.slow
 def test_what_a_graph_has_written_is_read_by_one_launch(tmp_path, monkeypatch, kernels):
-    monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+    monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
     torch.compiler.reset()
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     watched = Watched(tmp_path / "recorder", watch=("forward",))

@@ -1,4 +1,4 @@
-/* Reads tensors inside a compiled graph, for worker/compile/places.py. */
+/* Reads tensors inside a compiled graph, for worker/compile/dynamo.py. */
 
 #ifndef GPUWATCH_GRAPH_LOOK_H
 #define GPUWATCH_GRAPH_LOOK_H

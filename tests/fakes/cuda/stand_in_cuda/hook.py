@@ -27,21 +27,16 @@ def _install_kernels() -> None:
     triton_kernels.install()
 
 
-def _make_the_product_small() -> None:
+def _make_the_device_tests_small() -> None:
     tests = sys.modules["gpuwatch.worker.preflight.device_tests"]
     tests.CUDA_SIZE, tests.CUDA_REPEATS = 256, 2  # type: ignore[attr-defined]  # a GPU's takes hours here
-
-
-def _make_the_load_small() -> None:
-    health = sys.modules["gpuwatch.worker.preflight.health"]
-    health._LOAD_SIZE, health._TRANSFER_BYTES = 256, 1 << 20  # type: ignore[attr-defined]
+    tests._LOAD_SIZE, tests._TRANSFER_BYTES = 256, 1 << 20  # type: ignore[attr-defined]
 
 
 _AFTER: dict[str, Callable[[], None]] = {
     "torch": _install_operations,
     "triton.compiler.compiler": _install_kernels,
-    "gpuwatch.worker.preflight.device_tests": _make_the_product_small,
-    "gpuwatch.worker.preflight.health": _make_the_load_small,
+    "gpuwatch.worker.preflight.device_tests": _make_the_device_tests_small,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuwatch.core.events import StackLine
-from gpuwatch.core.stalls import (
+from gpuwatch.core.recorder.stalls import (
     MOST_LINES,
     has_left_backward,
     is_around_collectives,
@@ -13,7 +13,7 @@ from gpuwatch.core.stalls import (
     takes_long,
 )
 
-from .test_imports import ROOT
+from ..test_imports import ROOT
 
 ASKED = """Current thread 0x00007f01 (most recent call first):
   File "/home/me/train.py", line 12 in load
