@@ -60,7 +60,7 @@ def measure(rounds: int, cpp: bool = False) -> dict[str, list[float]]:
         def on_fault(part: str, error: Exception) -> None:
             faults.append(error)
 
-        rows = RowWriter(recorder, NotableFilter(WarningLimits()), on_fault, ModuleSelection((), ()))
+        rows = RowWriter(recorder, NotableFilter(WarningLimits()), on_fault, ModuleSelection((), ()), progress.where)
         late = LatePassed(passed, rows, progress, LateMasks(rows))  # told of each collective, as in a watched rank
         watchers = {
             name: CollectivePatches(

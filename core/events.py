@@ -465,6 +465,16 @@ class CompiledUnseen(RankEvent, frozen=True, tag="compiled_unseen"):
     """The calls of the modules, too, and not their gradients alone."""
 
 
+class UnmeasuredTensor(RankEvent, frozen=True, tag="unmeasured"):
+    """The first tensor with floats that gpuwatch cannot read, such as one of a class of the script's own."""
+
+    module: str
+    cls: str
+    role: str
+    dtype: str
+    """`float32`"""
+
+
 class HashFlag(IntFlag):
     """What happened to a tensor since it was hashed before."""
 
@@ -864,6 +874,7 @@ WorkerEvent = (
     | PassedTensor
     | NotLookedInto
     | CompiledUnseen
+    | UnmeasuredTensor
     | LooseParameters
     | ReplicaHashes
     | BatchInputs

@@ -201,6 +201,11 @@ def _of_its_losses(rank: RankFacts) -> Iterator[_Reason]:
             "ran compiled code of {} that was not inspected",
             module_text(hidden.module, hidden.cls),
         )
+    if rank.unmeasured is not None:
+        one = rank.unmeasured
+        role, module = shown_name(one.role), module_text(one.module, one.cls)
+        text = "had tensors that could not be measured, such as {} of {} ({})"
+        yield _reason(Code.TENSOR_UNMEASURED, text, role, module, one.dtype)
     for loose in [loose for loose in rank.loose_parameters if loose.unread][:1]:
         parameters = counted(loose.unread, "parameter")
         yield _reason(

@@ -110,6 +110,7 @@ GW512 parameters_unread
 GW513 thread_unseen
 GW514 hooks_cleared
 GW515 torch_unseen
+GW516 tensor_unmeasured
 GW601 own_fault
 GW602 collector_ended
 GW603 agent_ended

@@ -64,7 +64,7 @@ class ModuleHooks:
         self._roots = roots = RankRoots(
             recorder, selection, (lambda *parameter: gradients.watch_parameter(*parameter)) if with_grads else None
         )
-        self.rows = rows = RowWriter(recorder, notable, fault, selection)
+        self.rows = rows = RowWriter(recorder, notable, fault, selection, running.where)
         masks = LateMasks(rows)
         summands = KeptSummands()
         passed = PassedValues(progress, summands)

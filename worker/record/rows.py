@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from ...core.events import ShapeDef, SlotDef
+from ...core.events import RunPosition, ShapeDef, SlotDef, UnmeasuredTensor
 from ...core.frames import RowKind, RowMark
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import RowTuple
@@ -25,6 +25,7 @@ from ..stats.tensor_stats import (
     FloatFormat,
     TensorReading,
     TensorStats,
+    hides_floats,
     in_memory,
     measure,
     place_of,
@@ -104,6 +105,7 @@ class RowWriter(DeviceRows):
     """Reads tensors and writes their numbers into the current page."""
 
     _selection: ModuleSelection
+    _where: Callable[[], RunPosition]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,6 +125,7 @@ class RowWriter(DeviceRows):
         self._late = late_device()
         self._seq_of_call = -1
         """Collectives issued before the last call ended whose arguments were checked."""
+        self._unmeasured_told = False
         self._first_after = 0
         """The first value of the page that was read after the last collective."""
 
@@ -162,7 +165,7 @@ class RowWriter(DeviceRows):
     def _shape(self, tensor: torch.Tensor) -> int:
         try:
             return self._shape_of(tensor.shape)
-        except RuntimeError:  # a nested tensor has no shape of its own
+        except (RuntimeError, TypeError):  # a nested tensor has no shape of its own, a traced one a symbolic one
             return NOTHING
 
     def _shape_of(self, dims: tuple[int, ...]) -> int:
@@ -387,6 +390,8 @@ class RowWriter(DeviceRows):
         if kind == _MEASURED:
             value = self._recorder.value(low, high, meta)
             flags = meta & 0xFF
+        elif kind == RowKind.NOT_MEASURABLE:
+            self._note_unmeasured(slot, tensor, mark)
         packed = (slot, value, self._shape(tensor), code, int(kind), mark)
         notable = kind == _MEASURED and self.notable.value(code, high, meta)
         return _new(RecordedRow, (packed, flags, True, high, meta, notable))
@@ -400,8 +405,22 @@ class RowWriter(DeviceRows):
             value, kind, meta = index, RowKind.MEASURED, PENDING
         elif _is_empty(tensor):
             kind = RowKind.EMPTY
+        elif not self.is_capturing:  # what a graph does not read is counted by itself
+            self._note_unmeasured(slot, tensor, mark)
         packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark)
         return _new(RecordedRow, (packed, 0, True, 0, meta, False))
+
+    def _note_unmeasured(self, slot: int, tensor: torch.Tensor, mark: int) -> None:
+        """Record the first one with floats that cannot be read. A frozen weight shows in what its module returns."""
+        if self._unmeasured_told or mark & _IGNORED:
+            return
+        names = self._recorder.names
+        role, module = names.slots[slot].role, names.modules[names.slots[slot].module]
+        is_frozen = parse_role(role).kind is RoleKind.WEIGHT and not tensor.requires_grad
+        if not is_frozen and hides_floats(tensor):
+            self._unmeasured_told = True
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._recorder.append(UnmeasuredTensor(self._where(), module.name, module.cls, role, dtype))
 
 
 def closed_marked(row: RecordedRow, leaf: Any) -> RecordedRow:

@@ -76,6 +76,7 @@ FLOATS = {
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 _is_wrapped = name_in_torch("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 _unwrap = name_in_torch("torch._C._functorch.get_unwrapped")
+_is_functional = name_in_torch("torch._is_functional_tensor", lambda tensor: False)
 _has_storage = name_in_torch("torch._C._has_storage", lambda tensor: True)
 _MEASURED = int(RowKind.MEASURED)
 _new: Callable[[type[TensorStats], tuple[int, int, int, int]], TensorStats] = tuple.__new__
@@ -85,8 +86,11 @@ NOT_MEASURABLE = TensorStats(0, 0, 0, RowKind.NOT_MEASURABLE)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the numbers of one that a transform of torch.func (vmap, grad) has wrapped; any other itself."""
-    while _is_wrapped(tensor):
+    """The tensor with the numbers of one that a transform of torch.func (vmap, grad) has wrapped; any other itself.
+
+    Stops at one of functionalize: it may hold back changes in place.
+    """
+    while _is_wrapped(tensor) and not _is_functional(tensor):
         tensor = _unwrap(tensor)
     return tensor
 
@@ -187,6 +191,23 @@ def _measure(tensor: torch.Tensor) -> TensorStats:
     low, high = (int(number.item()) for number in torch.aminmax(bits.bitwise_and(kind.mask)))  # waits for the device
     meta = kind.meta | (_non_finite_flags(tensor) if high >= kind.inf else 0)
     return TensorStats(low, high, meta, RowKind.MEASURED)
+
+
+def hides_floats(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is not measurable has floats nevertheless. Empty, traced, meta and freed ones have none."""
+    try:
+        tensor = local_part(unwrapped(tensor))
+        if _is_functional(tensor):
+            tensor = unwrapped(torch._from_functional_tensor(tensor))
+        if tensor.device.type == "meta" or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
+            return False
+        dtype = tensor.dtype
+        if not (dtype.is_floating_point or dtype.is_complex) or str(dtype) == "torch.float4_e2m1fn_x2":
+            return False  # a float4 has no inf and no nan
+        plain = type(tensor) is _TENSOR or type(tensor) is _PARAMETER
+        return tensor.numel() > 0 and not (plain and tensor.layout is torch.strided and not has_memory(tensor))
+    except Exception:  # an unknown class
+        return True
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from gpuwatch.core.events import (
     OwnFault,
     RunPosition,
     ScriptExit,
+    UnmeasuredTensor,
 )
 from gpuwatch.core.identity import number_of_process
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage
@@ -557,6 +558,7 @@ def test_a_rank_without_a_recorder_keeps_a_run_from_being_clean(make):
 
 HIDDEN = EventMessage(NotLookedInto(RunPosition(1), "", "Net", around=False))
 STEPPED = EventMessage(LooseParameters(RunPosition(1), "SGD", 3, 3))
+UNMEASURED = EventMessage(UnmeasuredTensor(RunPosition(1), "fc", "Linear", "output", "float32"))
 FAULT = EventMessage(OwnFault(RunPosition(1), "hook", "TypeError: x"))
 
 
@@ -593,6 +595,10 @@ def empty_batch(make):
         (lambda make: [*empty_batch(make), *make.finished(1)], "rank 1 watched no module in its batches"),
         (lambda make: make.finished(1, last={"pending": 7}), "rank 1 ended before 7 numbers had been read back"),
         (lambda make: make.finished(1, last={"rows_lost": 1}), "rank 1 had no room for 1 row"),
+        (
+            lambda make: [UNMEASURED, *make.finished(1)],
+            "rank 1 had tensors that could not be measured, such as output of `fc` (Linear) (float32)",
+        ),
         (
             lambda make: [HIDDEN, *make.finished(1)],
             "rank 1 ran compiled code of the root module (Net) that was not inspected",

@@ -86,6 +86,7 @@ EVENTS = [
     records.ScalerSkip(HERE, 65536.0, 2, "fc", "Linear", "grad weight", "+inf"),
     records.AbsorbedValue(HERE, "attn.softmax", "Softmax", "output", "nan", "float32", "attn"),
     records.NotLookedInto(HERE, "model", "LlamaModel"),
+    records.UnmeasuredTensor(HERE, "fc", "Linear", "output[0]", "float32"),
     records.CompiledUnseen(HERE, "torch 2.5: compiled modules are not inspected", True),
     records.LooseParameters(HERE, "Adam", 2, 1),
     records.BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),
