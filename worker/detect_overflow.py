@@ -11,9 +11,9 @@ import torch
 
 from ..core.frames import RowKind
 from ..core.values import NonFinite, ValueEncoding
-from .session import current_hooks
 from .stats.device import without_modes
 from .stats.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain
+from .watch import watching_hooks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -84,13 +84,14 @@ def detect_overflow(tensor: torch.Tensor, ctx: str) -> bool:
     after layer_norm has infs
 
     Any kind of tensor is accepted. The call waits for the device, and torch.compile breaks its graph here. In a run
-    that gpuwatch watches, the tensor is also recorded under the name `ctx`.
+    that gpuwatch watches, and under `gpuwatch.watch`, the tensor is also recorded under the name `ctx`, and an overflow
+    ends the run as one in a module does: OverflowDetected.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"detect_overflow: expected a tensor, found {type(tensor).__name__}")
     numbers = without_modes(look, tensor)
     detected = print_non_finite(numbers.meta & 0xFF, ctx)
-    hooks = current_hooks()
+    hooks = watching_hooks()
     if hooks is not None:
         hooks.look_at(tensor, ctx)
     return detected

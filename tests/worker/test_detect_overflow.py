@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from gpuwatch import detect_overflow
+from gpuwatch import detect_overflow, watch
+from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker import session as session_module
@@ -124,3 +125,35 @@ def test_before_torch_is_imported_there_are_no_hooks(session):
     session.hooks = None
     make_current(session)
     assert detect_overflow(torch.tensor([NAN]), "the loss")
+
+
+class Scales(torch.nn.Module):
+    """Makes an inf between two modules, takes it away again, and looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = self.first(x).abs() / 0
+        detect_overflow(scaled, "after scaling")
+        return self.second(scaled.clamp(max=1.0))
+
+
+def test_under_watch_it_is_recorded(capsys):
+    model, other = Scales(), Scales()
+    with watch(model, on_overflow="continue") as handle:
+        assert not detect_overflow(torch.ones(2), "the loss")
+        model(torch.ones(2, 4))
+        other(torch.ones(2, 4))
+        verdict = handle.verdict()
+    assert (verdict.kind, verdict.module, verdict.phase) == ("overflow", "after scaling", "forward")
+    assert [page.frames[0].module for page in handle.pages()] == ["the loss", "first", "after scaling"]
+    other(torch.ones(2, 4))  # no longer watched
+    assert capsys.readouterr().out == "after scaling has infs\n" * 3
+
+
+def test_under_watch_it_ends_the_forward_as_an_overflow_in_a_module_does(capsys):
+    model = Scales()
+    with pytest.raises(OverflowDetected, match="after scaling"), watch(model):
+        model(torch.ones(2, 4))
