@@ -188,15 +188,15 @@ def _named(
     blamed = odd if odd is not None and odd.certain else None
     page = page_of(facts, first)
     large = large_weight(page, first.frame) if page is not None and first.step == 0 and first.is_origin else None
-    clues = clues_of(facts, first, odd, large[0] if large is not None else "")
-    certainty, evidence = evidence_of(facts, first, order, rest, odd, clues.wild)
-    if large is not None:
-        evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
     rank = facts.one(first.attempt, first.rank)
     may_be_run = first.is_origin and first.phase in (FramePhase.FORWARD, FramePhase.BACKWARD)
     ran = _at(first, rank.second_run) if may_be_run else None
-    capture = _capture_of(facts, first, rest) if may_be_run and first.phase == FramePhase.FORWARD else None
     operation = operation_of(first, ran)
+    clues = clues_of(facts, first, odd, large[0] if large is not None else "", operation)
+    certainty, evidence = evidence_of(facts, first, order, rest, odd, clues.wild)
+    if large is not None:
+        evidence.append(f"the largest weight up to that point: {large[0]}, abs max {large[1]}")
+    capture = _capture_of(facts, first, rest) if may_be_run and first.phase == FramePhase.FORWARD else None
     evidence[1:1] = operation_lines(ran, operation)
     return overflow_at(
         first,

@@ -20,6 +20,7 @@ from ..facts.diagnosis import LocalDiagnosis, number_text, quoted
 from ..facts.facts import RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
+from .left_domain import domain_advice
 from .replicas import OddWeight, WildWeight, page_of, wild_weight
 from .words import between_text
 
@@ -257,10 +258,18 @@ class AdviceClues:
     weights: bool = False
     went_on: bool = False
     """The script has ended well after it."""
+    domain: str = ""
+    """The advice, if the operation that made it had an input outside of its domain."""
 
 
-def clues_of(facts: RunFacts, first: LocalDiagnosis, odd: OddWeight | None = None, large: str = "") -> AdviceClues:
-    """The clues of a diagnosis. `odd` is a copy of a weight that differs."""
+def clues_of(
+    facts: RunFacts,
+    first: LocalDiagnosis,
+    odd: OddWeight | None = None,
+    large: str = "",
+    operation: BadOperation | None = None,
+) -> AdviceClues:
+    """The clues of a diagnosis. `odd` is a copy of a weight that differs, `operation` the one that made the value."""
     page = page_of(facts, first)
     frames = page.frames if page is not None else []
     from_outside = first.source == "outside" and first.phase == FramePhase.BACKWARD
@@ -273,6 +282,7 @@ def clues_of(facts: RunFacts, first: LocalDiagnosis, odd: OddWeight | None = Non
         gradients=any(frame.gradients for frame in frames),
         weights=any(frame.weights for frame in frames),
         went_on=ended is not None and ended.code == 0,
+        domain=domain_advice(operation),
     )
 
 
@@ -285,7 +295,12 @@ def next_steps(first: LocalDiagnosis, clues: AdviceClues | None = None) -> list[
     """Short advice on what to look at."""
     clues = clues or AdviceClues()
     steps = _of_clues(first, clues) or list(filter(None, [_by_source(first, clues)]))
-    if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != FramePhase.OPTIMIZER:
+    if (
+        not clues.domain
+        and first.dtype == "float16"
+        and first.source in ("made", "reduced")
+        and first.phase != FramePhase.OPTIMIZER
+    ):
         steps = [_FLOAT16, *steps]
     whole = f"{_WHOLE_BATCHES}{'' if clues.went_on else _GO_ON}."
     return steps if first.source == "skipped" else [*steps, whole]
@@ -368,6 +383,8 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
         return _step_for_optimizer(first)
     if first.source == "weight":
         return _step_for_weight(first, clues)
+    if clues.domain:
+        return clues.domain
     if first.step == 0 and first.phase == FramePhase.FORWARD:
         what = f"the {clues.large}" if clues.large else "the weights, and at the scale of the inputs"
         return _NO_STEP + f"look at the initialisation of {what}."
