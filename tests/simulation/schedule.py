@@ -14,6 +14,7 @@ IN_A_CALL = (
     "fault",
     "detach",
     "compiled",
+    "unmeasured",
     "rows lost",
     "exit in a forward",
     "exit",

@@ -20,6 +20,7 @@ from gpuwatch.core.events import (
     ScriptError,
     ScriptExit,
     SlotDef,
+    UnmeasuredTensor,
 )
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.layout import HeadField, HooksState, RankPhase, file_name, seal
@@ -205,6 +206,9 @@ class Worker:
             return
         elif what == "compiled":
             writer.append(NotLookedInto(self._at, f"layer{module}", "Linear", around=False))
+            return
+        elif what == "unmeasured":
+            writer.append(UnmeasuredTensor(self._at, f"layer{module}", "Linear", "output", "float32"))
             return
         elif what == "rows lost":
             writer.fields[HeadField.ROWS_LOST] += 1
