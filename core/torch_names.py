@@ -96,6 +96,7 @@ NAMES = (
     TorchName("torch._C", "_DisableFuncTorch", FUNCTORCH),
     TorchName("torch._C", "_has_storage", FUNCTORCH),
     TorchName("torch", "_is_functional_tensor", FUNCTORCH),
+    TorchName("torch", "_from_functional_tensor", FUNCTORCH),
     TorchName("torch._C", "DisableTorchFunction", NOTHING_SEEN),
     TorchName("torch._C", "_set_grad_enabled", NOTHING_SEEN),
     TorchName("torch._C", "_len_torch_dispatch_stack", MODES),
