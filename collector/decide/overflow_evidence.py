@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ...core.bad_values import NAMED_BY_SCRIPT
 from ...core.frames import FramePhase, module_text
 from ...core.identity import rank_name
 from ...core.judge import first_alarm, first_expected_gradient
@@ -129,6 +130,8 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     seen = module_text(first.at[0], first.at[1])
     if first.source == "carried":
         return [f"{where}: {first.place} received a non-finite value; its origin was not seen"]
+    if first.cls == NAMED_BY_SCRIPT and first.source in ("made", "unread"):
+        return [f"{where}: the tensor that detect_overflow was given was not finite"]
     if first.source == "unread":
         return [f"{where}: inputs of {first.place} were finite, its {first.role} was not; its weights were not checked"]
     if first.source == "buffer":

@@ -148,6 +148,7 @@ def test_under_watch_it_is_recorded(capsys):
         other(torch.ones(2, 4))
         verdict = handle.verdict()
     assert (verdict.kind, verdict.module, verdict.phase) == ("overflow", "after scaling", "forward")
+    assert verdict.evidence[0] == "rank 0, batch 0, frame 1: the tensor that detect_overflow was given was not finite"
     assert [page.frames[0].module for page in handle.pages()] == ["the loss", "first", "after scaling"]
     other(torch.ones(2, 4))  # no longer watched
     assert capsys.readouterr().out == "after scaling has infs\n" * 3
