@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Literal
+from functools import lru_cache, partial
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -42,6 +43,8 @@ class WorkerOption:
     """What reads the text in launcher/option_types.py, where it is no number between `least` and `most`."""
     repeats: bool = False
     part: Literal["watching", "preflight", "failure"] = "watching"
+    in_python: str | None = None
+    """What `gpuwatch.watch` has in place of a keyword of this name, "" for nothing; None: it has the keyword."""
 
 
 _OfPreflight = partial(WorkerOption, part="preflight")
@@ -80,7 +83,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         ),
     ] = "auto"
     rank: Annotated[
-        int | None, WorkerOption("with --explain N: watch the operations of this rank alone", "R", of="a rank")
+        int | None,
+        WorkerOption("with --explain N: watch the operations of this rank alone", "R", of="a rank", in_python=""),
     ] = None
     capture: Annotated[
         str,
@@ -179,10 +183,16 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     ] = 50
     trace_batches: Annotated[
         list[int],
-        WorkerOption("keep all frames of these batches (the first is 0) in the report", "N,N", form="batches"),
+        WorkerOption(
+            "keep all frames of these batches (the first is 0) in the report",
+            "N,N",
+            form="batches",
+            in_python="frames(N) of the watch",
+        ),
     ] = []
     abort_after_batch: Annotated[
-        int | None, WorkerOption("end the job, as a clean one, after this batch", "N", of="a batch number")
+        int | None,
+        WorkerOption("end the job, as a clean one, after this batch", "N", of="a batch number", in_python=""),
     ] = None
 
     preflight_timeout_s: Annotated[
@@ -259,3 +269,46 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         """Take the settings out of the environment; None when the process was not started by a launch."""
         value = os.environ.pop(VARIABLE, None)
         return cls.from_json(value.encode()) if value is not None else None
+
+
+def as_keywords(text: str) -> str:
+    """Advice to a user of `gpuwatch.watch`: options become keywords, except in code between backticks.
+
+    >>> as_keywords("`f(--sync)`: use --sync a second time, --every 1 (--modules) or --watch grads,weights.")
+    '`f(--sync)`: use sync=True a second time, every=1 (modules=) or watch=["grads", "weights"].'
+    """
+    return _FLAG.sub(_as_keyword, text)
+
+
+_FLAG = re.compile(
+    r"`(?!--)[^`]*`|(?:gpuwatch launch )?(?<![\w-])--(?P<option>[a-z][a-z-]*)(?P<value> (?:'[^']*'|\w[\w.,]*\b))?"
+)
+
+
+def _as_keyword(found: re.Match[str]) -> str:
+    name, given = (found["option"] or "").replace("-", "_"), found["value"] or ""
+    kind, option = worker_options().get(name, (None, None))
+    if option is None or option.part != "watching" or option.in_python == "":
+        return found[0]
+    if option.in_python is not None:
+        return option.in_python
+    if kind is bool:
+        return f"{name}=True{given}"
+    value, words = given.strip(), given.strip().split(",")
+    if value[:1] in {*"'0123456789"} or value.replace(",", "").isupper():  # as it is, or what stands for it
+        return f"{name}=[{value}]" if get_origin(kind) is list else f"{name}={value}"
+    if not set(words) <= set(_words(kind)):
+        return f"{name}={given}"
+    return f"{name}={json.dumps(words if get_origin(kind) is tuple else value)}"
+
+
+@lru_cache(maxsize=1)
+def worker_options() -> dict[str, tuple[Any, WorkerOption]]:
+    """Field -> (type, declaration) of each option."""
+    hints = get_type_hints(WorkerSettings, include_extras=True)
+    found = {name: get_args(hint) for name, hint in hints.items()}
+    return {name: parts for name, parts in found.items() if parts and isinstance(parts[-1], WorkerOption)}
+
+
+def _words(kind: Any) -> list[str]:
+    return [kind] if isinstance(kind, str) else [word for part in get_args(kind) for word in _words(part)]

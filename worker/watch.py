@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
@@ -22,7 +22,7 @@ from ..core.recorder.pages import NameTable, decode_page
 from ..core.recorder.reader import RecorderReader
 from ..core.recorder.run_folder import make_scratch, remove_scratch
 from ..core.recorder.writer import RecorderWriter
-from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings
+from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings, as_keywords, worker_options
 from ..core.tell import tell
 from ..core.wire.messages import (
     AgentBody,
@@ -66,7 +66,9 @@ def facts_of(
     from ..collector.facts.fold import fold
 
     messages = _messages(state, definitions, events, pages)
-    return fold(("process", number, body) for number, body in enumerate(messages))
+    facts = fold(("process", number, body) for number, body in enumerate(messages))
+    facts.report_command = ""
+    return facts
 
 
 def _messages(
@@ -74,7 +76,7 @@ def _messages(
 ) -> Iterator[AgentBody]:
     happened = list(events)
     members = ranks() if any(isinstance(event, Anomaly) for event in happened) else 1
-    yield AgentHello("process", socket.gethostname(), members, 1, 1, [], {}, "")
+    yield AgentHello("process", socket.gethostname(), members, 1, 1, ["gpuwatch.watch"], {}, "")
     yield NameDefinitions(state.rank, state.attempt, list(definitions))
     yield from map(EventMessage, happened)
     held = list(pages)
@@ -192,14 +194,20 @@ class ModelWatch:
         """
         from ..collector.decide.decide import decide
 
-        return decide(self._facts())
+        verdict = decide(self._facts())
+        if not self._owned:  # the run's options apply
+            return verdict
+        statement, *others = map(as_keywords, [verdict.statement, *verdict.evidence, *verdict.next])
+        count = len(verdict.evidence)
+        return msgspec.structs.replace(verdict, statement=statement, evidence=others[:count], next=others[count:])
 
     def _repr_html_(self) -> str:
         """The report's page on this process, for a notebook."""
         from ..collector.assemble.build import build_report
         from ..collector.report.html.page import embedded, render_html
 
-        return embedded(render_html(build_report(self._facts(), run_id="of this process", started=None, ended=None)))
+        report = build_report(self._facts(), run_id="of this process", started=None, ended=None)
+        return embedded(render_html(report, spelled=as_keywords if self._owned else str))
 
     def _facts(self) -> RunFacts:
         if not self._closed and os.getpid() == self._pid:
@@ -312,9 +320,8 @@ def watch(
 
 def _check_numbers(**given: Any) -> None:
     """Raise ValueError if one is not in the range that its option of the command line has."""
-    hints = get_type_hints(WorkerSettings, include_extras=True)
     for name, value in given.items():
-        kind, option = get_args(hints[name])
+        kind, option = worker_options()[name]
         most = option.most or math.inf
         if not isinstance(value, Real if kind is float else Integral) or not option.least <= value <= most:
             reach = f"from {option.least} to {most:g}" if option.most else f"of {option.least} or more"

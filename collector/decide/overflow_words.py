@@ -205,7 +205,8 @@ def explain_command(
     into a sum: the run's own command with --explain. [] if that is of no use."""
     words = next((hello.command for hello in facts.hellos), [])
     is_backward = first.phase == FramePhase.BACKWARD
-    if words[:2] != ["gpuwatch", "launch"] or ((ran is None) is not is_backward and not of_sum):
+    launched, in_python = words[:2] == ["gpuwatch", "launch"], words[:1] == ["gpuwatch.watch"]
+    if not (launched or in_python) or ((ran is None) is not is_backward and not of_sum):
         return []
     options, rest = {"--explain": str(first.batch)}, words[2:]
     if ("--explain", options["--explain"]) in pairwise(rest):
@@ -219,7 +220,8 @@ def explain_command(
     what = "the line of the forward whose backward made it" if is_backward else "the operation and its line"
     if of_sum:
         what = "each rank's own number at the first bad element"
-    return [f"For {what}, run it again with that batch watched: {command}"]
+    again = f"with that batch watched: {command}" if launched else f"with --explain {first.batch}."
+    return [f"For {what}, run it again {again}"]
 
 
 def batch_text(first: LocalDiagnosis) -> str:
@@ -345,7 +347,7 @@ def _steps_for_odd(odd: OddWeight) -> list[str]:
 
 
 _OF_SOURCE = {
-    "skipped": "Run it again with --every 1 (or --trace-batches with that batch) to find the module.",
+    "skipped": "Run it again with --every 1 (or --explain N for batch N alone) to find the module.",
     "received": "Look at what the ranks that send to this one, or share a collective with it, computed just before: it "
     "was made on one of them.",
     "reduced": "Divide gradients before they are summed, or reduce them in float32 or bfloat16.",

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import inspect
 import os
 
+import gpuwatch
 import msgspec
 import pytest
-from gpuwatch.core.settings import VARIABLE, WorkerSettings
+from gpuwatch.core.settings import VARIABLE, WorkerSettings, as_keywords, worker_options
 
 ALL_CHANGED = WorkerSettings(
     recorder_dir="/dev/shm/gpu watch; 'x'",
@@ -67,3 +69,32 @@ def test_without_a_launch_there_are_no_settings(monkeypatch):
 def test_settings_of_a_later_version_are_read(monkeypatch):
     monkeypatch.setenv(VARIABLE, '{"recorder_dir": "/x", "later": 1}')
     assert WorkerSettings.from_environment() == WorkerSettings("/x")
+
+
+def test_watch_has_a_keyword_for_each_option_of_watching():
+    keywords = {
+        name for name, (_, option) in worker_options().items() if option.part == "watching" and option.in_python is None
+    }
+    assert keywords == set(inspect.signature(gpuwatch.watch).parameters) - {"model"}
+
+
+@pytest.mark.parametrize(
+    ("advice", "in_python"),
+    [
+        ("use --sync a second time, --every 1 (--modules).", "use sync=True a second time, every=1 (modules=)."),
+        ("Watch the weights, too: --watch forward,weights.", 'Watch the weights, too: watch=["forward", "weights"].'),
+        (
+            "See gpuwatch launch --trace-batches N,N; --on-overflow continue",
+            'See frames(N) of the watch; on_overflow="continue"',
+        ),
+        (
+            "--explain off tests nothing; `--explain N`, --explain 3",
+            'explain="off" tests nothing; `explain=N`, explain=3',
+        ),
+        ("waived by --ignore 'a.*': 3, --ignore: 3", "waived by ignore=['a.*']: 3, ignore=: 3"),
+        ("more than --capture-max; --capture-max is 2 GB", "more than capture_max=; capture_max= is 2 GB"),
+        ("`parser('--sync')`, x--sync, --sync-all, --min-busbw 3, --rank 1", None),
+    ],
+)
+def test_options_in_advice_become_keywords(advice, in_python):
+    assert as_keywords(advice) == (in_python or advice)

@@ -130,6 +130,37 @@ def test_a_notebook_shows_the_reports_page(folders):
     page = html.unescape(re.fullmatch(r'<iframe srcdoc="([^"]*)" [^>]*></iframe>', shown, re.DOTALL)[1])
     assert page.startswith("<!doctype html>")
     assert "run of this process" in page
+    assert "same as text" not in page, "no command shows it"
+
+
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ["frames(N) of the watch", 'on_overflow="continue"', "with explain=0."]),
+        ({"explain": 0}, ["SqrtBackward0"]),
+        ({"watch": ["forward", "grads"]}, []),
+        (
+            {"every": 2, "ignore": ["0:weight"]},
+            ["(not inspected: every=2)", "every=1 (or explain=N for batch N alone)"],
+        ),
+    ],
+)
+def test_advice_names_keywords_and_no_options(folders, settings, words):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Root(), nn.Linear(1, 1))
+    handle = gpuwatch.watch(model, **settings)
+    model(X if "every" in settings else torch.zeros(3, 4)).sum().backward()
+    with pytest.raises(OverflowDetected) as raised:
+        model(torch.full((3, 4), math.inf))
+        torch.optim.SGD(model.parameters()).step()
+    page = re.sub(r"(?s)<(style|script)>.*?</\1>", "", html.unescape(handle._repr_html_()))
+    verdict = handle.verdict()
+    handle.remove()
+    told = [str(raised.value), handle.report(), *verdict.evidence, *verdict.next]
+    assert [OPTION.findall(text) for text in (page, *told)] == [[]] * (1 + len(told))
+    assert [word for word in words if word not in " ".join(told)] == []
 
 
 def test_a_bad_input_is_told_as_one(folders):

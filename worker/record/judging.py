@@ -31,6 +31,7 @@ from ...core.recorder.layout import NOTHING, HeadField, seal
 from ...core.recorder.pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role
+from ...core.settings import as_keywords
 from ...core.text import shown_name
 from ...core.values import NonFinite, name_of
 from ..stats.notable import frames_to_judge
@@ -400,9 +401,9 @@ class AlarmRecorder:
             found = clause_of(pending, self._asked("a second run", where, self.conclude) or "")
             self._fields[HeadField.ABORT] = seal(ExitCode.OVERFLOW)
             self._asked("log_to", where, self.before_raise, found)
-            raise OverflowDetected(
-                f"gpuwatch: {found}; {_LAUNCHED if self._progress.settings.recorder_dir else _ALONE}"
-            )
+            launched = bool(self._progress.settings.recorder_dir)
+            text = f"gpuwatch: {found}; {_LAUNCHED if launched else _ALONE} {_GO_ON}"
+            raise OverflowDetected(text if launched else as_keywords(text))
 
     # -- near overflow and underflow ----------------------------------------------------------------------------
 
@@ -462,10 +463,9 @@ class FrameWriter:
         return index
 
 
-_LAUNCHED = (
-    "the combined report follows when all ranks have ended. To go on training after an overflow: --on-overflow continue"
-)
-_ALONE = 'report() of the watch shows the frames. To go on training after an overflow: on_overflow="continue"'
+_LAUNCHED = "the combined report follows when all ranks have ended."
+_ALONE = "report() of the watch shows the frames."
+_GO_ON = "To go on training after an overflow: --on-overflow continue"
 
 
 def clause_of(anomaly: Anomaly, made: str = "") -> str:

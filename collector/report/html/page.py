@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from importlib.resources import files
 from typing import NamedTuple
 
 import msgspec
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
+from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
 from ....core.errors import CODE, CodeText, code_texts, coded
@@ -61,8 +63,8 @@ def picture_of(report: RunReport) -> VerdictPicture:
     return VerdictPicture(grid=rank_grid(report))
 
 
-def render_html(report: RunReport) -> str:
-    """The whole page."""
+def render_html(report: RunReport, spelled: Callable[[str], str] = str) -> str:
+    """The whole page. `spelled` writes the options in a text as those spell them who read it."""
     style, script = _asset("report.css"), _asset("report.js")
     shown = rank_to_show(report)
     healthy = _healthy(report, shown)
@@ -126,6 +128,7 @@ def render_html(report: RunReport) -> str:
         most_events=MOST_EVENTS,
         lost=lost,
         codes=codes,
+        spelled=spelled,
     )
 
 
@@ -144,7 +147,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     filters = {"first": text_report.first_text, "number": _number, "bytes": bytes_text, "numbers": numbers_text}
-    environment.filters.update(filters, coded=coded, code=code_of, level=level_of, duration=_duration)
+    environment.filters.update(filters, coded=coded, code=_spelled_code, level=level_of, duration=_duration)
     return environment
 
 
@@ -255,6 +258,11 @@ def code_of(text: str) -> Markup:
         pieces = [first]
     parts = [Markup("<code>{}</code>").format(piece) if n % 2 else _marked(piece) for n, piece in enumerate(pieces)]
     return Markup("").join([*parts, *(Markup("<br>") + _command(line.strip()) for line in commands)])
+
+
+@pass_context
+def _spelled_code(context: Context, text: str) -> Markup:
+    return code_of(context["spelled"](text))
 
 
 def _command(text: str) -> Markup:
