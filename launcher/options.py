@@ -213,6 +213,10 @@ def worker_settings(args: argparse.Namespace, scratch: Path, logs: Path) -> Work
 class SentenceParser(argparse.ArgumentParser):
     """Reports an error in one sentence, where argparse prints two screens of usage."""
 
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """What a shortened option may be. Two spellings of one option are no ambiguity."""
+        return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
+
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
         code, (what, _, words) = Code.WRONG_VALUE, message.partition(": ")
@@ -303,6 +307,14 @@ class _CheckParser(SentenceParser):
     def parse_args(  # type: ignore[override]  # the overloads of argparse are of no use here
         self, args: list[str], namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
+        mode = next((at for at, word in enumerate(args) if word.partition("=")[0] == "--preflight"), None)
+        if mode is not None:
+            found = shlex.join(args[mode : mode + 1 + ("=" not in args[mode])])
+            raise UsageError(
+                Code.NO_SUCH_OPTION,
+                f"check is the full preflight, without --preflight, found {found}; for the quick one, which every "
+                "launch runs: gpuwatch check --quick",
+            )
         parsed, rest = self.parse_known_args(args, namespace)
         if rest and not rest[0].startswith("-"):
             raise UsageError(

@@ -188,7 +188,8 @@ def stacks_text(ranks: Iterable[RankReport | RankStack]) -> Iterator[str]:
     """Lines: ranks that stand at the same place share one stack."""
     for stack, alike in grouped((rank for rank in ranks if rank.stack), lambda rank: tuple(rank.stack)).items():
         names = ranks_text(rank.rank for rank in alike)
-        yield f"Stack of {names}, innermost call first (calls inside torch are left out)"
+        further = "" if is_users(stack[0]) else "further "
+        yield f"Stack of {names}, innermost call first ({further}calls inside torch are left out)"
         yield from (f"  {line}" for line in own_lines(list(stack))[:MOST_LINES])
         threads = next((rank.threads for rank in alike if rank.threads), [])
         yield from (f"  other {line}" for line in threads[:_MOST_THREADS])

@@ -393,6 +393,18 @@ def test_a_script_given_to_a_check_is_one_sentence_that_names_launch(line):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("line", ["--preflight quick", "--preflight=full", "--nproc-per-node 2 --preflight"])
+def test_a_check_with_the_option_of_a_launch_names_its_own(line):
+    with pytest.raises(UsageError, match=r"found --preflight.*: gpuwatch check --quick \[GW"):
+        get_check_parser().parse_args(line.split())
+
+
+def test_a_shortened_option_is_one_option_in_both_spellings():
+    assert get_check_parser().parse_args(["--preflight-t", "9", "--nproc-per", "3"]).preflight_timeout == 9
+    with pytest.raises(UsageError, match="--s could match --standalone, --"):
+        get_check_parser().parse_args(["--s"])
+
+
 @pytest.mark.parametrize("option", ["-m", "--no-python", "--run-path"])
 def test_an_option_about_a_script_is_one_sentence_too(option):
     with pytest.raises(UsageError, match=f"found .*{option}.*drop it"):
