@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome
+from ..collector.run_files import ListedRun, RunPaths, command_for, list_runs, read_outcome
 from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.recorder.stalls import ANSWER_S
 from ..core.text import shown
-from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run
+from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, is_open
 
 if TYPE_CHECKING:
     from ..collector.live.publisher import ViewSubscriber
@@ -45,8 +45,8 @@ def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
     if form == "json" and not once:
         raise UsageError(Code.WRONG_TOGETHER, "expected --once with --format json, found none; add: --once")
     path = find_run(run, Path(runs_dir))
-    with _connected(job_viewer(path), path.name) as link:
-        return _print_once(link, path.name, form) if once else _watch(link, path.name)
+    with _connected(job_viewer(path), path) as link:
+        return _print_once(link, path.name, form) if once else _watch(link, path)
 
 
 @click.command(name="stacks")
@@ -63,7 +63,7 @@ def stacks(run: str | None, runs_dir: str, form: str) -> int:
     from ..collector.live.snapshot import view_text
 
     path = find_run(run, Path(runs_dir))
-    with _connected(stacks_viewer(path), path.name) as link:
+    with _connected(stacks_viewer(path), path) as link:
         view = link.newest(_PATIENCE_S + ANSWER_S)
     if view is None:
         raise GpuwatchError(Code.NOT_RUNNING, _SILENT.format(path.name, _PATIENCE_S + ANSWER_S))
@@ -75,13 +75,11 @@ def stacks(run: str | None, runs_dir: str, form: str) -> int:
 
 
 @contextmanager
-def _connected(link: ViewSubscriber[T], run: str) -> Iterator[ViewSubscriber[T]]:
+def _connected(link: ViewSubscriber[T], path: Path) -> Iterator[ViewSubscriber[T]]:
     try:
         if not link.is_shown:
-            result = f"for its result: gpuwatch report {run}"
-            raise UsageError(
-                Code.NOT_RUNNING, f"expected a run in progress, found no collector that shows {run}; {result}"
-            )
+            found = f"found no collector that shows {path.name}; for its result: {command_for(path)}"
+            raise UsageError(Code.NOT_RUNNING, f"expected a run in progress, {found}")
         yield link
     finally:
         link.close()
@@ -113,20 +111,20 @@ def _print_once(link: ViewSubscriber[JobView], run: str, form: str) -> int:
     return 0
 
 
-def _watch(link: ViewSubscriber[JobView], run: str) -> int:
+def _watch(link: ViewSubscriber[JobView], path: Path) -> int:
     from importlib.util import find_spec
 
     if find_spec("textual") is None:
         raise UsageError(
             Code.NOT_INSTALLED,
             "expected textual, which draws the screen, found it not installed; install it with: pip install "
-            "textual, or print one snapshot: gpuwatch top --once",
+            f"textual, or print one snapshot: {command_for(path, does='top --once')}",
         )
     from ..collector.live.top_app import TopApp
 
     for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal
         os.environ.pop(name, None)
-    return TopApp(lambda: link.newest(0), lambda: not link.is_shown, run).run() or 0
+    return TopApp(lambda: link.newest(0), lambda: not link.is_shown, command_for(path)).run() or 0
 
 
 # `gpuwatch runs`
@@ -150,11 +148,13 @@ def _alike(runs: list[ListedRun], path: Path, folder: Path) -> list[ListedRun]:
 def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
     """List the runs in a folder with their verdicts.
 
-    A run without a report is still running, or its report could not be made: gpuwatch report --again RUN.
+    A run without a verdict is still running, or its report could not be made.
     """
-    runs = list_runs(Path(runs_dir))
-    if like is not None:
-        runs = _alike(runs, find_run(like, Path(runs_dir)), Path(runs_dir))
+    pattern = find_run(like, Path(runs_dir)) if like is not None else None
+    folder = pattern.parent if pattern is not None else Path(runs_dir)
+    runs = list_runs(folder)
+    if pattern is not None:
+        runs = _alike(runs, pattern, folder)
     if form == "json":
         echo_json(runs[-last:])
         return 0
@@ -164,12 +164,13 @@ def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
     width = max(80, shutil.get_terminal_size((80, 24)).columns)
     names = max(len(run.id) for run in runs[-last:])
     for run in runs[-last:]:
-        if run.verdict is None or run.run is None:
-            line = f"{run.id:<{names}}  no report"
-        else:
-            ranks = f"{run.run.world_size} rank{'s' if run.run.world_size != 1 else ''}"
-            line = f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}  {run.verdict.statement}"
-        line = shown(line)
+        if run.verdict is None:
+            state, does = ("not ended", "top") if is_open(folder / run.id) else ("no report", "report --again")
+            click.echo(shown(f"{run.id:<{names}}  {state}: {command_for(folder / run.id, does=does)}"))
+            continue
+        count = run.run.world_size if run.run is not None else None
+        ranks = f"{count} rank{'s' if count != 1 else ''}" if count is not None else ""
+        line = shown(f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}  {run.verdict.statement}")
         click.echo(line if len(line) <= width else f"{line[: width - 3]}...")
     if len(runs) > last:
         click.echo(f"{len(runs) - last} older runs not shown: --last N")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ..collector.run_files import RunPaths, read_report, runs_by_time
+from ..collector.run_files import RunPaths, command_for, read_report, runs_by_time
 from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.text import ranks_text
 from ..core.wire.spool import SUFFIX
@@ -206,15 +205,16 @@ def report(
         raise GpuwatchError(
             Code.UNREADABLE,
             f"expected a report of gpuwatch in {path / 'report.json'}, found one that cannot be shown "
-            f"({type(error).__name__}: {error}); to make it again from the store: gpuwatch report --again {path}",
+            f"({type(error).__name__}: {error}); to make it again from the store: "
+            f"{command_for(path, does='report --again')}",
         ) from error
     if open_ and output is None:
         output = Path(tempfile.mkdtemp(prefix="gpuwatch-page-")) / "report.html"
     if output is None:
         click.echo(data)
-        if form == "text" and not is_spool and _is_open(path):
+        if form == "text" and not is_spool and is_open(path):
             said = "as far as its collector has said, this run has not ended: the report shows what has arrived so far"
-            click.echo(f"gpuwatch: {said}; if it still runs: gpuwatch top {shlex.quote(str(path))}", err=True)
+            click.echo(f"gpuwatch: {said}; if it still runs: {command_for(path, does='top')}", err=True)
         return 0
     try:
         output.write_text(data + "\n", encoding="utf-8")
@@ -228,7 +228,7 @@ def report(
     return 0
 
 
-def _is_open(path: Path) -> bool:
+def is_open(path: Path) -> bool:
     """Whether no collector has said the run's end: it shows the run now, or was killed."""
     from ..core.wire.view import read_viewer_keys
 
@@ -297,6 +297,14 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
             return candidate
         if candidate.is_dir() and ((candidate / "run.sqlite").exists() or (candidate / "report.json").exists()):
             return candidate.resolve()
+        if run is not None and (runs := runs_by_time(candidate)):
+            context = click.get_current_context(silent=True)
+            does = " ".join(context.command_path.split()[1:]) if context is not None else ""
+            raise UsageError(
+                Code.NO_SUCH_RUN,
+                f"expected a run, found {run!r}, a folder of runs; its newest one: "
+                f"{command_for(runs[-1].folder, does=does or 'report')}",
+            )
     known = [paths.run_id for paths in runs_by_time(runs_dir)[-_MOST_TOLD:]]
     there = f"runs there, newest last: {', '.join(known)}" if known else f"there is no run in {runs_dir}"
     wanted = f"{run!r}" if run is not None else f"{runs_dir / 'latest'}"

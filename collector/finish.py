@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import shlex
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,6 @@ import msgspec
 
 from ..core.errors import ExitCode
 from ..core.own_files import write_whole
-from ..core.text import plain_text
 from ..core.verdicts import VerdictKind
 from ..core.wire.messages import JobResult
 from ..core.wire.spool import agent_of, read_spool
@@ -30,6 +28,7 @@ from .run_files import (
     RunOutcome,
     RunPaths,
     blamed_in,
+    command_for,
     earlier_lives,
     earlier_outcomes,
     exit_code,
@@ -71,7 +70,7 @@ def build(
     before = stored_fact(store, "before", list[RunOutcome], [])
     facts = folded.facts(stored_fact(store, "lost_agents", list[str], []))
     facts.blamed_before = blamed_in(before)
-    facts.report_command = _report_command(store.path.parent)
+    facts.report_command = command_for(store.path.parent)
     report = build_report(
         facts,
         run_id=run_id,
@@ -83,11 +82,9 @@ def build(
         rank=rank,
         batch=batch,
     )
-    return msgspec.structs.replace(report, seen_before=seen_before(outcome_of(report, exit_code(report)), before))
-
-
-def _report_command(*words: Path | str) -> str:
-    return plain_text(shlex.join(("gpuwatch", "report", *map(str, words))))
+    like = command_for(store.path.parent, does="runs --like")
+    seen = seen_before(outcome_of(report, exit_code(report)), before, like)
+    return msgspec.structs.replace(report, seen_before=seen)
 
 
 def stored_fact(store: RunStore, key: str, kind: type[T], default: T) -> T:
@@ -115,7 +112,7 @@ def merged_report(paths: Sequence[Path], rank: int | None = None) -> RunReport:
             messages += ((name, message.n, message.body) for message in spool)
     run_id = folders[0].name if folders else paths[0].stem
     facts = fold(messages)
-    facts.report_command = _report_command("--merge", *paths)
+    facts.report_command = command_for(*paths, does="report --merge")
     return build_report(facts, run_id=run_id, started=None, ended=None, rank=rank)
 
 
@@ -207,5 +204,5 @@ def make_report(paths: RunPaths, store: RunStore, folded: FactFold) -> tuple[Run
 def no_report(paths: RunPaths, error: BaseException) -> JobResult:
     """The result for every agent if `make_report` failed."""
     text = f"gpuwatch: the report could not be made ({type(error).__name__}: {error}); what was received is in "
-    text += f"{paths.store}; to try again: gpuwatch report --again {paths.run_id}"
+    text += f"{paths.store}; to try again: {command_for(paths.folder, does='report --again')}"
     return JobResult(int(ExitCode.UNKNOWN), VerdictKind.UNKNOWN, text, str(paths.report_json))

@@ -23,12 +23,17 @@ import msgspec
 from ..core.errors import Code, ExitCode, GpuwatchError
 from ..core.own_files import read_regular
 from ..core.recorder.run_folder import job_run, runs_of_job
-from ..core.text import shown_name
+from ..core.text import plain_text, shown_name
 from ..core.verdicts import VerdictKind
 from .report.model import EarlierLife, RunReport, Verdict
 
 LATEST = "latest"
 MOST_REPORT_BYTES = 1 << 30
+
+
+def command_for(*paths: Path, does: str = "report") -> str:
+    """What a user may type in any folder: `gpuwatch report --again '/home/me/my runs/1'`."""
+    return plain_text(f"gpuwatch {does} {shlex.join(str(path.absolute()) for path in paths)}")
 
 
 class RunPaths:
@@ -98,7 +103,7 @@ def read_report(paths: RunPaths) -> RunReport:
         ) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         found = f"found something else in {paths.report_json}: {shown_name(str(error))}"
-        again = f"to make it again from the store: gpuwatch report --again {shlex.quote(str(paths.folder))}"
+        again = f"to make it again from the store: {command_for(paths.folder, does='report --again')}"
         raise GpuwatchError(Code.UNREADABLE, f"expected a report of schema 1, {found}; {again}") from error
 
 
@@ -158,7 +163,7 @@ class ListedInfo(msgspec.Struct, frozen=True):
 
 
 class ListedRun(msgspec.Struct, frozen=True):
-    """One run. `run` and `verdict` are None where it has no report (yet)."""
+    """One run. `run` and `verdict` are None where it has no report (yet). verdict.json has a verdict alone."""
 
     id: str = ""
     run: ListedInfo | None = None
@@ -185,7 +190,9 @@ def _listed(paths: RunPaths) -> ListedRun:
     try:
         listed = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=ListedRun)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ListedRun(paths.run_id)
+        told = read_outcome(paths)
+        known = ListedVerdict(told.kind, told.certainty, told.statement) if told is not None else None
+        return ListedRun(paths.run_id, verdict=known)
     return msgspec.structs.replace(listed, id=paths.run_id)
 
 
@@ -198,12 +205,13 @@ def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
     if run is None or not run.restart:
         return []
     runs = runs_of_job((path.name for path in paths.folder.parent.iterdir()), run.job)
-    lives = [_listed(RunPaths(paths.folder.parent / other.name)) for other in runs if other.restart < run.restart]
+    folders = [paths.folder.parent / other.name for other in runs if other.restart < run.restart]
     return [
         EarlierLife(life.id, life.verdict.kind, life.verdict.statement)
         if life.verdict is not None
-        else EarlierLife(life.id, "", f"It left no report; to make one: gpuwatch report --again {life.id}")
-        for life in lives
+        else EarlierLife(life.id, "", f"It left no report; to make one: {command_for(folder, does='report --again')}")
+        for folder in folders
+        for life in [_listed(RunPaths(folder))]
     ]
 
 
@@ -274,13 +282,13 @@ def _without_numbers(verdict: Verdict) -> str:
     return re.sub(r"[0-9][0-9., -]*", "#", verdict.statement.replace(verdict.host or "\0", "#"))
 
 
-def seen_before(outcome: RunOutcome, earlier: Sequence[RunOutcome]) -> list[str]:
-    """Sentences; `earlier` are runs of the same folder, the latest first."""
+def seen_before(outcome: RunOutcome, earlier: Sequence[RunOutcome], like: str) -> list[str]:
+    """Sentences; `earlier` are runs of the same folder, the latest first. `like` lists those with the same fault."""
     lines = []
     alike = [other for other in earlier if outcome.fingerprint and other.fingerprint == outcome.fingerprint]
     if alike:
         where = f"{_times(alike)} at the same place, as in {_named(alike)}"
-        lines.append(f"{where}. All of them: gpuwatch runs --like {outcome.run}")
+        lines.append(f"{where}. All of them: {like}")
     there = [other for other in earlier if outcome.device and other.device == outcome.device and other.fingerprint]
     if outcome.fingerprint and there:
         lines.append(f"{_times(there)} on {outcome.device}, as in {_named(there)}")

@@ -71,10 +71,10 @@ class TopApp(App[int]):
     ]
     ENABLE_COMMAND_PALETTE = False
 
-    def __init__(self, newest: Callable[[], JobView | None], is_over: Callable[[], bool], run: str) -> None:
+    def __init__(self, newest: Callable[[], JobView | None], is_over: Callable[[], bool], report: str) -> None:
         super().__init__()
         self.model = TopModel()
-        self._newest, self._is_over, self._run = newest, is_over, run
+        self._newest, self._is_over, self._report = newest, is_over, report
 
     def compose(self) -> ComposeResult:
         """Five parts, one below the other."""
@@ -145,7 +145,7 @@ class TopApp(App[int]):
     def draw(self, *, over: bool = False) -> None:
         """All parts."""
         screen = self.model.screen(self.size.width)
-        head = [*screen.head, *([ScreenLine(f"the job is over: gpuwatch report {self._run}", "warn")] if over else [])]
+        head = [*screen.head, *([ScreenLine(f"the job is over: {self._report}", "warn")] if over else [])]
         table, title = (screen.nodes[1:], screen.nodes[:1]) if self.model.shows_nodes else (screen.ranks, None)
         self.query_one(RankTable).show(table)
         for name, lines in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import stat
 import sys
@@ -291,7 +292,7 @@ def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: 
         return None
     say(
         f"the runs' folder could not be written any more: the store and the files beside it have moved from {source} "
-        f"to {folder}; read it with: gpuwatch report {folder} [{Code.STORE_UNWRITTEN}]"
+        f"to {folder}; read it with: gpuwatch report {shlex.quote(str(folder))} [{Code.STORE_UNWRITTEN}]"
     )
     return folder
 

@@ -14,6 +14,7 @@ import ctypes
 import os
 import secrets
 import select
+import shlex
 import signal
 import sys
 import time
@@ -426,7 +427,11 @@ class NodeAgentLoop:
             return
         more = self.outbox.unacknowledged() if self._spool.left_out else []
         spool = keep_spools(self._spools(), Path(self._config.spool_dir), messages.node_of(self._id), more)
-        kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
+        kept = (
+            f"; this node's records are in {spool}, read them with: gpuwatch report {shlex.quote(str(spool))}"
+            if spool
+            else ""
+        )
         assert self._done is not None
         worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
         code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(worst)

@@ -38,7 +38,7 @@ def test_the_last_lifes_report_lists_the_lives_before_it(tmp_path):
     report = build(store, paths.run_id)
     store.close()
 
-    left = f"It left no report; to make one: gpuwatch report --again {SECOND}"
+    left = f"It left no report; to make one: gpuwatch report --again {tmp_path / SECOND}"
     assert report.run.earlier == [EarlierLife(FIRST, "lost", "Node gpu-2 went silent."), EarlierLife(SECOND, "", left)]
     text = render_text(report, width=300)
     assert f"Other attempts and earlier lives\n  - {FIRST}, lost: Node gpu-2 went silent.\n  - {SECOND}: {left}" in text

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.main import cli
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
 from gpuwatch.collector.run_files import RunPaths
 from gpuwatch.core.wire.messages import AgentMessage, encode
+from gpuwatch.core.wire.view import FILE, ViewerKeys
 
 
 def overflow(make):
@@ -25,7 +28,7 @@ def overflow(make):
 @pytest.fixture
 def runs(make, tmp_path):
     """Three runs: one overflowed, one is clean, one has no report yet."""
-    folder = tmp_path / "runs"
+    folder = tmp_path / "my runs"
     batch = make.Batch(0)
     batch.call("fc1", "Linear", given=[batch.tensor()], returned=[batch.tensor()])
     clean = [make.hello(nproc=1), *batch.messages(), *make.finished(0), make.NodeBye("ok")]
@@ -50,13 +53,40 @@ def shown(*arguments) -> str:
     return done.output
 
 
+def typed(command: str) -> str:
+    """What a command prints that was itself printed."""
+    program, *words = shlex.split(command)
+    assert program == "gpuwatch"
+    return shown(*words)
+
+
 def test_every_run_has_a_line_with_its_verdict(runs):
     lines = shown("runs", "--runs-dir", runs).splitlines()
     assert len(lines) == 3
     by_name = {line.split()[0]: line for line in lines}
     assert "overflow     Rank 0 on h0 overflowed first: +inf in the output of `fc2`" in by_name["first"]
     assert "clean " in by_name["second"] and "1 rank " in by_name["second"]
-    assert by_name["third"].endswith("no report")
+    assert by_name["third"].endswith(f"no report: gpuwatch report --again '{runs / 'third'}'")
+    typed(by_name["third"].partition(": ")[2])
+    assert "no report" not in shown("runs", "--runs-dir", runs)
+
+
+def test_a_run_that_its_collector_still_shows_has_not_ended(runs):
+    keys = {field.name: "" for field in msgspec.structs.fields(ViewerKeys) if field.required}
+    (runs / "third" / FILE).write_bytes(msgspec.json.encode(keys))
+    assert f"third   not ended: gpuwatch top '{runs / 'third'}'\n" in shown("runs", "--runs-dir", runs)
+
+
+@pytest.mark.parametrize(("command", "word"), [("report", "report"), ("top --once", "top"), ("export", "export")])
+def test_a_folder_of_runs_is_answered_with_its_newest_and_the_command(runs, command, word, monkeypatch):
+    monkeypatch.chdir(runs)
+    for folder in (str(runs), "."):
+        error = CliRunner().invoke(cli, [*command.split(), folder]).exception
+        newest = f"gpuwatch {word} '{runs / 'third'}'"
+        assert f"found {folder!r}, a folder of runs; its newest one: {newest} [GW" in str(error)
+        assert error.exit_code == 2
+    if word == "report":
+        assert "run third" in typed(newest)
 
 
 def test_the_last_ones_are_shown_and_the_others_counted(runs):
@@ -72,7 +102,11 @@ def test_as_json(runs):
 
 def test_a_report_that_is_damaged_is_none(runs):
     (runs / "first" / "report.json").write_bytes(b'{"schema": 1')
-    assert sum(line.endswith("no report") for line in shown("runs", "--runs-dir", runs).splitlines()) == 2
+    listed = shown("runs", "--runs-dir", runs)
+    assert "overflow     Rank 0 on h0 overflowed first" in listed, "verdict.json has it"
+    assert listed.count("no report") == 1
+    (runs / "first" / "verdict.json").unlink()
+    assert shown("runs", "--runs-dir", runs).count("no report: gpuwatch report --again ") == 2
 
 
 def test_a_statement_with_control_characters_stays_a_line(runs):

@@ -18,6 +18,7 @@ from gpuwatch.collector.report.model import Verdict
 from gpuwatch.collector.run_files import (
     RunOutcome,
     RunPaths,
+    command_for,
     earlier_outcomes,
     fingerprint_of,
     new_run,
@@ -99,7 +100,9 @@ def test_a_third_run_names_the_two_before_it_and_a_clean_one_names_none(make, tm
 
     text = last.report_text.read_text()
     line = "For the third time at the same place, as in run tuesday, run monday."
-    assert f"Seen before\n  - {line} All of them: gpuwatch runs --like friday" in text.replace("\n    ", " ")
+    assert f"Seen before\n  - {line} All of them: {command_for(last.folder, does='runs --like')}" in text.replace(
+        "\n    ", " "
+    )
     assert line in " ".join(last.report_html.read_text().split())
     assert report_from_store(last).seen_before == json.loads(last.report_json.read_bytes())["seen_before"] != []
 
@@ -169,17 +172,19 @@ def test_an_exception_is_known_by_its_type(make, tmp_path):
 
 def test_a_gpu_is_counted_wherever_it_failed_and_a_node_only_among_several():
     on_gpu = {"gpu": "GPU-1", "host": "gpu-2"}
-    lines = seen_before(replace(MISS, gpu="GPU-1"), [other("b", **on_gpu), other("a", **on_gpu), other("c")])
+    lines = seen_before(replace(MISS, gpu="GPU-1"), [other("b", **on_gpu), other("a", **on_gpu), other("c")], "")
     assert lines == ["For the third time on GPU-1 of gpu-2, as in run b (2026-11-24), run a (2026-11-24)"]
-    assert seen_before(MISS, [other("b", host="gpu-2")]) == []
-    assert seen_before(replace(MISS, nodes=2), [other("b", host="gpu-2", nodes=4)]) == [
+    assert seen_before(MISS, [other("b", host="gpu-2")], "") == []
+    assert seen_before(replace(MISS, nodes=2), [other("b", host="gpu-2", nodes=4)], "") == [
         "For the second time on gpu-2, as in run b (2026-11-24)"
     ]
     healthy = other("b", **on_gpu, fingerprint="")
-    assert seen_before(replace(MISS, gpu="GPU-1"), [healthy]) == []
+    assert seen_before(replace(MISS, gpu="GPU-1"), [healthy], "") == []
 
 
 def test_many_runs_are_counted():
-    lines = seen_before(MISS, [other(f"r{n}", fingerprint="aa", ended=None) for n in range(9)])
+    lines = seen_before(
+        MISS, [other(f"r{n}", fingerprint="aa", ended=None) for n in range(9)], "gpuwatch runs --like now"
+    )
     start = "For the 10th time at the same place, as in run r0, run r1, run r2 and 6 more."
     assert lines == [f"{start} All of them: gpuwatch runs --like now"]

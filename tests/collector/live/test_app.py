@@ -17,7 +17,7 @@ def drive(views, act, size=(80, 24)):
     left = list(views)
 
     async def run():
-        app = TopApp(lambda: left.pop(0) if left else None, lambda: not left, "run-1")
+        app = TopApp(lambda: left.pop(0) if left else None, lambda: not left, "gpuwatch report run-1")
         async with app.run_test(size=size) as pilot:
             for _ in range(len(views) + 1):
                 app.look()

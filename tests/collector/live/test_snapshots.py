@@ -26,7 +26,7 @@ def drawn(views, columns, lines, *keys):
     left = list(views)
 
     async def run():
-        app = TopApp(lambda: left.pop(0) if left else None, lambda: False, "run-1")
+        app = TopApp(lambda: left.pop(0) if left else None, lambda: False, "gpuwatch report run-1")
         async with app.run_test(size=(columns, lines)) as pilot:
             await pilot.pause()  # its widgets are there
             while left:
