@@ -82,9 +82,10 @@ class ForwardThread:
         module, target = self._module, self._target
         try:
             if not target.is_output:
-                hook = target.module.register_forward_pre_hook(self._handed, with_kwargs=True)
+                # nn.Module's own method: a ScriptModule calls such hooks, but refuses to register one
+                hook = nn.Module.register_forward_pre_hook(target.module, self._handed, with_kwargs=True)
             elif target.module is not module or self._method != "forward":
-                hook = target.module.register_forward_hook(self._returned, prepend=True)
+                hook = nn.Module.register_forward_hook(target.module, self._returned, prepend=True)
             with ExitStack() as stack:
                 for make in contexts:
                     stack.enter_context(make())

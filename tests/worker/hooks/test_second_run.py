@@ -450,3 +450,39 @@ def test_the_operation_and_the_line(watch, request, fault, way):
     assert found.code == SOURCE[found.line - 1].strip()
     assert f"test_second_run.py:{found.line}" in verdict.evidence[1]
     assert f"{found.op} made it at {__file__}:{found.line}: " in str(raised.value)
+
+
+class HandsNan(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(torch.log(x.abs() * 0) * 0)
+
+
+class Exponential(nn.Module):
+    def forward(self, x):
+        return torch.exp(x.abs() + 1e3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+@pytest.mark.parametrize(
+    ("make", "op"),
+    [
+        (lambda inner: nn.Sequential(nn.Linear(8, 8), inner), "aten.exp.default"),
+        (lambda inner: nn.Sequential(nn.Sequential(torch.jit.script(nn.Linear(8, 8))), inner), "aten.exp.default"),
+        (lambda inner: nn.Sequential(nn.Linear(8, 8), HandsNan(inner)), "aten.log.default"),
+    ],
+)
+def test_a_scripted_module_in_another_one(watch, make, op):
+    """It refuses `register_forward_hook`, which the second run needs for the tensor that was bad."""
+    watched = watch(on_overflow="abort")
+    model = make(torch.jit.script(Exponential()))
+    with pytest.raises(OverflowDetected):
+        train(model)
+    found = watched.verdict().operation
+    assert found is not None, watched.verdict().evidence
+    assert found.op == op
+    assert watched.faults == []
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
