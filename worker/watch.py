@@ -45,14 +45,35 @@ if TYPE_CHECKING:
     from .hooks.module_hooks import ModuleHooks
 
 
-_watching: weakref.WeakKeyDictionary[ModuleHooks, int] = weakref.WeakKeyDictionary()
-"""Attached hooks of `watch` -> the process that attached them, the newest last."""
+_watching: weakref.WeakKeyDictionary[ModuleHooks, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""Attached hooks of `watch` -> (the process that attached them, the id of their model or of None), the newest last."""
+_in_block: weakref.WeakSet[ModuleHooks] = weakref.WeakSet()
+"""Those of a `with`, which removes them at its end."""
 
 
 def watching_hooks() -> ModuleHooks | None:
     """The hooks of the run that watches this process, else the newest of `watch`; None if there are none."""
-    own = [hooks for hooks, pid in _watching.items() if pid == os.getpid()]
+    own = [hooks for hooks, (pid, _) in _watching.items() if pid == os.getpid()]
     return current_hooks() or (own[-1] if own else None)
+
+
+def _replace_older(model: nn.Module | None) -> None:
+    """Remove what watches the same model outside of a `with`: a cell of a notebook runs again and again."""
+    mine = os.getpid(), id(model)
+    older = [hooks for hooks, about in _watching.items() if about == mine and hooks not in _in_block]
+    for hooks in older:
+        _remove(hooks)
+    if older:
+        what = "this model was" if model is not None else "all models were"
+        tell(f"gpuwatch: {what} watched already: the new watch replaces the older one, which keeps its record")
+
+
+def _remove(hooks: ModuleHooks) -> None:
+    pid, _ = _watching[hooks]
+    if os.getpid() == pid:  # a forked child leaves its parent's recorder alone
+        wait_for_device(hooks.settle)
+    hooks.detach()
+    del _watching[hooks]
 
 
 # The verdict on one process: the collector's own decision, from the pages of this process's recorder.
@@ -116,10 +137,10 @@ class ModelWatch:
         self._names = NameTable()
         self._definitions: list[Definition] = []
         self._events: list[WorkerEvent] = []
-        self._closed = False
         self._pid = os.getpid()
 
     def __enter__(self) -> ModelWatch:
+        _in_block.add(self._hooks)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -129,13 +150,12 @@ class ModelWatch:
 
     def remove(self) -> None:
         """Remove the hooks. The recording can still be read. A second call does nothing."""
-        if self._closed or not self._owned:
-            return
-        self._closed = True
-        if os.getpid() == self._pid:  # a forked child leaves its parent's recorder alone
-            wait_for_device(self._hooks.settle)
-        self._hooks.detach()
-        _watching.pop(self._hooks, None)
+        if self._owned and not self._closed:
+            _remove(self._hooks)
+
+    @property
+    def _closed(self) -> bool:
+        return self._owned and self._hooks not in _watching
 
     # -- what was recorded --------------------------------------------------------------------------------------
 
@@ -253,8 +273,9 @@ def watch(
     of the forward, or before the optimizer step, in which something became inf or nan. With "continue" the overflow is
     only listed in `anomalies`. With `capture`, a folder, a forward that overflows is written there, with its weights
     and its data, in at most `capture_max` bytes: `gpuwatch replay FOLDER` runs it again. In a rank that `gpuwatch
-    launch` watches, the run's settings apply and the keywords have no effect. Raises ValueError for an invalid keyword,
-    TypeError for a model that is none.
+    launch` watches, the run's settings apply and the keywords have no effect. A second watch of the same model replaces
+    the first one, unless that is in a `with`. Raises ValueError for an invalid keyword, TypeError for a model that is
+    none.
     """
     from .hooks.module_hooks import ModuleHooks
 
@@ -300,6 +321,7 @@ def watch(
         capture=str(Path(capture).absolute()) if capture else "",
         capture_max=capture_max,
     )
+    _replace_older(model)
     folder = make_scratch(1)
     remove = partial(_remove_in, os.getpid(), folder)
     rank = rank_here()
@@ -314,7 +336,7 @@ def watch(
     # bound to the hooks, which the modules hold: the script need not keep the handle
     weakref.finalize(hooks, remove)
     hooks.attach()
-    _watching[hooks] = os.getpid()
+    _watching[hooks] = os.getpid(), id(model)
     return ModelWatch(hooks, recorder, owned=True)
 
 

@@ -375,6 +375,39 @@ def test_without_a_model_every_one_is_watched(folders):
     assert [a.cls for a in handle.anomalies] == ["Multiplies"]
 
 
+@pytest.mark.parametrize("of", ["a model", "all"])
+def test_a_second_watch_replaces_the_first_and_says_so(folders, capfd, of):
+    model = nn.Sequential(Multiplies())
+    watched = model if of == "a model" else None
+    handles = []
+    for _ in range(3):  # a cell of a notebook
+        handles.append(gpuwatch.watch(watched))
+        with pytest.raises(OverflowDetected):
+            model(X)
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 2 and all("watched already: the new watch replaces the older one" in line for line in told)
+    handles[0].remove()
+    handles[2].remove()
+    assert [len(handle.anomalies) for handle in handles] == [1, 1, 1]
+    assert [handle.verdict().kind for handle in handles] == ["overflow"] * 3
+    assert hooks() == 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_two_watches_of_one_model_in_blocks_both_record_and_raise_once(folders, capfd):
+    model = nn.Sequential(Multiplies())
+    with gpuwatch.watch(model) as outer, gpuwatch.watch() as every, gpuwatch.watch(model) as inner:
+        for _ in range(2):
+            try:
+                model(X)
+            except OverflowDetected:
+                with pytest.raises(OverflowDetected):
+                    model(X)
+    assert [len(handle.anomalies) for handle in (outer, every, inner)] == [4, 4, 4]
+    assert capfd.readouterr().err == ""
+    assert hooks() == 0
+
+
 def test_two_handles_watch_their_own_models(folders):
     models = [net(), nn.Sequential(Multiplies())]
     first = gpuwatch.watch(models[0], on_overflow="continue")

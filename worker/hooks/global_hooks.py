@@ -23,13 +23,12 @@ from ...core.frames import Phase
 from ...core.recorder.layout import NOTHING, HeadField
 from ..patches import PatchLedger
 from ..record.autograd_graph import GraphCalls
+from ..record.names import CALL
 from ..record.progress import RunProgress
 from ..record.roots import ModuleInfo
 
 _this_thread = threading.get_ident
 _LEFT_OUT = int(HeadField.CALLS_LEFT_OUT)
-CALL = torch.nn.Module._call_impl.__code__
-"""The code object of every module call. A stack frame with this code is a module call."""
 
 
 class RunningCalls:

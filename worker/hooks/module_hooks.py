@@ -21,7 +21,7 @@ from ..record.bad_elements import KeptSummands
 from ..record.device_rows import LateMasks
 from ..record.held_alarms import TrainedModules
 from ..record.judging import AlarmRecorder, FrameWriter
-from ..record.names import ModuleSelection
+from ..record.names import CALL, ModuleSelection
 from ..record.passed import LatePassed, PassedValues
 from ..record.progress import RunProgress
 from ..record.roots import RankRoots
@@ -31,7 +31,7 @@ from ..stats.notable import NotableFilter
 from .backward import BackwardHooks
 from .call_frames import CallFrames
 from .explained_batch import ExplainedBatch
-from .global_hooks import CALL, GlobalHooks, RunningCalls, patch_exports
+from .global_hooks import GlobalHooks, RunningCalls, patch_exports
 from .grad_scaler import GradScalerHooks
 from .graph_replays import GraphReplays
 from .module_calls import ModuleCalls

@@ -31,9 +31,9 @@ from ...core.events import BadOperation, OperandNumbers
 from ...core.frames import RowKind
 from ...core.values import NonFinite, Value, name_of
 from ..record.bad_elements import pattern_of
+from ..record.names import CALL
 from ..stats.device import without_modes
 from ..stats.tensor_stats import local_part, measure, unwrapped
-from .global_hooks import CALL
 
 _MOST_KEPT = 1 << 30
 """Bytes of a storage that is copied before the run changes it."""

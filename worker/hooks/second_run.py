@@ -30,7 +30,7 @@ from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite
 from ..record.collectives import issued
 from ..record.held_alarms import NonFiniteRow
-from ..record.judging import FrameWriter
+from ..record.judging import FrameWriter, ends_by_another_watch
 from ..record.names import inputs_of, unwrap, walk
 from ..record.roots import ModuleInfo
 from ..stats.device import may_have_devices, transforms, without_modes
@@ -157,6 +157,9 @@ class SecondRuns:
         """A call has returned. Run it again if it can have made the value."""
         bad, page = self._bad, info.root.page
         if bad is None or page is None or page.number != bad.page.number or output is None:
+            return
+        if ends_by_another_watch():  # torch is within its table of hooks, which a second run would change
+            self._end("another watch of the model has ended the call")
             return
         if threading.get_ident() == self._running.thread:
             begun_with = self._random if not self._running.stack else None

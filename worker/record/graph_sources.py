@@ -26,11 +26,10 @@ from ...core.events import OwnCodeModule
 from ...core.frames import Frame, Row, RowContent
 from ...core.roles import RoleKind
 from .autograd_graph import MOST_NODES, AutogradGraph, GraphCalls, NodesOfCall, next_node, outwards, shapes_of
-from .names import inputs_of, outputs_of
+from .names import CALL, inputs_of, outputs_of
 from .roots import ModuleInfo
 
 _MOST_TOLD = 8
-_CALL = nn.Module._call_impl.__code__
 _KINDS = (RoleKind.INPUT, RoleKind.OUTPUT)
 _NO_TENSORS = (RowContent.NONE, RowContent.NOT_A_TENSOR)
 
@@ -184,7 +183,7 @@ def _arguments(running: Sequence[ModuleInfo]) -> set[Any]:
     found: set[Any] = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is _CALL and id(frame.f_locals.get("self")) in modules:
+        if frame.f_code is CALL and id(frame.f_locals.get("self")) in modules:
             leaves = inputs_of(frame.f_locals["args"], frame.f_locals["kwargs"])
             found |= {leaf.grad_fn for _, leaf in leaves if isinstance(leaf, torch.Tensor)}
         frame = frame.f_back

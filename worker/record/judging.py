@@ -8,6 +8,7 @@ does not change which row is the first alarm.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from typing import ParamSpec, TypeVar
@@ -38,6 +39,7 @@ from ..stats.notable import frames_to_judge
 from .collectives import issued, moments
 from .device_rows import LateMasks
 from .held_alarms import HeldAlarm, NonFiniteRow, TrainedModules
+from .names import CALL
 from .passed import LatePassed
 from .progress import RunProgress
 from .roots import ModuleInfo, RankRoots
@@ -401,6 +403,8 @@ class AlarmRecorder:
             found = clause_of(pending, self._asked("a second run", where, self.conclude) or "")
             self._fields[HeadField.ABORT] = seal(ExitCode.OVERFLOW)
             self._asked("log_to", where, self.before_raise, found)
+            if ends_by_another_watch():
+                return
             launched = bool(self._progress.settings.recorder_dir)
             text = f"gpuwatch: {found}; {_LAUNCHED if launched else _ALONE} {_GO_ON}"
             raise OverflowDetected(text if launched else as_keywords(text))
@@ -461,6 +465,13 @@ class FrameWriter:
         if any(row.notable for row in rows) or self.judging.suspects(page):
             self.judging.judge(page, index)
         return index
+
+
+def ends_by_another_watch() -> bool:
+    """Whether the call ends by what another watch of the model has raised. torch warns of what later hooks raise."""
+    error = sys.exc_info()[1]
+    at = error.__traceback__ if isinstance(error, OverflowDetected) else None
+    return at is not None and at.tb_frame.f_code is CALL  # else the script handles an earlier one
 
 
 _LAUNCHED = "the combined report follows when all ranks have ended."

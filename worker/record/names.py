@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+CALL = torch.nn.Module._call_impl.__code__
+"""The code object of every module call. A stack frame with this code is a module call."""
+
 # Class name of a wrapper -> name of the child that it wraps. By name, so that nothing has to be imported.
 WRAPPED_CHILD = {
     "DistributedDataParallel": "module",
