@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -161,7 +162,7 @@ def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
     if not runs:
         click.echo(f"there is no run in {runs_dir} (elsewhere: --runs-dir DIR)")
         return 0
-    width = max(80, shutil.get_terminal_size((80, 24)).columns)
+    width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else sys.maxsize
     names = max(len(run.id) for run in runs[-last:])
     for run in runs[-last:]:
         if run.verdict is None:

@@ -224,7 +224,7 @@ class SentenceParser(argparse.ArgumentParser):
             option = next((word.partition("=")[0] for word in words.split() if word.startswith("-")), "")
             code = Code.NO_SUCH_OPTION if option else Code.ARGUMENT_TOO_MANY
             close = get_close_matches(option, self._option_string_actions, n=1)
-            message += f"; did you mean {close[0]}?" if close else ""
+            message += f"; did you mean {self._option_string_actions[close[0]].option_strings[0]}?" if close else ""
         elif what == "the following arguments are required" and words.startswith("training_script"):
             code, message = Code.NO_SCRIPT, "expected a training script, found none"
         elif words.startswith("expected ") and words.endswith(" argument"):

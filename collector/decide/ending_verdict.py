@@ -353,9 +353,10 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
     if name == "SIGUSR2":
         reason = "the scheduler's warning: the time limit is near"
     why = f" ({reason})" if reason else ""
+    what, seen = ("check", "") if facts.check_only else ("run", "; no overflow had been seen")
     return Verdict(
         VerdictKind.INTERRUPTED,
-        f"The run was ended from outside by {name}{why}; no overflow had been seen.",
+        f"The {what} was ended from outside by {name}{why}{seen}.",
         Certainty.ESTABLISHED,
         attempt=facts.last_attempt,
         signal=name,

@@ -89,6 +89,11 @@ def test_a_folder_of_runs_is_answered_with_its_newest_and_the_command(runs, comm
         assert "run third" in typed(newest)
 
 
+def test_a_pipe_gets_whole_lines(runs):
+    done = CliRunner().invoke(cli, ["runs", "--runs-dir", str(runs)], env={**os.environ, "COLUMNS": "80"})
+    assert "first: +inf in the output of `fc2` (Linear), forward, batch 0.\n" in done.output
+
+
 def test_the_last_ones_are_shown_and_the_others_counted(runs):
     lines = shown("runs", "--runs-dir", runs, "--last", 1).splitlines()
     assert len(lines) == 2 and lines[1] == "2 older runs not shown: --last N"

@@ -416,6 +416,7 @@ def test_an_option_about_a_script_is_one_sentence_too(option):
     [
         ("--on-overfow continue t.py", "unrecognized arguments: --on-overfow; did you mean --on-overflow?"),
         ("--nproc-pernode=2 t.py", "did you mean --nproc-per-node?"),
+        ("--onoverflow continue t.py", "did you mean --on-overflow?"),
         ("--xyzzy t.py", "unrecognized arguments: --xyzzy (all options"),
         ("--nproc-per-node 2", "expected a training script, found none"),
     ],

@@ -191,6 +191,7 @@ def test_a_check_that_the_user_ends_says_where_it_was(make):
         make, make.began(1, "cross group"), EventMessage(NodeSignal(2, 1)), ended, outcome="signal", nproc=1
     )
     assert (verdict.kind, code) == ("interrupted", 130)
+    assert verdict.statement == "The check was ended from outside by SIGINT."
     assert "rank 1: in the preflight, stage cross group" in verdict.evidence
 
 
