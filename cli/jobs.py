@@ -28,13 +28,18 @@ class ParsedByArgparse(click.Command):
         super().__init__(*given, **more)
         self._parser = parser
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Its options that begin so, as they are spelled with dashes."""
+    def argparser(self) -> argparse.ArgumentParser:
+        """What reads its options."""
         from ..launcher import options
 
+        parser: argparse.ArgumentParser = getattr(options, self._parser)()
+        return parser
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Its options that begin so, as they are spelled with dashes."""
         known = {
             option: (action.help or "") % {**vars(action), "prog": ""}
-            for action in getattr(options, self._parser)()._actions
+            for action in self.argparser()._actions
             for option in action.option_strings[:1]
             if option.startswith("--")
         }
@@ -55,7 +60,12 @@ def handed_over(name: str, parser: str) -> Callable[[Callable[[tuple[str, ...]],
 
 
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The shell's own names of files: a script."""
+    """Behind an option that takes one of some words, these; else the shell's own names of files: a script."""
+    before = ctx.params.get("arguments") or ("",)
+    if before[-1].startswith("--") and isinstance(ctx.command, ParsedByArgparse):
+        action = ctx.command.argparser()._option_string_actions.get(before[-1])
+        if action is not None and action.choices is not None:
+            return [CompletionItem(word) for word in action.choices if word.startswith(incomplete)]
     return [CompletionItem(incomplete, type="file")]
 
 

@@ -310,7 +310,8 @@ def operation_text(found: BadOperation) -> str:
     sizes = [format_number(each.abs_max).strip() if each.value == "finite" else each.value for each in found.inputs]
     *rest, last = list(filter(None, sizes)) or [""]
     given = f"abs max {' and '.join(filter(None, (', '.join(rest), last)))} in, " if last else ""
-    place = f"`{found.code}`, {PurePath(found.file).name}:{found.line}, " if found.file else ""
+    code = f"`{found.code}`, " if found.code else ""
+    place = f"{code}{PurePath(found.file).name}:{found.line}, " if found.file else ""
     place += f"in its backward ({found.node}), " if found.node else ""
     made = found.output
     return f"{place}{found.op}: {given}{made.value} out ({made.dtype} {made.shape}); {found.element}"

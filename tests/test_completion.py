@@ -33,6 +33,12 @@ def test_options_that_argparse_parses_and_files_behind_them():
     assert (item.value, item.type) == ("tra", "file")
 
 
+def test_the_words_that_an_option_takes():
+    assert offered("run", "--on-overflow", "") == ["abort", "continue"]
+    assert offered("run", "--every", "3", "--preflight", "f") == ["full"]
+    assert offered("run", "--every", "") == [""], "files"
+
+
 @pytest.mark.slow
 def test_options_of_torchrun_and_ours_for_launch_and_check():
     assert {"--nproc-per-node", "--nnodes"} <= set(offered("launch", "--n"))

@@ -296,5 +296,5 @@ class SecondRuns:
             file = self._capture.result or CaptureFile(refused=why or "the batch ran under --explain")
             self._progress.recorder.append(ForwardCaptured(where, file))
         if operation is not None:
-            at = f" at {operation.file}:{operation.line}: {operation.code}" if operation.file else ""
-            self._found = f"{operation.op} made it{at}"
+            at = f" at {operation.file}:{operation.line}" if operation.file else ""
+            self._found = f"{operation.op} made it{at}{f': {operation.code}' if operation.code else ''}"

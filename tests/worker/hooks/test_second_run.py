@@ -452,6 +452,17 @@ def test_the_operation_and_the_line(watch, request, fault, way):
     assert f"{found.op} made it at {__file__}:{found.line}: " in str(raised.value)
 
 
+def test_code_without_a_source_has_its_place_alone(watch):
+    """Such as a cell's that was run by `exec`."""
+    names = {"nn": nn}
+    cell = "class Grows(nn.Module):\n    def forward(self, x):\n        return x.abs().add(1e3).exp()\n"
+    exec(compile(cell, "<ipython-input-3>", "exec"), names)
+    watched = watch(on_overflow="abort")
+    with pytest.raises(OverflowDetected, match=r"aten\.exp\.default made it at <ipython-input-3>:3; "):
+        names["Grows"]()(torch.ones(2))
+    assert any(line.startswith("<ipython-input-3>:3, aten.exp.default: ") for line in watched.verdict().evidence)
+
+
 class HandsNan(nn.Module):
     def __init__(self, inner):
         super().__init__()
