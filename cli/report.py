@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _MOST_RUNS = 50
 _MOST_TOLD = 5
+_TAKE_A_RUN = ("top", "stacks", "export", "replay")
+"""Commands that may be typed with a run alone, as `gpuwatch report`."""
 RUNS_DIR = click.option(
     "--runs-dir",
     default=saved_runs_dir,
@@ -299,11 +301,11 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
             return candidate.resolve()
         if run is not None and (runs := runs_by_time(candidate)):
             context = click.get_current_context(silent=True)
-            does = " ".join(context.command_path.split()[1:]) if context is not None else ""
+            command = context.info_name if context is not None else None
             raise UsageError(
                 Code.NO_SUCH_RUN,
                 f"expected a run, found {run!r}, a folder of runs; its newest one: "
-                f"{command_for(runs[-1].folder, does=does or 'report')}",
+                f"{command_for(runs[-1].folder, does=command if command in _TAKE_A_RUN else 'report')}",
             )
     known = [paths.run_id for paths in runs_by_time(runs_dir)[-_MOST_TOLD:]]
     there = f"runs there, newest last: {', '.join(known)}" if known else f"there is no run in {runs_dir}"

@@ -171,7 +171,7 @@ class ListedRun(msgspec.Struct, frozen=True):
 
 
 def list_runs(runs_dir: Path) -> list[ListedRun]:
-    """All runs, by the time of their folders; [] if `runs_dir` does not exist."""
+    """All runs, by the time of their beginning; [] if `runs_dir` does not exist."""
     return [_listed(paths) for paths in runs_by_time(runs_dir)]
 
 
@@ -182,8 +182,16 @@ def runs_by_time(runs_dir: Path) -> list[RunPaths]:
         paths = RunPaths(path)
         with suppress(PermissionError):  # another user's
             if path.is_dir() and not path.is_symlink() and (paths.store.exists() or paths.report_json.exists()):
-                found.append((path.stat().st_ctime, paths.run_id, paths))
+                found.append((_began(paths), paths.run_id, paths))
     return [paths for *_, paths in sorted(found)]
+
+
+def _began(paths: RunPaths) -> float:
+    """A run makes its logs as it begins. Whoever reads its store changes the time of its folder."""
+    try:
+        return paths.logs.stat().st_mtime
+    except OSError:
+        return paths.folder.stat().st_ctime
 
 
 def _listed(paths: RunPaths) -> ListedRun:

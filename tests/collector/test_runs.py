@@ -85,8 +85,20 @@ def test_a_folder_of_runs_is_answered_with_its_newest_and_the_command(runs, comm
         newest = f"gpuwatch {word} '{runs / 'third'}'"
         assert f"found {folder!r}, a folder of runs; its newest one: {newest} [GW" in str(error)
         assert error.exit_code == 2
+    refused = CliRunner().invoke(cli, ["runs", "--like", str(runs)]).exception
+    assert f"its newest one: gpuwatch report '{runs / 'third'}' [GW" in str(refused)
     if word == "report":
         assert "run third" in typed(newest)
+
+
+def test_a_run_whose_store_was_read_is_no_newer(runs):
+    for second, name in enumerate(["second", "first", "third"]):
+        (runs / name / "logs").mkdir()
+        os.utime(runs / name / "logs", (second, second))
+    shown("export", runs / "second")
+    (runs / "second" / "run.sqlite-wal").touch()
+    lines = shown("runs", "--runs-dir", runs).splitlines()
+    assert [line.split()[0] for line in lines] == ["second", "first", "third"]
 
 
 def test_a_pipe_gets_whole_lines(runs):
