@@ -345,7 +345,7 @@ def _check_numbers(**given: Any) -> None:
     for name, value in given.items():
         kind, option = worker_options()[name]
         most = option.most or math.inf
-        if not isinstance(value, Real if kind is float else Integral) or not option.least <= value <= most:
+        if not isinstance(value, Real if kind is float else Integral) or not option.least <= float(value) <= most:
             reach = f"from {option.least} to {most:g}" if option.most else f"of {option.least} or more"
             raise ValueError(f"expected {name}= {option.of} {reach}, found {name}={value!r}")
 
