@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from .hooks.module_hooks import ModuleHooks
 
 
-_watching: weakref.WeakKeyDictionary[ModuleHooks, tuple[int, int]] = weakref.WeakKeyDictionary()
-"""Attached hooks of `watch` -> (the process that attached them, the id of their model or of None), the newest last."""
+_watching: weakref.WeakKeyDictionary[ModuleHooks, tuple[int, weakref.ref[nn.Module] | None]]
+_watching = weakref.WeakKeyDictionary()
+"""Attached hooks of `watch` -> (the process that attached them, their model or None for all), the newest last."""
 _in_block: weakref.WeakSet[ModuleHooks] = weakref.WeakSet()
 """Those of a `with`, which removes them at its end."""
 
@@ -58,10 +59,10 @@ def watching_hooks() -> ModuleHooks | None:
 
 
 def _replace_older(model: nn.Module | None) -> None:
-    """Remove what watches the same model outside of a `with`: a cell of a notebook runs again and again."""
-    mine = os.getpid(), id(model)
-    older = [hooks for hooks, about in _watching.items() if about == mine and hooks not in _in_block]
-    for hooks in older:
+    """Remove what watches the same model outside of a `with`, or one that is gone: a notebook's cell runs again."""
+    mine = [(hooks, of) for hooks, (pid, of) in _watching.items() if pid == os.getpid() and hooks not in _in_block]
+    older = [hooks for hooks, of in mine if (of() is model if of is not None and model is not None else of is model)]
+    for hooks in (*older, *(hooks for hooks, of in mine if of is not None and of() is None)):
         _remove(hooks)
     if older:
         what = "this model was" if model is not None else "all models were"
@@ -336,7 +337,7 @@ def watch(
     # bound to the hooks, which the modules hold: the script need not keep the handle
     weakref.finalize(hooks, remove)
     hooks.attach()
-    _watching[hooks] = os.getpid(), id(model)
+    _watching[hooks] = os.getpid(), weakref.ref(model) if model is not None else None
     return ModelWatch(hooks, recorder, owned=True)
 
 

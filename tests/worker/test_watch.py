@@ -393,6 +393,18 @@ def test_a_second_watch_replaces_the_first_and_says_so(folders, capfd, of):
     assert hooks() == 0
 
 
+def test_the_watch_of_a_model_that_is_gone_ends_with_the_next_one(folders, capfd):
+    first = gpuwatch.watch(nn.Sequential(Multiplies()))
+    gc.collect()
+    one = hooks()
+    second = gpuwatch.watch(nn.Sequential(Multiplies()))
+    assert one == hooks() > 0
+    assert capfd.readouterr().err == "", "another model was watched"
+    first.remove()
+    second.remove()
+    assert hooks() == 0
+
+
 @pytest.mark.filterwarnings("error")
 def test_two_watches_of_one_model_in_blocks_both_record_and_raise_once(folders, capfd):
     model = nn.Sequential(Multiplies())
