@@ -61,7 +61,7 @@ def watching_hooks() -> ModuleHooks | None:
 def _replace_older(model: nn.Module | None) -> None:
     """Remove what watches the same model outside of a `with`, or one that is gone: a notebook's cell runs again."""
     mine = [(hooks, of) for hooks, (pid, of) in _watching.items() if pid == os.getpid() and hooks not in _in_block]
-    older = [hooks for hooks, of in mine if (of() is model if of is not None and model is not None else of is model)]
+    older = [hooks for hooks, of in mine if (of and of()) is model and (of is None) is (model is None)]
     for hooks in (*older, *(hooks for hooks, of in mine if of is not None and of() is None)):
         _remove(hooks)
     if older:

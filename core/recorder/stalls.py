@@ -29,6 +29,7 @@ _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.
 _NOT_THE_USERS = (
     "/torch/",
     "/gpuwatch/worker/",
+    f"{Path(__file__).parents[2]}/worker/",  # a checkout may have any name
     "/gpuwatch/core/start.py:",
     "/worker/__main__.py:",
     "/lib/python3",
@@ -36,7 +37,7 @@ _NOT_THE_USERS = (
     "<string>",
 )
 _ENTRY = "_run_gpuwatch"
-"""The function of core/start.py that runs the worker, and with it the script; a checkout may have any name."""
+"""The function of core/start.py that runs the worker, and with it the script."""
 
 _AROUND_COLLECTIVES = "/worker/hooks/process_groups.py"
 """gpuwatch's own function around torch's method, which is no call of the script's."""

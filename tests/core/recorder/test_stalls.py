@@ -92,6 +92,13 @@ def test_the_call_that_runs_the_script_is_not_the_users():
     assert is_users(StackLine("/home/me/core/start.py", 4, "_main", "train()").shown)
 
 
+def test_a_call_of_gpuwatchs_own_hooks_is_not_the_users_wherever_it_lies():
+    hook = ROOT / "worker" / "hooks" / "backward.py"
+    assert hook.is_file()
+    assert not is_users(StackLine(str(hook), 188, "watch_graph", "leaf = tensor.grad_fn").shown)
+    assert is_users(StackLine(str(ROOT / "examples" / "faults.py"), 3, "main", "train()").shown)
+
+
 def test_a_stack_without_autograds_engine_has_left_the_backward():
     loading, engine = StackLine("/home/me/data.py", 7, "load"), StackLine("/torch/graph.py", 9, "_engine_run_backward")
     assert has_left_backward([loading])
