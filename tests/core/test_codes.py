@@ -190,6 +190,7 @@ NO_TROUBLE = (
         ", ",
         "the snapshot for viewers ",
         "the run continues without metrics: ",
+        " watched already: ",
     ),
 )
 """How lines begin that tell what happens, that are Python's own or another error's, or for the collector's log."""
