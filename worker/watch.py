@@ -292,15 +292,21 @@ def watch(
         scaler_skips=scaler_skips,
         state_every=state_every,
     )
-    for name, patterns in (("modules", modules), ("ignore", ignore)):
-        if isinstance(patterns, str):  # its letters would be patterns, and the * of "head.*" matches every module
-            raise ValueError(f"expected {name}= a list of patterns, as in {name}=[{patterns!r}], found {patterns!r}")
-    unknown = set(watch) - set(get_args(Watched))
-    if unknown or on_overflow not in ("abort", "continue") or not _is_explain(explain):
-        raise ValueError(
-            "expected watch= of forward, grads, weights, comms, on_overflow= abort or continue and explain= auto, "
-            f"off or a batch number, found {watch!r}, {on_overflow!r}, {explain!r}"
-        )
+    for name, of, words in (
+        ("watch", "words", watch),
+        ("modules", "patterns", modules),
+        ("ignore", "patterns", ignore),
+    ):
+        if isinstance(words, str):  # its letters would be patterns, and the * of "head.*" matches every module
+            raise ValueError(f"expected {name}= a list of {of}, as in {name}=[{words!r}], found {words!r}")
+    parts = tuple(watch)
+    for expected, given, is_right in (
+        ("watch= some of forward, grads, weights, comms", parts, set(parts) <= set(get_args(Watched))),
+        ("on_overflow= abort or continue", on_overflow, on_overflow in get_args(OnOverflow)),
+        ("explain= auto, off or a batch number", explain, _is_explain(explain)),
+    ):
+        if not is_right:
+            raise ValueError(f"expected {expected}, found {given!r}")
     if capture and on_overflow != "abort":
         raise ValueError(
             f"expected on_overflow='abort' with capture=, which writes before it raises, found {on_overflow!r}"
@@ -308,7 +314,7 @@ def watch(
     settings = WorkerSettings(
         recorder_dir="",
         on_overflow=on_overflow,
-        watch=tuple(watch),
+        watch=parts,
         modules=list(modules),
         every=every,
         sync=sync,

@@ -454,11 +454,12 @@ def test_what_is_no_model_is_refused(folders):
         ({"near_overflow": -1}, "expected near_overflow= powers of two from 0 to 64, found near_overflow=-1"),
         ({"underflow_share": 7}, "underflow_share=7"),
         ({"underflow_share": float("nan")}, "underflow_share=nan"),
+        ({"watch": "forward"}, r"expected watch= a list of words, as in watch=\['forward'\], found 'forward'"),
+        ({"watch": ["fwd"]}, r"expected watch= some of forward, grads, weights, comms, found \('fwd',\)"),
+        ({"on_overflow": "stop"}, "expected on_overflow= abort or continue, found 'stop'"),
+        ({"explain": "3"}, "expected explain= auto, off or a batch number, found '3'"),
         ({"modules": "fc*"}, r"expected modules= a list of patterns, as in modules=\['fc\*'\], found 'fc\*'"),
         ({"ignore": "head.*"}, "found 'head"),
-        ({"watch": ("forwards",)}, "forwards"),
-        ({"watch": "forward"}, "forward"),
-        ({"on_overflow": "raise"}, "raise"),
     ],
 )
 def test_a_keyword_that_makes_no_sense_is_refused(folders, keywords, message):
