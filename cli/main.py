@@ -15,9 +15,9 @@ theirs_last()
 
 import click  # noqa: E402
 
-from ..core.errors import Code, GpuwatchError, OutputLost, UsageError, code_texts, coded  # noqa: E402  # noqa: E402
+from ..core.errors import Code, GpuwatchError, OutputLost, UsageError, code_texts, coded  # noqa: E402
 from ..core.host import gpuwatch_version  # noqa: E402
-from ..core.tell import end_process, expect_answer, guard_streams, tell  # noqa: E402
+from ..core.tell import end_process, expect_answer, guard_streams, say  # noqa: E402
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -173,10 +173,10 @@ def main() -> NoReturn:
     except OutputLost as error:
         expect_answer(drops=True)
         if error.is_wanted:
-            tell(f"gpuwatch: {error}")
+            say(str(error))
         code = int(error.exit_code)
     except GpuwatchError as error:
-        tell(f"gpuwatch: {error}")
+        say(str(error))
         code = int(error.exit_code)
     except click.ClickException as error:
         text = error.format_message()
@@ -184,7 +184,7 @@ def main() -> NoReturn:
         if isinstance(error, click.NoSuchOption) and (error.ctx is None or error.ctx.parent is None):
             option = error.option_name
             text = f"expected a command before {option}; did you mean gpuwatch launch {option}?"
-        tell(f"gpuwatch: {coded(text, code_of)}")
+        say(coded(text, code_of))
         code = 2
     except click.exceptions.Abort:
         code = 130

@@ -26,7 +26,7 @@ def tell(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """One line for the user of a launch; the script's own stdout stays untouched."""
+    """One line for the user, which begins as all of gpuwatch's do; the script's own stdout stays untouched."""
     tell(f"gpuwatch: {text}")
 
 

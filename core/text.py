@@ -218,6 +218,15 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
+def error_text(error: BaseException) -> str:
+    """`DistNetworkError: The server socket has failed to listen`: the first line of it."""
+    try:
+        message = str(error)
+    except Exception:  # its __str__ raises
+        message = ""
+    return f"{type(error).__name__}: {(message.strip().splitlines() or [''])[0]}"[:1000]
+
+
 def is_web_address(text: str) -> bool:
     """Whether a text is meant as the address of a web server."""
     return text.startswith(("http://", "https://"))

@@ -32,9 +32,9 @@ from torch.distributed.launcher import api as launcher_api
 from ..core.errors import Code, UsageError, coded
 from ..core.host import host_name
 from ..core.own_imports import OWN_START
-from ..core.recorder.run_folder import error_text
 from ..core.settings import VARIABLE, WorkerSettings
 from ..core.tell import say
+from ..core.text import error_text
 from ..core.wire.pipe import LaunchDone
 
 if TYPE_CHECKING:

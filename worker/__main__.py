@@ -28,7 +28,7 @@ from ..core.own_files import standard_streams_taken
 from ..core.own_imports import give_way_to_script, path_as_given
 from ..core.recorder.layout import RankPhase, file_name
 from ..core.settings import VARIABLE, WorkerSettings
-from ..core.tell import end_process, flush_streams, tell
+from ..core.tell import end_process, flush_streams, say, tell
 from .patches import after_import
 from .preflight.preflight_run import preflight_or_exit
 from .session import WorkerSession, open_session, watch_the_ends
@@ -61,8 +61,7 @@ def main() -> NoReturn:
     path_as_given()
     if arguments[0] == "--check":
         if session is None:
-            text = "gpuwatch: nothing was checked: the recorder of this rank could not be made"
-            tell(coded(text, Code.NO_RECORDER))
+            say(coded("nothing was checked: the recorder of this rank could not be made", Code.NO_RECORDER))
             raise SystemExit(ExitCode.PREFLIGHT_FAILED)
         session.finished(ExitCode.CLEAN)
         raise SystemExit(ExitCode.CLEAN)
@@ -84,8 +83,7 @@ def _open_session(settings: WorkerSettings) -> WorkerSession | None:
     try:
         session = open_session(settings, path, identity.rank, identity.local_rank, identity.world_size)
     except OSError as error:
-        text = f"gpuwatch: rank {identity.rank} goes on unwatched, no recorder: {error}"
-        tell(coded(text, Code.NO_RECORDER))
+        say(coded(f"rank {identity.rank} goes on unwatched, no recorder: {error}", Code.NO_RECORDER))
         return None
     session.answer_with_stacks()
     watch_the_ends()

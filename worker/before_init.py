@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 from ..core.errors import Code, coded
 from ..core.events import PreflightResult
 from ..core.recorder.layout import RankPhase
-from ..core.tell import tell
+from ..core.tell import say
 from .meeting_place import GroupEntry, LeftOut, MeetingPlace
 from .patches import PatchLedger
 from .preflight.preflight_run import preflight_or_exit
@@ -109,7 +109,7 @@ def leave_out(session: WorkerSession, reason: str) -> None:
     """Say so, in the report and on stderr; "": another rank says it there."""
     session.recorder.append(PreflightResult(session.where(), "skipped", detail=reason))
     if reason:
-        tell(coded(f"gpuwatch: the preflight is skipped: {reason}", Code.PREFLIGHT_SKIPPED))
+        say(coded(f"the preflight is skipped: {reason}", Code.PREFLIGHT_SKIPPED))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from ..core.recorder.run_folder import (
     tell_unwatched,
 )
 from ..core.settings import WorkerSettings
-from ..core.tell import tell
+from ..core.tell import say
 from .before_init import (
     GROUPS,
     RankClaim,
@@ -74,8 +74,8 @@ def join(path: str) -> str | None:
     if folder and os.path.isdir(folder):  # noqa: PTH112  # a path is needed as text
         return folder
     last = why.splitlines()[-1:] or ["no answer"]
-    text = f"gpuwatch: process {os.getpid()} on {socket.gethostname()} goes on unwatched: {last[0]}"
-    tell(coded(text, Code.CHILD_UNWATCHED))
+    text = f"process {os.getpid()} on {socket.gethostname()} goes on unwatched: {last[0]}"
+    say(coded(text, Code.CHILD_UNWATCHED))
     return None
 
 
@@ -284,8 +284,8 @@ class _JoiningProcess:
         except FileExistsError:
             raise
         except OSError as error:
-            text = f"gpuwatch: process {os.getpid()} goes on unwatched, no recorder: {error}"
-            tell(coded(text, Code.NO_RECORDER))
+            text = f"process {os.getpid()} goes on unwatched, no recorder: {error}"
+            say(coded(text, Code.NO_RECORDER))
             tell_unwatched(self._folder, os.getpid(), f"no recorder: {error}")
             return
         self._session = session
@@ -324,7 +324,7 @@ class _JoiningProcess:
             if self._session is not None and self._session.is_ours:
                 self._session.record_fault("run", text)
             else:
-                tell(coded(f"gpuwatch: process {os.getpid()} goes on unwatched: {text}", Code.OWN_FAULT))
+                say(coded(f"process {os.getpid()} goes on unwatched: {text}", Code.OWN_FAULT))
                 tell_unwatched(self._folder, os.getpid(), text)
 
 

@@ -16,7 +16,7 @@ from ..core.recorder.layout import WAITING, HeadField
 from ..core.recorder.page_tables import PageTables
 from ..core.recorder.pages import NameTable
 from ..core.recorder.reader import RecorderReader
-from ..core.tell import tell
+from ..core.tell import say
 from ..core.values import DTYPE_NAMES, headroom
 from ..core.wire.columns import OutputSlots
 from .hooks.module_hooks import ModuleHooks
@@ -63,7 +63,7 @@ def log_to(target: Any, step: int | None = None) -> None:
         if not _is_warned:
             _is_warned = True
             what = "expected `gpuwatch launch`, `gpuwatch run` or gpuwatch.watch(model)"
-            tell(coded(f"gpuwatch: log_to logs nothing: {what}", Code.NESTED_RUN))
+            say(coded(f"log_to logs nothing: {what}", Code.NESTED_RUN))
         return
     try:
         live = _live() if _live is not None else None

@@ -20,9 +20,8 @@ from ..facts.diagnosis import LocalDiagnosis, number_text, quoted
 from ..facts.facts import RunFacts
 from ..report.model import Verdict
 from ..report.sentence_parts import one_on, ranks_text
-from .left_domain import domain_advice
 from .replicas import OddWeight, WildWeight, page_of, wild_weight
-from .words import between_text
+from .words import between_text, domain_advice
 
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")

@@ -18,6 +18,7 @@ from ..errors import Code, coded
 from ..host import boot_id, host_name, stat_fields
 from ..own_files import write_whole
 from ..settings import WorkerSettings
+from ..text import error_text
 from .layout import file_bytes
 
 RUN_VARIABLE = "GPUWATCH_RUN"
@@ -79,15 +80,6 @@ def tell_unwatched(folder: Path, pid: int, reason: str) -> None:
     """Why this process is not watched, for the report. The folder may be full, or gone."""
     with suppress(OSError):
         (folder / _UNWATCHED.format(pid=pid)).write_text(reason)
-
-
-def error_text(error: BaseException) -> str:
-    """`DistNetworkError: The server socket has failed to listen`: the first line of it."""
-    try:
-        message = str(error)
-    except Exception:  # its __str__ raises
-        message = ""
-    return f"{type(error).__name__}: {(message.strip().splitlines() or [''])[0]}"[:_MOST_TEXT]
 
 
 def tell_failed(folder: Path, pid: int, error: BaseException) -> None:

@@ -23,7 +23,7 @@ from ...core.own_imports import own_command
 from ...core.preflight import PreflightFinding
 from ...core.recorder.layout import HeadField, RankPhase, seal
 from ...core.settings import VARIABLE
-from ...core.tell import tell
+from ...core.tell import say
 from ...core.text import messages_among
 from ..session import WorkerSession
 from .coordinator import exit_text
@@ -118,7 +118,7 @@ def preflight_or_exit(session: WorkerSession, identity: RankIdentity, script: st
     if sentence is not None:
         session.recorder.fields[HeadField.ABORT] = seal(ExitCode.PREFLIGHT_FAILED)
         if identity.local_rank == 0:  # all ranks have the same sentence
-            tell(coded(f"gpuwatch: {sentence}", Code.PREFLIGHT))
+            say(coded(sentence, Code.PREFLIGHT))
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
 
 

@@ -16,7 +16,7 @@ from ...core.frames import Frame
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.settings import WorkerSettings
-from ...core.tell import tell
+from ...core.tell import say
 from ..patches import PatchLedger
 from .collectives import issued, position
 from .group_slots import GroupTable
@@ -239,7 +239,7 @@ class RunProgress:
             self._unseen.add(text)
             self.recorder.append(CompiledUnseen(where, text, calls))
             if self.rank == 0:
-                tell(coded(f"gpuwatch: {text}", Code.TORCH_UNSEEN))
+                say(coded(text, Code.TORCH_UNSEEN))
 
     def where_of(self, page: OpenPage, frame: Frame) -> RunPosition:
         """The place in the run of a frame, which may be some batches old."""
