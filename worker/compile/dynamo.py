@@ -90,11 +90,11 @@ def uses_cuda_graphs() -> bool:
 
 
 def is_lite() -> bool:
-    """Whether the graph that is being traced is for torch.compile(mode="lite") (torch 2.10 and later).
+    """Whether the graph that is being traced is for torch.compile(mode="lite"), which torch 2.11 has.
 
-    Such a graph ends with an error at an operation like gpuwatch::look, and its backward drops writes to a place.
+    Without all of Inductor's passes an operation like gpuwatch::look is an error, and a backward drops writes to a place.
     """
-    return bool(_option("selective_decompose"))
+    return bool(_option("selective_decompose")) or _option("use_post_grad_passes") is False
 
 
 def _option(name: str) -> Any:

@@ -18,7 +18,7 @@ STEPS, REPLAYED, BAD = 5, 2, 4
 
 pytestmark = [
     pytest.mark.skipif(
-        not hasattr(torch._inductor.config, "fallback_by_default"), reason="torch 2.9 makes Triton kernels of all"
+        not hasattr(torch._inductor.config, "fallback_by_default"), reason="this Inductor has Triton kernels alone"
     ),
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),

@@ -405,7 +405,7 @@ HAS_LITE = hasattr(inductor_config, "selective_decompose")
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # inductor, at its first import
-@pytest.mark.skipif(not HAS_LITE, reason="torch 2.9 and earlier have no mode 'lite'")
+@pytest.mark.skipif(not HAS_LITE, reason="this torch has no mode 'lite'")
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_a_graph_of_mode_lite_is_told_as_not_looked_into_and_trains_as_without_us(watch, monkeypatch, on_host):
     """It ended the run at gpuwatch's operation, and its backward dropped what is written to a place."""

@@ -35,7 +35,7 @@ def _make_the_device_tests_small() -> None:
 
 def _have_inductor_call_operations() -> None:
     config = sys.modules["torch._inductor.config"]
-    if hasattr(config, "fallback_by_default"):  # torch 2.10 and later
+    if hasattr(config, "fallback_by_default"):  # torch 2.11 has it
         config.fallback_by_default = True  # in place of Triton kernels, which nobody computes here
 
 
