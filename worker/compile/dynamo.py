@@ -92,7 +92,7 @@ def uses_cuda_graphs() -> bool:
 def is_lite() -> bool:
     """Whether the graph that is being traced is for torch.compile(mode="lite"), which torch 2.11 has.
 
-    Without all of Inductor's passes an operation like gpuwatch::look is an error, and a backward drops writes to a place.
+    Without all of Inductor's passes gpuwatch::look is an error, and a backward drops what it writes to a place.
     """
     return bool(_option("selective_decompose")) or _option("use_post_grad_passes") is False
 
