@@ -412,7 +412,7 @@ def test_a_graph_of_mode_lite_is_told_as_not_looked_into_and_trains_as_without_u
     losses, weights = train(Plain, mode="lite")
     torch.compiler.reset()
     if not on_host:
-        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
     watched = watch(on_overflow="continue", watch=GRADIENTS)
     ours, our_weights = train(Plain, mode="lite")
     assert ours == losses
