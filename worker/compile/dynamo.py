@@ -86,10 +86,26 @@ def is_for_inductor() -> bool:
 
 def uses_cuda_graphs() -> bool:
     """Whether inductor makes a CUDA graph of the graph that is being traced."""
+    return bool(_option("triton.cudagraphs"))
+
+
+def is_lite() -> bool:
+    """Whether the graph that is being traced is for torch.compile(mode="lite"), which torch 2.11 has.
+
+    Without all of Inductor's passes gpuwatch::look is an error, and a backward drops what it writes to a place.
+    """
+    return bool(_option("selective_decompose")) or _option("use_post_grad_passes") is False
+
+
+def _option(name: str) -> Any:
+    """Inductor's option for the graph that is traced now; None if this torch does not have it."""
     given = getattr(_inductor(), "config", None)
-    if isinstance(given, dict) and "triton.cudagraphs" in given:
-        return bool(given["triton.cudagraphs"])
-    return bool(inductor_config.triton.cudagraphs)
+    if isinstance(given, dict) and name in given:
+        return given[name]
+    value: Any = inductor_config
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def _inductor() -> Any:

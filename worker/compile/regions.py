@@ -15,7 +15,18 @@ from torch._guards import CompileContext
 from ..record.names import wrapped_child
 from ..record.roots import ModuleInfo
 from .attach import RegionFrame, RegionGradient, RegionPolicy, RegionRow, RegionScope, is_a_backward
-from .dynamo import SEEN, current_output, forget, is_closed, is_for_inductor, on_device, place_on, token, traced_method
+from .dynamo import (
+    SEEN,
+    current_output,
+    forget,
+    is_closed,
+    is_for_inductor,
+    is_lite,
+    on_device,
+    place_on,
+    token,
+    traced_method,
+)
 from .region_calls import RegionCalls
 
 
@@ -222,6 +233,9 @@ class RankRegions:
         if compile_id in self._by_compile:
             return self._by_compile[compile_id] is not None or (compile_id, cls) == self._opening
         self._by_compile[compile_id] = None  # until its root is entered
+        if is_lite():
+            self._policy.may_not_open(cls)
+            return False
         running = self._policy.innermost()
         # a wrapper's forward may be anybody's: that of torch.compile(part) is the part's, whose graphs others may share
         is_own = running is not None and wrapped_child(running) is None

@@ -48,6 +48,32 @@ def test_an_operation_has_the_bits_of_the_cpu(name, dtype):
     assert torch.equal(found.cpu(), expected) or torch.equal(found.cpu().isnan(), expected.isnan())
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("weights", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_batch_norm_has_the_bits_of_the_cpu(mode, weights, affine):
+    def run(device):
+        torch.manual_seed(0)
+        net = nn.BatchNorm2d(3, affine=affine).train(mode == "train").to(device, weights)
+        dtype = torch.float16 if weights is torch.float32 else weights
+        x = torch.rand(4, 3, 2, 2).to(device, dtype).requires_grad_()
+        y = net(x)
+        y.pow(2).sum().backward()
+        found = [y, x.grad, *(weight.grad for weight in net.parameters()), *net.buffers()]
+        return [tensor.detach().cpu() for tensor in found]
+
+    assert all(torch.equal(one, other) for one, other in zip(run("cpu"), run("cuda"), strict=True))
+
+
+def test_a_batch_norm_in_eval_mode_returns_the_statistics_that_it_applied():
+    """As CUDA does: the CPU returns two empty tensors."""
+    mean, variance = torch.rand(3, device="cuda"), torch.rand(3, device="cuda")
+    x = torch.rand(4, 3, device="cuda")
+    _, first, second = torch.native_batch_norm(x, None, None, mean, variance, False, 0.1, 1e-5)
+    assert torch.equal(first, mean)
+    assert torch.allclose(second, (variance + 1e-5).rsqrt())
+
+
 def test_tensors_of_two_devices_do_not_mix():
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(3, device="cuda:0") + torch.ones(3, device="cuda:1")

@@ -18,6 +18,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
@@ -107,10 +108,10 @@ class Noting(Plain):
         return x.to(notes.dtype)
 
 
-def train(cls, *, batches=3, backend="aot_eager", spoil=None):
+def train(cls, *, batches=3, spoil=None, **how):
     torch.manual_seed(0)
     model = cls()
-    compiled_model = torch.compile(model, fullgraph=True, backend=backend)
+    compiled_model = torch.compile(model, fullgraph=True, **(how or {"backend": "aot_eager"}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for batch in range(batches):
@@ -397,6 +398,27 @@ def test_a_function_that_is_compiled_again_is_told_as_not_looked_into(watch):
     watched.hooks.settle()
     (told,) = watched.of(NotLookedInto)
     assert (told.module, told.cls, told.around) == ("", "Scaled", False)
+    assert watched.faults == []
+
+
+HAS_LITE = hasattr(inductor_config, "selective_decompose")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # inductor, at its first import
+@pytest.mark.skipif(not HAS_LITE, reason="this torch has no mode 'lite'")
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
+def test_a_graph_of_mode_lite_is_told_as_not_looked_into_and_trains_as_without_us(watch, monkeypatch, on_host):
+    """It ended the run at gpuwatch's operation, and its backward dropped what is written to a place."""
+    losses, weights = train(Plain, mode="lite")
+    torch.compiler.reset()
+    if not on_host:
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
+    watched = watch(on_overflow="continue", watch=GRADIENTS)
+    ours, our_weights = train(Plain, mode="lite")
+    assert ours == losses
+    assert all(torch.equal(one, other) for one, other in zip(our_weights, weights, strict=True))
+    (told,) = watched.of(NotLookedInto)
+    assert (told.module, told.cls) == ("", "Plain")
     assert watched.faults == []
 
 

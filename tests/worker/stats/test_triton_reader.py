@@ -292,7 +292,7 @@ def test_direct_launches_give_what_ordinary_ones_give():
             found.append(packed.tolist())
         assert found == [found[0]] * 4
     assert notes == []
-    assert {key[0] for key in direct._reads} == {"two", *KINDS} - {torch.bool}
+    assert {key[0] for key in direct.reads} == {"two", *KINDS} - {torch.bool}
     assert {key[1] for key in direct._kernels} == {"many", "pack"}
-    assert not ordinary._reads
+    assert not ordinary.reads
     assert not ordinary._kernels

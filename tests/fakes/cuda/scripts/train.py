@@ -42,10 +42,13 @@ def parse():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--backend", default="gloo")
-    parser.add_argument("--fault", choices=["none", "forward", "backward", "optimizer", "hang"], default="none")
+    parser.add_argument(
+        "--fault", choices=["none", "forward", "backward", "reduction", "optimizer", "hang"], default="none"
+    )
     parser.add_argument("--wrap", choices=["ddp", "fsdp2"], default="ddp")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--own-stream", action="store_true", help="a graph is not captured on the warm-up's stream")
     parser.add_argument("--batches", type=int, default=5)
     parser.add_argument("--step", choices=["sgd", "adamw"], default="sgd")
     return parser.parse_args()

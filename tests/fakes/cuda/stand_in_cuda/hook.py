@@ -33,8 +33,15 @@ def _make_the_device_tests_small() -> None:
     tests._LOAD_SIZE, tests._TRANSFER_BYTES = 256, 1 << 20  # type: ignore[attr-defined]
 
 
+def _have_inductor_call_operations() -> None:
+    config = sys.modules["torch._inductor.config"]
+    if hasattr(config, "fallback_by_default"):  # torch 2.11 has it
+        config.fallback_by_default = True  # in place of Triton kernels, which nobody computes here
+
+
 _AFTER: dict[str, Callable[[], None]] = {
     "torch": _install_operations,
+    "torch._inductor.config": _have_inductor_call_operations,
     "triton.compiler.compiler": _install_kernels,
     "gpuwatch.worker.preflight.device_tests": _make_the_device_tests_small,
 }

@@ -30,8 +30,9 @@ _WAITING = {  # the size of what comes out depends on numbers
     *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "equal"),
     *("repeat_interleave", "bincount", "_embedding_bag", "histc", "nonzero_static"),
 }
-_NORMS = ("native_layer_norm_backward", "native_group_norm_backward")
-_STATISTICS = ("mean", "rstd")
+_NORMS = tuple(f"native_{kind}_norm_backward" for kind in ("layer", "group", "batch"))
+_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit")
+_STATISTICS = ("mean", "rstd", "save_mean", "save_invstd")
 _MASKS = (torch.bool, torch.uint8)
 _INFERRED: dict[Any, Any] = {}
 """Key of a call -> sizes, strides and dtypes of what comes out"""
@@ -142,6 +143,8 @@ class Operation:
         if self._base in _NORMS:
             _with_statistics_of_the_cpu(given)
         results = self.call(**given)
+        if self._base in _BATCH_NORMS and not given["training"]:
+            results = [results[0], *_statistics_of_cuda(given)]
         if targets is not None:
             _write(targets, [results] if len(self._returns) == 1 else list(results))
 
@@ -196,11 +199,17 @@ class Operation:
 
 def _with_statistics_of_the_cpu(given: dict[str, Any]) -> None:
     """CUDA keeps the statistics of 16-bit numbers in 32 bits, and the CPU, whose numbers they are, in 16."""
-    weight, first = given.get("weight"), given["input"]
-    if weight is None or weight.dtype == first.dtype:
+    dtype = given["input"].dtype
+    others = [given[name] for name in ("weight", "running_mean") if given.get(name) is not None]
+    if all(tensor.dtype == dtype for tensor in others):
         for name in _STATISTICS:
             if given.get(name) is not None:
-                given[name] = given[name].to(first.dtype)
+                given[name] = given[name].to(dtype)
+
+
+def _statistics_of_cuda(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those that a batch norm in eval mode has applied. CUDA returns them, and the CPU two empty tensors."""
+    return given["running_mean"], (given["running_var"].double() + given["eps"]).rsqrt()
 
 
 def issue(device: int, compute: Callable[[], None]) -> None:
