@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from ..collector.run_files import ListedRun, RunPaths, command_for, list_runs, read_outcome
+from ..collector.run_files import ListedRun, RunPaths, list_runs, read_outcome
 from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.recorder.stalls import ANSWER_S
-from ..core.text import shown
+from ..core.text import command_for, shown
 from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, is_open
 
 if TYPE_CHECKING:

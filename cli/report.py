@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ..collector.run_files import RunPaths, command_for, read_report, runs_by_time
+from ..collector.run_files import RunPaths, read_report, runs_by_time
 from ..core.errors import Code, GpuwatchError, UsageError
-from ..core.text import ranks_text
+from ..core.text import command_for, ranks_text
 from ..core.wire.spool import SUFFIX
 from ..launcher.saved_settings import saved_runs_dir
 

@@ -16,6 +16,7 @@ import msgspec
 
 from ..core.errors import ExitCode
 from ..core.own_files import write_whole
+from ..core.text import command_for
 from ..core.verdicts import VerdictKind
 from ..core.wire.messages import JobResult
 from ..core.wire.spool import agent_of, read_spool
@@ -28,7 +29,6 @@ from .run_files import (
     RunOutcome,
     RunPaths,
     blamed_in,
-    command_for,
     earlier_lives,
     earlier_outcomes,
     exit_code,

@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 import secrets
-import shlex
 import signal
 import time
 from collections import Counter
@@ -23,17 +22,12 @@ import msgspec
 from ..core.errors import Code, ExitCode, GpuwatchError
 from ..core.own_files import read_regular
 from ..core.recorder.run_folder import job_run, runs_of_job
-from ..core.text import plain_text, shown_name
+from ..core.text import command_for, shown_name
 from ..core.verdicts import VerdictKind
 from .report.model import EarlierLife, RunReport, Verdict
 
 LATEST = "latest"
 MOST_REPORT_BYTES = 1 << 30
-
-
-def command_for(*paths: Path, does: str = "report") -> str:
-    """What a user may type in any folder: `gpuwatch report --again '/home/me/my runs/1'`."""
-    return plain_text(f"gpuwatch {does} {shlex.join(str(path.absolute()) for path in paths)}")
 
 
 class RunPaths:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum
@@ -235,6 +236,11 @@ def is_web_address(text: str) -> bool:
 def plain_text(text: str) -> str:
     r"""For a reader: `w\udcff` where the byte 255 was."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def command_for(*paths: Path, does: str = "report") -> str:
+    """What a user may type in any folder: `gpuwatch report --again '/home/me/my runs/1'`."""
+    return plain_text(f"gpuwatch {does} {shlex.join(str(path.absolute()) for path in paths)}")
 
 
 def carried(message: object, text: Callable[[str], str] | None = None) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import stat
 import sys
@@ -18,7 +17,7 @@ from ..errors import Code, coded
 from ..host import boot_id, host_name, stat_fields
 from ..own_files import write_whole
 from ..settings import WorkerSettings
-from ..text import error_text
+from ..text import command_for, error_text
 from .layout import file_bytes
 
 RUN_VARIABLE = "GPUWATCH_RUN"
@@ -284,7 +283,7 @@ def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: 
         return None
     say(
         f"the runs' folder could not be written any more: the store and the files beside it have moved from {source} "
-        f"to {folder}; read it with: gpuwatch report {shlex.quote(str(folder))} [{Code.STORE_UNWRITTEN}]"
+        f"to {folder}; read it with: {command_for(folder)} [{Code.STORE_UNWRITTEN}]"
     )
     return folder
 

@@ -14,7 +14,6 @@ import ctypes
 import os
 import secrets
 import select
-import shlex
 import signal
 import sys
 import time
@@ -54,7 +53,7 @@ from ...core.recorder.run_folder import (
     remove_scratch,
 )
 from ...core.tell import flush_streams
-from ...core.text import from_json
+from ...core.text import command_for, from_json
 from ...core.verdicts import VerdictKind
 from ...core.wire import messages, pipe
 from ...core.wire.keys import agent_name
@@ -427,11 +426,7 @@ class NodeAgentLoop:
             return
         more = self.outbox.unacknowledged() if self._spool.left_out else []
         spool = keep_spools(self._spools(), Path(self._config.spool_dir), messages.node_of(self._id), more)
-        kept = (
-            f"; this node's records are in {spool}, read them with: gpuwatch report {shlex.quote(str(spool))}"
-            if spool
-            else ""
-        )
+        kept = f"; this node's records are in {spool}, read them with: {command_for(spool)}" if spool else ""
         assert self._done is not None
         worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
         code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(worst)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from shlex import quote
 from typing import NamedTuple
 
 import psutil
@@ -26,7 +25,7 @@ from ...core.recorder.layout import file_name
 from ...core.recorder.reader import NotReady, RecorderReader
 from ...core.recorder.run_folder import RUN_VARIABLE
 from ...core.settings import VARIABLE
-from ...core.text import ranks_text, shown_name
+from ...core.text import command_for, ranks_text, shown_name
 from ...core.wire.pipe import JobResult
 
 RankKey = tuple[int, int]
@@ -231,8 +230,5 @@ class SeenOverflows:
 def where_it_is(verdict: JobResult | None) -> str:
     """Where to find an overflow that the verdict lacks, as a sentence."""
     if verdict is not None and verdict.overflow_in:
-        return (
-            "no report shows it yet; make one from this node's spool with: gpuwatch report "
-            f"{quote(verdict.overflow_in)}"
-        )
+        return f"no report shows it yet; make one from this node's spool with: {command_for(Path(verdict.overflow_in))}"
     return "the report lacks this overflow: its event was lost in transit"

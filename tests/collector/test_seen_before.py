@@ -18,7 +18,6 @@ from gpuwatch.collector.report.model import Verdict
 from gpuwatch.collector.run_files import (
     RunOutcome,
     RunPaths,
-    command_for,
     earlier_outcomes,
     fingerprint_of,
     new_run,
@@ -26,6 +25,7 @@ from gpuwatch.collector.run_files import (
     seen_before,
 )
 from gpuwatch.core.events import ScriptError
+from gpuwatch.core.text import command_for
 from gpuwatch.core.verdicts import Certainty, VerdictKind
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode
 from gpuwatch.launcher.scheduler_job import SchedulerFacts
