@@ -166,10 +166,11 @@ class ModuleCalls:
             return
         if self._around_graphs and stack and not info.is_graph:
             self._frames.take_graphs(len(stack) - 1)
-        if info.cls in self._around_graphs:
+        if self._around_graphs and info.cls in self._around_graphs:
             self._graphs.discard()
         info.seq = issued()
-        info.first_node = next_node()
+        if self._running.nodes is not None:
+            info.first_node = next_node()
         if info.is_wrapper:
             info.entered = self._recorder.frame_count
         position = len(stack)
@@ -239,9 +240,9 @@ class ModuleCalls:
         raised = output is None and sys.exc_info()[1] not in (None, running.outer_exception)
         if running.nodes is not None:
             running.nodes.calls.append((info, info.first_node, next_node()))
-        page = self._recorder.page
+        page, seq = self._recorder.page, issued()
         shards = rows.device_buffer is not None and running.is_sharded()
-        if rows.device_buffer is not None and not shards and rows.may_have_changed():
+        if rows.device_buffer is not None and not shards and rows.may_have_changed(seq):
             without_modes(rows.forget_changed_arguments, args, kwargs)
         try:
             position = len(stack) - 1
@@ -258,7 +259,7 @@ class ModuleCalls:
                     or has_graphs
                     or output is None
                     or page is None
-                    or not writer.frame(info, module, args, kwargs, output, page, parent, depth, phase, step)
+                    or not writer.frame(info, module, args, kwargs, output, page, parent, depth, phase, step, seq)
                 ):
                     with self._lock:
                         reader = self._graphs if has_graphs else rows

@@ -26,8 +26,9 @@ from ..record.names import KWARGS, leaves_of
 from ..record.progress import RunProgress
 from ..record.rows import COUNT_EVERY, RowWriter
 from ..stats.device import late_device
-from ..stats.device_buffer import DeviceStatsBuffer
+from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.tensor_stats import TensorStats
+from ..stats.torch_reader import WaitingTensors
 
 if TYPE_CHECKING:
     from .backward import BackwardHooks
@@ -99,7 +100,7 @@ def difference(native: dict[str, int]) -> str:
 def called_by_native_hooks(progress: RunProgress, rows: RowWriter) -> tuple[Callable[..., Any], ...]:
     """Functions that the hooks of a FrameWriter call in a backward, with no Python function of ours around them."""
     buffer = DeviceStatsBuffer
-    reads = rows._send_after_collectives, buffer._buffer, buffer.note_weights, buffer.read_later, buffer.read_rest
+    reads = rows._send_after_collectives, buffer._buffer, buffer.read_later, buffer.read_rest
     return *reads, buffer.keep, rows.device_frame, progress.recorder.continue_segment, leaves_of, issued
 
 
@@ -132,6 +133,8 @@ def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: Backward
             progress=progress,
             issued=issued,
             numbers=TensorStats,
+            device_row=DeviceRow,
+            waiting=WaitingTensors,
             tensor=torch.Tensor,
             parameter=torch.nn.Parameter,
             modes=torch._C._len_torch_function_stack,

@@ -64,6 +64,7 @@ class FrameWriter:
         depth: int,
         phase: int,
         step: int,
+        seq: int,
         /,
     ) -> bool: ...
     def weights(self, info: Any, parameters: list[tuple[str, Any]], step: int, /) -> bool: ...

@@ -106,7 +106,7 @@ static int output_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObjec
 /* The arguments of the forward hook. */
 typedef struct {
     PyObject *info, *module, *args, *kwargs, *output, *page;
-    int64_t parent, depth, phase, step;
+    int64_t parent, depth, phase, step, seq;
 } ModuleCall;
 
 /* Write the frame of a module call. 1; 0 if it is left to Python; -1 with an exception set if its outputs could not be
@@ -120,8 +120,9 @@ static int write_frame(FrameWriter *self, const ModuleCall *module_call)
                  .rank_phase = -1, .rank_module = -1};
     if (!begin_frame(self, &frame) || !may_look(self))
         return 0;
-    if (!integer_of(info, s_id, &call.module) || !integer_of(info, s_seq, &before) || !issued_now(self, &frame.seq))
+    if (!integer_of(info, s_id, &call.module) || !integer_of(info, s_seq, &before))
         return 0;
+    frame.seq = module_call->seq;
     call.collectives = before >= 0 && frame.seq > before ? frame.seq - before : 0;
     PyObject *slots = PyObject_GetAttr(info, s_slots);
     int taken = slots != NULL && PyDict_CheckExact(slots) &&
@@ -143,15 +144,15 @@ static int write_frame(FrameWriter *self, const ModuleCall *module_call)
 
 static PyObject *writer_frame(FrameWriter *self, PyObject *const *args, Py_ssize_t given)
 {
-    int64_t numbers[4];
-    if (given != 10)
-        return wrong("expected frame(info, module, args, kwargs, output, page, parent, depth, phase, step)");
-    for (int i = 0; i < 4; i++)
+    int64_t numbers[5];
+    if (given != 11)
+        return wrong("expected frame(info, module, args, kwargs, output, page, parent, depth, phase, step, seq)");
+    for (int i = 0; i < 5; i++)
         numbers[i] = PyLong_AsLongLong(args[6 + i]);
     if (PyErr_Occurred())
         return NULL;
     const ModuleCall call = {args[0],    args[1],    args[2],    args[3],    args[4], args[5],
-                             numbers[0], numbers[1], numbers[2], numbers[3]};
+                             numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
     const int taken = write_frame(self, &call);
     return taken < 0 ? NULL : answer(taken);
 }
@@ -341,6 +342,7 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         IS_DICT(watched) && IS_DICT(local) && IS_DICT(kwargs) && IS_DICT(compiler) &&
         expect(self->tensor, PyType_Check(self->tensor), "tensor must be a class") &&
         expect(self->numbers, PyType_Check(self->numbers), "numbers must be a class") &&
+        expect(self->waiting, PyType_Check(self->waiting), "waiting must be a class") &&
         expect(near, PyDict_Check(near), "near must be a dict") && set_near(self, near) &&
         (self->exchange = exchange_of(exchange)) != NULL && check_memory(self) && set_cursor(self) && set_version(self))
         return (PyObject *)self;
@@ -350,8 +352,8 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static PyMethodDef writer_methods[] = {
     {"frame", METHOD(writer_frame), METH_FASTCALL,
-     "frame(info, module, args, kwargs, output, page, parent, depth, phase, step) -> bool\n\n"
-     "Write the frame of a module call into the open page `page`. False if Python must write it."},
+     "frame(info, module, args, kwargs, output, page, parent, depth, phase, step, seq) -> bool\n\n"
+     "Write the frame of a module call into the open page `page`. `seq`: collectives issued. False if Python must write it."},
     {"weights", METHOD(writer_weights), METH_FASTCALL,
      "weights(info, [(name, parameter), ...], step) -> bool\n\n"
      "Write the frame of a module's weights after an optimizer step. False if Python must write it."},

@@ -111,9 +111,14 @@ static int number_from(PyObject *object, PyObject *method, uintptr_t *number)
     return 0;
 }
 
+int64_t bytes_of(const TensorView *view)
+{
+    return view->count * view->dl.dtype.bits / 8;
+}
+
 int is_in_storage(PyObject *tensor, const TensorView *view)
 {
-    const uintptr_t start = (uintptr_t)view->address, length = (uintptr_t)view->count * view->dl.dtype.bits / 8;
+    const uintptr_t start = (uintptr_t)view->address, length = (uintptr_t)bytes_of(view);
     uintptr_t memory = 0, bytes = 0;
     PyObject *storage = PyObject_CallMethodNoArgs(tensor, s_untyped_storage);
     if (storage == NULL) {

@@ -203,9 +203,8 @@ class RowWriter(DeviceRows):
             return None
         return self._row(self.slot(info, role), leaf, 0, numbers)._replace(notable=False)
 
-    def may_have_changed(self) -> bool:
-        """Whether a collective was issued since something on a device was read for this page."""
-        seq = issued()
+    def may_have_changed(self, seq: int) -> bool:
+        """Whether a collective was issued since something on a device was read for this page. `seq`: see `issued`."""
         if seq != self._seq_of_call:
             self._seq_of_call = seq
             self._first_after = self._recorder.value_count

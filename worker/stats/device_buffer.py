@@ -181,27 +181,6 @@ class DeviceStatsBuffer:
 
     # -- the tensors of a frame that the native writer reads: see device_reads.c -----------------------------------
 
-    def note_weights(
-        self,
-        buffer: StreamBuffer,
-        fresh: list[torch.Tensor],
-        values: int,
-        known: list[KnownWeight],
-        first: int,
-        count: bool,
-    ) -> list[DeviceRow]:
-        """The rows from position `first` on are of the `fresh` tensors, of which the first `values` are no weights,
-        and then of weights that were read before. Returns a row for each fresh weight.
-        """
-        rows = [DeviceRow(buffer) for _ in range(values, len(fresh))]
-        if rows:
-            buffer.remembered.append((first + values, rows))
-        if known:
-            behind = first + len(fresh)
-            buffer.weights.append(WaitingTensors(known, behind, count))
-            buffer.remembered.append((behind, [weight[3] for weight in known]))
-        return rows
-
     def read_later(
         self,
         buffer: StreamBuffer,

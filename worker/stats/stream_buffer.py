@@ -32,11 +32,13 @@ _CAPACITY = layout.VALUES_PER_SEGMENT
 class DeviceRow:
     """The numbers on the device of a weight that was measured before. See `DeviceStatsBuffer.frame`."""
 
-    __slots__ = ("buffer", "packed")
+    __slots__ = ("buffer", "packed", "place")
 
-    def __init__(self, buffer: StreamBuffer) -> None:
+    def __init__(self, buffer: StreamBuffer, place: tuple[int, int] | None = None) -> None:
         self.buffer = buffer
         """The stream that measured it."""
+        self.place = place
+        """Address and bytes of the weight then, if these were found to lie in its storage, in order."""
         self.packed: Earlier | None = None
         """Where its numbers are. None until they are packed, or if that failed."""
 

@@ -503,7 +503,18 @@ def test_wrong_parts_are_refused(tmp_path):
         taker_module.FrameWriter = real
     watched.hooks._gradients.writer = None
     try:
-        for name in ("seen", "shapes", "waived", "numbers", "near", "exchange", "memory", "cursor", "compiler"):
+        for name in (
+            "seen",
+            "shapes",
+            "waived",
+            "numbers",
+            "waiting",
+            "near",
+            "exchange",
+            "memory",
+            "cursor",
+            "compiler",
+        ):
             with pytest.raises((TypeError, ValueError)):
                 taker_module.FrameWriter(**{**good, name: 1.5})
         with pytest.raises(TypeError):
@@ -512,14 +523,14 @@ def test_wrong_parts_are_refused(tmp_path):
         with pytest.raises(TypeError):
             native_writer.frame()
         with pytest.raises(TypeError):
-            native_writer.frame(*[None] * 10)
+            native_writer.frame(*[None] * 11)
         with pytest.raises(TypeError):
             native_writer.weights(None, None, 1)
         with pytest.raises(TypeError):
             native_writer.all_local(None)
         with pytest.raises(TypeError):
             native_writer.hook()
-        assert native_writer.frame(*[None] * 6, 1, 2, 3, 4) is False
+        assert native_writer.frame(*[None] * 6, 1, 2, 3, 4, 5) is False
         assert native_writer.weights(None, [None], 1) is False
         assert native_writer.all_local([None, (1, 2, 3)]) is False
         assert native_writer.all_local([("name", None)]) is False

@@ -269,7 +269,7 @@ def test_without_a_reader_such_a_frame_is_left_to_python(tmp_path):
         info = hooks._roots.enter(module)[0]
         page = info.root.page
         watched.recorder.resume_page(page)
-        call = (info, module, (torch.ones(2, 4),), {}, out, page, 0, 0, 0, 0)
+        call = (info, module, (torch.ones(2, 4),), {}, out, page, 0, 0, 0, 0, 0)
 
         assert not writer_for(watched, None).frame(*call)
         hooks.rows.forget()

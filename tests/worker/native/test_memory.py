@@ -251,7 +251,7 @@ def test_a_writer_whose_recorder_is_closed_writes_nothing_even_if_the_cursor_say
         info = watched.hooks._roots.enter(module)[0]
         watched.recorder.resume_page(page)
         at = watched.recorder.cursor[0]
-        arguments = (info, module, (torch.ones(2, 4),), {}, out, page, 0, 0, 0, 0)
+        arguments = (info, module, (torch.ones(2, 4),), {}, out, page, 0, 0, 0, 0, 0)
         assert writer.frame(*arguments)
         watched.recorder.close()
         watched.recorder.cursor[0] = at
@@ -275,7 +275,7 @@ def test_a_cursor_outside_of_the_file_is_not_followed(tmp_path):
         info = watched.hooks._roots.enter(module)[0]
         for at in (len(watched.recorder.memory) - 8, 1 << 60):
             watched.recorder.cursor[0] = at
-            assert not watched.hooks._gradients.writer.frame(info, module, (), {}, out, info.root.page, 0, 0, 0, 0)
+            assert not watched.hooks._gradients.writer.frame(info, module, (), {}, out, info.root.page, 0, 0, 0, 0, 0)
         watched.recorder.cursor[0] = -1
     finally:
         watched.close()

@@ -70,20 +70,28 @@ kept: list[torch.Tensor] = []
 @st.composite
 def known_weights(draw: st.DrawFn) -> KnownWeight:
     weight = VIEWS[draw(st.sampled_from(list(VIEWS)))](ordinary(draw(st.sampled_from(list(KINDS))), 3))
-    fate = draw(st.sampled_from(["is there", "is there", "is gone", "was changed", "is freed", "is a parameter"]))
+    fates = ["is there", "is there", "is gone", "was changed", "is freed", "is a parameter", "is shorter", "is longer"]
+    fate = draw(st.sampled_from(fates))
     if fate == "is a parameter":
         weight = torch.nn.Parameter(weight, requires_grad=False)
     version = weight._version
     if fate == "was changed":
         version += 1  # an older one would be what is remembered; the two differ all the same
-    if fate == "is freed":
+    if fate in ("is freed", "is shorter", "is longer"):
         weight = ordinary(torch.float32, 3)[1:]
         version = weight._version
+    place = (weight.data_ptr(), weight.numel() * weight.itemsize) if weight.is_contiguous() else None
+    if fate == "is freed":
         weight.untyped_storage().resize_(0)
+    elif fate == "is shorter":
+        weight.data = weight.data[:1]
+    elif fate == "is longer" and place is not None:
+        place = place[0], place[1] - weight.itemsize
     if fate != "is gone":
         kept.append(weight)
     earlier = PackedRows(PACKED, PACKED.data_ptr()), draw(st.integers(0, 239))
-    return KnownWeight(weakref.ref(weight), version, draw(st.integers(0, 9)), SimpleNamespace(packed=earlier))
+    row = SimpleNamespace(packed=earlier, place=draw(st.sampled_from([place, None])))
+    return KnownWeight(weakref.ref(weight), version, draw(st.integers(0, 9)), row)
 
 
 def in_one_piece() -> st.SearchStrategy[torch.Tensor]:
@@ -130,6 +138,28 @@ def test_ordinary_ones_are_not_left_to_python() -> None:
         (6, second.data_ptr(), 2, 2, 0, 0),
         (9, weight.data_ptr(), 4, 4, 0, PACKED.data_ptr() + 7 * 24),
     ]
+
+
+def test_a_weight_that_lies_where_it_lay_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, storages = torch.nn.Parameter(torch.ones(4, 3)), []
+
+    def entries(place: tuple[int, int] | None) -> bytes:
+        row = SimpleNamespace(packed=(PackedRows(PACKED, PACKED.data_ptr()), 3), place=place)
+        known = KnownWeight(weakref.ref(weight), weight._version, 0, row)
+        storages.clear()
+        return GroupedReadings([WaitingTensors([known], 0, False)], CPU).entries
+
+    asked = torch.Tensor.untyped_storage
+    monkeypatch.setattr(
+        torch.Tensor, "untyped_storage", lambda tensor: storages.append(tensor) or asked(tensor), raising=False
+    )
+    checked = entries(None)
+    assert storages
+    assert entries((weight.data_ptr(), weight.nbytes)) == checked
+    assert not storages
+    weight.data = weight.data.clone()
+    entries((weight.data_ptr() + 16, weight.nbytes))
+    assert storages
 
 
 def test_the_imaginary_part_of_a_conjugate_is_read_with_its_sign() -> None:

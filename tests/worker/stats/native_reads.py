@@ -11,8 +11,9 @@ from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.record.names import leaves_of
 from gpuwatch.worker.record.progress import RecorderLock
-from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
+from gpuwatch.worker.stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from gpuwatch.worker.stats.tensor_stats import TensorStats
+from gpuwatch.worker.stats.torch_reader import WaitingTensors
 from torch.utils.hooks import RemovableHandle
 
 READS = native_writer.FrameWriter is not None and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
@@ -29,7 +30,7 @@ class NativeReads:
         self.rows = SimpleNamespace(
             device_buffer=buffer, late_pages={}, _recorder=recorder, _seq=0, _send_after_collectives=None
         )
-        self._recorder = recorder
+        self._recorder, self._issued = recorder, issued
         self._shapes: dict[Any, int] = {}
         self._seen: dict[Any, Any] = {}
         self._by_memory: dict[Any, Any] = {}
@@ -49,6 +50,8 @@ class NativeReads:
             progress=None,
             issued=lambda: issued,
             numbers=TensorStats,
+            device_row=DeviceRow,
+            waiting=WaitingTensors,
             tensor=torch.Tensor,
             parameter=torch.nn.Parameter,
             modes=lambda: 0,
@@ -86,7 +89,7 @@ class NativeReads:
         self._by_memory.clear()
         self.asked = False
         before = self._recorder.value_count
-        taken = self._writer.frame(info, module, tuple(tensors), {}, None, None, 0, 1, 0, 0)
+        taken = self._writer.frame(info, module, tuple(tensors), {}, None, None, 0, 1, 0, 0, self._issued)
         assert taken or self.asked
         if taken:
             assert self.rows.late_pages == {self._recorder.page.number: self._recorder.page}

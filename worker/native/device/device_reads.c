@@ -151,6 +151,77 @@ static int enter(const Reading *reading, const Frame *frame, int64_t position, i
            set_integer(reading->buffer, s__queued_page, frame->page);
 }
 
+/* -- weights ------------------------------------------------------------------------------------------------------ */
+
+static int append_to(PyObject *object, PyObject *name, PyObject *item)
+{
+    PyObject *list = PyObject_GetAttr(object, name);
+    const int good = list != NULL && PyList_Check(list) && append(list, Py_XNewRef(item));
+    Py_XDECREF(list);
+    return good;
+}
+
+/* The rows of weights begin at a position: they know their numbers when these are packed. 0 with an exception set. */
+static int remember_at(const Reading *reading, int64_t position, PyObject *rows)
+{
+    PyObject *pair = with_integers(PyTuple_New(2), 0, &position, 1);
+    if (pair == NULL)
+        return 0;
+    PyTuple_SET_ITEM(pair, 1, Py_NewRef(rows));
+    const int good = append_to(reading->stream, s_remembered, pair);
+    Py_DECREF(pair);
+    return good;
+}
+
+/* A DeviceRow of worker/stats/stream_buffer.py. NULL with an exception set. */
+static PyObject *new_row(FrameWriter *self, const Reading *reading, const TensorView *view)
+{
+    const int64_t numbers[] = {(int64_t)(intptr_t)view->address, bytes_of(view)};
+    PyObject *place = with_integers(PyTuple_New(2), 0, numbers, 2), *row = NULL;
+    if (place != NULL)
+        row = PyObject_CallFunctionObjArgs(self->device_row, reading->stream, place, NULL);
+    Py_XDECREF(place);
+    return row;
+}
+
+/* The weights that were read before wait for the packing of the rows, as WaitingTensors. 0 with an exception set. */
+static int keep_known(FrameWriter *self, const Reading *reading, const Asked *asked, int64_t first, PyObject *count)
+{
+    PyTypeObject *type = (PyTypeObject *)self->waiting;
+    PyObject *rows = PyList_New(0), *waiting = with_integers(type->tp_alloc(type, 3), 1, &first, 1);
+    int good = rows != NULL && waiting != NULL;
+    if (waiting != NULL) {
+        PyTuple_SET_ITEM(waiting, 0, Py_NewRef(reading->known));
+        PyTuple_SET_ITEM(waiting, 2, Py_NewRef(count));
+    }
+    for (int i = asked->fresh; good && i < asked->used; i++)
+        good = append(rows, Py_NewRef(PyTuple_GET_ITEM(asked->rows[i]->known, 3)));
+    good = good && append_to(reading->stream, s_weights, waiting) && remember_at(reading, first, rows);
+    Py_XDECREF(rows);
+    Py_XDECREF(waiting);
+    return good;
+}
+
+/* Note the weights of a frame whose rows begin at a position. Returns the rows of those that are fresh, or NULL with an
+   exception set. */
+static PyObject *note_weights(FrameWriter *self, const Reading *reading, const Asked *asked, int64_t position,
+                              PyObject *count)
+{
+    PyObject *rows = PyList_New(0);
+    int good = rows != NULL;
+    for (int i = asked->values; good && i < asked->fresh; i++)
+        good = append(rows, new_row(self, reading, &asked->rows[i]->view));
+    if (good && asked->values < asked->fresh)
+        good = remember_at(reading, position + asked->values, rows);
+    if (good && asked->fresh < asked->used)
+        good = keep_known(self, reading, asked, position + asked->fresh, count);
+    if (!good)
+        Py_CLEAR(rows);
+    return rows;
+}
+
+/* -- launches ----------------------------------------------------------------------------------------------------- */
+
 /* Launch the kernels that read the tensors, from here where that is possible; 0 with an exception set. */
 static int launch_all(const Reading *reading, const Asked *asked, int64_t position, PyObject *first, PyObject *count)
 {
@@ -180,18 +251,11 @@ static int launch_all(const Reading *reading, const Asked *asked, int64_t positi
 }
 
 /* Have the weights noted, and the tensors read now or later; 0 with an exception set. */
-static int read_all(const Reading *reading, const Asked *asked, const Frame *frame, int64_t position, int is_counted,
-                    PyObject **rows)
+static int read_all(FrameWriter *self, const Reading *reading, const Asked *asked, const Frame *frame, int64_t position,
+                    int is_counted, PyObject **rows)
 {
-    PyObject *first = PyLong_FromLongLong(position), *values = PyLong_FromLong(asked->values);
-    PyObject *count = is_counted ? Py_True : Py_False;
-    int good = first != NULL && values != NULL;
-    if (good && asked->values < asked->used)
-        *rows = PyObject_CallMethodObjArgs(reading->buffer, s_note_weights, reading->stream, reading->fresh, values,
-                                           reading->known, first, count, NULL);
-    else if (good)
-        *rows = PyList_New(0);
-    good = good && *rows != NULL;
+    PyObject *first = PyLong_FromLongLong(position), *count = is_counted ? Py_True : Py_False;
+    int good = first != NULL && (*rows = note_weights(self, reading, asked, position, count)) != NULL;
     if (good && asked->fresh > 0) {
         const int waits = frame->may_wait && truth_of(reading->buffer, s__may_wait) == 1;
         if (waits || truth_of(reading->buffer, s__together) == 1)
@@ -201,7 +265,6 @@ static int read_all(const Reading *reading, const Asked *asked, const Frame *fra
             good = launch_all(reading, asked, position, first, count);
     }
     Py_XDECREF(first);
-    Py_XDECREF(values);
     return good;
 }
 
@@ -240,7 +303,7 @@ static int64_t read_with(FrameWriter *self, Reading *reading, const Asked *asked
     if (position < 0)
         return HAS_FAILED;
     const int good = enter(reading, frame, position, asked->used) &&
-                     read_all(reading, asked, frame, position, count, rows) && note_page(self->device_rows, frame->page);
+                     read_all(self, reading, asked, frame, position, count, rows) && note_page(self->device_rows, frame->page);
     return good ? index : HAS_FAILED;
 }
 

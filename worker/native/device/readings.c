@@ -51,8 +51,24 @@ typedef struct {
     int64_t device_type, device_id; /* of the rows: a tensor that has moved to another device since is not read */
 } Launched;
 
-/* Fill the entry of a tensor; 0 if Python must do it. `tensor` becomes None if a known weight is on another device. */
-static int fill_tensor(const Launched *launched, PyObject **tensor, int known, int counted, int64_t *entry)
+/* Whether a weight lies where it lay when its elements were found to be in its storage, and is no longer. `row`: its
+   DeviceRow, or another object. A storage that becomes smaller moves. */
+static int lies_as_before(PyObject *row, const TensorView *view)
+{
+    int64_t address, bytes;
+    PyObject *place = PyObject_GetAttr(row, s_place);
+    const int same = place != NULL && PyTuple_CheckExact(place) && PyTuple_GET_SIZE(place) == 2 && view->is_in_order &&
+                     integer_from(PyTuple_GET_ITEM(place, 0), &address) &&
+                     integer_from(PyTuple_GET_ITEM(place, 1), &bytes) && address != 0 &&
+                     address == (int64_t)(intptr_t)view->address && bytes_of(view) <= bytes;
+    Py_XDECREF(place);
+    PyErr_Clear();
+    return same;
+}
+
+/* Fill the entry of a tensor; 0 if Python must do it. `row`: of a known weight, or NULL. `tensor` becomes None if a known
+   weight is on another device. */
+static int fill_tensor(const Launched *launched, PyObject **tensor, PyObject *row, int counted, int64_t *entry)
 {
     TensorView view;
     PyObject *type = (PyObject *)Py_TYPE(*tensor);
@@ -61,25 +77,26 @@ static int fill_tensor(const Launched *launched, PyObject **tensor, int known, i
         return 0;
     if (view.dl.device.type != launched->device_type || view.dl.device.id != launched->device_id) {
         Py_SETREF(*tensor, Py_NewRef(Py_None));
-        return known;
+        return row != NULL;
     }
     entry[0] = view.dtype;
     entry[1] = counted && (view.dtype == DTYPE_FLOAT16 || view.dtype == DTYPE_BFLOAT16);
     entry[3] = (int64_t)(intptr_t)view.address;
-    entry[4] = entry[5] = elements_in_order(*tensor, &view);
+    const int checked = row != NULL && lies_as_before(row, &view);
+    entry[4] = entry[5] = checked ? view.count : elements_in_order(*tensor, &view);
     return entry[4] != 0;
 }
 
 /* Fill the entry of an item, and append what it is about; 0 if Python must do it. */
 static int fill(const Launched *launched, PyObject *item, int counted, int64_t *entry)
 {
-    const int known = is_known(item);
-    PyObject *earlier = known ? PyObject_GetAttr(PyTuple_GET_ITEM(item, 3), s_packed) : Py_NewRef(Py_None);
-    PyObject *tensor = known ? unchanged(item) : Py_NewRef(item);
+    PyObject *row = is_known(item) ? PyTuple_GET_ITEM(item, 3) : NULL;
+    PyObject *earlier = row != NULL ? PyObject_GetAttr(row, s_packed) : Py_NewRef(Py_None);
+    PyObject *tensor = row != NULL ? unchanged(item) : Py_NewRef(item);
     entry[7] = earlier != NULL && earlier != Py_None ? address_of(earlier) : 0;
     entry[6] = 0;
     int good = earlier != NULL && entry[7] >= 0 &&
-               (tensor == Py_None || fill_tensor(launched, &tensor, known, counted, entry));
+               (tensor == Py_None || fill_tensor(launched, &tensor, row, counted, entry));
     if (good && tensor == Py_None) {
         entry[0] = DTYPE_FLOAT32;
         entry[1] = entry[3] = entry[4] = entry[5] = 0;

@@ -14,7 +14,8 @@
 #define EACH_OBJECT(DO)                                                                                       \
     DO(memory) DO(cursor) DO(seen) DO(by_memory) DO(weights) DO(shapes) DO(ignored) DO(watched)    \
     DO(local) DO(kwargs) DO(gradients) DO(progress) DO(issued) DO(numbers) DO(tensor) DO(parameter) DO(modes) \
-    DO(compiler) DO(hook_dict) DO(handle) DO(leaves_of) DO(next_segment) DO(mutex)
+    DO(compiler) DO(hook_dict) DO(handle) DO(leaves_of) DO(next_segment) DO(mutex) \
+    DO(device_row) DO(waiting)
 /* None, or what reads the tensors of a frame that are on a device:
    device_frame(tensors, elements, earlier, count) -> ([int | None, ...], [numbers | None, ...]). The last tensors, as many as
    `earlier`, are weights. `elements`: how many lie in one piece of a tensor's memory, in order; 0: not known. `earlier`: what

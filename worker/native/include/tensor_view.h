@@ -47,6 +47,9 @@ int is_plain_integer(const TensorView *view);
    for a rare dtype, another layout, memory that is gone, or numbers that are to be negated. */
 int64_t elements_in_order(PyObject *tensor, const TensorView *view);
 
+/* Of its elements. */
+int64_t bytes_of(const TensorView *view);
+
 /* Whether the whole tensor lies in the memory of its storage: 1, 0, or -1 if torch does not tell. A storage may be freed or
    shrunk under its tensors, as FSDP does with untyped_storage().resize_(0). The address of a view with an offset is then not
    NULL. */
