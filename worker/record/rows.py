@@ -34,7 +34,6 @@ from ..stats.tensor_stats import (
     version_of,
 )
 from ..stats.torch_reader import FROM_GRAPH, GRAPH_NUMBERS
-from .collectives import issued
 from .device_rows import DeviceRows
 from .names import ModuleSelection, inputs_of
 from .roots import ModuleInfo
