@@ -302,7 +302,7 @@ def _measure_integers(tensor: torch.Tensor) -> TensorStats:
 
 
 def is_foreign(kind: type) -> bool:
-    """Whether a class of tensors has operations of its own, which gpuwatch need not call: the script's, or a DTensor's."""
+    """Whether a class of tensors has operations of its own: the script's, or those of a DTensor."""
     return kind.__torch_dispatch__ is not _TENSOR.__torch_dispatch__  # type: ignore[attr-defined]
 
 
