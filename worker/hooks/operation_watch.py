@@ -33,7 +33,7 @@ from ...core.values import NonFinite, Value, name_of
 from ..record.bad_elements import pattern_of
 from ..record.names import CALL
 from ..stats.device import without_modes
-from ..stats.tensor_stats import local_part, measure, unwrapped
+from ..stats.tensor_stats import is_foreign, local_part, measure, unwrapped
 
 _MOST_KEPT = 1 << 30
 """Bytes of a storage that is copied before the run changes it."""
@@ -329,7 +329,7 @@ class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 def foreign_class(types: Any) -> type | None:
     """The first class of an operation's tensors that has operations of its own."""
-    return next((kind for kind in types if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__), None)
+    return next(filter(is_foreign, types), None)
 
 
 def numbers_of(tensor: torch.Tensor) -> tuple[OperandNumbers, int]:

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
 
 import msgspec
 import torch
@@ -32,6 +31,7 @@ from ..record.graph_sources import explaining_row, shown_in, sources_later, sour
 from ..record.graph_users import BadOutput, graph_users
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import class_of
+from ..record.roots import shards_of
 from ..stats.device import without_modes
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
 from .call_frames import CallFrames
@@ -224,7 +224,7 @@ def _largest(extremes: tuple[float | None, float | None, int]) -> str:
 def _look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
     weights = {name: _found(each) for name, each in list(module._parameters.items())[:_MOST] if each is not None}
     buffers = {name: _found(each) for name, each in list(module._buffers.items())[:_MOST] if each is not None}
-    shards = {name: _found(local) for name, local in _shards(root, module)}
+    shards = {name: _found(local) for name, local in shards_of(root, module)}
     return LookedAgain(
         weights={name: found for name, found in weights.items() if found},
         shards={name: found for name, found in shards.items() if found},
@@ -263,22 +263,6 @@ def _found(tensor: torch.Tensor) -> str:
     """`finite`, `nan`, `+inf`, `-inf`; "" if it cannot be measured."""
     numbers = measure(tensor)
     return name_of(NonFinite(numbers.meta & 0xFF)) if numbers.kind == RowKind.MEASURED else ""
-
-
-def _shards(root: nn.Module | None, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(parameter, this rank's part of it) of a module that FSDP2 shards.
-
-    Within a forward the module holds the whole parameter. The module that FSDP was applied to holds the shard, in
-    internals of torch 2.6 to 2.13. If one of these is missing, the shards are unknown.
-    """
-    for holder in root.modules() if root is not None else ():
-        state: Any = getattr(holder, "_get_fsdp_state", None)
-        group: Any = getattr(state(), "_fsdp_param_group", None) if callable(state) else None
-        for held in getattr(group, "fsdp_params", None) or ():
-            info = getattr(held, "_module_info", None)
-            local = getattr(getattr(held, "sharded_param", None), "_local_tensor", None)
-            if info is not None and info.module is module and isinstance(local, torch.Tensor):
-                yield info.param_name, local
 
 
 def _autocast(module: nn.Module) -> str:

@@ -17,7 +17,7 @@ from ...core.events import ReducedElement
 from ...core.frames import RowKind
 from ...core.values import DTYPE_MAX, Value
 from ..stats.device import without_modes
-from ..stats.tensor_stats import local_part, measure, to_plain, unwrapped
+from ..stats.tensor_stats import local_part, measure, to_plain
 from .collectives import ranks
 
 _MOST_LISTED = 4
@@ -30,7 +30,7 @@ def pattern_of(tensor: torch.Tensor) -> str:
     `everything`, `one element of 4.2M, at [3, 5]`, `all of row 17 (dim 0)`, `12 of 4096 elements, all in rows 3, 5
     (dim 0), the first at [3, 0]`. A matrix has rows and columns; the dimensions of other tensors have numbers alone.
     """
-    plain = to_plain(unwrapped(tensor).detach())
+    plain = to_plain(tensor)
     if plain is None:
         return ""
     bad = ~torch.isfinite(plain)
@@ -61,7 +61,7 @@ def _words(bad: torch.Tensor, total: int, count: int) -> str:
 
 def first_of(tensor: torch.Tensor) -> list[int] | None:
     """Index of the first element that is not finite; None if there is none or it is unreadable. Waits for a device."""
-    plain = to_plain(unwrapped(tensor).detach())
+    plain = to_plain(tensor)
     bad = ~torch.isfinite(plain) if plain is not None else None
     return _first(bad) if bad is not None and bad.any() else None
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree
 
 from ..stats.device import is_on_device
-from ..stats.tensor_stats import unwrapped
+from ..stats.tensor_stats import is_foreign, unwrapped
 
 if TYPE_CHECKING:
     from torch import nn
@@ -228,5 +228,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not is_on_device(tensor)
         and tensor.layout is torch.strided
         and not tensor.is_quantized
+        and not is_foreign(type(tensor))
         and 0 < tensor.numel() * tensor.element_size() <= _MOST_BYTES
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ...core.bad_values import NAMED_BY_SCRIPT
 from ...core.events import ModuleDef, RootDef
@@ -14,7 +16,6 @@ from ...core.roles import role_of_parameter
 from .names import ModuleSelection, class_of, unwrap, walk, wrapped_child
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -38,6 +39,24 @@ def _temporary_name(parent: ModuleInfo, module: nn.Module) -> str:
     is_graph = any(kind.__name__ == "GraphModule" for kind in kinds)  # its own class may be "<lambda>"
     cls = "GraphModule" if is_graph else type(module).__name__
     return f"{parent.name}.<{cls}>" if parent.name else f"<{cls}>"
+
+
+def shards_of(root: nn.Module | None, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(parameter, this rank's part of it) of a module that FSDP2 shards.
+
+    Within a forward the module holds the whole parameter. The module that FSDP was applied to holds the shard, in
+    internals of torch 2.6 to 2.13. If one of these is missing, the shards are unknown.
+    """
+    for holder in root.modules() if root is not None else ():
+        of_holder: Any = getattr(holder, "_get_fsdp_state", None)
+        state = of_holder() if callable(of_holder) else None
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13: one for each mesh
+        for group in groups if groups is not None else [getattr(state, "_fsdp_param_group", None)]:
+            for held in getattr(group, "fsdp_params", None) or ():
+                info = getattr(held, "_module_info", None)
+                local = getattr(getattr(held, "sharded_param", None), "_local_tensor", None)
+                if info is not None and info.module is module and isinstance(local, torch.Tensor):
+                    yield info.param_name, local
 
 
 class ParameterSlots(dict[str, int]):

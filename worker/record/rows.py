@@ -15,7 +15,7 @@ from ...core.events import RunPosition, ShapeDef, SlotDef, UnmeasuredTensor
 from ...core.frames import RowKind, RowMark
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import RowTuple
-from ...core.roles import RoleKind, parse_role
+from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.values import PENDING, NonFinite
 from ..stats.captured_rows import CAPTURED
 from ..stats.device import is_on_device, late_device
@@ -25,8 +25,10 @@ from ..stats.tensor_stats import (
     FloatFormat,
     TensorReading,
     TensorStats,
+    has_numbers,
     hides_floats,
     in_memory,
+    is_foreign,
     measure,
     place_of,
     stats_in_memory,
@@ -36,7 +38,7 @@ from ..stats.tensor_stats import (
 from ..stats.torch_reader import FROM_GRAPH, GRAPH_NUMBERS
 from .device_rows import DeviceRows
 from .names import ModuleSelection, inputs_of
-from .roots import ModuleInfo
+from .roots import ModuleInfo, shards_of
 
 _FEW = 256
 """Entries of freed weights are purged only when there are more entries than this."""
@@ -125,6 +127,8 @@ class RowWriter(DeviceRows):
         self._seq_of_call = -1
         """Collectives issued before the last call ended whose arguments were checked."""
         self._unmeasured_told = False
+        self._gathered: dict[int, bool] = {}
+        """By slot of a weight that cannot be read: see `_is_gathered`."""
         self._first_after = 0
         """The first value of the page that was read after the last collective."""
 
@@ -352,11 +356,11 @@ class RowWriter(DeviceRows):
         numbers: TensorStats | DeviceRow | None = known[3] if known is not None else None
         if is_on_device(parameter):
             (index,), (numbers,) = self._device_frame([parameter], [0], [numbers])
-            row = self._device_row(slot, parameter, mark, index)
+            row = self._device_row(slot, parameter, mark, index, info)
         else:
             if not isinstance(numbers, TensorStats):
                 numbers = measure(parameter)
-            row = self._row(slot, parameter, mark, numbers)
+            row = self._row(slot, parameter, mark, numbers, info=info)
         if numbers is not None:
             self.weights[key] = (reference, version, step, numbers)
         packed = row.packed
@@ -378,7 +382,13 @@ class RowWriter(DeviceRows):
         return _new(RecordedRow, (packed, meta & 0xFF, True, high, meta, self.notable.value(code, high, meta)))
 
     def _row(
-        self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | None = None, elements: int = 0
+        self,
+        slot: int,
+        tensor: torch.Tensor,
+        mark: int,
+        numbers: TensorStats | None = None,
+        elements: int = 0,
+        info: ModuleInfo | None = None,
     ) -> RecordedRow:
         if numbers is None and is_on_device(tensor):
             return self._device_row(slot, tensor, mark, self._device_frame([tensor], [elements], [])[0][0])
@@ -389,12 +399,14 @@ class RowWriter(DeviceRows):
             value = self._recorder.value(low, high, meta)
             flags = meta & 0xFF
         elif kind == RowKind.NOT_MEASURABLE:
-            self._note_unmeasured(slot, tensor, mark)
+            self._note_unmeasured(slot, tensor, mark, info)
         packed = (slot, value, self._shape(tensor), code, int(kind), mark)
         notable = kind == _MEASURED and self.notable.value(code, high, meta)
         return _new(RecordedRow, (packed, flags, True, high, meta, notable))
 
-    def _device_row(self, slot: int, tensor: torch.Tensor, mark: int, index: int | None) -> RecordedRow:
+    def _device_row(
+        self, slot: int, tensor: torch.Tensor, mark: int, index: int | None, info: ModuleInfo | None = None
+    ) -> RecordedRow:
         """The row of a tensor on a device whose value has this index; None: it cannot be measured."""
         value, kind, meta = NOTHING, RowKind.NOT_MEASURABLE, 0
         if index is not None and index >= CAPTURED:
@@ -404,21 +416,37 @@ class RowWriter(DeviceRows):
         elif _is_empty(tensor):
             kind = RowKind.EMPTY
         elif not self.is_capturing:  # what a graph does not read is counted by itself
-            self._note_unmeasured(slot, tensor, mark)
+            self._note_unmeasured(slot, tensor, mark, info)
         packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark)
         return _new(RecordedRow, (packed, 0, True, 0, meta, False))
 
-    def _note_unmeasured(self, slot: int, tensor: torch.Tensor, mark: int) -> None:
-        """Record the first one with floats that cannot be read. A frozen weight shows in what its module returns."""
+    def _note_unmeasured(self, slot: int, tensor: torch.Tensor, mark: int, info: ModuleInfo | None) -> None:
+        """Record the first one with floats that cannot be read. A frozen weight shows in what its module returns.
+
+        So does one that FSDP2 gathers from shards, which the optimizer changes. `info`: the module of a weight.
+        """
         if self._unmeasured_told or mark & _IGNORED:
             return
         names = self._recorder.names
         role, module = names.slots[slot].role, names.modules[names.slots[slot].module]
         is_frozen = parse_role(role).kind is RoleKind.WEIGHT and not tensor.requires_grad
-        if not is_frozen and hides_floats(tensor):
+        if not is_frozen and not self._is_gathered(slot, info) and hides_floats(tensor):
             self._unmeasured_told = True
             dtype = str(tensor.dtype).removeprefix("torch.")
             self._recorder.append(UnmeasuredTensor(self._where(), module.name, module.cls, role, dtype))
+
+    def _is_gathered(self, slot: int, info: ModuleInfo | None) -> bool:
+        """Whether FSDP2 makes a weight of this slot in each forward, of shards that can be read."""
+        module = info.ref() if info is not None else None
+        if info is None or module is None:
+            return False
+        known = self._gathered.get(slot)
+        if known is None:
+            role = self._recorder.names.slots[slot].role
+            shards = shards_of(info.root.ref(), module)
+            known = any(role_of_parameter(name) == role and has_numbers(shard) for name, shard in shards)
+            self._gathered[slot] = known
+        return known
 
 
 def closed_marked(row: RecordedRow, leaf: Any) -> RecordedRow:
@@ -429,7 +457,9 @@ def closed_marked(row: RecordedRow, leaf: Any) -> RecordedRow:
     if row.flags != _NEGINF or not isinstance(leaf, torch.Tensor) or is_on_device(leaf) or leaf.dim() == 0:
         return row
     leaf = unwrapped(leaf)
-    if leaf.layout != torch.strided or leaf.is_nested or not bool((leaf.detach() == -math.inf).all(-1).any()):
+    if is_foreign(type(leaf)) or leaf.layout != torch.strided or leaf.is_nested:
+        return row
+    if not bool((leaf.detach() == -math.inf).all(-1).any()):
         return row
     slot, value, shape, dtype, kind, mark = row.packed
     return row._replace(packed=(slot, value, shape, dtype, kind, mark | _CLOSED))

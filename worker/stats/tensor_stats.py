@@ -6,7 +6,7 @@ core/values.py says why integers are enough. Everything here must be called with
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -199,6 +199,9 @@ def hides_floats(tensor: torch.Tensor) -> bool:
         tensor = local_part(unwrapped(tensor))
         if _is_functional(tensor):
             tensor = unwrapped(torch._from_functional_tensor(tensor))
+        inner = sole_inner(tensor)
+        if inner is not None:
+            return hides_floats(inner)
         if tensor.device.type == "meta" or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
             return False
         dtype = tensor.dtype
@@ -208,6 +211,15 @@ def hides_floats(tensor: torch.Tensor) -> bool:
         return tensor.numel() > 0 and not (plain and tensor.layout is torch.strided and not has_memory(tensor))
     except Exception:  # an unknown class
         return True
+
+
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has floats that `measure` reads. Reads none of them, so it does not wait for a device."""
+    try:
+        plain = to_plain(tensor)
+        return plain is not None and plain.dtype in FLOATS and has_memory(plain)
+    except Exception:  # an unknown class
+        return False
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -289,16 +301,48 @@ def _measure_integers(tensor: torch.Tensor) -> TensorStats:
     return TensorStats(min(low, limit), min(high, limit), ValueEncoding.INTEGER << 8, RowKind.MEASURED)
 
 
+def is_foreign(kind: type) -> bool:
+    """Whether a class of tensors has operations of its own: the script's, or those of a DTensor."""
+    return kind.__torch_dispatch__ is not _TENSOR.__torch_dispatch__  # type: ignore[attr-defined]
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor, whose own operations may be collectives; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def sole_inner(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a wrapper of the script's class holds the numbers in, as torchao's weights do; else None.
+
+    It must be the wrapper's only tensor, of the same dtype and shape, with no factor beside it. No operation of the
+    class is called. `__tensor_flatten__` of a wrapper with a second tensor may wait for the device: it is not asked.
+    """
+    flatten = getattr(type(tensor), "__tensor_flatten__", None)
+    if flatten is None or not tensor.dtype.is_floating_point:
+        return None
+    held = [(name, value) for name, value in vars(tensor).items() if isinstance(value, torch.Tensor)]
+    if len(held) != 1:
+        return None
+    ((name, inner),) = held
+    names, context = flatten(tensor)
+    if list(names) != [name] or _has_factor(context) or inner is tensor:
+        return None
+    is_same = inner.dtype is tensor.dtype and inner.device == tensor.device and inner.shape == tensor.shape
+    return inner if is_same else None
+
+
+def _has_factor(context: Any) -> bool:
+    """Whether what `__tensor_flatten__` returns beside the tensors may be what they are multiplied by."""
+    values = tuple(context.values()) if isinstance(context, dict) else context
+    return any(isinstance(each, float | complex) for each in (values if isinstance(values, list | tuple) else [values]))
 
 
 def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """A strided tensor of a measurable dtype with the numbers of `tensor`. None if it has none or was freed.
 
     Sparse: the stored values. Nested: the values of all parts. Quantized: the dequantized values. DTensor: the local
-    shard. Complex: the magnitudes. float8: converted to float32, which is exact. Under vmap: those of all calls.
+    shard. A wrapper: see `sole_inner`. Complex: the magnitudes. float8: converted to float32, which is exact. Under
+    vmap: those of all calls.
     """
     if tensor.device.type == "meta":
         return None
@@ -308,6 +352,9 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if type(tensor).__name__ == "FakeTensor":
             return None
+        inner = sole_inner(tensor)
+        if inner is not None:
+            return to_plain(inner)
         tensor = _parts(tensor) if tensor.is_nested else tensor.as_subclass(torch.Tensor)
     if tensor.is_nested:
         tensor = _parts(tensor)

@@ -17,7 +17,7 @@ import torch
 
 from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, NonFinite, ValueEncoding
 from .device import without_modes
-from .tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, to_plain, unwrapped, version_of
+from .tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, sole_inner, to_plain, unwrapped, version_of
 
 try:
     from ..native.core import readings as _native_readings
@@ -123,7 +123,8 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
         # unbind() would wait for the offsets. Parts with explicit lengths have holes between them.
         values: torch.Tensor | None = getattr(tensor, "_values", None)
         return _plain(values) if values is not None and getattr(tensor, "_lengths", None) is None else None
-    return to_plain(tensor)
+    inner = sole_inner(tensor)
+    return _plain(inner) if inner is not None else to_plain(tensor)
 
 
 def _runs(tensor: torch.Tensor) -> TensorSource | None:
