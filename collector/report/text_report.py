@@ -218,7 +218,7 @@ def _titled(console: Console, section: ReportSection, lines: Iterable[Renderable
 def _verdict(console: Console, report: RunReport) -> None:
     verdict = report.verdict
     mark = ":" if verdict.kind is VerdictKind.UNKNOWN else ","
-    title = Text(f"VERDICT  {verdict.kind}{mark} {verdict.how_sure}", style=f"bold {verdict.kind.tone}")
+    title = Text(f"VERDICT  {verdict.kind}{mark} {report.how_sure}", style=f"bold {verdict.kind.tone}")
     console.print(dim_codes(title.append(f" {verdict.codes}")))
     console.print(Text(verdict.statement, style="bold"))
     _list(console, "Why", verdict.evidence)

@@ -77,6 +77,23 @@ def test_a_run_that_its_collector_still_shows_has_not_ended(runs):
     assert f"third   not ended: gpuwatch top '{runs / 'third'}'\n" in shown("runs", "--runs-dir", runs)
 
 
+def test_the_report_of_a_run_that_has_not_ended_says_so_and_what_is_known_so_far(make, runs):
+    batch = make.Batch(0)
+    batch.call("fc1", "Linear", given=[batch.tensor()], returned=[batch.tensor()])
+    running = [make.hello(nproc=1), *batch.messages(), make.NodeBeat([make.state(0, batch=4)], {})]
+    paths = RunPaths(runs / "third")
+    store = open_store(paths, 21)
+    for n, body in enumerate(running, 1):
+        store.add("a0", AgentMessage(n, body, n - 1), encode(AgentMessage(n, body, n - 1)))
+    store.close()
+    text = shown("report", paths.folder)
+    assert "VERDICT  unknown: the run has not ended, or its collector was killed [GW108]" in text
+    assert "\nNo overflow seen so far: 1 rank, 5 batches.\n" in text
+    assert "rank 0 has not ended: last heard from in batch 4 [GW502]" in text
+    page = shown("report", paths.folder, "--format", "html")
+    assert "<strong>unknown</strong> <span>the run has not ended, or its collector was killed</span>" in page
+
+
 @pytest.mark.parametrize(("command", "word"), [("report", "report"), ("top --once", "top"), ("export", "export")])
 def test_a_folder_of_runs_is_answered_with_its_newest_and_the_command(runs, command, word, monkeypatch):
     monkeypatch.chdir(runs)
