@@ -191,9 +191,9 @@ class AlarmRecorder:
         unseen = self._rows.captured_unseen or (buffer is not None and buffer.not_seen_in_graphs > 0)
         if unseen and not self._graph_fault_recorded:
             self._graph_fault_recorded = True
-            message = (
-                "graph: not seen. A CUDA graph was captured, and gpuwatch does not read all that its replays compute"
-            )
+            why = buffer.why_not_seen if buffer is not None else ""
+            message = "not seen. A CUDA graph was captured, and gpuwatch does not read all that its replays compute"
+            message += f": {why or 'it was captured before a tensor on the device was read'}"
             self._recorder.append(OwnFault(self._progress.where(), "graph", message))
         if buffer is None:
             return True
