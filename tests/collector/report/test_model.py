@@ -50,7 +50,9 @@ def overflow(make, frames=3) -> list:
 
 def report_of(bodies, **more) -> RunReport:
     facts = fold(("a0", n, body) for n, body in enumerate(bodies, 1))
-    return build_report(facts, run_id="20250101-000000-abcd", started="2025-01-01T00:00:00Z", ended="2025-01-01T00:09:00Z", **more)
+    return build_report(
+        facts, run_id="20250101-000000-abcd", started="2025-01-01T00:00:00Z", ended="2025-01-01T00:09:00Z", **more
+    )
 
 
 def test_the_json_is_valid_and_has_the_fields_of_schema_1(make):

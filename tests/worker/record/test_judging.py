@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from gpuwatch.core.events import RankInventoryEvent
 from gpuwatch.core.recorder.pages import OwnPages
 from torch import nn
 
@@ -25,6 +26,15 @@ def test_a_graph_that_was_captured_is_told_once(watch, late):
     assert watched.faults[0].message.endswith(f"its replays compute: {why}")
 
 
+def test_the_device_is_recorded_once_a_tensor_on_it_was_read(watch, late):
+    watched = watch(on_overflow="continue")
+    model = nn.Linear(4, 4)
+    for _ in range(3):
+        model(torch.randn(2, 4))
+    said = [event for event in watched.events if isinstance(event, RankInventoryEvent)]
+    assert [(event.device, event.facts) for event in said] == [("cpu", None)]
+
+
 def test_a_graph_that_is_captured_before_anything_was_read(watch, late):
     """Registering memory with the driver would break the capture."""
     watched = watch(on_overflow="continue")
@@ -33,7 +43,9 @@ def test_a_graph_that_is_captured_before_anything_was_read(watch, late):
     model(torch.randn(2, 4))
     late.capturing = False
     assert [fault.part for fault in watched.faults] == ["graph"]
-    assert watched.faults[0].message.endswith("its replays compute: it was captured before a tensor on the device was read")
+    assert watched.faults[0].message.endswith(
+        "its replays compute: it was captured before a tensor on the device was read"
+    )
     model(torch.randn(2, 4))
     assert watched.row("", "output").kind == "measured"
     assert len(watched.faults) == 1
