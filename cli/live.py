@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -139,6 +140,22 @@ def _alike(runs: list[ListedRun], path: Path, folder: Path) -> list[ListedRun]:
     return [run for run, found in outcomes if found is not None and found.fingerprint == wanted.fingerprint]
 
 
+_LEAST_COLUMNS = 30
+"""Where fewer are left for a statement, it stands below its run."""
+
+
+def folded(run: str, statement: str, width: int | None) -> str:
+    """A line of `gpuwatch runs`; in a terminal of `width` columns, its statement goes on below itself."""
+    line = f"{run}  {shown(statement)}"
+    if width is None or len(line) <= width:
+        return line
+    beside = len(run) + 2
+    indent = " " * (beside if width - beside >= _LEAST_COLUMNS else 4)
+    lines = wrap(shown(statement), max(20, width - len(indent)), break_long_words=False, break_on_hyphens=False)
+    first = f"{run}  {lines.pop(0)}" if len(indent) == beside else run.rstrip()
+    return "\n".join([first, *(f"{indent}{text}" for text in lines)])
+
+
 @click.command(name="runs")
 @RUNS_DIR
 @click.option(
@@ -162,7 +179,7 @@ def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
     if not runs:
         click.echo(f"there is no run in {runs_dir} (elsewhere: --runs-dir DIR)")
         return 0
-    width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else sys.maxsize
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     names = max(len(run.id) for run in runs[-last:])
     for run in runs[-last:]:
         if run.verdict is None:
@@ -171,8 +188,7 @@ def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
             continue
         count = run.run.world_size if run.run is not None else None
         ranks = f"{count} rank{'s' if count != 1 else ''}" if count is not None else ""
-        line = shown(f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}  {run.verdict.statement}")
-        click.echo(line if len(line) <= width else f"{line[: width - 3]}...")
+        click.echo(folded(shown(f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}"), run.verdict.statement, width))
     if len(runs) > last:
         click.echo(f"{len(runs) - last} older runs not shown: --last N")
     return 0

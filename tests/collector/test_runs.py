@@ -10,6 +10,7 @@ import time
 import msgspec
 import pytest
 from click.testing import CliRunner
+from gpuwatch.cli.live import folded
 from gpuwatch.cli.main import cli
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
 from gpuwatch.collector.run_files import RunPaths
@@ -69,6 +70,20 @@ def test_every_run_has_a_line_with_its_verdict(runs):
     assert by_name["third"].endswith(f"no report: gpuwatch report --again '{runs / 'third'}'")
     typed(by_name["third"].partition(": ")[2])
     assert "no report" not in shown("runs", "--runs-dir", runs)
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (None, ["one  2 ranks  overflow  Rank 1 on gpu-2 overflowed first: nan in `a.b`."]),
+        (80, ["one  2 ranks  overflow  Rank 1 on gpu-2 overflowed first: nan in `a.b`."]),
+        (60, ["one  2 ranks  overflow  Rank 1 on gpu-2 overflowed first:", "                        nan in `a.b`."]),
+        (40, ["one  2 ranks  overflow", "    Rank 1 on gpu-2 overflowed first:", "    nan in `a.b`."]),
+    ],
+)
+def test_a_statement_that_is_wider_than_the_terminal_is_folded_and_not_cut(width, lines):
+    statement = "Rank 1 on gpu-2 overflowed first: nan in `a.b`."
+    assert folded("one  2 ranks  overflow", statement, width).splitlines() == lines
 
 
 def test_a_run_that_its_collector_still_shows_has_not_ended(runs):
