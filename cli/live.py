@@ -188,7 +188,9 @@ def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
             continue
         count = run.run.world_size if run.run is not None else None
         ranks = f"{count} rank{'s' if count != 1 else ''}" if count is not None else ""
-        click.echo(folded(shown(f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}"), run.verdict.statement, width))
+        click.echo(
+            folded(shown(f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}"), run.verdict.statement, width)
+        )
     if len(runs) > last:
         click.echo(f"{len(runs) - last} older runs not shown: --last N")
     return 0
