@@ -34,7 +34,11 @@ close to their limit."""
 @click.command(name="top")
 @click.argument("run", required=False, shell_complete=complete_runs)
 @RUNS_DIR
-@click.option("--once", is_flag=True, help="Print one snapshot and exit. Does not need textual.")
+@click.option(
+    "--once",
+    is_flag=True,
+    help="Print one snapshot and exit, as where the output is no terminal. Does not need textual.",
+)
 @TEXT_OR_JSON
 def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
     """Watch a running job: its ranks, which rank waits for which, which values come close to their limit, and its
@@ -48,7 +52,9 @@ def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
         raise UsageError(Code.WRONG_TOGETHER, "expected --once with --format json, found none; add: --once")
     path = find_run(run, Path(runs_dir))
     with _connected(job_viewer(path), path) as link:
-        return _print_once(link, path.name, form) if once else _watch(link, path)
+        if once or not sys.stdout.isatty():  # in a pipe or a file, a screen is escape sequences, and no key ends it
+            return _print_once(link, path.name, form)
+        return _watch(link, path)
 
 
 @click.command(name="stacks")

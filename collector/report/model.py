@@ -563,7 +563,7 @@ class RunReport(msgspec.Struct, frozen=True):
         if not self.run.has_no_end or self.verdict.kind is VerdictKind.CLEAN:  # clean: all of its ends were heard
             return self.verdict.how_sure
         if self.verdict.kind is VerdictKind.UNKNOWN:
-            return "the run has not ended, or its collector was killed"
+            return "still running, or its collector died"
         return f"{self.verdict.how_sure} so far"
 
     @property

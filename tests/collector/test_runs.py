@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -102,11 +103,31 @@ def test_the_report_of_a_run_that_has_not_ended_says_so_and_what_is_known_so_far
         store.add("a0", AgentMessage(n, body, n - 1), encode(AgentMessage(n, body, n - 1)))
     store.close()
     text = shown("report", paths.folder)
-    assert "VERDICT  unknown: the run has not ended, or its collector was killed [GW108]" in text
+    assert "VERDICT  unknown: still running, or its collector died [GW108]" in text
     assert "\nNo overflow seen so far: 1 rank, 5 batches.\n" in text
     assert "rank 0 has not ended: last heard from in batch 4 [GW502]" in text
     page = shown("report", paths.folder, "--format", "html")
-    assert "<strong>unknown</strong> <span>the run has not ended, or its collector was killed</span>" in page
+    assert "<strong>unknown</strong> <span>still running, or its collector died</span>" in page
+
+
+def test_top_draws_no_screen_where_its_output_is_no_terminal(runs, monkeypatch):
+    """A key ends it, and a pipe has none."""
+    silent = SimpleNamespace(is_shown=True, newest=lambda timeout_s: None, close=lambda: None)
+    monkeypatch.setattr("gpuwatch.collector.live.publisher.job_viewer", lambda path: silent)
+    monkeypatch.setattr("gpuwatch.cli.live._watch", lambda link, path: pytest.fail("it draws a screen"))
+    done = CliRunner().invoke(cli, ["top", str(runs / "first")])
+    assert "the collector of first has sent nothing" in str(done.exception)
+
+
+def test_a_report_with_frames_of_the_root_alone_says_so_to_a_pattern_that_fits_none(make, tmp_path):
+    batch = make.Batch(0)
+    batch.call("", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+    store = open_store(RunPaths(tmp_path), 21)
+    for n, body in enumerate([make.hello(nproc=1), *batch.messages(), make.ended(0, 1)], 1):
+        store.add("a0", AgentMessage(n, body, n - 1), encode(AgentMessage(n, body, n - 1)))
+    store.close()
+    done = CliRunner().invoke(cli, ["report", str(tmp_path), "--module", "head.*"])
+    assert "found 'head.*' (they are of the root module alone)" in str(done.exception)
 
 
 @pytest.mark.parametrize(("command", "word"), [("report", "report"), ("top --once", "top"), ("export", "export")])
