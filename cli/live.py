@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -33,7 +34,11 @@ close to their limit."""
 @click.command(name="top")
 @click.argument("run", required=False, shell_complete=complete_runs)
 @RUNS_DIR
-@click.option("--once", is_flag=True, help="Print one snapshot and exit. Does not need textual.")
+@click.option(
+    "--once",
+    is_flag=True,
+    help="Print one snapshot and exit, as where the output is no terminal. Does not need textual.",
+)
 @TEXT_OR_JSON
 def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
     """Watch a running job: its ranks, which rank waits for which, which values come close to their limit, and its
@@ -47,7 +52,9 @@ def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
         raise UsageError(Code.WRONG_TOGETHER, "expected --once with --format json, found none; add: --once")
     path = find_run(run, Path(runs_dir))
     with _connected(job_viewer(path), path) as link:
-        return _print_once(link, path.name, form) if once else _watch(link, path)
+        if once or not sys.stdout.isatty():  # in a pipe or a file, a screen is escape sequences, and no key ends it
+            return _print_once(link, path.name, form)
+        return _watch(link, path)
 
 
 @click.command(name="stacks")
@@ -139,6 +146,22 @@ def _alike(runs: list[ListedRun], path: Path, folder: Path) -> list[ListedRun]:
     return [run for run, found in outcomes if found is not None and found.fingerprint == wanted.fingerprint]
 
 
+_LEAST_COLUMNS = 30
+"""Where fewer are left for a statement, it stands below its run."""
+
+
+def folded(run: str, statement: str, width: int | None) -> str:
+    """A line of `gpuwatch runs`; in a terminal of `width` columns, its statement goes on below itself."""
+    line = f"{run}  {shown(statement)}"
+    if width is None or len(line) <= width:
+        return line
+    beside = len(run) + 2
+    indent = " " * (beside if width - beside >= _LEAST_COLUMNS else 4)
+    lines = wrap(shown(statement), max(20, width - len(indent)), break_long_words=False, break_on_hyphens=False)
+    first = f"{run}  {lines.pop(0)}" if len(indent) == beside else run.rstrip()
+    return "\n".join([first, *(f"{indent}{text}" for text in lines)])
+
+
 @click.command(name="runs")
 @RUNS_DIR
 @click.option(
@@ -162,7 +185,7 @@ def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
     if not runs:
         click.echo(f"there is no run in {runs_dir} (elsewhere: --runs-dir DIR)")
         return 0
-    width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else sys.maxsize
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     names = max(len(run.id) for run in runs[-last:])
     for run in runs[-last:]:
         if run.verdict is None:
@@ -171,8 +194,9 @@ def runs(runs_dir: str, last: int, like: str | None, form: str) -> int:
             continue
         count = run.run.world_size if run.run is not None else None
         ranks = f"{count} rank{'s' if count != 1 else ''}" if count is not None else ""
-        line = shown(f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}  {run.verdict.statement}")
-        click.echo(line if len(line) <= width else f"{line[: width - 3]}...")
+        click.echo(
+            folded(shown(f"{run.id:<{names}}  {ranks:>10}  {run.verdict.kind:<11}"), run.verdict.statement, width)
+        )
     if len(runs) > last:
         click.echo(f"{len(runs) - last} older runs not shown: --last N")
     return 0

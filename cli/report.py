@@ -264,8 +264,11 @@ def _only_modules(report: RunReport, pattern: str) -> RunReport:
 
     found = only_modules(report, pattern)
     if found is None:
-        known = sorted({frame.module for rank in report.ranks for frame in rank.frames if frame.module})
-        some = f"modules there: {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}" if known else "it has none"
+        frames = [frame for rank in report.ranks for frame in rank.frames]
+        known = sorted({frame.module for frame in frames if frame.module})
+        some = "they are of the root module alone" if frames else "it has none"
+        if known:
+            some = f"modules there: {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}"
         wanted = "a pattern that matches a module in the report's frames"
         raise UsageError(Code.NOT_IN_RUN, f"--module: expected {wanted}, found {pattern!r} ({some})")
     return found

@@ -71,6 +71,7 @@ def build(
     facts = folded.facts(stored_fact(store, "lost_agents", list[str], []))
     facts.blamed_before = blamed_in(before)
     facts.report_command = command_for(store.path.parent)
+    facts.has_ended = store.get("ended") is not None
     report = build_report(
         facts,
         run_id=run_id,

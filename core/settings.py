@@ -271,6 +271,18 @@ class WorkerSettings(msgspec.Struct, frozen=True):
         return cls.from_json(value.encode()) if value is not None else None
 
 
+_ABORTING = {"sync": "raises in the failing module", "capture": "writes when the run aborts"}
+"""Options for which an overflow must abort, and what they do then."""
+
+
+def wrong_together(given: Any) -> str:
+    """What is wrong with `given`'s options, each right by itself, in the command line's words; "" if nothing is."""
+    for name, does in _ABORTING.items():
+        if getattr(given, name) and given.on_overflow == "continue":
+            return f"expected --on-overflow abort with --{name}, which {does}, found continue"
+    return ""
+
+
 def as_keywords(text: str) -> str:
     """Advice to a user of `gpuwatch.watch`: options become keywords, except in code between backticks.
 

@@ -14,7 +14,7 @@ import msgspec
 
 from ..core.errors import Code, UsageError
 from ..core.host import host_name
-from ..core.settings import OnHang, PreflightMode, WorkerOption, WorkerSettings
+from ..core.settings import OnHang, PreflightMode, WorkerOption, WorkerSettings, wrong_together
 from . import option_types as parsers
 from .option_types import torchrun_parser
 from .saved_settings import SHOW, parse_with_saved
@@ -374,12 +374,9 @@ def parse_run(arguments: list[str]) -> argparse.Namespace:
 
 def check_together(args: argparse.Namespace) -> None:
     """Options that are right each by itself and make no sense together. Raises UsageError."""
-    aborting = {"--sync": "raises in the failing module", "--capture": "writes as the job ends"}
-    for option, what in aborting.items():
-        if getattr(args, option[2:]) and args.on_overflow == "continue":
-            raise UsageError(
-                Code.WRONG_TOGETHER, f"expected --on-overflow abort with {option}, which {what}, found continue"
-            )
+    wrong = wrong_together(args)
+    if wrong:
+        raise UsageError(Code.WRONG_TOGETHER, wrong)
     if args.rank is not None and not isinstance(args.explain, int):
         raise UsageError(
             Code.WRONG_TOGETHER,

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.events import OwnFault, ReplacedFunctions, RunPosition, ScriptError, ScriptExit
+from ..core.events import OwnFault, RankInventoryEvent, ReplacedFunctions, RunPosition, ScriptError, ScriptExit
 from ..core.identity import is_from_peer_failure
 from ..core.own_imports import own_imports
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
@@ -212,6 +212,8 @@ class WorkerSession:
             hooks.attach()
             self.hooks = hooks
             self._record_replaced()
+            if not for_gpus:  # else it is recorded once a tensor on a device was read
+                self.recorder.append(RankInventoryEvent(self.where(), "cpu", {}))
             watch_children(self.recorder, lambda: current_hooks() is not None)
             self.recorder.fields[HeadField.HOOKS] = HooksState.ATTACHED
         except Exception as error:

@@ -22,7 +22,7 @@ from ..core.recorder.pages import NameTable, decode_page
 from ..core.recorder.reader import RecorderReader
 from ..core.recorder.run_folder import make_scratch, remove_scratch
 from ..core.recorder.writer import RecorderWriter
-from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings, as_keywords, worker_options
+from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings, as_keywords, worker_options, wrong_together
 from ..core.tell import tell
 from ..core.wire.messages import (
     AgentBody,
@@ -307,10 +307,6 @@ def watch(
     ):
         if not is_right:
             raise ValueError(f"expected {expected}, found {given!r}")
-    if capture and on_overflow != "abort":
-        raise ValueError(
-            f"expected on_overflow='abort' with capture=, which writes before it raises, found {on_overflow!r}"
-        )
     settings = WorkerSettings(
         recorder_dir="",
         on_overflow=on_overflow,
@@ -328,6 +324,9 @@ def watch(
         capture=str(Path(capture).absolute()) if capture else "",
         capture_max=capture_max,
     )
+    wrong = wrong_together(settings)
+    if wrong:
+        raise ValueError(as_keywords(wrong))
     _replace_older(model)
     folder = make_scratch(1)
     remove = partial(_remove_in, os.getpid(), folder)

@@ -99,7 +99,8 @@ def missing(facts: RunFacts) -> list[_Gap]:
     fixed = all(hello.min_nodes == hello.max_nodes for hello in facts.hellos)
     silent = _unheard(ranks, _world_of(ranks) or (sum(hello.nproc for hello in facts.hellos) if fixed else 0))
     everyone = [*ranks, *facts.lone(facts.last_attempt)]
-    reasons = {rank.rank: [*(_of_its_end(rank) or _of_its_work(rank)), *_of_its_losses(rank)] for rank in everyone}
+    ends = {rank.rank: _of_its_end(rank, so_far=not facts.has_ended) for rank in everyone}
+    reasons = {rank.rank: [*(ends[rank.rank] or _of_its_work(rank)), *_of_its_losses(rank)] for rank in everyone}
     # Python processes below `gpuwatch run` that looked for torch, or ran a module, and could not be watched
     unwatched = [reason for node in facts.nodes.values() if node.bye is not None for reason in node.bye.unwatched]
     pages = facts.undecodable_pages + facts.unnamed_pages
@@ -139,9 +140,13 @@ def _clauses(reasons: Mapping[int, list[_Reason]], silent: list[int]) -> list[_G
     ]
 
 
-def _of_its_end(rank: RankFacts, *, goes_on: bool = False) -> list[_Reason]:
-    """Why its end was not heard, or it was not watched at all; [] if it was. `goes_on`: as a later attempt."""
+def _of_its_end(rank: RankFacts, *, goes_on: bool = False, so_far: bool = False) -> list[_Reason]:
+    """Why its end was not heard, or it was not watched at all; [] if it was. `goes_on`: as a later attempt. `so_far`:
+    the run has not ended."""
     exit_, state = rank.exit, rank.state
+    if exit_ is None and so_far:
+        place = f"in batch {rank.batches - 1}" if rank.batches > 0 else "before its first batch"
+        return [_reason(Code.RANK_UNHEARD, "[has|have] not ended: last heard from {}", place)]
     if exit_ is None or exit_.code is None:
         place = f"after batch {rank.batches - 1}" if rank.batches > 0 else "at its end"
         return [_reason(Code.RANK_UNHEARD, "[was|were] not heard from {}", place)]
@@ -295,7 +300,9 @@ def clean_verdict(facts: RunFacts) -> Verdict:
     ranks = facts.of_attempt(facts.last_attempt)
     below = " (below)" if len(lacking) > 1 else ""
     statement = f"No overflow seen, but it is not proven that there was none: {_first_of(lacking)}{below}."
-    evidence = [coded(clause, code) for code, clause in gaps[:_MOST_EVIDENCE]] if below else []
+    if not facts.has_ended:
+        statement = f"No overflow seen so far: {_scope(ranks)}."
+    evidence = [coded(clause, code) for code, clause in gaps[:_MOST_EVIDENCE]] if below or not facts.has_ended else []
     idle = f"{numbers_text([rank.rank for rank in ranks])} called no module"
     if ranks and not facts.processes and lacking == [idle]:  # all were watched to their ends: that proves nothing
         statement = f"Nothing was watched: no module was called on {counted(len(ranks), 'rank')}."
@@ -321,9 +328,8 @@ def _first_of(found: list[str]) -> str:
 
 def _clean(facts: RunFacts) -> Verdict:
     ranks = [*facts.of_attempt(facts.last_attempt), *facts.lone(facts.last_attempt)]
-    batches = max((rank.batches for rank in ranks), default=0)
+    batches, scope = _batches(ranks), _scope(ranks)
     idle = max((rank.counts.batches_skipped for rank in facts.everyone.values()), default=0)  # before a restart, too
-    scope = f"{_ranks_and_processes(ranks)}, {batches} batch{'es' if batches != 1 else ''}"
     statement = f"No overflow: {scope}, every watched tensor finite{_exceptions(ranks)}."
     if idle:
         looked_at = f"{idle} {'was' if idle == 1 else 'were'} skipped"
@@ -388,6 +394,16 @@ def _loose_lines(ranks: list[RankFacts]) -> list[str]:
         "read after each step, and nowhere else"
         for (optimizer, count), found in by_what.items()
     ]
+
+
+def _batches(ranks: list[RankFacts]) -> int:
+    return max((rank.batches for rank in ranks), default=0)
+
+
+def _scope(ranks: list[RankFacts]) -> str:
+    """`2 ranks, 1 batch`"""
+    batches = _batches(ranks)
+    return f"{_ranks_and_processes(ranks)}, {batches} batch{'es' if batches != 1 else ''}"
 
 
 def _ranks_and_processes(ranks: list[RankFacts]) -> str:

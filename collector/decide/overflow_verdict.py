@@ -27,6 +27,7 @@ from .overflow_words import (
     clues_of,
     explain_command,
     is_alike,
+    is_of_no_module,
     next_steps,
     operation_lines,
     operation_of,
@@ -278,6 +279,6 @@ def _unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     if first.source == "weight" and first.seen_in == FramePhase.OPTIMIZER:
         when = f"after the step of {batch}"
         why = "the gradients that went into that step were not read, so the first rank is unknown"
-    elif first.source != "unread":
+    elif first.source != "unread" or is_of_no_module(first):
         why = "it was made earlier, in code that was not watched, so the first rank is unknown"
     return f"{who} met {what} {when} ({first.text}); {why}{cause}."

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from ...core.bad_values import NAMED_BY_SCRIPT
 from ...core.events import BadOperation, SecondRun, operation_text
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank
@@ -26,6 +27,11 @@ from .words import between_text, domain_advice
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
 NOBODY_LOOKED = "its weights were not checked"
+
+
+def is_of_no_module(first: LocalDiagnosis) -> bool:
+    """Whether it is a tensor outside of all modules that the script has handed to detect_overflow."""
+    return first.source == "unread" and first.cls == NAMED_BY_SCRIPT
 
 
 def sentence(
@@ -77,6 +83,8 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if first.source == "buffer":
         name = f"{first.module}.{parse_role(first.role).name}".removeprefix(".")
         return f"{who}: buffer `{name}` was not finite before {batch}'s forward ({first.value})"
+    if is_of_no_module(first):
+        return f"{who} had {first.value} in {quoted(first.module)}, which detect_overflow was given in {batch}"
     if first.source in _SENTENCES:
         history = first.history or "that step's update rule cannot have made it"
         return _SENTENCES[first.source].format(
@@ -365,6 +373,8 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
         return (
             "A row of the mask that is -inf everywhere makes softmax nan: keep one position open, or use torch.where."
         )
+    if is_of_no_module(first):
+        return "Look at the code of the script that computed this tensor, outside of its modules."
     if first.source == "unread":
         if clues.weights:
             return "Look at that module's weights when it is called: in that batch they were not read."

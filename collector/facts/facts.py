@@ -297,6 +297,8 @@ class RunFacts:
     """A scheduler's node -> how many earlier runs of the folder blame it, where any does."""
     report_command: str = field(default="gpuwatch report", compare=False)
     """What shows the report of this run, wherever it is typed."""
+    has_ended: bool = field(default=True, compare=False)
+    """The collector has recorded the run's end. Else it still runs, or its collector was killed."""
 
     @property
     def everyone(self) -> dict[tuple[int, int], RankFacts]:

@@ -15,7 +15,7 @@ import msgspec
 
 from ...core.events import Anomaly
 from ...core.frames import Frame, FramePhase, Page, Row, RowContent, RowMark, module_text
-from ...core.judge import first_expected_gradient
+from ...core.judge import NAMED_BY_SCRIPT, first_expected_gradient
 from ...core.roles import role_of_parameter
 from ...core.values import NonFinite, name_of
 from .backward_origin import explain_gradient
@@ -253,7 +253,7 @@ class _ForwardTrail:
             "received" if received else "unread" if unread else "made",
             between=(children[-1].module, None) if children else None,
             sure=not unseen,
-            notes=(*unread, *unseen, *self._removed(frame, output)),
+            notes=(*(unread if frame.cls != NAMED_BY_SCRIPT else ()), *unseen, *self._removed(frame, output)),
             weights_read=self._looked_again(frame),
         )
 

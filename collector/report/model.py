@@ -348,6 +348,11 @@ class RunInfo(msgspec.Struct, frozen=True):
     report_command: str = "gpuwatch report"
     """What shows this report, with the run's folder as it was when the report was made."""
 
+    @property
+    def has_no_end(self) -> bool:
+        """Its collector has not recorded its end."""
+        return self.started is not None and self.ended is None
+
 
 class RankAnomaly(msgspec.Struct, frozen=True):
     """The first non-finite value of a rank."""
@@ -551,6 +556,15 @@ class RunReport(msgspec.Struct, frozen=True):
     def everyone(self) -> list[RankReport]:
         """The ranks, and the processes that are no rank."""
         return [*self.ranks, *self.processes]
+
+    @property
+    def how_sure(self) -> str:
+        """Behind the verdict's kind, as the text and the page show it: of a run that has not ended, it says so."""
+        if not self.run.has_no_end or self.verdict.kind is VerdictKind.CLEAN:  # clean: all of its ends were heard
+            return self.verdict.how_sure
+        if self.verdict.kind is VerdictKind.UNKNOWN:
+            return "still running, or its collector died"
+        return f"{self.verdict.how_sure} so far"
 
     @property
     def named(self) -> int | None:

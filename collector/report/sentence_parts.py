@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Column, Table
+from rich.cells import cell_len, chop_cells
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from ...core.errors import CODE
@@ -151,11 +153,48 @@ _STATES = {
 }
 
 
-def list_item(text: Text | str, style: str = "", *, mark: str = "- ") -> Table:
+_UNIT = re.compile(r"(?:gpuwatch [a-z]+ (?:--[a-z-]+ )*)?(?:'/[^'\n]*'|/)\S*(?: --[a-z-]+(?: [0-9N]+)?)*[,;.]?|\S+")
+"""What stands on one line: a word, or a path as a shell takes it, with the command that it is a part of."""
+
+
+@dataclass(frozen=True)
+class WrappedText:
+    """A text whose lines are broken between words. A path that is longer than a line stays whole, to be copied."""
+
+    text: Text
+    before: str = ""
+    """What stands before the first line. The others are indented as far."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The lines."""
+        width = max(1, options.max_width - cell_len(self.before))
+        lines = self.text.divide(_line_breaks(self.text.plain, width))
+        for number, line in enumerate(lines):
+            line.rstrip()
+            whole = Text.assemble(self.before if number == 0 else " " * cell_len(self.before), line)
+            whole.no_wrap, whole.overflow = True, "ignore"
+            yield whole
+
+
+def _line_breaks(text: str, width: int) -> list[int]:
+    """Where the second line begins, and those after it."""
+    breaks: list[int] = []
+    used = end = 0
+    for unit in _UNIT.finditer(text):
+        used += cell_len(text[end : unit.start()])
+        at, end = unit.start(), unit.end()
+        for piece in [unit[0]] if "/" in unit[0] else chop_cells(unit[0], width):
+            if at and used + cell_len(piece) > width:
+                breaks.append(at)
+                used = 0
+            used += cell_len(piece)
+            at += len(piece)
+    return breaks
+
+
+def list_item(text: Text | str, style: str = "", *, mark: str = "- ") -> WrappedText:
     """`  - text`. Its further lines stand below its first word, and codes are dim."""
-    item = Table.grid(Column(no_wrap=True), Column(overflow="fold"))
-    item.add_row(f"  {mark}", dim_codes(Text(text, style) if isinstance(text, str) else text))
-    return item
+    return WrappedText(dim_codes(Text(text, style) if isinstance(text, str) else text), f"  {mark}")
 
 
 def dim_codes(text: Text) -> Text:
@@ -176,6 +215,10 @@ class TextConsole(Console):
             color_system="standard" if color else None,
             highlight=False,
         )
+
+    def print(self, *objects: Any, **given: Any) -> None:
+        """As rich does, and what is longer than a line is not cut."""
+        super().print(*objects, **{"crop": False, **given})
 
     def text(self) -> str:
         """All that was printed, without blanks at the ends of lines and without empty lines at the end."""

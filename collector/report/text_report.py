@@ -28,7 +28,7 @@ from .notices_text import (
     trouble_lines,
     warned_rows_table,
 )
-from .sentence_parts import TextConsole, counted, dim_codes, grouped, list_item, one_on
+from .sentence_parts import TextConsole, WrappedText, counted, dim_codes, grouped, list_item, one_on
 from .side_by_side import can_be_compared, frames_text, rank_to_show, side_by_side, stacks_text
 
 # Which sections a report has, and which of them are open. The text and the page print this one list.
@@ -218,9 +218,9 @@ def _titled(console: Console, section: ReportSection, lines: Iterable[Renderable
 def _verdict(console: Console, report: RunReport) -> None:
     verdict = report.verdict
     mark = ":" if verdict.kind is VerdictKind.UNKNOWN else ","
-    title = Text(f"VERDICT  {verdict.kind}{mark} {verdict.how_sure}", style=f"bold {verdict.kind.tone}")
+    title = Text(f"VERDICT  {verdict.kind}{mark} {report.how_sure}", style=f"bold {verdict.kind.tone}")
     console.print(dim_codes(title.append(f" {verdict.codes}")))
-    console.print(Text(verdict.statement, style="bold"))
+    console.print(WrappedText(Text(verdict.statement, style="bold")))
     _list(console, "Why", verdict.evidence)
     _list(console, "Capture", capture_lines(verdict.capture))
     _list(console, "At the same time", concurrent_lines(verdict.concurrent))
@@ -308,7 +308,8 @@ def _frames(console: Console, report: RunReport, rank: RankReport | None) -> Non
     _side_by_side(console, report, rank)
     frames = rank.frames
     phase = f"{frames[-1].phase} " if len({frame.phase for frame in frames}) == 1 else ""
-    title = f"{one_on(rank.rank)}, batch {frames[-1].batch}: last {len(frames)} {phase}frames"
+    last = f"last {len(frames)} {phase}frames" if len(frames) != 1 else f"last {phase}frame"
+    title = f"{one_on(rank.rank)}, batch {frames[-1].batch}: {last}"
     _block(console, title, frames_text(frames))
 
 

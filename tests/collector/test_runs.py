@@ -6,10 +6,12 @@ import json
 import os
 import shlex
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from click.testing import CliRunner
+from gpuwatch.cli.live import folded
 from gpuwatch.cli.main import cli
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
 from gpuwatch.collector.run_files import RunPaths
@@ -71,10 +73,61 @@ def test_every_run_has_a_line_with_its_verdict(runs):
     assert "no report" not in shown("runs", "--runs-dir", runs)
 
 
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (None, ["one  2 ranks  overflow  Rank 1 on gpu-2 overflowed first: nan in `a.b`."]),
+        (80, ["one  2 ranks  overflow  Rank 1 on gpu-2 overflowed first: nan in `a.b`."]),
+        (60, ["one  2 ranks  overflow  Rank 1 on gpu-2 overflowed first:", "                        nan in `a.b`."]),
+        (40, ["one  2 ranks  overflow", "    Rank 1 on gpu-2 overflowed first:", "    nan in `a.b`."]),
+    ],
+)
+def test_a_statement_that_is_wider_than_the_terminal_is_folded_and_not_cut(width, lines):
+    statement = "Rank 1 on gpu-2 overflowed first: nan in `a.b`."
+    assert folded("one  2 ranks  overflow", statement, width).splitlines() == lines
+
+
 def test_a_run_that_its_collector_still_shows_has_not_ended(runs):
     keys = {field.name: "" for field in msgspec.structs.fields(ViewerKeys) if field.required}
     (runs / "third" / FILE).write_bytes(msgspec.json.encode(keys))
     assert f"third   not ended: gpuwatch top '{runs / 'third'}'\n" in shown("runs", "--runs-dir", runs)
+
+
+def test_the_report_of_a_run_that_has_not_ended_says_so_and_what_is_known_so_far(make, runs):
+    batch = make.Batch(0)
+    batch.call("fc1", "Linear", given=[batch.tensor()], returned=[batch.tensor()])
+    running = [make.hello(nproc=1), *batch.messages(), make.NodeBeat([make.state(0, batch=4)], {})]
+    paths = RunPaths(runs / "third")
+    store = open_store(paths, 21)
+    for n, body in enumerate(running, 1):
+        store.add("a0", AgentMessage(n, body, n - 1), encode(AgentMessage(n, body, n - 1)))
+    store.close()
+    text = shown("report", paths.folder)
+    assert "VERDICT  unknown: still running, or its collector died [GW108]" in text
+    assert "\nNo overflow seen so far: 1 rank, 5 batches.\n" in text
+    assert "rank 0 has not ended: last heard from in batch 4 [GW502]" in text
+    page = shown("report", paths.folder, "--format", "html")
+    assert "<strong>unknown</strong> <span>still running, or its collector died</span>" in page
+
+
+def test_top_draws_no_screen_where_its_output_is_no_terminal(runs, monkeypatch):
+    """A key ends it, and a pipe has none."""
+    silent = SimpleNamespace(is_shown=True, newest=lambda timeout_s: None, close=lambda: None)
+    monkeypatch.setattr("gpuwatch.collector.live.publisher.job_viewer", lambda path: silent)
+    monkeypatch.setattr("gpuwatch.cli.live._watch", lambda link, path: pytest.fail("it draws a screen"))
+    done = CliRunner().invoke(cli, ["top", str(runs / "first")])
+    assert "the collector of first has sent nothing" in str(done.exception)
+
+
+def test_a_report_with_frames_of_the_root_alone_says_so_to_a_pattern_that_fits_none(make, tmp_path):
+    batch = make.Batch(0)
+    batch.call("", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+    store = open_store(RunPaths(tmp_path), 21)
+    for n, body in enumerate([make.hello(nproc=1), *batch.messages(), make.ended(0, 1)], 1):
+        store.add("a0", AgentMessage(n, body, n - 1), encode(AgentMessage(n, body, n - 1)))
+    store.close()
+    done = CliRunner().invoke(cli, ["report", str(tmp_path), "--module", "head.*"])
+    assert "found 'head.*' (they are of the root module alone)" in str(done.exception)
 
 
 @pytest.mark.parametrize(("command", "word"), [("report", "report"), ("top --once", "top"), ("export", "export")])

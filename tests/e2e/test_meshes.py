@@ -12,7 +12,7 @@ def test_a_rank_is_found_by_its_place(bench):
     run = bench.launch("meshes.py", "--preflight", "off", nproc=4)
     assert (run.code, run.verdict["rank"]) == (4, 2)
     shown = bench.gpuwatch("report", "--rank", "tp=0,dp=1")
-    assert shown.code == 0 and "Rank 2, batch 2: last 1 forward frames" in shown.stdout
+    assert shown.code == 0 and "Rank 2, batch 2: last forward frame" in shown.stdout
     rows = bench.gpuwatch("export", "--table", "frames", "--rank", "dp=1").stdout.splitlines()
     assert {json.loads(row)["rank"] for row in rows} == {2, 3}
     several = bench.gpuwatch("report", "--rank", "tp=1")

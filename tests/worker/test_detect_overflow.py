@@ -154,6 +154,17 @@ def test_under_watch_it_is_recorded(capsys):
     assert capsys.readouterr().out == "after scaling has infs\n" * 3
 
 
+def test_outside_of_a_forward_no_module_is_concerned():
+    model = torch.nn.Linear(4, 4)
+    with watch(model, on_overflow="continue") as handle:
+        model(torch.ones(2, 4))
+        assert detect_overflow(torch.tensor([NAN]), "the loss")
+        verdict = handle.verdict()
+    assert verdict.statement.endswith("had nan in `the loss`, which detect_overflow was given in batch 0.")
+    assert (verdict.module, verdict.certainty) == ("the loss", "supported")
+    assert "weight" not in " ".join([verdict.statement, *verdict.evidence, *verdict.next])
+
+
 def test_under_watch_it_ends_the_forward_as_an_overflow_in_a_module_does(capsys):
     model = Scales()
     with pytest.raises(OverflowDetected, match="after scaling"), watch(model):

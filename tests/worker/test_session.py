@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch.distributed
-from gpuwatch.core.events import ScriptError, ScriptExit
+from gpuwatch.core.events import RankInventoryEvent, ScriptError, ScriptExit
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
@@ -144,3 +144,10 @@ def test_a_process_that_the_script_has_forked_writes_nothing(session):
         os._exit(0)
     os.waitpid(child, 0)
     assert events(session) == ["starting"]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="such a rank may train on a GPU")
+def test_a_rank_of_a_torch_without_gpus_says_its_device_without_a_preflight(session):
+    session.attach_hooks()
+    session.hooks.detach()
+    assert [event.device for event in events(session) if isinstance(event, RankInventoryEvent)] == ["cpu"]

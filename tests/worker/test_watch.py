@@ -460,6 +460,11 @@ def test_what_is_no_model_is_refused(folders):
         ({"explain": "3"}, "expected explain= auto, off or a batch number, found '3'"),
         ({"modules": "fc*"}, r"expected modules= a list of patterns, as in modules=\['fc\*'\], found 'fc\*'"),
         ({"ignore": "head.*"}, "found 'head"),
+        (
+            {"sync": True, "on_overflow": "continue"},
+            'expected on_overflow="abort" with sync=True, which raises in the failing module, found continue',
+        ),
+        ({"capture": "f", "on_overflow": "continue"}, 'expected on_overflow="abort" with capture=, which writes when'),
     ],
 )
 def test_a_keyword_that_makes_no_sense_is_refused(folders, keywords, message):

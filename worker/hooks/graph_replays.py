@@ -157,8 +157,10 @@ class GraphReplays:
             watched, buffer = self._graphs.get(graph), self._rows.device_buffer
             if watched is None or buffer is None:
                 return
-            is_skipped = self._progress.skipped and self._batches() != watched.batches  # by `--every`
-            buffer.not_seen_in_graphs += is_skipped or not buffer.captured.end(watched.reads)
+            if self._progress.skipped and self._batches() != watched.batches:
+                buffer.not_seen_in_graph("it was captured in a batch that --every skips")
+            elif not buffer.captured.end(watched.reads):
+                buffer.not_seen_in_graph("another capture began before this one had ended")
             if not watched.reads.pages:
                 del self._graphs[graph]
                 return
@@ -167,7 +169,7 @@ class GraphReplays:
             watched.parts = list(self._parts_of(watched))
             in_frames = {row[1] for part in watched.parts for frame in part.frames for row in frame.rows}
             if not in_frames.issuperset(range(CAPTURED, CAPTURED + len(watched.reads.pages))):
-                buffer.not_seen_in_graphs += 1  # the recorder has overwritten a part of it
+                buffer.not_seen_in_graph("the recorder had no room for the whole capture")
             # torch's own tables of the graph: what these hooks raise reaches the script
             watched.handles = [
                 graph.register_replay_start_hook(self._replay_begins),
@@ -224,32 +226,35 @@ class GraphReplays:
         watched = self._watched(graph)
         if watched is None:
             return
-        is_read = False
+        why = "a replay failed"
         with self._within():
-            is_read = sys.exc_info()[1] is watched.handled and without_modes(self._read, watched)
-        if not is_read:
+            if sys.exc_info()[1] is watched.handled:
+                why = without_modes(self._read, watched)
+        if why:
             watched.give_up()
             if self._rows.device_buffer is not None:
-                self._rows.device_buffer.not_seen_in_graphs += 1
+                self._rows.device_buffer.not_seen_in_graph(why)
         elif self._progress.settings.sync:
             self._judging.finish_and_raise("graph replay")
 
-    def _read(self, watched: _WatchedGraph) -> bool:
-        """Write the frames of a replay, and start to read its numbers. False if they cannot be told from others."""
+    def _read(self, watched: _WatchedGraph) -> str:
+        """Write the frames of a replay, and start to read its numbers. Else why they cannot be told from others."""
         buffer, driver = self._rows.device_buffer, device_for(watched.reads.device)
         stream = driver.stream_key(watched.reads.device)
         own_thread = threading.get_ident() == self._running.thread
-        if buffer is None or driver.is_capturing() or watched.stream not in (None, stream):
-            return False
+        if buffer is None or driver.is_capturing():
+            return "it was replayed within a capture"
+        if watched.stream not in (None, stream):
+            return "a replay ran on another stream than the one before"
         watched.stream = stream
         for part in watched.parts:
             within = bool(self._running.stack) and own_thread and self._recorder.page is not None
             if self._running.stack and not own_thread and part.has(_FORWARD):
-                return False
+                return "a replay ran in another thread while a forward ran"
             is_new = part.begins and not within and part.has(_FORWARD)
             page, root = self._page_for(part, within, is_new)
             if page is None:
-                return False
+                return "a replay came before any forward of its model"
             if part.has(_FORWARD):
                 self._last[part.root.id] = page, root
             indices: dict[int, int] = {}
@@ -268,7 +273,7 @@ class GraphReplays:
             self._progress.fields[HeadField.STEP] = self._progress.step
         if not self._running.stack:
             buffer.captured.prepare(watched.reads.device)
-        return True
+        return ""
 
     def _page_for(self, part: _PageOfGraph, within: bool, is_new: bool) -> tuple[OpenPage | None, RootInfo]:
         """The page that a replay continues or begins, which is the current one then, and its root."""

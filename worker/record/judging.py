@@ -23,6 +23,7 @@ from ...core.events import (
     OptimizerStep,
     OwnFault,
     RangeWarning,
+    RankInventoryEvent,
     RunPosition,
     ScalerSkip,
 )
@@ -117,6 +118,7 @@ class AlarmRecorder:
         self._recorded_note = ""
         """The last note of the device buffer that was recorded."""
         self._graph_fault_recorded = False
+        self._device_recorded = False
         self.held = HeldAlarm(self._trained, self._progress, self.alarm, self._led_nowhere, has_run)
         """The rows that raise no alarm yet; none with --sync."""
 
@@ -191,12 +193,15 @@ class AlarmRecorder:
         unseen = self._rows.captured_unseen or (buffer is not None and buffer.not_seen_in_graphs > 0)
         if unseen and not self._graph_fault_recorded:
             self._graph_fault_recorded = True
-            message = (
-                "graph: not seen. A CUDA graph was captured, and gpuwatch does not read all that its replays compute"
-            )
+            why = buffer.why_not_seen if buffer is not None else ""
+            message = "not seen. A CUDA graph was captured, and gpuwatch does not read all that its replays compute"
+            message += f": {why or 'it was captured before a tensor on the device was read'}"
             self._recorder.append(OwnFault(self._progress.where(), "graph", message))
         if buffer is None:
             return True
+        if not self._device_recorded:  # the inventory of a preflight, which has more, is not replaced
+            self._device_recorded = True
+            self._recorder.append(RankInventoryEvent(self._progress.where(), str(buffer.device), {}))
         if buffer.note != self._recorded_note:
             self._recorded_note = buffer.note
             self._recorder.append(OwnFault(self._progress.where(), "device note", buffer.note))

@@ -143,6 +143,12 @@ class CapturedRows:
         reads.frames.setdefault(page.number, frames)
         return CAPTURED + index
 
+    def why_not_read(self) -> str:
+        """Why `read` has returned None."""
+        if not self.is_on:
+            return f"torch {torch.__version__} does not say when a graph is captured or replayed"
+        return "a tensor was on another stream than the capture's, or of a kind that was not read before the capture"
+
     @staticmethod
     def _read(reads: GraphReads, reader: TensorReader, tensor: torch.Tensor, elements: int, count: bool) -> int | None:
         index = len(reads.pages)

@@ -78,6 +78,8 @@ class DeviceStatsBuffer:
         """A defect and its consequence; empty if all is well. It may grow."""
         self.not_seen_in_graphs = 0
         """Tensors that were not read because the user captured a graph, and replays that were not read."""
+        self.why_not_seen = ""
+        """Why the first of them was not."""
         self._notable = notable or NotableFilter(WarningLimits())
         self._driver = driver or device_for(device)
         self.dlpack_type = DLPACK_TYPES[self._driver.type]
@@ -250,8 +252,14 @@ class DeviceStatsBuffer:
                 index = self.captured.read(self._reader, tensor, elements, page, frames, count)
         except Exception as error:
             self._add_note(f"a tensor of a CUDA graph was not read: {first_line(error)}")
-        self.not_seen_in_graphs += index is None
+        if index is None:
+            self.not_seen_in_graph(self.captured.why_not_read())
         return index
+
+    def not_seen_in_graph(self, why: str) -> None:
+        """A tensor of a capture, or a replay, was not read."""
+        self.not_seen_in_graphs += 1
+        self.why_not_seen = self.why_not_seen or why
 
     def replayed(self, reads: GraphReads, first: int, end: int) -> int:
         """A replay on the current stream fills these rows of a graph, VALUES_PER_SEGMENT at most: start their copy.

@@ -132,7 +132,7 @@ def test_the_command_shows_the_frames_of_another_batch(make, tmp_path):
     def shown(*options: str):
         return CliRunner().invoke(cli, ["report", str(tmp_path), *options])
 
-    assert "Rank 17, batch 1: last 1 forward frames" in shown().output
+    assert "Rank 17, batch 1: last forward frame" in shown().output
     assert "Rank 17, batch 0: last 3 forward frames" in shown("--batch", "0").output
     assert "Rank 33, batch 0: last 3 forward frames" in shown("--batch", "0", "--rank", "33").output
     wrong = shown("--batch", "7")

@@ -50,7 +50,31 @@ def overflow(make, frames=3) -> list:
 
 def report_of(bodies, **more) -> RunReport:
     facts = fold(("a0", n, body) for n, body in enumerate(bodies, 1))
-    return build_report(facts, run_id="20250101-000000-abcd", started="2025-01-01T00:00:00Z", ended=None, **more)
+    return build_report(
+        facts, run_id="20250101-000000-abcd", started="2025-01-01T00:00:00Z", ended="2025-01-01T00:09:00Z", **more
+    )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_path_or_a_command_is_not_broken_where_it_is_longer_than_a_line(make, width):
+    folder = f"/home/me/{'a folder of runs/' * 8}20250101-000000-abcd"
+    shows = f"gpuwatch report '{folder}' --rank 1"
+    log = f"/var/log/{'deep/' * 40}x.log"
+    report = report_of(overflow(make))
+    verdict = msgspec.structs.replace(report.verdict, next=[f"Its frames are in the report: {shows}, or see {log}."])
+    lines = render_text(msgspec.structs.replace(report, verdict=verdict), width=width).splitlines()
+    assert f"    {shows}," in lines
+    assert f"    {log}." in lines
+    assert "  - Its frames are in the report:" in lines
+
+
+def test_a_word_that_is_longer_than_a_line_is_folded(make):
+    report = report_of(overflow(make))
+    verdict = msgspec.structs.replace(report.verdict, next=[f"Look at {'x.y' * 60} there."])
+    lines = render_text(msgspec.structs.replace(report, verdict=verdict), width=80).splitlines()
+    first = lines.index("  - Look at")
+    assert "".join(line.strip() for line in lines[first + 1 : first + 4]) == f"{'x.y' * 60} there."
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_json_is_valid_and_has_the_fields_of_schema_1(make):

@@ -13,7 +13,7 @@ from test_graphs import with_hooks
 pytestmark = with_hooks
 BATCH = 11 + 1 + 3
 """That of the fourth replay, behind the warm-up and the capture"""
-NOT_SEEN = "graph: graph: not seen"
+NOT_SEEN = "graph: not seen"
 
 
 def launch(folder, *arguments):

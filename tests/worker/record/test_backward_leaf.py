@@ -8,6 +8,7 @@ from __future__ import annotations
 import gpuwatch
 import pytest
 import torch
+from gpuwatch.core.errors import OverflowDetected
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -202,7 +203,8 @@ def test_of_tied_weights_the_one_whose_part_overflowed_is_named():
 
 def test_under_sync_a_device_tells_it_in_time(late):
     model = Net(Attention)
-    with gpuwatch.watch(model, on_overflow="continue", sync=True) as handle:
-        model(rows()).square().mean().backward()
+    with gpuwatch.watch(model, sync=True) as handle:
+        with pytest.raises(OverflowDetected):
+            model(rows()).square().mean().backward()
         found = handle.verdict()
     assert (found.module, found.certainty) == ("block.fault", "established")

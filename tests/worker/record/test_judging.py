@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from gpuwatch.core.events import RankInventoryEvent
 from gpuwatch.core.recorder.pages import OwnPages
 from torch import nn
 
@@ -19,7 +20,19 @@ def test_a_graph_that_was_captured_is_told_once(watch, late):
         model(torch.randn(2, 4))
     late.capturing = False
     model(torch.randn(2, 4))
-    assert [(fault.part, fault.message[:15]) for fault in watched.faults] == [("graph", "graph: not seen")]
+    assert [fault.part for fault in watched.faults] == ["graph"]
+    assert watched.faults[0].message.startswith("not seen. A CUDA graph was captured")
+    why = f"torch {torch.__version__} does not say when a graph is captured or replayed"
+    assert watched.faults[0].message.endswith(f"its replays compute: {why}")
+
+
+def test_the_device_is_recorded_once_a_tensor_on_it_was_read(watch, late):
+    watched = watch(on_overflow="continue")
+    model = nn.Linear(4, 4)
+    for _ in range(3):
+        model(torch.randn(2, 4))
+    said = [event for event in watched.events if isinstance(event, RankInventoryEvent)]
+    assert [(event.device, event.facts) for event in said] == [("cpu", None)]
 
 
 def test_a_graph_that_is_captured_before_anything_was_read(watch, late):
@@ -29,7 +42,10 @@ def test_a_graph_that_is_captured_before_anything_was_read(watch, late):
     late.capturing = True
     model(torch.randn(2, 4))
     late.capturing = False
-    assert [(fault.part, fault.message[:15]) for fault in watched.faults] == [("graph", "graph: not seen")]
+    assert [fault.part for fault in watched.faults] == ["graph"]
+    assert watched.faults[0].message.endswith(
+        "its replays compute: it was captured before a tensor on the device was read"
+    )
     model(torch.randn(2, 4))
     assert watched.row("", "output").kind == "measured"
     assert len(watched.faults) == 1

@@ -708,6 +708,7 @@ def test_rows_wait_while_a_graph_is_captured(recorder):
     assert pages.measure(torch.tensor(1.0)) is None
     assert pages.weight(weight, earlier=row) == (None, None)
     assert pages.not_seen_in_graphs == 2
+    assert "does not say when a graph is captured" in pages.why_not_seen
     pages.flush()
     pages.finish()
     recorder.end_page(first)
