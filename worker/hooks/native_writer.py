@@ -100,7 +100,7 @@ def difference(native: dict[str, int]) -> str:
 def called_by_native_hooks(progress: RunProgress, rows: RowWriter) -> tuple[Callable[..., Any], ...]:
     """Functions that the hooks of a FrameWriter call in a backward, with no Python function of ours around them."""
     buffer = DeviceStatsBuffer
-    reads = rows._send_after_collectives, buffer._buffer, buffer.read_later, buffer.read_rest
+    reads = rows._send_after_collectives, buffer._buffer, buffer.hold, buffer.read_rest
     return *reads, buffer.keep, rows.device_frame, progress.recorder.continue_segment, leaves_of, issued
 
 

@@ -104,6 +104,12 @@ int append(PyObject *list, PyObject *item)
     return good;
 }
 
+int was_done(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result != NULL;
+}
+
 PyObject *with_integers(PyObject *tuple, Py_ssize_t start, const int64_t *numbers, Py_ssize_t count)
 {
     for (Py_ssize_t i = 0; tuple != NULL && i < count; i++) {

@@ -183,21 +183,14 @@ class DeviceStatsBuffer:
 
     # -- the tensors of a frame that the native writer reads: see device_reads.c -----------------------------------
 
-    def read_later(
-        self,
-        buffer: StreamBuffer,
-        tensors: list[torch.Tensor],
-        elements: list[int],
-        first: int,
-        count: bool,
-        may_change: bool,
-    ) -> None:
-        """Read the tensors with the next `read_waiting`. `may_change`: this is one tensor, which nothing should change
-        before then. If it was changed in place nevertheless, its numbers are lost, and no other one waits.
+    def hold(self, size: int) -> None:
+        """A tensor of so many bytes waits for a launch, and nothing should change it before then.
+
+        If it was changed in place nevertheless, its numbers are lost, and no other one waits.
         """
-        buffer.waiting.append(WaitingTensors(tensors, first, count))
-        if may_change:
-            self._hold(buffer, tensors[0], elements[0], first)
+        self._held_bytes += size
+        if self._held_bytes > _MOST_HELD:
+            without_modes(self.read_waiting)
 
     def read_rest(
         self,
@@ -328,12 +321,6 @@ class DeviceStatsBuffer:
         finally:
             self._together = False
             self.read_waiting()
-
-    def _hold(self, buffer: StreamBuffer, tensor: torch.Tensor, elements: int, position: int) -> None:
-        buffer.held.append((tensor, version_of(tensor), tensor.data_ptr(), position))
-        self._held_bytes += elements * tensor.itemsize
-        if self._held_bytes > _MOST_HELD:
-            without_modes(self.read_waiting)
 
     def _drop_changed(self, buffer: StreamBuffer) -> int:
         changed = buffer.drop_changed() if buffer.held else 0

@@ -23,7 +23,7 @@ from ...core.recorder.layout import HeadField
 from ...core.recorder.writer import RecorderWriter
 from .device import StatsDevice, StreamKey, file_system_of, without_modes
 from .notable import NotableFilter
-from .tensor_stats import has_memory, version_of
+from .tensor_stats import version_of
 from .torch_reader import Earlier, GroupedReadings, PackedRows, WaitingTensors
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
@@ -91,12 +91,15 @@ class StreamBuffer:
         return dropped
 
     def drop_changed(self) -> int:
-        """Drop the waiting tensors that were changed in place: their numbers are lost. Returns how many there were."""
+        """Drop the waiting tensors that were changed in place: their numbers are lost. Returns how many there were.
+
+        A tensor whose memory was freed, or became smaller, has another address.
+        """
         held, self.held = self.held, []
         changed = {
             position
             for tensor, version, address, position in held
-            if version_of(tensor) != version or tensor.data_ptr() != address or not has_memory(tensor)
+            if version_of(tensor) != version or tensor.data_ptr() != address
         }
         if changed:
             self.waiting = [one for one in self.waiting if one.first not in changed]

@@ -6,14 +6,9 @@
 #include "frame_store.h"
 #include "launches.h"
 #include "objects.h"
+#include "waiting.h"
 
 enum { ASK_PYTHON = -1, HAS_FAILED = -2 };
-
-/* What a frame is read with. The objects are owned. */
-typedef struct {
-    PyObject *buffer, *driver, *stream, *fresh, *elements, *known; /* DeviceStatsBuffer, StatsDevice, StreamBuffer, lists */
-    PyObject *handle;                                              /* of the stream, as an integer */
-} Reading;
 
 static void clear_reading(Reading *reading)
 {
@@ -24,12 +19,6 @@ static void clear_reading(Reading *reading)
     Py_CLEAR(reading->elements);
     Py_CLEAR(reading->known);
     Py_CLEAR(reading->handle);
-}
-
-static int was_done(PyObject *result)
-{
-    Py_XDECREF(result);
-    return result != NULL;
 }
 
 /* An attribute that is None: 1 or 0, or -1 with an exception set. */
@@ -151,75 +140,6 @@ static int enter(const Reading *reading, const Frame *frame, int64_t position, i
            set_integer(reading->buffer, s__queued_page, frame->page);
 }
 
-/* -- weights ------------------------------------------------------------------------------------------------------ */
-
-static int append_to(PyObject *object, PyObject *name, PyObject *item)
-{
-    PyObject *list = PyObject_GetAttr(object, name);
-    const int good = list != NULL && PyList_Check(list) && append(list, Py_XNewRef(item));
-    Py_XDECREF(list);
-    return good;
-}
-
-/* The rows of weights begin at a position: they know their numbers when these are packed. 0 with an exception set. */
-static int remember_at(const Reading *reading, int64_t position, PyObject *rows)
-{
-    PyObject *pair = with_integers(PyTuple_New(2), 0, &position, 1);
-    if (pair == NULL)
-        return 0;
-    PyTuple_SET_ITEM(pair, 1, Py_NewRef(rows));
-    const int good = append_to(reading->stream, s_remembered, pair);
-    Py_DECREF(pair);
-    return good;
-}
-
-/* A DeviceRow of worker/stats/stream_buffer.py. NULL with an exception set. */
-static PyObject *new_row(FrameWriter *self, const Reading *reading, const TensorView *view)
-{
-    const int64_t numbers[] = {(int64_t)(intptr_t)view->address, bytes_of(view)};
-    PyObject *place = with_integers(PyTuple_New(2), 0, numbers, 2), *row = NULL;
-    if (place != NULL)
-        row = PyObject_CallFunctionObjArgs(self->device_row, reading->stream, place, NULL);
-    Py_XDECREF(place);
-    return row;
-}
-
-/* The weights that were read before wait for the packing of the rows, as WaitingTensors. 0 with an exception set. */
-static int keep_known(FrameWriter *self, const Reading *reading, const Asked *asked, int64_t first, PyObject *count)
-{
-    PyTypeObject *type = (PyTypeObject *)self->waiting;
-    PyObject *rows = PyList_New(0), *waiting = with_integers(type->tp_alloc(type, 3), 1, &first, 1);
-    int good = rows != NULL && waiting != NULL;
-    if (waiting != NULL) {
-        PyTuple_SET_ITEM(waiting, 0, Py_NewRef(reading->known));
-        PyTuple_SET_ITEM(waiting, 2, Py_NewRef(count));
-    }
-    for (int i = asked->fresh; good && i < asked->used; i++)
-        good = append(rows, Py_NewRef(PyTuple_GET_ITEM(asked->rows[i]->known, 3)));
-    good = good && append_to(reading->stream, s_weights, waiting) && remember_at(reading, first, rows);
-    Py_XDECREF(rows);
-    Py_XDECREF(waiting);
-    return good;
-}
-
-/* Note the weights of a frame whose rows begin at a position. Returns the rows of those that are fresh, or NULL with an
-   exception set. */
-static PyObject *note_weights(FrameWriter *self, const Reading *reading, const Asked *asked, int64_t position,
-                              PyObject *count)
-{
-    PyObject *rows = PyList_New(0);
-    int good = rows != NULL;
-    for (int i = asked->values; good && i < asked->fresh; i++)
-        good = append(rows, new_row(self, reading, &asked->rows[i]->view));
-    if (good && asked->values < asked->fresh)
-        good = remember_at(reading, position + asked->values, rows);
-    if (good && asked->fresh < asked->used)
-        good = keep_known(self, reading, asked, position + asked->fresh, count);
-    if (!good)
-        Py_CLEAR(rows);
-    return rows;
-}
-
 /* -- launches ----------------------------------------------------------------------------------------------------- */
 
 /* Launch the kernels that read the tensors, from here where that is possible; 0 with an exception set. */
@@ -259,8 +179,8 @@ static int read_all(FrameWriter *self, const Reading *reading, const Asked *aske
     if (good && asked->fresh > 0) {
         const int waits = frame->may_wait && truth_of(reading->buffer, s__may_wait) == 1;
         if (waits || truth_of(reading->buffer, s__together) == 1)
-            good = was_done(PyObject_CallMethodObjArgs(reading->buffer, s_read_later, reading->stream, reading->fresh,
-                                                       reading->elements, first, count, waits ? Py_True : Py_False, NULL));
+            good = have_wait(self, reading, s_waiting, reading->fresh, position, count) &&
+                   (!waits || hold(self, reading, asked->rows[0], position));
         else
             good = launch_all(reading, asked, position, first, count);
     }

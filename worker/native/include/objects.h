@@ -17,7 +17,7 @@
     DO(device_buffer) DO(late_pages) DO(_recorder) DO(_seq) DO(_send_after_collectives) DO(_unsent) DO(dlpack_type)   \
     DO(_driver) DO(is_capturing) DO(raw_stream) DO(current_device) DO(_buffers) DO(_buffer) DO(device) DO(rows)       \
     DO(positions) DO(_queued) DO(_queued_page) DO(_together) DO(_may_wait) DO(reads) DO(buffer) DO(place)               \
-    DO(weights) DO(remembered) DO(read_later) DO(read_rest) DO(keep)
+    DO(weights) DO(remembered) DO(waiting) DO(held) DO(hold) DO(read_rest) DO(keep)
 #define DECLARE_NAME(NAME) extern PyObject *s_##NAME;
 EACH_NAME(DECLARE_NAME)
 
@@ -46,6 +46,9 @@ int truth_of(PyObject *object, PyObject *name);
 
 /* Append an item, which it takes over and which may be NULL. 0 with an exception set. */
 int append(PyObject *list, PyObject *item);
+
+/* Whether a call has returned: its result is given up. 0 with an exception set. */
+int was_done(PyObject *result);
 
 /* Fill a new tuple with integers from `start` on. Returns the tuple, or NULL with an exception set if there is no memory.
    `tuple` may be NULL. Py_BuildValue reads its format twice and takes three times as long. */

@@ -1,0 +1,24 @@
+/* What waits on a device. Functions return 0 with an exception set, where nothing else is said. */
+
+#ifndef GPUWATCH_WAITING_H
+#define GPUWATCH_WAITING_H
+
+#include "device_reads.h"
+
+/* What a frame is read with. The objects are owned. */
+typedef struct {
+    PyObject *buffer, *driver, *stream, *fresh, *elements, *known; /* DeviceStatsBuffer, StatsDevice, StreamBuffer, lists */
+    PyObject *handle;                                              /* of the stream, as an integer */
+} Reading;
+
+/* Have items wait as WaitingTensors, in a list of the stream: weights for the packing of the rows, others for the next launch. */
+int have_wait(FrameWriter *self, const Reading *reading, PyObject *list, PyObject *items, int64_t first, PyObject *count);
+
+/* Note the weights of a frame whose rows begin at a position. Returns the rows of those that are fresh, or NULL with an
+   exception set. */
+PyObject *note_weights(FrameWriter *self, const Reading *reading, const Asked *asked, int64_t position, PyObject *count);
+
+/* A tensor that waits may be changed by the script before it is read. */
+int hold(FrameWriter *self, const Reading *reading, const Row *row, int64_t position);
+
+#endif
