@@ -142,10 +142,14 @@ static int is_negated(PyObject *tensor)
     return is_neg;
 }
 
+int is_simple(const TensorView *view)
+{
+    return view->is_in_order && view->address != NULL && view->dtype <= DTYPE_BOOL;
+}
+
 int64_t elements_in_order(PyObject *tensor, const TensorView *view)
 {
-    const int is_simple = view->is_in_order && view->address != NULL && view->dtype <= DTYPE_BOOL;
-    return is_simple && !is_negated(tensor) && is_in_storage(tensor, view) == 1 ? view->count : 0;
+    return is_simple(view) && !is_negated(tensor) && is_in_storage(tensor, view) == 1 ? view->count : 0;
 }
 
 PyObject *dims_of(const TensorView *view)

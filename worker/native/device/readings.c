@@ -57,9 +57,9 @@ static int lies_as_before(PyObject *row, const TensorView *view)
 {
     int64_t address, bytes;
     PyObject *place = PyObject_GetAttr(row, s_place);
-    const int same = place != NULL && PyTuple_CheckExact(place) && PyTuple_GET_SIZE(place) == 2 && view->is_in_order &&
+    const int same = place != NULL && PyTuple_CheckExact(place) && PyTuple_GET_SIZE(place) == 2 && is_simple(view) &&
                      integer_from(PyTuple_GET_ITEM(place, 0), &address) &&
-                     integer_from(PyTuple_GET_ITEM(place, 1), &bytes) && address != 0 &&
+                     integer_from(PyTuple_GET_ITEM(place, 1), &bytes) &&
                      address == (int64_t)(intptr_t)view->address && bytes_of(view) <= bytes;
     Py_XDECREF(place);
     PyErr_Clear();

@@ -43,6 +43,9 @@ int view_of(const Exchange *exchange, PyObject *tensor, TensorView *view);
 int is_plain(const TensorView *view);
 int is_plain_integer(const TensorView *view);
 
+/* Whether its elements lie at an address without a gap, in order, and have a dtype that C reads on a device. */
+int is_simple(const TensorView *view);
+
 /* The number of elements that a device's reader can read from the address on, in order; 0 if it is to find that out itself:
    for a rare dtype, another layout, memory that is gone, or numbers that are to be negated. */
 int64_t elements_in_order(PyObject *tensor, const TensorView *view);
