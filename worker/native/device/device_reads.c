@@ -16,7 +16,6 @@ static void clear_reading(Reading *reading)
     Py_CLEAR(reading->driver);
     Py_CLEAR(reading->stream);
     Py_CLEAR(reading->fresh);
-    Py_CLEAR(reading->elements);
     Py_CLEAR(reading->known);
     Py_CLEAR(reading->handle);
 }
@@ -117,13 +116,11 @@ static int are_packed(const Reading *reading, const Asked *asked)
 static int make_lists(Reading *reading, const Asked *asked)
 {
     reading->fresh = PyList_New(0);
-    reading->elements = PyList_New(0);
     reading->known = PyList_New(0);
-    int good = reading->fresh != NULL && reading->elements != NULL && reading->known != NULL;
+    int good = reading->fresh != NULL && reading->known != NULL;
     for (int i = 0; good && i < asked->used; i++)
         good = i >= asked->fresh ? PyList_Append(reading->known, asked->rows[i]->known) == 0
-                                 : PyList_Append(reading->fresh, asked->rows[i]->object) == 0 &&
-                                       append(reading->elements, PyLong_FromLongLong(asked->elements[i]));
+                                 : PyList_Append(reading->fresh, asked->rows[i]->object) == 0;
     return good;
 }
 
@@ -142,8 +139,23 @@ static int enter(const Reading *reading, const Frame *frame, int64_t position, i
 
 /* -- launches ----------------------------------------------------------------------------------------------------- */
 
+/* Have Python read the tensors that were not launched here; 0 with an exception set. */
+static int read_rest(const Reading *reading, const Asked *asked, int64_t launched, int64_t position, PyObject *count)
+{
+    PyObject *elements = PyList_New(0), *done = PyLong_FromLongLong(launched), *first = PyLong_FromLongLong(position);
+    int good = elements != NULL && done != NULL && first != NULL;
+    for (int i = 0; good && i < asked->fresh; i++)
+        good = append(elements, PyLong_FromLongLong(asked->elements[i]));
+    good = good && was_done(PyObject_CallMethodObjArgs(reading->buffer, s_read_rest, reading->stream, reading->fresh, elements,
+                                                       done, first, count, NULL));
+    Py_XDECREF(elements);
+    Py_XDECREF(done);
+    Py_XDECREF(first);
+    return good;
+}
+
 /* Launch the kernels that read the tensors, from here where that is possible; 0 with an exception set. */
-static int launch_all(const Reading *reading, const Asked *asked, int64_t position, PyObject *first, PyObject *count)
+static int launch_all(const Reading *reading, const Asked *asked, int64_t position, PyObject *count)
 {
     const DLTensor *tensor = &asked->rows[0]->view.dl;
     int64_t current, done = 0;
@@ -159,33 +171,26 @@ static int launch_all(const Reading *reading, const Asked *asked, int64_t positi
     Py_XDECREF(rows);
     if (PyErr_Occurred())
         return 0;
-    PyObject *launched = PyLong_FromLongLong(done);
-    int good = launched != NULL;
-    if (good && done < asked->fresh)
-        good = was_done(PyObject_CallMethodObjArgs(reading->buffer, s_read_rest, reading->stream, reading->fresh,
-                                                   reading->elements, launched, first, count, NULL));
-    else if (good && PyObject_IsTrue(reading->handle)) /* the default stream's memory is reused in its own order */
-        good = was_done(PyObject_CallMethodObjArgs(reading->buffer, s_keep, reading->stream, reading->fresh, NULL));
-    Py_XDECREF(launched);
-    return good;
+    if (done < asked->fresh)
+        return read_rest(reading, asked, done, position, count);
+    if (PyObject_IsTrue(reading->handle)) /* the default stream's memory is reused in its own order */
+        return was_done(PyObject_CallMethodObjArgs(reading->buffer, s_keep, reading->stream, reading->fresh, NULL));
+    return 1;
 }
 
 /* Have the weights noted, and the tensors read now or later; 0 with an exception set. */
 static int read_all(FrameWriter *self, const Reading *reading, const Asked *asked, const Frame *frame, int64_t position,
                     int is_counted, PyObject **rows)
 {
-    PyObject *first = PyLong_FromLongLong(position), *count = is_counted ? Py_True : Py_False;
-    int good = first != NULL && (*rows = note_weights(self, reading, asked, position, count)) != NULL;
-    if (good && asked->fresh > 0) {
-        const int waits = frame->may_wait && truth_of(reading->buffer, s__may_wait) == 1;
-        if (waits || truth_of(reading->buffer, s__together) == 1)
-            good = have_wait(self, reading, s_waiting, reading->fresh, position, count) &&
-                   (!waits || hold(self, reading, asked->rows[0], position));
-        else
-            good = launch_all(reading, asked, position, first, count);
-    }
-    Py_XDECREF(first);
-    return good;
+    PyObject *count = is_counted ? Py_True : Py_False;
+    *rows = note_weights(self, reading, asked, position, count);
+    if (*rows == NULL || asked->fresh == 0)
+        return *rows != NULL;
+    const int waits = frame->may_wait && truth_of(reading->buffer, s__may_wait) == 1;
+    if (!waits && truth_of(reading->buffer, s__together) != 1)
+        return launch_all(reading, asked, position, count);
+    return have_wait(self, reading, s_waiting, reading->fresh, position, count) &&
+           (!waits || hold(self, reading, asked->rows[0], position));
 }
 
 /* The numbers of this page arrive later. 0 with an exception set. */
@@ -223,7 +228,8 @@ static int64_t read_with(FrameWriter *self, Reading *reading, const Asked *asked
     if (position < 0)
         return HAS_FAILED;
     const int good = enter(reading, frame, position, asked->used) &&
-                     read_all(self, reading, asked, frame, position, count, rows) && note_page(self->device_rows, frame->page);
+                     read_all(self, reading, asked, frame, position, count, rows) &&
+                     note_page(self->device_rows, frame->page);
     return good ? index : HAS_FAILED;
 }
 

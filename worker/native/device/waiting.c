@@ -62,8 +62,7 @@ static int keep_known(FrameWriter *self, const Reading *reading, const Asked *as
     return good;
 }
 
-PyObject *note_weights(FrameWriter *self, const Reading *reading, const Asked *asked, int64_t position,
-                              PyObject *count)
+PyObject *note_weights(FrameWriter *self, const Reading *reading, const Asked *asked, int64_t position, PyObject *count)
 {
     PyObject *rows = PyList_New(0);
     int good = rows != NULL;

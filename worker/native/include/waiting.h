@@ -7,8 +7,8 @@
 
 /* What a frame is read with. The objects are owned. */
 typedef struct {
-    PyObject *buffer, *driver, *stream, *fresh, *elements, *known; /* DeviceStatsBuffer, StatsDevice, StreamBuffer, lists */
-    PyObject *handle;                                              /* of the stream, as an integer */
+    PyObject *buffer, *driver, *stream, *fresh, *known; /* DeviceStatsBuffer, StatsDevice, StreamBuffer, lists */
+    PyObject *handle;                                   /* of the stream, as an integer */
 } Reading;
 
 /* Have items wait as WaitingTensors, in a list of the stream: weights for the packing of the rows, others for the next launch. */
