@@ -72,7 +72,7 @@ LOOK_S = 0.05
 TURN_S = 0.1
 """How often it reads the recorders, where nothing else wakes it up."""
 NEVER_CAME_S = 15.0
-"""How long the agent waits, after the job has ended, for a collector that never answered."""
+"""How long the agent waits, after the job has ended, for a collector that has never answered its launch."""
 WAITING_S = 5.0
 """How often, at the end, the agent reports to its launch that it is alive."""
 
@@ -222,7 +222,8 @@ class NodeAgentLoop:
         if not self._config.collector:
             return self._said_goodbye
         silent = now - max(self._link.heard, self._done_at)
-        return silent > (messages.VERDICT_PATIENCE_S if self._link.welcomed else NEVER_CAME_S)
+        answered = self._link.welcomed or bool(self._config.hello.run)  # this agent, or one before it
+        return silent > (messages.VERDICT_PATIENCE_S if answered else NEVER_CAME_S)
 
     # -- the launch ---------------------------------------------------------------------------------------------
 
@@ -403,7 +404,8 @@ class NodeAgentLoop:
             self._tell(message)
         elif isinstance(message, pipe.JobResult):
             self._final = message
-            self._link.leave()
+            if self._done is None:  # it is over without this node, whose ranks go on: nobody needs to wait for it
+                self._link.leave()
 
     def _beat(self) -> messages.NodeBeat:
         running = [watch for watch in self._ranks.values() if not watch.ended]
@@ -423,6 +425,7 @@ class NodeAgentLoop:
         final = self._final
         if final is not None:
             self._tell(final)
+            self._link.leave()  # only now: the collector may end then, and an agent after this one could ask nobody
             return
         more = self.outbox.unacknowledged() if self._spool.left_out else []
         spool = keep_spools(self._spools(), Path(self._config.spool_dir), messages.node_of(self._id), more)

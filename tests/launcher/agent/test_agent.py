@@ -12,10 +12,18 @@ import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.events import Anomaly, RunPosition
+from gpuwatch.core.verdicts import VerdictKind
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import AgentHello, EventMessage, NodeBye, TelemetryMessage, decode_agent
-from gpuwatch.core.wire.pipe import AgentConfig, LaunchDone, WorkersEnded, WorkersStarted
-from gpuwatch.launcher.agent.agent import NodeAgentLoop
+from gpuwatch.core.wire.messages import (
+    VERDICT_PATIENCE_S,
+    AgentHello,
+    EventMessage,
+    NodeBye,
+    TelemetryMessage,
+    decode_agent,
+)
+from gpuwatch.core.wire.pipe import AgentConfig, JobResult, LaunchDone, WorkersEnded, WorkersStarted
+from gpuwatch.launcher.agent.agent import NEVER_CAME_S, NodeAgentLoop
 
 WAIT_S = 300.0
 MIB = 1 << 20
@@ -133,3 +141,30 @@ def test_an_agent_that_goes_on_for_another_sends_what_that_one_had(agent, proces
         assert [body for _, _, body in sent(second) if isinstance(body, TelemetryMessage)] == first
     finally:
         second.close()
+
+
+@pytest.mark.parametrize(("run", "patience_s"), [("", NEVER_CAME_S), ("20261127-0102-abcd", VERDICT_PATIENCE_S)])
+def test_an_agent_waits_for_a_collector_as_long_as_the_one_before_it(agent, run, patience_s):
+    """`run`: the agent that it follows was taken into this one."""
+    config = msgspec.structs.replace(agent._config, life=1, hello=msgspec.structs.replace(agent._config.hello, run=run))
+    second = NodeAgentLoop(config, io.BytesIO())
+    try:
+        now = time.monotonic()
+        second.hear_launch(msgspec.json.encode(LaunchDone("failed")), now)
+        assert not second.finished(now + patience_s - 0.1)
+        assert second.finished(now + patience_s + 0.1)
+    finally:
+        second.close()
+
+
+def test_its_launch_has_the_verdict_before_the_collector_may_end(agent, monkeypatch):
+    """An agent that is killed between the two leaves a launch that can ask nobody."""
+    order = []
+    monkeypatch.setattr(agent, "_tell", order.append)
+    monkeypatch.setattr(agent._link, "leave", lambda: order.append("left"))
+    final = JobResult(5, VerdictKind.LOST, "", "")
+    agent._done = LaunchDone("failed")
+    agent._hear_collector(final, time.monotonic())
+    assert order == []
+    agent._conclude()
+    assert order == [final, "left"]
