@@ -27,8 +27,8 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)  ## two ranks train until one overflows (a minute or two); prints the combined report and its path
-	@echo "Two ranks train a small fp16 transformer; the learning rate is too high. Which rank and module overflows first?"
-	OMP_NUM_THREADS=1 $(BIN)/gpuwatch launch --nproc-per-node 2 examples/train_transformer.py \
+	@echo "Two ranks train a small network in fp16; one rank has a bad sample. Which rank, module and line overflows first?"
+	OMP_NUM_THREADS=1 $(BIN)/gpuwatch launch --nproc-per-node 2 examples/train_notes.py \
 	    || { code=$$?; test $$code -eq 4 || exit $$code; }  # 4: overflow found, which is what the demo is for
 
 test: $(READY)  ## the quick tests, and one of each kind of run; three minutes on two cores

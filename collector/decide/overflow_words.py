@@ -399,8 +399,11 @@ def _by_source(first: LocalDiagnosis, clues: AdviceClues) -> str:
     if first.step == 0 and first.phase == FramePhase.FORWARD:
         what = f"the {clues.large}" if clues.large else "the weights, and at the scale of the inputs"
         return _NO_STEP + f"look at the initialisation of {what}."
-    growth = "Look at abs max in the frames before it: growth over many batches means a learning rate that is too high."
-    return growth if first.from_page else ""
+    before = (
+        "Look at abs max in the batches before it: growth over many means a learning rate that is too high, a jump "
+        "means the data of this one."
+    )
+    return before if first.from_page else ""
 
 
 def _step_for_optimizer(first: LocalDiagnosis) -> str:

@@ -42,10 +42,6 @@ BEFORE: dict[str, list[str]] = {
 }
 """Run before the page's first command."""
 
-DEMO = {"README.md", "docs/first-run.md"}
-"""Pages with the report of `make demo`. What overflows first, on one rank or both, depends on the CPU: a paragraph is
-compared up to its first comma. docs/verdicts/overflow.md has the same sentences of a fault that every CPU makes."""
-
 OPTIONAL = "accelerate"
 """A program that only the extra `frameworks` installs: without it, a command that names it is not run."""
 
