@@ -45,10 +45,15 @@ def expect_script(args: argparse.Namespace) -> None:
         raise UsageError(
             Code.WRONG_TOGETHER, "expected one of --no-python and -m/--module, found both; drop one of them"
         )
-    if not args.module and not args.no_python and not Path(args.training_script).exists():
-        raise UsageError(
-            Code.NO_SCRIPT, f"expected a script to run, found no file {args.training_script!r} in {Path.cwd()}"
-        )
+    if args.module or args.no_python:
+        return
+    script = Path(args.training_script)
+    if not script.exists():
+        found = f"no file {args.training_script!r} in {Path.cwd()}"
+        raise UsageError(Code.NO_SCRIPT, f"expected a script to run, found {found}")
+    if script.is_dir() and not (script / "__main__.py").exists():  # Python runs a folder by it
+        found = f"the folder {args.training_script!r}, which has no __main__.py"
+        raise UsageError(Code.NO_SCRIPT, f"expected a script to run, found {found}")
 
 
 def expect_place(args: argparse.Namespace, plan: CollectorPlan) -> None:

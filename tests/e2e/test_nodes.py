@@ -134,6 +134,14 @@ def test_a_script_that_is_not_there_is_one_sentence(refused):
     assert stderr.startswith("gpuwatch: expected a script to run, found no file 'no such script.py'")
 
 
+def test_a_folder_that_python_cannot_run_is_one_sentence(refused, tmp_path):
+    code, _, stderr = refused("launch", str(tmp_path))
+
+    assert code == 2
+    sentence = f"gpuwatch: expected a script to run, found the folder '{tmp_path}', which has no __main__.py"
+    assert stderr.startswith(sentence)
+
+
 @pytest.mark.slow  # a node is given up after 20 s of silence
 def test_a_node_that_is_gone_is_lost_and_its_victims_are_not_blamed(bench, port):
     head = start_node(bench, port, *PLAIN, "--collector-port", str(port + 1), args=LONG)
