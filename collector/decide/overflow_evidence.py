@@ -90,7 +90,7 @@ def _of_inputs(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
     if batch is None:
         return []
     digests = ", ".join(f"{role} {digest}" for role, digest in batch.digests.items())
-    return [f"Fingerprint of batch {first.batch} of {rank_name(first.rank)}, to find the sample again: {digests}"]
+    return [f"fingerprint of batch {first.batch} of {rank_name(first.rank)}, to find the sample again: {digests}"]
 
 
 def is_compiled(facts: RunFacts, first: LocalDiagnosis) -> bool:
