@@ -279,6 +279,8 @@ class NodeAgentLoop:
         self._tell_signal(done)
         self._done = done
         self._done_at = now
+        if self._final is not None:  # it was over without this node
+            self._tell(self._final)
         self._put(self._telemetry.ended())
         self._gpus.end(now)
         if done.outcome == "failed":
@@ -404,8 +406,9 @@ class NodeAgentLoop:
             self._tell(message)
         elif isinstance(message, pipe.JobResult):
             self._final = message
-            if self._done is None:  # it is over without this node, whose ranks go on: nobody needs to wait for it
-                self._link.leave()
+            if self._done is not None:
+                self._tell(message)
+            self._link.leave()  # only now: the collector may end then, and an agent after this one could ask nobody
 
     def _beat(self) -> messages.NodeBeat:
         running = [watch for watch in self._ranks.values() if not watch.ended]
@@ -422,10 +425,7 @@ class NodeAgentLoop:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _conclude(self) -> None:
-        final = self._final
-        if final is not None:
-            self._tell(final)
-            self._link.leave()  # only now: the collector may end then, and an agent after this one could ask nobody
+        if self._final is not None:
             return
         more = self.outbox.unacknowledged() if self._spool.left_out else []
         spool = keep_spools(self._spools(), Path(self._config.spool_dir), messages.node_of(self._id), more)

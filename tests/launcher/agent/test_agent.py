@@ -163,8 +163,20 @@ def test_its_launch_has_the_verdict_before_the_collector_may_end(agent, monkeypa
     monkeypatch.setattr(agent, "_tell", order.append)
     monkeypatch.setattr(agent._link, "leave", lambda: order.append("left"))
     final = JobResult(5, VerdictKind.LOST, "", "")
-    agent._done = LaunchDone("failed")
+    agent.hear_launch(msgspec.json.encode(LaunchDone("failed")), time.monotonic())
     agent._hear_collector(final, time.monotonic())
-    assert order == []
     agent._conclude()
     assert order == [final, "left"]
+
+
+def test_a_verdict_that_comes_before_its_ranks_have_ended_is_told_then(agent, monkeypatch):
+    """The collector did not wait for this node. It is not to wait for it now either."""
+    order = []
+    monkeypatch.setattr(agent, "_tell", order.append)
+    monkeypatch.setattr(agent._link, "leave", lambda: order.append("left"))
+    final = JobResult(5, VerdictKind.LOST, "", "")
+    agent._hear_collector(final, time.monotonic())
+    assert order == ["left"]
+    agent.hear_launch(msgspec.json.encode(LaunchDone("failed")), time.monotonic())
+    agent._conclude()
+    assert order == ["left", final]
