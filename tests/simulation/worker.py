@@ -93,11 +93,15 @@ class Worker:
         self._end()
 
     def stop(self, code: int) -> None:
-        """End it from outside. Nothing comes of a batch whose missing hooks were to be noticed only later."""
+        """End it from outside."""
         if self.code is None:
-            self.code = code
-            for call in self._without_hooks:
-                call.returned = False
+            self._ends_in_a_batch(code)
+
+    def _ends_in_a_batch(self, code: int) -> None:
+        """Nothing comes of a batch whose missing hooks were to be noticed only later."""
+        self.code = code
+        for call in self._without_hooks:
+            call.returned = False
 
     def close(self) -> None:
         """Unmap the recorder."""
@@ -288,7 +292,7 @@ class Worker:
         if how == "raise" and writer is not None:
             writer.append(ScriptError(self._at, "ValueError", "boom", "Traceback", f"layer{module}"))
             self._enter(RankPhase.RAISED)
-        self.code = {"raise": 1, "kill": -9}.get(how, 0)
+        self._ends_in_a_batch({"raise": 1, "kill": -9}.get(how, 0))
 
     def _end(self) -> None:
         self.code = 0
