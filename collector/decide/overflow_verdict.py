@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...core.events import CaptureFile, RankEvent
+from ...core.events import CaptureFile, RankEvent, SecondRun
 from ...core.frames import FramePhase
 from ...core.identity import is_rank, rank_name
 from ...core.roles import is_param_group
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis
-from ..facts.facts import RunFacts
+from ..facts.facts import RankFacts, RunFacts
 from ..report.model import ConcurrentOrigin, Verdict
 from ..report.sentence_parts import one_on, ranks_text
 from .clean_verdict import doubts_about
@@ -160,6 +160,15 @@ def _at(first: LocalDiagnosis, event: _E | None) -> _E | None:
     return event if is_there else None
 
 
+def _second_run(first: LocalDiagnosis, rank: RankFacts) -> SecondRun | None:
+    """What it has found. A rank that has ended, and told nothing of the one that was to follow, was ended meanwhile."""
+    ran = _at(first, rank.second_run)
+    alarm = next((each for each in rank.anomalies if each.looks and _at(first, each) is not None), None)
+    if ran is not None or alarm is None or rank.exit is None or _at(first, rank.captured) is not None:
+        return ran
+    return SecondRun(alarm.where, unknown=f"{rank_name(rank.rank)} was ended before that forward had run again")
+
+
 def _capture_of(facts: RunFacts, first: LocalDiagnosis, rest: list[LocalDiagnosis]) -> CaptureFile | None:
     """The file of the rank, or of one that overflowed alike: the first to end may have ended it as it wrote."""
     found = None
@@ -191,7 +200,7 @@ def _named(
     large = large_weight(page, first.frame) if page is not None and first.step == 0 and first.is_origin else None
     rank = facts.one(first.attempt, first.rank)
     may_be_run = first.is_origin and first.phase in (FramePhase.FORWARD, FramePhase.BACKWARD)
-    ran = _at(first, rank.second_run) if may_be_run else None
+    ran = _second_run(first, rank) if may_be_run else None
     operation = operation_of(first, ran)
     clues = clues_of(facts, first, odd, large[0] if large is not None else "", operation)
     certainty, evidence = evidence_of(facts, first, order, rest, odd, clues.wild)

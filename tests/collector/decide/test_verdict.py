@@ -19,6 +19,7 @@ from gpuwatch.core.events import (
     OwnFault,
     RunPosition,
     ScriptExit,
+    SecondRun,
     UnmeasuredTensor,
 )
 from gpuwatch.core.identity import number_of_process
@@ -890,6 +891,27 @@ def test_the_capture_is_that_of_the_rank_or_of_one_that_is_alike(make, files, pa
     commands = [step.partition("\n")[2] for step in verdict.next if "gpuwatch replay" in step]
     where = {"/r/overflow.pt": "/r", "/r/my overflow-rank1.pt": "'/r/my overflow-rank1.pt'"}
     assert commands == ([f"gpuwatch replay {where[path]}"] if path else [])
+
+
+@pytest.mark.parametrize("told", ["nothing", "the second run", "a file", "it goes on"])
+def test_a_rank_that_was_ended_before_its_second_run_says_so(make, told):
+    """Another rank had met the value, too, and torchrun ends all when one has ended."""
+    batch = leaf_origin(make, 1)
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, aborts=True, looks=True)
+    more = {
+        "the second run": [EventMessage(SecondRun(make.where(1), unknown="the model was changed"))],
+        "a file": [EventMessage(ForwardCaptured(make.where(1), CaptureFile("/r/overflow.pt")))],
+    }.get(told, [])
+    end = [] if told == "it goes on" else make.broken_off(1, -15, by="torchrun")
+    verdict = judge(make.hello(), *batch.messages(), *more, *end)
+    why = [line for line in verdict.evidence if line.startswith("which operation made it is not known: ")]
+    expected = {
+        "nothing": "which operation made it is not known: rank 1 was ended before that forward had run again",
+        "the second run": "which operation made it is not known: the model was changed",
+    }
+    assert why == ([expected[told]] if told in expected else [])
+    advice = [step for step in verdict.next if "gpuwatch launch --explain 0 --rank 1 train.py" in step]
+    assert len(advice) == len(why)
 
 
 def test_a_rank_that_met_something_else_at_the_same_time_is_not_said_to_have_met_the_same(make):
