@@ -2,7 +2,8 @@
 
 `torch.distributed.launcher.api.launch_agent` builds the agent, handles its signals and formats its errors; it finds
 the agent's class by a name in its module. For the time of one launch that name means a subclass which reports when
-the ranks start and end, and which does not restart what gpuwatch itself has stopped. (torch 2.5 to 2.13)
+the ranks start and end, which does not restart what gpuwatch itself has stopped, and which ends no rank that is yet to
+say where its overflow was made. (torch 2.5 to 2.15)
 """
 
 from __future__ import annotations
@@ -190,7 +191,12 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
         # torchrun's own list of failures also holds those that it stopped
-        failed = [rank for rank, code in self._gpuwatch_codes(worker_group).items() if code]
+        codes = self._gpuwatch_codes(worker_group)
+        failed = [rank for rank, code in codes.items() if code]
+        running = [rank for rank, code in codes.items() if code is None]
+        waits = bool(failed) and not self._gpuwatch_told_to_stop
+        if waits and self._gpuwatch_listener.is_waited_for(self._gpuwatch_attempt, running):
+            return agent_api.RunResult(state=agent_api.WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
         if result.state in (agent_api.WorkerState.FAILED, agent_api.WorkerState.UNHEALTHY):
             if self._gpuwatch_told_to_stop:

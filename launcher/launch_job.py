@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import threading
+import time
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ import msgspec
 import psutil
 
 from ..core.errors import Code, ExitCode, UsageError
+from ..core.events import SECOND_RUN_S
 from ..core.host import loopback
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
@@ -153,6 +155,8 @@ class TorchrunRanks(RankStarter):
         self._signals = signals
         self._ranks: list[psutil.Process] = []
         self._unseen: list[psutil.Process] = []
+        self._waits_until = 0.0
+        """See `is_waited_for`. 0: it does not wait."""
         self._live = live_lines(check_only=terms.args.check_only)
         signals.unheard = self._leave_for_signal
 
@@ -226,11 +230,19 @@ class TorchrunRanks(RankStarter):
         self.any_started = True
         self.attempt_is_over.clear()
         self._unseen = []
+        self._waits_until = 0.0
         for pid in pids.values():
             with suppress(psutil.Error):
                 self._unseen.append(psutil.Process(pid))
         self._ranks += self._unseen
         self._life.tell(WorkersStarted(attempt, pids))
+
+    def is_waited_for(self, attempt: int, running: list[int]) -> bool:
+        """One has failed, for which torchrun ends the others: whether it waits, as one looks into its own overflow."""
+        if not self._life.overflows.is_looked_into(attempt, running):
+            return False
+        self._waits_until = self._waits_until or time.monotonic() + SECOND_RUN_S
+        return time.monotonic() < self._waits_until
 
     def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
         """The ranks of this node have ended."""

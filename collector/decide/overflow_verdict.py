@@ -161,12 +161,12 @@ def _at(first: LocalDiagnosis, event: _E | None) -> _E | None:
 
 
 def _second_run(first: LocalDiagnosis, rank: RankFacts) -> SecondRun | None:
-    """What it has found. A rank that has ended, and told nothing of the one that was to follow, was ended meanwhile."""
+    """What it has found. A rank that ended may not have come to the one that was to follow."""
     ran = _at(first, rank.second_run)
     alarm = next((each for each in rank.anomalies if each.looks and _at(first, each) is not None), None)
     if ran is not None or alarm is None or rank.exit is None or _at(first, rank.captured) is not None:
         return ran
-    return SecondRun(alarm.where, unknown=f"{rank_name(rank.rank)} was ended before that forward had run again")
+    return SecondRun(alarm.where, unknown=f"{rank_name(rank.rank)} ended before that forward had run again")
 
 
 def _capture_of(facts: RunFacts, first: LocalDiagnosis, rest: list[LocalDiagnosis]) -> CaptureFile | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -208,6 +208,16 @@ class SeenOverflows:
                 seen, first = reader.overflow_seen, reader.first_anomaly()
             if seen:
                 self._seen[attempt, rank] = first
+
+    def is_looked_into(self, attempt: int, running: Iterable[int]) -> bool:
+        """Whether one of these ranks is yet to say which operation made its overflow, before it ends the job."""
+        for rank in running:
+            recorder = self._folder / file_name(rank, attempt)
+            with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
+                first = reader.first_anomaly()
+                if first is not None and first.looks and not reader.abort:
+                    return True
+        return False
 
     @property
     def sentence(self) -> str:

@@ -319,3 +319,14 @@ def test_an_unwritable_runs_folder_is_one_sentence(bench):
     assert run.code == 2
     assert "--runs-dir" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_looks_for_the_operation_is_not_ended_because_another_fails(bench):
+    run = bench.launch("looks_long.py")
+
+    assert run.code == 4
+    verdict = run.verdict
+    assert (verdict["rank"], verdict["module"], verdict["batch"]) == (1, "1", 0)
+    assert verdict["operation"]["code"] == "return x * 1e30 * 1e30"
+    assert [rank["state"] for rank in run.report["ranks"]] == ["failed", "aborted"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from gpuwatch.core.errors import RANK_OVERFLOW
+from gpuwatch.core.errors import RANK_OVERFLOW, ExitCode
 from gpuwatch.core.events import Anomaly, RunPosition
-from gpuwatch.core.recorder.layout import AnomalyFlag, HeadField, file_name
+from gpuwatch.core.recorder.layout import AnomalyFlag, HeadField, file_name, seal
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.launcher.agent.process_ends import SeenOverflows
@@ -46,6 +46,19 @@ def test_what_a_recorders_header_says_is_told_and_outlives_the_file(record, tmp_
     writer.path.unlink()
     overflows.look(1, {0: 0, 1: 0})
     assert overflows.sentence == "rank 1 saw an overflow: +inf in output of `fc` (Linear), forward of batch 3"
+
+
+def test_a_rank_is_looked_into_from_its_alarm_until_it_ends_the_job(record, tmp_path):
+    overflows = SeenOverflows(tmp_path)
+    record(0).append(ANOMALY)  # of one that does not run its forward again
+    writer = record(1)
+    assert not overflows.is_looked_into(0, [0, 1, 2])
+    writer.append(msgspec.structs.replace(ANOMALY, aborts=True, looks=True))
+    assert overflows.is_looked_into(0, [0, 1, 2])
+    assert not overflows.is_looked_into(0, [0])
+    assert not overflows.is_looked_into(1, [1])
+    writer.fields[HeadField.ABORT] = seal(int(ExitCode.OVERFLOW))
+    assert not overflows.is_looked_into(0, [0, 1, 2])
 
 
 def test_of_several_ranks_the_earliest_batch_is_told(record, tmp_path):

@@ -894,8 +894,8 @@ def test_the_capture_is_that_of_the_rank_or_of_one_that_is_alike(make, files, pa
 
 
 @pytest.mark.parametrize("told", ["nothing", "the second run", "a file", "it goes on"])
-def test_a_rank_that_was_ended_before_its_second_run_says_so(make, told):
-    """Another rank had met the value, too, and torchrun ends all when one has ended."""
+def test_a_rank_that_ended_before_its_second_run_says_so(make, told):
+    """Another launcher may end it because another rank has met the value, too."""
     batch = leaf_origin(make, 1)
     batch.anomaly = msgspec.structs.replace(batch.anomaly, aborts=True, looks=True)
     more = {
@@ -906,7 +906,7 @@ def test_a_rank_that_was_ended_before_its_second_run_says_so(make, told):
     verdict = judge(make.hello(), *batch.messages(), *more, *end)
     why = [line for line in verdict.evidence if line.startswith("which operation made it is not known: ")]
     expected = {
-        "nothing": "which operation made it is not known: rank 1 was ended before that forward had run again",
+        "nothing": "which operation made it is not known: rank 1 ended before that forward had run again",
         "the second run": "which operation made it is not known: the model was changed",
     }
     assert why == ([expected[told]] if told in expected else [])
