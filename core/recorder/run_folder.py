@@ -278,7 +278,8 @@ def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: 
     try:
         folder = Path(tempfile.mkdtemp(prefix="gpuwatch-rescued-"))
         for path in source.iterdir():
-            shutil.move(path, folder / path.name)
+            with suppress(FileNotFoundError):  # a journal, of a collector that closes its store now
+                shutil.move(path, folder / path.name)
     except OSError:
         return None
     say(

@@ -24,7 +24,7 @@ from gpuwatch.core.recorder.run_folder import keep_rescued
 from gpuwatch.core.wire.messages import VERDICT_PATIENCE_S, AgentHello, EventMessage, NameDefinitions, NodeBye
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded, WorkersStarted
 
-from .conftest import Rank, until
+from .conftest import DEADLINE_S, Rank, until
 
 ANOMALY = Anomaly(RunPosition(1, 0, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
 ANOMALY_OF_ATTEMPT_4 = Anomaly(
@@ -315,6 +315,7 @@ def test_an_overflow_on_a_full_runs_folder_is_told_and_its_store_is_kept_elsewhe
     node.end_ranks()
     verdict = node.verdict()
     assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
+    node.collector.end(DEADLINE_S)  # as the launch does: until then it may move what it writes
     rescued = keep_rescued(node.scratch)
     assert rescued is not None
     try:

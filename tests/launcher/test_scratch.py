@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -242,6 +243,27 @@ def test_what_the_runs_folder_took_no_more_of_is_kept(bases):
     assert kept is not None
     assert [path.name for path in kept.iterdir()] == ["run.sqlite"]
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+
+
+def test_a_file_that_vanishes_meanwhile_does_not_hide_the_others(bases, monkeypatch):
+    """A collector that closes its store removes the journals."""
+    made = run_folder.make_scratch(1)
+    source = made / run_folder.RESCUED
+    source.mkdir()
+    for name in ("first", "second"):
+        (source / name).touch()
+    move = shutil.move
+
+    def move_one(path, target):
+        move(path, target)
+        for other in source.iterdir():
+            other.unlink()
+
+    monkeypatch.setattr(run_folder.shutil, "move", move_one)
+    said = []
+    kept = run_folder.keep_rescued(made, said.append)
+    assert kept is not None and len(list(kept.iterdir())) == 1
+    assert str(kept) in said[0]
 
 
 def test_where_nothing_has_room_it_is_told_before_the_training_starts(bases, small_disk, monkeypatch):
