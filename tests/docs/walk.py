@@ -56,6 +56,7 @@ MASKS = [
     (re.compile(r"after its script had raised(?: \w+)?(?: \(its last batch: #\))?"), "THERE"),
     (re.compile(r"in the \w+ of batch #|outside of a forward, after batch #|in the preflight, stage \w+"), "THERE"),
     (re.compile(r"(?:raised \w+ after # collectives|was stopped by torchrun)(?: THERE)?"), "ENDED"),
+    (re.compile(r"(?:raised|stopped) \(#\)"), "ENDED"),
     (re.compile(r"─+"), "─"),
 ]
 """What may differ from one run to the next, and what it becomes on both sides."""
