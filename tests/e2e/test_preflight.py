@@ -15,6 +15,12 @@ slow = pytest.mark.slow
 NEVER = ("--preflight-timeout", "3000")
 """A deadline beyond that of the test: the news travels through the store, and nobody waits for it."""
 
+WAITS_FOR_FORGED = """
+import os, time
+while "RANK" in os.environ and not os.path.exists("forged"):
+    time.sleep(0.02)
+"""
+
 
 def launch_bad(bench, way: str, *options: str, script: str = "clean.py", nproc: int = 2, **environment: str):
     """The finished run of a launch with one bad rank."""
@@ -216,12 +222,14 @@ def test_ctrl_c_ends_a_preflight_that_hangs(bench):
 @pytest.mark.sample(1)
 def test_a_forged_conclusion_in_torchruns_store_stops_no_job(bench, port):
     """Whoever reaches the port can write there; what is not sealed with the job's key is not believed."""
+    (bench.cwd / "sitecustomize.py").write_text(WAITS_FOR_FORGED)
     where = ("--master-addr", "127.0.0.1", "--master-port", str(port))
     command = ("launch", "--nproc-per-node", "2", *where, bench.script("clean.py"))
-    launch = bench.start("gpuwatch.cli.main", *command)
+    launch = bench.start("gpuwatch.cli.main", *command, PYTHONPATH=str(bench.cwd))
     stranger = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
     forged = {"findings": [PreflightFinding("arrive", "fail", "rank", [1], [], "rank 1 is broken")], "outcomes": []}
     stranger.set(f"gpuwatch/{launch.pid}-0/arrive/conclusion", msgspec.json.encode(forged).decode())
+    (bench.cwd / "forged").touch()
     run = bench.finish(launch)
 
     assert (run.code, run.verdict["kind"]) == (0, "clean")
