@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from gpuwatch.tests.fakes.late_device import LateDevice
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """torch draws a seed for each process: with some of them an output times inf is -inf throughout, as a mask is."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 def use_late_device(patch: pytest.MonkeyPatch, driver: LateDevice | None) -> None:
     """Have a driver hold every tensor of this process; None: they are in host memory."""
     for name in ("hooks.native_writer", "record.rows", "stats.device"):
