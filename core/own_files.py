@@ -101,9 +101,10 @@ class RecorderMap(mmap.mmap):
 
     def __del__(self) -> None:
         if not self.closed and not self._take_number():
-            import ctypes
+            with suppress(ImportError):  # Python ends, and imports nothing any more
+                import ctypes
 
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # it lives on, and closes nothing
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # it lives on, and closes nothing
 
     def _take_number(self) -> bool:
         """Whether the map may close its number: it has none, or the number is a file of ours."""
