@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .signal_errors import from_outside
+
 _DEVICE = "GPUWATCH_DEVICE"
 _NUMBERS = {name: name.upper() for name in ("rank", "local_rank", "world_size", "local_world_size", "master_port")}
 """Field -> variable."""
@@ -99,7 +101,9 @@ def is_from_peer_failure(error: BaseException) -> bool:
 def _is_of_torch_distributed(error: BaseException) -> bool:
     try:
         message = str(error)
-    except Exception:  # the exception's __str__ raises
+    except Exception as failure:  # the exception's __str__ raises
+        if from_outside(failure):
+            raise
         return False
     if not is_peer_failure(message):
         return False

@@ -14,6 +14,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from .signal_errors import from_outside
+
 _START = str(Path(__file__).with_name("start.py"))
 _MODULES = frozenset(sys.stdlib_module_names) | {"msgspec", "psutil", "pynvml", "typing_extensions"}
 """What a rank may import for us, beside torch and numpy, which are the script's own choice."""
@@ -86,7 +88,9 @@ def _is_found(name: str, path: Sequence[str]) -> bool:
     """Whether there is such a module. A folder without Python in it hides none."""
     try:
         spec = PathFinder.find_spec(name, path)
-    except Exception:  # a finder of the script's
+    except Exception as error:  # a finder of the script's
+        if from_outside(error):
+            raise
         return False
     return spec is not None and spec.loader is not None and spec.origin is not None
 

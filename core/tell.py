@@ -9,10 +9,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import IO, Any, NoReturn
 
 from .errors import OutputLost
+from .signal_errors import from_outside, suppress_own
 
 STANDARD_STREAMS = 3
 
@@ -20,7 +21,7 @@ STANDARD_STREAMS = 3
 def tell(text: str) -> None:
     """One line on stderr, in one piece. What cannot be printed is dropped, and closed streams stay closed."""
     if sys.stderr is not None:
-        with suppress(OSError, ValueError):
+        with suppress_own(OSError, ValueError):
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 
@@ -33,7 +34,7 @@ def say(text: str) -> None:
 def flush_streams() -> None:
     """Flush stdout and stderr, as far as possible."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress_own(OSError, ValueError, AttributeError):
             stream.flush()
 
 
@@ -69,7 +70,7 @@ def _leave(code: int) -> NoReturn:
 def take_standard_streams() -> list[int]:
     """Take the numbers of closed standard streams, for this process alone. Returns them."""
     taken: list[int] = []
-    with suppress(OSError):
+    with suppress_own(OSError):
         while (number := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < STANDARD_STREAMS:
             taken.append(number)
         os.close(number)
@@ -133,9 +134,11 @@ class _GuardedStream:
         try:
             yield self._stream or io.StringIO()
         except (OSError, ValueError) as error:
+            if from_outside(error):
+                raise
             if self.drops or self._stream is None:
                 return
-            with suppress(OSError, ValueError):  # Python prints once more at its end what the stream still holds
+            with suppress_own(OSError, ValueError):  # Python prints once more at its end what the stream still holds
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             self._trouble = OutputLost(error, is_wanted=getattr(error, "errno", 0) != errno.EPIPE)
             raise self._trouble from error

@@ -19,6 +19,7 @@ import msgspec
 
 from .errors import Code, UsageError
 from .identity import is_rank, rank_name
+from .signal_errors import from_outside, suppress_own
 
 # Amounts of memory: `256MiB`, or a share of the free memory, `80%`.
 
@@ -223,7 +224,9 @@ def error_text(error: BaseException) -> str:
     """`DistNetworkError: The server socket has failed to listen`: the first line of it."""
     try:
         message = str(error)
-    except Exception:  # its __str__ raises
+    except Exception as failure:  # its __str__ raises
+        if from_outside(failure):
+            raise
         message = ""
     return f"{type(error).__name__}: {(message.strip().splitlines() or [''])[0]}"[:1000]
 
@@ -273,7 +276,7 @@ def from_json(data: bytes, kind: type[T] | UnionType) -> T:
 def messages_among(lines: Iterable[bytes], decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
     """The messages among the lines that a child has written; those that a library printed are left out."""
     for line in lines:
-        with suppress(msgspec.DecodeError):
+        with suppress_own(msgspec.DecodeError):
             yield decoder.decode(line)
 
 

@@ -15,12 +15,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..core.own_files import OwnDescriptor, write_whole
 from ..core.recorder.stalls import MAY_BE_ASKED, asking_signal, file_of, pipe_of, stack_file_name
+from ..core.signal_errors import suppress_own
 from ..core.torch_names import Release
 from .patches import PatchLedger
 
@@ -93,7 +93,7 @@ def _give_way(number: int, path: Path) -> None:
 
 
 def _ask_no_more(path: Path) -> None:
-    with suppress(OSError):
+    with suppress_own(OSError):
         path.chmod(0o600 & ~MAY_BE_ASKED)
 
 
@@ -119,7 +119,7 @@ def answer_about_nccl(folder: Path, rank: int, attempt: int) -> None:
     answer.
     """
     pipe = pipe_of(folder, rank, attempt)
-    with suppress(OSError, RuntimeError):
+    with suppress_own(OSError, RuntimeError):
         os.mkfifo(pipe, 0o600)
         asked = OwnDescriptor(pipe, os.O_RDWR)  # so that it is not at its end while nobody asks
         if asked.is_out_of_reach:
@@ -130,7 +130,7 @@ def answer_about_nccl(folder: Path, rank: int, attempt: int) -> None:
 
 def _answer(asked: OwnDescriptor, file: Path) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
-    with suppress(Exception):
+    with suppress_own(Exception):
         while asked.is_ours and os.read(asked.number, 64):
             dump: Callable[..., bytes] | None = getattr(sys.modules.get(_MODULE), "_dump_nccl_trace", None)
             if dump is not None:

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 from ..core.errors import Code, coded
 from ..core.events import PreflightResult
 from ..core.recorder.layout import RankPhase
+from ..core.signal_errors import from_outside
 from ..core.tell import say
 from .meeting_place import GroupEntry, LeftOut, MeetingPlace
 from .patches import PatchLedger
@@ -34,7 +35,9 @@ def call_before_init(call: Callable[[Mapping[str, Any]], None]) -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         try:
             arguments = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # torch itself raises the error
+        except TypeError as error:  # torch itself raises the error
+            if from_outside(error):
+                raise
             return before(*args, **kwargs)
         call(arguments)
         return before(*args, **kwargs)
@@ -143,7 +146,9 @@ def _is_child_of_a_rank() -> bool:
         parent = Path("/proc", str(os.getppid()))
         is_python = (parent / "exe").readlink().name.startswith("python")
         return is_python and f"RANK={os.environ['RANK']}".encode() in (parent / "environ").read_bytes().split(b"\0")
-    except OSError:  # not on Linux, or another user's
+    except OSError as error:  # not on Linux, or another user's
+        if from_outside(error):
+            raise
         return False
 
 

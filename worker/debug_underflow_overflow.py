@@ -10,12 +10,12 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Container
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from ..core.frames import HEADER, NAME_INDENT, Row, RowContent, format_row
+from ..core.signal_errors import from_outside, suppress_own
 from ..core.values import NonFinite, Value
 from .detect_overflow import look, never_compiled, print_non_finite
 from .record.names import leaves_of
@@ -95,7 +95,7 @@ class DebugUnderflowOverflow:
             self._names[id(module)] = name
             if self._after in module._forward_hooks.values():
                 continue
-            with suppress(RuntimeError):  # a scripted module accepts no such hook
+            with suppress_own(RuntimeError):  # a scripted module accepts no such hook
                 self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
 
     # -- the hooks ----------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def _open(value: Any, role: str) -> list[tuple[str, Any]]:
     if isinstance(value, torch.Tensor) or value is None:
         return [(role, value)]
     found: list[tuple[str, Any]] = []
-    with suppress(Exception):  # a user's container whose access raises
+    with suppress_own(Exception):  # a user's container whose access raises
         leaves_of(value, role, found)
     return found or [(role, ...)]
 
@@ -223,7 +223,9 @@ def _version_of(tensor: torch.Tensor) -> int | None:
     """The number of in-place changes; None if they are not counted."""
     try:
         return None if tensor.is_inference() else unwrapped(tensor)._version
-    except Exception:  # a tensor class without a version
+    except Exception as error:  # a tensor class without a version
+        if from_outside(error):
+            raise
         return None
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ..core.frames import RowKind
+from ..core.signal_errors import from_outside
 from ..core.values import NonFinite, ValueEncoding
 from .stats.device import without_modes
 from .stats.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain
@@ -34,7 +35,9 @@ def look(tensor: torch.Tensor) -> TensorStats:
         return NOT_MEASURABLE  # waiting for the device would break the user's capture
     try:
         return measure_with_one_wait(tensor)
-    except Exception:  # this device does not support one of the operations
+    except Exception as error:  # this device does not support one of the operations
+        if from_outside(error):
+            raise
         return measure(tensor)
 
 

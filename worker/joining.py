@@ -34,6 +34,7 @@ from ..core.recorder.run_folder import (
     tell_unwatched,
 )
 from ..core.settings import WorkerSettings
+from ..core.signal_errors import from_outside
 from ..core.tell import say
 from .before_init import (
     GROUPS,
@@ -70,6 +71,8 @@ def join(path: str) -> str | None:
         )
         folder, why = done.stdout.strip(), done.stderr.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
+        if from_outside(error):
+            raise
         folder, why = "", str(error)
     if folder and os.path.isdir(folder):  # noqa: PTH112  # a path is needed as text
         return folder
@@ -284,6 +287,8 @@ class _JoiningProcess:
         except FileExistsError:
             raise
         except OSError as error:
+            if from_outside(error):
+                raise
             text = f"process {os.getpid()} goes on unwatched, no recorder: {error}"
             say(coded(text, Code.NO_RECORDER))
             tell_unwatched(self._folder, os.getpid(), f"no recorder: {error}")
@@ -320,6 +325,8 @@ class _JoiningProcess:
         try:
             step()
         except Exception as error:
+            if from_outside(error):
+                raise
             text = f"{type(error).__name__}: {error}"
             if self._session is not None and self._session.is_ours:
                 self._session.record_fault("run", text)

@@ -16,6 +16,7 @@ from ..core.recorder.layout import WAITING, HeadField
 from ..core.recorder.page_tables import PageTables
 from ..core.recorder.pages import NameTable
 from ..core.recorder.reader import RecorderReader
+from ..core.signal_errors import from_outside
 from ..core.tell import say
 from ..core.values import DTYPE_NAMES, headroom
 from ..core.wire.columns import OutputSlots
@@ -74,6 +75,8 @@ def log_to(target: Any, step: int | None = None) -> None:
     except OverflowDetected:
         raise
     except Exception as error:  # our own
+        if from_outside(error):
+            raise
         _is_broken = True
         _record(hooks, error)
 
@@ -112,6 +115,8 @@ class LiveNumbers:
         except OverflowDetected:
             raise
         except Exception as error:
+            if from_outside(error):
+                raise
             if not to.has_failed:
                 to.has_failed = True
                 _record(self.hooks, error)

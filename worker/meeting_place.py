@@ -18,7 +18,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +29,7 @@ from ..core.host import boot_id, host_name, loopback
 from ..core.identity import RankIdentity
 from ..core.preflight import SealBroken, WordSeal
 from ..core.recorder.run_folder import read_meeting_key
+from ..core.signal_errors import from_outside, suppress_own
 from ..core.text import first_line, ranks_text
 
 _TICK_S = 0.05
@@ -99,6 +99,8 @@ class MeetingPlace:
             self._leave(0.0)
             raise
         except (RuntimeError, OSError) as error:  # torch raises DistNetworkError, older versions RuntimeError
+            if from_outside(error):
+                raise
             self._store = None
             self._leave(0.0)
             raise LeftOut(f"the ranks' meeting failed: {first_line(error)}") from error
@@ -154,6 +156,8 @@ class MeetingPlace:
         try:
             self._store = self._open(host, self._port, is_master=True)
         except (RuntimeError, OSError) as error:
+            if from_outside(error):
+                raise
             raise LeftOut(
                 f"port {self._port} of rank 0's host is taken; it is the next after the collector's: choose another "
                 f"one with --collector-port ({first_line(error)})"
@@ -166,7 +170,7 @@ class MeetingPlace:
 
     def _claim_the_file(self) -> None:
         """It is that of a killed rank 0 only if its process has ended."""
-        with suppress(OSError, ValueError, IndexError):
+        with suppress_own(OSError, ValueError, IndexError):
             pid = int(self._file.read_text().split()[0])
             if pid != os.getpid() and Path(f"/proc/{pid}").exists():
                 raise LeftOut("another process is rank 0 of such a group at the same time")
@@ -179,7 +183,7 @@ class MeetingPlace:
 
         def answers() -> bool:
             for host, port in self._addresses():
-                with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
+                with suppress_own(OSError), socket.create_connection((host, port), timeout=1.0):
                     found.append((host, port))
                     return True
             return False
@@ -193,7 +197,7 @@ class MeetingPlace:
     def _addresses(self) -> list[tuple[str, int]]:
         if self._port:
             return [(host, self._port) for host in dict.fromkeys((self._entry.host, self._head)) if host]
-        with suppress(OSError, ValueError, IndexError):
+        with suppress_own(OSError, ValueError, IndexError):
             return [(loopback(), int(self._file.read_text().split()[1]))]
         return []
 
@@ -230,7 +234,7 @@ class MeetingPlace:
         if store is None:
             return
         name = f"{self._prefix}/left"
-        with suppress(RuntimeError, OSError):  # rank 0 has ended, and its store with it
+        with suppress_own(RuntimeError, OSError):  # rank 0 has ended, and its store with it
             store.add(name, 1)
             if self._entry.rank == 0:
                 self._until(lambda: store.add(name, 0) >= self._came, time.monotonic() + patience_s)

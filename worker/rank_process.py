@@ -9,12 +9,12 @@ import posix
 import struct
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.recorder.layout import MAGIC, HeadField, RankPhase
 from ..core.recorder.writer import RecorderWriter
+from ..core.signal_errors import suppress_own
 from .patches import PatchLedger, after_import
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def watch_children(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> 
     """Have children of this process write into its recorder when they train, unless they are watched themselves."""
 
     def forked() -> None:
-        with suppress(Exception):
+        with suppress_own(Exception):
             note_when_training(recorder, is_watched)
 
     os.register_at_fork(after_in_child=forked)
@@ -191,7 +191,7 @@ def wait_for_training(note: Callable[[], None], is_watched: Callable[[], bool]) 
         if is_over or torch.compiler.is_compiling():
             return
         is_over = True
-        with suppress(Exception):
+        with suppress_own(Exception):
             if not is_watched():
                 note()
 

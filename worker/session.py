@@ -8,7 +8,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from ..core.own_imports import own_imports
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
+from ..core.signal_errors import from_outside, suppress_own
 from ..core.torch_names import NEWEST, missing, release_of
 from .answers import answer_with_stacks, have_it_recorded
 from .patches import replaced
@@ -125,6 +125,8 @@ class WorkerSession:
             self._record_replaced()
             return wait_for_device(hooks.settle)
         except Exception as error:
+            if from_outside(error):
+                raise
             self.record_fault("settle", f"{type(error).__name__}: {error}")
             return False
 
@@ -137,7 +139,9 @@ class WorkerSession:
         hooks = self.hooks
         try:
             message = str(error)
-        except Exception:  # the exception's __str__ raises
+        except Exception as failure:  # the exception's __str__ raises
+            if from_outside(failure):
+                raise
             message = ""
         self.recorder.append(
             ScriptError(
@@ -167,13 +171,15 @@ class WorkerSession:
                 return lambda: None
             self._settle_in_time()
             self.enter(RankPhase.UNWATCHED)
-        except Exception:  # the recorder is closed
+        except Exception as error:  # the recorder is closed
+            if from_outside(error):
+                raise
             return lambda: None
         return lambda: self.enter(phase)
 
     def leaves(self) -> None:
         """Record the end of the script at os._exit, which runs no exit handlers. Never raises."""
-        with suppress(Exception):
+        with suppress_own(Exception):
             fields = self.recorder.fields
             if self.is_ours and fields[HeadField.PHASE] == RankPhase.SCRIPT and self._settle_in_time():
                 fields[HeadField.LEFT] = seal(1)
@@ -190,6 +196,8 @@ class WorkerSession:
         try:
             answer_with_stacks(self.recorder.path.parent, self.rank, self.settings.attempt)
         except Exception as error:
+            if from_outside(error):
+                raise
             self.record_fault("stacks", f"{type(error).__name__}: {error}")
 
     def attach_hooks(self) -> None:
@@ -217,6 +225,8 @@ class WorkerSession:
             watch_children(self.recorder, lambda: current_hooks() is not None)
             self.recorder.fields[HeadField.HOOKS] = HooksState.ATTACHED
         except Exception as error:
+            if from_outside(error):
+                raise
             self.recorder.fields[HeadField.HOOKS] = HooksState.FAILED
             self.record_fault("attach", f"{type(error).__name__}: {error}")
 

@@ -14,6 +14,7 @@ import torch
 
 from ...core.frames import Phase
 from ...core.recorder.layout import NOTHING
+from ...core.signal_errors import from_outside
 from ...core.torch_names import GRADIENTS_SINCE, NEWEST, ROWS_SINCE, not_seen_of_compiled, release_of
 from ..patches import after_import
 from ..record.judging import FrameWriter
@@ -237,6 +238,8 @@ class CompiledRegions:
         try:
             self._begin_with(compiled_views())
         except Exception as error:  # of a name that torch does not have any more; the script's import goes on
+            if from_outside(error):
+                raise
             before = after = None
             self._fault("compiled modules", error)
 

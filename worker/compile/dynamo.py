@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._inductor import config as inductor_config
 
+from ...core.signal_errors import from_outside, suppress_own
 from ..stats import device as devices
 from ..stats.tensor_stats import NOT_MEASURABLE, TensorReading, TensorStats, measure
 from ..stats.torch_reader import GRAPH_NUMBERS
@@ -56,7 +56,7 @@ def traced_method(running: torch.nn.Module | None) -> tuple[types.CodeType | Non
     owner = next((known[name] for name in ("self", *code.co_varnames[:1]) if name in known), None)
     if isinstance(owner, tuple):  # of `*args`
         owner = next(iter(owner), None)
-    with suppress(AttributeError, KeyError):
+    with suppress_own(AttributeError, KeyError):
         code = ContinueExecutionCache.generated_code_metadata[code].code
     if not isinstance(owner, torch.nn.Module):
         owner = running if _is_called_in(getattr(running, "forward", None), code, known) else None
@@ -153,7 +153,9 @@ def _tracer() -> Any:
     try:
         tracer = current_output().current_tracer
         return tracer if hasattr(tracer, "parent") and hasattr(tracer, "source_target") else None
-    except AttributeError:
+    except AttributeError as error:
+        if from_outside(error):
+            raise
         return None
 
 
@@ -169,7 +171,7 @@ _NOTES: list[Any] = []
 
 def hook_begins() -> None:
     """The traced code is about to register a hook on a tensor."""
-    with suppress(Exception):
+    with suppress_own(Exception):
         _NOTES.append(current_output().side_effects)
 
 
@@ -180,7 +182,7 @@ def hook_ends() -> None:
     had attributes set, its `__dict__` still reads the original and misses later assignments. That breaks the graphs of
     transformers with `use_cache=True`, its default: "'DynamicLayer' object has no attribute 'dtype'".
     """
-    with suppress(Exception):
+    with suppress_own(Exception):
         output, first = current_output(), _NOTES.pop()
         if first is not output.side_effects:
             vars(first).update(vars(output.side_effects))
@@ -217,7 +219,9 @@ def new_place() -> int:
 def _look(tensor: torch.Tensor, token: torch.Tensor, place: int) -> None:
     try:
         seen = TensorReading(measure(tensor), tuple(tensor.shape))
-    except Exception:  # an error here must not end the training
+    except Exception as error:  # an error here must not end the training
+        if from_outside(error):
+            raise
         seen = TensorReading(NOT_MEASURABLE, ())
     if 0 <= place < len(SEEN):
         SEEN[place] = seen
@@ -231,7 +235,9 @@ def _native_look() -> object:
         return Look(
             exchange=exchange, seen=SEEN, cls=TensorReading, numbers=TensorStats, tensor=torch.Tensor, otherwise=_look
         )
-    except (TypeError, ValueError):  # a torch version whose internals differ
+    except (TypeError, ValueError) as error:  # a torch version whose internals differ
+        if from_outside(error):
+            raise
         return _look
 
 

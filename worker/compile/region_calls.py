@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from ...core.signal_errors import from_outside
 from ..record.roots import ModuleInfo, RootInfo
 from ..stats.tensor_stats import TensorReading
 from .attach import RegionFrame, RegionGradient, RegionScope
@@ -180,7 +181,9 @@ class RegionCalls:
             path = self._paths.get(frame.info.id)
             try:
                 part = module.get_submodule(path) if module is not None and path is not None else None
-            except AttributeError:
+            except AttributeError as error:
+                if from_outside(error):
+                    raise
                 part = None
             if part is None:
                 return None

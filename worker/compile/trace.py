@@ -16,13 +16,13 @@ distinguish one block from another: it would then compile a graph for each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch._dynamo import assume_constant_result
 
 from ...core.frames import RowKind
+from ...core.signal_errors import from_outside, suppress_own
 from ..stats.torch_reader import graph_numbers
 from . import dynamo
 from .attach import compiled_views
@@ -48,6 +48,8 @@ def _safely(call: Callable[[RankRegions], R], otherwise: R) -> R:
     try:
         return call(current)
     except Exception as error:
+        if from_outside(error):
+            raise
         current.give_up(error)
         return otherwise
 
@@ -87,7 +89,7 @@ def _is_open() -> bool:
 
 @_constant
 def _move_deferred_reads() -> int:
-    with suppress(Exception):
+    with suppress_own(Exception):
         assert RankRegions.current is not None
         RankRegions.current.region.move_deferred_reads(current_graph())
     return 0
@@ -95,7 +97,7 @@ def _move_deferred_reads() -> int:
 
 @_constant
 def _read_begins() -> int:
-    with suppress(Exception):
+    with suppress_own(Exception):
         assert RankRegions.current is not None
         RankRegions.current.region.read_begins(current_graph())
     return 0
@@ -103,7 +105,7 @@ def _read_begins() -> int:
 
 @_constant
 def _place_of_detached() -> int:
-    with suppress(Exception):
+    with suppress_own(Exception):
         assert RankRegions.current is not None
         return RankRegions.current.region.place_of_detached(current_graph())
     return -1
@@ -111,7 +113,7 @@ def _place_of_detached() -> int:
 
 @_constant
 def _read_ends(place: int) -> int:
-    with suppress(Exception):
+    with suppress_own(Exception):
         assert RankRegions.current is not None
         RankRegions.current.region.read_ends(current_graph(), place)
     return 0

@@ -9,7 +9,6 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch._dynamo import assume_constant_result, eval_frame
 from torch._dynamo import types as strategies
 from torch._guards import CompileContext
 
+from ...core.signal_errors import from_outside, suppress_own
 from .attach import is_a_backward
 
 _PACKAGE = __name__.partition(".")[0] + "."
@@ -53,6 +53,8 @@ class UntracedGraphs:
                 self._last = graph
                 self._not_looked_into(cls)
         except Exception as error:  # it must not end the compilation
+            if from_outside(error):
+                raise
             self._fault("a compiled forward", error)
 
 
@@ -90,7 +92,7 @@ def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
         for code in codes:
             eval_frame.set_code_exec_strategy(code, skip)
         return
-    with suppress(AttributeError):  # torch before 2.7 must also skip what they call (see apart_from_dynamo)
+    with suppress_own(AttributeError):  # torch before 2.7 must also skip what they call (see apart_from_dynamo)
         for code in [*codes, *_codes_of_ours()]:
             eval_frame.skip_code(code)
 

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
+from ...core.signal_errors import from_outside
 from ...core.torch_names import NOT_SEEN_OF_BACKWARD
 from ..compile import attach as traced
 from ..patches import after_import
@@ -257,6 +258,8 @@ class BackwardHooks:
                 self._page = page
                 without_modes(self.take, info, role, page, gradient)
         except Exception as error:
+            if from_outside(error):
+                raise
             self._fault("gradient hook", error)
         if self._sync:
             self._judging.finish_and_raise("gradient hook")
@@ -276,6 +279,8 @@ class BackwardHooks:
                 without_modes(self.take, info, role, page, gradient)
                 self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
         except Exception as error:
+            if from_outside(error):
+                raise
             self._fault("parameter hook", error)
         if self._sync:
             self._judging.finish_and_raise("gradient hook")

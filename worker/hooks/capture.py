@@ -19,6 +19,7 @@ from torch import nn
 
 from ...core.events import CaptureFile
 from ...core.own_files import standard_streams_taken, write_whole
+from ...core.signal_errors import from_outside, suppress_own
 from ...core.text import size_text
 from .. import reproduce
 from ..record.names import inputs_of
@@ -78,6 +79,8 @@ class ForwardCapture:
             self._stop.set()
             thread.join(limit_s * (1 - _SHARE))
         except RuntimeError as error:
+            if from_outside(error):
+                raise
             self.result = CaptureFile(refused=f"a thread to write it could not be started: {error}")
         is_free = self._lock.acquire(timeout=_LOCK_S)  # else the disk hangs as the file gets its name
         self.result = self.result or CaptureFile(refused=f"writing it took longer than {limit_s * _SHARE:.3g} s")
@@ -93,6 +96,8 @@ class ForwardCapture:
         except CaptureRefused as error:
             why = str(error)
         except OSError as error:
+            if from_outside(error):
+                raise
             why = f"{self._folder} could not be written: {error.strerror or error}"
         except BaseException as error:  # the script's own code may run where an object is pickled
             why = f"writing it raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -137,7 +142,7 @@ class ForwardCapture:
                 if self._stop.is_set():
                     return
                 path.hardlink_to(self._new)
-                with suppress(OSError):  # `gpuwatch replay` does without
+                with suppress_own(OSError):  # `gpuwatch replay` does without
                     write_whole(self._folder / f"reproduce{tail}.py", Path(reproduce.__file__).read_bytes())
                 self.result = CaptureFile(str(path), file.bytes, file.module, file.needs_trust, file.notes)
                 return

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...core.host import gpuwatch_version
+from ...core.signal_errors import from_outside
 from .. import reproduce
 from ..record.names import inputs_of, unwrap
 
@@ -52,6 +53,8 @@ class BoundedFile:
                 if self.error is None and not self._stop.is_set():
                     self._file.write(piece)
             except Exception as error:
+                if from_outside(error):
+                    raise
                 self.error = self.error or error
         return len(view)
 
@@ -177,6 +180,8 @@ class CapturedParts:
         try:
             torch.save(value, bounded)  # type: ignore[arg-type]  # likewise
         except Exception as error:
+            if from_outside(error):
+                raise
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise CaptureRefused(f"{what} cannot be pickled ({reason})") from error
         if bounded.error is not None:

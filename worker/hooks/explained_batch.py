@@ -20,6 +20,7 @@ from torch.utils import _pytree
 
 from ...core.events import BadOperation
 from ...core.frames import FramePhase
+from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ..record.autograd_graph import GraphCalls
 from ..record.bad_elements import KeptSummands
@@ -78,6 +79,8 @@ class BatchWatch(OperationWatch):  # type: ignore[no-untyped-call]  # torch has 
         try:
             return call(*args)
         except Exception as error:  # the script's operation goes on
+            if from_outside(error):
+                raise
             self.error, self.stopped = error, "an error"
             return None
 

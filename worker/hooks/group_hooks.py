@@ -11,10 +11,10 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ...core.recorder.group_table import OPERATIONS, GroupPhase
+from ...core.signal_errors import from_outside, suppress_own
 from ...core.torch_names import name_in_torch
 from ..patches import PatchLedger
 from ..record.group_slots import GroupCall, GroupTable
@@ -141,7 +141,7 @@ class GroupHooks:
     def _leave(self) -> None:
         self._registers = False
         for group in list(self._hooked):
-            with suppress(RuntimeError):
+            with suppress_own(RuntimeError):
                 group.unregister_pre_hook(_ID)
         self._hooked.clear()
 
@@ -163,6 +163,8 @@ class GroupHooks:
             group.register_pre_hook(_ID, writer.hook(group, self._operations) if writer else self._hook(group))
             self._hooked.add(group)
         except Exception as error:  # the script makes a group
+            if from_outside(error):
+                raise
             self._on_fault(error)
 
     def _hook(self, group: Any) -> Callable[[Any], None]:
@@ -181,6 +183,8 @@ class GroupHooks:
                     if self._send_before is not None:
                         self._send_before()
             except Exception as error:  # torch would raise it from the script's collective
+                if from_outside(error):
+                    raise
                 self._on_fault(error)
 
         return before

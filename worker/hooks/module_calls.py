@@ -18,6 +18,7 @@ from ...core.events import BatchInputs
 from ...core.frames import Phase
 from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
+from ...core.signal_errors import from_outside
 from ...core.tell import tell
 from ...core.torch_names import name_in_torch
 from ..answers import look_at_stack_file
@@ -88,6 +89,8 @@ class ModuleCalls:
             try:
                 self._enter(module)
             except Exception as error:
+                if from_outside(error):
+                    raise
                 self._fault("forward pre-hook", error)
             if self._judging.pending is not None and len(self._stack) == 1:
                 self._judging.raise_pending()
@@ -114,6 +117,8 @@ class ModuleCalls:
             try:
                 finished = self._leave(module, args, kwargs, output)
             except Exception as error:
+                if from_outside(error):
+                    raise
                 self._fault("forward hook", error)
                 return
             if self._sync and output is not None:

@@ -19,6 +19,7 @@ from ...core.frames import Phase, RowKind, RowMark
 from ...core.recorder import group_table, layout
 from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import HeadField, RankPhase, SegmentField
+from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_CODES, INF_BITS, PENDING, ValueEncoding
 from ..record.collectives import issued
 from ..record.group_slots import GroupCall
@@ -154,6 +155,8 @@ def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: Backward
             reads_host=late_device() is None,
         )
     except (AttributeError, TypeError, ValueError) as error:  # a torch version whose internals differ
+        if from_outside(error):
+            raise
         text = f"not used: {type(error).__name__}: {error}"
         progress.recorder.append(OwnFault(progress.where(), "native frame writer", text))
         return None

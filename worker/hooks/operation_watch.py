@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.events import BadOperation, OperandNumbers
 from ...core.frames import RowKind
+from ...core.signal_errors import from_outside
 from ...core.values import NonFinite, Value, name_of
 from ..record.bad_elements import pattern_of
 from ..record.names import CALL
@@ -391,7 +392,9 @@ def _has_numbers(tensor: torch.Tensor) -> bool:
 def _key(tensor: torch.Tensor) -> int | None:
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse, or without memory
+    except (NotImplementedError, RuntimeError) as error:  # sparse, or without memory
+        if from_outside(error):
+            raise
         return None
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from threading import get_ident
 from types import FunctionType
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from ...core.recorder.group_table import OPERATIONS, GroupPhase
+from ...core.signal_errors import from_outside, suppress_own
 from ..patches import PatchLedger
 from ..record.collectives import NO_MESSAGE, count_with
 from ..record.group_slots import GroupCall, GroupTable, OperationPlace, described
@@ -116,6 +116,8 @@ class CollectivePatches:
                 is_host_late=late_device() is not None,
             )
         except (KeyError, TypeError, ValueError) as error:  # a torch version whose internals differ
+            if from_outside(error):
+                raise
             self._on_fault("collectives", error)
             return None
 
@@ -140,6 +142,8 @@ class CollectivePatches:
                 try:
                     note(self, result)
                 except Exception as error:
+                    if from_outside(error):
+                        raise
                     on_fault(error)
                 return result
 
@@ -158,6 +162,8 @@ class CollectivePatches:
             try:
                 place = begin(self, args)
             except Exception as error:
+                if from_outside(error):
+                    raise
                 on_fault(error)
             if place is None:
                 return before(self, *args, **kwargs)
@@ -165,7 +171,7 @@ class CollectivePatches:
             try:
                 result = before(self, *args, **kwargs)
             except BaseException:
-                with suppress(Exception):  # the error of the call is raised
+                with suppress_own(Exception):  # the error of the call is raised
                     groups.leave_phase(place, GroupPhase.FAILED)
                 raise
             finally:
@@ -173,6 +179,8 @@ class CollectivePatches:
             try:
                 finish(place, self, result)
             except Exception as error:
+                if from_outside(error):
+                    raise
                 on_fault(error)
             return result
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from ...core.events import HashFlag, HeldValue, ReplicaHashes
 from ...core.frames import Phase
 from ...core.judge import STATISTICS
 from ...core.recorder.writer import OpenPage
+from ...core.signal_errors import suppress_own
 from ...core.torch_names import name_in_torch
 from ..record.judging import FrameWriter
 from ..record.names import walk
@@ -107,7 +107,7 @@ class RootTensors:
 
     def settle(self) -> bool:
         """The script has ended: hash once more. Whether nothing is outstanding."""
-        with suppress(Exception):  # the device may have failed
+        with suppress_own(Exception):  # the device may have failed
             for root in self._frames.roots.infos if self._is_on else ():
                 module, state = root.ref(), self._states.get(root.id)
                 if module is not None and state is not None and self._progress.step > state.sampled_step:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.signal_errors import from_outside
 from ..patches import PatchLedger, after_import
 from ..record.progress import FaultGuard
 
@@ -72,7 +73,9 @@ def _step(place: torch.Tensor, context: int, begins: bool) -> None:
         gradients = autograd.get_gradients(context) if begins else {}
         for tell in list(_told):
             tell(_optimizers[int(place)], gradients, begins)
-    except Exception:  # the context is gone, or the process ends
+    except Exception as error:  # the context is gone, or the process ends
+        if from_outside(error):
+            raise
         return
 
 

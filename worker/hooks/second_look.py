@@ -24,6 +24,7 @@ from ...core.events import BadWeight, GraphNode, HeldValue, LookedAgain, OwnCode
 from ...core.frames import RowKind, format_number, module_text
 from ...core.recorder.pages import OwnPages
 from ...core.roles import RoleKind, parse_role
+from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, Value, name_of
 from ..record.bad_elements import KeptSummands, pattern_of
@@ -271,5 +272,7 @@ def _autocast(module: nn.Module) -> str:
     try:
         on = torch.is_autocast_enabled(device)
         return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else ""
-    except (RuntimeError, TypeError):  # a device without autocast, or torch 2.5
+    except (RuntimeError, TypeError) as error:  # a device without autocast, or torch 2.5
+        if from_outside(error):
+            raise
         return ""

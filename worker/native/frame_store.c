@@ -15,7 +15,7 @@ static char *borrow_segment(FrameWriter *self, Py_buffer *memory, int64_t *at)
     if (*at < 0 || (cell[1] != 0 && (uint64_t)cell[1] != (uint64_t)PyThread_get_thread_ident()))
         return NULL; /* Python writes, in another thread: worker/record/progress.py */
     if (PyObject_GetBuffer(self->memory, memory, PyBUF_WRITABLE) < 0) {
-        PyErr_Clear();
+        drop_error();
         return NULL;
     }
     if (*at + SEGMENT_BYTES <= memory->len)
@@ -141,7 +141,7 @@ static char *borrow_next(FrameWriter *self, Frame *frame, Py_buffer *memory)
     PyObject *done = PyObject_CallNoArgs(self->next_segment);
     Py_XDECREF(done);
     if (done == NULL || !follow_segment(self, frame)) {
-        PyErr_Clear();
+        drop_error();
         return NULL;
     }
     const int is_empty = frame->values == 0 && frame->row_count == 0 && frame->frames == 0;

@@ -14,7 +14,7 @@ int may_look(FrameWriter *self)
     PyObject *depth = PyObject_CallNoArgs(self->modes);
     const int none = depth != NULL && PyLong_Check(depth) && PyLong_AsLong(depth) == 0;
     Py_XDECREF(depth);
-    PyErr_Clear();
+    drop_error();
     return none && find(self->compiler, s__is_compiling_flag) == Py_False;
 }
 
@@ -24,14 +24,14 @@ int issued_now(FrameWriter *self, int64_t *seq)
     const int good = found != NULL && PyLong_Check(found);
     *seq = good ? PyLong_AsLongLong(found) : -1;
     Py_XDECREF(found);
-    PyErr_Clear();
+    drop_error();
     return good;
 }
 
 static PyObject *answer(int taken)
 {
-    PyErr_Clear();
-    return PyBool_FromLong(taken);
+    drop_error();
+    return settled(PyBool_FromLong(taken));
 }
 
 /* -- a module call ---------------------------------------------------------------------------------------------- */
@@ -42,13 +42,13 @@ static int watch_parameter(FrameWriter *self, PyObject *parameter, PyObject *inf
     PyObject *key = PyLong_FromVoidPtr(parameter);
     PyObject *known = key != NULL ? find(self->watched, key) : NULL;
     Py_XDECREF(key);
-    PyErr_Clear();
+    drop_error();
     if (known != NULL && PyTuple_CheckExact(known) && is_ref_to(PyTuple_GET_ITEM(known, 0), parameter))
         return 1;
     if (truth_of(parameter, s_requires_grad) == 0)
         return 1;
     PyObject *done = PyObject_CallMethodObjArgs(self->gradients, s_watch_parameter, parameter, info, name, NULL);
-    PyErr_Clear();
+    drop_error();
     Py_XDECREF(done);
     return done != NULL;
 }
@@ -131,7 +131,7 @@ static int write_frame(FrameWriter *self, const ModuleCall *module_call)
                                     output_rows(self, &frame, slots, module_call->output))) &&
                 !PyErr_Occurred() && read_rows(self, &frame, module_call->step) &&
                 make_memories(self, &frame, module_call->step) && store_frame(self, &frame, &call);
-    PyErr_Clear();
+    drop_error();
     if (taken) {
         remember(self, &frame);
         if (self->with_grads && self->forward && watch_outputs(self, &frame, info, module_call->page) < 0)
@@ -181,7 +181,7 @@ static PyObject *writer_weights(FrameWriter *self, PyObject *const *args, Py_ssi
     }
     taken = taken && !PyErr_Occurred() && read_rows(self, &frame, step) && make_memories(self, &frame, step) &&
             store_frame(self, &frame, &call);
-    PyErr_Clear();
+    drop_error();
     if (taken)
         remember(self, &frame);
     Py_XDECREF(slots);

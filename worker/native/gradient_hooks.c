@@ -115,7 +115,7 @@ static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject
                       (is_local ? remember_local(self, gradient)
                                 : PyObject_SetAttr(self->gradients, s__page, page) == 0) &&
                       store_frame(self, &frame, &call);
-    PyErr_Clear();
+    drop_error();
     Py_XDECREF(slots);
     clear_frame(&frame);
     return taken;
@@ -148,7 +148,7 @@ static int take_parameter(Hook *self, PyObject *parameter)
     if (page != NULL && page != Py_None)
         taken = take_gradient(writer, self, page, gradient, parameter);
 done:
-    PyErr_Clear();
+    drop_error();
     Py_XDECREF(gradient);
     Py_XDECREF(before);
     Py_XDECREF(page);
@@ -183,12 +183,14 @@ static PyObject *output_hook_call(Hook *self, PyObject *args, PyObject *kwargs)
     Py_INCREF(page);
     if (truth_of(self->gradients, s__attached) == 1 && take_gradient((FrameWriter *)self->writer, self, page, gradient, NULL))
         result = Py_NewRef(Py_None);
+    else if (keeps_error())
+        result = NULL;
     else
         result = nothing_of(PyObject_CallMethodObjArgs(self->gradients, s_of_output, self->info, self->role, page,
                                                        gradient, NULL));
     Py_DECREF(page);
     Py_DECREF(self);
-    return result;
+    return settled(result);
 }
 
 static PyObject *parameter_hook_call(Hook *self, PyObject *args, PyObject *kwargs)
@@ -201,11 +203,13 @@ static PyObject *parameter_hook_call(Hook *self, PyObject *args, PyObject *kwarg
     Py_INCREF(self);
     if (take_parameter(self, parameter))
         result = Py_NewRef(Py_None);
+    else if (keeps_error())
+        result = NULL;
     else
         result = nothing_of(PyObject_CallMethodObjArgs(self->gradients, s_of_parameter, self->info, self->role,
                                                        parameter, NULL));
     Py_DECREF(self);
-    return result;
+    return settled(result);
 }
 
 /* -- putting them in -------------------------------------------------------------------------------------------- */
@@ -236,12 +240,12 @@ static int watch_output(FrameWriter *self, PyObject *info, PyObject *role, PyObj
     done = PyObject_CallMethodObjArgs(function, s__register_hook_dict, tensor, NULL);
     good = done != NULL;
     if (!good) {
-        PyErr_Clear();
+        drop_error();
         if (PyObject_SetAttr(tensor, s__backward_hooks, Py_None) < 0)
-            PyErr_Clear();
+            drop_error();
     }
 end:
-    PyErr_Clear();
+    drop_error();
     Py_XDECREF(hooks);
     Py_XDECREF(function);
     Py_XDECREF(dict);
@@ -272,8 +276,10 @@ int watch_outputs(FrameWriter *self, Frame *frame, PyObject *info, PyObject *pag
             continue;
         PyObject *role = grad_role_of(row->role);
         const int watched = role != NULL && watch_output(self, info, role, row->object, page);
-        PyErr_Clear();
+        drop_error();
         Py_XDECREF(role);
+        if (keeps_error())
+            return was_done(settled(NULL)) - 1;
         if (watched)
             continue;
         PyObject *done = PyObject_CallMethodObjArgs(self->gradients, s_watch_output, info, row->role, row->object, page,

@@ -3,6 +3,7 @@
 #include "graph_look.h"
 
 #include "layout.h"
+#include "objects.h"
 #include "rows.h"
 #include "tensor_view.h"
 #include "types.h"
@@ -33,14 +34,14 @@ static int look_at(Look *self, PyObject *tensor, PyObject *place)
 {
     TensorView view;
     const Py_ssize_t position = PyLong_CheckExact(place) ? PyLong_AsSsize_t(place) : -1;
-    PyErr_Clear();
+    drop_error();
     if (position < 0 || (PyObject *)Py_TYPE(tensor) != self->tensor || !view_of(self->exchange, tensor, &view) ||
         !is_plain(&view))
         return 0;
     PyTypeObject *type = (PyTypeObject *)self->cls;
     PyObject *dims = dims_of(&view), *stats = look_at_bits(self, tensor, &view), *seen = type->tp_alloc(type, 2);
     if (dims == NULL || stats == NULL || seen == NULL || position >= PyList_GET_SIZE(self->seen)) {
-        PyErr_Clear();
+        drop_error();
         Py_XDECREF(dims);
         Py_XDECREF(stats);
         Py_XDECREF(seen);
@@ -49,7 +50,7 @@ static int look_at(Look *self, PyObject *tensor, PyObject *place)
     PyTuple_SET_ITEM(seen, 0, stats);
     PyTuple_SET_ITEM(seen, 1, dims);
     if (PyList_SetItem(self->seen, position, seen) < 0)
-        PyErr_Clear();
+        drop_error();
     return 1;
 }
 
@@ -57,8 +58,8 @@ static PyObject *look_call(Look *self, PyObject *args, PyObject *kwargs)
 {
     if (PyTuple_GET_SIZE(args) == 3 && (kwargs == NULL || PyDict_GET_SIZE(kwargs) == 0) &&
         look_at(self, PyTuple_GET_ITEM(args, 0), PyTuple_GET_ITEM(args, 2)))
-        Py_RETURN_NONE;
-    return PyObject_Call(self->otherwise, args, kwargs);
+        return settled(Py_NewRef(Py_None));
+    return keeps_error() ? settled(NULL) : PyObject_Call(self->otherwise, args, kwargs);
 }
 
 static int look_traverse(Look *self, visitproc visit, void *arg)

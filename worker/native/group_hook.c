@@ -52,7 +52,7 @@ static int note_call(GroupHook *self, PyObject *group, PyObject *call)
     return noted > 0 ? tell_before(self->writer) : noted;
 }
 
-/* Never raises: torch would raise it from the script's collective. */
+/* Raises what is not gpuwatch's own: torch raises it from the script's collective, which has not begun. */
 static PyObject *hook_call(GroupHook *self, PyObject *args, PyObject *names)
 {
     (void)names;
@@ -60,7 +60,7 @@ static PyObject *hook_call(GroupHook *self, PyObject *args, PyObject *names)
     if (group != NULL && note_call(self, group, PyTuple_GET_ITEM(args, 0)) < 0)
         tell_fault(self->writer);
     Py_XDECREF(group);
-    Py_RETURN_NONE;
+    return settled(Py_NewRef(Py_None));
 }
 
 static int hook_traverse(GroupHook *self, visitproc visit, void *arg)

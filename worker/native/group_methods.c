@@ -27,11 +27,15 @@ _Thread_local int calls_inside;
 void tell_fault(GroupWriter *self)
 {
     PyObject *type, *value, *trace;
+    if (!is_own_error()) {
+        drop_error();
+        return;
+    }
     PyErr_Fetch(&type, &value, &trace);
     PyErr_NormalizeException(&type, &value, &trace);
     PyObject *done = value != NULL && self->on_fault != NULL ? PyObject_CallOneArg(self->on_fault, value) : NULL;
     if (done == NULL)
-        PyErr_Clear();
+        drop_error();
     Py_XDECREF(done);
     Py_XDECREF(type);
     Py_XDECREF(value);
@@ -136,10 +140,12 @@ static void note_failure(GroupMethod *self, const Place *place)
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace); /* the error of the call is raised */
     if (leave_phase(self->writer, place, GROUP_FAILED) < 0)
-        PyErr_Clear();
+        drop_error();
     PyErr_Restore(type, value, trace);
 }
 
+/* What a signal's handler has raised before the operation is raised after it, as it is where the signal comes while C++
+   runs. Else an operation would be counted that no other rank counts. */
 static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_t given, PyObject *names)
 {
     Place place = {.outputs = NULL, .given_late = NULL};
@@ -158,7 +164,7 @@ static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_
     }
     clear_place(&place);
     Py_DECREF(self);
-    return result;
+    return settled(result);
 }
 
 /* -- a method --------------------------------------------------------------------------------------------------- */
@@ -217,7 +223,7 @@ static PyObject *writer_method(GroupWriter *self, PyObject *args)
     method->returned = returned;
     method->given_at_root = given_at_root;
     method->returned_at_root = returned_at_root;
-    PyErr_Clear();
+    drop_error();
     method->definition = (PyMethodDef){PyUnicode_AsUTF8(name), METHOD(method_call), METH_FASTCALL | METH_KEYWORDS,
                                        method->doc != NULL && PyUnicode_Check(method->doc) ? PyUnicode_AsUTF8(method->doc)
                                                                                            : NULL};
@@ -236,7 +242,7 @@ static PyObject *writer_enter(GroupWriter *self, PyObject *args)
     PyObject *group;
     if (!PyArg_ParseTuple(args, "nO", &number, &group) || enter_group(self, number, group) < 0)
         return NULL;
-    Py_RETURN_NONE;
+    return settled(Py_NewRef(Py_None));
 }
 
 static PyObject *writer_remember(GroupWriter *self, PyObject *args)

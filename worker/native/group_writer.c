@@ -42,7 +42,7 @@ int enter_group(GroupWriter *self, Py_ssize_t number, PyObject *group)
     if (rank == NULL || !integer_from(rank, &slot->rank))
         slot->rank = -1;
     Py_XDECREF(rank);
-    PyErr_Clear();
+    drop_error();
     Py_XSETREF(slot->ref, ref);
     slot->group = group;
     slot->holders++;

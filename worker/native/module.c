@@ -3,6 +3,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "errors.h"
 #include "frame_writer.h"
 #include "gradient_hooks.h"
 #include "graph_look.h"
@@ -15,6 +16,7 @@
 #include "reductions.h"
 #include "threads.h"
 #include "types.h"
+#include "writer_lock.h"
 
 /* (address, count, what the elements are) of the arguments; 0 with an exception set */
 static int memory_of(PyObject *const *args, void **memory, size_t *count, long *elements)
@@ -156,8 +158,9 @@ PyMODINIT_FUNC PyInit_core(void)
 {
     choose_width();
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && (make_names() < 0 || add_numbers(module) < 0 || add_frame_writer(module) < 0 ||
-                           add_gradient_hooks(module) < 0 || add_graph_look(module) < 0 || add_group_methods(module) < 0))
+    if (module != NULL && (find_rule() < 0 || make_names() < 0 || add_numbers(module) < 0 || add_frame_writer(module) < 0 ||
+                           add_gradient_hooks(module) < 0 || add_graph_look(module) < 0 || add_group_methods(module) < 0 ||
+                           add_writer_lock(module) < 0))
         Py_CLEAR(module);
     return module;
 }

@@ -40,7 +40,7 @@ static PyObject *referent(PyObject *ref)
 #if PY_VERSION_HEX >= 0x030D0000
     PyObject *found = NULL;
     if (PyWeakref_GetRef(ref, &found) < 0)
-        PyErr_Clear();
+        drop_error();
     Py_XDECREF(found);
     return found;
 #else
@@ -68,7 +68,7 @@ int integer_of(PyObject *object, PyObject *name, int64_t *number)
 {
     PyObject *found = PyObject_GetAttr(object, name);
     if (found == NULL) {
-        PyErr_Clear();
+        drop_error();
         return 0;
     }
     const int good = integer_from(found, number);
@@ -81,7 +81,7 @@ int integer_from(PyObject *object, int64_t *number)
     *number = PyLong_Check(object) ? PyLong_AsLongLong(object) : -1;
     if (*number != -1 || !PyErr_Occurred())
         return PyLong_Check(object);
-    PyErr_Clear();
+    drop_error();
     return 0;
 }
 
@@ -89,7 +89,7 @@ int truth_of(PyObject *object, PyObject *name)
 {
     PyObject *found = PyObject_GetAttr(object, name);
     if (found == NULL) {
-        PyErr_Clear();
+        drop_error();
         return -1;
     }
     const int truth = found == Py_True ? 1 : found == Py_False ? 0 : -1;

@@ -25,7 +25,7 @@ int version_of(FrameWriter *self, PyObject *tensor, int64_t *version)
 {
     PyObject *found = self->version->d_getset->get(tensor, self->version->d_getset->closure);
     if (found == NULL) {
-        PyErr_Clear();
+        drop_error();
         return 0;
     }
     const int good = integer_from(found, version);
@@ -44,7 +44,7 @@ static Row *next_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject 
         return NULL;
     const long long number = PyLong_AsLongLong(slot);
     if (number < 0 || number >= NOTHING) {
-        PyErr_Clear();
+        drop_error();
         return NULL;
     }
     Row *row = &frame->rows[frame->used++];
@@ -453,6 +453,6 @@ void remember(FrameWriter *self, Frame *frame)
         if (PyDict_SetItem(self->seen, row->key, row->seen) < 0 ||
             (row->place != NULL && PyDict_SetItem(self->by_memory, row->place, row->seen) < 0) ||
             (row->is_known_new && PyDict_SetItem(self->weights, row->key, row->known) < 0))
-            PyErr_Clear(); /* no memory: the tensor will be read again */
+            drop_error(); /* no memory: the tensor will be read again */
     }
 }

@@ -75,7 +75,7 @@ static uint8_t code_of(const DLTensor *tensor)
 int view_of(const Exchange *exchange, PyObject *tensor, TensorView *view)
 {
     if (exchange->view(tensor, &view->dl) != 0) {
-        PyErr_Clear();
+        drop_error();
         return 0;
     }
     view->dtype = code_of(&view->dl);
@@ -100,14 +100,14 @@ static int number_from(PyObject *object, PyObject *method, uintptr_t *number)
 {
     PyObject *found = PyObject_CallMethodNoArgs(object, method);
     if (found == NULL) {
-        PyErr_Clear();
+        drop_error();
         return 0;
     }
     *number = (uintptr_t)PyLong_AsVoidPtr(found);
     Py_DECREF(found);
     if (*number != 0 || !PyErr_Occurred())
         return 1;
-    PyErr_Clear();
+    drop_error();
     return 0;
 }
 
@@ -122,7 +122,7 @@ int is_in_storage(PyObject *tensor, const TensorView *view)
     uintptr_t memory = 0, bytes = 0;
     PyObject *storage = PyObject_CallMethodNoArgs(tensor, s_untyped_storage);
     if (storage == NULL) {
-        PyErr_Clear();
+        drop_error();
         return -1;
     }
     const int known = number_from(storage, s_nbytes, &bytes) && number_from(storage, s_data_ptr, &memory);
@@ -138,7 +138,7 @@ static int is_negated(PyObject *tensor)
     PyObject *found = PyObject_CallMethodNoArgs(tensor, s_is_neg);
     const int is_neg = found != Py_False;
     Py_XDECREF(found);
-    PyErr_Clear();
+    drop_error();
     return is_neg;
 }
 
@@ -156,6 +156,6 @@ PyObject *dims_of(const TensorView *view)
 {
     PyObject *dims = with_integers(PyTuple_New(view->dl.ndim), 0, view->dl.shape, view->dl.ndim);
     if (dims == NULL)
-        PyErr_Clear();
+        drop_error();
     return dims;
 }

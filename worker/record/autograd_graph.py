@@ -20,6 +20,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn import Parameter
 
+from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ..stats.device import without_modes
 from ..stats.tensor_stats import version_of
@@ -299,6 +300,8 @@ def _extremes(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Non
     """Without a temporary of the gradient's size; None for a tensor that torch has no such operation for."""
     try:
         smallest, largest = torch.aminmax(gradient)
-    except (RuntimeError, TypeError):  # it is empty, of 8 bits, or complex (from torch 2.15 on a TypeError)
+    except (RuntimeError, TypeError) as error:  # it is empty, of 8 bits, or complex (from torch 2.15 on a TypeError)
+        if from_outside(error):
+            raise
         return None
     return smallest, largest

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 
 from ...core.events import ReducedElement
 from ...core.frames import RowKind
+from ...core.signal_errors import suppress_own
 from ...core.values import DTYPE_MAX, Value
 from ..stats.device import without_modes
 from ..stats.tensor_stats import local_part, measure, to_plain
@@ -142,7 +142,7 @@ class KeptSummands:
 
     def look_closer(self, tensor: torch.Tensor, came_out: bool) -> CloserLook:
         """At a tensor that was not finite as it went into an operation, or came out of it. Waits for a device."""
-        with suppress(RuntimeError, MemoryError):  # no memory for it: the operation is recorded without it
+        with suppress_own(RuntimeError, MemoryError):  # no memory for it: the operation is recorded without it
             reduced = self.first_bad(tensor, tensor) if came_out else None
             return CloserLook(without_modes(pattern_of, tensor), reduced)
         return NO_LOOK

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.events import IssuedMoment, RunPosition
 from ...core.recorder.group_table import OPERATIONS
+from ...core.signal_errors import from_outside
 
 if TYPE_CHECKING:
     from .group_slots import GroupSlot, GroupTable
@@ -71,7 +72,9 @@ def issued() -> int:
                 return -1
         for group in groups:
             total += group._get_sequence_number_for_group()
-    except Exception:
+    except Exception as error:
+        if from_outside(error):
+            raise
         return issued() if _leave_out_silent() else -1
     if total != history.seq or number != history.groups:
         history.seq, history.groups = total, number
@@ -87,7 +90,9 @@ def clock() -> dict[str, int]:
         return {}
     try:
         return {str(group.group_name): _count_of(group) for group in module._pg_map}
-    except Exception:  # another thread makes a group
+    except Exception as error:  # another thread makes a group
+        if from_outside(error):
+            raise
         return {}
 
 
@@ -125,7 +130,9 @@ def _count_of(group: Any) -> int:
     table = _history.table()
     try:
         return table.count_of(group) if table is not None else int(group._get_sequence_number_for_group())
-    except RuntimeError:  # its backend has no counter
+    except RuntimeError as error:  # its backend has no counter
+        if from_outside(error):
+            raise
         return -1
 
 
@@ -142,10 +149,14 @@ def _leave_out_silent() -> bool:
         for group in _counting(_modules["torch.distributed.distributed_c10d"]._pg_map):
             try:
                 group._get_sequence_number_for_group()
-            except RuntimeError:
+            except RuntimeError as error:
+                if from_outside(error):
+                    raise
                 silent[id(group)] = weakref.ref(group)
                 found = True
-    except Exception:  # another thread makes a group
+    except Exception as error:  # another thread makes a group
+        if from_outside(error):
+            raise
         return False
     return found
 

@@ -15,6 +15,7 @@ import torch
 
 from ...core.recorder.pages import OwnPages
 from ...core.recorder.writer import OpenPage, RecorderWriter
+from ...core.signal_errors import from_outside
 from ..stats.captured_rows import CAPTURED
 from ..stats.device import StreamKey, device_for, has_reader, is_on_device, without_modes
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
@@ -102,6 +103,8 @@ class DeviceRows:
                 self.device_buffer = DeviceStatsBuffer(self._recorder, device, notable=self.notable)
                 self.device_buffer.captured.is_on = self.sees_captures
             except Exception as error:
+                if from_outside(error):
+                    raise
                 self._device_failed = True
                 self._on_fault("device", error)
                 return None

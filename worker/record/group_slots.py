@@ -9,7 +9,6 @@ import os
 import sys
 import time
 import weakref
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -19,6 +18,7 @@ from ...core.recorder import group_table as table
 from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, HeadField
 from ...core.recorder.writer import RecorderWriter
+from ...core.signal_errors import from_outside, suppress_own
 from ..answers import answer_about_nccl
 from ..stats.tensor_stats import CODES
 from .collectives import ANYONE, MOST_PENDING, NO_MESSAGE, GroupMessages, PeerCounts
@@ -158,7 +158,7 @@ class GroupTable:
         if self.native is not None:
             self.native.forget()
         if os.getpid() == self._pid:
-            with suppress(ValueError):  # the recorder is closed
+            with suppress_own(ValueError):  # the recorder is closed
                 for slot in range(GROUPS):
                     self._fields[slot * GROUP_BYTES // 8] = 0
 
@@ -189,7 +189,9 @@ class GroupTable:
             self.messages.forget(number)
             try:
                 self._write_slot(slot, group)
-            except RuntimeError:  # a backend without the counter
+            except RuntimeError as error:  # a backend without the counter
+                if from_outside(error):
+                    raise
                 number = None
         if number is None:
             self._header[HeadField.GROUPS_NOT_SHOWN] += 1
@@ -321,7 +323,7 @@ class GroupTable:
         for slot in self._slots.values():
             group = slot.group() if slot is not None else None
             if slot is not None and group is not None:
-                with suppress(RuntimeError, ValueError):  # the group is destroyed, the recorder closed
+                with suppress_own(RuntimeError, ValueError):  # the group is destroyed, the recorder closed
                     found[slot.name] = int(group._get_sequence_number_for_group()) - self.count_of(group)
         return found
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from ...core.events import LedNowhere
 from ...core.frames import Frame, Row
 from ...core.recorder.writer import OpenPage
 from ...core.roles import GRADIENTS, RoleKind, is_param_group, parse_role
+from ...core.signal_errors import suppress_own
 from ..patches import PatchLedger
 from .progress import RunProgress
 from .roots import ModuleInfo, RankRoots
@@ -54,7 +54,7 @@ class TrainedModules:
 
     def noticed(self, optimizer: Any) -> None:
         """Note an optimizer that was made, or steps. One that cannot be held weakly is ignored, without an error."""
-        with suppress(Exception):
+        with suppress_own(Exception):
             self._optimizers.add(optimizer)
 
     def is_apart(self, page: OpenPage, called: Frame) -> bool:

@@ -34,6 +34,7 @@ from ...core.recorder.pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role
 from ...core.settings import as_keywords
+from ...core.signal_errors import from_outside
 from ...core.text import shown_name
 from ...core.values import NonFinite, name_of
 from ..stats.notable import frames_to_judge
@@ -342,6 +343,8 @@ class AlarmRecorder:
         try:
             return ask(*args, **named)
         except Exception as error:
+            if from_outside(error):
+                raise
             message = f"the alarm is recorded without it: {type(error).__name__}: {error}"
             self._recorder.append(OwnFault(where, what, message))
             return None

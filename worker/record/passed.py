@@ -21,6 +21,7 @@ from ...core.events import PassedTensor, RunPosition
 from ...core.frames import RowKind
 from ...core.recorder.group_table import OPERATIONS
 from ...core.recorder.layout import HeadField, seal
+from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_NAMES, NonFinite, decode, name_of
 from ..stats.device import is_on_device, without_modes
 from ..stats.passed_readings import PassedReading, PassedReadings
@@ -249,6 +250,8 @@ class LatePassed:
             with self._progress.lock:
                 without_modes(self._rows.send_before_a_collective)
         except Exception as error:
+            if from_outside(error):
+                raise
             self._fails("device", error)
 
     def look(
@@ -264,6 +267,8 @@ class LatePassed:
             with self._progress.lock:
                 return self._look(slot, number, operation, root, message, when, given, tensors)
         except Exception as error:
+            if from_outside(error):
+                raise
             self._fails("what passes", error)
             return None
 

@@ -16,6 +16,7 @@ from ...core.frames import Frame
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.settings import WorkerSettings
+from ...core.signal_errors import from_outside
 from ...core.tell import say
 from ..patches import PatchLedger
 from .collectives import issued, position
@@ -25,23 +26,34 @@ from .roots import RootInfo
 # One thread at a time writes into the recorder. Autograd has a thread per device, and each runs gradient hooks.
 
 
-class RecorderLock:
+try:
+    from ..native.core import WriterLock
+except ImportError:  # installed without a C compiler: no native writer asks for the holder
+    _RLock: Any = type(threading.RLock())
+
+    class WriterLock(_RLock):  # type: ignore[no-redef,misc]
+        """Only a lock."""
+
+        def __new__(cls, cursor: array[int]) -> Any:  # noqa: D102
+            return super().__new__(cls)
+
+        @property
+        def mutex(self) -> Any:
+            """Itself."""
+            return self
+
+
+class RecorderLock(WriterLock):
     """A lock for the Python code that writes; the thread that holds it may take it again.
+
+    `__enter__` and `__exit__` are C. A signal's handler may raise at any bytecode: in Python the lock would be left
+    taken, or be given back without having been taken.
 
     The native writer takes no lock to write: it writes a frame without interruption, or notices another writer and
     gives up. While another thread holds this lock it gives up at once, and its caller then waits here. `cursor` is that
-    of the RecorderWriter: the native writer finds the holder's thread there. It takes the lock as `__enter__` does,
-    before it calls Python to read tensors on a device.
+    of the RecorderWriter: the native writer finds the holder's thread there. It takes the lock likewise, before it
+    calls Python to read tensors on a device.
     """
-
-    def __init__(self, cursor: array[int]) -> None:
-        self.mutex = threading.RLock()
-        self._cursor = cursor
-
-    def __enter__(self) -> None:
-        self.mutex.acquire()
-        self._cursor[1] = threading.get_ident()
-        self._cursor[2] += 1
 
     def comes_free(self, seconds: float) -> bool:
         """Whether this thread could have it within so long."""
@@ -49,12 +61,6 @@ class RecorderLock:
             return False
         self.mutex.release()
         return True
-
-    def __exit__(self, *_: object) -> None:
-        self._cursor[2] -= 1
-        if not self._cursor[2]:
-            self._cursor[1] = 0
-        self.mutex.release()
 
 
 # How long the parts of each optimizer step take on the host: see core/recorder/layout.py.
@@ -136,7 +142,7 @@ _MOST_MESHES = 32
 
 
 class FaultGuard(NamedTuple):
-    """`with` it an error of this part is recorded and goes no further."""
+    """`with` it an error of this part is recorded and goes no further. One that is not gpuwatch's own is raised."""
 
     record: Callable[[str, Exception], None]
     part: str
@@ -145,10 +151,10 @@ class FaultGuard(NamedTuple):
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
-        if isinstance(error, Exception):
-            self.record(self.part, error)
-            return True
-        return False
+        if not isinstance(error, Exception) or from_outside(error):
+            return False
+        self.record(self.part, error)
+        return True
 
 
 class FaultRecorder:
@@ -174,15 +180,18 @@ class FaultRecorder:
                 self._recorder.count_fault(part)
             if self._count == _MAX_FAULTS:
                 self._recorder.fields[HeadField.HOOKS] = HooksState.DETACHED
-        except Exception:  # the recorder is closed
-            pass
+        except Exception as error:  # the recorder is closed
+            if from_outside(error):
+                raise
         if self._count == _MAX_FAULTS:
             self.patches.undo()
 
     def _append(self, part: str, error: Exception) -> None:
         try:
             fault = OwnFault(self.where(), part, f"{type(error).__name__}: {error}")
-        except Exception:
+        except Exception as error:
+            if from_outside(error):
+                raise
             self._recorder.count_fault(part)
         else:
             self._recorder.append(fault)

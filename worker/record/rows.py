@@ -16,6 +16,7 @@ from ...core.frames import RowKind, RowMark
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import RowTuple
 from ...core.roles import RoleKind, parse_role, role_of_parameter
+from ...core.signal_errors import from_outside
 from ...core.values import PENDING, NonFinite
 from ..stats.captured_rows import CAPTURED
 from ..stats.device import is_on_device, late_device
@@ -85,7 +86,9 @@ def _is_empty(tensor: torch.Tensor) -> bool:
     """Whether it has no elements, as far as that can be known without waiting."""
     try:
         return tensor.numel() == 0
-    except RuntimeError:  # a nested tensor
+    except RuntimeError as error:  # a nested tensor
+        if from_outside(error):
+            raise
         return False
 
 
@@ -168,7 +171,12 @@ class RowWriter(DeviceRows):
     def _shape(self, tensor: torch.Tensor) -> int:
         try:
             return self._shape_of(tensor.shape)
-        except (RuntimeError, TypeError):  # a nested tensor has no shape of its own, a traced one a symbolic one
+        except (
+            RuntimeError,
+            TypeError,
+        ) as error:  # a nested tensor has no shape, a traced one a symbolic one
+            if from_outside(error):
+                raise
             return NOTHING
 
     def _shape_of(self, dims: tuple[int, ...]) -> int:
@@ -177,7 +185,9 @@ class RowWriter(DeviceRows):
             dims = tuple(dims)
             try:
                 numbers = tuple(int(dim) for dim in dims)
-            except Exception:  # one dimension of a jagged tensor is symbolic
+            except Exception as error:  # one dimension of a jagged tensor is symbolic
+                if from_outside(error):
+                    raise
                 return NOTHING
             shape = self.shapes[dims] = len(self.shapes)
             self._recorder.append(ShapeDef(shape, numbers), name=True)

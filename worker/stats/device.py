@@ -8,7 +8,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...core.signal_errors import from_outside, suppress_own
 from ...core.torch_names import name_in_torch
 
 _modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
@@ -33,9 +34,9 @@ def without_modes(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """
     with torch._C.DisableTorchFunction():  # first: else a mode would see that gradients are turned off
         grad = torch.is_grad_enabled()
-        if grad:
-            torch._C._set_grad_enabled(False)
-        try:
+        try:  # a signal's handler may raise right after any call
+            if grad:
+                torch._C._set_grad_enabled(False)
             if _modes() or transforms() is not None:
                 with _disable_current_modes(), _no_transforms():
                     return call(*args, **kwargs)
@@ -221,7 +222,7 @@ def _clear_last_error(device: torch.device) -> None:
     if clear is not None:
         clear()
         return
-    with suppress(RuntimeError):
+    with suppress_own(RuntimeError):
         torch.ones(1, device=device).add_(1)
 
 
@@ -336,5 +337,7 @@ def file_system_of(path: Path) -> str:
         path = path.resolve()
         mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
         return str(max(reversed(mounts), key=lambda mount: len(mount.mountpoint)).fstype)  # the last one is on top
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if from_outside(error):
+            raise
         return "an unknown file system"

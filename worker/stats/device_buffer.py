@@ -25,6 +25,7 @@ from ...core.judge import WarningLimits
 from ...core.recorder import layout
 from ...core.recorder.layout import HeadField, SegmentField
 from ...core.recorder.writer import RecorderWriter
+from ...core.signal_errors import from_outside
 from ...core.values import PENDING
 from .captured_rows import CapturedRows, GraphReads
 from .device import CLOSE_S, StatsDevice, StreamKey, device_for, has_ended, without_modes
@@ -115,6 +116,8 @@ class DeviceStatsBuffer:
                 return reader
             self._add_note(_no_kernel("Triton runs in its interpreter"))
         except Exception as error:  # an incompatible Triton may raise anything
+            if from_outside(error):
+                raise
             self._add_note(_no_kernel(first_line(error)))
         return TorchReader()
 
@@ -135,6 +138,8 @@ class DeviceStatsBuffer:
                     all_arrived = False
                     raise TimeoutError(f"a stream has not ended within {CLOSE_S:g} s")
             except Exception as error:
+                if from_outside(error):
+                    raise
                 self._copies.stream_failed(buffer, error)
         without_modes(self._copies.take_arrived, self._buffers.values())
         self._buffers.clear()
@@ -244,6 +249,8 @@ class DeviceStatsBuffer:
             if page is not None:
                 index = self.captured.read(self._reader, tensor, elements, page, frames, count)
         except Exception as error:
+            if from_outside(error):
+                raise
             self._add_note(f"a tensor of a CUDA graph was not read: {first_line(error)}")
         if index is None:
             self.not_seen_in_graph(self.captured.why_not_read())
@@ -341,6 +348,8 @@ class DeviceStatsBuffer:
                             self._queued -= self._drop_changed(buffer)
                             self._read_waiting(buffer, buffer.rows)
                     except Exception as error:
+                        if from_outside(error):
+                            raise
                         lost = buffer.drop()
                         self._queued -= lost
                         self._fields[HeadField.ROWS_LOST] += lost
@@ -363,6 +372,8 @@ class DeviceStatsBuffer:
         try:
             return getattr(self._reader, method)(*arguments)
         except Exception as error:
+            if from_outside(error):
+                raise
             if isinstance(self._reader, TorchReader):
                 raise
             reader = TorchReader()
@@ -442,6 +453,8 @@ class DeviceStatsBuffer:
                         else:
                             self._queued += len(buffer.positions)
                     except Exception as error:
+                        if from_outside(error):
+                            raise
                         first_error = first_error or error
         if first_error is not None:
             raise first_error
@@ -532,7 +545,9 @@ def _source_of(tensor: torch.Tensor, elements: int) -> TensorSource | None:
         return dense(tensor, elements) if elements != FROM_GRAPH else graph_source(tensor)
     try:
         return source_of(tensor)
-    except Exception:  # an unknown tensor class
+    except Exception as error:  # an unknown tensor class
+        if from_outside(error):
+            raise
         return None
 
 

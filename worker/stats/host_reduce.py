@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 
+from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_CODES, SIGN_MASK
 
 CHUNK = 1 << 16
@@ -93,7 +94,9 @@ def _use_threads() -> None:
     try:
         library = ctypes.CDLL(torch._C.__file__)  # also finds the symbols of the libraries it links to
         found = [ctypes.cast(library[name], ctypes.c_void_p).value for name in _OPENMP]
-    except (OSError, AttributeError):  # another operating system, or another OpenMP library
+    except (OSError, AttributeError) as error:  # another operating system, or another OpenMP library
+        if from_outside(error):
+            raise
         return
     use_threads(*found)
     os.register_at_fork(after_in_child=use_threads)  # a forked process has only one thread

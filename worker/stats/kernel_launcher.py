@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...core.signal_errors import from_outside
 from .torch_reader import COLUMNS, ENTRY, LARGEST, TensorSource, TorchReader
 
 # A trial: one launch of a kernel on a few known numbers, before it may read a tensor of the script.
@@ -167,6 +168,8 @@ class KernelLauncher:
             use_driver(ctypes.cast(self._library.cuLaunchKernel, ctypes.c_void_p).value)
             self._parameter_info = self._library.cuFuncGetParamInfo  # drivers of CUDA 12.4 and later
         except (OSError, AttributeError) as error:
+            if from_outside(error):
+                raise
             self._refuse(str(error))
 
     @staticmethod
@@ -187,6 +190,8 @@ class KernelLauncher:
                 kernel = self._kernel_of(compiled, sizes)
                 self._trials[key] = kernel, begin(kernel)
             except Exception as error:  # another Triton, or a driver that refuses the launch
+                if from_outside(error):
+                    raise
                 self._refuse(f"{type(error).__name__}: {error}")
             return None
         kernel, trial = self._trials[key] or (b"", None)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...core.signal_errors import from_outside
 from .device import StatsDevice, StreamKey, has_ended, without_modes
 from .torch_reader import GroupedReadings, TensorSource, WaitingTensors, fresh_rows, source_of
 
@@ -142,7 +143,9 @@ class PassedReadings:
             self._driver.copy(packed, staging)
             stream.flying.append((self._driver.record(stream.stream), packed, staging, read))
             stream.rows = rows  # `pack` has reset them
-        except Exception:
+        except Exception as error:
+            if from_outside(error):
+                raise
             self._lose(read)
             if len(stream.flying) < _MOST_FLYING:
                 raise
@@ -163,7 +166,9 @@ class PassedReadings:
                     while stream.flying and self._driver.query(stream.flying[0][0]):
                         _, _, staging, read = stream.flying.popleft()
                         found += self._arrived(staging.numpy(), read)
-                except Exception:  # the device has failed: the user's next call will raise the same error
+                except Exception as error:  # the device has failed: the user's next call will raise the same error
+                    if from_outside(error):
+                        raise
                     for *_, read in stream.flying:
                         self._lose(read)
                     stream.flying.clear()
@@ -194,7 +199,9 @@ class PassedReadings:
             try:
                 if has_ended(self._driver, key, stream.stream):
                     del self._streams[key]
-            except Exception:  # the device has failed
+            except Exception as error:  # the device has failed
+                if from_outside(error):
+                    raise
                 del self._streams[key]
         return not self._streams
 

@@ -11,7 +11,6 @@ import os
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from ...core.recorder import layout
 from ...core.recorder.layout import HeadField
 from ...core.recorder.writer import RecorderWriter
+from ...core.signal_errors import from_outside, suppress_own
 from .device import StatsDevice, StreamKey, file_system_of, without_modes
 from .notable import NotableFilter
 from .tensor_stats import version_of
@@ -170,6 +170,8 @@ class FileCopies:
         try:
             refusal = self._driver.register(ctypes.addressof(self._anchor), len(memory), self._device)
         except Exception as error:  # a torch version without the call
+            if from_outside(error):
+                raise
             refusal = first_line(error)
         self._registered = not refusal
         if self._registered:
@@ -236,6 +238,8 @@ class FileCopies:
                     ):
                         arrived.append(buffer.flying.popleft())
                 except Exception as error:
+                    if from_outside(error):
+                        raise
                     self.stream_failed(buffer, error)
         for copy in arrived:
             self._copy_arrived(copy)
@@ -250,6 +254,8 @@ class FileCopies:
             try:
                 self._driver.wait(self._event_of(buffer, -1), timeout_s)
             except Exception as error:
+                if from_outside(error):
+                    raise
                 self.stream_failed(buffer, error)
 
     def _event_of(self, buffer: StreamBuffer, which: int = 0) -> Any:
@@ -335,7 +341,7 @@ class _DroppedMemory:
         if self.of_segment or self.driver.is_capturing():
             _unmapped_never.append(self.anchor)
             return
-        with suppress(Exception):
+        with suppress_own(Exception):
             self.driver.unregister(ctypes.addressof(self.anchor), self.device)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.frames import RowKind
+from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ...core.values import COUNTED, DTYPE_CODES, INF_BITS, MIN_NORMAL_BITS, SHARE, SIGN_MASK, NonFinite, ValueEncoding
 from .host_reduce import below, read_floats
@@ -99,7 +100,9 @@ def version_of(tensor: torch.Tensor) -> int:
     """The number of in-place changes; -1 for an inference tensor, which does not count them."""
     try:
         return unwrapped(tensor)._version
-    except RuntimeError:
+    except RuntimeError as error:
+        if from_outside(error):
+            raise
         return -1
 
 
@@ -115,8 +118,9 @@ def measure(tensor: torch.Tensor, count: bool = False) -> TensorStats:
     if count and numbers[3] == RowKind.MEASURED and tensor.dtype in LOW_PRECISION:
         try:
             return numbers._replace(meta=numbers.meta | _shares(tensor))
-        except Exception:  # the numbers are valid without the shares
-            pass
+        except Exception as error:  # the numbers are valid without the shares
+            if from_outside(error):
+                raise
     return numbers
 
 
@@ -142,7 +146,9 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None:
         end = (tensor.storage_offset() + count) * kind.size
         if not count or not address or tensor.untyped_storage().nbytes() < end:
             return None
-    except Exception:  # a layout without these attributes
+    except Exception as error:  # a layout without these attributes
+        if from_outside(error):
+            raise
         return None
     return address, count, kind
 
@@ -160,12 +166,15 @@ def stats_in_memory(tensor: torch.Tensor, address: int, count: int, kind: FloatF
 def _measure_any(tensor: torch.Tensor) -> TensorStats:
     try:
         return _measure(tensor)
-    except Exception:  # a nested tensor or a negated view may look like an ordinary tensor
-        pass
+    except Exception as error:  # a nested tensor or a negated view may look like an ordinary tensor
+        if from_outside(error):
+            raise
     try:
         plain = to_plain(tensor)
         return _measure(plain) if plain is not None else NOT_MEASURABLE
-    except Exception:  # an unknown tensor class must not end the run
+    except Exception as error:  # an unknown tensor class must not end the run
+        if from_outside(error):
+            raise
         return NOT_MEASURABLE
 
 
@@ -209,7 +218,9 @@ def hides_floats(tensor: torch.Tensor) -> bool:
             return False  # a float4 has no inf and no nan
         plain = type(tensor) is _TENSOR or type(tensor) is _PARAMETER
         return tensor.numel() > 0 and not (plain and tensor.layout is torch.strided and not has_memory(tensor))
-    except Exception:  # an unknown class
+    except Exception as error:  # an unknown class
+        if from_outside(error):
+            raise
         return True
 
 
@@ -218,7 +229,9 @@ def has_numbers(tensor: torch.Tensor) -> bool:
     try:
         plain = to_plain(tensor)
         return plain is not None and plain.dtype in FLOATS and has_memory(plain)
-    except Exception:  # an unknown class
+    except Exception as error:  # an unknown class
+        if from_outside(error):
+            raise
         return False
 
 

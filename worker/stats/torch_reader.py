@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ...core.signal_errors import from_outside
 from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, NonFinite, ValueEncoding
 from .device import without_modes
 from .tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, sole_inner, to_plain, unwrapped, version_of
@@ -209,7 +210,9 @@ _EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 def _reads_this_torch() -> bool:
     try:
         return _native_readings is not None and _native_readings(_EXCHANGE, _TYPES, [], 0, [], [], 1, 0) == (b"", 0)
-    except (TypeError, ValueError):  # this torch exports no tensors to C, or in another way
+    except (TypeError, ValueError) as error:  # this torch exports no tensors to C, or in another way
+        if from_outside(error):
+            raise
         return False
 
 

@@ -104,7 +104,7 @@ static int are_packed(const Reading *reading, const Asked *asked)
         PyObject *row = PyTuple_GET_ITEM(asked->rows[i]->known, 3), *stream = PyObject_GetAttr(row, s_buffer);
         const int good = stream == reading->stream && is_none(row, s_packed) == 0;
         Py_XDECREF(stream);
-        PyErr_Clear();
+        drop_error();
         if (!good)
             return 0;
     }

@@ -5,6 +5,7 @@
 #include "device_reads.h"
 #include "frame_store.h"
 #include "objects.h"
+#include "writer_lock.h"
 
 enum { CAPTURED = 1 << 30 }; /* as in worker/stats/captured_rows.py: the graph that is captured reads it */
 
@@ -125,31 +126,6 @@ static int read_others(FrameWriter *self, const Asked *asked, int64_t step, int 
     return good;
 }
 
-/* Take RecorderLock, of worker/record/progress.py; 0 with an exception set. */
-static int take_lock(FrameWriter *self)
-{
-    int64_t *cell = self->cell.buf;
-    PyObject *taken = PyObject_CallMethodNoArgs(self->mutex, s_acquire);
-    if (taken == NULL)
-        return 0;
-    Py_DECREF(taken);
-    cell[1] = (int64_t)PyThread_get_thread_ident();
-    cell[2]++;
-    return 1;
-}
-
-static void leave_lock(FrameWriter *self)
-{
-    int64_t *cell = self->cell.buf;
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    if (--cell[2] == 0)
-        cell[1] = 0;
-    PyObject *left = PyObject_CallMethodNoArgs(self->mutex, s_release);
-    Py_XDECREF(left);
-    PyErr_Restore(type, error, trace);
-}
-
 int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
 {
     Asked asked;
@@ -157,11 +133,11 @@ int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
     gather(frame, &asked);
     if (asked.used == 0)
         return 1;
-    if (!take_lock(self))
+    if (!take_lock(self->mutex, self->cell.buf))
         return 0;
     int done = read_side_by_side(self, &asked, frame, step, count);
     if (done == 0)
         done = read_others(self, &asked, step, count);
-    leave_lock(self);
+    leave_lock(self->mutex, self->cell.buf);
     return done > 0 && follow_segment(self, frame);
 }

@@ -62,7 +62,7 @@ static int lies_as_before(PyObject *row, const TensorView *view)
                      integer_from(PyTuple_GET_ITEM(place, 1), &bytes) &&
                      address == (int64_t)(intptr_t)view->address && bytes_of(view) <= bytes;
     Py_XDECREF(place);
-    PyErr_Clear();
+    drop_error();
     return same;
 }
 
@@ -132,10 +132,10 @@ static Py_ssize_t fill_waiting(const Launched *launched, PyObject *waiting, int6
         good = number < room && fill(launched, item, counted, entries);
         Py_DECREF(item);
         if (!good) {
-            PyErr_Clear();
+            drop_error();
             if (PyList_SetSlice(launched->tensors, before, PY_SSIZE_T_MAX, NULL) < 0 ||
                 PyList_SetSlice(launched->earlier, before, PY_SSIZE_T_MAX, NULL) < 0)
-                PyErr_Clear();
+                drop_error();
             return -1;
         }
     }
@@ -172,7 +172,7 @@ PyObject *readings(PyObject *module, PyObject *const *args, Py_ssize_t given)
     }
     if (_PyBytes_Resize(&entries, used * size) < 0)
         return NULL;
-    return Py_BuildValue("(Nn)", entries, at);
+    return settled(Py_BuildValue("(Nn)", entries, at));
 }
 
 /* -- tables ------------------------------------------------------------------------------------------------------- */

@@ -15,7 +15,7 @@ int add_group_hook(void);
 /* How many noted methods this thread is inside of: what torch issues meanwhile is theirs. */
 extern _Thread_local int calls_inside;
 
-/* Hand the exception that is set to Python. It ends here. */
+/* Hand the exception that is set to Python, if it is gpuwatch's own. Any other is kept: see errors.h. */
 void tell_fault(GroupWriter *self);
 /* An operation begins. -1 with an exception set. */
 int tell_before(GroupWriter *writer);

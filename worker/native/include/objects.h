@@ -7,6 +7,8 @@
 #include <Python.h>
 #include <stdint.h>
 
+#include "errors.h"
+
 #define EACH_NAME(DO)                                                                                              \
     DO(id) DO(seq) DO(root) DO(page) DO(slots) DO(number) DO(skipped) DO(grad) DO(scaled) DO(is_leaf) DO(grad_fn)   \
     DO(next_id) DO(_version) DO(_parameters) DO(_backward_hooks) DO(_register_hook_dict) DO(_attached) DO(_page)    \
@@ -58,8 +60,8 @@ PyObject *with_integers(PyObject *tuple, Py_ssize_t start, const int64_t *number
 static inline PyObject *find(PyObject *dict, PyObject *key)
 {
     PyObject *found = PyDict_GetItemWithError(dict, key);
-    if (found == NULL && PyErr_Occurred())
-        PyErr_Clear();
+    if (found == NULL)
+        drop_error();
     return found;
 }
 

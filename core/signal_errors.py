@@ -1,0 +1,82 @@
+"""Tells what a signal's handler has raised from gpuwatch's own errors.
+
+Python runs a signal's handler between two bytecodes of the main thread, wherever that thread is: during a backward
+that is often a hook of gpuwatch. What the handler raises (an alarm, a checkpoint at preemption, Ctrl-C) is the
+script's, and the script waits for it. So code that runs within a rank and ends gpuwatch's own errors asks
+`from_outside` first:
+
+    try:
+        ...
+    except Exception as error:
+        if from_outside(error):
+            raise
+        self._fault("forward hook", error)
+
+tests/worker/test_own_errors.py finds code that does not. worker/native/errors.c is the same for C.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+
+def from_outside(error: BaseException) -> bool:
+    """Whether `error` was raised by a signal's handler, or is no error: KeyboardInterrupt, SystemExit.
+
+    Python (`_PyErr_CheckSignalsTstate`) calls a handler with the number of the signal and the frame that it interrupts,
+    which is the caller's frame of the handler. No other function gets that pair.
+    """
+    if not isinstance(error, Exception):
+        return True
+    handlers: set[CodeType] | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        if _has_interrupted_its_caller(trace.tb_frame):
+            return True
+        if handlers is None:
+            handlers = _handlers()
+        if trace.tb_frame.f_code in handlers:  # one that has rebound its arguments
+            return True
+        trace = trace.tb_next
+    return False
+
+
+class suppress_own(suppress):  # as contextlib.suppress, in whose place it stands
+    """As contextlib.suppress, but what came `from_outside` goes on."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Whether the error ends here."""
+        return error is not None and bool(super().__exit__(kind, error, trace)) and not from_outside(error)
+
+
+def _has_interrupted_its_caller(frame: FrameType) -> bool:
+    code, found, caller = frame.f_code, frame.f_locals, frame.f_back
+    if caller is None:
+        return False
+    given: list[Any] = [found.get(name) for name in code.co_varnames[: code.co_argcount]]
+    if code.co_flags & 0x04:  # inspect.CO_VARARGS
+        given += found.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount]) or ()
+    return any(second is caller and isinstance(first, int) for first, second in pairwise(given))
+
+
+def _handlers() -> set[CodeType]:
+    """The code of each handler that Python would call now."""
+    found = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while isinstance(handler, partial):
+            handler = handler.func
+        function = getattr(handler, "__func__", handler)
+        if not hasattr(function, "__code__"):
+            function = getattr(type(handler), "__call__", None)  # noqa: B004  # an object whose class has it
+        code = getattr(function, "__code__", None)
+        if isinstance(code, CodeType):
+            found.add(code)
+    return found
