@@ -10,11 +10,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+
+from .signal_errors import suppress_own
 
 DISTRIBUTION = "gpuwatch-cluster"
 
@@ -26,7 +27,7 @@ def host_name() -> str:
 
 def boot_id() -> str:
     """The host's boot, as two hosts may have one name; "" where it is not known."""
-    with suppress(OSError):
+    with suppress_own(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
@@ -34,7 +35,7 @@ def boot_id() -> str:
 def loopback() -> str:
     """The address at which this host alone reaches itself: 127.0.0.1, or ::1 where there is IPv6 alone."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
+        with suppress_own(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
             trial.bind((address, 0))
             return address
     return "127.0.0.1"
@@ -58,7 +59,7 @@ def installed_torch() -> str:
 
 def installed_version(distribution: str) -> str:
     """ "" if it is not installed."""
-    with suppress(metadata.PackageNotFoundError):
+    with suppress_own(metadata.PackageNotFoundError):
         return metadata.version(distribution)
     return ""
 

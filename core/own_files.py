@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .signal_errors import from_outside, suppress_own
 from .tell import STANDARD_STREAMS, take_standard_streams
 
 _HIGHEST = 1 << 14
@@ -44,7 +45,7 @@ class OwnDescriptor:
     @property
     def is_ours(self) -> bool:
         """Whether the number still is the file that was opened."""
-        with suppress(OSError):
+        with suppress_own(OSError):
             return os.path.samestat(os.fstat(self.number), self._opened)
         return False
 
@@ -60,7 +61,7 @@ def _moved(opened: int) -> int:
     most = _HIGHEST if soft == resource.RLIM_INFINITY else min(soft, _HIGHEST)
     least = [most - _ROOM] if most - _ROOM >= _LOWEST else []
     for lowest in [*least, STANDARD_STREAMS] if opened < STANDARD_STREAMS else least:
-        with suppress(OSError):
+        with suppress_own(OSError):
             number = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, lowest)
             os.close(opened)
             return number
@@ -111,7 +112,7 @@ class RecorderMap(mmap.mmap):
         if self._number < 0:
             return True
         opened: set[int] = set()
-        with suppress(OSError):
+        with suppress_own(OSError):
             opened.add(nothing := os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
             if nothing != self._number:
                 opened.add(fcntl.fcntl(nothing, fcntl.F_DUPFD_CLOEXEC, self._number))
@@ -135,7 +136,7 @@ def _copy_of(fd: int) -> int:
     """The other descriptor of a file that was just made: the map has taken the lowest free number for it."""
     wanted, number = os.fstat(fd), 0
     while True:
-        with suppress(OSError):
+        with suppress_own(OSError):
             if number != fd and os.path.samestat(os.fstat(number), wanted):
                 return number
         number += 1
@@ -161,7 +162,9 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
             raise OSError(errno.EFBIG, f"it has {size} bytes; the limit is {most_bytes}", str(path))
         try:
             return file.read(most_bytes)
-        except MemoryError:
+        except MemoryError as error:
+            if from_outside(error):
+                raise
             raise OSError(errno.ENOMEM, f"its {size} bytes do not fit into memory", str(path)) from None
 
 
@@ -174,6 +177,6 @@ def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
             file.write(data)
         new.replace(path)
     except OSError:
-        with suppress(OSError):
+        with suppress_own(OSError):
             new.unlink()
         raise

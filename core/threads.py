@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
+from .signal_errors import from_outside
+
 BEGINS_S = 10.0
 """A thread that has not begun after this long never will."""
 
@@ -33,7 +35,9 @@ def start_thread(run: Callable[[], object], begins_s: float = BEGINS_S) -> bool:
 
     try:
         _thread.start_new_thread(first, ())
-    except (RuntimeError, MemoryError):  # a limit on threads
+    except (RuntimeError, MemoryError) as error:  # a limit on threads
+        if from_outside(error):
+            raise
         return False
     if begun.wait(begins_s):
         return True

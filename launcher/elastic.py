@@ -34,6 +34,7 @@ from ..core.errors import Code, UsageError, coded
 from ..core.host import host_name
 from ..core.own_imports import OWN_START
 from ..core.settings import VARIABLE, WorkerSettings
+from ..core.signal_errors import from_outside
 from ..core.tell import say
 from ..core.text import error_text
 from ..core.wire.pipe import LaunchDone
@@ -118,6 +119,8 @@ def _purge_together(worker_group: Any, attempt: int) -> None:
         finally:
             worker_group.store.set(done, "1")
     except Exception as error:
+        if from_outside(error):
+            raise
         text = f"the store of the last attempt could not be cleared ({type(error).__name__}: {error})"
         say(coded(text, Code.NO_RENDEZVOUS))
 
@@ -170,7 +173,7 @@ class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-
                     prefix=str(restarts) if self._gpuwatch_backend == "static" else "round",
                 )
             except Exception as error:
-                if settings.check_only:
+                if settings.check_only or from_outside(error):
                     raise
                 text = f"the nodes could not agree on this attempt ({error}); training without preflight"
                 say(coded(text, Code.NO_RENDEZVOUS))
@@ -285,6 +288,8 @@ def run_to_its_end(args: argparse.Namespace, listener: TorchrunRanks) -> LaunchD
         traceback.print_exc()
         return LaunchDone("failed")
     except Exception as error:
+        if from_outside(error):
+            raise
         if args.check_only and isinstance(error, RendezvousError | DistError):
             text = f"torchrun's rendezvous failed: {type(error).__name__}: {error}".rstrip(": ")
             say(coded(text, Code.NO_RENDEZVOUS))

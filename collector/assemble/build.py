@@ -9,6 +9,7 @@ import msgspec
 
 from ...core.events import GpuHealth, GpuXid, PreflightResult, RankLook, RunPosition
 from ...core.frames import Page
+from ...core.signal_errors import from_outside
 from ..decide.decide import decide, gpu_of, uuid_of
 from ..decide.ending_verdict import ending_text
 from ..decide.hang_verdict import hang_verdict
@@ -111,6 +112,8 @@ def _or_why(make: Callable[[], R | None], empty: R, what: str) -> R | None:
     try:
         return make()
     except Exception as error:
+        if from_outside(error):
+            raise
         trouble = f"{what} could not be determined: {type(error).__name__}: {error}"
         return msgspec.structs.replace(empty, trouble=trouble)
 

@@ -10,6 +10,7 @@ import numpy
 from ...core.errors import Code
 from ...core.frames import FramePhase, RowMark
 from ...core.roles import GRADIENTS, parse_role
+from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_MAX
 from ..decide.odd_replicas import odd_tensors
 from ..decide.replicas import peers_of
@@ -61,6 +62,8 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
         try:
             found += kind()
         except Exception as error:  # it is made of what came over the network; the report must be written all the same
+            if from_outside(error):
+                raise
             text = f"one kind could not be determined: {type(error).__name__}: {error}"
             found.append(_insight(Code.OWN_FAULT, text, [], []))
     return sorted(found, key=lambda insight: list(MENDS).index(Code(insight.code)))

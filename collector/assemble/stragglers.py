@@ -11,7 +11,6 @@ no other rank is half as slow.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
@@ -20,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy
 
 from ...core.recorder.layout import PARTS, WAITING
+from ...core.signal_errors import suppress_own
 from ...core.wire.columns import HOST, unpack_steps
 from ..decide.decide import gpu_lines, gpu_of, uuid_of
 from ..facts.facts import RankFacts, RunFacts
@@ -182,7 +182,7 @@ def step_report(facts: RunFacts, attempt: int, named: int | None) -> StepReport 
         assert times is not None
         seconds = {part: round(second, 3) for part, second in zip(PARTS, times.total_s, strict=False)}
         shown.append(RankStepTotals(rank.rank, times.timed, seconds))
-        with suppress(ValueError):  # bytes that no agent sends
+        with suppress_own(ValueError):  # bytes that no agent sends
             sampled[rank.rank] = unpack_steps(times.steps)
     found = find_stragglers(sampled) if len(sampled) == len(ranks) else None
     if found is None:

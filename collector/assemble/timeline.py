@@ -12,6 +12,7 @@ import numpy
 
 from ...core.events import LimitForecast
 from ...core.frames import format_number, module_text
+from ...core.signal_errors import from_outside
 from ...core.verdicts import VerdictKind
 from ...core.wire.columns import is_count, unpack_samples
 from ...core.wire.messages import TelemetryMessage
@@ -255,7 +256,9 @@ def node_series(host: str, messages: Iterable[TelemetryMessage], zero_ns: int) -
     for message in lives:
         try:
             seconds, table = unpack_samples(message.samples, len(message.series))
-        except ValueError:
+        except ValueError as error:
+            if from_outside(error):
+                raise
             continue
         at_s = seconds + (message.began_ns - zero_ns) / 1e9
         for column, name in enumerate(message.series):

@@ -16,6 +16,7 @@ import msgspec
 from ...core.events import GpuXid, GroupState, IssuedOperation, RunPosition
 from ...core.frames import module_text
 from ...core.recorder.layout import PARTS
+from ...core.signal_errors import from_outside
 from ...core.wire.columns import METRICS, unpack_starts, unpack_steps
 from ..decide.decide import decide
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
@@ -200,7 +201,9 @@ def sampled_steps(rank: RankFacts) -> Iterator[tuple[int, int, list[float]]]:
         return
     try:
         (numbers, seconds), starts = unpack_steps(times.steps), unpack_starts(times.starts)
-    except ValueError:
+    except ValueError as error:
+        if from_outside(error):
+            raise
         return
     for number, parts, start_us in zip(numbers, seconds.tolist(), starts, strict=False):
         yield number, times.began_ns + start_us * 1000, parts

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ...core.events import BadOperation, IgnoredAlarm, RangeWarning, RankLook, RunPosition, WorkerExit
 from ...core.frames import FramePhase, module_text
 from ...core.identity import is_rank, pid_of_number, rank_name
+from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_MAX
 from ..facts.diagnosis import number_text
 from ..facts.facts import RankFacts, RunFacts
@@ -69,7 +70,9 @@ def signal_name(number: int) -> str:
     """SIGTERM for 15."""
     try:
         return signal.Signals(number).name
-    except ValueError:
+    except ValueError as error:
+        if from_outside(error):
+            raise
         return f"signal {number}"
 
 

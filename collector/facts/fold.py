@@ -16,6 +16,7 @@ from ...core import events
 from ...core.events import split_label
 from ...core.identity import is_rank
 from ...core.judge import anomaly_of, first_alarm
+from ...core.signal_errors import from_outside
 from ...core.text import is_shown, shown, shown_lines, shown_name
 from ...core.wire import messages
 from ...core.wire.messages import AgentBody, NameDefinitions, PageMessage, RankHistoryMessage, RankState, node_of
@@ -193,7 +194,9 @@ class FactFold:
             page = KeptPage(message, _loader(self._load, name, n, message), names, self._cache)
             if page.step in self._met_in:  # the verdict compares it with the page of the rank that has met something
                 page.prepare()
-        except Exception:  # bytes from the network: whatever is wrong with them, the report must be written
+        except Exception as error:  # bytes from the network: whatever is wrong with them, the report must be written
+            if from_outside(error):
+                raise
             self._facts.undecodable_pages += 1
             return
         rank = _rank(self._facts, node_of(name), message.attempt, message.rank)

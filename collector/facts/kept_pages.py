@@ -19,6 +19,7 @@ from ...core.events import Definition
 from ...core.frames import Frame, FramePhase, Page, Phase, Row, RowContent
 from ...core.recorder.page_tables import PageTables, whole
 from ...core.recorder.pages import NameTable, decode_frame
+from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_NAMES
 from ...core.wire.columns import NO_NUMBER, unpack
 from ...core.wire.messages import PageMessage, RankHistoryMessage
@@ -325,7 +326,9 @@ class KeptHistory:
             return None
         try:
             numbers = unpack(message)
-        except ValueError:
+        except ValueError as error:
+            if from_outside(error):
+                raise
             return None
         key = ("columns", self.names.place, tuple(message.slots), message.dtypes)
         modules, sources, targets = self.cache.get("in common", key, lambda: self._columns(message))

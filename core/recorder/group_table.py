@@ -16,6 +16,7 @@ import struct
 from enum import IntEnum
 
 from ..events import GroupState, IssuedOperation
+from ..signal_errors import from_outside
 from ..values import DTYPE_NAMES
 from .layout import EARLIER_GROUP_BYTES, EARLIER_GROUPS, GROUP_BYTES, GROUPS
 
@@ -172,7 +173,9 @@ def members_of(text: str, most: int = 1 << 20) -> list[int]:
             if len(found) + len(ranks) > most:
                 return []
             found.extend(ranks)
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError) as error:
+        if from_outside(error):
+            raise
         return []
     return found
 

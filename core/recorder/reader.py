@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ..events import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, WorkerEvent
 from ..own_files import OwnDescriptor
+from ..signal_errors import from_outside
 from ..wire.messages import HooksText, PageMessage, PageSegment, RankState
 from . import layout
 from .group_table import progress_of, read_groups, widened
@@ -169,7 +170,9 @@ class RecorderReader:
             self._log_read += (layout.ENTRY.size + len(payload) + 7) & ~7
             try:
                 entry = self._decoder.decode(payload)
-            except _NOT_AN_ENTRY:  # of a later version
+            except _NOT_AN_ENTRY as error:  # of a later version
+                if from_outside(error):
+                    raise
                 self.damaged += 1
                 continue
             if not isinstance(entry, Definition):
@@ -189,7 +192,9 @@ class RecorderReader:
         payload = _LogStretch(self._read(0, layout.FIXED_BYTES), 0).entry(layout.ANOMALY_AT)
         try:
             entry = self._decoder.decode(payload) if payload is not None else None
-        except _NOT_AN_ENTRY:
+        except _NOT_AN_ENTRY as error:
+            if from_outside(error):
+                raise
             return None
         return entry if isinstance(entry, Anomaly) else None
 

@@ -9,7 +9,6 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from ..errors import Code, coded
 from ..host import boot_id, host_name, stat_fields
 from ..own_files import write_whole
 from ..settings import WorkerSettings
+from ..signal_errors import from_outside, suppress_own
 from ..text import command_for, error_text
 from .layout import file_bytes
 
@@ -58,7 +58,7 @@ def write_settings(folder: Path, settings: WorkerSettings) -> None:
 
 def read_settings(folder: Path) -> WorkerSettings | None:
     """None if that run is over."""
-    with suppress(OSError):
+    with suppress_own(OSError):
         return WorkerSettings.from_json((folder / _SETTINGS).read_bytes())
     return None
 
@@ -70,26 +70,26 @@ def write_meeting_key(folder: Path, key: str) -> None:
 
 def read_meeting_key(folder: Path) -> str:
     """ "" for none: the folder could not be written, and the values are not sealed."""
-    with suppress(OSError):
+    with suppress_own(OSError):
         return (folder / _MEETING_KEY).read_text()
     return ""
 
 
 def tell_unwatched(folder: Path, pid: int, reason: str) -> None:
     """Why this process is not watched, for the report. The folder may be full, or gone."""
-    with suppress(OSError):
+    with suppress_own(OSError):
         (folder / _UNWATCHED.format(pid=pid)).write_text(reason)
 
 
 def tell_failed(folder: Path, pid: int, error: BaseException) -> None:
     """What a process has raised that is no rank: it may be why there is none. The folder may be full, or gone."""
-    with suppress(OSError):
+    with suppress_own(OSError):
         (folder / _FAILED.format(pid=pid)).write_text(error_text(error), errors="replace")
 
 
 def read_failed(folder: Path, pid: int) -> str:
     """The error of this process, else the latest of another; "" if no process reported one."""
-    with suppress(OSError):
+    with suppress_own(OSError):
         own = folder / _FAILED.format(pid=pid)
         others = folder.glob(_FAILED.format(pid="*"))
         found = [own] if own.exists() else sorted(others, key=lambda path: path.stat().st_mtime_ns)[-1:]
@@ -180,12 +180,16 @@ def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence:
         try:
             return _new_folder(_SHARED_MEMORY)
         except OSError as error:
+            if from_outside(error):
+                raise
             trouble = f": {error}"
     # the first that has the room, or the most of it
     base = max(_disks(), key=lambda disk: (_files_free(disk) >= files, min(_free(disk), size)))
     try:
         folder = _new_folder(base)
     except OSError as error:
+        if from_outside(error):
+            raise
         text = f"no folder can be made for the recorders, and the ranks go on unwatched: {error}"
         say(coded(text, Code.SLOW_FOLDER))
         return base / f"{_PREFIX}{os.getuid()}-none-{os.urandom(8).hex()}"
@@ -225,14 +229,14 @@ def _disks() -> list[Path]:
 
 def _free(base: Path) -> int:
     """Bytes that may be written there; -1 if nothing may."""
-    with suppress(OSError):
+    with suppress_own(OSError):
         return shutil.disk_usage(base).free if os.access(base, os.W_OK | os.X_OK) else -1
     return -1
 
 
 def _files_free(base: Path) -> int:
     """How many files can be made there, as far as is known; what counts none, such as btrfs, takes any number."""
-    with suppress(OSError):
+    with suppress_own(OSError):
         found = os.statvfs(base)
         return found.f_favail if found.f_files else sys.maxsize
     return sys.maxsize
@@ -241,7 +245,7 @@ def _files_free(base: Path) -> int:
 def adopt_scratch(folder: Path) -> None:
     """This process answers for the folder from now on; its agent does if this launch is killed."""
     owner = f"{os.getpid()} {_began(os.getpid()) or 0} {_pid_namespace()} {boot_id() or '-'} {host_name()}"
-    with suppress(OSError):  # a launch removes it in any case
+    with suppress_own(OSError):  # a launch removes it in any case
         write_whole(folder / _OWNER, owner.encode())
 
 
@@ -250,14 +254,14 @@ def _began(pid: int) -> int | None:
     process; None: that cannot be read here. (man 5 proc, field 22 of /proc/PID/stat)"""
     if not Path("/proc/self/stat").exists():
         return None
-    with suppress(OSError, ValueError, IndexError):
+    with suppress_own(OSError, ValueError, IndexError):
         return int(stat_fields(Path(f"/proc/{pid}"))[19])
     return 0
 
 
 def _pid_namespace() -> int:
     """Where the pid counts: containers on one host may share /dev/shm, and know nothing of each other's processes."""
-    with suppress(OSError):  # not on Linux
+    with suppress_own(OSError):  # not on Linux
         return Path("/proc/self/ns/pid").stat().st_ino
     return 0
 
@@ -278,9 +282,11 @@ def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: 
     try:
         folder = Path(tempfile.mkdtemp(prefix="gpuwatch-rescued-"))
         for path in source.iterdir():
-            with suppress(FileNotFoundError):  # a journal, of a collector that closes its store now
+            with suppress_own(FileNotFoundError):  # a journal, of a collector that closes its store now
                 shutil.move(path, folder / path.name)
-    except OSError:
+    except OSError as error:
+        if from_outside(error):
+            raise
         return None
     say(
         f"the runs' folder could not be written any more: the store and the files beside it have moved from {source} "
@@ -293,7 +299,7 @@ def remove_stale() -> None:
     """Remove this user's folders whose launch is surely gone (it and its agent were killed)."""
     for base in {_SHARED_MEMORY, *_disks()}:
         for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
-            with suppress(OSError, ValueError, TypeError):
+            with suppress_own(OSError, ValueError, TypeError):
                 if _is_ours(folder) and _is_gone(*_read_owner(folder / _OWNER).split()):
                     remove_scratch(folder)
 

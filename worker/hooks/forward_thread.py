@@ -71,11 +71,19 @@ class ForwardThread:
         """Run it, and wait for it at most this long. A thread that goes on ends at its next operation."""
         run = contextvars.copy_context().run
         thread = threading.Thread(target=run, args=(self._forward, contexts), name=SECOND_RUN, daemon=True)
-        thread.start()
-        thread.join(limit_s)
-        if thread.is_alive():
-            self._watch.stopped = self.why = f"a second run of the forward took longer than {limit_s:g} s"
-            atexit.register(_wait_for, thread)
+        try:
+            thread.start()
+            thread.join(limit_s)
+            why = f"took longer than {limit_s:g} s"
+        except BaseException:  # a signal's handler has raised: what the thread works with is about to be restored
+            why = "was interrupted"
+            self._watch.stopped = why
+            thread.join(limit_s)
+            raise
+        finally:
+            if thread.is_alive():
+                self._watch.stopped = self.why = f"a second run of the forward {why}"
+                atexit.register(_wait_for, thread)
 
     def _forward(self, contexts: Sequence[ContextMaker]) -> None:
         why, hook = "", None

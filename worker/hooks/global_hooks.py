@@ -179,10 +179,10 @@ class GlobalHooks:
         ours = {handle.id for handle in self.handles}
         tables = [table for handle in self.handles if (table := handle.hooks_dict_ref()) is not None]
         before = [dict(table) for table in tables]
-        for table in tables:
-            for each in ours & table.keys():
-                del table[each]
         try:
+            for table in tables:
+                for each in ours & table.keys():
+                    del table[each]
             yield
         finally:
             ours &= {handle.id for handle in self.handles}  # they may have been detached since

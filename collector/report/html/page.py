@@ -18,6 +18,7 @@ from markupsafe import Markup, escape
 
 from ....core.errors import CODE, CodeText, code_texts, coded
 from ....core.frames import Row, RowContent, format_number
+from ....core.signal_errors import from_outside
 from ....core.text import numbers_text
 from ....core.verdicts import ReportSection, VerdictKind
 from .. import text_report
@@ -289,6 +290,8 @@ def _duration(run: RunInfo) -> str:
         began, ended = (
             datetime.fromisoformat((time or "").replace("Z", "+00:00")) for time in (run.started, run.ended)
         )
-    except ValueError:
+    except ValueError as error:
+        if from_outside(error):
+            raise
         return ""
     return f"took {elapsed_text((ended - began).total_seconds())}"

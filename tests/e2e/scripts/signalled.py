@@ -1,0 +1,199 @@
+"""Trains while signals come at random moments, whose handler raises. Prints as JSON what has become of each.
+
+A handler's exception must reach `main`, with the handler at the end of its traceback. Afterwards the model trains as
+one that nobody watches. `--plain` is the control.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--places", nargs="+", default=["forward", "backward", "step"])
+parser.add_argument("--signals", type=int, default=20, help="at each place")
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--plain", action="store_true", help="without gpuwatch")
+parser.add_argument("--without-c", action="store_true", help="without gpuwatch's part in C")
+parser.add_argument("--late", action="store_true", help="as if all tensors were on a device")
+options = parser.parse_args()
+if options.without_c:
+    sys.modules["gpuwatch.worker.native.core"] = None  # type: ignore[assignment]
+if options.late:
+    os.environ["GPUWATCH_LATE_DEVICE"] = "1"
+
+import gpuwatch  # noqa: E402  # with the above
+import torch  # noqa: E402
+from torch import distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+
+
+class Preempted(Exception):
+    """What a script's own handler raises."""
+
+
+KINDS: list[Callable[[], BaseException]] = [Preempted, KeyboardInterrupt, lambda: SystemExit(3), TimeoutError]
+KINDS += [lambda: RuntimeError("told to stop")]  # as torch's own errors
+OURS = os.path.dirname(gpuwatch.__file__) + "/worker/"  # noqa: PTH120  # a path is needed as text
+raised: list[BaseException] = []
+armed = False
+
+
+def handler(number: int, frame: Any) -> None:
+    global armed
+    if armed:  # one that comes while the last one is being counted is not sent
+        armed = False
+        raised.append(random.choice(KINDS)())
+        raise raised[-1]
+
+
+class Overflows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 1e30) * 1e30
+
+
+class Places:
+    """What is interrupted: `prepare` comes before it, and its result is handed to the place."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            *(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3))
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.x = torch.randn(2, 4, 16)
+        self.compiled = torch.compile(copy.deepcopy(self.model)) if "compiled" in options.places else None
+
+    def loss(self, model: Any = None) -> torch.Tensor:
+        return (model or self.model)(self.x).square().mean()
+
+    def ddp_loss(self) -> torch.Tensor:
+        return self.loss(nn.parallel.DistributedDataParallel(self.model))
+
+    def with_gradients(self) -> None:
+        self.loss().backward()
+
+    def collectives(self) -> None:
+        for _ in range(20):
+            dist.all_reduce(torch.ones(8))
+            dist.all_reduce(torch.ones(8), async_op=True).wait()
+            dist.barrier()
+
+    def compiled_step(self) -> None:
+        self.loss(self.compiled).backward()
+
+    def second_run(self) -> None:
+        model = nn.Sequential(nn.Identity(), Overflows())
+        try:
+            with gpuwatch.watch(model) if not options.plain else nullcontext():
+                model(torch.ones(64))
+                model(torch.ones(64))
+        except gpuwatch.OverflowDetected:
+            pass
+
+    def of(self, place: str) -> tuple[Callable[[], Any], Callable[..., Any]]:
+        """(what comes before, what is interrupted)"""
+        return {
+            "forward": (lambda: (), lambda: self.model(self.x)),
+            "backward": (self.loss, torch.Tensor.backward),
+            "step": (self.with_gradients, lambda _=None: self.optimizer.step()),
+            "collective": (lambda: (), self.collectives),
+            "reduction": (self.ddp_loss, torch.Tensor.backward),
+            "compiled": (lambda: (), self.compiled_step),
+            "second run": (lambda: (), self.second_run),
+        }[place]
+
+
+def call(prepare: Callable[[], Any], interrupted: Callable[..., Any], after_s: float | None) -> float:
+    """Returns how long it took. Interrupts it after so many seconds."""
+    global armed
+    prepared = prepare()
+    given = () if prepared is None or prepared == () else (prepared,)
+    began = time.perf_counter()
+    if after_s is not None:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, max(after_s, 1e-6))
+    interrupted(*given)
+    took_s = time.perf_counter() - began
+    while armed and after_s is not None:  # it was faster this time
+        time.sleep(0)
+    return took_s
+
+
+def main(places: Places) -> dict[str, Any]:
+    global armed
+    told: dict[str, Any] = {
+        "caught": {},
+        "lost": {},
+        "elsewhere": [],
+        "without gradients": [],
+        "in gpuwatch": 0,
+        "ended in": [],
+    }
+    for place in options.places:
+        for _ in range(3):
+            took_s = call(*places.of(place), None)
+            places.optimizer.zero_grad()
+        caught = 0
+        raised.clear()
+        for _ in range(options.signals):
+            try:
+                before = len(raised)
+                call(*places.of(place), random.random() * took_s)
+                if len(raised) > before:
+                    told["ended in"].append([frame.name for frame in traceback.extract_tb(raised[-1].__traceback__)])
+            except BaseException as error:
+                if not raised or error is not raised[-1]:
+                    raise
+                caught += 1
+                frames = traceback.extract_tb(error.__traceback__)
+                names = [frame.name for frame in frames]
+                if names[:2] != ["main", "call"] or names[-1] != "handler":
+                    told["elsewhere"].append(names)
+                told["in gpuwatch"] += OURS in frames[-2].filename
+                if not torch.is_grad_enabled():
+                    if OURS in frames[-2].filename:  # torch's own `no_grad` can be interrupted, too
+                        told["without gradients"].append(names)
+                    torch.set_grad_enabled(True)
+            places.optimizer.zero_grad()
+        told["caught"][place], told["lost"][place] = caught, len(raised) - caught
+    return told
+
+
+def one_step(places: Places, model: nn.Module) -> list[bytes]:
+    loss = places.loss(model)
+    loss.backward()
+    found = [loss.detach().numpy().tobytes(), *(p.grad.numpy().tobytes() for p in model.parameters())]  # type: ignore[union-attr]
+    model.zero_grad()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    random.seed(options.seed)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    signal.signal(signal.SIGALRM, handler)
+    places = Places()
+    if options.plain:
+        found = main(places)
+    else:
+        with gpuwatch.watch(places.model) as watch:
+            found = main(places)
+            watched = one_step(places, places.model)
+            verdict = watch.verdict()
+            found["verdict"] = verdict.kind, verdict.statement
+        found["same bits"] = watched == one_step(places, places.model)
+    found["kinds"] = Counter(type(error).__name__ for error in raised)
+    print(json.dumps(found))
+    dist.destroy_process_group()
