@@ -45,7 +45,7 @@ class Preempted(Exception):
 
 KINDS: list[Callable[[], BaseException]] = [Preempted, KeyboardInterrupt, lambda: SystemExit(3), TimeoutError]
 KINDS += [lambda: RuntimeError("told to stop")]  # as torch's own errors
-OURS = os.path.dirname(gpuwatch.__file__) + "/worker/"  # noqa: PTH120  # a path is needed as text
+OURS = os.path.dirname(gpuwatch.__file__) + "/"  # noqa: PTH120  # a path is needed as text
 raised: list[BaseException] = []
 armed = False
 
@@ -152,7 +152,9 @@ def main(places: Places) -> dict[str, Any]:
                 before = len(raised)
                 call(*places.of(place), random.random() * took_s)
                 if len(raised) > before:
-                    told["ended in"].append([frame.name for frame in traceback.extract_tb(raised[-1].__traceback__)])
+                    frames = traceback.extract_tb(raised[-1].__traceback__)
+                    told["ended in"].append([frame.name for frame in frames])
+                    told["ended in gpuwatch"] += any(OURS in frame.filename for frame in frames)
             except BaseException as error:
                 if not raised or error is not raised[-1]:
                     raise

@@ -1,0 +1,72 @@
+"""Exceptions of a signal's handler, which runs wherever the main thread is: often within gpuwatch."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+PLACES = ["forward", "backward", "step", "collective", "reduction"]
+
+
+def signalled(bench, *options: str, launched: bool = False, **environment: str) -> dict:
+    """What scripts/signalled.py prints."""
+    command = [bench.script("signalled.py"), *options]
+    if launched:
+        command = ["-m", "gpuwatch.cli.main", "launch", "--nproc-per-node", "1", "--preflight", "off", *command]
+    run = bench.finish(bench.start_program(sys.executable, *command, **environment))
+    assert run.code == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[0])
+    if launched:
+        found["report"] = run.verdict["kind"]
+    return found
+
+
+def check(found: dict, places: list[str], signals: int) -> None:
+    assert found["ended in"] == [], "such an exception did not reach the script; it came this far"
+    assert found["caught"] == dict.fromkeys(places, signals)
+    assert found["elsewhere"] == [], "the traceback leads from the script to its handler"
+    assert found["without gradients"] == []
+    assert found["same bits"]
+
+
+@pytest.mark.quick(2)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("launched", [True, False])
+@pytest.mark.parametrize("without_c", [[], ["--without-c"]])
+@pytest.mark.parametrize("late", [[], ["--late"]])
+def test_what_a_handler_raises_reaches_the_script(bench, launched, without_c, late):
+    found = signalled(bench, "--places", *PLACES, "--signals", "15", *without_c, *late, launched=launched)
+    check(found, PLACES, 15)
+    kinds = {found["verdict"][0], found.get("report", found["verdict"][0])}
+    assert kinds <= ({"clean", "unknown"} if late else {"clean"}), "unknown: rows that were on their way are lost"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("without_c", [[], ["--without-c"]])
+@pytest.mark.parametrize("late", [[], ["--late"]])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_thousand_of_them(bench, place, without_c, late):
+    found = signalled(bench, "--places", place, "--signals", "1000", *without_c, *late)
+    check(found, [place], 1000)
+    assert found["in gpuwatch"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("without_c", [[], ["--without-c"]])
+def test_one_that_comes_in_a_second_run(bench, without_c):
+    found = signalled(bench, "--places", "second run", "--signals", "60", *without_c)
+    check(found, ["second run"], 60)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("without_c", [[], ["--without-c"]])
+def test_one_that_comes_in_compiled_code(bench, without_c):
+    """dynamo itself loses one now and then, in callbacks of weak references: then nothing of gpuwatch stands in it."""
+    found = signalled(bench, "--places", "compiled", "--signals", "30", *without_c)
+    assert found["ended in gpuwatch"] == 0
+    assert found["elsewhere"] == []
+    assert found["same bits"]
