@@ -11,9 +11,11 @@ SEED ?= 0
 TURN ?= $(SEED)
 # Some machines ask Python not to keep the compiled files: each process of a test would then compile all of gpuwatch.
 export PYTHONDONTWRITEBYTECODE =
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED) --turn $(TURN)
+# With ONCE_MORE=1, as in .ci/run, a test that failed runs again alone, and a few that pass then do not fail the target.
+ONCE_MORE ?=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(if $(ONCE_MORE),tests/once_more.py run,-m pytest) --seed $(SEED) --turn $(TURN)
 
-.PHONY: help demo test slow soak matrix fuzz gpu cuda-stub lint named typecheck docs check clean
+.PHONY: help demo test slow flaky soak matrix fuzz gpu cuda-stub lint named typecheck docs check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -37,6 +39,10 @@ test: $(READY)  ## the quick tests, and one of each kind of run; three minutes o
 # Many of them wait, for a deadline or for SLURM: twice as many as the cores can run at a time.
 slow: $(READY)  ## a sample of the long tests, each kind among them; a quarter of an hour on two cores
 	$(PYTEST) -m 'slow and not soak and not gpu' --sample --durations 20 --numprocesses $$((2 * $(JOBS))) --dist loadgroup
+
+TIMES ?= 30
+flaky: $(READY)  ## each test that the last .ci/run calls flaky, thirty times (TIMES), one at a time
+	OMP_NUM_THREADS=1 $(BIN)/python tests/once_more.py flaky $(TIMES)
 
 soak: $(READY)  ## every test that needs no GPU, with new random examples; hours
 	$(PYTEST) -m 'not gpu' --hypothesis-profile soak --numprocesses $(JOBS) --dist loadgroup
