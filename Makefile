@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 ONCE_MORE ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(if $(ONCE_MORE),tests/once_more.py run,-m pytest) --seed $(SEED) --turn $(TURN)
 
-.PHONY: help demo test slow flaky soak matrix fuzz gpu cuda-stub lint named typecheck docs check clean
+.PHONY: help demo test slow flaky soak matrix fuzz gpu cuda-stub lint named typecheck docs check ci-here clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,7 +34,7 @@ demo: $(READY)  ## two ranks train until one overflows (a minute or two); prints
 	    || { code=$$?; test $$code -eq 4 || exit $$code; }  # 4: overflow found, which is what the demo is for
 
 test: $(READY)  ## the quick tests, and one of each kind of run; three minutes on two cores
-	$(PYTEST) -m 'not slow and not soak and not gpu' --numprocesses $(JOBS) --dist worksteal
+	$(PYTEST) -m 'not slow and not soak and not gpu' --durations 10 --numprocesses $(JOBS) --dist worksteal
 
 # Many of them wait, for a deadline or for SLURM: twice as many as the cores can run at a time.
 slow: $(READY)  ## a sample of the long tests, each kind among them; a quarter of an hour on two cores
@@ -89,6 +89,9 @@ docs: named  ## docs/ as a site in build/site; a link or a name that leads nowhe
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: lint typecheck docs test slow  ## all that CI runs
+
+ci-here:  ## what CI itself runs, which installs what is missing; ends with the seconds of each step and the slowest tests
+	bash .ci/run
 
 clean:  ## remove what the targets above made, except gpuwatch-runs
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
