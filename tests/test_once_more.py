@@ -110,6 +110,7 @@ def test_what_fails_twice_fails_the_run(runs):
     assert "==== failed alone, too\ntest_it.py::test_bad\n" in runs.output
 
 
+@pytest.mark.slow
 def test_three_may_be_flaky_of_all_runs_together(runs):
     """As of `make test` and `make slow`."""
     runs.write(flaky("one", "two", "three"))
