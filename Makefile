@@ -11,9 +11,11 @@ SEED ?= 0
 TURN ?= $(SEED)
 # Some machines ask Python not to keep the compiled files: each process of a test would then compile all of gpuwatch.
 export PYTHONDONTWRITEBYTECODE =
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED) --turn $(TURN)
+# With ONCE_MORE=1, as in .ci/run, a test that failed runs again alone, and a few that pass then do not fail the target.
+ONCE_MORE ?=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(if $(ONCE_MORE),tests/once_more.py run,-m pytest) --seed $(SEED) --turn $(TURN)
 
-.PHONY: help demo test slow soak matrix fuzz gpu cuda-stub lint named typecheck docs check clean
+.PHONY: help demo test slow flaky soak matrix fuzz gpu cuda-stub lint named typecheck docs check ci-here clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -32,11 +34,15 @@ demo: $(READY)  ## two ranks train until one overflows (a minute or two); prints
 	    || { code=$$?; test $$code -eq 4 || exit $$code; }  # 4: overflow found, which is what the demo is for
 
 test: $(READY)  ## the quick tests, and one of each kind of run; three minutes on two cores
-	$(PYTEST) -m 'not slow and not soak and not gpu' --numprocesses $(JOBS) --dist worksteal
+	$(PYTEST) -m 'not slow and not soak and not gpu' --durations 10 --numprocesses $(JOBS) --dist worksteal
 
 # Many of them wait, for a deadline or for SLURM: twice as many as the cores can run at a time.
 slow: $(READY)  ## a sample of the long tests, each kind among them; a quarter of an hour on two cores
 	$(PYTEST) -m 'slow and not soak and not gpu' --sample --durations 20 --numprocesses $$((2 * $(JOBS))) --dist loadgroup
+
+TIMES ?= 30
+flaky: $(READY)  ## each test that the last .ci/run calls flaky, thirty times (TIMES), one at a time
+	OMP_NUM_THREADS=1 $(BIN)/python tests/once_more.py flaky $(TIMES)
 
 soak: $(READY)  ## every test that needs no GPU, with new random examples; hours
 	$(PYTEST) -m 'not gpu' --hypothesis-profile soak --numprocesses $(JOBS) --dist loadgroup
@@ -83,6 +89,9 @@ docs: named  ## docs/ as a site in build/site; a link or a name that leads nowhe
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: lint typecheck docs test slow  ## all that CI runs
+
+ci-here:  ## what CI itself runs, which installs what is missing; ends with the seconds of each step and the slowest tests
+	bash .ci/run
 
 clean:  ## remove what the targets above made, except gpuwatch-runs
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no f
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import once_more
 import sampling
 
 settings.register_profile(  # no figure of a machine's speed, and the same examples every time; the soak takes new ones
@@ -32,6 +33,11 @@ settings.load_profile("gate")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     sampling.add_options(parser)
+    once_more.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    once_more.configure(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -40,6 +46,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    once_more.keep_only(config, items)
     sampling.mark_slow(config, items)
     yield  # -m and -k
     sampling.take_sample(config, items)

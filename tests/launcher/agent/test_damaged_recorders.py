@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from cases import case
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import to_json
@@ -99,29 +100,33 @@ def test_the_whole_file_gives_its_anomaly(whole, tmp_path):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("field", [field for field in HeadField if field not in (HeadField.MAGIC, HeadField.VERSION)])
-def test_any_number_in_the_header(whole, tmp_path, field, number):
-    bodies = read(tmp_path, with_number(whole, 8 * field, number))
-    # what says which file this is, and how it is laid out, cannot be done without
-    if field not in (HeadField.RANK, HeadField.ATTEMPT, HeadField.LOG_BYTES, HeadField.SEGMENTS):
-        assert anomalies(bodies) == [ANOMALY]
+def test_any_number_in_the_header(whole, tmp_path, number):
+    for field in HeadField:
+        if field not in (HeadField.MAGIC, HeadField.VERSION):
+            with case(field):
+                bodies = read(tmp_path, with_number(whole, 8 * field, number))
+                # what says which file this is, and how it is laid out, cannot be done without
+                if field not in (HeadField.RANK, HeadField.ATTEMPT, HeadField.LOG_BYTES, HeadField.SEGMENTS):
+                    assert anomalies(bodies) == [ANOMALY]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("field", list(GroupField))
-def test_any_number_in_a_process_groups_slot(whole, tmp_path, field, number):
+def test_any_number_in_a_process_groups_slot(whole, tmp_path, number):
     data = with_number(whole, layout.GROUPS_AT, 1)
-    bodies = read(tmp_path, with_number(data, layout.GROUPS_AT + 8 * field, number))
-    assert len(bodies[-1].event.groups) == (0 if field == GroupField.USED and number != 1 else 1)
+    for field in GroupField:
+        with case(field):
+            bodies = read(tmp_path, with_number(data, layout.GROUPS_AT + 8 * field, number))
+            assert len(bodies[-1].event.groups) == (0 if field == GroupField.USED and number != 1 else 1)
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("field", list(layout.SegmentField))
-def test_any_number_in_a_segments_header_leaves_the_others(whole, tmp_path, field, number):
-    at = layout.HEADER_BYTES + LOG_BYTES + layout.SEGMENT_BYTES + 8 * field  # of batch 1; the anomaly's is batch 2
-    bodies = read(tmp_path, with_number(whole, at, number))
-    assert anomalies(bodies) == [ANOMALY]
-    assert any(getattr(body, "batch", None) == 2 and body.segments for body in bodies)
+def test_any_number_in_a_segments_header_leaves_the_others(whole, tmp_path, number):
+    header = layout.HEADER_BYTES + LOG_BYTES + layout.SEGMENT_BYTES  # of batch 1; the anomaly's is batch 2
+    for field in layout.SegmentField:
+        with case(field):
+            bodies = read(tmp_path, with_number(whole, header + 8 * field, number))
+            assert anomalies(bodies) == [ANOMALY]
+            assert any(getattr(body, "batch", None) == 2 and body.segments for body in bodies)
 
 
 def test_behind_a_damaged_length_the_log_goes_on(whole, tmp_path):
