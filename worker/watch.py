@@ -148,6 +148,7 @@ class ModelWatch:
         if kind is OverflowDetected and self._owned:  # a run's own report comes at its end
             tell(self.report())
         self.remove()
+        self._hooks.progress.raise_kept()
 
     def remove(self) -> None:
         """Remove the hooks. The recording can still be read. A second call does nothing."""

@@ -78,7 +78,8 @@ class ForwardThread:
         except BaseException:  # a signal's handler has raised: what the thread works with is about to be restored
             why = "was interrupted"
             self._watch.stopped = why
-            thread.join(limit_s)
+            if thread.is_alive():  # else it has not begun: a thread that never ran cannot be joined
+                thread.join(limit_s)
             raise
         finally:
             if thread.is_alive():

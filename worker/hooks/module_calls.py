@@ -80,6 +80,7 @@ class ModuleCalls:
             return
         call_begins()
         try:
+            self._progress.raise_kept()
             if self._skipping.root is not None and self._skipping.goes_on(module):
                 if self._around_graphs and class_of(module) in self._around_graphs:
                     self._skip_graphs()
@@ -118,6 +119,10 @@ class ModuleCalls:
                 finished = self._leave(module, args, kwargs, output)
             except Exception as error:
                 if from_outside(error):
+                    # torch (_call_impl, for always_call) silences what a hook raises while another error is raised
+                    if error.__context__ not in (None, self._running.outer_exception):
+                        self._progress.keep(error)
+                        return
                     raise
                 self._fault("forward hook", error)
                 return

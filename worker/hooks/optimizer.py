@@ -76,6 +76,7 @@ class OptimizerHooks:
         """
         if torch.compiler.is_compiling():
             return None
+        self._progress.raise_kept()
         with self._before_faults:
             self._global.put_back()
             with self._progress.lock:

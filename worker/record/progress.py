@@ -218,8 +218,19 @@ class RunProgress:
         """This batch is skipped (`--every`)."""
         self.rehearses = False
         """torch calls modules with gradients that nobody has written, before it captures a CUDA graph."""
+        self._kept: BaseException | None = None
         self._unseen: set[str] = set()
         self._meshes: list[dict[str, int]] = []
+
+    def keep(self, error: BaseException) -> None:
+        """Have the next hook raise what a signal's handler has raised, where torch would silence it."""
+        self._kept = error
+
+    def raise_kept(self) -> None:
+        """Raise it."""
+        if self._kept is not None:
+            error, self._kept = self._kept, None
+            raise error
 
     def note_mesh(self, mesh: Any) -> None:
         """Record where the rank is in a new DeviceMesh; a slice of a known one says nothing new."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
+import io
 import json
 import os
 import random
@@ -17,7 +19,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import suppress
 from typing import Any
 
 parser = argparse.ArgumentParser()
@@ -27,6 +29,7 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--plain", action="store_true", help="without gpuwatch")
 parser.add_argument("--without-c", action="store_true", help="without gpuwatch's part in C")
 parser.add_argument("--late", action="store_true", help="as if all tensors were on a device")
+parser.add_argument("--saves", action="store_true", help="the handler first does what one at preemption does")
 options = parser.parse_args()
 if options.without_c:
     sys.modules["gpuwatch.worker.native.core"] = None  # type: ignore[assignment]
@@ -39,13 +42,18 @@ from torch import distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 
+def is_ours(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is of gpuwatch. Its tests may lie within its folder."""
+    folder = os.path.dirname(gpuwatch.__file__)  # noqa: PTH120  # a path is needed as text
+    return frame.filename.startswith(folder) and frame.filename != __file__
+
+
 class Preempted(Exception):
     """What a script's own handler raises."""
 
 
 KINDS: list[Callable[[], BaseException]] = [Preempted, KeyboardInterrupt, lambda: SystemExit(3), TimeoutError]
 KINDS += [lambda: RuntimeError("told to stop")]  # as torch's own errors
-OURS = os.path.dirname(gpuwatch.__file__) + "/"  # noqa: PTH120  # a path is needed as text
 raised: list[BaseException] = []
 armed = False
 
@@ -54,8 +62,18 @@ def handler(number: int, frame: Any) -> None:
     global armed
     if armed:  # one that comes while the last one is being counted is not sent
         armed = False
+        if options.saves:
+            save(places)
         raised.append(random.choice(KINDS)())
         raise raised[-1]
+
+
+def save(places: Places) -> None:
+    """It evaluates, waits for the other ranks, and writes a checkpoint: gpuwatch sees each of these."""
+    with torch.no_grad():
+        places.loss().item()
+    dist.barrier()
+    torch.save({"model": places.model.state_dict(), "optimizer": places.optimizer.state_dict()}, io.BytesIO())
 
 
 class Overflows(nn.Module):
@@ -93,14 +111,21 @@ class Places:
     def compiled_step(self) -> None:
         self.loss(self.compiled).backward()
 
-    def second_run(self) -> None:
+    def new_watch(self) -> tuple[nn.Module, Any]:
+        gc.collect()  # the last watch ends now: Python drops what is raised in callbacks of weak references
         model = nn.Sequential(nn.Identity(), Overflows())
+        return model, gpuwatch.watch(model) if not options.plain else None
+
+    def second_run(self, made: tuple[nn.Module, Any]) -> None:
+        global armed
+        model, watch = made
         try:
-            with gpuwatch.watch(model) if not options.plain else nullcontext():
+            with suppress(gpuwatch.OverflowDetected):
                 model(torch.ones(64))
-                model(torch.ones(64))
-        except gpuwatch.OverflowDetected:
-            pass
+        finally:
+            armed = False  # a watch that is interrupted as it is removed stays
+            if watch is not None:
+                watch.remove()
 
     def of(self, place: str) -> tuple[Callable[[], Any], Callable[..., Any]]:
         """(what comes before, what is interrupted)"""
@@ -111,7 +136,7 @@ class Places:
             "collective": (lambda: (), self.collectives),
             "reduction": (self.ddp_loss, torch.Tensor.backward),
             "compiled": (lambda: (), self.compiled_step),
-            "second run": (lambda: (), self.second_run),
+            "second run": (self.new_watch, self.second_run),
         }[place]
 
 
@@ -133,14 +158,8 @@ def call(prepare: Callable[[], Any], interrupted: Callable[..., Any], after_s: f
 
 def main(places: Places) -> dict[str, Any]:
     global armed
-    told: dict[str, Any] = {
-        "caught": {},
-        "lost": {},
-        "elsewhere": [],
-        "without gradients": [],
-        "in gpuwatch": 0,
-        "ended in": [],
-    }
+    told: dict[str, Any] = {"caught": {}, "lost": {}, "in gpuwatch": 0, "ended in gpuwatch": 0}
+    told |= {"elsewhere": [], "without gradients": [], "ended in": []}
     for place in options.places:
         for _ in range(3):
             took_s = call(*places.of(place), None)
@@ -154,7 +173,7 @@ def main(places: Places) -> dict[str, Any]:
                 if len(raised) > before:
                     frames = traceback.extract_tb(raised[-1].__traceback__)
                     told["ended in"].append([frame.name for frame in frames])
-                    told["ended in gpuwatch"] += any(OURS in frame.filename for frame in frames)
+                    told["ended in gpuwatch"] += any(map(is_ours, frames))
             except BaseException as error:
                 if not raised or error is not raised[-1]:
                     raise
@@ -163,11 +182,13 @@ def main(places: Places) -> dict[str, Any]:
                 names = [frame.name for frame in frames]
                 if names[:2] != ["main", "call"] or names[-1] != "handler":
                     told["elsewhere"].append(names)
-                told["in gpuwatch"] += OURS in frames[-2].filename
+                told["in gpuwatch"] += is_ours(frames[-2])
                 if not torch.is_grad_enabled():
-                    if OURS in frames[-2].filename:  # torch's own `no_grad` can be interrupted, too
+                    if is_ours(frames[-2]):  # torch's own `no_grad` can be interrupted, too
                         told["without gradients"].append(names)
                     torch.set_grad_enabled(True)
+            if raised:  # else what the frames of the traceback hold would live on
+                raised[-1].__traceback__ = raised[-1].__context__ = None
             places.optimizer.zero_grad()
         told["caught"][place], told["lost"][place] = caught, len(raised) - caught
     return told
@@ -187,14 +208,14 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     signal.signal(signal.SIGALRM, handler)
     places = Places()
-    if options.plain:
+    if options.plain or options.places == ["second run"]:  # that has watches of its own
         found = main(places)
     else:
         with gpuwatch.watch(places.model) as watch:
             found = main(places)
             watched = one_step(places, places.model)
             verdict = watch.verdict()
-            found["verdict"] = verdict.kind, verdict.statement
+            found["verdict"] = verdict.kind, verdict.statement, *verdict.evidence
         found["same bits"] = watched == one_step(places, places.model)
     found["kinds"] = Counter(type(error).__name__ for error in raised)
     print(json.dumps(found))
