@@ -256,9 +256,13 @@ class RecorderWriter:
         """Another page comes in between, or nothing for a while: what was written so far may be copied and read."""
         page = self.page
         if page is not None:
+            seg = self._seg
+            # all of this without a call: a signal's handler may raise after one
             self.page = None
             self.cursor[0] = -1
-            self._seg[SegmentField.CLOSED] = SegmentEnd.PAGE_END if page.ended else SegmentEnd.CONTINUED
+            page.frames = seg[_FRAME_BASE] + seg[_FRAMES]
+            page.values = seg[_VALUE_BASE] + seg[_VALUES]
+            seg[SegmentField.CLOSED] = SegmentEnd.PAGE_END if page.ended else SegmentEnd.CONTINUED
             self._segment_done(page)
             self.fields[HeadField.MOVED_NS] = time.monotonic_ns()
 
@@ -267,8 +271,9 @@ class RecorderWriter:
         if self.page is page:
             return
         self.pause_page()
+        at = self._next_segment(page)
         self.page = page
-        self._next_segment(page)
+        self.cursor[0] = at
         fields = self.fields
         fields[HeadField.BATCH], fields[HeadField.ROOT], fields[HeadField.PAGE] = page.batch, page.root, page.number
         fields[HeadField.MOVED_NS] = time.monotonic_ns()
@@ -343,9 +348,12 @@ class RecorderWriter:
         """End the open segment, one of whose tables is full, and begin the next one. Returns its header."""
         page = self.page
         assert page is not None
-        self._seg[SegmentField.CLOSED] = SegmentEnd.CONTINUED
+        seg = self._seg
+        page.frames = seg[_FRAME_BASE] + seg[_FRAMES]
+        page.values = seg[_VALUE_BASE] + seg[_VALUES]
+        seg[SegmentField.CLOSED] = SegmentEnd.CONTINUED
         self._segment_done(page)
-        self._next_segment(page)
+        self.cursor[0] = self._next_segment(page)
         return self._seg
 
     def pass_over(self, is_busy: Callable[[int], bool]) -> None:
@@ -360,17 +368,16 @@ class RecorderWriter:
             self._segment += 1
 
     def _segment_done(self, page: OpenPage) -> None:
-        seg = self._seg
-        page.frames = seg[_FRAME_BASE] + seg[_FRAMES]
-        page.values = seg[_VALUE_BASE] + seg[_VALUES]
         if self.on_segment_end is not None:
             self.on_segment_end(self._values_at, page.number)
 
-    def _next_segment(self, page: OpenPage) -> None:
+    def _next_segment(self, page: OpenPage) -> int:
+        """Returns its offset in the file. A page is open from when that is in the cursor."""
         self._segment += 1
         at = self._segments_at + (self._segment % self._segments) * layout.SEGMENT_BYTES
         seg = self._seg = self.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q")
         generation = seg[SegmentField.GENERATION]
+        generation += generation & 1  # odd while it is written: a signal's handler may have raised then
         seg[SegmentField.GENERATION] = generation + 1
         seg[SegmentField.PAGE] = page.number
         seg[SegmentField.ROOT] = page.root
@@ -389,8 +396,8 @@ class RecorderWriter:
         self._frames_at = at + layout.FRAMES_AT
         self._rows_at = at + layout.ROWS_AT
         self._values_at = at + layout.VALUES_AT
-        self.cursor[0] = at
         self.fields[HeadField.SEGMENT] = self._segment
+        return at
 
     def close(self) -> None:
         """Unmap. The file stays for its readers; whoever made its folder removes it."""
