@@ -10,13 +10,13 @@ import pytest
 PLACES = ["forward", "backward", "step", "collective", "reduction"]
 
 
-def signalled(bench, *options: str, launched: bool = False, **environment: str) -> dict:
-    """What scripts/signalled.py prints."""
+def signalled(bench, *options: str, launched: bool = False, code: int = 0) -> dict:
+    """What scripts/signalled.py prints. `code`: what the command may end with, beside 0."""
     command = [bench.script("signalled.py"), *options]
     if launched:
         command = ["-m", "gpuwatch.cli.main", "launch", "--nproc-per-node", "1", "--preflight", "off", *command]
-    run = bench.finish(bench.start_program(sys.executable, *command, **environment))
-    assert run.code == 0, run.stderr
+    run = bench.finish(bench.start_program(sys.executable, *command))
+    assert run.code in (0, code), run.stderr
     found = json.loads(run.stdout.splitlines()[0])
     if launched:
         found["report"] = run.verdict["kind"]
@@ -32,15 +32,24 @@ def check(found: dict, places: list[str], signals: int) -> None:
 
 
 @pytest.mark.quick(2)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("launched", [True, False])
 @pytest.mark.parametrize("without_c", [[], ["--without-c"]])
-@pytest.mark.parametrize("late", [[], ["--late"]])
-def test_what_a_handler_raises_reaches_the_script(bench, launched, without_c, late):
-    found = signalled(bench, "--places", *PLACES, "--signals", "15", *without_c, *late, launched=launched)
+def test_what_a_handler_raises_reaches_the_script(bench, launched, without_c):
+    found = signalled(bench, "--places", *PLACES, "--signals", "15", *without_c, launched=launched)
     check(found, PLACES, 15)
-    kinds = {found["verdict"][0], found.get("report", found["verdict"][0])}
-    assert kinds <= ({"clean", "unknown"} if late else {"clean"}), "unknown: rows that were on their way are lost"
+    assert found["verdict"][0] == "clean"
+    assert found.get("report", "clean") == "clean"
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("launched", [True, False])
+@pytest.mark.parametrize("without_c", [[], ["--without-c"]])
+def test_on_a_device_numbers_on_their_way_may_be_lost_and_no_exception(bench, launched, without_c):
+    found = signalled(bench, "--places", *PLACES, "--signals", "15", "--late", *without_c, launched=launched, code=6)
+    check(found, PLACES, 15)
+    assert {found["verdict"][0], found.get("report", "clean")} <= {"clean", "unknown"}
 
 
 @pytest.mark.slow
