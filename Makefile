@@ -36,9 +36,11 @@ demo: $(READY)  ## two ranks train until one overflows (a minute or two); prints
 test: $(READY)  ## the quick tests, and one of each kind of run; three minutes on two cores
 	$(PYTEST) -m 'not slow and not soak and not gpu' --durations 10 --numprocesses $(JOBS) --dist worksteal
 
+# SHARE=2: half of the tests that are no sample of a family, another half for another TURN.
+SHARE ?= 1
 # Many of them wait, for a deadline or for SLURM: twice as many as the cores can run at a time.
 slow: $(READY)  ## a sample of the long tests, each kind among them; a quarter of an hour on two cores
-	$(PYTEST) -m 'slow and not soak and not gpu' --sample --durations 20 --numprocesses $$((2 * $(JOBS))) --dist loadgroup
+	$(PYTEST) -m 'slow and not soak and not gpu' --sample --share $(SHARE) --durations 20 --numprocesses $$((2 * $(JOBS))) --dist loadgroup
 
 TIMES ?= 30
 flaky: $(READY)  ## each test that the last .ci/run calls flaky, thirty times (TIMES), one at a time

@@ -3,6 +3,7 @@
 `quick(3)`: three members of this parametrized test are quick, the others slow.
 `sample(3)`: three members of this family run in CI, which asks for a sample; the soak runs all.
 `sample(3, turns=True)`: another seed draws them, `--turn`, which CI takes from the commit: in time all take their turn.
+`--share 2`: one in two of the tests without a mark `sample`, drawn by `--turn`, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -21,6 +23,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--seed", default="0", metavar="SEED", help="draws the members of families of tests (0)")
     group.addoption("--turn", metavar="SEED", help="draws the members of families that take turns (as --seed)")
     group.addoption("--sample", action="store_true", help="run as many members of a family as its mark `sample` says")
+    group.addoption("--share", type=int, default=1, metavar="N", help="with --sample: one in N of the other tests")
     group.addoption("--each", type=int, metavar="N", help="with --sample: and N of each other parametrized test")
 
 
@@ -54,6 +57,9 @@ def take_sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     others = [item for item in items if not _takes_turns(item)]
     left_out = _not_drawn(_families(others, size), config.getoption("seed"))
     left_out |= _not_drawn(_families(in_turn, size), _turn(config))
+    share = config.getoption("share")
+    alone = (item for item in others if size(item) is None)
+    left_out |= {item for item in alone if int.from_bytes(_lot(_turn(config), item), "big") % share}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
@@ -82,10 +88,12 @@ def _families(items: list[pytest.Item], size_of: Callable[[pytest.Item], int | N
     return {name: (sizes[name], members) for name, members in families.items()}
 
 
-def _not_drawn(families: Families, seed: str) -> set[pytest.Item]:
-    def lot(item: pytest.Item) -> bytes:
-        return hashlib.sha256(f"{seed} {_id(item)}".encode(errors="backslashreplace")).digest()
+def _lot(seed: str, item: pytest.Item) -> bytes:
+    return hashlib.sha256(f"{seed} {_id(item)}".encode(errors="backslashreplace")).digest()
 
+
+def _not_drawn(families: Families, seed: str) -> set[pytest.Item]:
+    lot = partial(_lot, seed)
     return {item for size, members in families.values() for item in sorted(members, key=lot)[size:]}
 
 

@@ -110,3 +110,16 @@ def test_a_turn_draws_other_members_of_what_takes_turns_and_of_nothing_else(chos
     assert all(len(names) == 1 for names in drawn) and len({names[0] for names in drawn}) > 1
     assert len({tuple(sorted(set(names) - set(of_turn))) for names, of_turn in zip(turns, drawn, strict=True)}) == 1
     assert chosen("--sample", "--seed", "7") == chosen("--sample", "--seed", "7", "--turn", "7")
+
+
+def test_a_share_of_the_tests_that_are_no_family_takes_turns(chosen):
+    def alone(*options: str) -> bool:
+        return "test_alone" in chosen("-m", "slow", "--sample", *options)
+
+    drawn = {turn for turn in map(str, range(8)) if alone("--share", "2", "--turn", turn)}
+    assert 0 < len(drawn) < 8
+    assert alone("--turn", "1")
+    whole, half = (chosen("-m", "slow", "--sample", "--turn", "1", "--share", share) for share in ("1", "2"))
+    marked = ("test_one", "test_two", "test_in_turn")
+    assert [name for name in half if name.startswith(marked)] == [name for name in whole if name.startswith(marked)]
+    assert len(half) < len(whole)

@@ -74,7 +74,7 @@ def test_a_thousand_of_them(bench, place, without_c, late):
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("without_c", [[], ["--without-c"]])
-@pytest.mark.parametrize("place", ["second run", "compiled"])
+@pytest.mark.parametrize("place", ["second run", pytest.param("compiled", marks=pytest.mark.soak)])
 def test_one_that_comes_in_a_second_run_or_in_compiled_code(bench, place, without_c):
     """torch loses one there now and then, without gpuwatch, too: in C++, and in callbacks of weak references."""
     found = signalled(bench, "--places", place, "--signals", "30", *without_c)
