@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE =
 ONCE_MORE ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(if $(ONCE_MORE),tests/once_more.py run,-m pytest) --seed $(SEED) --turn $(TURN)
 
-.PHONY: help demo test slow flaky soak matrix fuzz gpu cuda-stub lint named typecheck docs check ci-here clean
+.PHONY: help demo test slow frameworks flaky soak matrix fuzz gpu cuda-stub lint named typecheck docs check ci-here clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -36,11 +36,14 @@ demo: $(READY)  ## two ranks train until one overflows (a minute or two); prints
 test: $(READY)  ## the quick tests, and one of each kind of run; three minutes on two cores
 	$(PYTEST) -m 'not slow and not soak and not gpu' --durations 10 --numprocesses $(JOBS) --dist worksteal
 
-# SHARE=2: half of the tests that are no sample of a family, another half for another TURN.
-SHARE ?= 1
+# MINUTES=10: those that can begin within ten minutes, in an order that TURN draws.
+MINUTES ?=
 # Many of them wait, for a deadline or for SLURM: twice as many as the cores can run at a time.
-slow: $(READY)  ## a sample of the long tests, each kind among them; a quarter of an hour on two cores
-	$(PYTEST) -m 'slow and not soak and not gpu' --sample --share $(SHARE) --durations 20 --numprocesses $$((2 * $(JOBS))) --dist loadgroup
+slow: $(READY)  ## a sample of the long tests, each kind among them; half an hour on two cores
+	$(PYTEST) -m 'slow and not soak and not gpu' --sample $(if $(MINUTES),--minutes $(MINUTES)) --durations 20 --numprocesses $$((2 * $(JOBS))) --dist loadgroup --no-loadscope-reorder
+
+frameworks: $(READY)  ## a sample of the tests with Lightning, DeepSpeed and others, drawn by TURN; they need '.[frameworks]'
+	$(PYTEST) -m 'slow and not soak' --sample --durations 10 --numprocesses $(JOBS) tests/frameworks
 
 TIMES ?= 30
 flaky: $(READY)  ## each test that the last .ci/run calls flaky, thirty times (TIMES), one at a time
@@ -70,7 +73,7 @@ gpu:  ## on a machine with GPUs: the tests marked gpu, then what is measured the
 # It makes a virtual environment of its own, of 5.5 GB: torch's build for CUDA. SAMPLE=--sample: one test of each kind.
 SAMPLE ?=
 cuda-stub:  ## without a GPU: torch's build for CUDA on a stand-in for the driver (tests/fakes/cuda); a quarter of an hour
-	$(PYTHON) tests/fakes/cuda/run.py --jobs $(JOBS) $(SAMPLE)
+	$(PYTHON) tests/fakes/cuda/run.py --jobs $(JOBS) $(SAMPLE) $(if $(TORCH),--torch $(TORCH))
 
 lint: $(READY)  ## formatting and lint rules
 	$(BIN)/ruff format --check .

@@ -50,6 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sampling.mark_slow(config, items)
     yield  # -m and -k
     sampling.take_sample(config, items)
+    sampling.limit_time(config, items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    sampling.tell_not_begun(config, terminalreporter)
 
 
 def pytest_collection_finish() -> None:

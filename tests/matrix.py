@@ -63,7 +63,6 @@ SHORT = (
         QUICK,
     ),
 )
-STAND_IN = (sys.executable, str(ROOT / "tests" / "fakes" / "cuda" / "run.py"), "--sample")
 MARKS = "<!-- made by tests/matrix.py: from here -->", "<!-- to here -->"
 
 
@@ -102,7 +101,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--python", default="", help=f"interpreters ({PYTHON}; the others, each with its newest torch)")
     parser.add_argument("--turn", default="", help="draws one more of the releases: CI takes the commit")
     parser.add_argument("--short", action="store_true", help="a minute of tests: attach, hooks, compile, one overflow")
-    parser.add_argument("--stand-in", action="store_true", help="and a sample on the stand-in for a GPU, newest torch")
     parser.add_argument("--remove", action="store_true", help="remove each environment after its run")
     parser.add_argument("--no-page", action="store_true", help="leave docs/versions.md as it is")
     parser.add_argument("--jobs", type=int, default=2, help="tests at the same time (2)")
@@ -137,11 +135,8 @@ def run_pair(torch: str, python: str, args: argparse.Namespace) -> Row:
         print(f"==== installed in {time.monotonic() - began:.0f} s", flush=True)
         began = time.monotonic()
         counts: dict[str, int] = {}
-        commands = [pytest_of(place, selection, args.jobs) for selection in (SHORT if args.short else ALL)]
-        if args.stand_in and torch == TORCH[-1]:
-            commands.append([*STAND_IN, "--venv", str(place), "--torch", torch, "--jobs", str(args.jobs)])
-        for command in commands:
-            for what, number in test(place, command).items():
+        for selection in SHORT if args.short else ALL:
+            for what, number in test(place, pytest_of(place, selection, args.jobs)).items():
                 counts[what] = counts.get(what, 0) + number
         print(f"==== tested in {time.monotonic() - began:.0f} s", flush=True)
     finally:

@@ -3,12 +3,15 @@
 `quick(3)`: three members of this parametrized test are quick, the others slow.
 `sample(3)`: three members of this family run in CI, which asks for a sample; the soak runs all.
 `sample(3, turns=True)`: another seed draws them, `--turn`, which CI takes from the commit: in time all take their turn.
-`--share 2`: one in two of the tests without a mark `sample`, drawn by `--turn`, too.
+`--minutes 10`: in an order that `--turn` draws, those that can begin within ten minutes. CI takes as long on a slow
+machine as on a fast one, and in time all take their turn. The end says how many did not begin.
+`comes_first`: before the others, with --minutes and among the members of a family: one of each kind of run.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +26,8 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--seed", default="0", metavar="SEED", help="draws the members of families of tests (0)")
     group.addoption("--turn", metavar="SEED", help="draws the members of families that take turns (as --seed)")
     group.addoption("--sample", action="store_true", help="run as many members of a family as its mark `sample` says")
-    group.addoption("--share", type=int, default=1, metavar="N", help="with --sample: one in N of the other tests")
     group.addoption("--each", type=int, metavar="N", help="with --sample: and N of each other parametrized test")
+    group.addoption("--minutes", type=float, metavar="N", help="begin no test later, and take them in a drawn order")
 
 
 def header(config: pytest.Config) -> str:
@@ -57,12 +60,43 @@ def take_sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     others = [item for item in items if not _takes_turns(item)]
     left_out = _not_drawn(_families(others, size), config.getoption("seed"))
     left_out |= _not_drawn(_families(in_turn, size), _turn(config))
-    share = config.getoption("share")
-    alone = (item for item in others if size(item) is None)
-    left_out |= {item for item in alone if int.from_bytes(_lot(_turn(config), item), "big") % share}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def limit_time(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --minutes: draw the order, and register what skips the tests that would begin too late."""
+    minutes = config.getoption("minutes")
+    if minutes is not None:
+        items.sort(key=partial(_order, _turn(config)))
+        config.pluginmanager.register(TimeLimit(minutes))
+
+
+class TimeLimit:
+    """A pytest plugin. With xdist each worker has one, and the process that started them tells the number."""
+
+    def __init__(self, minutes: float) -> None:
+        self.reason = f"not begun within {minutes:g} minutes (--minutes)"
+        self.end = time.monotonic() + 60 * minutes
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        """Comes before the test's fixtures."""
+        if time.monotonic() > self.end:
+            pytest.skip(self.reason)
+
+
+def tell_not_begun(config: pytest.Config, reporter: pytest.TerminalReporter) -> None:
+    """`57 of 412 tests: not begun within 10 minutes (--minutes)`"""
+    minutes = config.getoption("minutes")
+    if minutes is None:
+        return
+    reason = TimeLimit(minutes).reason
+    skipped = reporter.stats.get("skipped", [])
+    number = sum(reason in report.longreprtext for report in skipped)
+    ended = sum(len(reporter.stats.get(how, [])) for how in ("passed", "failed", "error", "skipped"))
+    reporter.write_line(f"{number} of {ended} tests: {reason}")
 
 
 def _turn(config: pytest.Config) -> str:
@@ -93,8 +127,12 @@ def _lot(seed: str, item: pytest.Item) -> bytes:
 
 
 def _not_drawn(families: Families, seed: str) -> set[pytest.Item]:
-    lot = partial(_lot, seed)
-    return {item for size, members in families.values() for item in sorted(members, key=lot)[size:]}
+    order = partial(_order, seed)
+    return {item for size, members in families.values() for item in sorted(members, key=order)[size:]}
+
+
+def _order(seed: str, item: pytest.Item) -> tuple[bool, bytes]:
+    return item.get_closest_marker("comes_first") is None, _lot(seed, item)
 
 
 def _id(item: pytest.Item) -> str:

@@ -94,6 +94,7 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_passes_alone_is_in_the_table_with_its_first_output(runs):
     runs.write("def test_good(): pass\n" + flaky("now_and_then"))
     assert runs.run("--numprocesses", "1", "--dist", "worksteal") == 0
@@ -102,6 +103,7 @@ def test_what_passes_alone_is_in_the_table_with_its_first_output(runs):
     assert runs.closing_line.startswith("1 passed in")
 
 
+@pytest.mark.slow
 def test_what_fails_twice_fails_the_run(runs):
     runs.write("def test_bad(): assert 1 == 2\n" + flaky("now_and_then"))
     assert runs.run() == 1
@@ -122,6 +124,7 @@ def test_three_may_be_flaky_of_all_runs_together(runs):
     assert "==== more than 3 tests are flaky" in runs.output
 
 
+@pytest.mark.slow
 def test_of_many_failures_none_runs_again(runs):
     runs.write(flaky(*(f"number_{number}" for number in range(11))))
     assert runs.run() == 1
@@ -129,6 +132,7 @@ def test_of_many_failures_none_runs_again(runs):
     assert runs.reruns == []
 
 
+@pytest.mark.slow
 def test_a_worker_of_xdist_that_is_killed(runs):
     """xdist reports a failure of that test alone, and would pass its second run."""
     killed = "def test_killed():\n    if is_first_time('killed'): os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -139,6 +143,7 @@ def test_a_worker_of_xdist_that_is_killed(runs):
     assert runs.reruns == [] and TABLE not in runs.output
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("options", [(), ("--continue-on-collection-errors",)])

@@ -30,7 +30,7 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "brings_torch"), CALLS.items())
 def test_a_call_is_there_and_torch_comes_with_it_and_not_before(name, brings_torch):

@@ -1,5 +1,9 @@
 """The gate takes some of each family of tests, the same ones for the same seed."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import sampling
 
@@ -44,6 +48,7 @@ class Drawn:
         sampling.mark_slow(config, items)
         yield
         sampling.take_sample(config, items)
+        sampling.limit_time(config, items)
 
     def pytest_collection_finish(self, session):
         self.names = [item.name for item in session.items]
@@ -112,14 +117,36 @@ def test_a_turn_draws_other_members_of_what_takes_turns_and_of_nothing_else(chos
     assert chosen("--sample", "--seed", "7") == chosen("--sample", "--seed", "7", "--turn", "7")
 
 
-def test_a_share_of_the_tests_that_are_no_family_takes_turns(chosen):
-    def alone(*options: str) -> bool:
-        return "test_alone" in chosen("-m", "slow", "--sample", *options)
+def test_with_minutes_a_turn_draws_the_order_and_no_test(chosen):
+    all_of_them = chosen("--sample", "--turn", "1")
+    orders = [chosen("--sample", "--turn", "1", "--minutes", "9"), chosen("--sample", "--turn", "1", "--minutes", "9")]
+    orders += [chosen("--sample", "--turn", "1", "--seed", "0", "--minutes", "1")]
 
-    drawn = {turn for turn in map(str, range(8)) if alone("--share", "2", "--turn", turn)}
-    assert 0 < len(drawn) < 8
-    assert alone("--turn", "1")
-    whole, half = (chosen("-m", "slow", "--sample", "--turn", "1", "--share", share) for share in ("1", "2"))
-    marked = ("test_one", "test_two", "test_in_turn")
-    assert [name for name in half if name.startswith(marked)] == [name for name in whole if name.startswith(marked)]
-    assert len(half) < len(whole)
+    assert orders[0] == orders[1] == orders[2] != all_of_them
+    assert sorted(orders[0]) == sorted(all_of_them)
+    another = chosen("--sample", "--turn", "2", "--minutes", "9")
+    assert [name for name in another if name in orders[0]] != [name for name in orders[0] if name in another]
+
+
+@pytest.mark.parametrize("workers", [(), ("--numprocesses", "1")], ids=["alone", "with xdist"])
+def test_no_test_begins_after_its_minutes_and_the_end_says_how_many(tmp_path, workers):
+    """The first test waits until they are over, so that the others begin too late however fast the machine is."""
+    folder = Path(__file__).parent
+    (tmp_path / "conftest.py").write_text((folder / "conftest.py").read_text())
+    for name in ("sampling.py", "once_more.py"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    (tmp_path / "test_waits.py").write_text(
+        "import time, pytest\n"
+        "@pytest.mark.parametrize('number', range(4))\n"
+        "def test_waits(request, number):\n"
+        "    limit = next(p for p in request.config.pluginmanager.get_plugins() if type(p).__name__ == 'TimeLimit')\n"
+        "    while time.monotonic() <= limit.end: time.sleep(0.01)\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+
+    options = ["-p", "no:cacheprovider", "--import-mode=importlib", "--minutes", "0.02", *workers]
+    done = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=tmp_path, capture_output=True, text=True)
+
+    assert "1 passed, 3 skipped" in done.stdout, done.stdout + done.stderr
+    assert "3 of 4 tests: not begun within 0.02 minutes (--minutes)" in done.stdout
+    assert done.returncode == 0

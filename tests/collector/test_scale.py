@@ -12,6 +12,7 @@ import pytest
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "collector.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_every_page_arrives_and_every_overflow_is_named(ranks, tmp_path):
     options = ["--ranks", ranks, "--pages", 3, "--rate", 0, "--frames", 40, "--anomalies", 4]

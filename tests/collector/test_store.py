@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import time
 
 import pytest
 from gpuwatch.collector.finish import report_from_store
@@ -23,6 +22,8 @@ from gpuwatch.core.wire.messages import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from ..waiting import until
 
 
 @pytest.fixture
@@ -161,9 +162,7 @@ def test_a_disk_that_has_room_again_is_written_again(small_disk):
             pass
     assert len(fill(store, 10)) < 10
     ballast.unlink()
-    deadline = time.monotonic() + 300
-    while not store.commit() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(store.commit, "the store takes what it holds", lambda: f"{store.unwritten} are unwritten")
     assert store.unwritten == 0
     assert readable(store.path) == list(range(1, 11))
     store.close()

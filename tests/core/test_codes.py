@@ -11,6 +11,7 @@ from gpuwatch.core.preflight import PreflightFinding
 from gpuwatch.core.verdicts import VerdictKind
 from msgspec.structs import fields
 
+from ..parsed import nodes_of
 from .test_imports import ROOT
 from .test_names import all_modules
 
@@ -130,7 +131,7 @@ GW613 keys_guessable
 def calls(*names: str) -> Iterator[tuple[str, ast.Call]]:
     """Those of the package, by the last part of the called name, with the file and the line."""
     for path in all_modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call):
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 if called in names:
@@ -155,7 +156,7 @@ def test_each_code_is_given_somewhere():
     used = {
         node.attr
         for path in all_modules()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Code"
     }
     assert {code.name for code in Code} - used == set()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import gpuwatch
 import pytest
+
+from ..parsed import nodes_of, tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {"cli", "launcher", "worker", "collector", "slurm", "core"}
@@ -33,6 +36,7 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "code",
     [
@@ -84,7 +88,7 @@ def rooms_imported(path: Path) -> set[str]:
     """Rooms of gpuwatch that a file imports, at its top or anywhere in it."""
     package = ["gpuwatch", *path.relative_to(ROOT).parent.parts]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -154,15 +158,14 @@ def floor_of(room: str, path: Path) -> int:
 
 
 def imported_at_the_top(path: Path) -> set[Path]:
-    tree = ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if isinstance(node, (ast.ImportFrom, ast.Try))]
-    return imported_files(path, tree) - {path.relative_to(ROOT)}
+    body = [node for node in tree_of(path).body if isinstance(node, (ast.ImportFrom, ast.Try))]
+    return imported_files(path, ast.walk(ast.Module(body, []))) - {path.relative_to(ROOT)}
 
 
-def imported_files(path: Path, tree: ast.Module | None = None) -> set[Path]:
+def imported_files(path: Path, nodes: Iterable[ast.AST] | None = None) -> set[Path]:
     """What a file imports by a relative name, as paths from the root; a name in a module is the module."""
     found = set()
-    for node in ast.walk(tree or ast.parse(path.read_text())):
+    for node in nodes_of(path) if nodes is None else nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             target = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             inside = [target / alias.name for alias in node.names] if target.is_dir() else [target]
@@ -212,7 +215,7 @@ def test_imports_inside_the_package_are_relative():
         for path in modules(room):
             if path.parent == ROOT / "worker" / "path":  # Python imports it by itself, as no part of us
                 continue
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes_of(path):
                 if isinstance(node, ast.ImportFrom) and not node.level:
                     assert (node.module or "").split(".")[0] != "gpuwatch", path
 
@@ -232,12 +235,11 @@ def test_only_the_package_itself_lies_at_the_root():
 
 def words_of_code(path: Path) -> set[str]:
     """Every name and every text in a module's code; docstrings and comments are left out."""
-    tree = ast.parse(path.read_text())
     prose = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             found.add(node.value)
         for field in ("id", "attr", "arg", "name"):

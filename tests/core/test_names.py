@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from ..parsed import nodes_of
 from .test_imports import ROOMS, ROOT, modules
 
 DOMAIN = {"Anomaly", "Certainty", "Code", "Frame", "Page", "Phase", "Region", "Role", "Row", "Value", "Verdict"}
@@ -20,7 +21,7 @@ def all_modules() -> list[Path]:
 def test_no_class_name_stands_twice():
     places = defaultdict(list)
     for path in all_modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(path.relative_to(ROOT).as_posix())
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

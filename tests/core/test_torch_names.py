@@ -27,6 +27,8 @@ from gpuwatch.core.torch_names import (
     release_of,
 )
 
+from ..parsed import nodes_of
+
 ROOT = pathlib.Path(gpuwatch.__file__).parent
 RELEASE = release_of(torch.__version__)
 OBJECTS = {
@@ -83,18 +85,17 @@ FALLBACKS = {
 def private_names() -> dict[str, str]:
     """Private attribute that gpuwatch asks for and does not define -> where."""
     files = [path for room in ("worker", "core", "launcher") for path in (ROOT / room).rglob("*.py")]
-    trees = {path: ast.parse(path.read_text()) for path in files}
     own, used = set(), {}
-    for tree in trees.values():
-        for node in ast.walk(tree):
+    for path in files:
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 own.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 own.add(node.attr)
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
+    for path in files:
+        for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and re.match("_[A-Za-z]", node.attr) and node.attr not in own:
                 if not isinstance(node.value, ast.Name) or node.value.id not in OF_OTHERS:
                     used[node.attr] = f"{path.relative_to(ROOT)}:{node.lineno}"
@@ -115,6 +116,7 @@ def test_nothing_is_missing_in_this_torch():
     assert missing(RELEASE) == []
 
 
+@pytest.mark.slow
 def test_a_name_that_is_gone_turns_off_one_view_and_the_run_says_so(tmp_path):
     """As in a release that has moved it: the hooks attach, a frame is judged, and the fault names what is lost."""
     code = f"""

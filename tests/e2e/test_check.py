@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+from ..waiting import until
+
 pytestmark = pytest.mark.sample(3, of="gpuwatch check")  # of those without a mark of their own
 
 FULL = ["inventory", "arrive", "consistency", "health", "allocation", "compute", "node group", "bandwidth"]
@@ -22,6 +24,8 @@ def preflight_lines(run) -> list[str]:
     return [line for line in lines if not line.endswith("still waiting")]
 
 
+@pytest.mark.slow
+@pytest.mark.comes_first
 def test_a_healthy_machine_passes(bench):
     run = bench.gpuwatch("check", "--nproc-per-node", "2", "--alloc", "16MiB", "--bandwidth-size", "1MiB")
 
@@ -125,8 +129,12 @@ AGENT, COLLECTOR = "gpuwatch.launcher.agent.agent", "gpuwatch.collector"
 def test_ctrl_c_before_the_ranks_are_started_ends_it(bench, port, child, in_background):
     """While a child is being started, and while the other node is waited for."""
     check = start_check(bench, port, in_background=in_background)
-    while not bench.running(child):
-        assert check.poll() is None
+
+    def is_there() -> bool:
+        assert check.poll() is None, check.communicate()
+        return bool(bench.running(child))
+
+    until(is_there, f"a process {child}")
     check.send_signal(signal.SIGINT)
     run = bench.finish(check)
 

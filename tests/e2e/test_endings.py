@@ -133,7 +133,7 @@ def test_a_rank_that_the_kernel_ends_for_lack_of_memory_is_told_so(bench):
 @pytest.mark.parametrize(
     "number",
     [
-        signal.SIGINT,
+        pytest.param(signal.SIGINT, marks=[pytest.mark.slow, pytest.mark.comes_first]),
         *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)),
     ],
 )

@@ -19,6 +19,7 @@ TOLD = ("--hang-timeout", "10", "--preflight", "off")
 ABORT = (*TOLD, "--on-hang", "abort")
 
 
+@pytest.mark.comes_first
 @pytest.mark.sample(1, of="a rank that does not come")
 @pytest.mark.parametrize(
     ("how", "place", "line"),

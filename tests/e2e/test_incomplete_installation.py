@@ -41,6 +41,7 @@ def python_without_torch(tmp_path_factory):
     return str(folder / "bin" / "python")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("line", ["launch train.py", "check", "submit --print train.py", "launch --help"])
 def test_without_torch_a_command_says_so(bench, python_without_torch, line):
     (bench.cwd / "train.py").touch()
@@ -52,6 +53,7 @@ def test_without_torch_a_command_says_so(bench, python_without_torch, line):
     assert (done.code, done.stdout) == (2, "")
 
 
+@pytest.mark.slow
 def test_without_torch_run_runs_what_needs_none(bench, python_without_torch):
     (bench.cwd / "train.py").write_text("print('hello')\nimport torch\n")
     command = ("run", "--", python_without_torch, "train.py")

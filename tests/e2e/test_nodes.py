@@ -20,6 +20,8 @@ def start_node(bench, port: int, *options: str, script: str = "ddp_overflow.py",
     )
 
 
+@pytest.mark.slow
+@pytest.mark.comes_first
 def test_two_nodes_make_one_report_and_end_together(bench, port):
     nodes = [start_node(bench, port, args=("--rank", "1", "--batch", "2")) for _ in range(2)]
     runs = [bench.finish(process) for process in nodes]

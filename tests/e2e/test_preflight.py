@@ -55,7 +55,7 @@ COORDINATOR_HANGS = ("coordinator hangs", "allocation", "hung in stage allocatio
 @pytest.mark.parametrize(
     ("way", "stage", "words", "timeout", "bad_rank"),
     [
-        (*DIES, 1),
+        pytest.param(*DIES, 1, marks=[slow, pytest.mark.comes_first]),
         pytest.param(*DIES, 0, marks=slow),
         pytest.param(*HANGS, 1, marks=slow),
         *(

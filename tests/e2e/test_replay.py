@@ -49,7 +49,7 @@ def replay(bench, *words):
     return json.loads(run.stdout)["rows"], run
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_shows_again_from_its_folder(bench, captured, fault):
@@ -174,7 +174,7 @@ class _Opens:
         return open, (self.path, "w")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--trust",)])
 def test_a_pickle_instead_of_a_capture_runs_never(bench, hostile, options):
     run, ran = hostile(lambda capture: _Opens(str(bench.cwd / "hostile" / "ran")), *options)

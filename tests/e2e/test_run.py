@@ -39,6 +39,8 @@ def plain(bench, *command):
     return done.returncode, sorted(done.stdout.splitlines())
 
 
+@pytest.mark.slow
+@pytest.mark.comes_first
 def test_a_process_alone_is_rank_0_of_1(bench):
     watched = bench.gpuwatch("run", "--", PYTHON, bench.script("alone.py"))
 
@@ -411,6 +413,7 @@ def test_a_port_that_is_taken_is_the_reason_why_torchrun_failed(bench):
     assert "--master-port" in verdict["next"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", pytest.param("launch", marks=pytest.mark.slow)])
 def test_a_rank_does_not_have_the_jobs_secret(bench, command):
     script = bench.cwd / "script.py"

@@ -31,7 +31,8 @@ def check(found: dict, places: list[str], signals: int) -> None:
     assert found.get("same bits", True)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.slow
+@pytest.mark.comes_first
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("launched", [True, False])
 @pytest.mark.parametrize("without_c", [[], ["--without-c"]])

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import socket
 import sys
-import time
 import urllib.request
 
 import pytest
@@ -15,25 +14,31 @@ from gpuwatch.collector.live.top_model import TopModel
 from gpuwatch.core.host import host_name
 from prometheus_client.parser import text_string_to_metric_families
 
+from ..waiting import until
 from .tmux import Terminal
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 300
 
 
-def until(job, link, model, seen):
+def screen_of(job, link, model, seen):
     """Take pictures until the screen is as wanted; the job goes on meanwhile."""
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
+    screens = []
+
+    def is_seen() -> bool:
         assert job.poll() is None, job.communicate()
         view = link.newest(1.0)
         if view is not None:
             model.see(view)
-        screen = model.screen(100)
-        if seen(screen):
-            return screen
-    (pathlib.Path(job.args[-1]) / "go").touch()
-    raise AssertionError(f"it was never seen; the last screen: {screen}; {job.communicate()}")
+        screens[:] = [model.screen(100)]
+        return seen(screens[0])
+
+    def what_is_there() -> str:
+        (pathlib.Path(job.args[-1]) / "go").touch()
+        return f"the last screen: {screens}; {job.communicate()}"
+
+    until(is_seen, "a screen as wanted", what_is_there, look_s=0)
+    return screens[0]
 
 
 def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
@@ -44,7 +49,7 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
     folder = bench.cwd / "gpuwatch-runs" / "shown"
     link, model = job_viewer(folder), TopModel()
     try:
-        screen = until(job, link, model, lambda screen: "batches/s" in str(screen.head) and screen.hot)
+        screen = screen_of(job, link, model, lambda screen: "batches/s" in str(screen.head) and screen.hot)
         assert [line.text.split()[0] for line in screen.ranks] == ["0", "1", "2", "3"]
         assert "4 ranks on 1 node" in screen.head[1].text
         assert "powers of two below float16's" in screen.hot[0].text
@@ -61,7 +66,7 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
         _stacks(bench)
         early = bench.gpuwatch("report", "shown")
         assert early.code == 0 and "this run has not ended" in early.stderr
-        screen = until(job, link, model, lambda screen: "is waited for" in str(screen.head))
+        screen = screen_of(job, link, model, lambda screen: "is waited for" in str(screen.head))
         assert any(line.text.startswith("rank 2 is waited for: it has not moved for") for line in screen.head)
         assert any(line.text.endswith("3 ranks wait") for line in screen.head)
         assert screen.ranks[0].text.split()[0] == "2"
@@ -108,24 +113,28 @@ def scraped(port):
 
 def _stacks(bench):
     """Rank 2 may have yet to stand, or look for the file just now: then it is asked again."""
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        shown = bench.gpuwatch("stacks", "shown")
-        assert shown.code == 0, shown.stderr
-        if all(
-            text in shown.stdout
-            for text in ("rank 2 is in the forward of batch", "ranks 0, 1, 3 wait in all_reduce", "time.sleep(0.01)")
-        ):
-            break
+    wanted = ("rank 2 is in the forward of batch", "ranks 0, 1, 3 wait in all_reduce", "time.sleep(0.01)")
+    tries = []
+
+    def is_told() -> bool:
+        tries.append(bench.gpuwatch("stacks", "shown"))
+        assert tries[-1].code == 0, tries[-1].stderr
+        return all(text in tries[-1].stdout for text in wanted)
+
+    until(is_told, f"stacks with {wanted}", lambda: tries[-1].stdout)
+    shown = tries[-1]
     assert "run shown: 4 running ranks of 4\n" in shown.stdout
     assert "Stack of ranks 0, 1, 3, innermost call first" in shown.stdout
     assert "in forward: time.sleep(0.01)" in shown.stdout
     innermost = set[str]()
-    while not innermost >= {"all_reduce", "forward"} and time.monotonic() < deadline:
+
+    def is_shown() -> bool:
         found = json.loads(bench.gpuwatch("stacks", "shown", "--format", "json").stdout)
         assert [look["where"]["rank"] for look in found["looks"]] == [0, 1, 2, 3]
-        innermost = {look["stack"][0]["function"] for look in found["looks"]}
-    assert innermost >= {"all_reduce", "forward"}
+        innermost.update(look["stack"][0]["function"] for look in found["looks"])
+        return innermost >= {"all_reduce", "forward"}
+
+    until(is_shown, "the innermost functions all_reduce and forward", lambda: innermost)
 
 
 def _in_a_terminal(bench):

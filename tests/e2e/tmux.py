@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from ..waiting import until
 
 DEADLINE_S = 300
 
@@ -65,11 +66,13 @@ class Terminal:
 
     def until(self, seen: Callable[[list[str]], object]) -> list[str]:
         """Wait for a screen."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not seen(screen := self.screen()):
-            assert time.monotonic() < deadline, "\n".join(["it was never seen; the last screen:", *screen])
-            time.sleep(0.05)
-        return screen
+        found = until(
+            lambda: screen if seen(screen := self.screen()) else None,
+            "a screen as wanted",
+            lambda: "\n".join(["the last one:", *self.screen()]),
+        )
+        assert found is not None
+        return found
 
     def close(self) -> None:
         """End the shell and what runs in it."""

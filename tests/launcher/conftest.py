@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,16 +29,7 @@ from gpuwatch.launcher.head_collector import HeadCollector
 from gpuwatch.launcher.helper_processes import NodeAgent
 
 from ..ports import ports_of_this_test
-
-DEADLINE_S = 300.0
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Wait for an event of another process."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come"
-        time.sleep(0.02)
+from ..waiting import until
 
 
 class Rank:

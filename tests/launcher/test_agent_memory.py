@@ -12,7 +12,8 @@ from gpuwatch.core.values import ValueEncoding
 from gpuwatch.core.wire.messages import EventMessage, PageMessage
 from gpuwatch.launcher.agent.outbox import PAGE_BYTES
 
-from .conftest import Rank, until
+from ..waiting import until
+from .conftest import Rank
 from .test_delivery import kill, report_of, stored
 
 MOST_BYTES = 60e6

@@ -24,7 +24,8 @@ from gpuwatch.core.recorder.run_folder import keep_rescued
 from gpuwatch.core.wire.messages import VERDICT_PATIENCE_S, AgentHello, EventMessage, NameDefinitions, NodeBye
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded, WorkersStarted
 
-from .conftest import DEADLINE_S, Rank, until
+from ..waiting import WAIT_S, until
+from .conftest import Rank
 
 ANOMALY = Anomaly(RunPosition(1, 0, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
 ANOMALY_OF_ATTEMPT_4 = Anomaly(
@@ -104,6 +105,7 @@ def test_a_collector_that_is_killed_is_started_again_with_what_it_had(node):
     assert node.stops == []
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_killed_while_the_verdict_is_waited_for(node):
     node.train(0)
     kill(node.collector, signal.SIGSTOP)
@@ -113,6 +115,7 @@ def test_a_collector_that_is_killed_while_the_verdict_is_waited_for(node):
     assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
 
 
+@pytest.mark.slow
 def test_a_collector_whose_store_was_lost_is_told_everything_again(node):
     """Also what no recorder holds any more: the attempts whose recorders were freed."""
     for attempt in range(1, 5):
@@ -150,6 +153,7 @@ def nothing_can_be_stored(node):
         yield
 
 
+@pytest.mark.slow
 def test_a_verdict_waits_for_no_disk(node):
     """The store takes nothing from before the overflow until after the verdict so far; at the end it has all."""
     until(lambda: stored(node, NameDefinitions), "the names")
@@ -258,6 +262,7 @@ def test_a_clean_job_whose_collector_never_came_is_clean_once_its_spools_are_mer
     assert (report["verdict"]["kind"], report["verdict"]["certainty"]) == ("clean", "established")
 
 
+@pytest.mark.slow
 def test_recorders_of_old_attempts_are_freed_and_the_last_ones_kept(node):
     attempts = 13
     for attempt in range(1, attempts):
@@ -276,6 +281,7 @@ def test_recorders_of_old_attempts_are_freed_and_the_last_ones_kept(node):
     assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
 
 
+@pytest.mark.slow
 def test_an_agent_does_not_die_of_a_recorder_that_is_cut_short(node):
     node.train(0, 1)
     until(lambda: stored(node, NameDefinitions), "the names in the store")
@@ -304,6 +310,7 @@ def chatter(rank, number: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_overflow_on_a_full_runs_folder_is_told_and_its_store_is_kept_elsewhere(small_disk, make_node):
     node = make_node(small_disk / "runs")
     node.start_agent(node.start_collector())
@@ -315,7 +322,7 @@ def test_an_overflow_on_a_full_runs_folder_is_told_and_its_store_is_kept_elsewhe
     node.end_ranks()
     verdict = node.verdict()
     assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
-    node.collector.end(DEADLINE_S)  # as the launch does: until then it may move what it writes
+    node.collector.end(WAIT_S)  # as the launch does: until then it may move what it writes
     rescued = keep_rescued(node.scratch)
     assert rescued is not None
     try:
@@ -327,6 +334,7 @@ def test_an_overflow_on_a_full_runs_folder_is_told_and_its_store_is_kept_elsewhe
         shutil.rmtree(rescued)
 
 
+@pytest.mark.slow
 def test_with_no_room_anywhere_nothing_is_acknowledged_that_cannot_be_read_and_the_verdict_stands(
     small_disk, make_node, tmp_path, monkeypatch
 ):
@@ -347,6 +355,7 @@ def test_with_no_room_anywhere_nothing_is_acknowledged_that_cannot_be_read_and_t
     assert json.loads(Path(verdict.report).read_text())["verdict"]["kind"] == "overflow", "in a temporary folder"
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_killed_while_its_disk_is_full_still_knows_what_it_had_acknowledged(small_disk, make_node):
     node = make_node(small_disk / "runs")
     node.start_agent(node.start_collector())

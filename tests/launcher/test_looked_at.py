@@ -9,7 +9,7 @@ from gpuwatch.collector.live.publisher import job_viewer
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.wire.messages import HotModule, NodeBeat, unpack_list
 
-from .conftest import until
+from ..waiting import until
 
 
 def told(node) -> list:

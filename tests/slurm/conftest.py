@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no folder
 
 from cluster import NAME, Cluster, take_down_stale, why_not
+
+from ..waiting import until
 
 SCRIPTS = Path(__file__).parents[1] / "e2e" / "scripts"
 TEMPLATE = Path(__file__).parents[2] / "slurm" / "gpuwatch.sbatch"
@@ -132,11 +133,7 @@ class User:
         return report
 
     def until(self, happened: Callable[[], bool], what: str, within_s: float, job: Job | None = None) -> None:
-        deadline = time.monotonic() + within_s
-        while not happened():
-            if time.monotonic() > deadline:
-                pytest.fail(f"not within {within_s:.0f} s: {what}\n{job.output if job else ''}")
-            time.sleep(LOOK_S)
+        until(happened, what, lambda: job.output if job else "", within_s, LOOK_S)
 
 
 @pytest.fixture

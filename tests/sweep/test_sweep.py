@@ -159,6 +159,7 @@ def test_the_library_fails_the_call_that_it_is_told_to(n, lasting, said, tmp_pat
     assert first == ("open gpuwatch.collector" if n else "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "answer"),
     [

@@ -22,6 +22,8 @@ from gpuwatch.core.wire.messages import AgentBody, AgentHello, NodeBye
 from gpuwatch.launcher.agent.rank_watch import RankWatch
 from gpuwatch.worker.session import WorkerSession
 
+from ..waiting import until
+
 if TYPE_CHECKING:
     from gpuwatch.tests.fakes.late_device import LateDevice
 
@@ -126,6 +128,14 @@ class Watched:
         bodies = [hello, *before, *agent.end(0, "itself", 0.0), NodeBye("ok")]
         agent.close()
         return decide(fold([("a", number, body) for number, body in enumerate(bodies)]))
+
+    def settle(self) -> None:
+        """The script has ended. A late device's time goes on with each look."""
+        until(self.hooks.settle, "all numbers have arrived", self.reader.state, look_s=0)
+
+    def collect(self) -> None:
+        """Between two batches."""
+        until(self.hooks.collect, "all numbers that are on their way have arrived", self.reader.state, look_s=0)
 
     def close(self) -> None:
         self.hooks.close()

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from gpuwatch.core.signal_errors import from_outside, suppress_own
 
+from ..parsed import nodes_of
+
 ROOT = Path(__file__).parents[2]
 IN_A_RANK = ["worker", "core", "collector/facts", "collector/decide", "collector/assemble", "collector/report"]
 """What runs between the bytecodes of a script. The last four make the report of `gpuwatch.watch`."""
@@ -32,12 +34,12 @@ THREADS = {"worker/hooks/forward_thread.py", "worker/hooks/capture.py", "core/th
 """They catch BaseException in threads of their own, where no handler runs."""
 
 
-def files() -> Iterator[tuple[str, ast.Module]]:
+def files() -> Iterator[tuple[str, tuple[ast.AST, ...]]]:
     for folder in IN_A_RANK:
         for file in sorted((ROOT / folder).rglob("*.py")):
             name = file.relative_to(ROOT).as_posix()
             if not any(name == place or name.startswith(f"{place}/") for place in ELSEWHERE):
-                yield name, ast.parse(file.read_text())
+                yield name, nodes_of(file)
 
 
 def names_of(caught: ast.expr | None) -> set[str]:
@@ -51,7 +53,7 @@ def own_classes() -> set[str]:
         node.name
         for folder in ("core", "worker")
         for file in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes_of(file)
         if isinstance(node, ast.ClassDef)
     }
     return found | {f"reproduce.{name}" for name in found}
@@ -67,8 +69,8 @@ def lets_through(handler: ast.ExceptHandler) -> bool:
 def test_what_ends_an_error_in_a_rank_asks_whose_it_is():
     own = own_classes() | NARROW
     found = []
-    for name, tree in files():
-        for node in ast.walk(tree):
+    for name, nodes in files():
+        for node in nodes:
             if isinstance(node, ast.ExceptHandler):
                 caught = names_of(node.type)
                 in_thread = name in THREADS and caught == {"BaseException"}

@@ -86,6 +86,7 @@ def test_a_script_sees_what_python_would_show_it(both):
     assert both.told == ["0"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["my train.py", "tr'ain;$(x).py", "näh.py", "folder/train.py", "./folder/../train.py"])
 def test_any_path_of_a_script(both, name):
     (both.folder / "folder").mkdir()
@@ -127,6 +128,7 @@ def test_a_folder_or_zip_with_a_main_is_run(both, kind):
     both.same("app" if kind == "folder" else "app.zip", "x")
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("end", "code", "told"),
     [
@@ -203,6 +205,7 @@ def test_a_traceback_is_exactly_pythons(both):
     both.same("-m", "package.train")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("code", ["x = = 1\n", "\0\n", "# -*- coding: nope -*-\n", "def f(:\n  pass"])
 def test_a_script_that_does_not_compile(both, code):
     both.write("train.py", "").write_bytes(code.encode())

@@ -263,6 +263,7 @@ def test_remove_twice_is_once_and_what_was_recorded_stays(folders):
     assert len(handle.frames()) == 4
 
 
+@pytest.mark.slow
 def test_the_handle_does_not_have_to_be_kept(folders):
     """`gpuwatch.watch(model)` on a line of its own."""
     model = nn.Sequential(Multiplies(1.0))
@@ -615,6 +616,7 @@ def sizes(handle) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_many_batches_leave_no_more_than_a_few(folders):
     class Odd(nn.Module):
         """Makes modules, with parameters too, and returns things anew each time."""

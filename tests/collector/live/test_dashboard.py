@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -21,6 +20,7 @@ from gpuwatch.core.wire.view import JobView, LimitPassing, NodeView, RankView, V
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...ports import ports_of_this_test
+from ...waiting import WAIT_S, until
 
 DASHBOARD = json.loads((files("gpuwatch.collector.live") / "dashboard.json").read_text())
 DATASOURCE = {
@@ -182,7 +182,6 @@ def test_the_datasource_is_a_variable():
     assert set(uids) == {"gpuwatch", "${datasource}"}
 
 
-WAIT_S = 300.0
 CONFIG = """
 global: {{scrape_interval: 1s}}
 scrape_configs: [{{job_name: gpuwatch, static_configs: [{{targets: ["127.0.0.1:{port}"]}}]}}]
@@ -215,11 +214,13 @@ def test_a_prometheus_that_scrapes_answers_every_query(tmp_path):
         prometheus = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stderr=log, stdout=log)
         try:
             left = [e.replace("$__rate_interval", "1m").replace("$instance", ".*") for e in expressions()[:-1]]
-            deadline = time.monotonic() + WAIT_S
-            while left and time.monotonic() < deadline:
+
+            def are_answered() -> bool:
                 assert prometheus.poll() is None, (tmp_path / "log").read_text()
-                left = [expression for expression in left if not ask(port, expression)]
-            assert left == [], "rate() needs two scrapes, the others one"
+                left[:] = [expression for expression in left if not ask(port, expression)]
+                return not left
+
+            until(are_answered, "an answer to each expression (rate() needs two scrapes)", lambda: left)
         finally:
             prometheus.terminate()
             prometheus.wait(WAIT_S)

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack, contextmanager
@@ -41,10 +40,10 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...ports import ports_of_this_test
+from ...waiting import WAIT_S, until
 from ..conftest import BUILDERS
 
 KEYS = derive_keys("a secret of the tests", "job")
-WAIT_S = 300.0
 HOSTILE = 'fc\\1"} 7\n# TYPE x'
 
 
@@ -67,17 +66,19 @@ def scrape(url: str):
 
 
 def scraped_until(url, seen):
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
+    found = {}
+
+    def is_seen() -> bool:
         try:
-            found = scrape(url)
+            found["now"] = scrape(url)
         except urllib.error.HTTPError as error:
             with error:
                 assert error.code == 503, "there is a number, or none yet"
-            continue
-        if seen(found):
-            return found
-    raise AssertionError(f"it was never seen; the last scrape: {found}")
+            return False
+        return seen(found["now"])
+
+    until(is_seen, "a scrape as wanted", lambda: found)
+    return found["now"]
 
 
 def config(folder, metrics="127.0.0.1:0") -> CollectorConfig:
@@ -293,14 +294,14 @@ def test_clients_that_say_nothing_hold_nobody_up(served):
         thread.start()
         assert shown.wait(WAIT_S), "the loop waits for a scrape"
         thread.join()
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
+
+    def gets_in() -> bool:
         try:
-            assert scrape(served.url)["gpuwatch_world_size"] == {(): 1}
-            return
+            return scrape(served.url)["gpuwatch_world_size"] == {(): 1}
         except OSError:
-            continue  # those that have gone still take up the room
-    raise AssertionError("no scrape got in again")
+            return False  # those that have gone still take up the room
+
+    until(gets_in, "a scrape gets in again")
 
 
 def test_a_port_in_use_ends_the_collector_before_there_is_a_run(tmp_path):
@@ -327,10 +328,7 @@ def end_job(address) -> None:
 
 
 def told(said, words) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not any(words in line for line in said):
-        assert time.monotonic() < deadline, said
-        time.sleep(0.02)
+    until(lambda: any(words in line for line in said), repr(words), lambda: said)
 
 
 @pytest.mark.slow

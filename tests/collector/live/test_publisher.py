@@ -20,6 +20,8 @@ from gpuwatch.core.wire.messages import EventMessage, GpuNow, HostNow, HotModule
 from gpuwatch.core.wire.view import FILE, JobView, read_viewer_keys
 from zmq.auth.thread import ThreadAuthenticator
 
+from ...waiting import until
+
 KEYS = derive_keys("a secret of the tests", "job")
 STRANGER = derive_keys("another secret of somebody", "job")
 WAIT_S = 300.0
@@ -132,8 +134,12 @@ def subscriber(context, publisher, pair) -> zmq.Socket:
 def test_a_stranger_sees_nothing(context, door, publisher, link):
     stranger = subscriber(context, publisher, STRANGER.viewer)
     shown = Shown()
-    while not door.turned_away["refused"]:
+
+    def is_refused() -> bool:
         publisher.show(shown, 0.0)
+        return bool(door.turned_away["refused"])
+
+    until(is_refused, "the stranger is refused", lambda: door.turned_away, look_s=0)
     assert shown.times == 0
     looked(publisher, shown, link)
     assert not stranger.poll(0)

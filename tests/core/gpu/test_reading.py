@@ -131,6 +131,7 @@ SICK = [
 ]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.quick(10)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("line", "check", "expected", "words"), SICK, ids=[line for line, *_ in SICK])
@@ -293,6 +294,7 @@ TROUBLES = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("line", "kind", "why"), TROUBLES, ids=[why for *_, why in TROUBLES])
 def test_nvml_that_does_not_start_is_unknown_with_the_reason(nvml, line, kind, why):
     nvml.use(kind)

@@ -9,10 +9,11 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
 from gpuwatch.launcher.command import PATH_FOLDER
+
+from ...waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.sample(2, of="other hosts")]  # of those without a mark of their own
 PYTHON = sys.executable
@@ -54,9 +55,12 @@ class TwoHosts:
         self.head = self._start(head.inside(run), bench.environment)
         bench.started.append(self.head)
         variables = bench.cwd / "run.env"
-        while not variables.exists():
+
+        def is_written() -> bool:
             assert self.head.poll() is None, self.head.communicate()
-            time.sleep(0.05)
+            return variables.exists()
+
+        until(is_written, f"{variables.name}, which the launch on the first node writes")
         self.variables = variables.read_text()
         (self.join,) = (bench.cwd / "gpuwatch-runs").glob("*-*/join.json")
         self.mode = stat.S_IMODE(self.join.stat().st_mode)

@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.recorder.run_folder import remove_stale
+
+from ...waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -97,13 +98,6 @@ def tries_of(node):
         check=True,
     )
     return {line.split()[2] for line in listed.stdout.splitlines()}
-
-
-def until(happened, what, within_s=400):
-    deadline = time.monotonic() + within_s
-    while not happened():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.05)
 
 
 def security_of_the_collector(training):

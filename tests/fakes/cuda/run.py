@@ -43,8 +43,8 @@ NOT_ANSWERED = {
 def main() -> int:
     """Make the environment if it is missing, and run pytest."""
     options = parse()
-    python = environment_of(options.venv, options.torch)
-    packages = next((options.venv / "lib").glob("python*/site-packages"))
+    python = environment_of(options.torch)
+    packages = next((python.parents[1] / "lib").glob("python*/site-packages"))
     build.build(FOLDER / "lib", packages)
     (packages / "stand_in_cuda.pth").write_text(f"{HERE}\nimport stand_in_cuda.hook\n")
     # not in the checkout: what walks through it, as `make docs` does, would come back to it by the link
@@ -72,7 +72,6 @@ def run(options: argparse.Namespace, python: Path, environment: dict[str, str]) 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--torch", default="2.14.1", help="the release of torch, of which the CUDA build is taken")
-    parser.add_argument("--venv", type=Path, default=FOLDER / "venv", help="the virtual environment")
     parser.add_argument("--sample", action="store_true", help="one of each kind")
     parser.add_argument("--shell", action="store_true", help="no tests: a shell with the stand-in")
     parser.add_argument("--jobs", type=int, default=2)
@@ -80,9 +79,10 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def environment_of(venv: Path, torch: str) -> Path:
+def environment_of(torch: str) -> Path:
     """The Python of a virtual environment that has all packages."""
-    python, ready = venv / "bin" / "python", venv / ".ready-stand-in"
+    venv = FOLDER / f"venv-{torch}"
+    python, ready = venv / "bin" / "python", venv / ".ready"
     if ready.is_file():
         return python
     print(f"Installing torch {torch} for CUDA into {venv}; this takes a minute or two.", flush=True)

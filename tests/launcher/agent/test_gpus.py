@@ -12,6 +12,8 @@ from gpuwatch.core.events import GpuCounters, GpuHealth, GpuXid
 from gpuwatch.core.gpu.counters import since_preflight
 from gpuwatch.launcher.agent.gpus import ANSWER_S, BEGIN_S, END_S, GpuWatch
 
+from ...waiting import until
+
 WAIT_S = 300.0
 
 
@@ -24,17 +26,18 @@ class Watched:
 
     def until(self, condition):
         """Everything that was seen, once `condition` holds for it."""
-        end = time.monotonic() + WAIT_S
-        while not condition(self.seen):
-            assert time.monotonic() < end, self.seen
+
+        def hear() -> bool:
             fd = self.watch.fd
             if fd is None:
                 self.seen += self.watch.events()
                 assert condition(self.seen), self.seen
-                break
-            if select.select([fd], [], [], 0.5)[0]:
+            elif select.select([fd], [], [], 0.5)[0]:
                 self.watch.hear()
             self.seen += self.watch.events()
+            return condition(self.seen)
+
+        until(lambda: condition(self.seen) or hear(), "what is asked of the GPUs", lambda: self.seen, look_s=0)
         return self.seen
 
     def counters(self, moment: str, gpus: int = 2):

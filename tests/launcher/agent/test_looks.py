@@ -13,6 +13,8 @@ from gpuwatch.core.recorder.stalls import stack_file_name
 from gpuwatch.launcher.agent import stacks as py_spy
 from gpuwatch.launcher.agent.stacks import LOOK_S, StackLook
 
+from ...waiting import until
+
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -70,8 +72,7 @@ def started(tmp_path):
 def seen(folder: Path, pid: int):
     began = time.monotonic()
     look = StackLook(folder, 3, 1, pid, began)
-    while not look.is_due(time.monotonic()):
-        time.sleep(0.05)
+    until(lambda: look.is_due(time.monotonic()), "the look is over", lambda: vars(look))
     return look.result()
 
 

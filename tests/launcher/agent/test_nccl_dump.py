@@ -10,12 +10,13 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from gpuwatch.core.recorder.stalls import file_of, pipe_of
 from gpuwatch.launcher.agent.rank_stalls import ANSWER_S, NcclDump
 from gpuwatch.worker.answers import have_it_recorded
+
+from ...waiting import until
 
 RANK = """
 import os, sys, threading, time, types
@@ -57,8 +58,7 @@ def stop(rank):
 
 
 def answered(dump):
-    while not dump.is_due(1.0):
-        time.sleep(0.01)
+    until(lambda: dump.is_due(1.0), "the answer of the rank", lambda: dump.found)
     return dump.found
 
 

@@ -13,6 +13,8 @@ from gpuwatch.core.wire.messages import GpuNow, HostNow
 from gpuwatch.launcher.agent.gpus import GpuWatch
 from gpuwatch.launcher.agent.telemetry import AGAIN_S, SILENT_S, NodeTelemetry
 
+from ...waiting import until
+
 WAIT_S = 300.0
 S = 1_000_000_000
 CPU = ("", "cpu")
@@ -217,12 +219,13 @@ class Watched:
         self.first = self.samples(ask=False)
 
     def until(self, condition):
-        end = time.monotonic() + WAIT_S
-        while not (found := condition()):
-            assert time.monotonic() < end
-            if select.select([self.watch.fd], [], [], 0.5)[0]:
+        def hear():
+            found = condition()
+            if not found and select.select([self.watch.fd], [], [], 0.5)[0]:
                 self.watch.hear()
-        return found
+            return found
+
+        return until(hear, "what the other process reads of the GPUs", lambda: vars(self.watch), look_s=0)
 
     def samples(self, ask=True):
         if ask:

@@ -66,6 +66,7 @@ def test_what_does_not_hear_is_killed(start, tmp_path):
 NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
     reason="no PID namespace can be made here",

@@ -13,6 +13,8 @@ import msgspec
 import pytest
 from gpuwatch.launcher.agent.stacks import LIMIT_S, PySpy, StackLook, find_py_spy, parse_spied
 
+from ...waiting import until
+
 WAIT_S = 300.0
 PID = 4711
 SCRIPT = """
@@ -91,8 +93,7 @@ def looked(folder, pid):
     """A look at a process without our handler."""
     began = time.monotonic()
     look = StackLook(folder, 3, 1, pid, began)
-    while not look.is_due(time.monotonic()):
-        time.sleep(0.02)
+    until(lambda: look.is_due(time.monotonic()), "the look is over", lambda: vars(look))
     return look.result()
 
 
@@ -147,10 +148,7 @@ def test_one_that_does_not_end_is_ended_at_its_deadline(tmp_path):
 @pytest.mark.parametrize("body", ["echo Permission denied >&2; exit 1", "echo nonsense", "yes | head -c 5000000"])
 def test_one_that_may_not_look_or_says_something_else_is_nothing(tmp_path, body):
     spy = PySpy(os.getpid(), "S", 10.0, program(tmp_path, body))
-    end = time.monotonic() + WAIT_S
-    while not spy.is_done(10.0):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: spy.is_done(10.0), "py-spy has ended")
     assert spy.result() is None
 
 

@@ -21,6 +21,7 @@ ONE, INF = 0x3F800000, 0x7F800000
 BATCHES = 40
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("size", [1, 7, 100, 900])
 def test_whole_batches_are_sent_and_their_bytes_are_bounded(size):
     store_bytes = 1000

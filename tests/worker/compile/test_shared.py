@@ -160,6 +160,7 @@ def told(watched):
 KINDS = ["method", "by name", "in another order", "checkpoints", "a graph each", "breaks", "a part is trained"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.quick(4)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [*KINDS, "shapes", "DDP", "FSDP2"])
@@ -196,6 +197,7 @@ def test_all_is_told_that_is_told_without_the_compiler(watch, alone_in_a_group, 
         assert (numbers - numbers_compiled).total() < 0.05 * numbers.total()  # some are rounded the other way
 
 
+@pytest.mark.quick(1)
 def test_each_module_has_its_own_faults(watch, on_host):
     def spoil(model):
         with torch.no_grad():
@@ -229,6 +231,7 @@ def test_there_are_as_many_graphs_as_without_gpuwatch(watch):
     assert (watched.faults, watched.of(NotLookedInto)) == ([], [])
 
 
+@pytest.mark.quick(1)
 def test_what_two_models_share_is_told_of_each(watch, on_host):
     """A student and its teacher."""
     watched = watch()
@@ -292,6 +295,7 @@ def test_blocks_train_where_nothing_is_recorded(watch, on_host, removed):
     assert watched.faults == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_a_compiled_function_that_runs_twice_before_its_backward_trains(watch, on_host, gradients):
     """No hook sees when it runs: its gradients are not recorded, nor is a first run. That is told."""
@@ -310,6 +314,7 @@ def test_a_compiled_function_that_runs_twice_before_its_backward_trains(watch, o
     assert ("mlp.down", "output") in watched.rows("forward", page=0)
 
 
+@pytest.mark.quick(1)
 def test_gradients_of_a_module_that_runs_twice_are_told_as_not_all_seen(watch, on_host):
     watched = watch(watch=GRADIENTS)
     model = Model(order=(0, 1, 1, 2))
@@ -323,6 +328,7 @@ def test_gradients_of_a_module_that_runs_twice_are_told_as_not_all_seen(watch, o
     assert ("blocks.0.mlp.up" in inside, "blocks.1.mlp.up" in inside) == (True, False)
 
 
+@pytest.mark.quick(1)
 def test_gradients_in_blocks_without_any_of_their_own_are_told_as_not_seen(watch, on_host):
     """Only a gradient of a parameter tells whose the gradients in a graph are."""
     watched = watch(watch=GRADIENTS)

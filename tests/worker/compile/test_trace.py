@@ -127,6 +127,7 @@ def train(cls, *, batches=3, spoil=None, **how):
     return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.quick(4)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
@@ -172,6 +173,7 @@ class ChangedInPlace(Plain):
             self.block.up.bias.fill_(-2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.quick(4)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
@@ -404,6 +406,7 @@ def test_a_function_that_is_compiled_again_is_told_as_not_looked_into(watch):
 HAS_LITE = hasattr(inductor_config, "selective_decompose")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # inductor, at its first import
 @pytest.mark.skipif(not HAS_LITE, reason="this torch has no mode 'lite'")
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
@@ -422,6 +425,7 @@ def test_a_graph_of_mode_lite_is_told_as_not_looked_into_and_trains_as_without_u
     assert watched.faults == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_a_module_that_is_compiled_again_has_both_graphs_looked_into(watch, monkeypatch, on_host):
     if not on_host:
@@ -481,6 +485,7 @@ class Outer(nn.Module):
         return self.head(self.inner(x)["hidden"])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_a_graph_shows_gradients_in_the_order_in_which_they_are_made(watch, monkeypatch, on_host):
     """A module hands on what it made long before it returned: its gradient comes after that of what came later."""
@@ -523,6 +528,7 @@ class HeadBehind(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_what_a_graph_has_not_made_yet_is_not_taken_for_what_it_made_before(watch, monkeypatch, on_host):
     if not on_host:
@@ -574,6 +580,7 @@ class InParts(Plain):
         return self.apart(self.block(x))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_the_graphs_of_one_forward_and_what_is_called_between_them_are_in_order(watch, monkeypatch, on_host):
     if not on_host:
@@ -615,6 +622,7 @@ class Wide(nn.Module):
         return x
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore")  # what DDP says of a world of one
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_the_several_graphs_that_ddp_makes_of_one_train_and_are_looked_into(
@@ -774,6 +782,7 @@ def graphs_of(cls):
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("cls", [Broken, Wrapped, WrappedTwice, WrappedObject, WrappedByObject, WrappedInPart])
 def test_a_graph_below_a_call_that_breaks_is_looked_into_and_stays_what_it_is(watch, cls):
     alone = graphs_of(cls)
@@ -786,6 +795,7 @@ def test_a_graph_below_a_call_that_breaks_is_looked_into_and_stays_what_it_is(wa
     assert watched.faults == []
 
 
+@pytest.mark.quick(1)
 def test_a_backward_in_compiled_code_compiles_nothing_of_ours(watch, way):
     """Dynamo breaks there, and looks at all Python that the backward calls."""
 

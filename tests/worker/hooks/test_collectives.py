@@ -28,6 +28,7 @@ import msgspec, torch, torch.distributed as dist
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.worker.hooks.process_groups import CollectivePatches
+from gpuwatch.tests.waiting import until
 from gpuwatch.worker.record.group_slots import GroupTable
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
@@ -69,8 +70,7 @@ collectives.attach()
 told = RecorderReader(folder / f"passed-{rank}")
 
 def all_told():
-    while not late.settle():
-        pass
+    until(late.settle, "all numbers of the collectives", look_s=0)
     return [
         [e.operation, e.number, e.peer, e.tag, e.came_out, e.value, e.dtype, e.elements, e.given, e.given_max]
         for e in told.new_entries()[1]
@@ -87,7 +87,9 @@ os._exit(0)  # the destructors of gloo abort a process now and then
 
 @pytest.fixture(scope="module")
 def forks():
-    with Forks("torch.distributed", "gpuwatch.worker.hooks.process_groups", "gpuwatch.worker.record.rows") as forks:
+    with Forks(
+        "torch.distributed", "gpuwatch.worker.hooks.process_groups", "gpuwatch.worker.record.rows", "pytest"
+    ) as forks:
         yield forks
 
 
@@ -189,8 +191,7 @@ def test_a_wait_is_shown_while_it_lasts_and_a_failed_one_stays(both):
         """
 import datetime, threading, time
 def look():
-    while not any(group.phase == "waiting" for group in reader.groups()):
-        time.sleep(0.01)
+    until(lambda: any(group.phase == "waiting" for group in reader.groups()), "a group that waits", reader.groups)
     show("waiting")
     (folder / "seen").touch()
 if rank == 1:
@@ -198,8 +199,7 @@ if rank == 1:
     dist.all_reduce(x)
     thread.join()
 else:
-    while not (folder / "seen").exists():
-        time.sleep(0.01)
+    until((folder / "seen").exists, "rank 1 has seen that it waits")
     dist.all_reduce(x)
 short = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
 if rank == 1:
@@ -248,8 +248,9 @@ OWN_HOOKS = hasattr(torch.distributed.ProcessGroup, "register_pre_hook")
 """Whether torch calls hooks for what C++ issues by itself: from 2.14 on."""
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @BOTH
-@pytest.mark.quick(1)
 def test_what_cpp_issues_is_described_once_where_torch_has_hooks_and_else_counted(both):
     """DDP's own collectives, those of functional and compiled code, and calls with keywords."""
     shown = both(
@@ -611,8 +612,7 @@ after("integers", lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64)))
 def freed():
     gone = torch.full((4,), inf)
     work = dist.all_gather_into_tensor(gone, torch.full((2,), inf if rank else 0.0), async_op=True)
-    while not work.is_completed():
-        pass
+    until(work.is_completed, "all_gather_into_tensor")
     gone.untyped_storage().resize_(0)
     work.wait()
 after("freed", freed)
@@ -697,8 +697,7 @@ collectives.detach()
 dist.Work.block_current_stream = lambda self: None
 collectives.attach()
 work = dist.all_reduce(bad := torch.full((3,), float("nan") if rank else 1.0), async_op=True)
-while not work.is_completed():
-    pass
+until(work.is_completed, "all_reduce")
 shown["issued"] = all_told()
 work.block_current_stream()
 shown["blocked"] = all_told()

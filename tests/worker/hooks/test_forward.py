@@ -893,6 +893,7 @@ def test_the_inside_of_a_compiled_model_is_seen(watch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_dynamo_is_not_imported_before_the_script_does_it():
     """It would read settings of the environment that the script has not made yet."""
     code = (

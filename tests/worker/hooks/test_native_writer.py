@@ -221,6 +221,8 @@ def train(kinds: list[str], seed: int, between: str, steps: int = 3) -> list[tor
     return losses
 
 
+@pytest.mark.slow
+@pytest.mark.comes_first
 @given(
     kinds=st.lists(st.sampled_from(KINDS), max_size=6),
     seed=st.integers(0, 1000),

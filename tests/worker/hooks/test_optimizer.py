@@ -435,8 +435,7 @@ def test_the_event_of_a_weight_says_whose_step_it_was(watch, request, path, opti
             model[1].weight.data[0, 0] = float("inf")
         stepping.step()
         stepping.param_groups[1]["lr"] = 0.5 / (batch + 2)
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
     first = watched.anomalies[0]
     assert (first.where.batch, first.module, first.role, first.phase) == (1, "1", "weight", "optimizer")
     assert first.optimizer.cls == f"torch.optim.{optimizer.lower()}.{optimizer}"

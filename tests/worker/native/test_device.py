@@ -113,6 +113,7 @@ def decoded(watched: Watched) -> list[Any]:
 FINITE = [kind for kind in KINDS if kind not in ("overflow", "near", "mask")]
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("kind", FINITE)
 def test_the_frames_are_those_of_the_host_once_the_numbers_are_there(tmp_path, kind):
     on_host = Watched(tmp_path / "host.recorder")

@@ -292,6 +292,7 @@ def test_ordinary_numbers_need_no_second_look(monkeypatch: pytest.MonkeyPatch) -
 # -- whole frames -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kinds", [MODULES[at::5] for at in range(5)], ids="-".join)
 def test_a_training_on_a_device_is_recorded_as_python_records_it(tmp_path, monkeypatch, kinds):
     found, calls = [], 0

@@ -14,7 +14,7 @@ import pytest
 Outcomes = dict[int, dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run_ranks() -> Iterator[Callable[..., Outcomes]]:
     """`run_ranks("group", [0, 1], {1: "adds wrong"})`: what came of every rank."""
     server = Path(__file__).parent / "ranks_server.py"

@@ -96,7 +96,8 @@ def test_a_share_of_the_hosts_memory_is_shared_among_its_ranks():
     assert int(alone.detail.split()[0]) >= 3 * int(one_of_four.detail.split()[0])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_limit_on_the_memory_is_told_with_what_could_be_had(run_ranks, quick):
     outcomes = run_ranks("allocate", [0, 1], {1: "full"}, quick=quick)

@@ -29,6 +29,7 @@ def test_the_factors_have_the_same_bits_on_every_device(device):
     assert not torch.equal(factor, seeded(100, torch.device(device), 8))
 
 
+@pytest.mark.slow
 def test_ranks_compute_the_same_bits_whatever_their_threads(run_ranks):
     results = results_of(run_ranks("compute", [0, 1, 2], {1: "four threads"}))
 

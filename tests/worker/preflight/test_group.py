@@ -23,6 +23,7 @@ def test_some_ranks_of_a_larger_job_form_a_group(run_ranks):
     assert [outcome["kind"] for outcome in outcomes.values()] == ["ok", "ok"]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("ranks", "fault", "words"),
     [
@@ -100,6 +101,7 @@ def test_a_rank_that_dies_leaves_errors_of_torch(run_ranks):
     assert outcomes[0]["said"][-1] == "all_gather"
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_outlived(run_ranks):
     outcomes = run_ranks("group", [0, 1], {1: "hangs"}, timeout_s=1.0, deadline_s=8.0)
 

@@ -73,6 +73,7 @@ def test_nccls_own_files_count_and_the_environment_wins(tmp_path):
     assert inventory.settings({"HOME": str(tmp_path)})["NCCL_ALGO"] == "Ring"
 
 
+@pytest.mark.slow
 def test_the_limits_are_those_of_the_process():
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (333, 333))\n"

@@ -71,8 +71,7 @@ def _train(watch, path, *, keeps=False, fault=None, **settings):
         optimizer.zero_grad()
         model(torch.randn(2, 4, 8), open_).sum().backward()
         optimizer.step()
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
     assert watched.faults == []
     return watched
 

@@ -95,8 +95,7 @@ def test_every_n_misses_no_overflow_in_a_skipped_batch(watch, late):
         with torch.no_grad():
             model[0].bias[0] = math.nan if batch == 3 else 0.0
         model(torch.randn(2, 4))
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
     (anomaly,) = watched.anomalies
     assert (anomaly.where.batch, anomaly.module, anomaly.role) == (3, "", "output")
     assert anomaly.cause == "not inspected: --every 5"
@@ -129,8 +128,7 @@ def test_skips_of_a_fused_optimizer_that_never_end_are_an_alarm(watch, late):
         (scaler.scale(model(torch.randn(2, 4)).sum()) * float("inf")).backward()
         scaler.step(optimizer)
         scaler.update()
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
     assert watched.anomalies, watched.events
     assert watched.anomalies[0].cause.startswith("GradScaler skipped")
     assert watched.anomalies[0].role.startswith("grad ")
@@ -142,8 +140,7 @@ def test_what_a_rule_covers_is_hidden(watch, late):
     with torch.no_grad():
         model[1].bias[0] = float("inf")
     model(torch.randn(2, 4))
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
     assert watched.anomalies == []
     assert {event.role for event in watched.events if type(event).__name__ == "IgnoredAlarm"} == {"bias", "output"}
 
@@ -173,12 +170,10 @@ def test_a_mask_in_every_batch_has_no_frame_decoded(watch, late, monkeypatch):
     model = Blocks()
     for _ in range(6):
         model(torch.randn(4, 4))
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
     assert decoded == []
     assert any(row.neginf for frame in watched.frames("forward") for row in frame.rows), "it was read"
     with torch.no_grad():
         model(torch.full((4, 4), math.nan))
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
     assert [anomaly.module for anomaly in watched.anomalies] == ["blocks.0"]

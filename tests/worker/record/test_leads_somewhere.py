@@ -167,8 +167,7 @@ def test_a_healthy_script_is_not_ended(watch, way, script, why):
     torch.manual_seed(0)
     watched = watch(on_overflow="abort")
     script()
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
 
     assert (watched.anomalies, watched.faults) == ([], [])
     assert {told.why for told in watched.of(AbsorbedValue)} == {why}
@@ -274,8 +273,7 @@ def test_where_it_leads_somewhere_it_is_named_and_ends_the_job(watch, way, scrip
     ended = False
     try:
         script()
-        while not watched.hooks.settle():
-            pass
+        watched.settle()
     except OverflowDetected:
         ended = True
 

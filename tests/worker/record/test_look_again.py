@@ -32,8 +32,7 @@ def path(request):
 
 
 def _settle(watched):
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
     assert watched.faults == []
 
 
@@ -186,8 +185,7 @@ def test_an_alarm_is_recorded_even_if_the_second_look_at_it_fails(watch, path):
     watched = watch()
     watched.hooks.judging.look_again = _fail
     nn.Sequential(nn.Linear(4, 4), Rotary())(torch.randn(2, 4))
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
     [first] = watched.anomalies
     assert (first.module, first.again) == ("1", None)
     [fault] = watched.faults
@@ -203,7 +201,6 @@ def test_an_alarm_of_a_weight_is_recorded_even_if_what_is_told_beside_it_fails(w
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
     assert watched.anomalies[0].phase == "optimizer"
     assert any("a part of ours that fails" in fault.message for fault in watched.faults)

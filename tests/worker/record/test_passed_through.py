@@ -56,8 +56,7 @@ def reader(request, monkeypatch):
 
 
 def settled(watched):
-    while not watched.hooks.settle():
-        pass
+    watched.settle()
     assert watched.faults == []
     return watched
 

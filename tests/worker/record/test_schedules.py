@@ -113,8 +113,7 @@ def run(path, fault: str, streams: list[int]) -> tuple[list[tuple[Any, ...]], li
     watched = Watched(path, on_overflow="continue")
     try:
         train(fault, iter(streams))
-        while not watched.hooks.settle():
-            pass  # each look lets the late device's time go on
+        watched.settle()
         assert watched.faults == []
         return told(watched), frames(watched)
     finally:
