@@ -33,14 +33,14 @@ demo: $(READY)  ## two ranks train until one overflows (a minute or two); prints
 	OMP_NUM_THREADS=1 $(BIN)/gpuwatch launch --nproc-per-node 2 examples/train_notes.py \
 	    || { code=$$?; test $$code -eq 4 || exit $$code; }  # 4: overflow found, which is what the demo is for
 
-test: $(READY)  ## the quick tests, and one of each kind of run; three minutes on two cores
+test: $(READY)  ## the quick tests, and two whole runs; three minutes on two cores
 	$(PYTEST) -m 'not slow and not soak and not gpu' --durations 10 --numprocesses $(JOBS) --dist worksteal
 
 # MINUTES=10: those that can begin within ten minutes, in an order that TURN draws.
 MINUTES ?=
 # Many of them wait, for a deadline or for SLURM: twice as many as the cores can run at a time.
 slow: $(READY)  ## a sample of the long tests, each kind among them; half an hour on two cores
-	$(PYTEST) -m 'slow and not soak and not gpu' --sample $(if $(MINUTES),--minutes $(MINUTES)) --durations 20 --numprocesses $$((2 * $(JOBS))) --dist loadgroup --no-loadscope-reorder
+	$(PYTEST) -m 'slow and not soak and not gpu' --sample --each 4 $(if $(MINUTES),--minutes $(MINUTES)) --durations 20 --numprocesses $$((2 * $(JOBS))) --dist loadgroup --no-loadscope-reorder
 
 frameworks: $(READY)  ## a sample of the tests with Lightning, DeepSpeed and others, drawn by TURN; they need '.[frameworks]'
 	$(PYTEST) -m 'slow and not soak' --sample --durations 10 --numprocesses $(JOBS) tests/frameworks

@@ -26,7 +26,9 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--seed", default="0", metavar="SEED", help="draws the members of families of tests (0)")
     group.addoption("--turn", metavar="SEED", help="draws the members of families that take turns (as --seed)")
     group.addoption("--sample", action="store_true", help="run as many members of a family as its mark `sample` says")
-    group.addoption("--each", type=int, metavar="N", help="with --sample: and N of each other parametrized test")
+    group.addoption(
+        "--each", type=int, metavar="N", help="with --sample: and N of each other parametrized test, drawn by --turn"
+    )
     group.addoption("--minutes", type=float, metavar="N", help="begin no test later, and take them in a drawn order")
 
 
@@ -105,7 +107,7 @@ def _turn(config: pytest.Config) -> str:
 
 def _takes_turns(item: pytest.Item) -> bool:
     mark = item.get_closest_marker("sample")
-    return mark is not None and mark.kwargs.get("turns", False)
+    return mark is None or mark.kwargs.get("turns", False)
 
 
 def _families(items: list[pytest.Item], size_of: Callable[[pytest.Item], int | None]) -> Families:

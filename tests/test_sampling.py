@@ -128,6 +128,7 @@ def test_with_minutes_a_turn_draws_the_order_and_no_test(chosen):
     assert [name for name in another if name in orders[0]] != [name for name in orders[0] if name in another]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("--numprocesses", "1")], ids=["alone", "with xdist"])
 def test_no_test_begins_after_its_minutes_and_the_end_says_how_many(tmp_path, workers):
     """The first test waits until they are over, so that the others begin too late however fast the machine is."""

@@ -27,6 +27,7 @@ def acceptance(tmp_path, *options, before=""):
     return done, json.loads(file.read_text())["rows"] if file.is_file() else []
 
 
+@pytest.mark.slow
 @no_gpu
 def test_without_a_gpu_it_says_so_in_one_line():
     done = subprocess.run(
@@ -81,6 +82,7 @@ def test_a_line_that_hangs_is_ended(tmp_path):
     assert "verdict='fail', figure='did not end within 0.2 s'" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_unknown_line_is_told_with_the_known_ones(tmp_path):
     done, _ = acceptance(tmp_path, "--lines", "bits,speed")
 

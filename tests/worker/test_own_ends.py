@@ -81,6 +81,7 @@ for call in (lambda: os._exit(3), lambda: os.execv(NEXT[0], NEXT)):
     assert ended(tmp_path, script) == (0, ["3", "next None None", "0"], RankPhase.SCRIPT, False)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("script", "phase", "left"),
     [

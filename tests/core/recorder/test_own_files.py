@@ -60,6 +60,7 @@ os.dup2(files[0].fileno(), number)
 """
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("script", "code"),
     [

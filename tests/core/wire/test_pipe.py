@@ -122,6 +122,7 @@ def test_the_config_is_read_and_not_a_byte_of_the_next_line(config):
     os.close(reading)
 
 
+@pytest.mark.slow
 def test_the_config_of_a_command_line_of_2_mb_is_read():
     """It took minutes: each byte copied all before it."""
     hello = msgspec.structs.replace(AGENT_CONFIG.hello, command=["x" * 100] * 20_000)

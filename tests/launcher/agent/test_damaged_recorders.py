@@ -99,6 +99,7 @@ def test_the_whole_file_gives_its_anomaly(whole, tmp_path):
     assert anomalies(read(tmp_path, whole)) == [ANOMALY]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_any_number_in_the_header(whole, tmp_path, number):
     for field in HeadField:
@@ -110,6 +111,7 @@ def test_any_number_in_the_header(whole, tmp_path, number):
                     assert anomalies(bodies) == [ANOMALY]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_any_number_in_a_process_groups_slot(whole, tmp_path, number):
     data = with_number(whole, layout.GROUPS_AT, 1)
@@ -119,6 +121,7 @@ def test_any_number_in_a_process_groups_slot(whole, tmp_path, number):
             assert len(bodies[-1].event.groups) == (0 if field == GroupField.USED and number != 1 else 1)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("number", NUMBERS)
 def test_any_number_in_a_segments_header_leaves_the_others(whole, tmp_path, number):
     header = layout.HEADER_BYTES + LOG_BYTES + layout.SEGMENT_BYTES  # of batch 1; the anomaly's is batch 2

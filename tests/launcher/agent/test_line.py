@@ -58,6 +58,7 @@ def test_a_noisy_one_is_told_later_and_in_a_wider_range():
     assert (told.latest - told.earliest) / told.after > (clean.latest - clean.earliest) / clean.after
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("grows", HEALTHY.values(), ids=HEALTHY)
 def test_what_does_not_go_on_so_is_not_told(grows, noise):

@@ -52,6 +52,7 @@ def as_torch(monkeypatch):
     torch.compiler.reset()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 @pytest.mark.parametrize(
     ("version", "calls", "seen", "hidden"),

@@ -862,6 +862,7 @@ def test_an_output_that_gets_no_gradient_is_no_fault(watch):
     assert "grad output[0]" in [row.role for frame in watched.pages[-1].frames for row in frame.rows]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
 def test_dynamo_compiles_no_hook_of_a_backward_that_a_compiled_function_runs(way, watch):
     """At the break of a backward, dynamo compiles each Python function that is called. A hook then records nothing."""

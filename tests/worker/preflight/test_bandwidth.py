@@ -21,7 +21,8 @@ def measured_of(outcomes):
     }
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 2, 5]])
 def test_ranks_measure_every_size_and_their_links(run_ranks, ranks):
     outcomes = run_ranks("bandwidth", ranks, more=[1 << 20])

@@ -6,10 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import psutil
 import pytest
 from gpuwatch.worker.preflight.coordinator import ProbeFailure, RankChild
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left() -> Iterator[None]:
+    """This process may have some of other tests."""
+    before = psutil.Process().children()
+    yield
+    assert psutil.Process().children() == before
 
 
 def run_once(call, deadline_s, on_line=lambda step: None):
@@ -92,7 +101,6 @@ def test_one_that_hangs_is_ended_at_its_deadline_with_all_that_it_has_started():
     assert ending.kind == "hung"
     assert ending.detail == f"hung at {started[0]} for 1 s"
     assert is_gone(int(started[0]))
-    assert psutil.Process().children() == []
 
 
 def test_a_child_ends_with_its_parent():
@@ -117,7 +125,6 @@ def test_a_child_ends_with_its_parent():
 def test_a_child_that_stops_itself_is_ended_too():
     ending = run_once(lambda say: os.kill(os.getpid(), signal.SIGSTOP), 0.5)
     assert ending.kind == "hung"
-    assert psutil.Process().children() == []
 
 
 def test_one_child_does_one_test_after_the_other():
@@ -126,7 +133,6 @@ def test_one_child_does_one_test_after_the_other():
     child.close()
     assert (first[0], second[0]) == ("one", "two")
     assert first[1] == second[1] != os.getpid()
-    assert psutil.Process().children() == []
 
 
 @pytest.mark.parametrize("way", ["hangs", "dies", "raises"])

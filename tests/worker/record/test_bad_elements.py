@@ -52,6 +52,7 @@ def test_words(tensor, words):
     assert pattern_of(tensor) == words
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_for_it():
     """It may be asked within a collective: torch.unravel_index imports sympy, which takes seconds."""
     code = "import sys, torch\nfrom gpuwatch.worker.record.bad_elements import pattern_of\nhad = set(sys.modules)\n"

@@ -194,6 +194,7 @@ print(before)
 """
 
 
+@pytest.mark.slow
 @compiled
 def test_torchs_own_threads_read_and_no_others():
     ran = subprocess.run([sys.executable, "-c", ON_TORCHS_THREADS], capture_output=True, text=True, timeout=600)

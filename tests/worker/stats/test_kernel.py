@@ -121,6 +121,8 @@ def some(dtype, count, seed=0):
 # -- every dtype and size -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(24)
+@pytest.mark.sample(12)
 @each_reader
 @each_dtype
 @pytest.mark.parametrize("count", [1, 2, 7, 255, 1024, 4096, 4097, 40_001])
@@ -137,6 +139,8 @@ def test_any_bits_at_all(reader, device, dtype, count):
     assert read(reader, tensor.to(device)) == expected(tensor)
 
 
+@pytest.mark.quick(24)
+@pytest.mark.sample(12)
 @each_reader
 @each_dtype
 @pytest.mark.parametrize(("count", "others"), [(1, 40_001), (40_001, 3), (4096, 4096), (255, 1)])
@@ -162,6 +166,8 @@ def test_a_tensor_without_dimensions(reader, device, dtype):
     assert read(reader, tensor.to(device)) == expected(tensor)
 
 
+@pytest.mark.quick(24)
+@pytest.mark.sample(12)
 @each_reader
 @pytest.mark.parametrize("dtype", FLOATS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize(
@@ -364,6 +370,8 @@ def test_tensors_that_are_something_else_first(reader, device, kind):
         assert read(reader, tensor.to(device)) == expected(tensor)
 
 
+@pytest.mark.quick(24)
+@pytest.mark.sample(12)
 @each_reader
 @each_dtype
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf], ids=str)

@@ -99,6 +99,7 @@ def tried(driver, way=TrialWay.READ, dtype=torch.float32, count=False, layout=0,
     return [launcher.tried("key", compiled, SIZES[way], begin) for _ in range(3)], notes
 
 
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("dtype", list(KINDS), ids=str)
 @pytest.mark.parametrize("way", list(TrialWay), ids=lambda way: way.name)
 def test_a_kernel_that_gives_the_right_row_is_launched_by_the_driver(way, dtype):
@@ -211,6 +212,7 @@ def test_a_trial_stays_within_its_memory_whatever_pointer_the_kernel_takes_for_w
     assert (outside, done) == ([], [True])
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
 @pytest.mark.parametrize("layout", [0, 1])
 def test_the_trial_of_a_read_stays_within_its_memory_in_any_order(order, layout):

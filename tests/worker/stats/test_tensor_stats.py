@@ -70,6 +70,7 @@ def check(tensor, reference=None) -> None:
 SPECIAL = [0.0, -0.0, 1.0, -2.5, 1e-45, 5e-324, 65504.0, -3e38, INF, -INF, NAN]
 
 
+@pytest.mark.quick(48)
 @pytest.mark.parametrize("dtype", FLOATS + FLOAT8)
 @pytest.mark.parametrize(
     "values",
@@ -346,6 +347,7 @@ VIEWS_OF_100 = {
 }
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("left", [0, 40], ids=["all given back", "a part is left"])
 @pytest.mark.parametrize("name", VIEWS_OF_100)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.complex64])
