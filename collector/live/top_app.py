@@ -143,7 +143,9 @@ class TopApp(App[int]):
         self.draw()
 
     def draw(self, *, over: bool = False) -> None:
-        """All parts."""
+        """All parts. The timer may fire once more when the app has ended, and removes them."""
+        if len(self.query("#ranks, #head, #title, #hot, #events")) < 5:
+            return
         screen = self.model.screen(self.size.width)
         head = [*screen.head, *([ScreenLine(f"the job is over: {self._report}", "warn")] if over else [])]
         table, title = (screen.nodes[1:], screen.nodes[:1]) if self.model.shows_nodes else (screen.ranks, None)

@@ -90,3 +90,14 @@ def test_o_orders_the_ranks_and_q_ends_it(picture):
 
     drive([picture.view(ranks)], act)
     assert firsts == ["900", "0"]
+
+
+def test_a_last_look_when_the_screen_is_gone_draws_nothing(picture):
+    """The timer of an app that ends may fire once more."""
+
+    async def act(pilot, app):
+        await app.query_one("#events").remove()
+        await app.query_one(RankTable).remove()
+        app.look()
+
+    drive([picture.view([picture.rank(0)])], act)
