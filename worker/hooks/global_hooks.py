@@ -74,7 +74,7 @@ class RunningCalls:
         return NOTHING
 
     def is_sharded(self) -> bool:
-        """Whether weights are gathered between the calls of the running root. Those collectives write into no argument."""
+        """Whether the running root gathers weights between its calls. Those collectives write into no argument."""
         return self.gathers(self.stack[0].root)
 
     def gathers(self, root: RootInfo) -> bool:

@@ -309,6 +309,7 @@ def test_zero_of_deepspeed_is_clean_ten_times_and_its_overflow_is_named(tmp_path
     assert (verdict["kind"], verdict["certainty"]) == ("clean", "established")
     assert found == plain("zero.py", *arguments)
 
-    verdict, _, _ = launch("zero.py", tmp_path / "bad", *arguments, "--fault", "backward")
-    place = ("overflow", 1, "block.widen", "grad weight", "+inf", 9 * 4 + 2)  # one root counts the batches of all
-    assert tuple(verdict[key] for key in VERDICT) == place
+    verdict, found, _ = launch("zero.py", tmp_path / "bad", *arguments, "--fault", "backward")
+    assert tuple(verdict[key] for key in VERDICT[:-1]) == ("overflow", 1, "block.widen", "grad weight", "+inf")
+    assert verdict["batch"] in (2, 9 * 4 + 2)  # if torch has let go of the model before, one root counts all batches
+    assert sum(line.startswith("rank 1 ") for line in found) >= 9 * 4 + 2, "not in an earlier training"
