@@ -351,7 +351,7 @@ class BackwardHooks:
         progress.resume(page)
         progress.enter(RankPhase.BACKWARD, info.id)
         self._rows.count_in(page.batch)
-        return self._rows.gradient(info, role, gradient, RowMark.SCALED if self.scaled else 0)
+        return self._rows.gradient(info, role, gradient, self.mark(page))
 
     def _put(self, info: ModuleInfo, page: OpenPage, row: RecordedRow, gradient: torch.Tensor | None) -> None:
         """`gradient`: where the numbers of the row still are."""
@@ -361,6 +361,10 @@ class BackwardHooks:
             self._frames.put(page, info, Phase.BACKWARD, [row])
         finally:
             self.current = None
+
+    def mark(self, page: OpenPage) -> int:
+        """What is known of a gradient of this page's backward beside its numbers."""
+        return (RowMark.SCALED if self.scaled else 0) | (RowMark.REHEARSED if page.rehearses else 0)
 
     def page_of(self, root: RootInfo) -> OpenPage | None:
         """The page of the running backward, if it belongs to this root."""
