@@ -21,9 +21,9 @@ x = torch.arange(10.0, device="cuda")
 try:
     dist.all_reduce(x)
     torch.cuda.synchronize()
-    print(f"rank {rank}: {x.tolist()}", flush=True)
+    print(f"rank {rank}: {x.tolist()}\\n", end="", flush=True)
 except RuntimeError as error:
-    print(f"rank {rank}: {str(error).splitlines()[0]}", flush=True)
+    print(f"rank {rank}: {str(error).splitlines()[0]}\\n", end="", flush=True)
 os._exit(0)
 """
 
@@ -40,7 +40,7 @@ for place, number in enumerate(numbers):
             torch.cuda._sleep(200_000_000)
         dist.all_reduce(number)
 torch.cuda.synchronize()
-print(f"rank {rank}: {[number[0].item() for number in numbers]}", flush=True)
+print(f"rank {rank}: {[number[0].item() for number in numbers]}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
