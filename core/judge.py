@@ -12,6 +12,7 @@ Recorded, and no alarm:
 - an output that is one of the inputs, unchanged or written into: it has the same value (`Row.value`) as that input's
   row. If the input was finite when it was last seen, the call has changed it in place, and it is an alarm.
 - a gradient that a GradScaler checks before it is used.
+- a gradient of a rehearsal, which nobody has written.
 - a buffer, but for a norm's running statistics. What is made of another one is an alarm where it is seen.
 - what a rule of the user's covers, and the same tensor in the calls that pass it on.
 - a bad value that a call returns, for as long as the calls around it have not returned. If it leads to what the model
@@ -39,7 +40,7 @@ _ARGUMENTS = (RoleKind.INPUT, RoleKind.BEFORE)
 """What a call was handed, now or before it changed that."""
 STATISTICS = ("running_mean", "running_var")
 """Buffers of a norm's running statistics. No inf or nan is meant there, as -inf is in the buffer of a mask."""
-EXPECTED = RowMark.IGNORED | RowMark.SCALED
+EXPECTED = RowMark.IGNORED | RowMark.SCALED | RowMark.REHEARSED
 
 
 class WarningLimits(NamedTuple):
@@ -162,7 +163,7 @@ def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
 
 
 def _warning(row: Row, limits: WarningLimits) -> str | None:
-    if row.role_kind not in (RoleKind.OUTPUT, *GRADIENTS) or row.mark & RowMark.IGNORED:
+    if row.role_kind not in (RoleKind.OUTPUT, *GRADIENTS) or row.mark & (RowMark.IGNORED | RowMark.REHEARSED):
         return None
     if (
         limits.near_overflow > 0

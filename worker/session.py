@@ -62,6 +62,13 @@ def wait_for_device(collect: Callable[[], bool]) -> bool:
     return settled
 
 
+def is_device_error(error: Exception) -> bool:
+    """Whether the device has failed, as after an assertion in a kernel. Every later call of the driver raises it."""
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__ == "AcceleratorError" or str(error).startswith(("CUDA error", "HIP error"))
+    )
+
+
 def watch_the_ends(variables: Callable[[Mapping[Any, Any]], dict[str, str]] = lambda _: {}) -> None:
     """Have the session of this process notice os.exec and os._exit. `variables`: see `hear_of_ends`."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import socket
+import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -15,7 +16,16 @@ from typing import TYPE_CHECKING, Any, get_args
 import msgspec
 
 from ..core.errors import OverflowDetected
-from ..core.events import Anomaly, Definition, RangeWarning, RunPosition, ScalerSkip, WorkerEvent, WorkerExit
+from ..core.events import (
+    Anomaly,
+    Definition,
+    RangeWarning,
+    RunPosition,
+    ScalerSkip,
+    ScriptError,
+    WorkerEvent,
+    WorkerExit,
+)
 from ..core.frames import Frame, Page, format_frames
 from ..core.judge import anomaly_of_page
 from ..core.recorder.pages import NameTable, decode_page
@@ -23,6 +33,7 @@ from ..core.recorder.reader import RecorderReader
 from ..core.recorder.run_folder import make_scratch, remove_scratch
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings, as_keywords, worker_options, wrong_together
+from ..core.signal_errors import from_outside
 from ..core.tell import tell
 from ..core.wire.messages import (
     AgentBody,
@@ -35,7 +46,7 @@ from ..core.wire.messages import (
     RankState,
 )
 from .record.collectives import ranks
-from .session import current_hooks, wait_for_device
+from .session import current_hooks, is_device_error, wait_for_device
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,12 +80,26 @@ def _replace_older(model: nn.Module | None) -> None:
         tell(f"gpuwatch: {what} watched already: the new watch replaces the older one, which keeps its record")
 
 
-def _remove(hooks: ModuleHooks) -> None:
+def _remove(hooks: ModuleHooks) -> Exception | None:
+    """Remove these hooks. The error of a device that has failed, if it has."""
     pid, _ = _watching[hooks]
-    if os.getpid() == pid:  # a forked child leaves its parent's recorder alone
-        wait_for_device(hooks.settle)
+    # a forked child leaves its parent's recorder alone
+    failure = _failure_of(hooks, hooks.settle) if os.getpid() == pid else None
     hooks.detach()
     del _watching[hooks]
+    return failure
+
+
+def _failure_of(hooks: ModuleHooks, collect: Callable[[], bool]) -> Exception | None:
+    """Wait for the numbers of a device. Its error, if it has failed: then none of them arrive."""
+    try:
+        wait_for_device(collect)
+    except Exception as error:
+        if from_outside(error) or not is_device_error(error):
+            raise
+        hooks.rows.never_free()
+        return error
+    return None
 
 
 # The verdict on one process: the collector's own decision, from the pages of this process's recorder.
@@ -105,11 +130,12 @@ def _messages(
     yield from held
     last = held[-1].number if held else -1
     where = RunPosition(state.rank, state.attempt, state.step, state.batch, page=last, seq=state.seq)
-    yield EventMessage(WorkerExit(where, 0, "itself", "script"))
+    failed = any(isinstance(event, ScriptError) for event in happened)
+    yield EventMessage(WorkerExit(where, int(failed), "itself", "script"))
     hooks = state.hooks if state.hooks == "detached" else "attached"
     # the last one: a verdict covers the run so far
     yield NodeBeat([msgspec.structs.replace(state, final=True, left=True, hooks=hooks, world_size=0)], {})
-    yield NodeBye("ok")
+    yield NodeBye("failed" if failed else "ok")
 
 
 def rank_here() -> int | None:
@@ -139,6 +165,8 @@ class ModelWatch:
         self._definitions: list[Definition] = []
         self._events: list[WorkerEvent] = []
         self._pid = os.getpid()
+        self._failure: ScriptError | None = None
+        """The device has failed: nothing more can be read from it, and the script cannot go on."""
 
     def __enter__(self) -> ModelWatch:
         _in_block.add(self._hooks)
@@ -153,7 +181,12 @@ class ModelWatch:
     def remove(self) -> None:
         """Remove the hooks. The recording can still be read. A second call does nothing."""
         if self._owned and not self._closed:
-            _remove(self._hooks)
+            self._note_failure(_remove(self._hooks))
+
+    def _note_failure(self, error: Exception | None) -> None:
+        if error is not None and self._failure is None:
+            text = "".join(traceback.format_exception_only(error))
+            self._failure = ScriptError(self._hooks.where(), type(error).__name__, str(error)[:2000], text)
 
     @property
     def _closed(self) -> bool:
@@ -212,7 +245,8 @@ class ModelWatch:
         """The verdict of `gpuwatch report` on this process alone, from the pages that its recorder still holds.
 
         `verdict().statement` is one sentence, `.certainty` is established, supported or unknown; the other fields are
-        those of report.json's verdict. Waits up to 2 seconds for numbers that are still on a device.
+        those of report.json's verdict. Waits up to 2 seconds for numbers that are still on a device. If the device has
+        failed, as after an assertion in a kernel, the verdict is a crash.
         """
         from ..collector.decide.decide import decide
 
@@ -237,11 +271,12 @@ class ModelWatch:
         self._settle()
         pages = (self._reader.page(held.number) for held in self._reader.held())
         state = self._reader.state()
-        return facts_of(state, self._definitions, self._events, [page for page in pages if page is not None])
+        events = [*self._events, *([self._failure] if self._failure is not None else [])]
+        return facts_of(state, self._definitions, events, [page for page in pages if page is not None])
 
     def _settle(self) -> None:
         if not self._closed and os.getpid() == self._pid:
-            wait_for_device(self._hooks.collect)
+            self._note_failure(_failure_of(self._hooks, self._hooks.collect))
         self._read()
 
     def _read(self) -> None:

@@ -72,7 +72,7 @@ class OpenPage:
     with_gradients: bool = True
     """Its forward records a graph for a backward."""
     rehearses: bool = False
-    """Gradients of its backward mean nothing."""
+    """Gradients of its backward mean nothing: their rows have `RowMark.REHEARSED`."""
 
 
 class RecorderWriter:

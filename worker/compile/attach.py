@@ -14,6 +14,7 @@ import torch
 
 from ...core.frames import Phase
 from ...core.recorder.layout import NOTHING
+from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
 from ...core.torch_names import GRADIENTS_SINCE, NEWEST, ROWS_SINCE, not_seen_of_compiled, release_of
 from ..patches import after_import
@@ -191,12 +192,14 @@ class RegionPolicy(Protocol):
 class GradientHooks(Protocol):
     """The hooks of the backward, as far as the frames of a compiled backward need them."""
 
-    scaled: bool
     before_parameter: Callable[[ModuleInfo], None] | None
     """Called with the module before a parameter's gradient is recorded."""
 
     def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
         """Record this parameter's gradient."""
+
+    def mark(self, page: OpenPage) -> int:
+        """What is known of a gradient of this page's backward beside its numbers."""
 
     def has_run(self, page: int) -> bool:
         """Whether a backward of this page has been seen."""

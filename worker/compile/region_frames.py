@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...core.frames import Phase, RowKind, RowMark
+from ...core.frames import Phase, RowKind
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role, role_of_parameter
@@ -194,7 +194,7 @@ class RegionPages:
         if page is None or self._progress.skipped:
             return
         self._progress.resume(page)
-        mark = RowMark.SCALED if self._gradients.scaled else 0
+        mark = self._gradients.mark(page)
         with self._rows.together():
             for position in found:
                 gradient = run.gradients[position]

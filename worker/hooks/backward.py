@@ -28,8 +28,18 @@ from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
 from ..record.judging import FrameWriter
 from ..record.names import OUTPUTS, outputs_of
 from ..record.roots import ModuleInfo, RootInfo
+from ..record.rows import RecordedRow
 from ..stats.device import StreamKey, without_modes
 from ..stats.tensor_stats import version_of
+from .accumulated_gradients import (
+    AccumulatedGradients,
+    GradientFate,
+    fate_of,
+    gradient_of,
+    is_offloaded,
+    needs_python,
+    put_first,
+)
 from .native_writer import native_writer_of, trace_hooks_as
 
 _is_compiling = torch.compiler.is_compiling
@@ -41,14 +51,17 @@ _FEW = 256
 _OF_OUTPUT = {role: f"grad {role}" for role in ("output", *OUTPUTS)}
 
 
-def _as_hook(record: Callable[[torch.Tensor], None]) -> Any:
-    """A function for autograd. An old dynamo (torch 2.5) would compile anew for each object that is called."""
+def _as_hook(record: Callable[[torch.Tensor], None], is_first: bool = True) -> Any:
+    """A function for autograd. An old dynamo (torch 2.5) would compile anew for each object that is called.
+
+    `is_first`: the tensor has no other hook of ours that says that the backward is compiled.
+    """
 
     def hook(tensor: torch.Tensor) -> None:
-        if _is_compiling():
-            traced.in_a_backward(None, tensor)
-        else:
+        if not _is_compiling():
             record(tensor)
+        elif is_first:
+            traced.in_a_backward(None, tensor)
 
     hook.record = record  # type: ignore[attr-defined]
     # torch.save of such a tensor does not warn about a hook that the user never saw
@@ -96,7 +109,9 @@ class BackwardHooks:
         self._attached = False
         self._give_up: Callable[[], None] = lambda: None
         """Waits no longer for torch._dynamo."""
-        self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], list[Any]]] = {}
+        """id of a parameter -> (weak reference, torch's handles of our hooks on it)."""
+        self._accumulated = AccumulatedGradients()
         self.local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """id of a gradient -> (weak reference, version when it was recorded)."""
         self.left = LeftGradients()
@@ -144,10 +159,12 @@ class BackwardHooks:
         self._give_up()
         self._read_waiting()
         self.graphs = GraphHold()
-        for _, handle in self.parameters.values():
-            handle.remove()
+        for _, handles in self.parameters.values():
+            for handle in handles:
+                handle.remove()
         self.parameters.clear()
         self.local.clear()
+        self._accumulated.forget()
 
     # -- registering hooks --------------------------------------------------------------------------------------
 
@@ -172,14 +189,19 @@ class BackwardHooks:
         known = self.parameters.get(id(parameter))
         if (known is not None and known[0]() is parameter) or not info.watched or not self._attached:
             return
-        if is_lazy(parameter):
-            return  # it gets its shape in its module's first forward
+        if is_lazy(parameter) or is_offloaded(parameter):
+            return  # a lazy one gets its shape in its module's first forward
         if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
             role = f"grad {name}"
-            native = self.writer.hook(info, role) if self.writer is not None else None
+            others = bool(parameter._post_accumulate_grad_hooks)
+            native = self.writer.hook(info, role) if self.writer is not None and not needs_python(parameter) else None
             hook = native or _as_hook(partial(self.of_parameter, info, role))
-            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # likewise
-            self.parameters[id(parameter)] = (weakref.ref(parameter), handle)
+            handles = [parameter.register_post_accumulate_grad_hook(hook)]  # type: ignore[no-untyped-call]  # likewise
+            if others:
+                first = _as_hook(partial(self.note_parameter, info, role), is_first=False)
+                handles.append(parameter.register_post_accumulate_grad_hook(first))  # type: ignore[no-untyped-call]  # likewise
+                put_first(handles[-1])
+            self.parameters[id(parameter)] = (weakref.ref(parameter), handles)
             if parameter.grad is not None and not self._rows.is_capturing:
                 self.left.add(parameter)
 
@@ -199,7 +221,7 @@ class BackwardHooks:
     @property
     def hooks(self) -> tuple[Callable[..., None], ...]:
         """The functions that autograd calls."""
-        return self.graph_begins, self.backward_ends, self.of_output, self.of_parameter
+        return self.graph_begins, self.backward_ends, self.of_output, self.note_parameter, self.of_parameter
 
     # -- called by the hooks ------------------------------------------------------------------------------------
 
@@ -264,20 +286,24 @@ class BackwardHooks:
         if self._sync:
             self._judging.finish_and_raise("gradient hook")
 
+    def note_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
+        """Start to read the gradient of a parameter before other hooks get it."""
+        if self._attached and not self._progress.skipped and not _is_compiling():
+            try:
+                with self._progress.lock:
+                    without_modes(self._note, info, role, parameter)
+            except Exception as error:
+                if from_outside(error):
+                    raise
+                self._fault("parameter hook", error)
+
     def of_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
         """Record the local gradient of a parameter."""
-        gradient = parameter.grad
-        if not self._attached or gradient is None or self._progress.skipped or _is_compiling():
+        if not self._attached or self._progress.skipped or _is_compiling():
             return
         try:
             with self._progress.lock:
-                if self.before_parameter is not None:
-                    self.before_parameter(info)
-                page = self._page or info.root.page
-                if page is None:
-                    return
-                without_modes(self.take, info, role, page, gradient)
-                self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
+                without_modes(self._record, info, role, parameter)
         except Exception as error:
             if from_outside(error):
                 raise
@@ -285,18 +311,60 @@ class BackwardHooks:
         if self._sync:
             self._judging.finish_and_raise("gradient hook")
 
+    def _note(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
+        gradient = gradient_of(parameter)
+        page = self._page_for(info) if gradient is not None else None
+        if gradient is not None and page is not None:
+            self._accumulated.note(
+                parameter, page, gradient, self._read(info, role, page, gradient), self._progress.step
+            )
+
+    def _record(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
+        early, gradient = self._accumulated.take(parameter), gradient_of(parameter)
+        fate = fate_of(early, gradient, self._progress.step) if early is not None else GradientFate.CHANGED
+        if early is not None and fate in (GradientFate.LEFT, GradientFate.TAKEN):
+            is_there = fate is GradientFate.LEFT
+            self._put(info, early.page, early.row, early.gradient if is_there else None)
+        elif gradient is not None and fate is GradientFate.CHANGED:
+            page = self._page_for(info)
+            if page is None:
+                return
+            self.take(info, role, page, gradient)
+            is_there = True
+        else:
+            return
+        if gradient is not None and is_there:
+            self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
+
+    def _page_for(self, info: ModuleInfo) -> OpenPage | None:
+        """The page for the gradient of a parameter."""
+        if self.before_parameter is not None:
+            self.before_parameter(info)
+        return self._page or info.root.page
+
     def take(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
         """Write one gradient as a frame of its own."""
+        self._put(info, page, self._read(info, role, page, gradient), gradient)
+
+    def _read(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> RecordedRow:
         progress = self._progress
         progress.resume(page)
         progress.enter(RankPhase.BACKWARD, info.id)
         self._rows.count_in(page.batch)
-        row = self._rows.gradient(info, role, gradient, RowMark.SCALED if self.scaled else 0)
+        return self._rows.gradient(info, role, gradient, self.mark(page))
+
+    def _put(self, info: ModuleInfo, page: OpenPage, row: RecordedRow, gradient: torch.Tensor | None) -> None:
+        """`gradient`: where the numbers of the row still are."""
+        self._progress.resume(page)  # another hook may have stepped
         self.current = gradient
         try:
             self._frames.put(page, info, Phase.BACKWARD, [row])
         finally:
             self.current = None
+
+    def mark(self, page: OpenPage) -> int:
+        """What is known of a gradient of this page's backward beside its numbers."""
+        return (RowMark.SCALED if self.scaled else 0) | (RowMark.REHEARSED if page.rehearses else 0)
 
     def page_of(self, root: RootInfo) -> OpenPage | None:
         """The page of the running backward, if it belongs to this root."""
@@ -310,6 +378,7 @@ class BackwardHooks:
     def batch_begins(self) -> None:
         """A root's forward begins: the previous backward has ended."""
         self._page = None
+        self._accumulated.forget()
         self._read_waiting()  # the backward before has failed
         self.let_go()
         self.graphs.batch_begins(self._rows.is_capturing or self._rows.stream != self._stream)

@@ -18,6 +18,7 @@ from ...core.host import gpuwatch_version
 from ...core.signal_errors import from_outside
 from .. import reproduce
 from ..record.names import inputs_of, unwrap
+from ..record.roots import is_in_parts
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 """Types that `weights_only` reads, beside tensors, lists, tuples and dicts."""
@@ -164,7 +165,7 @@ class CapturedParts:
             return self._tensors[id(tensor)][1]
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             raise CaptureRefused(f"it holds tensors of a class of its own ({type(tensor).__name__})")
-        if tensor.is_meta or hasattr(tensor, "ds_tensor"):
+        if tensor.is_meta or is_in_parts(tensor):
             raise CaptureRefused("its weights are not whole on this rank")
         size, found = tensor.numel() * tensor.element_size(), tensor.detach()
         self.bytes += size

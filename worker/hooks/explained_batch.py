@@ -28,6 +28,7 @@ from ..record.collectives import ranks
 from ..record.held_alarms import NonFiniteRow
 from ..record.judging import FrameWriter
 from ..record.names import walk
+from .accumulated_gradients import gradient_of, put_first
 from .operation_watch import CodePlace, MadeValue, OperationWatch, foreign_class, is_users_file, operation_name
 
 _running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
@@ -167,17 +168,19 @@ class ExplainedBatch:
             self._watch.__enter__()  # type: ignore[no-untyped-call]  # likewise
 
     def _keep_gradients(self, module: nn.Module) -> None:
-        """Keep this rank's own gradients. DDP reduces them, and writes over them, after these hooks."""
+        """Keep this rank's own gradients. DDP, and hooks of other libraries, write over them after these hooks."""
         self._summands.is_on = ranks() > 1
         for parameter in module.parameters() if self._summands.is_on else ():
             if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._handles:
                 handle = parameter.register_post_accumulate_grad_hook(self._keep)  # type: ignore[no-untyped-call]  # likewise
+                put_first(handle)
                 self._handles[id(parameter)] = handle
 
     def _keep(self, parameter: torch.Tensor) -> None:
         with self._guard:
-            if parameter.grad is not None:
-                self._summands.keep(parameter, parameter.grad)
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                self._summands.keep(parameter, gradient)
 
     def covers(self, bad: NonFiniteRow) -> bool:
         """Whether an alarm is of this batch."""

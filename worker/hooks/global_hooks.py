@@ -25,7 +25,7 @@ from ..patches import PatchLedger
 from ..record.autograd_graph import GraphCalls
 from ..record.names import CALL
 from ..record.progress import RunProgress
-from ..record.roots import ModuleInfo
+from ..record.roots import ModuleInfo, RootInfo, is_in_parts
 
 _this_thread = threading.get_ident
 _LEFT_OUT = int(HeadField.CALLS_LEFT_OUT)
@@ -49,7 +49,7 @@ class RunningCalls:
         self.page_with_threads = -1
         """Number of the last page in whose forward modules were called in another thread."""
         self._sharded: dict[int, bool] = {}
-        """id of a root -> see `is_sharded`."""
+        """id of a root -> see `gathers`."""
 
     def begin(self, phase: Phase, nodes: GraphCalls | None) -> None:
         """A root is called."""
@@ -74,19 +74,19 @@ class RunningCalls:
         return NOTHING
 
     def is_sharded(self) -> bool:
-        """Whether FSDP or DeepSpeed's ZeRO 3 gathers weights between the calls of the root, and frees them after each.
+        """Whether the running root gathers weights between its calls. Those collectives write into no argument."""
+        return self.gathers(self.stack[0].root)
 
-        Those collectives write into no argument. ZeRO 3 keeps a rank's part of a parameter as its `ds_tensor`.
-        """
-        root = self.stack[0]
-        known = self._sharded.get(root.root.id)
+    def gathers(self, root: RootInfo) -> bool:
+        """Whether FSDP or DeepSpeed's ZeRO 3 gathers weights between the calls of a root, and frees them after each."""
+        known = self._sharded.get(root.id)
         if known is None:
             module = root.ref()
             parts = module.modules() if module is not None else ()
             classes = {cls.__name__ for part in parts for cls in type(part).__mro__}
             known = bool(classes & {"FSDPModule", "FullyShardedDataParallel"})
-            known = known or (module is not None and any(hasattr(each, "ds_tensor") for each in module.parameters()))
-            self._sharded[root.root.id] = known
+            known = known or (module is not None and any(map(is_in_parts, module.parameters())))
+            self._sharded[root.id] = known
         return known
 
     def drop_dead(self) -> None:

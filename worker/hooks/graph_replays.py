@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.frames import Phase, RowKind
+from ...core.frames import Phase, RowKind, RowMark
 from ...core.recorder import layout
 from ...core.recorder.layout import NOTHING, HeadField, SegmentField
 from ...core.recorder.pages import OwnPages, RowFields
@@ -35,6 +35,7 @@ from .module_calls import ModuleCalls
 _CAPACITY = layout.VALUES_PER_SEGMENT
 _MEASURED = int(RowKind.MEASURED)
 _FORWARD, _BACKWARD, _OPTIMIZER = int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
+_REHEARSED = int(RowMark.REHEARSED)
 
 
 class _CapturedFrame(NamedTuple):
@@ -303,8 +304,9 @@ class GraphReplays:
             deeper = running.depths[len(running.stack) - 1] + all(frame.module not in calls for frame in frames)
         seq, write = issued(), self._recorder.frame
         for module, parent, depth, phase, rows in frames:
+            # what a replay computes is written, whatever the gradients were with which it was captured
             packed = [
-                (slot, indices[value - CAPTURED], shape, dtype, _MEASURED, mark)
+                (slot, indices[value - CAPTURED], shape, dtype, _MEASURED, mark & ~_REHEARSED)
                 if CAPTURED <= value < NOTHING
                 else (slot, NOTHING, shape, dtype, kind, mark)
                 for slot, value, shape, dtype, kind, mark in rows

@@ -76,6 +76,7 @@ def python_layout() -> dict[str, int]:
         "PHASE_BACKWARD": Phase.BACKWARD,
         "PHASE_OPTIMIZER": Phase.OPTIMIZER,
         "MARK_SCALED": RowMark.SCALED,
+        "MARK_REHEARSED": RowMark.REHEARSED,
         "ENCODING_INTEGER": ValueEncoding.INTEGER,
         "VALUE_PENDING": PENDING,
         "COUNT_EVERY": COUNT_EVERY,

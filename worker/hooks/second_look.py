@@ -32,7 +32,7 @@ from ..record.graph_sources import explaining_row, shown_in, sources_later, sour
 from ..record.graph_users import BadOutput, graph_users
 from ..record.held_alarms import NonFiniteRow
 from ..record.names import class_of
-from ..record.roots import shards_of
+from ..record.roots import is_released, shards_of
 from ..stats.device import without_modes
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
 from .call_frames import CallFrames
@@ -120,6 +120,8 @@ class SecondLook:
             tensor = parameter.grad
             if tensor is not None and bad.frame.phase == "collective":
                 reduced = self._summands.first_bad(parameter, tensor)
+            elif tensor is not None and not self._gradients.is_local(tensor):
+                tensor = None  # another hook has changed it, or its memory
         return (pattern_of(tensor) if tensor is not None else ""), update, reduced
 
     def _parameter_of(self, bad: NonFiniteRow) -> torch.Tensor | None:
@@ -176,7 +178,9 @@ class SecondLook:
         """
         found: list[str] = []
         worst: BadWeight | None = None
-        shown = self._weights_up_to(bad) if self._rows.device_buffer is not None else {}
+        # a page shows gathered weights, which are not those that a rank keeps
+        is_shown = self._rows.device_buffer is not None and not self._running.gathers(self._roots.infos[bad.page.root])
+        shown = self._weights_up_to(bad) if is_shown else {}
         for reference, info, role in list(self._roots.parameters.values()):
             parameter = reference()
             known = self._rows.weights.get(id(parameter))
@@ -185,6 +189,8 @@ class SecondLook:
             _, version, step, numbers = known
             then = _extremes(numbers) if isinstance(numbers, TensorStats) else shown.get((info.name, role))
             if then is None or len(found) == _MOST_CHANGED or parameter.dtype not in FLOATS:
+                continue
+            if is_released(parameter):  # it was whole when it was read
                 continue
             if (version, step) != (version_of(parameter), self._progress.step):  # not read after its last step
                 continue
@@ -223,7 +229,8 @@ def _largest(extremes: tuple[float | None, float | None, int]) -> str:
 
 
 def _look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
-    weights = {name: _found(each) for name, each in list(module._parameters.items())[:_MOST] if each is not None}
+    own = [(name, each) for name, each in module._parameters.items() if each is not None and not is_released(each)]
+    weights = {name: _found(each) for name, each in own[:_MOST]}
     buffers = {name: _found(each) for name, each in list(module._buffers.items())[:_MOST] if each is not None}
     shards = {name: _found(local) for name, local in shards_of(root, module)}
     return LookedAgain(

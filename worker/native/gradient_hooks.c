@@ -103,14 +103,15 @@ static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject
         return 0;
     if (!integer_of(page, s_number, &number) || number != frame.page || !integer_of(hook->info, s_id, &call.module))
         return 0;
-    const int scaled = truth_of(self->gradients, s_scaled);
-    if (scaled < 0 || (!is_local && !may_look(self)) || !issued_now(self, &frame.seq)) /* a parameter's hook has asked */
+    const int scaled = truth_of(self->gradients, s_scaled), rehearsed = truth_of(page, s_rehearses);
+    if (scaled < 0 || rehearsed < 0 || (!is_local && !may_look(self)) || !issued_now(self, &frame.seq)) /* a parameter's hook has asked */
         return 0;
+    const int mark = (scaled ? MARK_SCALED : 0) | (rehearsed ? MARK_REHEARSED : 0);
     call.rank_module = call.module;
     frame.may_wait = is_local && may_wait(hook, parameter);
     PyObject *slots = PyObject_GetAttr(hook->info, s_slots);
     const int taken = slots != NULL && PyDict_CheckExact(slots) &&
-                      gradient_row(self, &frame, slots, hook->role, gradient, scaled ? MARK_SCALED : 0) &&
+                      gradient_row(self, &frame, slots, hook->role, gradient, mark) &&
                       read_rows(self, &frame, 0) &&
                       (is_local ? remember_local(self, gradient)
                                 : PyObject_SetAttr(self->gradients, s__page, page) == 0) &&

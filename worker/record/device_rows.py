@@ -21,6 +21,7 @@ from ..stats.device import StreamKey, device_for, has_reader, is_on_device, with
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.notable import NotableFilter, slots_of_masks
 from ..stats.passed_readings import PassedReadings
+from ..stats.stream_buffer import never_free
 from ..stats.tensor_stats import FLOATS, unwrapped
 from .collectives import issued
 from .names import inputs_of
@@ -125,6 +126,10 @@ class DeviceRows:
             if not self._is_sent:
                 buffer.flush()
             self._is_sent = False
+
+    def never_free(self) -> None:
+        """The device has failed."""
+        never_free(self.device_buffer)
 
     def close(self) -> None:
         """Release the recorder's memory. Waits for outstanding numbers of a device."""

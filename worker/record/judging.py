@@ -298,7 +298,7 @@ class AlarmRecorder:
     def alarm(self, bad: NonFiniteRow, cause: str = "") -> None:
         """Record the first alarm of a page, and no later one."""
         judged = self._judged(bad.page)
-        if judged.alarmed or (bad.page.rehearses and bad.frame.phase not in FORWARDS):
+        if judged.alarmed:
             return
         judged.alarmed = True
         earlier = self.held.cause_of(bad)

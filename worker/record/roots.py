@@ -59,6 +59,16 @@ def shards_of(root: nn.Module | None, module: nn.Module) -> Iterator[tuple[str, 
                     yield info.param_name, local
 
 
+def is_in_parts(parameter: torch.Tensor) -> bool:
+    """Whether DeepSpeed's ZeRO 3 keeps this rank's part of a parameter (its `ds_tensor`) between its uses."""
+    return hasattr(parameter, "ds_tensor") or hasattr(parameter, "ds_id")
+
+
+def is_released(parameter: torch.Tensor) -> bool:
+    """Whether such a parameter is not whole now: it has no elements, or memory that a gathering still writes."""
+    return is_in_parts(parameter) and getattr(getattr(parameter, "ds_status", None), "name", "") != "AVAILABLE"
+
+
 class ParameterSlots(dict[str, int]):
     """Role -> slot of a module with a parameter whose role differs from its name. Python writes its frames."""
 

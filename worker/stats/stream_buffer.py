@@ -273,6 +273,7 @@ class FileCopies:
         for copy in buffer.flying:
             self._fields[HeadField.ROWS_LOST] += len(copy.positions)
             self._page_done(copy.page)
+        never_free(list(buffer.flying))
         buffer.flying.clear()
 
     def _copy_arrived(self, copy: RowCopy) -> None:
@@ -343,6 +344,14 @@ class _DroppedMemory:
             return
         with suppress_own(Exception):
             self.driver.unregister(ctypes.addressof(self.anchor), self.device)
+
+
+def never_free(memory: object) -> None:
+    """Keep the pinned memory of a device that has failed, also when the process ends.
+
+    To release it torch makes an event. Its error comes out of a destructor, and so aborts the process (torch 2.14).
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
 
 def first_line(error: Exception) -> str:

@@ -79,6 +79,7 @@ _is_wrapped = name_in_torch("torch._C._functorch.is_functorch_wrapped_tensor", l
 _unwrap = name_in_torch("torch._C._functorch.get_unwrapped")
 _is_functional = name_in_torch("torch._is_functional_tensor", lambda tensor: False)
 _has_storage = name_in_torch("torch._C._has_storage", lambda tensor: True)
+_FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 _MEASURED = int(RowKind.MEASURED)
 _new: Callable[[type[TensorStats], tuple[int, int, int, int]], TensorStats] = tuple.__new__
 """Makes a named tuple three times as fast as its class does."""
@@ -214,7 +215,7 @@ def hides_floats(tensor: torch.Tensor) -> bool:
         if tensor.device.type == "meta" or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
             return False
         dtype = tensor.dtype
-        if not (dtype.is_floating_point or dtype.is_complex) or str(dtype) == "torch.float4_e2m1fn_x2":
+        if not (dtype.is_floating_point or dtype.is_complex) or dtype is _FLOAT4:
             return False  # a float4 has no inf and no nan
         plain = type(tensor) is _TENSOR or type(tensor) is _PARAMETER
         return tensor.numel() > 0 and not (plain and tensor.layout is torch.strided and not has_memory(tensor))
@@ -351,7 +352,7 @@ def _has_factor(context: Any) -> bool:
 
 
 def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A strided tensor of a measurable dtype with the numbers of `tensor`. None if it has none or was freed.
+    """A strided tensor of a measurable dtype with the numbers of `tensor`. None if it has none, is float4 or was freed.
 
     Sparse: the stored values. Nested: the values of all parts. Quantized: the dequantized values. DTensor: the local
     shard. A wrapper: see `sole_inner`. Complex: the magnitudes. float8: converted to float32, which is exact. Under
@@ -390,6 +391,8 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     elif tensor.dtype is torch.uint64:  # numbers beyond int64 become its largest number
         tensor = tensor.view(torch.int64)
         tensor = torch.where(tensor < 0, torch.iinfo(torch.int64).max, tensor)
+    if tensor.dtype is _FLOAT4:
+        return None  # torch has no copy of it to another dtype: on a device that fails when the kernel runs
     if tensor.dtype.is_floating_point and tensor.dtype not in FLOATS:
         tensor = tensor.to(torch.float32)
     return tensor

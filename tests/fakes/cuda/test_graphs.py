@@ -7,6 +7,7 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import OwnFault
+from gpuwatch.core.frames import RowMark
 from test_gpuwatch import launch_script
 from torch import nn
 
@@ -147,6 +148,55 @@ def test_graphed_callables_are_seen_and_their_rehearsal_raises_no_alarm():
                 torch.cuda.synchronize()
     assert places(watch) == [("grow", "+inf", "forward", 7)]
     assert faults(watch) == []
+
+
+class Doubles(torch.autograd.Function):
+    """Passes its input on. Its backward doubles the gradient, which may be too large for that."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2.0
+
+
+class Rehearsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return Doubles.apply(self.last(self.first(x)))
+
+
+@pytest.mark.parametrize("bad_at", [None, 3])
+def test_the_unwritten_gradients_of_a_rehearsal_are_no_evidence(bad_at):
+    """The rehearsal's memory is new, and so nan. In a later replay the same place has an overflow."""
+    torch.manual_seed(0)
+    net, x = Rehearsed().cuda(), torch.rand(4, 8, device="cuda")
+    torch.cuda.empty_cache()
+    with gpuwatch.watch(net, on_overflow="continue") as watch:
+        call = torch.cuda.make_graphed_callables(net, (x,))
+        for number in range(6):
+            loss = call(x).sum() * (3e38 if number == bad_at else 1.0)
+            loss.backward()
+            torch.cuda.synchronize()
+        verdict = watch.verdict()
+        rehearsed = [row for frame in watch.frames(0) for row in frame.rows if row.mark & RowMark.REHEARSED]
+    assert any(row.flags for row in rehearsed), "the test needs a gradient that nobody has written"
+    if bad_at is None:
+        assert (verdict.kind, watch.anomalies) == ("clean", []), (verdict.statement, verdict.evidence)
+    elif HAS_HOOKS:
+        assert (verdict.kind, verdict.phase, verdict.value) == ("overflow", "backward", "+inf")
+        assert [anomaly.where.batch for anomaly in watch.anomalies] == [verdict.batch]
+    assert faults(watch) == [] or not HAS_HOOKS
+
+
+def test_a_launch_takes_a_rehearsal_for_no_evidence(tmp_path):
+    verdict, _, _ = launch_script("rehearsal.py", tmp_path / "run", 1, "cuda", "nccl", options=("--preflight", "off"))
+    assert (verdict["kind"], verdict["certainty"]) == ("clean", "established")
 
 
 @with_hooks

@@ -21,10 +21,27 @@ x = torch.arange(10.0, device="cuda")
 try:
     dist.all_reduce(x)
     torch.cuda.synchronize()
-    print(f"rank {rank}: {x.tolist()}", flush=True)
+    print(f"rank {rank}: {x.tolist()}\\n", end="", flush=True)
 except RuntimeError as error:
-    print(f"rank {rank}: {str(error).splitlines()[0]}", flush=True)
+    print(f"rank {rank}: {str(error).splitlines()[0]}\\n", end="", flush=True)
 os._exit(0)
+"""
+
+TWO_STREAMS = """
+import os, torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+numbers = [torch.full((3,), 1.0, device="cuda"), torch.full((3,), 10.0, device="cuda")]
+torch.cuda.synchronize()
+for place, number in enumerate(numbers):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        if place == rank:
+            torch.cuda._sleep(200_000_000)
+        dist.all_reduce(number)
+torch.cuda.synchronize()
+print(f"rank {rank}: {[number[0].item() for number in numbers]}\\n", end="", flush=True)
+dist.destroy_process_group()
 """
 
 
@@ -57,3 +74,10 @@ def test_a_fault_shows_where_it_is_asked_for(tmp_path, fault, lines):
     script.write_text(FAULTY)
     code, found, errors = torchrun(str(script), STAND_IN_NCCL_FAULT=fault)
     assert (code, found) == (0, lines), errors
+
+
+def test_a_communicator_keeps_the_order_of_the_host_on_two_streams(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TWO_STREAMS)
+    code, found, errors = torchrun(str(script))
+    assert (code, found) == (0, [f"rank {rank}: [2.0, 20.0]" for rank in (0, 1)]), errors

@@ -12,6 +12,7 @@ import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import RangeWarning
 from gpuwatch.core.frames import RowMark
+from gpuwatch.core.judge import anomaly_of_page
 from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.worker.hooks.backward import _GraphRecord
 from torch import nn
@@ -886,3 +887,30 @@ def test_dynamo_compiles_no_hook_of_a_backward_that_a_compiled_function_runs(way
     assert not [name for name in compiled if name.endswith("worker/hooks/backward.py")]
     assert "grad weight" in [row.role for page in watched.pages for frame in page.frames for row in frame.rows]
     assert watched.faults == watched.anomalies == []
+
+
+# -- the rehearsal of a CUDA graph ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["native", "python", "compiled"])
+def test_gradients_of_a_rehearsal_are_marked_and_no_evidence(watch, how):
+    """tests/fakes/cuda/test_graphs.py has the real one. The next page's gradients count again."""
+    watched = watch()
+    gradients = watched.hooks._gradients
+    if how == "python":
+        gradients.writer = None
+    model = net()
+    called = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    watched.hooks.progress.rehearses = True
+    called(X).backward(torch.full((3, 2), float("nan")))
+    watched.hooks.progress.rehearses = False
+    (page,) = watched.pages
+    marks = {row.mark for frame in page.frames if frame.phase == "backward" for row in frame.rows}
+    assert marks == {RowMark.REHEARSED}
+    assert anomaly_of_page(page) is None
+    assert watched.anomalies == []
+
+    model.zero_grad()
+    called(X).backward(torch.full((3, 2), float("nan")))
+    assert [anomaly.where.batch for anomaly in watched.anomalies] == [1]
+    assert watched.faults == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 
@@ -85,6 +86,36 @@ def test_autocast_is_told(watch):
         model(torch.full((2, 4), math.inf))
     _settle(watched)
     assert watched.anomalies[0].again.autocast == "bfloat16"
+
+
+class _Status(enum.Enum):
+    """As DeepSpeed's ZeroParamStatus."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+
+
+def _released(weight, whole) -> None:
+    """As ZeRO 3 leaves a parameter outside of its module's call; `whole` keeps its elements."""
+    whole.append(weight.data)
+    weight.data, weight.ds_status = torch.empty(0), _Status.NOT_AVAILABLE
+
+
+@pytest.mark.parametrize("memory", ["none", "another one's"])
+def test_a_weight_that_zero_has_released_has_not_changed(watch, memory):
+    watched = watch()
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), Rotary())
+    weight, whole = model[0].weight, []
+    weight.ds_id, weight.ds_status = 0, _Status.AVAILABLE
+    if memory == "none":
+        model[0].register_forward_hook(lambda *_: _released(weight, whole))
+    else:
+        model[0].register_forward_hook(lambda *_: setattr(weight, "ds_status", _Status.NOT_AVAILABLE))
+        model[1].register_forward_hook(lambda *_: weight.data.fill_(7.0))
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+    _settle(watched)
+    assert watched.anomalies[0].again.changed == []
 
 
 class _Around(nn.Module):

@@ -28,7 +28,7 @@
     /* codes */                                                                                              \
     DO(PHASE_BACKWARD, 1) DO(PHASE_OPTIMIZER, 3)                                                             \
     DO(KIND_MEASURED, 0) DO(KIND_NONE, 1) DO(KIND_NOT_A_TENSOR, 2) DO(KIND_NOT_MEASURABLE, 3) DO(KIND_EMPTY, 4) \
-    DO(MARK_SCALED, 4) DO(ENCODING_INTEGER, 0) DO(VALUE_PENDING, 0xFF00)                                                                                       \
+    DO(MARK_SCALED, 4) DO(MARK_REHEARSED, 32) DO(ENCODING_INTEGER, 0) DO(VALUE_PENDING, 0xFF00)                                                                                       \
     /* zeros and subnormals are counted in one batch of COUNT_EVERY */                                       \
     DO(COUNT_EVERY, 10)                                                                                      \
     /* the table of process groups: sizes in bytes, and integers of a slot, by position */                   \

@@ -5,7 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { SLOT = 1 << 20, MOST_RANKS = 64, MOST_SCALED = 64 };
+enum { SLOT = 1 << 20, MOST_RANKS = 64, MOST_SCALED = 64, MOST_TRANSFERS = 512 };
 enum { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
 enum { SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE, SCALED };  /* from SCALED on: made by ncclRedOpCreatePreMulSum */
 enum Kind { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, GATHER, ALL_TO_ALL, SEND, RECEIVE, HANG };
@@ -23,6 +23,7 @@ typedef struct Communicator {
     volatile int is_aborted;
     unsigned splits;
     uint64_t id;
+    Last last;  /* its collectives run in the host's order, on whatever streams they are issued */
 } Communicator;
 typedef struct Transfer { enum Kind kind; const char *from; char *to; size_t number; int type, operation, peer; size_t done; Communicator *group; } Transfer;
 
@@ -140,25 +141,29 @@ static void run_transfers(Operation *self, int device) {
 /* -- what the host issues: one operation for all of an ncclGroup and stream -------------------------------------------- */
 
 static __thread int depth, pending;
-static __thread struct { Transfer transfer; Stream *stream; } waiting[512];
+static __thread struct { Transfer transfer; Stream *stream; } waiting[MOST_TRANSFERS];
 
 static void issue(void) {
     while (pending) {
         Stream *stream = waiting[0].stream;
-        int taken = 0, kept = 0;
+        int taken = 0, kept = 0, groups = 0;
+        Last *last[MOST_TRANSFERS];
         Operation *new = operation(run_transfers, NULL, pending * sizeof(Transfer));
         for (int place = 0; place < pending; place++) {
-            if (waiting[place].stream == stream) memcpy(new->data + taken++ * sizeof(Transfer), &waiting[place].transfer, sizeof(Transfer));
-            else waiting[kept++] = waiting[place];
+            if (waiting[place].stream == stream) {
+                Last *of_group = &waiting[place].transfer.group->last;
+                memcpy(new->data + taken++ * sizeof(Transfer), &waiting[place].transfer, sizeof(Transfer));
+                if (!groups || last[groups - 1] != of_group) last[groups++] = of_group;
+            } else waiting[kept++] = waiting[place];
         }
         new->size = taken * sizeof(Transfer);
         pending = kept;
-        put(stream, new);
+        put_behind(stream, new, last, groups);
     }
 }
 static int transfer(enum Kind kind, const void *from, void *to, size_t number, int type, int how, int peer, Communicator *group, cudaStream_t stream) {
     if (enter("NCCL")) return 1;
-    if (group->is_aborted || pending == 512) return INVALID_USAGE;
+    if (group->is_aborted || pending == MOST_TRANSFERS) return INVALID_USAGE;
     count(COLLECTIVES);
     trace("collective %d of %zu elements on rank %d of %d", kind, number, group->rank, group->size);
     if (fault("die-op", group->rank)) abort();

@@ -84,7 +84,9 @@ typedef struct Stream {
 
 Stream *stream_of(cudaStream_t handle);
 Operation *operation(void (*run)(Operation *, int), const void *data, size_t size);
+typedef struct Last { Stream *stream; long until; } Last;  /* the operation of a communicator that was issued last */
 int put(Stream *stream, Operation *new);            /* 1 if a graph took it */
+void put_behind(Stream *stream, Operation *new, Last *last[], int number);  /* and make it the last one of each */
 void wait_for(Stream *stream);                      /* the host waits for all that was issued */
 void wait_for_device(int device);
 cudaError_t unsafe(const char *call);               /* what a capture forbids in this thread: 0, or the error */

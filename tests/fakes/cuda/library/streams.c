@@ -93,8 +93,8 @@ static void issue_in_order(Stream *stream, Operation *new) {
     issue(stream, new);
 }
 
-int put(Stream *stream, Operation *new) {
-    pthread_mutex_lock(&lock);
+/* With the lock held. 1 if a graph took it. */
+static int put_locked(Stream *stream, Operation *new) {
     Graph *graph = stream->capture;
     if (graph) {
         new->is_captured = 1;
@@ -102,8 +102,22 @@ int put(Stream *stream, Operation *new) {
         else graph->first = new;
         graph->last = new;
     } else issue_in_order(stream, new);
-    pthread_mutex_unlock(&lock);
     return graph != NULL;
+}
+
+int put(Stream *stream, Operation *new) {
+    pthread_mutex_lock(&lock);
+    int is_captured = put_locked(stream, new);
+    pthread_mutex_unlock(&lock);
+    return is_captured;
+}
+void put_behind(Stream *stream, Operation *new, Last *last[], int number) {
+    pthread_mutex_lock(&lock);
+    for (int place = 0; place < number && !stream->capture; place++)
+        if (last[place]->stream) issue_wait(stream, last[place]->stream, last[place]->until);
+    if (!put_locked(stream, new))
+        for (int place = 0; place < number; place++) *last[place] = (Last){stream, stream->issued};
+    pthread_mutex_unlock(&lock);
 }
 
 void put_graph(Stream *stream, Graph *graph) {

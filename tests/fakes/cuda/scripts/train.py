@@ -38,7 +38,7 @@ class Net(nn.Module):
         return self.head(self.norm(self.block(x)))
 
 
-def parse():
+def parser_of_training():
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--backend", default="gloo")
@@ -51,7 +51,11 @@ def parse():
     parser.add_argument("--own-stream", action="store_true", help="a graph is not captured on the warm-up's stream")
     parser.add_argument("--batches", type=int, default=5)
     parser.add_argument("--step", choices=["sgd", "adamw"], default="sgd")
-    return parser.parse_args()
+    return parser
+
+
+def parse():
+    return parser_of_training().parse_args()
 
 
 def wrapped(net, how):

@@ -1,0 +1,138 @@
+"""The gradient of a parameter as autograd has accumulated it, where other hooks get the gradient as well.
+
+Autograd writes a gradient on its own stream, where our hook reads it. A hook of another library may let another stream
+write into it, or into the memory that `.grad` has afterwards, and nothing orders that before our read:
+
+- ZeRO 3 of DeepSpeed copies the gradient into a bucket on a stream of its own, and makes `.grad.data` a slice of it.
+- A hook that reduces the gradient at once, with `async_op=True`, has NCCL's stream write over it.
+- A hook that moves the gradient to host memory leaves no `.grad`, or one that the copy has not reached yet.
+
+So a first hook starts to read the gradient before all others, and keeps the row. A last one decides with `fate_of` what
+the others have done to it, and writes the frame.
+
+Megatron, Transformer Engine and Apex can add a weight's gradient to `main_grad` within the backward's own kernel, on
+autograd's stream. `.grad` is then a placeholder that nobody writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from ...core.recorder.writer import OpenPage
+from ...core.signal_errors import from_outside
+from ..record.collectives import issued
+from ..record.rows import RecordedRow
+from ..stats.tensor_stats import local_part, unwrapped, version_of
+
+
+class GradientFate(Enum):
+    """What the other hooks have done to a gradient."""
+
+    LEFT = auto()
+    """Nothing."""
+    TAKEN = auto()
+    """They have given its memory to another stream, or have let go of it: only the early row has its numbers."""
+    CHANGED = auto()
+    """An operation of torch has changed it in place, as a hook that clips does. It is to be read again."""
+    REPLACED = auto()
+    """`.grad` is another tensor, or a step has used the gradient: the hook before a step reads what the step gets."""
+
+
+@dataclass(slots=True, eq=False)
+class EarlyReading:
+    """A gradient that was read before the other hooks got it."""
+
+    gradient: torch.Tensor
+    page: OpenPage
+    row: RecordedRow
+    step: int
+    """Steps finished at that time, as `issued`, `address` and `version` are of that time."""
+    issued: int
+    address: int
+    version: int
+
+
+class AccumulatedGradients:
+    """The gradients whose other hooks run now."""
+
+    def __init__(self) -> None:
+        self._early: dict[int, EarlyReading] = {}
+        """By id of the parameter."""
+
+    def note(
+        self, parameter: torch.Tensor, page: OpenPage, gradient: torch.Tensor, row: RecordedRow, step: int
+    ) -> None:
+        """`row` is that of a gradient which no other hook has got yet."""
+        now = issued(), _address_of(gradient), version_of(gradient)
+        self._early[id(parameter)] = EarlyReading(gradient, page, row, step, *now)
+
+    def take(self, parameter: torch.Tensor) -> EarlyReading | None:
+        """What was noted of this parameter's gradient in the backward that runs."""
+        return self._early.pop(id(parameter), None)
+
+    def forget(self) -> None:
+        """No backward runs: one of the other hooks has raised."""
+        self._early.clear()
+
+
+def fate_of(early: EarlyReading, now: torch.Tensor | None, step: int) -> GradientFate:
+    """What has become of a gradient. `now`: where the parameter's gradient is now, if it has one.
+
+    A collective changes no version, and may have been issued on this gradient.
+    """
+    if step != early.step:
+        return GradientFate.REPLACED
+    if now is None or issued() != early.issued:
+        return GradientFate.TAKEN
+    if now is not early.gradient:
+        return GradientFate.REPLACED
+    if _address_of(now) != early.address:
+        return GradientFate.TAKEN
+    return GradientFate.LEFT if version_of(now) == early.version else GradientFate.CHANGED
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Where autograd has accumulated the gradient of a parameter."""
+    if getattr(parameter, "grad_added_to_main_grad", False):
+        return getattr(parameter, "main_grad", None)
+    return parameter.grad
+
+
+def needs_python(parameter: torch.Tensor) -> bool:
+    """Whether its gradient may be elsewhere than in `.grad`, or goes to other hooks: the native hook reads `.grad`."""
+    return bool(parameter._post_accumulate_grad_hooks) or hasattr(parameter, "main_grad")
+
+
+def is_offloaded(parameter: torch.Tensor) -> bool:
+    """Whether FSDP2 keeps this shard in host memory (`CPUOffloadPolicy`).
+
+    FSDP2 calls the hooks of such a parameter when it has started to copy the gradient from the device. It waits for
+    the copy at the end of the backward, and the hook before the step reads it then.
+    """
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and parameter.is_cpu and getattr(mesh, "device_type", "cpu") != "cpu"
+
+
+def put_first(handle: Any) -> None:
+    """Have torch call the hook of this handle before all others of its tensor.
+
+    torch reads the values of the dictionary in C++, in the order in which they were entered: `move_to_end` of an
+    OrderedDict has no effect there.
+    """
+    hooks = handle.hooks_dict_ref()
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)
+
+
+def _address_of(gradient: torch.Tensor) -> int:
+    """Where its elements are; 0 for a tensor that has no such place, as a sparse one."""
+    try:
+        return local_part(unwrapped(gradient)).data_ptr()
+    except RuntimeError as error:
+        if from_outside(error):
+            raise
+        return 0
