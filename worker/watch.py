@@ -34,6 +34,7 @@ from ..core.wire.messages import (
     PageMessage,
     RankState,
 )
+from .rank_process import wait_for_call
 from .record.collectives import ranks
 from .session import current_hooks, wait_for_device
 
@@ -72,9 +73,25 @@ def _replace_older(model: nn.Module | None) -> None:
 def _remove(hooks: ModuleHooks) -> None:
     pid, _ = _watching[hooks]
     if os.getpid() == pid:  # a forked child leaves its parent's recorder alone
+        hooks.read_states()
         wait_for_device(hooks.settle)
     hooks.detach()
     del _watching[hooks]
+
+
+def _forked(reference: weakref.ref[ModuleHooks]) -> None:
+    """In a fork: if it calls a watched model, and does not watch it itself, its parent's recorder says so."""
+    hooks = reference()
+    if hooks is None or hooks not in _watching:
+        return
+    _, of = _watching[hooks]
+    model, fields = of() if of is not None else None, hooks.progress.fields
+    parts = set(model.modules()) if model is not None else None
+    wait_for_call(
+        lambda field: fields.__setitem__(field, os.getpid()),
+        lambda: watching_hooks() is not None,
+        lambda module: parts is None or module in parts,
+    )
 
 
 # The verdict on one process: the collector's own decision, from the pages of this process's recorder.
@@ -234,6 +251,7 @@ class ModelWatch:
     def _facts(self) -> RunFacts:
         if not self._closed and os.getpid() == self._pid:
             self._hooks.put_back()
+            self._hooks.read_states()
         self._settle()
         pages = (self._reader.page(held.number) for held in self._reader.held())
         state = self._reader.state()
@@ -344,6 +362,7 @@ def watch(
     weakref.finalize(hooks, remove)
     hooks.attach()
     _watching[hooks] = os.getpid(), weakref.ref(model) if model is not None else None
+    os.register_at_fork(after_in_child=partial(_forked, weakref.ref(hooks)))
     return ModelWatch(hooks, recorder, owned=True)
 
 
