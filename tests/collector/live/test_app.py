@@ -90,3 +90,12 @@ def test_o_orders_the_ranks_and_q_ends_it(picture):
 
     drive([picture.view(ranks)], act)
     assert firsts == ["900", "0"]
+
+
+@pytest.mark.parametrize("before", [[], ["slash", "x"]], ids=["in the table", "in the filter"])
+def test_ctrl_c_ends_it(picture, before):
+    async def act(pilot, app):
+        await pilot.press(*before, "ctrl+c")
+        assert app._exit
+
+    drive([picture.view([picture.rank(0)])], act)
