@@ -511,6 +511,15 @@ class LooseParameters(RankEvent, frozen=True, tag="loose_parameters"):
     """How many of `parameters` are on a device: nobody reads them."""
 
 
+class UnreadStates(RankEvent, frozen=True, tag="unread_states"):
+    """An optimizer was freed before what it keeps in 16 bits or less was read after its last step."""
+
+    optimizer: str
+    """Its class."""
+    steps: int
+    """How many steps since it was read."""
+
+
 class ReplacedFunctions(RankEvent, frozen=True, tag="replaced"):
     """All functions of torch and Python that gpuwatch has replaced in this rank."""
 
@@ -877,6 +886,7 @@ WorkerEvent = (
     | CompiledUnseen
     | UnmeasuredTensor
     | LooseParameters
+    | UnreadStates
     | ReplicaHashes
     | BatchInputs
     | ReplacedFunctions

@@ -175,8 +175,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     state_every: Annotated[
         int,
         WorkerOption(
-            "after an optimizer's first step and one in N of the others (%(default)s; 0: never), read the state that "
-            "it keeps in 16 bits or less: inf there stops all updates",
+            "after an optimizer's first step, one in N of the others (%(default)s; 0: never) and the last one, read "
+            "the state that it keeps in 16 bits or less: inf there stops all updates",
             "N",
             of="a number of steps",
         ),

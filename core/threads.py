@@ -46,6 +46,23 @@ def start_thread(run: Callable[[], object], begins_s: float = BEGINS_S) -> bool:
         return not given_up
 
 
+def begin(thread: threading.Thread) -> None:
+    """Start a thread, and raise what a signal's handler raises meanwhile.
+
+    `threading.Thread.start` takes any exception for a thread that could not be made, and forgets it. It raises KeyError
+    where the thread has begun by then.
+    """
+    interrupted: BaseException | None = None
+    try:
+        thread.start()
+    except KeyError as error:
+        if from_outside(error) or error.__context__ is None:
+            raise
+        interrupted = error.__context__
+    if interrupted is not None:
+        raise interrupted
+
+
 class OneThread:
     """Does one thing after another in a thread of its own; where there can be none, in the caller's."""
 

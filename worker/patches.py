@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -147,6 +148,11 @@ class PatchLedger:
         """Restore all, the last first. A later replacement by other code stays, and still calls ours."""
         while self._undo:
             self._undo.pop()()
+
+
+def allow_global_hooks() -> None:
+    """torch warns where a compiled model is called while there are hooks of all modules: ours do no harm there."""
+    warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
 
 
 def _take_out(patch: _ReplacedFunction) -> None:

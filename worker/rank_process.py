@@ -1,4 +1,4 @@
-"""Watches a rank's process start children that train, continue as another program (os.exec), and end."""
+"""Watches a rank's process start children that train or call modules, become another program (os.exec), and end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import posix
 import struct
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.recorder.layout import MAGIC, HeadField, RankPhase
 from ..core.recorder.writer import RecorderWriter
 from ..core.signal_errors import suppress_own
-from .patches import PatchLedger, after_import
+from .patches import PatchLedger, after_import, allow_global_hooks
 
 if TYPE_CHECKING:
     from .session import WorkerSession
@@ -124,10 +125,12 @@ def _child_ends(session: WorkerSession) -> None:
         session.finished(0)
 
 
-# Child processes of a rank that train unwatched: such a child records this in its parent's recorder.
+# Child processes of a rank that train, or call modules, and are not watched: such a child records this in its parent's
+# recorder.
 #
 # A fork has the recorder mapped. A child that multiprocessing spawns gets its path: a process hands its configuration
-# on. Both wait for the first step of an optimizer. A DataLoader's worker, a compile worker or a pool makes none.
+# on. Both wait for the first call of a module and for the first step of an optimizer. A compile worker or a pool makes
+# none. What a DataLoader's worker computes is read in its parent, as the input of a model.
 
 _KEY = "gpuwatch"
 _BEGIN = "try:\n from gpuwatch.worker.rank_process import begin\n begin({path!r}, {pid})\nexcept Exception: pass"
@@ -149,15 +152,15 @@ def watch_children(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> 
 
     def forked() -> None:
         with suppress_own(Exception):
-            note_when_training(recorder, is_watched)
+            note_when_used(recorder, is_watched)
 
     os.register_at_fork(after_in_child=forked)
     after_import("multiprocessing.process", lambda: _hand_on(recorder))
 
 
-def note_when_training(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> None:
-    """In a fork of a rank: if it trains, and is not watched itself, its parent's recorder says so."""
-    wait_for_training(lambda: recorder.fields.__setitem__(HeadField.UNSEEN_CHILD, os.getpid()), is_watched)
+def note_when_used(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> None:
+    """In a fork of a rank: if it trains or calls modules, and is not watched itself, its parent's recorder says so."""
+    wait_for_use(lambda field: recorder.fields.__setitem__(field, os.getpid()), is_watched)
 
 
 def _hand_on(recorder: RecorderWriter) -> None:
@@ -172,13 +175,13 @@ def begin(path: str, parent: int) -> None:
         return
     from .session import current_hooks
 
-    after_import("torch", lambda: wait_for_training(lambda: _note(Path(path)), lambda: current_hooks() is not None))
+    after_import("torch", lambda: wait_for_use(partial(_note, Path(path)), lambda: current_hooks() is not None))
 
 
-def wait_for_training(note: Callable[[], None], is_watched: Callable[[], bool]) -> None:
-    """Call `note` at the first step of an optimizer in this process, unless it is watched by then."""
+def wait_for_use(note: Callable[[HeadField], None], is_watched: Callable[[], bool]) -> None:
+    """Call `note` at this process's first call of a module and first step of an optimizer, if nobody watches it."""
     if "torch" not in sys.modules:
-        after_import("torch", lambda: wait_for_training(note, is_watched))
+        after_import("torch", lambda: wait_for_use(note, is_watched))
         return
     import torch
     from torch.optim import optimizer as torch_optimizer
@@ -193,16 +196,37 @@ def wait_for_training(note: Callable[[], None], is_watched: Callable[[], bool]) 
         is_over = True
         with suppress_own(Exception):
             if not is_watched():
-                note()
+                note(HeadField.UNSEEN_CHILD)
 
     torch_optimizer.register_optimizer_step_post_hook(stepped)
+    wait_for_call(note, is_watched)
 
 
-def _note(path: Path) -> None:
+def wait_for_call(
+    note: Callable[[HeadField], None], is_watched: Callable[[], bool], concerns: Callable[[Any], bool] = lambda _: True
+) -> None:
+    """Call `note` at this process's first call of a module that `concerns` us, if nobody watches it."""
+    import torch
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    def called(module: Any, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        with suppress_own(Exception):
+            if concerns(module):
+                handle.remove()
+                if torch.utils.data.get_worker_info() is None and not is_watched():
+                    note(HeadField.CALLING_CHILD)
+
+    allow_global_hooks()
+    handle = register_module_forward_pre_hook(called)
+
+
+def _note(path: Path, field: HeadField) -> None:
     """The file is looked for only now: a script that closes all descriptors would close one that was kept."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if os.pread(fd, 8, 8 * HeadField.MAGIC) == struct.pack("<q", MAGIC):
-            os.pwrite(fd, struct.pack("<q", os.getpid()), 8 * HeadField.UNSEEN_CHILD)
+            os.pwrite(fd, struct.pack("<q", os.getpid()), 8 * field)
     finally:
         os.close(fd)

@@ -21,7 +21,7 @@ from ..core.signal_errors import from_outside, suppress_own
 from ..core.torch_names import NEWEST, missing, release_of
 from .answers import answer_with_stacks, have_it_recorded
 from .patches import replaced
-from .rank_process import Undo, hear_of_ends, note_when_training, watch_children
+from .rank_process import Undo, hear_of_ends, note_when_used, watch_children
 from .record.collectives import issued, position
 
 if TYPE_CHECKING:
@@ -120,16 +120,18 @@ class WorkerSession:
         """Record an error of gpuwatch itself."""
         self.recorder.append(OwnFault(self.where(), part, message))
 
-    def settle(self) -> bool:
+    def settle(self, *, failed: bool = False) -> bool:
         """Wait a moment for the last numbers of the device, after the script has ended. Never raises.
 
-        Returns whether all have arrived.
+        Returns whether all have arrived. `failed`: the script has raised.
         """
         hooks = self.hooks
         if hooks is None:
             return False
         try:
             self._record_replaced()
+            if not failed:  # of a device it may be what has failed
+                hooks.read_states()
             return wait_for_device(hooks.settle)
         except Exception as error:
             if from_outside(error):
@@ -141,7 +143,7 @@ class WorkerSession:
         """The script has ended with this exception."""
         if not self.is_ours:
             return
-        self.settle()
+        self.settle(failed=True)
         text = "".join(traceback.format_exception(error))
         hooks = self.hooks
         try:
@@ -210,7 +212,7 @@ class WorkerSession:
     def attach_hooks(self) -> None:
         """Attach the hooks, after torch was imported. Never raises: a run without hooks is better than no run."""
         if not self.is_ours:  # the script imported torch after a fork
-            note_when_training(self.recorder, lambda: current_hooks() is not None)
+            note_when_used(self.recorder, lambda: current_hooks() is not None)
             return
         with own_imports():
             self._attach_hooks()

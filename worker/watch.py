@@ -45,6 +45,7 @@ from ..core.wire.messages import (
     PageMessage,
     RankState,
 )
+from .rank_process import wait_for_call
 from .record.collectives import ranks
 from .session import current_hooks, is_device_error, wait_for_device
 
@@ -83,8 +84,10 @@ def _replace_older(model: nn.Module | None) -> None:
 def _remove(hooks: ModuleHooks) -> Exception | None:
     """Remove these hooks. The error of a device that has failed, if it has."""
     pid, _ = _watching[hooks]
-    # a forked child leaves its parent's recorder alone
-    failure = _failure_of(hooks, hooks.settle) if os.getpid() == pid else None
+    failure = None
+    if os.getpid() == pid:  # a forked child leaves its parent's recorder alone
+        hooks.read_states()
+        failure = _failure_of(hooks, hooks.settle)
     hooks.detach()
     del _watching[hooks]
     return failure
@@ -100,6 +103,21 @@ def _failure_of(hooks: ModuleHooks, collect: Callable[[], bool]) -> Exception | 
         hooks.rows.never_free()
         return error
     return None
+
+
+def _forked(reference: weakref.ref[ModuleHooks]) -> None:
+    """In a fork: if it calls a watched model, and does not watch it itself, its parent's recorder says so."""
+    hooks = reference()
+    if hooks is None or hooks not in _watching:
+        return
+    _, of = _watching[hooks]
+    model, fields = of() if of is not None else None, hooks.progress.fields
+    parts = set(model.modules()) if model is not None else None
+    wait_for_call(
+        lambda field: fields.__setitem__(field, os.getpid()),
+        lambda: watching_hooks() is not None,
+        lambda module: parts is None or module in parts,
+    )
 
 
 # The verdict on one process: the collector's own decision, from the pages of this process's recorder.
@@ -268,6 +286,7 @@ class ModelWatch:
     def _facts(self) -> RunFacts:
         if not self._closed and os.getpid() == self._pid:
             self._hooks.put_back()
+            self._hooks.read_states()
         self._settle()
         pages = (self._reader.page(held.number) for held in self._reader.held())
         state = self._reader.state()
@@ -379,6 +398,7 @@ def watch(
     weakref.finalize(hooks, remove)
     hooks.attach()
     _watching[hooks] = os.getpid(), weakref.ref(model) if model is not None else None
+    os.register_at_fork(after_in_child=partial(_forked, weakref.ref(hooks)))
     return ModelWatch(hooks, recorder, owned=True)
 
 

@@ -167,7 +167,9 @@ def _rank_report(
         preflight=_preflight(rank),
         first_anomaly=_anomaly(rank.diagnosis) if rank.diagnosis is not None else None,
         frames=frames,
-        lost=model.LossReport(rank.pages_dropped, rank.counts.records_lost, rows=rank.counts.rows_lost),
+        lost=model.LossReport(
+            rank.pages_dropped, rank.counts.records_lost, rows=rank.counts.rows_lost + rank.counts.rows_interrupted
+        ),
         attempt=rank.attempt,
         traces=traces,
         error={"type": error.error, "message": error.message, "traceback": error.traceback, "module": error.module}

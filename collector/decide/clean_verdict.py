@@ -200,6 +200,11 @@ def _of_its_losses(rank: RankFacts) -> Iterator[_Reason]:
         )
     if state.rows_lost:
         yield _reason(Code.RECORDS_LOST, "had no room for {}", counted(state.rows_lost, "row"))
+    if state.rows_interrupted:
+        rows = counted(state.rows_interrupted, "row")
+        yield _reason(
+            Code.RECORDS_LOST, "lost {} that were being read on a device when a signal's handler raised", rows
+        )
     for hidden in [hidden for hidden in rank.not_looked_into if not hidden.around][:1]:
         yield _reason(
             Code.COMPILED_UNSEEN,
@@ -343,14 +348,15 @@ def _clean(facts: RunFacts) -> Verdict:
         statement += f" Compiled code inside {hidden[0]}{more} was not inspected."
     unseen = dict.fromkeys(unseen.text for rank in ranks for unseen in rank.compiled_unseen)
     statement += "".join(f" {text[0].upper()}{text[1:]}." for text in unseen)
-    loose = _loose_lines(ranks)
-    if loose:
-        statement += f" {loose[0][0].upper()}{_first_of(loose)[1:]}."
+    everyone = list(facts.everyone.values())  # before a restart, too
+    doubts = [*_loose_lines(ranks), *_unread_lines(everyone), *_child_lines(everyone)]
+    if doubts:
+        statement += f" {doubts[0][0].upper()}{_first_of(doubts)[1:]}."
     warnings = worst_first([(rank.rank, warned) for rank in ranks for warned in rank.warned])
     if warnings:
         closest = [f"{rank_name(number)}, {warning_text(warned)}" for number, warned in warnings]
         statement += f" Closest to trouble: {_first_of(closest)}."
-    is_told = all(rank.told_its_end for rank in ranks) and not loose
+    is_told = all(rank.told_its_end for rank in ranks) and not doubts
     return Verdict(
         VerdictKind.CLEAN,
         statement,
@@ -393,6 +399,25 @@ def _loose_lines(ranks: list[RankFacts]) -> list[str]:
         f"belong{'s' if count == 1 else ''} to no module that was called: {'it was' if count == 1 else 'they were'} "
         "read after each step, and nowhere else"
         for (optimizer, count), found in by_what.items()
+    ]
+
+
+def _unread_lines(ranks: list[RankFacts]) -> Iterator[str]:
+    """Lines on what an optimizer kept in 16 bits after its last step, and that nobody has read."""
+    unread = ((rank.rank, each) for rank in ranks for each in rank.unread_states)
+    for (optimizer, steps), found in grouped(unread, lambda entry: (entry[1].optimizer, entry[1].steps)).items():
+        yield (
+            f"on {ranks_text([number for number, _ in found])} what {optimizer} keeps in 16 bits or less was not read "
+            f"after its last {counted(steps, 'step')}: it was freed before"
+        )
+
+
+def _child_lines(ranks: list[RankFacts]) -> list[str]:
+    """Lines on children that have called modules by themselves. One that has trained is a gap in the proof."""
+    return [
+        f"a child process (pid {pid}) of {rank_name(rank.rank)} called modules and was not watched"
+        for rank in ranks
+        if (pid := rank.counts.calling_child)
     ]
 
 

@@ -93,6 +93,7 @@ class RankFacts:
     compiled_unseen: list[events.CompiledUnseen] = field(default_factory=list)
     unmeasured: events.UnmeasuredTensor | None = None
     loose_parameters: list[events.LooseParameters] = field(default_factory=list)
+    unread_states: list[events.UnreadStates] = field(default_factory=list)
     hashes: list[events.ReplicaHashes] = field(default_factory=list)
     batch_inputs: list[events.BatchInputs] = field(default_factory=list)
     looks: list[events.RankLook] = field(default_factory=list)

@@ -322,6 +322,7 @@ def _sort(rank: RankFacts) -> None:
     rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
     rank.compiled_unseen.sort(key=lambda unseen: (not unseen.calls, unseen.text))
     rank.loose_parameters.sort(key=lambda loose: (loose.optimizer, -loose.parameters, -loose.unread))
+    rank.unread_states.sort(key=lambda unread: (unread.optimizer, unread.steps, unread.where.time_ns))
     rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
     rank.passed.sort(key=lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number))
     rank.forecasts.sort(key=lambda forecast: (_place(forecast.where), forecast.module))

@@ -64,6 +64,7 @@ class TopApp(App[int]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit"),
+        Binding("ctrl+c", "quit", show=False, priority=True),  # textual only shows how to quit
         Binding("o", "order", "Order"),
         Binding("n", "nodes", "Nodes or ranks"),
         Binding("slash", "filter", "Filter"),

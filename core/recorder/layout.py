@@ -113,8 +113,8 @@ class HeadField(IntEnum):
     LOG_END = 24
     RECORDS_LOST = 25
     SEGMENT = 26
+    ROWS_INTERRUPTED = 27
     ROWS_LOST = 28
-    """27 is free."""
     ABORT = 29
     """The exit code (sealed) of a job that the rank ends itself; sealed 0: none."""
     IGNORED = 30
@@ -144,6 +144,8 @@ class HeadField(IntEnum):
     """Sealed 1 or 0; 1 also where not all of them are inspected, as in a captured graph."""
     UNSEEN_CHILD = 48
     """The child writes it."""
+    CALLING_CHILD = 49
+    """As above."""
 
 
 class SegmentField(IntEnum):

@@ -250,7 +250,8 @@ class RecorderReader:
             age_s=max(0.0, (time.monotonic_ns() - fields[HeadField.MOVED_NS]) / 1e9),
             hooks=_HOOKS.get(fields[HeadField.HOOKS], "none"),
             overflow=fields[HeadField.ANOMALY] in _SEEN,
-            unseen_child=fields[HeadField.UNSEEN_CHILD] if 0 <= fields[HeadField.UNSEEN_CHILD] <= _MOST_PID else 0,
+            unseen_child=_process_id(fields[HeadField.UNSEEN_CHILD]),
+            calling_child=_process_id(fields[HeadField.CALLING_CHILD]),
             left=fields[HeadField.LEFT] == layout.seal(1),
             passed_unseen=fields[HeadField.PASSED_UNSEEN] != layout.seal(0),
             groups_not_shown=max(0, fields[HeadField.GROUPS_NOT_SHOWN]),
@@ -368,13 +369,18 @@ def _is_garbage(fields: tuple[int, ...]) -> bool:
     return (
         any(fields[field] not in known for field, known in layout.SEALED.items())
         or any(fields[field] < 0 for field in _COUNTED)
-        or fields[HeadField.UNSEEN_CHILD] > _MOST_PID
+        or max(fields[HeadField.UNSEEN_CHILD], fields[HeadField.CALLING_CHILD]) > _MOST_PID
     )
+
+
+def _process_id(number: int) -> int:
+    return number if 0 <= number <= _MOST_PID else 0
 
 
 _COUNTED = (
     HeadField.RECORDS_LOST,
     HeadField.ROWS_LOST,
+    HeadField.ROWS_INTERRUPTED,
     HeadField.IGNORED,
     HeadField.SCALER_SKIPS,
     HeadField.WARNED,
@@ -385,6 +391,7 @@ _COUNTED = (
     HeadField.CALLS_LEFT_OUT,
     HeadField.HOOKS_GONE,
     HeadField.UNSEEN_CHILD,
+    HeadField.CALLING_CHILD,
 )
 """Fields that are never below 0."""
 _SHOWN_AS_THEY_ARE = {

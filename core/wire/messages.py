@@ -247,6 +247,10 @@ class RankState(msgspec.Struct, frozen=True):
     """Pages of `--trace-batches` that were not sent: the job's store has no room for all."""
     groups_not_shown: int = 0
     """Process groups that found no room in its table of them: a hang in one is explained with less."""
+    calling_child: int = 0
+    """Process id of a child process of it that has called a module and was not watched; 0: there was none."""
+    rows_interrupted: int = 0
+    """Rows that were being read on a device when a signal's handler raised."""
 
     @property
     def events_lost(self) -> int:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import _thread
+import sys
 import threading
+import time
 
 import pytest
 from gpuwatch.core import threads
-from gpuwatch.core.threads import OneThread, start_thread
+from gpuwatch.core.threads import OneThread, begin, start_thread
 
 
 def refuse(*_: object) -> None:
@@ -53,3 +55,23 @@ def test_without_a_thread_it_is_done_by_whoever_asks(monkeypatch):
     assert one.submit(threading.get_ident).result(0) == threading.get_ident()
     assert isinstance(one.submit(lambda: [][0]).exception(0), IndexError)
     one.close()
+
+
+def test_what_a_handler_raises_as_a_thread_begins_is_raised():
+    """Thread.start raises KeyError there, as a profiler's function shows that raises where a handler would."""
+    thread = threading.Thread(target=lambda: None)
+
+    def handler(frame, event, function):
+        if event == "c_return" and "start" in function.__name__:
+            sys.setprofile(None)
+            while thread in threading._limbo:
+                time.sleep(0)
+            raise TimeoutError("told to stop")
+
+    sys.setprofile(handler)
+    try:
+        with pytest.raises(TimeoutError, match="told to stop"):
+            begin(thread)
+    finally:
+        sys.setprofile(None)
+    thread.join()

@@ -51,6 +51,7 @@ def test_on_a_device_numbers_on_their_way_may_be_lost_and_no_exception(bench, la
     found = signalled(bench, "--places", *PLACES, "--signals", "15", "--late", *without_c, launched=launched, code=6)
     check(found, PLACES, 15)
     assert {found["verdict"][0], found.get("report", "clean")} <= {"clean", "unknown"}
+    assert "no room" not in found["verdict"][1]
 
 
 @pytest.mark.slow

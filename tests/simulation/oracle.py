@@ -21,6 +21,8 @@ class Call:
     """`--every` left it out, as the user wanted."""
     returned: bool = True
     """False: its process ended within it, and nothing came of it."""
+    in_child: bool = False
+    """A child process made it, which trains nothing."""
 
 
 @dataclass
@@ -46,8 +48,14 @@ class Oracle:
         if bad:
             return f"bad values in {bad}, and it is told: {verdict.statement}"
         skips_said = "inspected" in verdict.statement or "skipped)" in verdict.statement
+        child_said = verdict.certainty != "established" and "was not watched" in verdict.statement
         unseen = [
-            call.who for call in self.calls if call.returned and not call.judged and not (call.skipped and skips_said)
+            call.who
+            for call in self.calls
+            if call.returned
+            and not call.judged
+            and not (call.skipped and skips_said)
+            and not (call.in_child and child_said)
         ]
         if unseen:
             return f"nobody has judged {unseen}, and it is told: {verdict.statement}"

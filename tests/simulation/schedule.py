@@ -25,6 +25,7 @@ IN_A_CALL = (
     "thread",
     "exec",
     "child",
+    "calling child",
     "hooks cleared",
 )
 """Happen at one call of one rank in one attempt."""
@@ -55,6 +56,7 @@ NEEDS = {
     "exit": "LEFT",
     "restart": "LEFT",
     "child": "UNSEEN_CHILD",
+    "calling child": "CALLING_CHILD",
 }
 """Event -> the field of a recorder's head that shows it. The event is drawn only if this version has the field."""
 

@@ -190,6 +190,9 @@ class Worker:
         elif what == "child":
             self._oracle.call(self.rank, f"a child of {self._who}", bad=True)
             self._set("UNSEEN_CHILD", 4242)
+        elif what == "calling child":
+            self._oracle.call(self.rank, f"a child of {self._who}").in_child = True
+            self._set("CALLING_CHILD", 4243)
         elif what == "exec":
             self._go_on_as_another_program()
         if self._cleared:

@@ -1,4 +1,4 @@
-"""Children of a rank that train and are not watched: real processes, below a process with a real recorder."""
+"""Children of a rank that train or call modules unwatched: real processes, below a process with a real recorder."""
 
 from __future__ import annotations
 
@@ -58,12 +58,13 @@ if __name__ == "__main__":
     else:
         method, what = how.split()
         child(method, {"trains": train, "calls": call}[what])
-    print("seen", session.recorder.fields[HeadField.UNSEEN_CHILD], session.hooks is not None)
+    fields = session.recorder.fields
+    print("seen", fields[HeadField.UNSEEN_CHILD], fields[HeadField.CALLING_CHILD], session.hooks is not None)
 """
 
 
 def run(tmp_path, how):
-    """(process id of the child that was noted, that of the child that there was)"""
+    """(process id of the child that was noted as training, as calling, that of the child that there was)"""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
@@ -73,22 +74,30 @@ def run(tmp_path, how):
     assert done.stderr == ""
     lines = [line.split() for line in done.stdout.splitlines()]
     (seen,) = [line[1:] for line in lines if line[0] == "seen"]
-    assert seen[1] == "True"
+    assert seen[2] == "True"
     children = [line[1:] for line in lines if line[0] == "child"]
     assert all(code == "0" for _, code in children)
-    return int(seen[0]), int(children[0][0]) if children else 0
+    return int(seen[0]), int(seen[1]), int(children[0][0]) if children else 0
 
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["fork trains", "fork in fork", "spawn trains", "forkserver trains"])
 def test_a_child_that_trains_is_noted_in_the_recorder_of_its_parent(tmp_path, how):
-    noted, child = run(tmp_path, how)
-    assert noted == child > 0
+    trains, calls, child = run(tmp_path, how)
+    assert trains == calls == child > 0
 
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("how", ["loader", "pool", "fork calls", "spawn calls"])
-def test_a_helper_that_steps_no_optimizer_is_not_noted(tmp_path, how):
-    assert run(tmp_path, how)[0] == 0
+@pytest.mark.parametrize("how", ["fork calls", "spawn calls"])
+def test_so_is_one_that_only_calls_a_module(tmp_path, how):
+    trains, calls, child = run(tmp_path, how)
+    assert (trains, calls) == (0, child)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("how", ["loader", "pool"])
+def test_a_helper_is_not_noted(tmp_path, how):
+    assert run(tmp_path, how)[:2] == (0, 0)

@@ -315,6 +315,9 @@ def test_a_forked_child_leaves_the_recorder_alone(folders):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     model(X)
     assert [(page.batch, page.complete, len(page.frames)) for page in handle.pages()] == [(0, True, 4), (1, False, 4)]
+    verdict = handle.verdict()
+    assert f"A child process (pid {child}) of rank 0 called modules and was not watched" in verdict.statement
+    assert verdict.certainty == "supported"
     handle.remove()
 
 

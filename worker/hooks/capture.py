@@ -21,6 +21,7 @@ from ...core.events import CaptureFile
 from ...core.own_files import standard_streams_taken, write_whole
 from ...core.signal_errors import from_outside, suppress_own
 from ...core.text import size_text
+from ...core.threads import begin
 from .. import reproduce
 from ..record.names import inputs_of
 from ..stats.tensor_stats import version_of
@@ -74,7 +75,7 @@ class ForwardCapture:
         }
         thread = threading.Thread(target=self._write, args=(module, call), name="gpuwatch capture", daemon=True)
         try:
-            thread.start()
+            begin(thread)
             thread.join(limit_s * _SHARE)
             self._stop.set()
             thread.join(limit_s * (1 - _SHARE))

@@ -22,6 +22,7 @@ from ...core.events import SECOND_RUN_S, BadOperation, OperandNumbers, operation
 from ...core.frames import Row, format_number
 from ...core.roles import RoleKind
 from ...core.tell import is_leaving
+from ...core.threads import begin
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, headroom
 from ..record.names import inputs_of, outputs_of, unwrap, walk
@@ -72,7 +73,7 @@ class ForwardThread:
         run = contextvars.copy_context().run
         thread = threading.Thread(target=run, args=(self._forward, contexts), name=SECOND_RUN, daemon=True)
         try:
-            thread.start()
+            begin(thread)
             thread.join(limit_s)
             why = f"took longer than {limit_s:g} s"
         except BaseException:  # a signal's handler has raised: what the thread works with is about to be restored

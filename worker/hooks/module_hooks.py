@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from ...core.recorder.layout import NOTHING, HeadField, seal
 from ...core.recorder.writer import RecorderWriter
 from ...core.settings import WorkerSettings
 from ..compile.attach import CompiledRegions, apart_from_dynamo
+from ..patches import allow_global_hooks
 from ..record.bad_elements import KeptSummands
 from ..record.device_rows import LateMasks
 from ..record.held_alarms import TrainedModules
@@ -128,7 +128,7 @@ class ModuleHooks:
         self._steps.attach(self._patches)
         patch_exports(self._global, self._patches)
         self._trained.attach(self._patches)
-        warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+        allow_global_hooks()
         detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
         os.register_at_fork(after_in_child=lambda: (method := detach()) and method())
 
@@ -157,6 +157,10 @@ class ModuleHooks:
                 module = trace.tb_frame.f_locals.get("self")
             trace = trace.tb_next
         return self._roots.name_of(module) if module is not None else None
+
+    def read_states(self) -> None:
+        """Read what no hook reads after the last step so far. Waits for no device, and raises nothing."""
+        self._steps.read_states()
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""

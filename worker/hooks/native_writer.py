@@ -21,7 +21,7 @@ from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import HeadField, RankPhase, SegmentField
 from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_CODES, INF_BITS, PENDING, ValueEncoding
-from ..record.collectives import issued
+from ..record.collectives import count_issued, issued
 from ..record.group_slots import GroupCall
 from ..record.names import KWARGS, leaves_of
 from ..record.progress import RunProgress
@@ -103,7 +103,7 @@ def called_by_native_hooks(progress: RunProgress, rows: RowWriter) -> tuple[Call
     """Functions that the hooks of a FrameWriter call in a backward, with no Python function of ours around them."""
     buffer = DeviceStatsBuffer
     reads = rows._send_after_collectives, buffer._buffer, buffer.hold, buffer.read_rest
-    return *reads, buffer.keep, rows.device_frame, progress.recorder.continue_segment, leaves_of, issued
+    return *reads, buffer.keep, rows.device_frame, progress.recorder.continue_segment, leaves_of, count_issued
 
 
 def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: BackwardHooks) -> Any:

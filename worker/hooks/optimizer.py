@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...core.events import UnreadStates
 from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
@@ -240,10 +241,30 @@ class OptimizerHooks:
             self._loose_reader.after_step(optimizer, loose)
         self.steps.wrote(optimizer, grouped, written)
         if not self._rows.is_capturing and self.steps.states.is_due(optimizer):
-            with self._rows.together():
-                for page, info, parameters in self._with_pages(grouped):
-                    self.steps.put_low_precision(optimizer, page, info, parameters)
+            self._record_states(optimizer, grouped)
         self._rows.flush()
+
+    def _record_states(self, optimizer: Any, grouped: ModuleParameters) -> None:
+        with self._rows.together():
+            for page, info, parameters in self._with_pages(grouped):
+                self.steps.put_low_precision(optimizer, page, info, parameters)
+
+    def read_states(self) -> None:
+        """Read the states of low precision after the last step so far. Waits for no device, and raises nothing."""
+        states, recorder = self.steps.states, self._recorder
+        with self._after_faults, self._progress.lock:
+            if self._rows.is_capturing:
+                return
+            current = recorder.page
+            for optimizer in states.unread():
+                without_modes(self._record_states, optimizer, by_module(self._roots, optimizer))
+            self._rows.flush()
+            if current is None:
+                recorder.pause_page()
+            else:
+                recorder.resume_page(current)
+            for name, steps in states.take_gone():
+                recorder.append(UnreadStates(self._progress.where(), name.rpartition(".")[2], steps))
 
     # -- both ---------------------------------------------------------------------------------------------------
 

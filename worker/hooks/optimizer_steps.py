@@ -161,6 +161,7 @@ class OptimizerSteps:
         ]
         if rows:
             self._frames.put(page, info, Phase.OPTIMIZER, rows)
+            self.states.were_read(optimizer)
 
     def wrote(self, optimizer: Any, grouped: ModuleParameters, written: dict[tuple[int, int], ModuleInfo]) -> None:
         """A step has ended, and the weights in these frames ((page, frame) -> module) arrive later from a device."""
@@ -240,13 +241,27 @@ def by_module(roots: RankRoots, optimizer: Any, loose: Loose | None = None) -> M
     return found
 
 
+@dataclass(eq=False)
+class _KeptStates:
+    optimizer: weakref.ref[Any]
+    name: str
+    unread: int = 0
+    """Its steps since they were read."""
+
+
 class LowPrecisionState:
-    """Counts the steps of each optimizer. Its first one is read, and from there one in `every`; 0 reads none."""
+    """Counts the steps of each optimizer. Its first one is read, and from there one in `every`; 0 reads none.
+
+    What an optimizer keeps after its last step is read when the script ends, if the optimizer is still there.
+    """
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._until: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Optimizer -> its steps until one is read."""
+        self._kept: dict[int, _KeptStates] = {}
+        """By id of the optimizer: those that keep something in 16 bits or less."""
+        self._gone: list[_KeptStates] = []
 
     def is_due(self, optimizer: Any) -> bool:
         """Count a step that has ended. True if the states are to be read after it."""
@@ -254,7 +269,28 @@ class LowPrecisionState:
             return False
         until = self._until.get(optimizer, 0)
         self._until[optimizer] = (until or self._every) - 1
+        kept = self._kept.get(id(optimizer))
+        if kept is not None and kept.optimizer() is optimizer:
+            kept.unread += 1
         return until == 0
+
+    def were_read(self, optimizer: Any) -> None:
+        """Its states are read as they are now."""
+        before = self._kept.get(id(optimizer))
+        if before is not None and before.optimizer() is not optimizer:
+            self._gone.append(before)
+        self._kept[id(optimizer)] = _KeptStates(weakref.ref(optimizer), _name_of(optimizer))
+
+    def unread(self) -> list[Any]:
+        """The optimizers whose states were not read after their last step."""
+        found = [kept.optimizer() for kept in list(self._kept.values()) if kept.unread]
+        return [optimizer for optimizer in found if optimizer is not None]
+
+    def take_gone(self) -> list[tuple[str, int]]:
+        """(name, steps since its states were read) of each optimizer that was freed before they were. Once for each."""
+        freed = [key for key, kept in list(self._kept.items()) if kept.optimizer() is None]
+        gone, self._gone = [*self._gone, *map(self._kept.pop, freed)], []
+        return [(kept.name, kept.unread) for kept in gone if kept.unread]
 
 
 def low_precision_states(optimizer: Any, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

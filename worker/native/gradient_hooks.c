@@ -279,8 +279,10 @@ int watch_outputs(FrameWriter *self, Frame *frame, PyObject *info, PyObject *pag
         const int watched = role != NULL && watch_output(self, info, role, row->object, page);
         drop_error();
         Py_XDECREF(role);
-        if (keeps_error())
-            return was_done(settled(NULL)) - 1;
+        if (keeps_error()) {
+            settled(NULL); /* raises it */
+            return -1;
+        }
         if (watched)
             continue;
         PyObject *done = PyObject_CallMethodObjArgs(self->gradients, s_watch_output, info, row->role, row->object, page,

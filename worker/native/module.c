@@ -8,6 +8,7 @@
 #include "gradient_hooks.h"
 #include "graph_look.h"
 #include "group_methods.h"
+#include "issued.h"
 #include "launches.h"
 #include "layout.h"
 #include "objects.h"
@@ -160,7 +161,7 @@ PyMODINIT_FUNC PyInit_core(void)
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && (find_rule() < 0 || make_names() < 0 || add_numbers(module) < 0 || add_frame_writer(module) < 0 ||
                            add_gradient_hooks(module) < 0 || add_graph_look(module) < 0 || add_group_methods(module) < 0 ||
-                           add_writer_lock(module) < 0))
+                           add_writer_lock(module) < 0 || add_issued(module) < 0))
         Py_CLEAR(module);
     return module;
 }

@@ -49,7 +49,7 @@ def count_with(table: GroupTable) -> None:
     _history.table = weakref.ref(table)
 
 
-def issued() -> int:
+def count_issued() -> int:
     """Number of operations issued on all process groups that count; -1 if there is none. Takes about 0.2 us a group.
 
     Each group counts its own (`ProcessGroup._get_sequence_number_for_group`), including the bucket reductions of DDP.
@@ -75,12 +75,22 @@ def issued() -> int:
     except Exception as error:
         if from_outside(error):
             raise
-        return issued() if _leave_out_silent() else -1
+        return count_issued() if _leave_out_silent() else -1
     if total != history.seq or number != history.groups:
         history.seq, history.groups = total, number
         sent, received = table.messages_by_peer() if table is not None else ({}, {})
         history.moments.append(IssuedMoment(total, clock(), sent, received))
     return int(total)
+
+
+issued: Callable[[], int] = count_issued
+"""As `count_issued`."""
+try:
+    from ..native.core import IssuedCounter
+except ImportError:  # gpuwatch was installed without a C compiler
+    pass
+else:  # it runs no bytecode, at which a signal's handler could raise, unless something was issued
+    issued = IssuedCounter(_history, count_issued)
 
 
 def clock() -> dict[str, int]:

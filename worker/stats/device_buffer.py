@@ -339,7 +339,7 @@ class DeviceStatsBuffer:
     def read_waiting(self) -> None:
         """Read the tensors that wait for a launch. Those of a stream that is being captured keep waiting."""
         self._held_bytes = 0
-        first_error: Exception | None = None
+        first_error: BaseException | None = None
         for buffer in self._buffers.values():
             if buffer.waiting or buffer.weights:
                 with self._driver.use(buffer.key, buffer.stream):
@@ -347,13 +347,12 @@ class DeviceStatsBuffer:
                         if not self._driver.is_capturing() and buffer.rows is not None:
                             self._queued -= self._drop_changed(buffer)
                             self._read_waiting(buffer, buffer.rows)
-                    except Exception as error:
-                        if from_outside(error):
-                            raise
+                    except BaseException as error:
+                        if first_error is None or from_outside(error):
+                            first_error = error  # it is raised when all other streams are read
                         lost = buffer.drop()
                         self._queued -= lost
-                        self._fields[HeadField.ROWS_LOST] += lost
-                        first_error = first_error or error
+                        self._fields[_lost_by(error)] += lost
         if first_error is not None:
             raise first_error
 
@@ -439,7 +438,7 @@ class DeviceStatsBuffer:
         if lost and not is_end:
             return  # there may be room when the segment ends
         self._queued = 0
-        first_error: Exception | None = None  # the rows of the other streams must still be sent for this segment
+        first_error: BaseException | None = None  # the rows of the other streams must still be sent for this segment
         for buffer in self._buffers.values():
             if buffer.positions:
                 with self._driver.use(buffer.key, buffer.stream):
@@ -452,10 +451,9 @@ class DeviceStatsBuffer:
                             self._fields[HeadField.ROWS_LOST] += buffer.drop()
                         else:
                             self._queued += len(buffer.positions)
-                    except Exception as error:
-                        if from_outside(error):
-                            raise
-                        first_error = first_error or error
+                    except BaseException as error:
+                        if first_error is None or from_outside(error):
+                            first_error = error
         if first_error is not None:
             raise first_error
 
@@ -476,15 +474,18 @@ class DeviceStatsBuffer:
         positions, buffer.positions = buffer.positions, []
         remembered, buffer.remembered = buffer.remembered, []
         limits, buffer.limits = buffer.limits, {}
-        outstanding = len(buffer.flying)
+        outstanding, lost_by = len(buffer.flying), HeadField.ROWS_LOST
         try:
             packed = self._pack(buffer, positions[0], positions[-1] + 1)
             remember(remembered, PackedRows(packed, packed.data_ptr()), positions[0])
             if not lost:
                 self._copies.start(buffer, page, values_at, packed, positions, limits)
+        except BaseException as error:
+            lost_by = _lost_by(error)
+            raise
         finally:
             if len(buffer.flying) == outstanding:
-                self._fields[HeadField.ROWS_LOST] += len(positions)
+                self._fields[lost_by] += len(positions)
 
     def _pack(self, buffer: StreamBuffer, first: int, end: int) -> torch.Tensor:
         rows, buffer.rows = buffer.rows, None  # after an error they are not reset, and must not be read into
@@ -532,6 +533,11 @@ class DeviceStatsBuffer:
     def flying(self) -> int:
         """The number of outstanding copies."""
         return self._copies.of_page.total()
+
+
+def _lost_by(error: BaseException) -> HeadField:
+    """What counts the rows that were lost by an exception."""
+    return HeadField.ROWS_INTERRUPTED if from_outside(error) else HeadField.ROWS_LOST
 
 
 def _is_packed(row: Any, buffer: StreamBuffer) -> bool:

@@ -21,6 +21,7 @@ from gpuwatch.core.events import (
     ScriptExit,
     SecondRun,
     UnmeasuredTensor,
+    UnreadStates,
 )
 from gpuwatch.core.identity import number_of_process
 from gpuwatch.core.wire.messages import EventMessage, NameDefinitions, PageMessage
@@ -597,6 +598,10 @@ def empty_batch(make):
         (lambda make: make.finished(1, last={"pending": 7}), "rank 1 ended before 7 numbers had been read back"),
         (lambda make: make.finished(1, last={"rows_lost": 1}), "rank 1 had no room for 1 row"),
         (
+            lambda make: make.finished(1, last={"rows_interrupted": 2}),
+            "rank 1 lost 2 rows that were being read on a device when a signal's handler raised",
+        ),
+        (
             lambda make: [UNMEASURED, *make.finished(1)],
             "rank 1 had tensors that could not be measured, such as output of `fc` (Linear) (float32)",
         ),
@@ -731,6 +736,18 @@ def test_clean_is_not_established_where_an_optimizer_stepped_on_what_no_module_h
     assert (verdict.kind, verdict.certainty) == ("clean", "supported")
     told = "On rank 1 Adam updated 2 parameters that belong to no module that was called: "
     assert verdict.statement.endswith(f"{told}they were read after each step, and nowhere else.")
+
+
+def test_clean_is_not_established_where_states_or_a_child_were_not_seen(make):
+    unread = EventMessage(UnreadStates(RunPosition(1), "AdamW", 7))
+    child = make.finished(0, last={"calling_child": 4242})
+    verdict = judge(make.hello(), *child, unread, *make.finished(1), make.NodeBye("ok"))
+    assert (verdict.kind, verdict.certainty) == ("clean", "supported")
+    told = "On rank 1 what AdamW keeps in 16 bits or less was not read after its last 7 steps: it was freed before"
+    assert verdict.statement.endswith(f"{told}, and 1 more.")
+    verdict = judge(make.hello(), *child, *make.finished(1), make.NodeBye("ok"))
+    assert (verdict.kind, verdict.certainty) == ("clean", "supported")
+    assert verdict.statement.endswith("A child process (pid 4242) of rank 0 called modules and was not watched.")
 
 
 def test_a_script_without_any_module_says_what_its_optimizer_stepped_on(make):

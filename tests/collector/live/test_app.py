@@ -101,3 +101,12 @@ def test_a_last_look_when_the_screen_is_gone_draws_nothing(picture):
         app.look()
 
     drive([picture.view([picture.rank(0)])], act)
+
+
+@pytest.mark.parametrize("before", [[], ["slash", "x"]], ids=["in the table", "in the filter"])
+def test_ctrl_c_ends_it(picture, before):
+    async def act(pilot, app):
+        await pilot.press(*before, "ctrl+c")
+        assert app._exit
+
+    drive([picture.view([picture.rank(0)])], act)

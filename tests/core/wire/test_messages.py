@@ -89,6 +89,7 @@ EVENTS = [
     records.UnmeasuredTensor(HERE, "fc", "Linear", "output[0]", "float32"),
     records.CompiledUnseen(HERE, "torch 2.5: compiled modules are not inspected", True),
     records.LooseParameters(HERE, "Adam", 2, 1),
+    records.UnreadStates(HERE, "AdamW", 7),
     records.BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),
     records.IgnoredAlarm(HERE, "mask.*:output", "mask.0", "output", "-inf"),
     records.ReplacedFunctions(HERE, {"torch.Tensor": ["item", "tolist"]}),

@@ -123,6 +123,27 @@ def test_a_state_that_was_finite_when_it_was_last_read(way):
     assert "any step since that of batch 0 can have made it: it was finite then" in verdict.statement
 
 
+def test_what_no_step_has_read_is_read_at_the_end(watch, way):
+    watched, model = watch(), half_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-4)
+    train(model, optimizer, 6, wild=(2,))
+    verdict = watched.verdict()
+    assert (verdict.phase, verdict.batch, verdict.certainty) == ("optimizer", 5, "supported")
+    assert verdict.role.startswith("state exp_avg_sq")
+
+
+@pytest.mark.parametrize(("is_freed", "certainty"), [(True, "supported"), (False, "established")])
+def test_clean_is_established_only_if_the_last_states_were_read(watch, way, is_freed, certainty):
+    watched, model = watch(), half_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-4)
+    train(model, optimizer, 6)
+    if is_freed:
+        del optimizer
+    verdict = watched.verdict()
+    assert (verdict.kind, verdict.certainty) == ("clean", certainty)
+    assert ("AdamW keeps in 16 bits or less was not read after its last 5 steps" in verdict.statement) == is_freed
+
+
 def test_a_step_that_would_overflow_again_is_not_known_to_be_the_first(way):
     model = half_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-4)
