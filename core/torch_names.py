@@ -109,6 +109,7 @@ NAMES = (
     TorchName("torch.utils._pytree", "tree_flatten", NOTHING_SEEN),
     TorchName("torch.Tensor", "_version", NOTHING_SEEN),
     TorchName("torch.Tensor", "_backward_hooks", GRAPH),
+    TorchName("torch.Tensor", "_post_accumulate_grad_hooks", NOTHING_SEEN),
     TorchName("<module>", "_forward_hooks", NOTHING_SEEN),
     TorchName("<module>", "_parameters", NOTHING_SEEN),
     TorchName("torch", "_foreach_norm", BUFFERS),
