@@ -95,6 +95,7 @@ BYTES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=250, deadline=None)
 def test_any_damage_to_any_message(wires, data):

@@ -154,6 +154,7 @@ def test_a_store_on_a_full_disk_goes_on_in_the_other_folder(small_disk, tmp_path
     store.close()
 
 
+@pytest.mark.slow
 def test_a_disk_that_has_room_again_is_written_again(small_disk):
     ballast = small_disk / "ballast"
     store = RunStore(small_disk / "run.sqlite", create=True)
@@ -288,6 +289,7 @@ def test_what_sqlite_cites_of_a_damaged_file_is_on_one_line(whole, tmp_path):
     assert str(raised.value).isprintable()
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_damage_is_a_sentence_or_what_is_left(whole, tmp_path_factory, data):

@@ -91,6 +91,7 @@ def test_an_agent_that_is_killed_is_started_again_and_nothing_is_lost_or_doubled
     assert node.stops == []
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_killed_is_started_again_with_what_it_had(node):
     node.train(0)
     until(lambda: stored(node, AgentHello), "the hello in the store")

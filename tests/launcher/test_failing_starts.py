@@ -42,6 +42,7 @@ def starved(*arguments) -> NodeAgent:
         return NodeAgent(*arguments)
 
 
+@pytest.mark.slow
 def test_an_agent_that_cannot_be_started_is_started_later_and_hears_all_that_was_told(make_node, monkeypatch):
     monkeypatch.setattr(conftest, "NodeAgent", starved)
     node = make_node()

@@ -110,6 +110,7 @@ def test_what_is_heard_in_time_is_not_told():
 # A torchrun that does not see its ranks end is left; one that still has a rank running is not.
 
 
+@pytest.mark.slow
 def test_it_is_left_once_the_last_rank_has_ended():
     waits = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
     ranks = [psutil.Process(process.pid) for process in waits]

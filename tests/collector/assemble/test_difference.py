@@ -98,6 +98,7 @@ def batches(draw):
     return frames(*draw(st.lists(st.tuples(names, rows), max_size=6)))
 
 
+@pytest.mark.slow
 @given(batches(), batches())
 def test_both_directions_agree(a, b):
     there, back = difference(a, b), difference(b, a)

@@ -829,6 +829,7 @@ def messages_of(make, batches):
     return [(agent, 0, body) for agent, body in found]  # without a number: what is missing leaves no gap
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(SCENARIOS)), st.randoms(use_true_random=False), st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_order_and_any_duplicates_give_the_same_verdict(make, name, dice: random.Random, data):

@@ -634,6 +634,7 @@ def test_the_source_is_named(make, name):
     assert decide(fold(messages_of(make, SCENARIOS[name](make)))).rank in SOURCES[name]
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(SCENARIOS)), st.randoms(use_true_random=False), st.data())
 @settings(max_examples=80, deadline=None)
 def test_any_order_and_any_duplicates_give_the_same_verdict(make, name, dice: random.Random, data):

@@ -49,6 +49,7 @@ def test_all_parts_stand_on_80_by_24(picture):
     assert "the job is over: gpuwatch report run-1" in text
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_can_be_scrolled_and_the_head_stays(picture):
     async def act(pilot, app):
         await pilot.press("end")

@@ -48,6 +48,7 @@ def test_a_server_that_is_busy_is_asked_again(serve):
     assert len(server.heard) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codes", "requests"), [((404, 404), 1), ((500,) * 9, 3)])
 def test_what_cannot_be_sent_is_said_once_and_without_the_secret(serve, codes, requests):
     server, other = serve(*codes), serve()

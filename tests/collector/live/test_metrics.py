@@ -277,6 +277,7 @@ def test_an_answer_that_cannot_be_given_is_counted_too_and_the_next_one_is(serve
     assert "no such thing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_clients_that_say_nothing_hold_nobody_up(served):
     port = int(served.url.rpartition(":")[2].partition("/")[0])
     with ExitStack() as idle:

@@ -86,6 +86,7 @@ def test_who_has_the_runs_folder_sees_the_newest_picture(publisher, link):
     assert shown.times >= 1
 
 
+@pytest.mark.slow
 def test_without_a_viewer_no_picture_is_made_and_none_after_the_last_has_left(publisher, link):
     shown = Shown()
     for turn in range(100):

@@ -140,6 +140,7 @@ def test_the_command_shows_the_frames_of_another_batch(make, tmp_path):
     assert "--batch: expected a batch that is in the store, found 7" in str(wrong.exception)
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_fit(make):
     """Each with its frames in the store: under 5 MB."""
     messages = []

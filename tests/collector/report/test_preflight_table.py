@@ -236,6 +236,7 @@ def test_many_nodes_with_the_same_trouble_share_a_row(make):
     assert rows[-1][:3] == ["20", "nodes", "0-19"]
 
 
+@pytest.mark.slow
 def test_hundreds_of_victims_share_a_line(make):
     victims = [rank for rank in range(512) if rank != 77]
     finding = make.found("cross group", "fail", "rank", [77], ["gpu-009"], "rank 77 hangs", victims=victims)

@@ -74,6 +74,7 @@ def shown(frames):
     return [repr(frame) for frame in frames]
 
 
+@pytest.mark.slow
 @given(pages())
 @settings(max_examples=60, deadline=None)
 def test_tables_say_what_the_decoded_page_says(message):

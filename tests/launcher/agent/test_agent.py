@@ -102,6 +102,7 @@ def sent(agent):
     return [(agent._id, n, decode_agent(data).body) for n, data in enumerate(agent.outbox.unacknowledged(), 1)]
 
 
+@pytest.mark.slow
 def test_what_a_rank_takes_is_in_the_report(agent, process):
     now = time.monotonic()
     agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid})), now)
@@ -130,6 +131,7 @@ def test_what_a_rank_takes_is_in_the_report(agent, process):
     assert node.troubles == []
 
 
+@pytest.mark.slow
 def test_an_agent_that_goes_on_for_another_sends_what_that_one_had(agent, process, tmp_path):
     now = time.monotonic()
     agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid})), now)

@@ -85,6 +85,7 @@ def test_a_rank_that_sleeps_tells_its_stack_with_the_source(tmp_path, started):
     assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_is_busy_and_goes_on(tmp_path, started):
     process = started("answers", "computes")
     found = seen(tmp_path, process.pid)
@@ -94,6 +95,7 @@ def test_a_rank_that_computes_is_busy_and_goes_on(tmp_path, started):
     assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_each_look_has_the_stack_of_its_own_time(tmp_path, started):
     process = started("answers")
     first, second = seen(tmp_path, process.pid), seen(tmp_path, process.pid)
@@ -102,6 +104,7 @@ def test_each_look_has_the_stack_of_its_own_time(tmp_path, started):
     assert (tmp_path / stack_file_name(3, 1)).read_text().count("most recent call first") == 2
 
 
+@pytest.mark.slow
 def test_a_process_without_the_handler_is_not_signalled(tmp_path, started):
     """The signal would end it."""
     process = started("does not")
@@ -116,6 +119,7 @@ def test_a_process_without_the_handler_is_not_signalled(tmp_path, started):
     assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_process_with_a_handler_of_its_own_is_not_signalled(tmp_path, started):
     """It may leave when it is called, as one for every signal does."""
     process = started("answers", "its own handlers")
@@ -127,6 +131,7 @@ def test_a_process_with_a_handler_of_its_own_is_not_signalled(tmp_path, started)
     assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_seen_as_stopped_and_goes_on_when_it_is_resumed(tmp_path, started):
     process = started("answers")
     process.send_signal(signal.SIGSTOP)
@@ -140,6 +145,7 @@ def test_a_stopped_rank_is_seen_as_stopped_and_goes_on_when_it_is_resumed(tmp_pa
     assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_a_process_that_is_gone(tmp_path, started):
     process = started("answers")
     process.kill()

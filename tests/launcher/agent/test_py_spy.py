@@ -105,6 +105,7 @@ def allowed(resting):
         pytest.skip("py-spy is not installed, or may not look at a process")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("allowed")
 def test_a_process_without_a_handler_is_seen(tmp_path, resting, monkeypatch):
     monkeypatch.setattr("gpuwatch.launcher.agent.stacks.LIMIT_S", WAIT_S)
@@ -117,6 +118,7 @@ def test_a_process_without_a_handler_is_seen(tmp_path, resting, monkeypatch):
     assert resting.poll() is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("allowed")
 def test_a_stopped_process_is_read_as_it_stands_and_stays_stopped(tmp_path, resting, monkeypatch):
     monkeypatch.setattr("gpuwatch.launcher.agent.stacks.LIMIT_S", WAIT_S)
@@ -158,6 +160,7 @@ def test_a_process_that_a_debugger_has_or_that_has_ended_is_left_alone(tmp_path,
     assert (spy.is_done(10.0), spy.result()) == (True, None)
 
 
+@pytest.mark.slow
 def test_without_py_spy_the_kernel_is_asked(tmp_path, resting, monkeypatch):
     monkeypatch.setattr("gpuwatch.launcher.agent.stacks.find_py_spy", lambda: str(tmp_path / "none"))
     found = looked(tmp_path, resting.pid)

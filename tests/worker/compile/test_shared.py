@@ -212,6 +212,7 @@ def test_each_module_has_its_own_faults(watch, on_host):
     assert (first.where.batch, first.module, first.role) == (2, "blocks.2.mlp.down", "bias")
 
 
+@pytest.mark.slow
 def test_there_are_as_many_graphs_as_without_gpuwatch(watch):
     """Ten blocks: had each a graph of its own, that would be more than dynamo makes of one function."""
 
@@ -231,6 +232,7 @@ def test_there_are_as_many_graphs_as_without_gpuwatch(watch):
     assert (watched.faults, watched.of(NotLookedInto)) == ([], [])
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 def test_what_two_models_share_is_told_of_each(watch, on_host):
     """A student and its teacher."""
@@ -248,6 +250,7 @@ def test_what_two_models_share_is_told_of_each(watch, on_host):
     assert watched.of(NotLookedInto) == []
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "its blocks"])
@@ -275,6 +278,7 @@ def test_a_graph_that_runs_twice_before_its_backward_trains(watch, on_host, whol
     assert watched.of(NotLookedInto)  # the gradients of the first run
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("removed", [True, False], ids=["after gpuwatch is removed", "in batches left out"])
@@ -328,6 +332,7 @@ def test_gradients_of_a_module_that_runs_twice_are_told_as_not_all_seen(watch, o
     assert ("blocks.0.mlp.up" in inside, "blocks.1.mlp.up" in inside) == (True, False)
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 def test_gradients_in_blocks_without_any_of_their_own_are_told_as_not_seen(watch, on_host):
     """Only a gradient of a parameter tells whose the gradients in a graph are."""
@@ -343,6 +348,7 @@ def test_gradients_in_blocks_without_any_of_their_own_are_told_as_not_seen(watch
     assert {f.module for f in watched.frames("backward")} >= {"blocks.0.mlp.up", "blocks.2.mlp.up", "blocks.3"}
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "its blocks"])
@@ -376,6 +382,7 @@ class Root(nn.Module):
         return ((x * x + 1) * (1 - self.zero)).sqrt()
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen blocks", "a graph that runs twice"])

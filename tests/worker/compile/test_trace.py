@@ -237,6 +237,7 @@ def test_a_batch_that_is_left_out_leaves_nothing_to_the_next(watch, monkeypatch,
     assert [row for row in rows if row.flags] == []
 
 
+@pytest.mark.slow
 def test_no_more_is_kept_for_the_backward_than_without_us(watch):
     """AOTAutograd keeps what stands behind a look at what it is made of, and would compute it again else."""
 
@@ -406,6 +407,7 @@ def test_a_function_that_is_compiled_again_is_told_as_not_looked_into(watch):
 HAS_LITE = hasattr(inductor_config, "selective_decompose")
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # inductor, at its first import
 @pytest.mark.skipif(not HAS_LITE, reason="this torch has no mode 'lite'")
@@ -425,6 +427,7 @@ def test_a_graph_of_mode_lite_is_told_as_not_looked_into_and_trains_as_without_u
     assert watched.faults == []
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_a_module_that_is_compiled_again_has_both_graphs_looked_into(watch, monkeypatch, on_host):
@@ -485,6 +488,7 @@ class Outer(nn.Module):
         return self.head(self.inner(x)["hidden"])
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_a_graph_shows_gradients_in_the_order_in_which_they_are_made(watch, monkeypatch, on_host):
@@ -528,6 +532,7 @@ class HeadBehind(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_what_a_graph_has_not_made_yet_is_not_taken_for_what_it_made_before(watch, monkeypatch, on_host):
@@ -580,6 +585,7 @@ class InParts(Plain):
         return self.apart(self.block(x))
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_the_graphs_of_one_forward_and_what_is_called_between_them_are_in_order(watch, monkeypatch, on_host):
@@ -622,6 +628,7 @@ class Wide(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore")  # what DDP says of a world of one
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
@@ -651,6 +658,7 @@ def test_the_several_graphs_that_ddp_makes_of_one_train_and_are_looked_into(
     )
 
 
+@pytest.mark.slow
 def test_no_graph_is_made_of_our_hooks(watch):
     """Where a call breaks, dynamo compiles each function that it calls, one by one."""
     watched = watch(watch=GRADIENTS)
@@ -666,6 +674,7 @@ def test_no_graph_is_made_of_our_hooks(watch):
     assert watched.faults == []
 
 
+@pytest.mark.slow
 def test_a_graph_reads_a_tensor_once_whoever_is_handed_it(watch):
     """Even where dynamo has no way from the arguments to the module: in a slice of a ModuleList."""
     watched = watch(watch=GRADIENTS)
@@ -795,6 +804,7 @@ def test_a_graph_below_a_call_that_breaks_is_looked_into_and_stays_what_it_is(wa
     assert watched.faults == []
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 def test_a_backward_in_compiled_code_compiles_nothing_of_ours(watch, way):
     """Dynamo breaks there, and looks at all Python that the backward calls."""
@@ -819,6 +829,7 @@ def test_a_backward_in_compiled_code_compiles_nothing_of_ours(watch, way):
     assert watched.faults == []
 
 
+@pytest.mark.slow
 def test_blocks_that_break_share_a_graph_as_without_us(watch):
     alone = graphs_of(Deep)
     watched = watch(watch=GRADIENTS)

@@ -121,6 +121,7 @@ def both(tmp_path, request, forks):
     return run
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.quick(1)
 def test_the_last_collective_of_each_group(both):

@@ -50,6 +50,7 @@ def numbers(page) -> list[tuple]:
     return [(f.phase, f.module, r.role, r.kind, r.abs_min, r.abs_max, r.nan) for f in page.frames for r in f.rows]
 
 
+@pytest.mark.slow
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("late", [False, True], ids=["in host memory", "on a late device"])
 def test_what_a_killed_rank_leaves_is_right_or_has_not_arrived(tmp_path, monkeypatch, late):

@@ -103,6 +103,7 @@ def sources() -> st.SearchStrategy[Any]:
     return st.builds(lambda tensor, view: source_of(view(tensor)), in_one_piece(), views)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_the_same_entries_for_the_same_tensors(data: st.DataObject) -> None:
     kept.clear()

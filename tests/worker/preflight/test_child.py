@@ -89,6 +89,7 @@ def test_one_that_leaves_without_a_word_is_told_with_its_exit_code():
     assert run_once(lambda say: os._exit(7), 20).detail == "exit code 7"
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_ended_at_its_deadline_with_all_that_it_has_started():
     started: list[str] = []
 
@@ -103,6 +104,7 @@ def test_one_that_hangs_is_ended_at_its_deadline_with_all_that_it_has_started():
     assert is_gone(int(started[0]))
 
 
+@pytest.mark.slow
 def test_a_child_ends_with_its_parent():
     """A parent that is killed in the middle leaves none."""
     script = (

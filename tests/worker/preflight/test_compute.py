@@ -39,6 +39,7 @@ def test_ranks_compute_the_same_bits_whatever_their_threads(run_ranks):
     assert results[0].milliseconds > 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_another_matmul_is_named(run_ranks):
     (finding,) = odd_digests(results_of(run_ranks("compute", [0, 1, 2], {1: "another matmul"})), HOSTS)
 

@@ -84,6 +84,7 @@ def test_a_barrier_that_is_none_is_told(run_ranks):
     assert [outcome["peers"] for outcome in outcomes.values()] == [None, [0]]
 
 
+@pytest.mark.slow
 def test_a_rank_whose_collectives_do_nothing_accuses_nobody(run_ranks):
     """It alone has an answer in time: the others wait for it, and are silent."""
     outcomes = run_ranks("group", [0, 1, 2], {1: "does nothing"}, timeout_s=1.0)
@@ -111,6 +112,7 @@ def test_a_rank_that_hangs_is_outlived(run_ranks):
     assert (outcomes[0]["kind"], outcomes[0]["peers"]) == ("raised", [])
 
 
+@pytest.mark.slow
 def test_a_collective_without_an_end_of_its_own_is_given_up(run_ranks):
     """NCCL's since torch 2.8: a blocking call returns no Work, and its result is never there."""
     outcomes = run_ranks("group", [0, 1], {0: "like NCCL", 1: "like NCCL"}, timeout_s=1.0, deadline_s=10.0)
@@ -129,6 +131,7 @@ def test_a_group_that_does_not_connect_is_given_up(run_ranks):
         assert outcome["detail"] == "gloo had not connected 2 ranks within 1 s"
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_the_group_is_named(run_ranks):
     """Its device hangs, before it can connect."""
     outcomes = run_ranks("group", [0, 1, 2], {1: "never comes"}, timeout_s=1.0, deadline_s=8.0)
@@ -139,6 +142,7 @@ def test_a_rank_that_does_not_come_to_the_group_is_named(run_ranks):
         assert outcomes[rank]["detail"] == "rank 1 did not reach the process group"
 
 
+@pytest.mark.slow
 def test_every_rank_puts_in_other_values_whose_sum_is_exact():
     ranks = [*range(300), 65_535]
 

@@ -70,6 +70,7 @@ def test_a_load_that_fails_costs_only_what_shows_under_load(nvml):
     assert "the load failed: CUDA out of memory)" in result.findings[1].sentence
 
 
+@pytest.mark.slow
 def test_a_load_that_hangs_does_not_hide_what_the_driver_says(nvml):
     release = threading.Event()
     nvml.says("* no_retirement error 3", "0 recovery_action 2")
@@ -93,6 +94,7 @@ def test_a_finding_names_rank_host_and_gpu(nvml):
     )
 
 
+@pytest.mark.slow
 def test_the_users_thresholds_count(nvml, tmp_path):
     nvml.says("* no_retirement error 3", "0 pcie_width 8")
     file = tmp_path / "limits.json"
@@ -105,6 +107,7 @@ def test_the_users_thresholds_count(nvml, tmp_path):
         check(nvml.gpus[0], thresholds=str(file))
 
 
+@pytest.mark.slow
 def test_a_driver_that_hangs_is_unknown_after_the_deadline(nvml):
     nvml.says("* init hang")
     (finding,) = check(nvml.gpus[0], Load(), deadline_s=1.0).findings

@@ -129,6 +129,7 @@ def test_a_deputy_that_gives_none_either_ends_the_wait(server):
         ranks.seat(1).meet("arrive", b"here", ranks.draw, reports_s=1, conclusion_s=0.1, deputy_s=0.1)
 
 
+@pytest.mark.slow
 def test_a_store_that_nobody_serves_is_lost(port_of_nobody):
     identity = RankIdentity(0, 0, 2, 1, "127.0.0.1", port_of_nobody, agent_store=True)
     with pytest.raises(StoreLost):

@@ -47,6 +47,7 @@ def test_who_waits_for_a_rank_that_has_failed_stops(run_ranks):
         assert "peers" not in report
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_group_that_has_failed_stops_nobody(run_ranks):
     outcomes = run_ranks("one fails", [0, 1, 2], group=[0, 1], timeout_s=2.0)
 
@@ -54,6 +55,7 @@ def test_a_rank_of_another_group_that_has_failed_stops_nobody(run_ranks):
         assert outcomes[rank]["value"]["detail"].startswith("all_reduce did not end within 1 s")
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_ends_the_process_and_is_told():
     pids = []
 

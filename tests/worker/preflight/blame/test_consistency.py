@@ -439,6 +439,7 @@ any_facts = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.integers(0, 40), any_facts), st.randoms())
 def test_any_inventories_in_any_order_give_the_same_findings(facts, random):
     found = compare(facts)

@@ -46,6 +46,7 @@ def clusters(draw):
     return Cluster(count, bad, cut)
 
 
+@pytest.mark.slow
 @given(clusters())
 def test_whatever_is_broken_no_innocent_node_and_no_sound_link_is_named(cluster):
     for finding in cluster.findings:
@@ -58,6 +59,7 @@ def test_whatever_is_broken_no_innocent_node_and_no_sound_link_is_named(cluster)
             assert not cluster.bad.intersection(ours)
 
 
+@pytest.mark.slow
 @given(clusters())
 def test_the_rounds_end_and_nobody_is_asked_to_be_in_two_pairs_at_once(cluster):
     assert len(cluster.rounds) <= ROUNDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from gpuwatch.worker.preflight.blame.group_blame import RankVote, judge, judge_sums_of_pairs
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +78,7 @@ def test_nobody_is_guilty_who_had_no_part_in_anything_wrong(votes):
         assert verdict.sentence
 
 
+@pytest.mark.slow
 @given(elections(), st.randoms(use_true_random=False))
 def test_the_numbers_of_the_ranks_do_not_matter(votes, random):
     names = list(votes)
