@@ -298,7 +298,10 @@ def test_an_inf_of_one_rank_is_named_there(tmp_path, way):
     assert verdict["module"] == "block"  # the hook on `widen` is called within the forward of `block`
 
 
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="needs DeepSpeed: build/cuda-stub/venv-2.14.1/bin/pip install deepspeed",
+)
 
 
 @needs_deepspeed
