@@ -60,10 +60,10 @@ class RowMark(IntFlag):
     """A gradient that a GradScaler checks. An inf or nan there is expected: the scaler skips the step."""
     SKIPPED = 8
     """The batch is one that `--every` skips: only the root's outputs are inspected."""
-    REHEARSED = 32
-    """A gradient of the rehearsal of `make_graphed_callables`: nobody has written it."""
     CLOSED = 16
     """An argument that is -inf throughout in one of its rows (along its last dimension): softmax makes nan of that."""
+    REHEARSED = 32
+    """A gradient of the rehearsal of `make_graphed_callables`: nobody has written it."""
 
 
 class RowContent(WordEnum):

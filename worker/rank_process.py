@@ -160,7 +160,12 @@ def watch_children(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> 
 
 def note_when_used(recorder: RecorderWriter, is_watched: Callable[[], bool]) -> None:
     """In a fork of a rank: if it trains or calls modules, and is not watched itself, its parent's recorder says so."""
-    wait_for_use(lambda field: recorder.fields.__setitem__(field, os.getpid()), is_watched)
+    wait_for_use(note_in(recorder.fields), is_watched)
+
+
+def note_in(fields: Any) -> Callable[[HeadField], None]:
+    """A function that writes this process's id into a field of its parent's recorder."""
+    return lambda field: fields.__setitem__(field, os.getpid())
 
 
 def _hand_on(recorder: RecorderWriter) -> None:

@@ -45,7 +45,7 @@ from ..core.wire.messages import (
     PageMessage,
     RankState,
 )
-from .rank_process import wait_for_call
+from .rank_process import note_in, wait_for_call
 from .record.collectives import ranks
 from .session import current_hooks, is_device_error, wait_for_device
 
@@ -111,10 +111,10 @@ def _forked(reference: weakref.ref[ModuleHooks]) -> None:
     if hooks is None or hooks not in _watching:
         return
     _, of = _watching[hooks]
-    model, fields = of() if of is not None else None, hooks.progress.fields
+    model = of() if of is not None else None
     parts = set(model.modules()) if model is not None else None
     wait_for_call(
-        lambda field: fields.__setitem__(field, os.getpid()),
+        note_in(hooks.progress.fields),
         lambda: watching_hooks() is not None,
         lambda module: parts is None or module in parts,
     )

@@ -167,9 +167,7 @@ def _rank_report(
         preflight=_preflight(rank),
         first_anomaly=_anomaly(rank.diagnosis) if rank.diagnosis is not None else None,
         frames=frames,
-        lost=model.LossReport(
-            rank.pages_dropped, rank.counts.records_lost, rows=rank.counts.rows_lost + rank.counts.rows_interrupted
-        ),
+        lost=model.LossReport(rank.pages_dropped, rank.counts.records_lost, rows=rank.counts.rows_gone),
         attempt=rank.attempt,
         traces=traces,
         error={"type": error.error, "message": error.message, "traceback": error.traceback, "module": error.module}

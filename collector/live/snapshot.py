@@ -186,7 +186,7 @@ def _events_by_kind(facts: RunFacts) -> dict[str, int]:
 def _lost(facts: RunFacts) -> dict[str, int]:
     states = [rank.state for rank in facts.everyone.values() if rank.state is not None]
     return {
-        "rows": sum(state.rows_lost + state.rows_interrupted for state in states),
+        "rows": sum(state.rows_gone for state in states),
         "records": sum(state.records_lost for state in states),
         "pages": sum(sum(node.pages_dropped.values()) for node in facts.nodes.values()),
     }

@@ -253,6 +253,11 @@ class RankState(msgspec.Struct, frozen=True):
     """Rows that were being read on a device when a signal's handler raised."""
 
     @property
+    def rows_gone(self) -> int:
+        """Rows that were lost, for whatever reason."""
+        return self.rows_lost + self.rows_interrupted
+
+    @property
     def events_lost(self) -> int:
         """Lost records that may have reported something bad. Names cannot."""
         return max(0, self.records_lost - self.names_lost)

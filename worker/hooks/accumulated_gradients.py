@@ -102,11 +102,6 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return parameter.grad
 
 
-def needs_python(parameter: torch.Tensor) -> bool:
-    """Whether its gradient may be elsewhere than in `.grad`, or goes to other hooks: the native hook reads `.grad`."""
-    return bool(parameter._post_accumulate_grad_hooks) or hasattr(parameter, "main_grad")
-
-
 def is_offloaded(parameter: torch.Tensor) -> bool:
     """Whether FSDP2 keeps this shard in host memory (`CPUOffloadPolicy`).
 

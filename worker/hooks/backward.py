@@ -37,7 +37,6 @@ from .accumulated_gradients import (
     fate_of,
     gradient_of,
     is_offloaded,
-    needs_python,
     put_first,
 )
 from .native_writer import native_writer_of, trace_hooks_as
@@ -194,7 +193,9 @@ class BackwardHooks:
         if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
             role = f"grad {name}"
             others = bool(parameter._post_accumulate_grad_hooks)
-            native = self.writer.hook(info, role) if self.writer is not None and not needs_python(parameter) else None
+            # the native hook reads `.grad`, and when all other hooks have had it
+            is_plain = not others and not hasattr(parameter, "main_grad")
+            native = self.writer.hook(info, role) if self.writer is not None and is_plain else None
             hook = native or _as_hook(partial(self.of_parameter, info, role))
             handles = [parameter.register_post_accumulate_grad_hook(hook)]  # type: ignore[no-untyped-call]  # likewise
             if others:
@@ -322,18 +323,16 @@ class BackwardHooks:
     def _record(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
         early, gradient = self._accumulated.take(parameter), gradient_of(parameter)
         fate = fate_of(early, gradient, self._progress.step) if early is not None else GradientFate.CHANGED
-        if early is not None and fate in (GradientFate.LEFT, GradientFate.TAKEN):
-            is_there = fate is GradientFate.LEFT
-            self._put(info, early.page, early.row, early.gradient if is_there else None)
-        elif gradient is not None and fate is GradientFate.CHANGED:
-            page = self._page_for(info)
-            if page is None:
+        if fate is GradientFate.REPLACED:
+            return
+        if early is not None and fate is not GradientFate.CHANGED:
+            self._put(info, early.page, early.row, early.gradient if fate is GradientFate.LEFT else None)
+        else:
+            page = self._page_for(info) if gradient is not None else None
+            if gradient is None or page is None:
                 return
             self.take(info, role, page, gradient)
-            is_there = True
-        else:
-            return
-        if gradient is not None and is_there:
+        if gradient is not None and fate is not GradientFate.TAKEN:
             self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
 
     def _page_for(self, info: ModuleInfo) -> OpenPage | None:
