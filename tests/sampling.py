@@ -79,14 +79,14 @@ class TimeLimit:
     """A pytest plugin. With xdist each worker has one, and the process that started them tells the number."""
 
     def __init__(self, minutes: float) -> None:
-        self.reason = f"not begun within {minutes:g} minutes (--minutes)"
+        self._reason = _not_begun(minutes)
         self.end = time.monotonic() + 60 * minutes
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         """Comes before the test's fixtures."""
         if time.monotonic() > self.end:
-            pytest.skip(self.reason)
+            pytest.skip(self._reason)
 
 
 def tell_not_begun(config: pytest.Config, reporter: pytest.TerminalReporter) -> None:
@@ -94,11 +94,15 @@ def tell_not_begun(config: pytest.Config, reporter: pytest.TerminalReporter) -> 
     minutes = config.getoption("minutes")
     if minutes is None:
         return
-    reason = TimeLimit(minutes).reason
+    reason = _not_begun(minutes)
     skipped = reporter.stats.get("skipped", [])
     number = sum(reason in report.longreprtext for report in skipped)
     ended = sum(len(reporter.stats.get(how, [])) for how in ("passed", "failed", "error", "skipped"))
     reporter.write_line(f"{number} of {ended} tests: {reason}")
+
+
+def _not_begun(minutes: float) -> str:
+    return f"not begun within {minutes:g} minutes (--minutes)"
 
 
 def _turn(config: pytest.Config) -> str:

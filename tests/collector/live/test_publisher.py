@@ -20,11 +20,10 @@ from gpuwatch.core.wire.messages import EventMessage, GpuNow, HostNow, HotModule
 from gpuwatch.core.wire.view import FILE, JobView, read_viewer_keys
 from zmq.auth.thread import ThreadAuthenticator
 
-from ...waiting import until
+from ...waiting import WAIT_S, until
 
 KEYS = derive_keys("a secret of the tests", "job")
 STRANGER = derive_keys("another secret of somebody", "job")
-WAIT_S = 300.0
 
 
 @pytest.fixture

@@ -43,9 +43,10 @@ from torch import nn  # noqa: E402
 
 
 def is_ours(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is of gpuwatch. Its tests may lie within its folder."""
+    """Whether a frame is of gpuwatch. Its tests, and what is installed for it, may lie within its folder."""
     folder = os.path.dirname(gpuwatch.__file__)  # noqa: PTH120  # a path is needed as text
-    return frame.filename.startswith(folder) and frame.filename != __file__
+    within = frame.filename.removeprefix(folder)
+    return within != frame.filename and "site-packages" not in within and frame.filename != __file__
 
 
 class Preempted(Exception):

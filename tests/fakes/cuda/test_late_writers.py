@@ -19,31 +19,13 @@ from test_gpuwatch import SCRIPTS, launch_script
 from torch import distributed as dist
 from torch import nn
 
+sys.path.insert(0, str(SCRIPTS))
+
+from poke import Poke, Poked  # it lies beside the scripts, which use it as well
+
 LATE = 20_000_000
 """Cycles of torch.cuda._sleep: 20 ms by which a writer is late."""
 BATCHES, BAD = 4, 2
-
-
-class Poke(torch.autograd.Function):
-    """Passes a weight on; its gradient gets an inf where that is asked for."""
-
-    is_on = False
-
-    @staticmethod
-    def forward(ctx, weight):
-        return weight * 1.0
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        if Poke.is_on:
-            gradient[0, 0] = float("inf")
-        return gradient
-
-
-class Poked(nn.Linear):
-    def forward(self, x):
-        return nn.functional.linear(x, Poke.apply(self.weight), self.bias)
 
 
 class Fused(torch.autograd.Function):

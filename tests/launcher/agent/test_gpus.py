@@ -12,9 +12,7 @@ from gpuwatch.core.events import GpuCounters, GpuHealth, GpuXid
 from gpuwatch.core.gpu.counters import since_preflight
 from gpuwatch.launcher.agent.gpus import ANSWER_S, BEGIN_S, END_S, GpuWatch
 
-from ...waiting import until
-
-WAIT_S = 300.0
+from ...waiting import WAIT_S, until
 
 
 class Watched:

@@ -13,9 +13,8 @@ from gpuwatch.core.wire.messages import GpuNow, HostNow
 from gpuwatch.launcher.agent.gpus import GpuWatch
 from gpuwatch.launcher.agent.telemetry import AGAIN_S, SILENT_S, NodeTelemetry
 
-from ...waiting import until
+from ...waiting import WAIT_S, until
 
-WAIT_S = 300.0
 S = 1_000_000_000
 CPU = ("", "cpu")
 
@@ -66,10 +65,13 @@ class Node:
     def answer(self, values, now):
         """The host answers, and that is taken."""
         self.host.answers.put(values)
-        end = time.monotonic() + WAIT_S
-        while "host" in self.telemetry._waits:
-            assert time.monotonic() < end
-            self.turn(now)
+
+        def is_taken() -> bool:
+            if "host" in self.telemetry._waits:
+                self.turn(now)
+            return "host" not in self.telemetry._waits
+
+        until(is_taken, "what the host has answered is taken", lambda: self.telemetry._waits)
 
     def sent(self):
         message = self.telemetry.ended()

@@ -13,9 +13,8 @@ import msgspec
 import pytest
 from gpuwatch.launcher.agent.stacks import LIMIT_S, PySpy, StackLook, find_py_spy, parse_spied
 
-from ...waiting import until
+from ...waiting import WAIT_S, until
 
-WAIT_S = 300.0
 PID = 4711
 SCRIPT = """
 import threading, time

@@ -20,13 +20,6 @@ def path(request):
     return request.param
 
 
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def with_hook(hook) -> nn.Linear:
     model = nn.Linear(4, 2, bias=False)
     model.weight.register_post_accumulate_grad_hook(hook)
@@ -103,7 +96,7 @@ def test_a_hook_may_mend_a_gradient(watch, path, hook, rows):
     assert watched.anomalies == watched.faults == []
 
 
-def test_the_local_gradient_is_recorded_where_a_hook_reduces_it(watch, path, group):
+def test_the_local_gradient_is_recorded_where_a_hook_reduces_it(watch, path, alone_in_a_group):
     """Nobody can tell from `.grad` whether the collective has come there: this one stands for the other ranks' nan."""
 
     def reduce(parameter) -> None:

@@ -7,29 +7,13 @@ import os
 
 import torch
 import torch.distributed as dist
+from poke import Poke
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from train import Net, parser_of_training
 
 LATE = 20_000_000
-
-
-class PokeOutput(torch.autograd.Function):
-    """Passes a tensor on; the gradient that goes on to the weight of `widen` gets an inf where that is asked for."""
-
-    is_on = False
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        if PokeOutput.is_on:
-            gradient[0, 0] = float("inf")
-        return gradient
 
 
 class Late(torch.autograd.Function):
@@ -93,13 +77,13 @@ works = []
 def train(args, way, rank):
     torch.manual_seed(0)
     net = Net().cuda()
-    net.block.widen.register_forward_hook(lambda module, given, found: Late.apply(PokeOutput.apply(found)))
+    net.block.widen.register_forward_hook(lambda module, given, found: Late.apply(Poke.apply(found)))
     model = WAYS[way](net, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     numbers = torch.Generator().manual_seed(rank)
     for batch in range(args.batches):
         inputs = torch.rand(4, 8, generator=numbers) + torch.arange(8.0)
-        PokeOutput.is_on = args.fault == "backward" and (rank, batch) == (args.rank, args.batch)
+        Poke.is_on = args.fault == "backward" and (rank, batch) == (args.rank, args.batch)
         loss = model(inputs.cuda()).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
