@@ -14,7 +14,7 @@ if typing.TYPE_CHECKING:
     from .core.recorder.run_folder import env
     from .worker.debug_underflow_overflow import DebugUnderflowOverflow
     from .worker.detect_overflow import detect_overflow
-    from .worker.hooks.forward_thread import explain
+    from .worker.explain.forward_thread import explain
     from .worker.lightning_callback import LightningCallback as LightningCallback
     from .worker.log_to import log_to
     from .worker.trainer_callback import TrainerCallback as TrainerCallback
@@ -36,7 +36,7 @@ _HOME = {
     "LightningCallback": ".worker.lightning_callback",
     "TrainerCallback": ".worker.trainer_callback",
     "detect_overflow": ".worker.detect_overflow",
-    "explain": ".worker.hooks.forward_thread",
+    "explain": ".worker.explain.forward_thread",
     "env": ".core.recorder.run_folder",
     "log_to": ".worker.log_to",
     "watch": ".worker.watch",

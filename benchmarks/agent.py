@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import psutil
-from gpuwatch.collector.live.publisher import job_viewer
+from gpuwatch.collector.views.publisher import job_viewer
 from gpuwatch.core.events import ModuleDef, RootDef, RunPosition, ScriptExit, SlotDef
 from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter

@@ -21,10 +21,10 @@ from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.hooks.process_groups import CollectivePatches
 from gpuwatch.worker.record.device_rows import LateMasks
 from gpuwatch.worker.record.names import ModuleSelection
+from gpuwatch.worker.record.notable import NotableFilter
 from gpuwatch.worker.record.passed import LatePassed, PassedValues
 from gpuwatch.worker.record.progress import RunProgress
 from gpuwatch.worker.record.rows import RowWriter
-from gpuwatch.worker.stats.notable import NotableFilter
 from turns import in_turns, interval
 
 PLAIN, NATIVE, PYTHON = "plain", "native", "Python"

@@ -39,7 +39,7 @@ from typing import IO, Any, cast
 import msgspec
 import psutil
 import zmq
-from gpuwatch.core.own_imports import own_command
+from gpuwatch.core.guest.own_imports import own_command
 from gpuwatch.core.settings import OnHang
 from gpuwatch.core.text import from_json
 from gpuwatch.core.wire.keys import derive_keys

@@ -35,11 +35,11 @@ import torch
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.tests.fakes.late_device import LateDevice
+from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
+from gpuwatch.worker.device.kernel_launcher import LAUNCHED_KERNEL, KernelLauncher
+from gpuwatch.worker.device.triton_reader import TritonReader
 from gpuwatch.worker.hooks import native_writer
-from gpuwatch.worker.hooks.module_hooks import ModuleHooks
-from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
-from gpuwatch.worker.stats.kernel_launcher import LAUNCHED_KERNEL, KernelLauncher
-from gpuwatch.worker.stats.triton_reader import TritonReader
+from gpuwatch.worker.module_hooks import ModuleHooks
 from overhead import PEER, Peer, Plain, Task, machine, one_of, parameters
 from rich.console import Console
 from rich.table import Table
@@ -199,7 +199,7 @@ class Gpuwatch:
 
 
 class Kernels:
-    """Triton's kernels, as worker/stats/kernel.py has them. They count their launches, and all numbers are 0."""
+    """Triton's kernels, as worker/device/kernel.py has them. They count their launches, and all numbers are 0."""
 
     INTERPRETED = False
 

@@ -38,7 +38,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.hooks.module_hooks import ModuleHooks
+from gpuwatch.worker.module_hooks import ModuleHooks
 from rich.console import Console
 from rich.table import Table
 from torch import nn

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpuwatch.worker.stats.tensor_stats import measure
+from gpuwatch.worker.record.tensor_stats import measure
 from rich.console import Console
 from rich.table import Table
 from transformers.debug_utils import detect_overflow, get_abs_min_max

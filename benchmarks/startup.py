@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gpuwatch.launcher.command import PATH_FOLDER, environment_of_ranks
+from gpuwatch.launcher.run.command import PATH_FOLDER, environment_of_ranks
 
 BIN = Path(sys.executable).parent
 GPUWATCH, TORCHRUN = str(BIN / "gpuwatch"), str(BIN / "torchrun")

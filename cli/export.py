@@ -29,7 +29,7 @@ from .report import (
 )
 
 if TYPE_CHECKING:
-    from ..collector.assemble.frame_export import ExportRow
+    from ..collector.views.frame_export import ExportRow
 
 _NEEDS = {
     "parquet": ("pyarrow", "pyarrow"),
@@ -89,7 +89,7 @@ def export(
 
     Without RUN: the latest one. What the columns mean is in docs/export.md.
     """
-    from ..collector.assemble import frame_export, trace_export
+    from ..collector.views import frame_export, trace_export
 
     if tables and form in _NO_TABLE:
         raise UsageError(
@@ -138,7 +138,7 @@ def export(
 
 
 def _send(path: Path, endpoint: str | None, output: Path | None, choice: RankChoice | None) -> int:
-    from ..collector.assemble.otlp_export import send_otlp
+    from ..collector.views.otlp_export import send_otlp
 
     if output is not None:
         raise UsageError(
@@ -219,7 +219,7 @@ def diff(
 
     Exit codes: 0 the same, 1 different, 2 wrong usage.
     """
-    from ..collector.assemble.batch_diff import SideRequest, choose, difference, render_difference
+    from ..collector.views.batch_diff import SideRequest, choose, difference, render_difference
 
     alike = ranks.a == ranks.b and batches.a == batches.b
     if not 1 <= len(runs) <= 2 or (len(runs) == 1 and alike):

@@ -80,7 +80,7 @@ def launch(arguments: tuple[str, ...]) -> int:
 @handed_over("run", "get_run_parser")
 def run(arguments: tuple[str, ...]) -> int:
     """Run a command as it stands and watch what becomes a rank below it."""
-    from ..launcher import run_job
+    from ..launcher.run import run_job
 
     return run_job.run(list(arguments))
 

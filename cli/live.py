@@ -20,7 +20,7 @@ from ..core.text import command_for, shown
 from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, is_open
 
 if TYPE_CHECKING:
-    from ..collector.live.publisher import ViewSubscriber
+    from ..collector.views.publisher import ViewSubscriber
     from ..core.wire.view import JobView
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def top(run: str | None, runs_dir: str, once: bool, form: str) -> int:
 
     Without RUN: the latest one. top only reads: the job does not notice it and never waits for it. Press q to quit.
     """
-    from ..collector.live.publisher import job_viewer
+    from ..collector.views.publisher import job_viewer
 
     if form == "json" and not once:
         raise UsageError(Code.WRONG_TOGETHER, "expected --once with --format json, found none; add: --once")
@@ -67,8 +67,8 @@ def stacks(run: str | None, runs_dir: str, form: str) -> int:
     Without RUN: the latest one. The ranks go on meanwhile. A rank that does not answer is read from outside, with
     py-spy where that is installed.
     """
-    from ..collector.live.publisher import stacks_viewer
-    from ..collector.live.snapshot import view_text
+    from ..collector.views.publisher import stacks_viewer
+    from ..collector.views.snapshot import view_text
 
     path = find_run(run, Path(runs_dir))
     with _connected(stacks_viewer(path), path) as link:
@@ -96,7 +96,7 @@ def _connected(link: ViewSubscriber[T], path: Path) -> Iterator[ViewSubscriber[T
 def _print_once(link: ViewSubscriber[JobView], run: str, form: str) -> int:
     from msgspec.structs import asdict
 
-    from ..collector.live.top_model import TopModel, plain
+    from ..collector.views.top_model import TopModel, plain
 
     view = link.newest(_PATIENCE_S)
     if view is None:
@@ -128,7 +128,7 @@ def _watch(link: ViewSubscriber[JobView], path: Path) -> int:
             "expected textual, which draws the screen, found it not installed; install it with: pip install "
             f"textual, or print one snapshot: {command_for(path, does='top --once')}",
         )
-    from ..collector.live.top_app import TopApp
+    from ..collector.views.top_app import TopApp
 
     for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal
         os.environ.pop(name, None)

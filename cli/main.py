@@ -9,15 +9,15 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
-from ..core.own_imports import theirs_last
+from ..core.guest.own_imports import theirs_last
 
 theirs_last()
 
 import click  # noqa: E402
 
 from ..core.errors import Code, GpuwatchError, OutputLost, UsageError, code_texts, coded  # noqa: E402
+from ..core.guest.tell import end_process, expect_answer, guard_streams, say  # noqa: E402
 from ..core.host import gpuwatch_version  # noqa: E402
-from ..core.tell import end_process, expect_answer, guard_streams, say  # noqa: E402
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

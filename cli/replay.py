@@ -18,10 +18,10 @@ from ..collector.report.sentence_parts import TextConsole
 from ..collector.run_files import RunPaths, read_report
 from ..core.errors import Code, ExitCode, GpuwatchError, UsageError
 from ..core.frames import format_number
-from ..core.own_files import expect_regular
-from ..core.own_imports import own_command
+from ..core.guest.own_files import expect_regular
+from ..core.guest.own_imports import own_command
 from ..core.text import shown
-from ..worker.replaying import ReplayAnswer, ReplayRequest
+from ..worker.explain.replaying import ReplayAnswer, ReplayRequest
 from .report import RUNS_DIR, TEXT_OR_JSON, complete_runs, echo_json, find_run, text_width
 
 CAPTURE = "overflow.pt"
@@ -90,7 +90,9 @@ def _capture_of(run: str | None, runs_dir: Path) -> Path:
 def _run_apart(request: str) -> int:
     """Run it, and return its exit code. What the forward prints goes to stderr."""
     try:
-        return subprocess.run(own_command("gpuwatch.worker.replaying", request), stdout=2, check=False).returncode
+        return subprocess.run(
+            own_command("gpuwatch.worker.explain.replaying", request), stdout=2, check=False
+        ).returncode
     except OSError as error:
         raise GpuwatchError(Code.NO_CAPTURE, f"expected to start {sys.executable}, found: {error}") from error
 

@@ -140,7 +140,7 @@ def collect(
     """Serve one job without a launch: wait for its nodes, until Ctrl-C. Returns its exit code.
 
     Raises UsageError if an address or the folder is not available. `metrics` is the `HOST:PORT` for Prometheus,
-    `notify` has addresses and commands (live/job_notifier.py).
+    `notify` has addresses and commands (views/job_notifier.py).
     """
     keys = derive_keys(secret, rdzv_id)
     pairs = *keys.collector, keys.agent.public, *keys.viewer

@@ -12,11 +12,10 @@ from contextlib import suppress
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from ..core.tell import tell
+from ..core.guest.tell import tell
 from ..core.wire import messages as wire
-from ..core.wire.keys import KeyPair, agent_name
+from ..core.wire.keys import KeyPair, agent_name, set_options
 from .assemble.timeline import utc
-from .live.publisher import set_options
 
 _LINGER_MS = 3000
 _HANDSHAKE_FAILURES = (

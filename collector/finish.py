@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from ..core.errors import ExitCode
-from ..core.own_files import write_whole
+from ..core.guest.own_files import write_whole
 from ..core.text import command_for
 from ..core.verdicts import VerdictKind
 from ..core.wire.messages import JobResult

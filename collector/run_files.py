@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from ..core.errors import Code, ExitCode, GpuwatchError
-from ..core.own_files import read_regular
+from ..core.guest.own_files import read_regular
 from ..core.recorder.run_folder import job_run, runs_of_job
 from ..core.text import command_for, shown_name
 from ..core.verdicts import VerdictKind

@@ -16,9 +16,9 @@ from msgspec import structs
 from msgspec.json import encode as to_json
 
 from ..core.errors import Code, UsageError, coded
+from ..core.guest.tell import tell as log
+from ..core.guest.threads import OneThread
 from ..core.host import OwnClock
-from ..core.tell import tell as log
-from ..core.threads import OneThread
 from ..core.verdicts import VerdictKind
 from ..core.wire import messages as wire
 from ..core.wire.keys import KeyPair
@@ -29,18 +29,18 @@ from .agent_socket import AgentSocket, CurveAccess
 from .assemble.timeline import utc
 from .facts.fold import FactFold
 from .finish import make_report, no_report, stamp, started_ns, stored_fact
-from .live.job_notifier import JobNotification, JobNotifier, NotifiedEvent
-from .live.publisher import ViewPublisher
-from .live.snapshot import StacksRound, view_of
-from .live.so_far import LiveFindings
-from .live.stage_lines import StageLines
 from .protocol import Action, FinishRun, LookAhead, NotifyUser, RunProtocol, SendMessage, StoreMessage
 from .report.model import RunReport, Verdict
 from .run_files import RunPaths
+from .so_far import LiveFindings
+from .stage_lines import StageLines
 from .store import RunStore
+from .views.job_notifier import JobNotification, JobNotifier, NotifiedEvent
+from .views.publisher import ViewPublisher
+from .views.snapshot import StacksRound, view_of
 
 if TYPE_CHECKING:
-    from .live.metrics_endpoint import MetricsExporter, OwnNumbers  # without --metrics-port, none of it is imported
+    from .views.metrics_endpoint import MetricsExporter, OwnNumbers  # without --metrics-port, none of it is imported
 
 TICK_MS = 100
 _WRITING_TICK_MS = 5
@@ -144,7 +144,7 @@ class CollectorServer:
         if not address:
             return
         try:
-            from .live.metrics_endpoint import MetricsExporter
+            from .views.metrics_endpoint import MetricsExporter
         except ImportError as error:
             what = f"expected prometheus_client, which writes the metrics, found none ({error})"
             install = "install it with: pip install prometheus_client"
@@ -298,7 +298,7 @@ class CollectorServer:
         )
 
     def _own_numbers(self) -> OwnNumbers:
-        from .live.metrics_endpoint import OwnNumbers
+        from .views.metrics_endpoint import OwnNumbers
 
         faults = self.metrics.faults if self.metrics is not None else 0
         return OwnNumbers(*self._store.waiting, self._store.dropped, self._turned_away(), faults)

@@ -24,9 +24,9 @@ import msgspec
 
 from ..core.errors import Code, GpuwatchError, coded
 from ..core.events import Definition
-from ..core.own_files import expect_regular
+from ..core.guest.own_files import expect_regular
+from ..core.guest.threads import OneThread
 from ..core.text import shown_name
-from ..core.threads import OneThread
 from ..core.wire import messages as wire
 from ..core.wire.messages import AgentBody, AgentMessage, NameDefinitions, WireError, decode_agent
 

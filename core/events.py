@@ -123,7 +123,7 @@ class OptimizerStep(msgspec.Struct, frozen=True):
 
 
 class GraphNode(msgspec.Struct, frozen=True):
-    """An operation in autograd's graph on the way from a bad gradient towards the loss (worker/record/graph_users.py).
+    """An operation in autograd's graph on the way from a bad gradient towards the loss (worker/explain/graph_users.py).
 
     Its backward is handed the gradient of what it returned, and makes a part of the gradient of what it used.
     """

@@ -31,11 +31,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher_api
 
 from ..core.errors import Code, UsageError, coded
+from ..core.guest.own_imports import OWN_START
+from ..core.guest.tell import say
 from ..core.host import host_name
-from ..core.own_imports import OWN_START
 from ..core.settings import VARIABLE, WorkerSettings
 from ..core.signal_errors import from_outside
-from ..core.tell import say
 from ..core.text import error_text
 from ..core.wire.pipe import LaunchDone
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ..core.errors import Code, UsageError
-from ..core.tell import say
+from ..core.guest.tell import say
 from .option_types import bracketed, parse_nnodes
 from .plan import C10D_DEFAULT_PORT, add_rendezvous_conf
 from .saved_settings import given_options

@@ -16,8 +16,8 @@ import msgspec
 from msgspec.structs import replace
 
 from ..core.errors import Code, coded
+from ..core.guest.own_imports import own_command
 from ..core.host import OwnClock
-from ..core.own_imports import own_command
 from ..core.text import from_json
 from ..core.wire.messages import StopRanks
 from ..core.wire.pipe import AgentConfig, FromAgent, JobResult, NodeWelcomed, UserNotice, write_line

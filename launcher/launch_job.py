@@ -21,13 +21,13 @@ import psutil
 
 from ..core.errors import Code, ExitCode, UsageError
 from ..core.events import SECOND_RUN_S
+from ..core.guest.tell import flush_streams, say, tell
+from ..core.guest.threads import OneThread
 from ..core.host import loopback
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.recorder.run_folder import KEPT_ATTEMPTS, RUN_VARIABLE
 from ..core.settings import WorkerSettings
-from ..core.tell import flush_streams, say, tell
-from ..core.threads import OneThread
 from ..core.wire.keys import meeting_key
 from ..core.wire.pipe import JobResult, LaunchDone, WorkersEnded, WorkersStarted
 from .agent.process_ends import PATIENCE_LEFT_BEHIND_S, tell_left_behind

@@ -19,8 +19,8 @@ import msgspec
 
 from ..core import host
 from ..core.errors import Code, ExitCode, UsageError, coded
+from ..core.guest.tell import say
 from ..core.recorder.run_folder import RESCUED, keep_rescued, make_scratch, remove_scratch, write_meeting_key
-from ..core.tell import say
 from ..core.text import plain_text
 from ..core.torch_names import notes_on
 from ..core.wire import pipe

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 from ..core.errors import Code, UsageError
 from ..core.gpu.health_grades import load_thresholds
+from ..core.guest.own_imports import path_as_given
 from ..core.host import loopback
-from ..core.own_imports import path_as_given
 from ..core.settings import Watched
 from ..core.text import is_web_address, parse_amount, parse_seconds, parse_size
 

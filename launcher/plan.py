@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..core.errors import Code, UsageError, coded
+from ..core.guest.tell import say
 from ..core.host import host_name, loopback
-from ..core.tell import say
 from ..core.wire.keys import SECRET_VARIABLE, JobKeys, derive_keys, others_may_read, random_secret, read_secret
 from .option_types import bracketed, is_number, parse_nnodes
 from .scheduler_job import SchedulerFacts

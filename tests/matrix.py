@@ -57,7 +57,7 @@ SHORT = (
         "tests/worker/hooks/test_forward.py",
         "tests/worker/hooks/test_collectives.py",
         "tests/worker/hooks/test_optimizer.py",
-        "tests/worker/stats/test_triton_reader.py",
+        "tests/worker/device/test_triton_reader.py",
         "tests/e2e/test_overflow.py",
         "-m",
         QUICK,

@@ -21,7 +21,7 @@ DATA = [
     "gpuwatch/slurm/gpuwatch.sbatch",
     "gpuwatch/slurm/gpuwatch.sbatch.jinja",
 ]
-DATA += ["gpuwatch/collector/live/dashboard.json"]
+DATA += ["gpuwatch/collector/views/dashboard.json"]
 DATA += [f"gpuwatch/collector/report/html/templates/{name}" for name in TEMPLATES]
 pytestmark = pytest.mark.xdist_group("packaging")  # one wheel for all of them
 NOT_SHIPPED = {"tests", "docs", "examples", "benchmarks", "build", "dist"}
@@ -111,7 +111,7 @@ def test_without_a_compiler_it_installs_all_the_same(sources, tmp_path):
     run("-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=copy, CC="/nowhere/cc")
     (wheel,) = (copy / "dist").iterdir()
     names = zipfile.ZipFile(wheel).namelist()
-    assert "gpuwatch/worker/stats/host_reduce.py" in names
+    assert "gpuwatch/worker/record/host_reduce.py" in names
     assert not [name for name in names if name.endswith(".so")]
 
 

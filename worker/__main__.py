@@ -23,12 +23,12 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from ..core.errors import RANK_OVERFLOW, Code, ExitCode, JobEnded, OverflowDetected, coded
+from ..core.guest.own_files import standard_streams_taken
+from ..core.guest.own_imports import give_way_to_script, path_as_given
+from ..core.guest.tell import end_process, flush_streams, say, tell
 from ..core.identity import RankIdentity
-from ..core.own_files import standard_streams_taken
-from ..core.own_imports import give_way_to_script, path_as_given
 from ..core.recorder.layout import RankPhase, file_name
 from ..core.settings import VARIABLE, WorkerSettings
-from ..core.tell import end_process, flush_streams, say, tell
 from .patches import after_import
 from .preflight.preflight_run import preflight_or_exit
 from .session import WorkerSession, open_session, watch_the_ends

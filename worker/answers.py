@@ -2,8 +2,8 @@
 core/recorder/stalls.py. Records the stack at a fatal signal, too.
 
 faulthandler keeps the number of a descriptor, and at a signal writes into whatever file has that number then. So the
-number is one that no file of the script gets (core/own_files.py), and it is checked after each batch and each fork: if
-it belongs to another file, faulthandler drops it.
+number is one that no file of the script gets (core/guest/own_files.py), and it is checked after each batch and each
+fork: if it belongs to another file, faulthandler drops it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..core.own_files import OwnDescriptor, write_whole
+from ..core.guest.own_files import OwnDescriptor, write_whole
 from ..core.recorder.stalls import MAY_BE_ASKED, asking_signal, file_of, pipe_of, stack_file_name
 from ..core.signal_errors import suppress_own
 from ..core.torch_names import Release

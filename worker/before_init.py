@@ -14,9 +14,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..core.errors import Code, coded
 from ..core.events import PreflightResult
+from ..core.guest.tell import say
 from ..core.recorder.layout import RankPhase
 from ..core.signal_errors import from_outside
-from ..core.tell import say
 from .meeting_place import GroupEntry, LeftOut, MeetingPlace
 from .patches import PatchLedger
 from .preflight.preflight_run import preflight_or_exit

@@ -18,9 +18,9 @@ from ..core.frames import HEADER, NAME_INDENT, Row, RowContent, format_row
 from ..core.signal_errors import from_outside, suppress_own
 from ..core.values import NonFinite, Value
 from .detect_overflow import look, never_compiled, print_non_finite
+from .device.device import without_modes
 from .record.names import leaves_of
-from .stats.device import without_modes
-from .stats.tensor_stats import TensorStats, unwrapped
+from .record.tensor_stats import TensorStats, unwrapped
 
 _NOT_IN_THE_MODEL = "(not in the model)"
 _NEGINF = int(NonFinite.NEGINF)

@@ -12,8 +12,8 @@ import torch
 from ..core.frames import RowKind
 from ..core.signal_errors import from_outside
 from ..core.values import NonFinite, ValueEncoding
-from .stats.device import without_modes
-from .stats.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain
+from .device.device import without_modes
+from .record.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain
 from .watch import watching_hooks
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

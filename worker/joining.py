@@ -23,7 +23,8 @@ from msgspec.structs import replace
 
 from ..core.errors import Code, coded
 from ..core.events import LeftGroup
-from ..core.own_imports import own_command
+from ..core.guest.own_imports import own_command
+from ..core.guest.tell import say
 from ..core.recorder.layout import HeadField, RankPhase, file_name
 from ..core.recorder.run_folder import (
     JOIN_VARIABLE,
@@ -35,7 +36,6 @@ from ..core.recorder.run_folder import (
 )
 from ..core.settings import WorkerSettings
 from ..core.signal_errors import from_outside
-from ..core.tell import say
 from .before_init import (
     GROUPS,
     RankClaim,
@@ -54,7 +54,7 @@ from .session import WorkerSession, open_session, watch_the_ends
 # A Python of another host than that of its `gpuwatch run`: it joins through the file that GPUWATCH_JOIN names.
 
 _PATIENCE_S = 60.0
-_JOIN = f"{__package__.partition('.')[0]}.launcher.join"
+_JOIN = f"{__package__.partition('.')[0]}.launcher.run.join"
 
 
 def join(path: str) -> str | None:

@@ -12,15 +12,15 @@ import numpy
 from ..core.errors import Code, OverflowDetected, coded
 from ..core.events import Anomaly, OwnFault
 from ..core.frames import RowMark, module_text
+from ..core.guest.tell import say
 from ..core.recorder.layout import WAITING, HeadField
 from ..core.recorder.page_tables import PageTables
 from ..core.recorder.pages import NameTable
 from ..core.recorder.reader import RecorderReader
 from ..core.signal_errors import from_outside
-from ..core.tell import say
 from ..core.values import DTYPE_NAMES, headroom
 from ..core.wire.columns import OutputSlots
-from .hooks.module_hooks import ModuleHooks
+from .module_hooks import ModuleHooks
 from .record.judging import clause_of
 from .watch import watching_hooks
 

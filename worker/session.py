@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.events import OwnFault, RankInventoryEvent, ReplacedFunctions, RunPosition, ScriptError, ScriptExit
+from ..core.guest.own_imports import own_imports
 from ..core.identity import is_from_peer_failure
-from ..core.own_imports import own_imports
 from ..core.recorder.layout import HeadField, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import WorkerSettings
@@ -25,7 +25,7 @@ from .rank_process import Undo, hear_of_ends, note_when_used, watch_children
 from .record.collectives import issued, position
 
 if TYPE_CHECKING:
-    from .hooks.module_hooks import ModuleHooks
+    from .module_hooks import ModuleHooks
 
 
 SETTLE_S = 2.0
@@ -219,7 +219,7 @@ class WorkerSession:
 
     def _attach_hooks(self) -> None:
         try:
-            from .hooks.module_hooks import ModuleHooks
+            from .module_hooks import ModuleHooks
 
             self._tell_what_torch_lacks()
             torch = sys.modules["torch"]

@@ -27,6 +27,7 @@ from ..core.events import (
     WorkerExit,
 )
 from ..core.frames import Frame, Page, format_frames
+from ..core.guest.tell import tell
 from ..core.judge import anomaly_of_page
 from ..core.recorder.pages import NameTable, decode_page
 from ..core.recorder.reader import RecorderReader
@@ -34,7 +35,6 @@ from ..core.recorder.run_folder import make_scratch, remove_scratch
 from ..core.recorder.writer import RecorderWriter
 from ..core.settings import Explain, OnOverflow, Watched, WorkerSettings, as_keywords, worker_options, wrong_together
 from ..core.signal_errors import from_outside
-from ..core.tell import tell
 from ..core.wire.messages import (
     AgentBody,
     AgentHello,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from ..collector.facts.facts import RunFacts
     from ..collector.report.model import Verdict
-    from .hooks.module_hooks import ModuleHooks
+    from .module_hooks import ModuleHooks
 
 
 _watching: weakref.WeakKeyDictionary[ModuleHooks, tuple[int, weakref.ref[nn.Module] | None]]
@@ -333,7 +333,7 @@ def watch(
     the first one, unless that is in a `with`. Raises ValueError for an invalid keyword, TypeError for a model that is
     none.
     """
-    from .hooks.module_hooks import ModuleHooks
+    from .module_hooks import ModuleHooks
 
     running = current_hooks()
     if model is not None and not hasattr(model, "named_modules"):

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..events import GpuCounters, GpuXid
+from ..guest.own_imports import own_command
 from ..host import lines_until
-from ..own_imports import own_command
 from ..text import messages_among
 
 NO_ANSWER_YET = "not asked"

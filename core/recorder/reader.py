@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..events import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, WorkerEvent
-from ..own_files import OwnDescriptor
+from ..guest.own_files import OwnDescriptor
 from ..signal_errors import from_outside
 from ..wire.messages import HooksText, PageMessage, PageSegment, RankState
 from . import layout

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import Code, coded
+from ..guest.own_files import write_whole
 from ..host import boot_id, host_name, stat_fields
-from ..own_files import write_whole
 from ..settings import WorkerSettings
 from ..signal_errors import from_outside, suppress_own
 from ..text import command_for, error_text

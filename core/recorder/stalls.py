@@ -30,14 +30,14 @@ _NOT_THE_USERS = (
     "/torch/",
     "/gpuwatch/worker/",
     f"{Path(__file__).parents[2]}/worker/",  # a checkout may have any name
-    "/gpuwatch/core/start.py:",
+    "/gpuwatch/core/guest/start.py:",
     "/worker/__main__.py:",
     "/lib/python3",
     "<frozen ",
     "<string>",
 )
 _ENTRY = "_run_gpuwatch"
-"""The function of core/start.py that runs the worker, and with it the script."""
+"""The function of core/guest/start.py that runs the worker, and with it the script."""
 
 _AROUND_COLLECTIVES = "/worker/hooks/process_groups.py"
 """gpuwatch's own function around torch's method, which is no call of the script's."""

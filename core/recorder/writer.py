@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ..events import Anomaly, Definition, LogEntry, OwnFault, costs_frames
-from ..own_files import RecorderMap
+from ..guest.own_files import RecorderMap
 from ..text import carried, plain_text
 from . import layout
 from .layout import AnomalyFlag, HeadField, HooksState, RankPhase, SegmentEnd, SegmentField

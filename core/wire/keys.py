@@ -17,14 +17,14 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 from zmq.utils import z85
 
 from ..errors import Code, UsageError
-from ..own_files import write_whole
+from ..guest.own_files import write_whole
 from ..settings import WorkerSettings
 from ..text import from_json, to_json
 from .pipe import AgentConfig
@@ -145,3 +145,9 @@ def read_join(path: Path) -> RunInvitation:
         ) from error
     except msgspec.DecodeError as error:
         raise UsageError(Code.VERSIONS_APART, f"{path} is of another version of gpuwatch: {error}") from error
+
+
+def set_options(socket: zmq.Socket[bytes], **options: Any) -> None:
+    """Set options of a socket, each by its name in small letters: `ipv6=True`. Raises zmq.ZMQError."""
+    for name, value in options.items():
+        setattr(socket, name, value)

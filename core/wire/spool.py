@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import Code, GpuwatchError
-from ..own_files import read_regular
+from ..guest.own_files import read_regular
 from .messages import MAX_MESSAGE_BYTES, AgentHello, AgentMessage, WireError, decode_agent
 
 SUFFIX = ".spool"

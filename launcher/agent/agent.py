@@ -41,6 +41,7 @@ from ...core.events import (
     WorkerExit,
 )
 from ...core.gpu.nvml_child import KILLED_S
+from ...core.guest.tell import flush_streams
 from ...core.host import LineReader, OwnClock
 from ...core.identity import is_rank
 from ...core.recorder.layout import file_name
@@ -52,7 +53,6 @@ from ...core.recorder.run_folder import (
     pid_of_file,
     remove_scratch,
 )
-from ...core.tell import flush_streams
 from ...core.text import command_for, from_json
 from ...core.verdicts import VerdictKind
 from ...core.wire import messages, pipe

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...core.events import RankLook, RankStall
-from ...core.own_files import read_regular
+from ...core.guest.own_files import read_regular
 from ...core.recorder.stalls import (
     DeviceProgress,
     file_of,

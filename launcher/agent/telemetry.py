@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy
 
 from ...core.gpu.nvml_child import SampleLine
-from ...core.threads import start_thread
+from ...core.guest.threads import start_thread
 from ...core.wire.columns import pack_samples
 from ...core.wire.messages import GpuNow, HostNow, SeriesName, TelemetryMessage
 from .batch_history import spread, thinned

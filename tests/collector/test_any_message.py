@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import FactFold, fold
-from gpuwatch.collector.live.stage_lines import StageLines
 from gpuwatch.collector.protocol import RunProtocol, StoreMessage
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.collector.stage_lines import StageLines
 from gpuwatch.core.events import (
     BandwidthRows,
     GpuCounters,

@@ -113,7 +113,7 @@ def test_the_report_of_a_run_that_has_not_ended_says_so_and_what_is_known_so_far
 def test_top_draws_no_screen_where_its_output_is_no_terminal(runs, monkeypatch):
     """A key ends it, and a pipe has none."""
     silent = SimpleNamespace(is_shown=True, newest=lambda timeout_s: None, close=lambda: None)
-    monkeypatch.setattr("gpuwatch.collector.live.publisher.job_viewer", lambda path: silent)
+    monkeypatch.setattr("gpuwatch.collector.views.publisher.job_viewer", lambda path: silent)
     monkeypatch.setattr("gpuwatch.cli.live._watch", lambda link, path: pytest.fail("it draws a screen"))
     done = CliRunner().invoke(cli, ["top", str(runs / "first")])
     assert "the collector of first has sent nothing" in str(done.exception)

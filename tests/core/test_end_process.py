@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import atexit, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from gpuwatch.core.tell import end_process
+from gpuwatch.core.guest.tell import end_process
 
 asked, done = threading.Event(), threading.Event()
 

@@ -45,7 +45,7 @@ def python(code: str) -> str:
         "import gpuwatch.launcher.agent.agent",
         "import gpuwatch.worker.__main__",
         "import gpuwatch.worker.joining",
-        "import gpuwatch.launcher.run_job",
+        "import gpuwatch.launcher.run.run_job",
         "import gpuwatch.cli.main, gpuwatch.cli.report",
         "from gpuwatch.collector.facts.fold import fold\n"
         "from gpuwatch.collector.assemble.build import build_report\n"
@@ -114,18 +114,22 @@ FLOORS = {
         "lightning_callback.py trainer_callback.py",
         "log_to.py",
         "joining.py __main__.py __init__.py watch.py detect_overflow.py debug_underflow_overflow.py "
-        "before_init.py meeting_place.py replaying.py",
+        "before_init.py meeting_place.py explain/replaying.py",
         "preflight",
         "preflight/blame",
         "preflight/meeting.py preflight/steps.py",
         "session.py rank_process.py",
+        "module_hooks.py",
+        "explain device/graph_replays.py",
         "hooks",
         "compile",
         "record",
-        "stats",
-        "native patches.py answers.py reproduce.py",
+        "device",
+        "record/notable.py record/tensor_stats.py record/host_reduce.py",
+        "native patches.py answers.py explain/reproduce.py",
     ],
     "launcher": [
+        "run",
         ".",
         "fill_in.py",
         "plan.py",
@@ -135,7 +139,8 @@ FLOORS = {
     ],
     "collector": [
         ".",
-        "live",
+        "views",
+        "so_far.py stage_lines.py",
         "assemble",
         "decide",
         "facts",
@@ -145,6 +150,7 @@ FLOORS = {
         "wire/columns.py",
         "recorder",
         "gpu wire",
+        "guest",
         ".",
     ],
 }
@@ -180,6 +186,16 @@ def test_imports_inside_of_a_room_run_downwards(room):
         for file in imported_files(path):
             if file.parts[0] == room:
                 assert floor_of(room, file) >= floor_of(room, own), f"{own} imports {file}, which is above it"
+
+
+def test_views_are_imported_by_the_server_and_the_commands_alone():
+    """A report is made, and read, without what a user may turn on."""
+    views = Path("collector", "views")
+    for room in ROOMS:
+        for path in modules(room):
+            own = path.relative_to(ROOT)
+            if own != Path("collector", "server.py") and own.parts[0] != "cli" and views not in own.parents:
+                assert not any(views in file.parents for file in imported_files(path)), own
 
 
 SMALL = {"slurm", "collector/report/html", "worker/preflight/blame", "worker/path", "worker/native"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import gpuwatch
 import pytest
 from gpuwatch.core.recorder.run_folder import RUN_VARIABLE
-from gpuwatch.launcher.command import PATH_FOLDER
+from gpuwatch.launcher.run.command import PATH_FOLDER
 
 pytestmark = pytest.mark.sample(3, of="gpuwatch run")  # of those without a mark of their own
 

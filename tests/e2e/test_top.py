@@ -9,8 +9,8 @@ import sys
 import urllib.request
 
 import pytest
-from gpuwatch.collector.live.publisher import job_viewer
-from gpuwatch.collector.live.top_model import TopModel
+from gpuwatch.collector.views.publisher import job_viewer
+from gpuwatch.collector.views.top_model import TopModel
 from gpuwatch.core.host import host_name
 from prometheus_client.parser import text_string_to_metric_families
 

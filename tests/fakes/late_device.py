@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from gpuwatch.worker.stats.device import StreamKey
+from gpuwatch.worker.device.device import StreamKey
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gpuwatch
 import pytest
 import torch
-from gpuwatch.worker import reproduce
+from gpuwatch.worker.explain import reproduce
 from torch import nn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
-from gpuwatch.collector.live.publisher import job_viewer
 from gpuwatch.collector.store import RunStore
+from gpuwatch.collector.views.publisher import job_viewer
 from gpuwatch.core.wire.messages import HotModule, NodeBeat, unpack_list
 
 from ..waiting import until

@@ -34,7 +34,7 @@ FLOAT32 = ValueEncoding.FLOAT32 << 8
 NO_PROCESS = 1 << 22
 """No process has this number, or a higher one."""
 MOST_FAULTS = 20
-"""After which the hooks are removed (worker/hooks/module_hooks.py)."""
+"""After which the hooks are removed (worker/module_hooks.py)."""
 
 
 class Worker:

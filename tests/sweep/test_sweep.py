@@ -189,7 +189,7 @@ def test_a_collector_is_tried_again_and_what_the_machine_lacks_is_no_wrong_optio
 
 WITHOUT_MEMORY = """
 import ctypes, os
-from gpuwatch.core import threads
+from gpuwatch.core.guest import threads
 threads.BEGINS_S = 0.1
 ctypes.CDLL(os.environ["LD_PRELOAD"]).sweep_begin(2)
 print(threads.start_thread(print, 0.1), threads.OneThread().submit(lambda: "done").result(0))

@@ -38,7 +38,7 @@ def same_numbers() -> None:
 
 def use_late_device(patch: pytest.MonkeyPatch, driver: LateDevice | None) -> None:
     """Have a driver hold every tensor of this process; None: they are in host memory."""
-    for name in ("hooks.native_writer", "record.rows", "stats.device"):
+    for name in ("hooks.native_writer", "record.rows", "device.device"):
         patch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
 
 
@@ -56,7 +56,7 @@ class Watched:
     """Attached hooks and a reader of what they record."""
 
     def __init__(self, path: Path, *, log_bytes: int = 1 << 20, **settings: Any) -> None:
-        from gpuwatch.worker.hooks.module_hooks import ModuleHooks
+        from gpuwatch.worker.module_hooks import ModuleHooks
 
         self.recorder = RecorderWriter(
             path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=log_bytes, segments=64

@@ -9,8 +9,8 @@ import torch
 from gpuwatch.core.frames import RowKind
 from gpuwatch.core.values import Value
 from gpuwatch.worker.detect_overflow import look, measure_with_one_wait
-from gpuwatch.worker.stats.device import without_modes
-from gpuwatch.worker.stats.tensor_stats import measure
+from gpuwatch.worker.device.device import without_modes
+from gpuwatch.worker.record.tensor_stats import measure
 
 NAN, INF = math.nan, math.inf
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]

@@ -21,16 +21,16 @@ ELSEWHERE = {
     "worker/preflight": "before the script, and in processes of its own",
     "worker/path": "before the script",
     "worker/__main__.py": "around the script: what it raises ends it",
-    "worker/replaying.py": "`gpuwatch replay`, a process of its own",
-    "worker/reproduce.py": "likewise",
+    "worker/explain/replaying.py": "`gpuwatch replay`, a process of its own",
+    "worker/explain/reproduce.py": "likewise",
     "core/gpu": "the node agent",
     "core/wire": "likewise",
     "core/recorder/stalls.py": "likewise",
-    "core/start.py": "before the script",
+    "core/guest/start.py": "before the script",
 }
 NARROW = {"ImportError", "ModuleNotFoundError", "FileExistsError", "UnicodeEncodeError", "OverflowError", "BufferError"}
 """Builtins that no handler raises."""
-THREADS = {"worker/hooks/forward_thread.py", "worker/hooks/capture.py", "core/threads.py"}
+THREADS = {"worker/explain/forward_thread.py", "worker/explain/capture.py", "core/guest/threads.py"}
 """They catch BaseException in threads of their own, where no handler runs."""
 
 

@@ -15,7 +15,7 @@ from gpuwatch.core.errors import RANK_OVERFLOW
 
 DRIVER = (
     "import os, sys\n"
-    "if not getattr(sys.flags, 'safe_path', False): del sys.path[0]  # as core/start.py does\n"
+    "if not getattr(sys.flags, 'safe_path', False): del sys.path[0]  # as core/guest/start.py does\n"
     "from gpuwatch.worker.__main__ import run\n"
     "def told(what): print('TOLD', what, file=open('told', 'a'))\n"
     "run(sys.argv[1:], lambda error: told(type(error).__name__), told)\n"

@@ -18,9 +18,9 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._inductor import config as inductor_config
 
 from ...core.signal_errors import from_outside, suppress_own
-from ..stats import device as devices
-from ..stats.tensor_stats import NOT_MEASURABLE, TensorReading, TensorStats, measure
-from ..stats.torch_reader import GRAPH_NUMBERS
+from ..device import device as devices
+from ..device.torch_reader import GRAPH_NUMBERS
+from ..record.tensor_stats import NOT_MEASURABLE, TensorReading, TensorStats, measure
 
 
 def current_output() -> Any:

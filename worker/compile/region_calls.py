@@ -11,7 +11,7 @@ import torch
 
 from ...core.signal_errors import from_outside
 from ..record.roots import ModuleInfo, RootInfo
-from ..stats.tensor_stats import TensorReading
+from ..record.tensor_stats import TensorReading
 from .attach import RegionFrame, RegionGradient, RegionScope
 from .dynamo import SEEN, forget, is_for_inductor, is_split_by_ddp, on_device, renewed, uses_cuda_graphs
 

@@ -11,10 +11,10 @@ from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.values import decode
+from ..device.device import without_modes
 from ..record.judging import FrameWriter
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
-from ..stats.device import without_modes
 from .attach import GradientHooks, RegionFrame, RegionPolicy, RegionRow
 from .dynamo import SEEN, on_device
 from .region_calls import RegionCall

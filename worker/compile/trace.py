@@ -23,7 +23,7 @@ from torch._dynamo import assume_constant_result
 
 from ...core.frames import RowKind
 from ...core.signal_errors import from_outside, suppress_own
-from ..stats.torch_reader import graph_numbers
+from ..device.torch_reader import graph_numbers
 from . import dynamo
 from .attach import compiled_views
 from .dynamo import BUFFERS, current_graph, hook_begins, hook_ends, is_closed, traced_value

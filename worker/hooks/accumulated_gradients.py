@@ -26,7 +26,7 @@ from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
 from ..record.collectives import issued
 from ..record.rows import RecordedRow
-from ..stats.tensor_stats import local_part, unwrapped, version_of
+from ..record.tensor_stats import local_part, unwrapped, version_of
 
 
 class GradientFate(Enum):

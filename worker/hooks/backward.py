@@ -23,14 +23,14 @@ from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
 from ...core.torch_names import NOT_SEEN_OF_BACKWARD
 from ..compile import attach as traced
+from ..device.device import StreamKey, without_modes
 from ..patches import after_import
 from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
 from ..record.judging import FrameWriter
 from ..record.names import OUTPUTS, outputs_of
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
-from ..stats.device import StreamKey, without_modes
-from ..stats.tensor_stats import version_of
+from ..record.tensor_stats import version_of
 from .accumulated_gradients import (
     AccumulatedGradients,
     GradientFate,

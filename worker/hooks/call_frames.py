@@ -10,11 +10,11 @@ import torch
 from ...core.roles import role_of_parameter
 from ...core.values import NonFinite
 from ..compile.attach import CompiledRegions
+from ..device.device import is_on_device, without_modes
 from ..record.judging import FrameWriter
 from ..record.names import inputs_of, outputs_of
 from ..record.roots import ModuleInfo
 from ..record.rows import RecordedRow, RowWriter, closed_marked
-from ..stats.device import is_on_device, without_modes
 from .backward import BackwardHooks
 from .global_hooks import RunningCalls
 from .skipping import CompiledPolicy

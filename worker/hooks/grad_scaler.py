@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from torch.amp.grad_scaler import GradScaler
 
 from ...core.recorder.layout import HeadField
+from ..device.device import ToHost, to_host, without_modes
 from ..patches import PatchLedger
 from ..record.judging import FrameWriter
-from ..stats.device import ToHost, to_host, without_modes
 from .backward import BackwardHooks
 from .optimizer import OptimizerHooks
 

@@ -16,9 +16,9 @@ import torch
 from ...core.events import LooseParameters
 from ...core.frames import Phase
 from ...core.roles import param_group
+from ..device.device import is_on_device
 from ..record.judging import FrameWriter
-from ..stats.device import is_on_device
-from ..stats.tensor_stats import measure
+from ..record.tensor_stats import measure
 
 _MOST_TOLD = 8
 _MANY = 1024

@@ -9,29 +9,28 @@ from __future__ import annotations
 import sys
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ...core.errors import JobEnded
 from ...core.events import BatchInputs
 from ...core.frames import Phase
+from ...core.guest.tell import tell
 from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
-from ...core.tell import tell
 from ...core.torch_names import name_in_torch
 from ..answers import look_at_stack_file
 from ..compile import attach as traced
+from ..device.device import without_modes
 from ..record.autograd_graph import GraphCalls, next_node
 from ..record.collectives import issued
 from ..record.names import batch_digest, class_of, inputs_of
+from ..record.root_tensors import RootTensors
 from ..record.roots import ModuleInfo, RootInfo
-from ..stats.device import without_modes
 from .call_frames import CallFrames
 from .global_hooks import GlobalHooks
-from .root_tensors import RootTensors
-from .second_run import SecondRuns
 from .skipping import BatchSkipping
 
 try:
@@ -46,6 +45,30 @@ _this_thread = threading.get_ident
 _MODULE = int(HeadField.MODULE)
 
 
+class AlarmExplainer(Protocol):
+    """What is told of calls so that an alarm can be explained once the job ends: worker/explain/second_run.py."""
+
+    is_on: bool
+    """Until an alarm was explained."""
+    keeps_roots: bool
+    """Whether it needs the arguments of roots."""
+
+    def root_begins(self, module: torch.nn.Module) -> None:
+        """The first module of a forward is called."""
+
+    def root_returned(self, info: ModuleInfo, args: Any, kwargs: Any) -> None:
+        """Its call has returned."""
+
+    def returned(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any) -> None:
+        """A call has returned, of any module."""
+
+    def batch_begins(self, module: torch.nn.Module, page: OpenPage) -> None:
+        """A batch of a root begins."""
+
+    def batch_ends(self, page: int) -> None:
+        """A root begins its next batch after the one of this page."""
+
+
 @dataclass(eq=False, repr=False)
 class ModuleCalls:
     """The module calls of one rank. torch calls `before` and `after`."""
@@ -53,7 +76,7 @@ class ModuleCalls:
     _frames: CallFrames
     _skipping: BatchSkipping
     _global: GlobalHooks
-    _second_runs: SecondRuns
+    _explainer: AlarmExplainer
     _root_tensors: RootTensors
 
     def __post_init__(self) -> None:
@@ -131,7 +154,7 @@ class ModuleCalls:
                     self._judging.finish()
             if self._judging.pending is not None and info.ref() is module:
                 with self._progress.faults.within("a second run"):
-                    self._second_runs.returned(info, args, kwargs, output)
+                    self._explainer.returned(info, args, kwargs, output)
             if finished is not None:
                 self._batch_ended(finished)
             if self._sync and output is not None:
@@ -211,20 +234,19 @@ class ModuleCalls:
             page = self._progress.begin_page(root)
             self._progress.times.forward_begins()
         self._rows.begin_page(page.batch)
-        if self._second_runs.is_on:
-            self._second_runs.root_begins(module)
+        if self._explainer.is_on:
+            self._explainer.root_begins(module)
         self._running.begin(phase, GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None)
         self._progress.enter(RankPhase.FORWARD)
         if phase is Phase.FORWARD and opens_batch:
             self._root_tensors.look(root, module, page)
-            if page.batch == self._second_runs.explained.batch:
-                self._second_runs.explained.begins(module, page.number)
+            self._explainer.batch_begins(module, page)
         return info
 
     def end_last_batch(self, root: RootInfo) -> None:
         """The next batch of a root begins."""
         if root.page is not None:
-            self._second_runs.explained.batch_ends(root.page.number)
+            self._explainer.batch_ends(root.page.number)
         self._graphs.take()
         self._graphs.batch_ends(root)
         if root.page is not None:
@@ -304,8 +326,8 @@ class ModuleCalls:
             if nodes is not None and not raised:
                 without_modes(self._gradients.watch_graph, nodes, output)
             self._running.nodes = None
-            if self._second_runs.keeps_roots and not (raised or is_again):
-                self._second_runs.root_returned(info, args, kwargs)
+            if self._explainer.keeps_roots and not (raised or is_again):
+                self._explainer.root_returned(info, args, kwargs)
         self._progress.enter(RankPhase.BACKWARD if is_again else RankPhase.SCRIPT)
         self._fields[HeadField.SEQ] = issued()
         if raised or is_again:

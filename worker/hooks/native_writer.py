@@ -21,15 +21,15 @@ from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import HeadField, RankPhase, SegmentField
 from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_CODES, INF_BITS, PENDING, ValueEncoding
+from ..device.device import late_device
+from ..device.device_buffer import DeviceRow, DeviceStatsBuffer
+from ..device.torch_reader import WaitingTensors
 from ..record.collectives import count_issued, issued
 from ..record.group_slots import GroupCall
 from ..record.names import KWARGS, leaves_of
 from ..record.progress import RunProgress
 from ..record.rows import COUNT_EVERY, RowWriter
-from ..stats.device import late_device
-from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
-from ..stats.tensor_stats import TensorStats
-from ..stats.torch_reader import WaitingTensors
+from ..record.tensor_stats import TensorStats
 
 if TYPE_CHECKING:
     from .backward import BackwardHooks

@@ -14,14 +14,14 @@ from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.roles import param_group
 from ..compile.attach import CompiledRegions
+from ..device.device import is_on_device, without_modes
 from ..patches import PatchLedger
 from ..record.bad_elements import KeptSummands
 from ..record.collectives import ranks
 from ..record.judging import FrameWriter
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
-from ..stats.device import is_on_device, without_modes
-from ..stats.tensor_stats import measure
+from ..record.tensor_stats import measure
 from .backward import BackwardHooks
 from .global_hooks import GlobalHooks
 from .loose_parameters import Loose, LooseReader

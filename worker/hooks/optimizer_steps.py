@@ -21,12 +21,12 @@ from ...core.frames import Frame, Phase
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
 from ...core.roles import Role, RoleKind, parse_role
+from ..device.device import without_modes
 from ..record.held_alarms import NonFiniteRow
 from ..record.judging import FrameWriter
 from ..record.roots import ModuleInfo, RankRoots
 from ..record.rows import RecordedRow
-from ..stats.device import without_modes
-from ..stats.tensor_stats import local_part, measure
+from ..record.tensor_stats import local_part, measure
 from .loose_parameters import Loose
 from .rpc_optimizer import ScriptedOptimizer
 

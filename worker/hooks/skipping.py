@@ -15,11 +15,11 @@ from ...core.events import NotLookedInto
 from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import HeadField
 from ..compile.attach import CompiledViews, RegionScope, is_a_backward
+from ..device.device import without_modes
 from ..record.judging import FrameWriter
 from ..record.names import class_of, outputs_of, unwrap
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
-from ..stats.device import without_modes
 from .global_hooks import RunningCalls
 
 _SKIPPED = int(RowMark.SKIPPED)

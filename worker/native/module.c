@@ -121,23 +121,23 @@ static PyMethodDef methods[] = {
      "of its encoding on. Raises TypeError and BufferError."},
     {"readings", METHOD(readings), METH_FASTCALL,
      "readings(exchange, types, waiting, at, tensors, earlier, device type, device id) -> (bytes, next)\n\n"
-     "The entries of GroupedReadings (worker/stats/torch_reader.py) for the\n"
+     "The entries of GroupedReadings (worker/device/torch_reader.py) for the\n"
      "WaitingTensors from `at` on, up to the first whose entries\n"
      "Python must make: `next`. Tensors and earlier numbers are appended to the lists. Raises TypeError and ValueError."},
     {"tables", METHOD(tables), METH_FASTCALL,
      "tables(entries, share_of, most, rows) -> (bytes, [(variant, programs, bytes), ...])\n\n"
-     "As `tables` of worker/stats/triton_reader.py. Raises TypeError and ValueError."},
+     "As `tables` of worker/device/triton_reader.py. Raises TypeError and ValueError."},
     {"use_driver", use_driver, METH_O,
      "use_driver(address) -> None\n\n"
      "The address of the driver's cuLaunchKernel, or of a function with its parameters. Raises TypeError."},
     {"launch", METHOD(launch), METH_FASTCALL,
      "launch(kernel, programs, stream, argument, ...) -> int\n\n"
-     "Launch a kernel (LAUNCHED_KERNEL of worker/stats/kernel_launcher.py) with integers as its arguments. Returns the\n"
+     "Launch a kernel (LAUNCHED_KERNEL of worker/device/kernel_launcher.py) with integers as its arguments. Returns the\n"
      "driver's error, 0 if there is none. Raises TypeError, ValueError and OverflowError, and launches nothing then."},
     {"launch_reads", METHOD(launch_reads), METH_FASTCALL,
      "launch_reads(kernels, stream of, tensors, elements, at, inner, stride, rows, position, count) -> (at, number) | None\n\n"
      "Read the tensors from `at` on into rows side by side, the first tensor into that at `position`. See\n"
-     "`TritonReader` (worker/stats/triton_reader.py). None: all are being read; else Triton must launch the kernel that\n"
+     "`TritonReader` (worker/device/triton_reader.py). None: all are being read; else Triton must launch the kernel that\n"
      "reads the `number` tensors from `at` on. Raises TypeError, ValueError and OverflowError."},
     {"use_threads", METHOD(use_threads), METH_FASTCALL,
      "use_threads(parallel, most, is_parallel, thread, team) -> None\n\n"

@@ -36,7 +36,7 @@ def _begin() -> None:
     if not folder:
         return
     try:
-        from gpuwatch.core import own_imports
+        from gpuwatch.core.guest import own_imports
 
         own_imports.began(None, _OWN_PATH, ())
         with own_imports.own_imports():

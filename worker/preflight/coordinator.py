@@ -27,11 +27,11 @@ import msgspec
 import psutil
 
 from ...core.events import PreflightBegan, RunPosition
+from ...core.guest.own_imports import path_as_given
+from ...core.guest.tell import flush_streams
 from ...core.host import die_with_parent
 from ...core.identity import RankIdentity
-from ...core.own_imports import path_as_given
 from ...core.settings import WorkerSettings
-from ...core.tell import flush_streams
 from .steps import Line, RankStepReport, StageDeadlines
 
 

@@ -17,13 +17,13 @@ from msgspec.structs import replace
 
 from ...core.errors import Code, ExitCode, coded
 from ...core.events import OwnFault, PreflightBegan, PreflightResult, RankOutcome
+from ...core.guest.own_imports import own_command
+from ...core.guest.tell import say
 from ...core.host import host_name, lines_until
 from ...core.identity import RankIdentity
-from ...core.own_imports import own_command
 from ...core.preflight import PreflightFinding
 from ...core.recorder.layout import HeadField, RankPhase, seal
 from ...core.settings import VARIABLE
-from ...core.tell import say
 from ...core.text import messages_among
 from ..session import WorkerSession
 from .coordinator import exit_text

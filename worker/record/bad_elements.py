@@ -16,9 +16,9 @@ from ...core.events import ReducedElement
 from ...core.frames import RowKind
 from ...core.signal_errors import suppress_own
 from ...core.values import DTYPE_MAX, Value
-from ..stats.device import without_modes
-from ..stats.tensor_stats import local_part, measure, to_plain
+from ..device.device import without_modes
 from .collectives import ranks
+from .tensor_stats import local_part, measure, to_plain
 
 _MOST_LISTED = 4
 _OF_MATRIX = ("row", "column")

@@ -16,16 +16,16 @@ import torch
 from ...core.recorder.pages import OwnPages
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.signal_errors import from_outside
-from ..stats.captured_rows import CAPTURED
-from ..stats.device import StreamKey, device_for, has_reader, is_on_device, without_modes
-from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
-from ..stats.notable import NotableFilter, slots_of_masks
-from ..stats.passed_readings import PassedReadings
-from ..stats.stream_buffer import never_free
-from ..stats.tensor_stats import FLOATS, unwrapped
+from ..device.captured_rows import CAPTURED
+from ..device.device import StreamKey, device_for, has_reader, is_on_device, without_modes
+from ..device.device_buffer import DeviceRow, DeviceStatsBuffer
+from ..device.passed_readings import PassedReadings
+from ..device.stream_buffer import never_free
 from .collectives import issued
 from .names import inputs_of
+from .notable import NotableFilter, slots_of_masks
 from .roots import ModuleInfo
+from .tensor_stats import FLOATS, unwrapped
 
 if TYPE_CHECKING:
     from .rows import RowWriter

@@ -20,8 +20,8 @@ from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, HeadField
 from ...core.recorder.writer import RecorderWriter
 from ...core.signal_errors import from_outside, suppress_own
 from ..answers import answer_about_nccl
-from ..stats.tensor_stats import CODES
 from .collectives import ANYONE, MOST_PENDING, NO_MESSAGE, GroupMessages, PeerCounts
+from .tensor_stats import CODES
 
 _modules = sys.modules
 _now = time.monotonic_ns

@@ -37,11 +37,11 @@ from ...core.settings import as_keywords
 from ...core.signal_errors import from_outside
 from ...core.text import shown_name
 from ...core.values import NonFinite, name_of
-from ..stats.notable import frames_to_judge
 from .collectives import issued, moments
 from .device_rows import LateMasks
 from .held_alarms import HeldAlarm, NonFiniteRow, TrainedModules
 from .names import CALL
+from .notable import frames_to_judge
 from .passed import LatePassed
 from .progress import RunProgress
 from .roots import ModuleInfo, RankRoots

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree
 
-from ..stats.device import is_on_device
-from ..stats.tensor_stats import is_foreign, unwrapped
+from ..device.device import is_on_device
+from .tensor_stats import is_foreign, unwrapped
 
 if TYPE_CHECKING:
     from torch import nn

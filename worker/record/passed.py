@@ -23,15 +23,15 @@ from ...core.recorder.group_table import OPERATIONS
 from ...core.recorder.layout import HeadField, seal
 from ...core.signal_errors import from_outside
 from ...core.values import DTYPE_NAMES, NonFinite, decode, name_of
-from ..stats.device import is_on_device, without_modes
-from ..stats.passed_readings import PassedReading, PassedReadings
-from ..stats.tensor_stats import CODES, FLOATS, FloatFormat, TensorStats, in_memory, measure
+from ..device.device import is_on_device, without_modes
+from ..device.passed_readings import PassedReading, PassedReadings
 from .bad_elements import NO_LOOK, CloserLook, KeptSummands
 from .collectives import NO_MESSAGE, message_of
 from .device_rows import ClosedMask, LateMasks
 from .group_slots import GroupSlot
 from .progress import RunProgress
 from .rows import RowWriter
+from .tensor_stats import CODES, FLOATS, FloatFormat, TensorStats, in_memory, measure
 
 NOT_LOOKED, NOT_FINITE = -1, -2
 _MOST = 512

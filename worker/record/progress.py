@@ -13,11 +13,11 @@ import torch
 from ...core.errors import Code, coded
 from ...core.events import CompiledUnseen, MeshCoordinates, OwnFault, RunPosition
 from ...core.frames import Frame
+from ...core.guest.tell import say
 from ...core.recorder.layout import PARTS, STEP_BYTES, STEP_ENTRY, STEPS, STEPS_AT, HeadField, HooksState, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.settings import WorkerSettings
 from ...core.signal_errors import from_outside
-from ...core.tell import say
 from ..patches import PatchLedger
 from .collectives import issued, position
 from .group_slots import GroupTable

@@ -18,10 +18,14 @@ from ...core.recorder.writer import RowTuple
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.signal_errors import from_outside
 from ...core.values import PENDING, NonFinite
-from ..stats.captured_rows import CAPTURED
-from ..stats.device import is_on_device, late_device
-from ..stats.device_buffer import DeviceRow
-from ..stats.tensor_stats import (
+from ..device.captured_rows import CAPTURED
+from ..device.device import is_on_device, late_device
+from ..device.device_buffer import DeviceRow
+from ..device.torch_reader import FROM_GRAPH, GRAPH_NUMBERS
+from .device_rows import DeviceRows
+from .names import ModuleSelection, inputs_of
+from .roots import ModuleInfo, shards_of
+from .tensor_stats import (
     CODES,
     FloatFormat,
     TensorReading,
@@ -36,10 +40,6 @@ from ..stats.tensor_stats import (
     unwrapped,
     version_of,
 )
-from ..stats.torch_reader import FROM_GRAPH, GRAPH_NUMBERS
-from .device_rows import DeviceRows
-from .names import ModuleSelection, inputs_of
-from .roots import ModuleInfo, shards_of
 
 _FEW = 256
 """Entries of freed weights are purged only when there are more entries than this."""

@@ -7,9 +7,9 @@ import json
 import pytest
 from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import FactFold, fold, shown_body
-from gpuwatch.collector.live.stage_lines import StageLines
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text_report import render_text
+from gpuwatch.collector.stage_lines import StageLines
 from gpuwatch.core.events import OwnFault, RangeWarning, ScriptError
 from gpuwatch.core.wire.messages import EventMessage
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuwatch.collector.facts.fold import FactFold
-from gpuwatch.collector.live.stage_lines import StageLines
+from gpuwatch.collector.stage_lines import StageLines
 from gpuwatch.core.wire.pipe import PreflightOver, StageLine
 
 

@@ -69,8 +69,8 @@ Current thread 0x00007f02 (most recent call first):
   File "/home/me/train.py", line 41 in <module>
   File "/opt/checkout/worker/__main__.py", line 157 in _execute
   File "/opt/checkout/worker/__main__.py", line 78 in main
-  File "/opt/checkout/core/start.py", line 45 in _run_gpuwatch
-  File "/opt/checkout/core/start.py", line 59 in <module>
+  File "/opt/checkout/core/guest/start.py", line 45 in _run_gpuwatch
+  File "/opt/checkout/core/guest/start.py", line 59 in <module>
 """
     assert [line.line for line in parse_fatal(start)] == [3, 41]
     before = [line for line in start.splitlines(keepends=True) if "/me/" not in line]
@@ -82,14 +82,14 @@ def test_without_one_there_is_none():
 
 
 def test_the_call_that_runs_the_script_is_not_the_users():
-    """Its two lines, as they stand in core/start.py, wherever that lies."""
-    lines = [line.strip() for line in (ROOT / "core" / "start.py").read_text().splitlines()]
+    """Its two lines, as they stand in core/guest/start.py, wherever that lies."""
+    lines = [line.strip() for line in (ROOT / "core" / "guest" / "start.py").read_text().splitlines()]
     (function,) = (line.split()[1].partition("(")[0] for line in lines if line.startswith("def _run_gpuwatch"))
     assert lines.count(f"{function}()") == 1
-    inner = StackLine("/home/me/checkout/core/start.py", 45, function, "sys.exit(module.main())")
-    outer = StackLine("/home/me/checkout/core/start.py", 59, "<module>", f"{function}()")
+    inner = StackLine("/home/me/checkout/core/guest/start.py", 45, function, "sys.exit(module.main())")
+    outer = StackLine("/home/me/checkout/core/guest/start.py", 59, "<module>", f"{function}()")
     assert not is_users(inner.shown) and not is_users(outer.shown)
-    assert is_users(StackLine("/home/me/core/start.py", 4, "_main", "train()").shown)
+    assert is_users(StackLine("/home/me/core/guest/start.py", 4, "_main", "train()").shown)
 
 
 def test_a_call_of_gpuwatchs_own_hooks_is_not_the_users_wherever_it_lies():

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from gpuwatch.launcher.command import PATH_FOLDER
+from gpuwatch.launcher.run.command import PATH_FOLDER
 
 from ...waiting import until
 

@@ -26,12 +26,13 @@ import build  # noqa: E402  # it lies beside this file
 
 FOLDER = CHECKOUT / "build" / "cuda-stub"
 PACKAGES = ["nvidia-cuda-crt==13.0.88", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers"]
-TESTS = ["tests/fakes/cuda", "tests/gpu/test_watch.py", "tests/worker/stats", "tests/worker/test_look.py"]
+TESTS = ["tests/fakes/cuda", "tests/gpu/test_watch.py", "tests/worker/device", "tests/worker/test_look.py"]
+TESTS += ["tests/worker/record/test_host_reduce.py", "tests/worker/record/test_tensor_stats.py"]
 TESTS += ["tests/worker/preflight", "tests/gpu/test_preflight.py"]
 SAMPLE = [f"tests/fakes/cuda/test_{what}.py" for what in ("streams", "counters", "costs", "graphs", "gpuwatch")]
 SAMPLE += ["tests/gpu/test_watch.py", "--sample", "--each", "1"]
 NOT_ANSWERED = {
-    "tests/worker/stats/test_kernel.py::test_more_elements_than_32_bits_count": "needs 4 GiB, read one by one",
+    "tests/worker/device/test_kernel.py::test_more_elements_than_32_bits_count": "needs 4 GiB, read one by one",
     "quantized": "the stand-in has no quantized tensors",
     "test_reading_takes_no_memory": "needs 128 MiB, read one by one",
     "test_the_local_stages_share_one_process_and_pass": "the load under which health is read takes too long here",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from gpuwatch.core.recorder.layout import GROUPS
+from gpuwatch.worker.device.device import LATE_DEVICE
 from gpuwatch.worker.hooks import process_groups as hooks
-from gpuwatch.worker.stats.device import LATE_DEVICE
 
 from ...forks import Forks
 
@@ -56,7 +56,7 @@ from gpuwatch.worker.record.passed import PassedValues
 from gpuwatch.worker.record.progress import RunProgress
 from gpuwatch.worker.record.rows import RowWriter
 from gpuwatch.worker.record.names import ModuleSelection
-from gpuwatch.worker.stats.notable import NotableFilter
+from gpuwatch.worker.record.notable import NotableFilter
 
 collectives.detach()
 recorder = RecorderWriter(folder / f"passed-{rank}", rank=rank, local_rank=rank, world_size=2, attempt=0)

@@ -18,7 +18,7 @@ from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.values import PENDING
 from gpuwatch.worker.hooks import native_writer
-from gpuwatch.worker.stats.tensor_stats import TensorStats, measure
+from gpuwatch.worker.record.tensor_stats import TensorStats, measure
 from torch import nn
 
 from ..conftest import Watched

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.hooks.backward import _GraphRecord
-from gpuwatch.worker.stats import host_reduce, tensor_stats
+from gpuwatch.worker.record import host_reduce, tensor_stats
 from torch import nn
 
 from ..conftest import Watched

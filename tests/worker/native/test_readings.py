@@ -15,12 +15,10 @@ from gpuwatch.core.judge import WarningLimits
 from gpuwatch.core.recorder.layout import VALUES_PER_SEGMENT
 from gpuwatch.core.values import COUNTED
 from gpuwatch.tests.fakes.late_device import LateDevice
-from gpuwatch.worker.hooks import native_writer
-from gpuwatch.worker.stats import notable, triton_reader
-from gpuwatch.worker.stats import torch_reader as device_reader
-from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
-from gpuwatch.worker.stats.notable import NotableFilter
-from gpuwatch.worker.stats.torch_reader import (
+from gpuwatch.worker.device import torch_reader as device_reader
+from gpuwatch.worker.device import triton_reader
+from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
+from gpuwatch.worker.device.torch_reader import (
     ENTRY,
     KINDS,
     GroupedReadings,
@@ -29,6 +27,9 @@ from gpuwatch.worker.stats.torch_reader import (
     WaitingTensors,
     source_of,
 )
+from gpuwatch.worker.hooks import native_writer
+from gpuwatch.worker.record import notable
+from gpuwatch.worker.record.notable import NotableFilter
 from hypothesis import given
 from hypothesis import strategies as st
 

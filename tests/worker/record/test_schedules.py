@@ -12,7 +12,7 @@ import torch
 from gpuwatch.core.events import Anomaly, IgnoredAlarm, RangeWarning, ScalerSkip
 from gpuwatch.core.frames import Frame
 from gpuwatch.tests.fakes.late_device import LateDevice
-from gpuwatch.worker.stats import device
+from gpuwatch.worker.device import device
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn

@@ -12,8 +12,8 @@ import pytest
 import torch
 from gpuwatch.core.events import UnmeasuredTensor
 from gpuwatch.core.frames import RowContent
+from gpuwatch.worker.device.device import without_modes
 from gpuwatch.worker.record.bad_elements import pattern_of
-from gpuwatch.worker.stats.device import without_modes
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -8,10 +8,10 @@ import pytest
 import torch
 from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.tests.fakes.late_device import LateDevice
+from gpuwatch.worker.device import device_buffer
+from gpuwatch.worker.device.device_buffer import DeviceStatsBuffer
+from gpuwatch.worker.device.torch_reader import TorchReader
 from gpuwatch.worker.hooks import native_writer
-from gpuwatch.worker.stats import device_buffer
-from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
-from gpuwatch.worker.stats.torch_reader import TorchReader
 from torch import nn
 
 from ..conftest import Watched, use_late_device

@@ -1,5 +1,5 @@
 /* Starts to read a frame's tensors on a device, for DeviceRows (worker/record/device_rows.py) and its DeviceStatsBuffer
-   (worker/stats/device_buffer.py). What is rare is left to their methods. */
+   (worker/device/device_buffer.py). What is rare is left to their methods. */
 
 #include "device_reads.h"
 

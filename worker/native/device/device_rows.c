@@ -1,4 +1,4 @@
-/* The rows of tensors on a device: read by device_reads.c, or by worker/stats/device_buffer.py. */
+/* The rows of tensors on a device: read by device_reads.c, or by worker/device/device_buffer.py. */
 
 #include "device_rows.h"
 
@@ -7,7 +7,7 @@
 #include "objects.h"
 #include "writer_lock.h"
 
-enum { CAPTURED = 1 << 30 }; /* as in worker/stats/captured_rows.py: the graph that is captured reads it */
+enum { CAPTURED = 1 << 30 }; /* as in worker/device/captured_rows.py: the graph that is captured reads it */
 
 /* The index of a value in the page, or None if there is none; 0 with an exception set */
 static int set_value(Row *row, PyObject *index)

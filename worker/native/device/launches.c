@@ -8,7 +8,7 @@
 
 enum { MOST_ARGUMENTS = 8, HIDDEN = 2, NOT_INITIALIZED = 3 };
 
-/* LAUNCHED_KERNEL of worker/stats/kernel_launcher.py, which has asked the driver for the parameters. Behind those that are
+/* LAUNCHED_KERNEL of worker/device/kernel_launcher.py, which has asked the driver for the parameters. Behind those that are
    given a kernel may have HIDDEN pointers for memory that it does not use. */
 typedef struct {
     void *function;
@@ -121,7 +121,7 @@ static PyObject *truth(int is_true)
     return is_true ? Py_True : Py_False;
 }
 
-/* `read_key` of worker/stats/triton_reader.py: NULL with an exception set. */
+/* `read_key` of worker/device/triton_reader.py: NULL with an exception set. */
 static PyObject *key_of(const Reads *reads, const Source *source)
 {
     const int64_t inner = reads->stride != 0 ? reads->inner : source->elements;
@@ -136,7 +136,7 @@ static PyObject *key_of(const Reads *reads, const Source *source)
     return key;
 }
 
-/* Whether one launch may read both: see `read_two` of worker/stats/kernel.py. */
+/* Whether one launch may read both: see `read_two` of worker/device/kernel.py. */
 static int are_alike(const Reads *reads, const Source *source, const Source *other)
 {
     return reads->stride == 0 && source->dtype == other->dtype && source->elements < wide && other->elements < wide &&

@@ -1,4 +1,4 @@
-/* What waits on a device, for the lists of a StreamBuffer (worker/stats/stream_buffer.py): tensors for the next launch, and
+/* What waits on a device, for the lists of a StreamBuffer (worker/device/stream_buffer.py): tensors for the next launch, and
    weights that were read before for the packing of the rows. */
 
 #include "waiting.h"
@@ -26,7 +26,7 @@ static int remember_at(const Reading *reading, int64_t position, PyObject *rows)
     return good;
 }
 
-/* A DeviceRow of worker/stats/stream_buffer.py. NULL with an exception set. */
+/* A DeviceRow of worker/device/stream_buffer.py. NULL with an exception set. */
 static PyObject *new_row(FrameWriter *self, const Reading *reading, const TensorView *view)
 {
     const int64_t numbers[] = {(int64_t)(intptr_t)view->address, bytes_of(view)};

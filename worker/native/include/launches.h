@@ -1,4 +1,4 @@
-/* Launches kernels of gpuwatch's on a device: worker/stats/kernel_launcher.py. */
+/* Launches kernels of gpuwatch's on a device: worker/device/kernel_launcher.py. */
 
 #ifndef GPUWATCH_LAUNCHES_H
 #define GPUWATCH_LAUNCHES_H

@@ -2,7 +2,7 @@
 
 Triton compiles them for sm_90 and launches them as ever. What it loads is described to the library, so that the library
 knows the bytes of its arguments. The numbers of a row come from gpuwatch's other reader (`TorchReader`): the tests of
-worker/stats hold it equal to the kernels. A kernel of anybody else is not described, and its launch is refused.
+worker/device hold it equal to the kernels. A kernel of anybody else is not described, and its launch is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from .library import callbacks, library
 
 _SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u8": 1, "u16": 2, "u32": 4, "u64": 8}
-_MODULE = "gpuwatch.worker.stats.kernel"
+_MODULE = "gpuwatch.worker.device.kernel"
 _ROW, _ENTRY, _PACKED = 6, 8, 3
 _LARGEST = (1 << 63) - 1
 _NON_FINITE = 7
@@ -103,7 +103,7 @@ def _is_finite_before(given: dict[str, Any], position: int) -> bool:
 
 def _pack(given: dict[str, Any]) -> None:
     import torch
-    from gpuwatch.worker.stats.torch_reader import TorchReader
+    from gpuwatch.worker.device.torch_reader import TorchReader
 
     from .views import View
 
@@ -115,7 +115,7 @@ def _pack(given: dict[str, Any]) -> None:
 
 def _merge(row: Any, address: int, elements: int, inner: int, stride: int, given: dict[str, Any], element: str) -> None:
     """What all programs of a launch merge into a row, together."""
-    from gpuwatch.worker.stats.torch_reader import TensorSource, TorchReader
+    from gpuwatch.worker.device.torch_reader import TensorSource, TorchReader
 
     from .views import View
 
@@ -131,7 +131,7 @@ def _merge(row: Any, address: int, elements: int, inner: int, stride: int, given
 @functools.cache
 def _dtype(kind: int, element: str) -> Any:
     import torch
-    from gpuwatch.worker.stats.torch_reader import KINDS
+    from gpuwatch.worker.device.torch_reader import KINDS
 
     known = {"fp": "float", "bf": "bfloat", "in": "int", "ui": "uint", "i": "int", "u": "uint"}
     letters = element.rstrip("0123456789")

@@ -1,1 +1,0 @@
-"""Views, metrics and reports while the job still runs."""

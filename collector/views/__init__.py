@@ -1,0 +1,1 @@
+"""What a user may turn on beside the report: top, metrics, notify, trace, diff, export."""

@@ -1,0 +1,1 @@
+"""`gpuwatch run` and `gpuwatch join`: ranks that gpuwatch does not start."""

@@ -1,0 +1,104 @@
+"""`gpuwatch.explain`: the operations of one forward."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import gpuwatch
+import pytest
+import torch
+from torch import nn
+
+from ..models import ReturnsDTensor
+
+
+class Net(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.norm, self.scale = nn.BatchNorm1d(4), scale
+
+    def forward(self, x, *, bias=0.0):
+        h = self.norm(x).abs() + bias
+        h = (h + 1) * self.scale
+        return h.half().float()  # the cast
+
+
+def test_the_operation_and_the_headroom_of_all():
+    model = Net(1e6)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found = gpuwatch.explain(model, torch.randn(3, 4), bias=1.0)
+    assert found.operation.op == "aten._to_copy.default"
+    assert found.operation.code.endswith("# the cast")
+    assert (found.operation.element, found.unknown) == ("everything", "")
+    ops = {seen.op: seen for seen in found.operations}
+    assert 105 < ops["aten.mul.Tensor"].headroom < 108
+    assert {"norm", ""} == {seen.place.module for seen in found.operations}
+    first, _, *table = str(found).splitlines()
+    assert first.startswith("`return h.half().float()  # the cast`, test_explain.py:")
+    assert [line.split()[:2] for line in table[:2]] == [["-", "+inf"], ["-", "+inf"]]
+    assert len(table) == len(found.operations)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name])
+
+
+def test_a_finite_forward():
+    found = gpuwatch.explain(Net(1.0), torch.randn(3, 4))
+    assert (found.operation, found.unknown) == (None, "")
+    assert str(found).startswith("the output is finite\n")
+    closest = min(found.operations, key=lambda seen: seen.headroom)
+    assert closest.output.dtype == "float16"
+
+
+def test_a_bad_input_is_no_operations():
+    found = gpuwatch.explain(Net(1.0), torch.full((3, 4), math.nan))
+    assert found.operation is None
+    assert str(found).startswith("not known: it was in what the module was handed or holds\n")
+
+
+def test_errors_of_the_forward_are_raised():
+    with pytest.raises(RuntimeError, match="running_mean"):
+        gpuwatch.explain(Net(1.0), torch.ones(3, 5))
+
+
+def test_compiled_code_runs_eagerly():
+    found = gpuwatch.explain(torch.compile(Net(1e6), backend="eager"), torch.randn(3, 4))
+    assert found.operation.code.endswith("# the cast")
+
+
+class Counts(nn.Module):
+    """Changes one buffer in place, and gives the other a new tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("scale", torch.full((1,), 1e30))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.scale = self.scale * 1e5
+        return x * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_scripted_module_is_afterwards_as_before():
+    module = nn.Sequential(nn.Identity(), torch.jit.script(Counts()))
+    found = gpuwatch.explain(module, torch.full((2,), 1e5))
+    assert found.operation.op == "aten.mul.Tensor"
+    assert module[1].calls.tolist() == [0.0]
+    assert torch.equal(module[1].scale, torch.full((1,), 1e30))
+
+
+def test_the_local_part_of_a_dtensor_is_looked_at(alone_in_a_group):
+    module = ReturnsDTensor(4, 4)
+    nn.init.constant_(module.weight, 3e38)
+    assert gpuwatch.explain(module, torch.full((2, 4), 1e3)).operation.op == "aten.addmm.default"
+
+
+def test_code_without_a_file_has_no_line():
+    names = {"explain": gpuwatch.explain, "module": nn.Linear(4, 4), "x": torch.full((2, 4), 1e38)}
+    code = compile("found = explain(module, x)", "<made>", "exec")
+    thread = threading.Thread(target=exec, args=(code, names))  # no file of the test's is on its stack
+    thread.start()
+    thread.join()
+    assert ":0:" not in str(names["found"]) and "aten.addmm.default" in str(names["found"])

@@ -1,0 +1,1 @@
+"""Readers of tensors on a device, whose numbers come late."""

@@ -1,0 +1,360 @@
+"""One stream's rows on their device, and the copies of all streams' rows into the recorder's file.
+
+The mapped file is registered with the driver. The numbers arrive in it without Python, even while the rank is blocked
+in a collective.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+import numpy
+import torch
+
+from ...core.recorder import layout
+from ...core.recorder.layout import HeadField
+from ...core.recorder.writer import RecorderWriter
+from ...core.signal_errors import from_outside, suppress_own
+from ..record.notable import NotableFilter
+from ..record.tensor_stats import version_of
+from .device import StatsDevice, StreamKey, file_system_of, without_modes
+from .torch_reader import Earlier, GroupedReadings, PackedRows, WaitingTensors
+
+_CAPACITY = layout.VALUES_PER_SEGMENT
+
+
+class DeviceRow:
+    """The numbers on the device of a weight that was measured before. See `DeviceStatsBuffer.frame`."""
+
+    __slots__ = ("buffer", "packed", "place")
+
+    def __init__(self, buffer: StreamBuffer, place: tuple[int, int] | None = None) -> None:
+        self.buffer = buffer
+        """The stream that measured it."""
+        self.place = place
+        """Address and bytes of the weight then, if these were found to lie in its storage, in order."""
+        self.packed: Earlier | None = None
+        """Where its numbers are. None until they are packed, or if that failed."""
+
+
+@dataclass(slots=True)
+class RowCopy:
+    """An outstanding copy of rows of one stream to the values `positions` of one segment."""
+
+    page: int
+    values_at: int
+    source: torch.Tensor
+    """(n, 3) on the device, for the first to the last position. Kept until the copy has arrived."""
+    positions: list[int]
+    """Ascending"""
+    staging: torch.Tensor | None
+    """(n, 3) in pinned host memory, if the device cannot copy directly into the file."""
+    limits: dict[int, int]
+    """Position -> see `NotableFilter.wide_limit`."""
+    event: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class StreamBuffer:
+    """One stream's rows of the current segment, and its outstanding copies."""
+
+    key: StreamKey
+    device: torch.device
+    stream: Any
+    rows: torch.Tensor | None = None
+    """(VALUES_PER_SEGMENT, COLUMNS); None until they are made, and after an error that did not reset them."""
+    positions: list[int] = field(default_factory=list)
+    """Positions in the segment whose copy was not started yet."""
+    waiting: list[WaitingTensors] = field(default_factory=list)
+    """Tensors among them that the next launch reads."""
+    held: list[tuple[torch.Tensor, int, int, int]] = field(default_factory=list)
+    """(tensor, version, address, position) of those that the script could change meanwhile."""
+    weights: list[WaitingTensors] = field(default_factory=list)
+    """Weights among them that were read before. One launch deals with all of them before the rows are packed."""
+    remembered: list[tuple[int, Sequence[DeviceRow]]] = field(default_factory=list)
+    """The weights among them: the position of the first of some, and their rows."""
+    limits: dict[int, int] = field(default_factory=dict)
+    flying: deque[RowCopy] = field(default_factory=deque)
+
+    def drop(self) -> int:
+        """Drop the values whose copy was not started. Returns their number."""
+        dropped = len(self.positions)
+        self.rows = None
+        self.positions, self.waiting, self.weights, self.remembered, self.limits = [], [], [], [], {}
+        self.held = []
+        return dropped
+
+    def drop_changed(self) -> int:
+        """Drop the waiting tensors that were changed in place: their numbers are lost. Returns how many there were.
+
+        A tensor whose memory was freed, or became smaller, has another address.
+        """
+        held, self.held = self.held, []
+        changed = {
+            position
+            for tensor, version, address, position in held
+            if version_of(tensor) != version or tensor.data_ptr() != address
+        }
+        if changed:
+            self.waiting = [one for one in self.waiting if one.first not in changed]
+            self.positions = [position for position in self.positions if position not in changed]
+            for position in changed:
+                self.limits.pop(position, None)
+        return len(changed)
+
+    def take_readings(self) -> GroupedReadings:
+        """Take the readings that wait for a launch out of the queue."""
+        waiting = self.waiting + self.weights
+        self.waiting, self.weights = [], []
+        return GroupedReadings(waiting, self.device)
+
+
+def remember(remembered: list[tuple[int, Sequence[DeviceRow]]], packed: PackedRows, first: int) -> None:
+    """The rows of weights are packed now. `first`: the position of the first packed row."""
+    for position, rows in remembered:
+        for number, row in enumerate(rows, position - first):
+            row.packed = packed, number
+
+
+def _are_side_by_side(positions: list[int]) -> bool:
+    return positions[-1] - positions[0] == len(positions) - 1
+
+
+def runs(positions: list[int]) -> list[tuple[int, int]]:
+    """Ascending positions as half-open ranges.
+
+    >>> runs([0, 1, 2, 5, 6])
+    [(0, 3), (5, 7)]
+    """
+    if positions and _are_side_by_side(positions):
+        return [(positions[0], positions[-1] + 1)]
+    found: list[tuple[int, int]] = []
+    for position in positions:
+        if found and found[-1][1] == position:
+            found[-1] = (found[-1][0], position + 1)
+        else:
+            found.append((position, position + 1))
+    return found
+
+
+@dataclass(eq=False, repr=False)
+class FileCopies:
+    """The outstanding copies of rows into the recorder's mapped file, and the rows that have arrived there."""
+
+    recorder: InitVar[RecorderWriter]
+    _driver: StatsDevice
+    _device: torch.device
+    _notable: NotableFilter
+    _add_note: Callable[[str], None]
+
+    def __post_init__(self, recorder: RecorderWriter) -> None:
+        self._fields = recorder.fields
+        memory = recorder.memory
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
+            self._file = without_modes(torch.frombuffer, memory, dtype=torch.int64)
+        self.numbers: Any = numpy.frombuffer(memory, dtype=numpy.int64)
+        """The same memory for reading: the script's modes do not see NumPy."""
+        self.of_segment: Counter[int] = Counter()
+        """Offset of a segment's values -> outstanding copies into the segment."""
+        self.of_page: Counter[int] = Counter()
+        """Page -> outstanding copies of its values."""
+        self.notable_pages: set[int] = set()
+        """Pages in which notable numbers have arrived, until the caller takes them."""
+        self._anchor: Any = ctypes.c_char.from_buffer(memory)  # prevents the memory from being unmapped
+        try:
+            refusal = self._driver.register(ctypes.addressof(self._anchor), len(memory), self._device)
+        except Exception as error:  # a torch version without the call
+            if from_outside(error):
+                raise
+            refusal = first_line(error)
+        self._registered = not refusal
+        if self._registered:
+            dropped = _DroppedMemory(os.getpid(), self._driver, self._device, self._anchor, self.of_segment)
+            self._dropped = weakref.finalize(self, dropped.unregister)
+            self._dropped.atexit = False
+        if refusal:
+            self._add_note(
+                f"the driver cannot register the recorder's memory ({refusal}; {recorder.path} is on "
+                f"{file_system_of(recorder.path)}): its numbers come through pinned memory, and a rank that hangs or "
+                "dies loses those not yet fetched from there"
+            )
+
+    def close(self) -> None:
+        """Release the recorder's memory. No copy may be outstanding."""
+        self.of_segment.clear()
+        self.of_page.clear()
+        if self._registered:
+            self._registered = False
+            self._dropped.detach()
+            self._driver.unregister(ctypes.addressof(self._anchor), self._device)
+        self._file = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.numbers = None
+        self._anchor = None
+
+    def start(
+        self,
+        buffer: StreamBuffer,
+        page: int,
+        values_at: int,
+        packed: torch.Tensor,
+        positions: list[int],
+        limits: dict[int, int],
+    ) -> None:
+        """Start the copy of packed rows to the values `positions` of a segment. The buffer's stream must be current."""
+        staging = None if self._registered else self._driver.staging(*packed.shape, dtype=packed.dtype)
+        copy = RowCopy(page, values_at, packed, positions, staging, limits)
+        try:
+            if staging is not None:
+                self._driver.copy(packed, staging)
+            else:
+                begin = positions[0]
+                for first, end in runs(positions):
+                    target = self._file.as_strided((end - first, 3), (3, 1), values_at // 8 + first * 3)
+                    self._driver.copy(packed[first - begin : end - begin], target)
+            copy.event = self._driver.record(buffer.stream)
+        finally:  # an error does not stop copies that were started
+            buffer.flying.append(copy)
+            self.of_segment[values_at] += 1
+            self.of_page[page] += 1
+
+    def take_arrived(self, buffers: Iterable[StreamBuffer]) -> None:
+        """Handle the copies of these streams that have arrived. Does nothing while the user captures a graph."""
+        if not self.of_page or self._driver.is_capturing():  # querying an event would break the user's capture
+            return
+        arrived: list[RowCopy] = []
+        for buffer in buffers:
+            if not buffer.flying:
+                continue
+            with self._driver.use(buffer.key, buffer.stream):
+                try:
+                    while (
+                        buffer.flying and not self._driver.is_capturing() and self._driver.query(self._event_of(buffer))
+                    ):
+                        arrived.append(buffer.flying.popleft())
+                except Exception as error:
+                    if from_outside(error):
+                        raise
+                    self.stream_failed(buffer, error)
+        for copy in arrived:
+            self._copy_arrived(copy)
+        if arrived:
+            self._filter(arrived)
+
+    def wait(self, buffer: StreamBuffer, timeout_s: float | None) -> None:
+        """Wait for the last copy of a stream."""
+        with self._driver.use(buffer.key, buffer.stream):
+            if self._driver.is_capturing():
+                return
+            try:
+                self._driver.wait(self._event_of(buffer, -1), timeout_s)
+            except Exception as error:
+                if from_outside(error):
+                    raise
+                self.stream_failed(buffer, error)
+
+    def _event_of(self, buffer: StreamBuffer, which: int = 0) -> Any:
+        copy = buffer.flying[which]
+        if copy.event is None:  # an error occurred before it was recorded
+            copy.event = self._driver.record(buffer.stream)
+        return copy.event
+
+    def stream_failed(self, buffer: StreamBuffer, error: Exception) -> None:
+        """The device has failed: no copy of this stream will arrive. The user's next call will raise the same error.
+
+        Its segments stay in `of_segment`, since the device may still write into them.
+        """
+        self._add_note(f"the device no longer delivers its numbers: {first_line(error)}")
+        for copy in buffer.flying:
+            self._fields[HeadField.ROWS_LOST] += len(copy.positions)
+            self._page_done(copy.page)
+        never_free(list(buffer.flying))
+        buffer.flying.clear()
+
+    def _copy_arrived(self, copy: RowCopy) -> None:
+        self.segment_done(copy.values_at)
+        self._page_done(copy.page)
+        if copy.staging is not None:
+            staged = copy.staging.numpy()
+            self._values_in(copy)[copy.positions] = staged[[each - copy.positions[0] for each in copy.positions]]
+
+    def segment_done(self, values_at: int) -> None:
+        """One copy less is outstanding into a segment."""
+        self.of_segment[values_at] -= 1
+        if self.of_segment[values_at] <= 0:
+            del self.of_segment[values_at]
+
+    def _page_done(self, page: int) -> None:
+        self.of_page[page] -= 1
+        if self.of_page[page] <= 0:
+            del self.of_page[page]
+
+    def _filter(self, copies: list[RowCopy]) -> None:
+        """Find the notable pages and rows. All copies are checked at once, and one by one only if that finds any."""
+        parts = [self._values_of(copy, copy.positions) for copy in copies]
+        limited = any(copy.limits for copy in copies)
+        notable = limited or self._notable.any(parts[0] if len(parts) == 1 else numpy.concatenate(parts))
+        for copy, values in zip(copies, parts, strict=True):
+            here = notable and (self._notable.any(values) or self._is_over_limit(copy, copy.limits))
+            if here:
+                self.notable_pages.add(copy.page)
+
+    def _is_over_limit(self, copy: RowCopy, limits: dict[int, int]) -> bool:
+        values = self._values_of(copy, list(limits))
+        return any(high >= limit for high, limit in zip(values[:, 1], limits.values(), strict=True))
+
+    def _values_of(self, copy: RowCopy, positions: list[int]) -> Any:
+        """The numbers of these values in the file, as an array (n, 3)."""
+        values = self._values_in(copy)
+        if positions and _are_side_by_side(positions):  # as nearly always: no copy
+            return values[positions[0] : positions[-1] + 1]
+        return values[positions]
+
+    def _values_in(self, copy: RowCopy) -> Any:
+        """All values of the segment, as an array (VALUES_PER_SEGMENT, 3) on the file itself."""
+        at = copy.values_at // 8
+        return self.numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)
+
+
+_unmapped_never: list[Any] = []
+"""Memory of dropped watches that the device may still write to, or that could not be unregistered just then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DroppedMemory:
+    """A recorder's memory, for a watch that went away with its model and was never closed."""
+
+    pid: int
+    driver: StatsDevice
+    device: torch.device
+    anchor: Any
+    of_segment: Counter[int]
+
+    def unregister(self) -> None:
+        """Else the driver refuses the next memory at the same address, and an open capture must not see the call."""
+        if os.getpid() != self.pid:
+            return
+        if self.of_segment or self.driver.is_capturing():
+            _unmapped_never.append(self.anchor)
+            return
+        with suppress_own(Exception):
+            self.driver.unregister(ctypes.addressof(self.anchor), self.device)
+
+
+def never_free(memory: object) -> None:
+    """Keep the pinned memory of a device that has failed, also when the process ends.
+
+    To release it torch makes an event. Its error comes out of a destructor, and so aborts the process (torch 2.14).
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error. A compiler's error may have hundreds."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

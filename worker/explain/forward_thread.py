@@ -1,0 +1,292 @@
+"""A forward that runs once more in a thread of its own, and leaves everything as it was; and `explain`."""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...core.events import SECOND_RUN_S, BadOperation, OperandNumbers, operation_text
+from ...core.frames import Row, format_number
+from ...core.guest.tell import is_leaving
+from ...core.guest.threads import SECOND_RUN, begin
+from ...core.roles import RoleKind
+from ...core.torch_names import name_in_torch
+from ...core.values import NonFinite, headroom
+from ..device.device import without_modes
+from ..record.names import inputs_of, outputs_of, unwrap, walk
+from .operation_watch import CodePlace, OperationWatch, SecondRunStopped
+
+_set_stance: Any = getattr(torch.compiler, "set_stance", None)
+"""Since torch 2.6."""
+ContextMaker = Callable[[], AbstractContextManager[Any]]
+function_modes = name_in_torch("torch.overrides._get_current_function_mode_stack", list)
+
+
+class ForwardTarget(NamedTuple):
+    """The tensor that was bad: an argument or a result of a module's call."""
+
+    module: nn.Module
+    row: Row
+
+    @property
+    def is_output(self) -> bool:
+        """Whether the call returned it."""
+        return self.row.role_kind is RoleKind.OUTPUT
+
+    def is_like(self, tensor: Any, flags: int) -> bool:
+        """Whether a tensor of the second run holds what was seen in the first."""
+        alike = flags & (NonFinite.POSINF | NonFinite.NEGINF if self.row.flags & NonFinite.INF else self.row.flags)
+        return bool(alike) and (self.row.shape is None or list(tensor.shape) == list(self.row.shape))
+
+
+class ForwardThread:
+    """One forward of `module`, or of another method, under a watch.
+
+    `reached`: the bad value came where it had been seen before.
+    """
+
+    def __init__(
+        self, module: nn.Module, method: str, target: ForwardTarget, args: Any, kwargs: Any, watch: OperationWatch
+    ) -> None:
+        self._module, self._method, self._target, self._watch = module, method, target, watch
+        self._args, self._kwargs = args, kwargs
+        self.reached, self.lacked_memory, self.why = False, False, ""
+        self.operation: BadOperation | None = None
+
+    def run(self, limit_s: float, contexts: Sequence[ContextMaker]) -> None:
+        """Run it, and wait for it at most this long. A thread that goes on ends at its next operation."""
+        run = contextvars.copy_context().run
+        thread = threading.Thread(target=run, args=(self._forward, contexts), name=SECOND_RUN, daemon=True)
+        try:
+            begin(thread)
+            thread.join(limit_s)
+            why = f"took longer than {limit_s:g} s"
+        except BaseException:  # a signal's handler has raised: what the thread works with is about to be restored
+            why = "was interrupted"
+            self._watch.stopped = why
+            if thread.is_alive():  # else it has not begun: a thread that never ran cannot be joined
+                thread.join(limit_s)
+            raise
+        finally:
+            if thread.is_alive():
+                self._watch.stopped = self.why = f"a second run of the forward {why}"
+                atexit.register(_wait_for, thread)
+
+    def _forward(self, contexts: Sequence[ContextMaker]) -> None:
+        why, hook = "", None
+        module, target = self._module, self._target
+        try:
+            if not target.is_output:
+                # nn.Module's own method: a ScriptModule calls such hooks, but refuses to register one
+                hook = nn.Module.register_forward_pre_hook(target.module, self._handed, with_kwargs=True)
+            elif target.module is not module or self._method != "forward":
+                hook = nn.Module.register_forward_hook(target.module, self._returned, prepend=True)
+            with ExitStack() as stack:
+                for make in contexts:
+                    stack.enter_context(make())
+                stack.enter_context(self._watch)
+                output = getattr(module, self._method)(*self._args, **self._kwargs)
+                if target.module is module and target.is_output:
+                    self._look(outputs_of(output))
+        except SecondRunStopped as stopped:
+            why = f"a second run of the forward was stopped: {stopped}"
+        except BaseException as error:  # SystemExit, too: the script's code runs here
+            is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+            self.lacked_memory = is_memory
+            what = "ran out of memory" if is_memory else f"raised {type(error).__name__}"
+            why = f"a second run of the forward {what}"
+        if hook is not None:
+            hook.remove()
+        self.why = self.why or why
+
+    def _handed(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._look(inputs_of(args, kwargs))
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._look(outputs_of(output))
+
+    def _look(self, leaves: list[tuple[str, Any]]) -> None:
+        leaf = next((leaf for role, leaf in leaves if role == self._target.row.role), None)
+        if self.reached or not isinstance(leaf, torch.Tensor):
+            return
+        origin, flags = self._watch.origin_of(leaf)
+        self.reached = self._target.is_like(leaf, flags)
+        self.operation = origin.operation if self.reached and origin is not None else None
+
+
+def _wait_for(thread: threading.Thread) -> None:
+    """As Python ends, it ends a daemon thread that asks for its lock. Inside of torch's C++ that aborts the process."""
+    if not is_leaving():
+        thread.join(SECOND_RUN_S)
+
+
+# What torch and Python keep beside the tensors.
+
+
+def runs_eagerly() -> ContextMaker | None:
+    """A context in which compiled code runs eagerly; None where this torch has none."""
+    if "torch._dynamo" not in sys.modules:  # it would be imported
+        return nullcontext
+    return partial(_set_stance, "force_eager") if _set_stance is not None else None
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no annotation there
+
+
+def contexts_of_this_thread() -> list[ContextMaker]:
+    """Contexts that give another thread what torch keeps for this one. They are made and entered there."""
+    found: list[ContextMaker] = [torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad]
+    devices = ["cpu"]
+    if _has_cuda():
+        devices.append("cuda")
+        found.append(partial(torch.cuda.device, torch.cuda.current_device()))
+        found.append(partial(torch.cuda.stream, torch.cuda.current_stream()))
+    found += [partial(torch.device, mode.device) for mode in function_modes() if hasattr(mode, "device")]
+    for device in devices:
+        if torch.is_autocast_enabled(device):
+            found.append(partial(torch.autocast, device, torch.get_autocast_dtype(device)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RandomNumbers:
+    """The state of torch's generators: that of the CPU, and seed and offset of the current CUDA device."""
+
+    cpu: torch.Tensor
+    cuda: tuple[int, int] | None = None
+
+
+def random_numbers() -> RandomNumbers:
+    """The state now. Waits for no device."""
+    cuda = None
+    if _has_cuda() and not torch.cuda.is_current_stream_capturing():
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        cuda = generator.initial_seed(), generator.get_offset()
+    return RandomNumbers(torch.get_rng_state(), cuda)
+
+
+@contextmanager
+def kept_as_it_is(module: nn.Module, watch: OperationWatch, start: RandomNumbers | None) -> Iterator[None]:
+    """Afterwards all is as before: random numbers, attributes and buffers of a module and of those in it.
+
+    Within it torch's generators begin at `start`.
+    """
+    devices = [torch.cuda.current_device()] if _has_cuda() else []
+    numpy = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    holders = [table for part in module.modules() for table in (vars(part), part._buffers, part._modules)]
+    tables = [(table, dict(table)) for table in holders]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.mha.set_fastpath_enabled(fast and not torch.is_grad_enabled())
+        if start is not None:
+            torch.set_rng_state(start.cpu)
+            if start.cuda is not None and devices:
+                generator = torch.cuda.default_generators[devices[0]]
+                generator.manual_seed(start.cuda[0])
+                generator.set_offset(start.cuda[1])
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            without_modes(watch.restore)
+            for table, before in tables:
+                for key in table.keys() - before.keys():
+                    del table[key]
+                for key, value in before.items():  # one by one: the tables of a ScriptModule have no `update`
+                    if key not in table or table[key] is not value:
+                        table[key] = value
+            random.setstate(of_python)
+            if numpy is not None:
+                numpy.random.set_state(of_numpy)
+
+
+# `gpuwatch.explain(module, x)`: which operation of this forward makes inf or nan, and which come close to it.
+
+_MOST_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SeenOperation:
+    """What one operation of a forward returned. `headroom`: powers of two up to the largest number of its dtype."""
+
+    op: str
+    place: CodePlace
+    output: OperandNumbers
+    headroom: float | None
+    """None if the output is not finite, or 0 throughout."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardExplanation:
+    """What `explain` has found. `print` shows the operation, and the operations with the least headroom."""
+
+    operation: BadOperation | None
+    """The first operation that made the bad value of the output; None if the output is finite, or nobody knows it."""
+    unknown: str
+    """Why it is not known; "" if it is, or the output is finite."""
+    operations: list[SeenOperation]
+    """All that returned floating point numbers, in their order."""
+
+    def __str__(self) -> str:
+        if self.operation is not None:
+            first = operation_text(self.operation)
+        else:
+            first = f"not known: {self.unknown}" if self.unknown else "the output is finite"
+        lines = [first, "headroom    abs max  operation"]
+        by_headroom = sorted(self.operations, key=lambda seen: -1.0 if seen.headroom is None else seen.headroom)
+        shown = [seen for seen in by_headroom if seen.headroom is not None or seen.output.value != "finite"]
+        for seen in shown[:_MOST_SHOWN]:
+            finite = seen.output.value == "finite"
+            room = f"{seen.headroom:8.1f}" if seen.headroom is not None else f"{'-':>8}"
+            size = format_number(seen.output.abs_max) if finite else f"{seen.output.value:>8}"
+            place = seen.place
+            at = f", {PurePath(place.file).name}:{place.line}: {place.code}" if place.file else ""
+            lines.append(f"{room}   {size}  {seen.op}{at}")
+        return "\n".join(lines)
+
+
+def explain(module: nn.Module, *args: Any, **kwargs: Any) -> ForwardExplanation:
+    """Call `module(*args, **kwargs)` once without gradients, and look at what each of its operations returns.
+
+    Returns the operation that made an inf or nan of the output, with its line and the sizes of its operands, and all
+    operations by their headroom. Buffers, attributes and random numbers are then as before. It waits for the device.
+    Errors of the forward are raised. Compiled modules run eagerly where torch can (2.6 and later).
+    """
+    run = unwrap(module)
+    watch = OperationWatch("", {id(part): name for name, part in walk(run)}, sys._getframe(1))
+    seen: list[SeenOperation] = []
+
+    def note(op: str, place: CodePlace, output: OperandNumbers) -> None:
+        room = headroom(output.abs_max, output.dtype) if output.abs_max else None
+        seen.append(SeenOperation(op, place, output, room))
+
+    watch.on_output = note
+    operation, unknown = None, ""
+    with kept_as_it_is(run, watch, None), torch.no_grad(), (runs_eagerly() or nullcontext)():
+        try:
+            with watch:
+                result = run(*args, **kwargs)
+        except SecondRunStopped as stopped:
+            return ForwardExplanation(None, str(stopped), seen)
+        leaves = [leaf for _, leaf in outputs_of(result) if isinstance(leaf, torch.Tensor)]
+        found = [origin for origin, flags in map(watch.origin_of, leaves) if flags]
+        if found:
+            operation = next((origin.operation for origin in found if origin is not None), None)
+            unknown = "" if operation is not None else "it was in what the module was handed or holds"
+    return ForwardExplanation(operation, unknown, seen)

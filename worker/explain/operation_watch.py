@@ -1,0 +1,424 @@
+"""Looks at every operation of a forward that runs a second time, and finds the one that made a bad value.
+
+A bad value is followed from operation to operation through the memory that it lies in: each storage has the bad values
+that were written into it. An operation that made one of finite operands is its origin. An -inf that the code writes
+itself (`masked_fill(mask, -inf)`), or that was there before, is no origin: then the operation that made something else
+of it is.
+
+    scores.masked_fill_(mask, -inf)    -inf, a constant
+    probs = scores.softmax(-1)         nan, its origin: a row was -inf throughout
+    out = probs @ v                    nan, of the same origin
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from linecache import getline
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...core.events import BadOperation, OperandNumbers
+from ...core.frames import RowKind
+from ...core.signal_errors import from_outside
+from ...core.values import NonFinite, Value, name_of
+from ..device.device import without_modes
+from ..record.bad_elements import pattern_of
+from ..record.names import CALL
+from ..record.tensor_stats import is_foreign, local_part, measure, unwrapped
+
+_MOST_KEPT = 1 << 30
+"""Bytes of a storage that is copied before the run changes it."""
+_EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_OVERWRITES = ("copy_", "fill_", "zero_", "index_copy_", "index_put_", "_index_put_impl_", "scatter_", "masked_fill_")
+"""Operations that write in place and read nothing of what was there before."""
+_WHOLLY = ("copy_", "fill_", "zero_")
+_BATCH_NORM = "batch_norm"
+_NOT_OF_USER = (str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/")
+_WITHOUT_FILE = ("<ipython", "<stdin>")
+"""Names in brackets that stand for code of the user's. Others are generated code."""
+_STDLIB, _PACKAGES = sysconfig.get_path("stdlib") + "/", ("/site-packages/", "/dist-packages/")
+
+
+class SecondRunStopped(Exception):
+    """The second run may not go on. The message says why, as a clause."""
+
+
+@dataclass(eq=False, slots=True)
+class MadeValue:
+    """A bad value that an operation has written, or that was there before the run."""
+
+    flags: int
+    order: int = -1
+    span: tuple[int, int] = (0, 0)
+    """First and last byte in its storage."""
+    place: Any = None
+    """Its elements in its storage."""
+    constant: bool = False
+    """The code has written it as a number: `full(..., -inf)`."""
+    unwritten: bool = False
+    """`torch.empty`: no operation has written it. A kernel that torch does not dispatch may have."""
+    operation: BadOperation | None = None
+    """Set if it made the value of operands that explain nothing."""
+    origin: MadeValue | None = None
+    """Itself, or that of an operand; None: it was there before the run."""
+
+
+@dataclass(eq=False, slots=True)
+class _StorageRecord:
+    alive: StorageWeakRef
+    """Its address is given to no other storage while this lives."""
+    given: bool
+    """It was there before the run."""
+    unknown: bool
+    """It was given, or nobody has written it: what it holds must be read."""
+    bad: list[MadeValue] = field(default_factory=list)
+
+
+class _HandedTensor(NamedTuple):
+    numbers: OperandNumbers
+    flags: int
+    made: MadeValue | None
+
+
+class _HandedOperands(NamedTuple):
+    """What an operation is handed: tensors, those that it writes, and what both hold before, by id."""
+
+    given: list[torch.Tensor]
+    written: list[torch.Tensor]
+    before: dict[int, _HandedTensor]
+    operands: dict[int, _HandedTensor]
+
+
+class CodePlace(NamedTuple):
+    """Where an operation was called."""
+
+    module: str
+    file: str = ""
+    line: int = 0
+    code: str = ""
+
+
+class OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no annotation there
+    """A mode that is entered around the second run."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch imports all of torch._dynamo at the first operation, which takes seconds."""
+        return False
+
+    def __init__(self, module: str, names: dict[int, str], caller: FrameType | None) -> None:
+        """`caller` has called `module`. `names`: id of a module inside it -> its name."""
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._module, self._names, self._caller = module, names, caller
+        self._storages: dict[int, _StorageRecord] = {}
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """What the run has changed -> (its bytes, as they were)."""
+        self._order = 0
+        self.changed: list[int] = []
+        """Storages that were there before and got something else in place, that depends on what they held."""
+        self.on_output: Callable[[str, CodePlace, OperandNumbers], None] | None = None
+        """Called with what each operation has written."""
+        self.stopped = ""
+        """Set from outside: the run ends at its next operation."""
+
+    # -- one operation ------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.stopped:
+            raise SecondRunStopped(self.stopped)
+        if "c10d" in func.namespace:
+            raise SecondRunStopped("it would have issued a collective")
+        foreign = foreign_class(types)
+        if foreign is not None:
+            raise SecondRunStopped(f"it works on tensors of a class of its own ({foreign.__name__})")
+        handed = self._handed_to(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._look_at(func, args, kwargs, handed, result)
+        return result
+
+    def _handed_to(self, func: Any, args: Any, kwargs: Any) -> _HandedOperands:
+        given = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        written = _written(func, args, kwargs)
+        before = {id(leaf): self._operand(leaf, read=True) for leaf in written}
+        name = operation_name(func)
+        for leaf in written:
+            self._keep(leaf, name)
+        operands = {id(leaf): before.get(id(leaf)) or self._operand(leaf) for leaf in given if _has_numbers(leaf)}
+        return _HandedOperands(given, written, before, operands)
+
+    def _look_at(self, func: Any, args: Any, kwargs: Any, handed: _HandedOperands, result: Any) -> None:
+        self._order += 1
+        inside = {_key(leaf) for leaf in handed.given}
+        returned = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        made = {id(leaf): leaf for leaf in [*handed.written, *returned]}
+        for leaf in made.values():
+            if not _has_numbers(leaf):
+                continue
+            is_written = id(leaf) in handed.before
+            if not is_written and _key(leaf) in inside:
+                continue  # a view
+            self._wrote(leaf, func, args, kwargs, handed.operands, is_new=not is_written)
+
+    def _operand(self, tensor: torch.Tensor, *, read: bool = False) -> _HandedTensor:
+        """What an operation is handed. Finite without a look, where only finite values were written into it."""
+        record = self._record(tensor)
+        if not (read or record is None or record.unknown or record.bad):
+            return _HandedTensor(OperandNumbers("", None, None, ""), 0, None)
+        numbers, flags = numbers_of(tensor)
+        return _HandedTensor(numbers, flags, self._maker(record, tensor, flags) if flags else None)
+
+    def _record(self, tensor: torch.Tensor, *, is_new: bool = False) -> _StorageRecord | None:
+        key = _key(tensor)
+        if key is None:
+            return None
+        record = self._storages.get(key)
+        if record is None or is_new:
+            storage = tensor.untyped_storage()
+            alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # likewise
+            record = self._storages[key] = _StorageRecord(alive, not is_new, not is_new)
+        return record
+
+    def _maker(self, record: _StorageRecord | None, tensor: torch.Tensor, flags: int) -> MadeValue:
+        """Who has written the bad value that is in a tensor; one without an origin if it was there before."""
+        bad = record.bad if record is not None else []
+        first, last = _span(tensor)
+        over = [made for made in bad if made.span[0] < last and first < made.span[1]]
+        over.sort(key=lambda made: (made.unwritten, not made.flags & flags, made.order))
+        return over[0] if over else MadeValue(flags)
+
+    def _wrote(
+        self,
+        tensor: torch.Tensor,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        operands: dict[int, _HandedTensor],
+        *,
+        is_new: bool,
+    ) -> None:
+        record, name = self._record(tensor, is_new=is_new), operation_name(func)
+        if record is None:
+            return
+        numbers, flags = numbers_of(tensor)
+        if self.on_output is not None and name not in _EMPTY:
+            self.on_output(str(func), self._place(), numbers)
+        span = _span(tensor)
+        place, all_of_it = _place_of(tensor), tensor.is_contiguous()
+        record.bad = [  # what was there is gone
+            made
+            for made in record.bad
+            if not (made.place == place or (all_of_it and span[0] <= made.span[0] and made.span[1] <= span[1]))
+        ]
+        record.unknown |= name in _EMPTY
+        if not flags:
+            return
+        made = MadeValue(flags, self._order, span, place)
+        made.constant = any(isinstance(each, float) and not math.isfinite(each) for each in _numbers(args, kwargs))
+        known = {which: operand.made for which, operand in operands.items() if operand.made is not None}
+        others = [maker for which, maker in known.items() if which != id(tensor)]
+        is_out = func._schema.arguments[-1].name == "out" and func._schema.arguments[-1].kwarg_only
+        if is_out or (name in _OVERWRITES and (others or made.constant or name in _WHOLLY)):
+            made.origin = _origin(made, others)
+        else:
+            made.origin = _origin(made, list(known.values()))
+        if name in _EMPTY:
+            made.unwritten = True
+            made.origin = None
+        if made.origin is made:
+            made.operation = self._describe(tensor, func, args, kwargs, operands, numbers)
+            if made.operation is None:
+                made.origin = None
+        record.bad.append(made)
+        self._has_made(tensor, made)
+
+    def _has_made(self, tensor: torch.Tensor, made: MadeValue) -> None:
+        """For a subclass: a bad value was written into a tensor."""
+
+    # -- the origin ---------------------------------------------------------------------------------------------
+
+    def origin_of(self, tensor: torch.Tensor) -> tuple[MadeValue | None, int]:
+        """(the origin of the bad value in a tensor, its flags). None if it came from outside of the run."""
+        tensor = local_part(tensor)
+        _, flags = without_modes(numbers_of, tensor)
+        if not flags:
+            return None, 0
+        return self._maker(self._storages.get(_key(tensor) or -1), tensor, flags).origin, flags
+
+    def _describe(
+        self, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, operands: dict[int, _HandedTensor], output: Any
+    ) -> BadOperation | None:
+        """None if an operand is not finite that nobody was seen to make: a kernel of Triton's is not dispatched."""
+        inputs = []
+        kinds = {argument.name: str(argument.type) for argument in func._schema.arguments}
+        names = [argument.name for argument in func._schema.arguments]
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and kinds.get(name) in ("number", "Tensor") and (name, value) != ("alpha", 1):
+                inputs.append(_number(float(value)))
+            for leaf in _pytree.tree_leaves(value):
+                if isinstance(leaf, torch.Tensor) and _has_numbers(leaf):
+                    known, flags = operands[id(leaf)].numbers, 0
+                    if not known.value:
+                        known, flags = numbers_of(leaf)
+                    if flags:
+                        return None
+                    inputs.append(known)
+        place = self._place()
+        return BadOperation(str(func), *place, inputs, output, without_modes(pattern_of, tensor))
+
+    def _place(self) -> CodePlace:
+        """The innermost module, and the innermost line that is not torch's."""
+        module, found = self._in_python()
+        caller = self._caller
+        while found is None and caller is not None:
+            found, caller = (caller if _is_of_user(caller) else None), caller.f_back
+        module = self._module if module is None else module
+        if found is None:
+            return CodePlace(module)
+        file, line = found.f_code.co_filename, found.f_lineno
+        return CodePlace(module, file, line, getline(file, line).strip())
+
+    def _in_python(self, until: str = "") -> tuple[str | None, FrameType | None]:
+        """(name of the innermost module, the innermost frame that is not torch's), inside the function `until`."""
+        module, found = None, None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (module is None or found is None):
+            if until and frame.f_code.co_name == until:
+                break
+            if module is None and frame.f_code is CALL:
+                module = self._names.get(id(frame.f_locals.get("self")))
+            if found is None and _is_of_user(frame):
+                found = frame
+            frame = frame.f_back
+        return module, found
+
+    # -- what the run changes -----------------------------------------------------------------------------------
+
+    def _keep(self, tensor: torch.Tensor, name: str) -> None:
+        """Copy what was there before the run and is about to be changed."""
+        record, key = self._record(tensor), _key(tensor)
+        if record is None or not record.given or key is None or key in self._kept:
+            return
+        storage = tensor.untyped_storage()
+        if storage.nbytes() > _MOST_KEPT:
+            raise SecondRunStopped(f"it changes {storage.nbytes() / _MOST_KEPT:.1f} GiB in place")
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        self._kept[key] = flat, flat.clone()
+        if tensor.is_floating_point() and name not in _OVERWRITES and _BATCH_NORM not in name:
+            self.changed.append(key)
+
+    def restore(self) -> None:
+        """Put back what the run has changed in place."""
+        for flat, before in self._kept.values():
+            flat.copy_(before)
+
+    def has_changed(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether the run has changed one of these in place."""
+        return any(_key(tensor) in self._kept for tensor in tensors)
+
+
+def foreign_class(types: Any) -> type | None:
+    """The first class of an operation's tensors that has operations of its own."""
+    return next(filter(is_foreign, types), None)
+
+
+def numbers_of(tensor: torch.Tensor) -> tuple[OperandNumbers, int]:
+    """(the description of a tensor, its flags). Waits for a device."""
+    found = without_modes(measure, unwrapped(tensor).detach())
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    if found.kind != RowKind.MEASURED:
+        return OperandNumbers(dtype, shape, None, ""), 0
+    value = Value(*found[:3])
+    flags = int(value.flags)
+    return OperandNumbers(
+        dtype, shape, None if flags else value.abs_max, name_of(value.flags) if flags else "finite"
+    ), flags
+
+
+def _number(value: float) -> OperandNumbers:
+    if math.isfinite(value):
+        return OperandNumbers("number", None, abs(value), "finite")
+    return OperandNumbers("number", None, None, "nan" if math.isnan(value) else f"{value:+}")
+
+
+def _origin(made: MadeValue, operands: list[MadeValue]) -> MadeValue | None:
+    """Follow the worst operand. An -inf that the code meant explains an -inf alone."""
+    if not operands:
+        return made
+    bad = [operand for operand in operands if operand.flags & ~NonFinite.NEGINF] or operands
+    worst = min(bad, key=lambda operand: operand.origin.order if operand.origin is not None else -1)
+    is_new = bool(made.flags & ~worst.flags)
+    if worst.origin is None:
+        return made if is_new and worst.flags == NonFinite.NEGINF else None
+    return made if is_new and worst.origin.constant else worst.origin
+
+
+def operation_name(func: Any) -> str:
+    """`mul_` of `aten.mul_.Tensor`."""
+    return str(func._schema.name.rpartition("::")[2])
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operation writes in place."""
+    found = []
+    is_norm = _BATCH_NORM in func._schema.name
+    for position, argument in enumerate(func._schema.arguments):
+        is_running = is_norm and argument.name.startswith("running_")  # native_batch_norm does not declare it
+        if is_running or (argument.alias_info is not None and argument.alias_info.is_write):
+            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
+            found += [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+def _numbers(args: Any, kwargs: Any) -> list[Any]:
+    return [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, int | float)]
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError) as error:  # sparse, or without memory
+        if from_outside(error):
+            raise
+        return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """(first, last) byte that a tensor has in its storage."""
+    if not tensor.numel() or tensor.layout is not torch.strided:
+        return 0, sys.maxsize
+    size = tensor.element_size()
+    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset() * size
+    return int(first), int(first + (reach + 1) * size)
+
+
+def _place_of(tensor: torch.Tensor) -> Any:
+    strided = tensor.layout is torch.strided
+    return (tensor.storage_offset(), tuple(tensor.shape), tensor.stride()) if strided else None
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    return is_users_file(frame.f_code.co_filename)
+
+
+def is_users_file(file: str) -> bool:
+    """Whether a file has code of the script's own, or of a library that is not torch."""
+    if file.startswith(_NOT_OF_USER) or (file.startswith("<") and not file.startswith(_WITHOUT_FILE)):
+        return False
+    return not file.startswith(_STDLIB) or any(packages in file for packages in _PACKAGES)
