@@ -13,6 +13,7 @@ TURN ?= $(SEED)
 export PYTHONDONTWRITEBYTECODE =
 # With ONCE_MORE=1, as in .ci/run, a test that failed runs again alone, and a few that pass then do not fail the target.
 ONCE_MORE ?=
+PYTHON_INCLUDE = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('include'))")
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(if $(ONCE_MORE),tests/once_more.py run,-m pytest) --seed $(SEED) --turn $(TURN)
 
 .PHONY: help demo test slow frameworks flaky soak matrix fuzz gpu cuda-stub lint named typecheck docs check ci-here clean
@@ -75,9 +76,12 @@ SAMPLE ?=
 cuda-stub:  ## without a GPU: torch's build for CUDA on a stand-in for the driver (tests/fakes/cuda); a quarter of an hour
 	$(PYTHON) tests/fakes/cuda/run.py --jobs $(JOBS) $(SAMPLE) $(if $(TORCH),--torch $(TORCH))
 
-lint: $(READY)  ## formatting and lint rules
+lint: $(READY)  ## formatting and lint rules; a warning of the C compiler is an error
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	@for file in worker/native/*.c worker/native/device/*.c; do \
+	    $(CC) -std=c99 -O2 -Wall -Wextra -Werror -Iworker/native/include -I$(PYTHON_INCLUDE) -c $$file -o /dev/null || exit 1; \
+	done
 
 # mypy and mkdocs do not see an editable install whose package folder is the repository's root. They see these folders
 # with links to its files; through a link to the root, mkdocs would read all of .venv.

@@ -19,7 +19,7 @@ from gpuwatch.core.recorder.group_table import GroupField
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.hooks.process_groups import CollectivePatches
-from gpuwatch.worker.record.device_rows import LateMasks
+from gpuwatch.worker.record.late_masks import LateMasks
 from gpuwatch.worker.record.names import ModuleSelection
 from gpuwatch.worker.record.notable import NotableFilter
 from gpuwatch.worker.record.passed import LatePassed, PassedValues

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ..collector.run_files import RunPaths, read_report, runs_by_time
+from ..collector.run_files import RunPaths, runs_by_time
+from ..collector.written_report import read_report
 from ..core.errors import Code, GpuwatchError, UsageError
 from ..core.text import command_for, ranks_text
 from ..core.wire.spool import SUFFIX

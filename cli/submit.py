@@ -12,7 +12,8 @@ from typing import Literal
 
 import click
 
-from ..collector.run_files import RunPaths, read_report
+from ..collector.run_files import RunPaths
+from ..collector.written_report import read_report
 from ..core.errors import Code, UsageError, coded
 from ..core.recorder.run_folder import runs_of_job
 from ..launcher.saved_settings import saved_runs_dir

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from ..core.errors import Code, ExitCode, GpuwatchError
+from ..core.errors import ExitCode
 from ..core.guest.own_files import read_regular
 from ..core.recorder.run_folder import job_run, runs_of_job
-from ..core.text import command_for, shown_name
+from ..core.text import command_for
 from ..core.verdicts import VerdictKind
 from .report.model import EarlierLife, RunReport, Verdict
 
@@ -81,24 +81,6 @@ def new_run(runs_dir: Path, name: str = "") -> RunPaths:
     except OSError:  # a file system without links
         link.unlink(missing_ok=True)
     return paths
-
-
-def read_report(paths: RunPaths) -> RunReport:
-    """report.json, or the report made from the store if it is missing. Raises GpuwatchError when there is neither."""
-    try:
-        return msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=RunReport)
-    except FileNotFoundError:
-        from .finish import report_from_store
-
-        return report_from_store(paths)
-    except OSError as error:
-        raise GpuwatchError(
-            Code.UNREADABLE, f"expected a report in {paths.report_json}, it cannot be read: {error.strerror}"
-        ) from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        found = f"found something else in {paths.report_json}: {shown_name(str(error))}"
-        again = f"to make it again from the store: {command_for(paths.folder, does='report --again')}"
-        raise GpuwatchError(Code.UNREADABLE, f"expected a report of schema 1, {found}; {again}") from error
 
 
 def exit_code(report: RunReport) -> int:

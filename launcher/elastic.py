@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from threading import Event
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 from torch.distributed import DistError
@@ -41,8 +42,6 @@ from ..core.wire.pipe import LaunchDone
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
-
-    from .launch_job import TorchrunRanks
 
 # Which attempt this is, agreed by all nodes of a rendezvous.
 #
@@ -125,6 +124,28 @@ def _purge_together(worker_group: Any, attempt: int) -> None:
         say(coded(text, Code.NO_RENDEZVOUS))
 
 
+class RankListener(Protocol):
+    """What is told of the ranks that torchrun starts here, and decides on them: TorchrunRanks of launch_job.py."""
+
+    settings: WorkerSettings
+    """Those of the next attempt's workers."""
+    any_started: bool
+    job_is_over: Event
+    attempt_is_over: Event
+
+    def started(self, attempt: int, pids: dict[int, int]) -> None:
+        """The ranks of an attempt were started: rank -> process id."""
+
+    def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
+        """They have ended: rank -> exit code, and the ranks that failed first."""
+
+    def is_waited_for(self, attempt: int, running: list[int]) -> bool:
+        """Whether a rank has failed, and the others get time for their own record."""
+
+    def may_restart(self, attempt: int, ranks: list[int]) -> bool:
+        """Whether torchrun may start the ranks again."""
+
+
 WORKER = (OWN_START, "-mgpuwatch.worker")
 """Words with a dash, so that torchrun takes the script for the entry point's name and its messages stay as they are."""
 
@@ -132,7 +153,7 @@ WORKER = (OWN_START, "-mgpuwatch.worker")
 class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-defined,misc]  # not exported
     """See the module's docstring. `listener` gets the events of this node's ranks, and decides on them."""
 
-    def __init__(self, listener: TorchrunRanks, backend: str, **torchruns: Any) -> None:
+    def __init__(self, listener: RankListener, backend: str, **torchruns: Any) -> None:
         super().__init__(**torchruns)
         self._gpuwatch_listener = listener
         self._gpuwatch_backend = backend
@@ -257,7 +278,7 @@ def worker_command(cmd: Any, cmd_args: list[str], args: argparse.Namespace) -> t
 
 
 @record
-def run_torchrun(args: argparse.Namespace, listener: TorchrunRanks) -> None:
+def run_torchrun(args: argparse.Namespace, listener: RankListener) -> None:
     """What `torchrun` runs, with the worker in front of the script. Raises what torchrun raises."""
     make_config = torchrun.config_from_args
 
@@ -271,7 +292,7 @@ def run_torchrun(args: argparse.Namespace, listener: TorchrunRanks) -> None:
             torchrun.run(args)  # type: ignore[no-untyped-call]  # torch has no annotation there
 
 
-def run_to_its_end(args: argparse.Namespace, listener: TorchrunRanks) -> LaunchDone:
+def run_to_its_end(args: argparse.Namespace, listener: RankListener) -> LaunchDone:
     """Run torchrun; what it raises is printed as it prints it. Raises UsageError where it takes the options for wrong,
     and what signals raise."""
     try:

@@ -32,9 +32,9 @@ from .hooks.process_groups import CollectivePatches
 from .hooks.skipping import BatchSkipping, CompiledPolicy
 from .patches import allow_global_hooks
 from .record.bad_elements import KeptSummands
-from .record.device_rows import LateMasks
 from .record.held_alarms import TrainedModules
 from .record.judging import AlarmRecorder, FrameWriter
+from .record.late_masks import LateMasks
 from .record.names import CALL, ModuleSelection
 from .record.notable import NotableFilter
 from .record.passed import LatePassed, PassedValues

@@ -9,17 +9,13 @@ import posix
 import struct
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..core.recorder.layout import MAGIC, HeadField, RankPhase
 from ..core.recorder.writer import RecorderWriter
 from ..core.signal_errors import suppress_own
 from .patches import PatchLedger, after_import, allow_global_hooks
-
-if TYPE_CHECKING:
-    from .session import WorkerSession
 
 # The two ends of a program that Python does not announce: os.exec puts another one into its process, os._exit ends it.
 #
@@ -90,7 +86,27 @@ def hear_of_ends(
 # exception propagates.
 
 
-def tell_the_end(session: WorkerSession) -> None:
+class WatchedRank(Protocol):
+    """What records how a rank ends: the session of this process."""
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a process that the script has forked."""
+
+    def raised(self, error: BaseException) -> None:
+        """The script has ended with this exception."""
+
+    def finished(self, code: int) -> None:
+        """The script has ended, or has called sys.exit."""
+
+    def settle(self) -> bool:
+        """Judge the numbers that have arrived since."""
+
+    def enter(self, phase: RankPhase) -> None:
+        """Publish what this rank is doing now."""
+
+
+def tell_the_end(session: WatchedRank) -> None:
     """Record how this process ends, when it does."""
     util = sys.modules.get("multiprocessing.util")
     process = sys.modules.get("multiprocessing.process")
@@ -100,7 +116,7 @@ def tell_the_end(session: WorkerSession) -> None:
         atexit.register(_script_ends, session)
 
 
-def _script_ends(session: WorkerSession) -> None:
+def _script_ends(session: WatchedRank) -> None:
     if not session.is_ours:
         return
     error = getattr(sys, "last_value", None)
@@ -111,7 +127,7 @@ def _script_ends(session: WorkerSession) -> None:
         session.enter(RankPhase.FINISHED)
 
 
-def _child_ends(session: WorkerSession) -> None:
+def _child_ends(session: WatchedRank) -> None:
     error = sys.exc_info()[1]
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -133,7 +149,7 @@ def _child_ends(session: WorkerSession) -> None:
 # none. What a DataLoader's worker computes is read in its parent, as the input of a model.
 
 _KEY = "gpuwatch"
-_BEGIN = "try:\n from gpuwatch.worker.rank_process import begin\n begin({path!r}, {pid})\nexcept Exception: pass"
+_BEGIN = "try:\n from gpuwatch.worker.session import begin\n begin({path!r}, {pid})\nexcept Exception: pass"
 """The code that a spawned child runs: its Python may have no gpuwatch."""
 
 
@@ -172,15 +188,6 @@ def _hand_on(recorder: RecorderWriter) -> None:
     config = getattr(sys.modules["multiprocessing.process"].current_process(), "_config", None)
     if isinstance(config, dict):
         config[_KEY] = _ChildHandle(recorder)
-
-
-def begin(path: str, parent: int) -> None:
-    """In a child that was spawned by the process of this recorder."""
-    if os.getpid() == parent:  # a copy of a process object, not a new process
-        return
-    from .session import current_hooks
-
-    after_import("torch", lambda: wait_for_use(partial(_note, Path(path)), lambda: current_hooks() is not None))
 
 
 def wait_for_use(note: Callable[[HeadField], None], is_watched: Callable[[], bool]) -> None:
@@ -227,7 +234,7 @@ def wait_for_call(
     handle = register_module_forward_pre_hook(called)
 
 
-def _note(path: Path, field: HeadField) -> None:
+def note_at(path: Path, field: HeadField) -> None:
     """The file is looked for only now: a script that closes all descriptors would close one that was kept."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

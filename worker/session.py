@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,8 @@ from ..core.settings import WorkerSettings
 from ..core.signal_errors import from_outside, suppress_own
 from ..core.torch_names import NEWEST, missing, release_of
 from .answers import answer_with_stacks, have_it_recorded
-from .patches import replaced
-from .rank_process import Undo, hear_of_ends, note_when_used, watch_children
+from .patches import after_import, replaced
+from .rank_process import Undo, hear_of_ends, note_at, note_when_used, wait_for_use, watch_children
 from .record.collectives import issued, position
 
 if TYPE_CHECKING:
@@ -52,6 +53,13 @@ def open_session(settings: WorkerSettings, path: Path, rank: int, local_rank: in
     session = WorkerSession(settings, recorder, rank)
     make_current(session)
     return session
+
+
+def begin(path: str, parent: int) -> None:
+    """In a child that was spawned by the process of this recorder."""
+    if os.getpid() == parent:  # a copy of a process object, not a new process
+        return
+    after_import("torch", lambda: wait_for_use(partial(note_at, Path(path)), lambda: current_hooks() is not None))
 
 
 def wait_for_device(collect: Callable[[], bool]) -> bool:

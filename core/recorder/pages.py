@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -15,10 +15,6 @@ from ..text import is_shown, shown_name
 from ..values import DTYPE_NAMES, PENDING, NonFinite, Value, headroom
 from ..wire.messages import PageMessage
 from . import layout
-from .layout import SegmentField
-
-if TYPE_CHECKING:
-    from .writer import OpenPage, RecorderWriter
 
 _PHASES, _CONTENTS = list(FramePhase), list(RowContent)
 
@@ -173,68 +169,3 @@ def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: N
         headroom=headroom(statistics["abs_max"], name),
         **statistics,
     )
-
-
-# The pages of a recorder as its own writer sees them: read in place, in the process that writes them.
-
-_FRAMES, _VALUES = int(SegmentField.FRAMES), int(SegmentField.VALUES)
-_FRAME_BASE, _VALUE_BASE = int(SegmentField.FRAME_BASE), int(SegmentField.VALUE_BASE)
-
-
-class OwnPages:
-    """Frames of pages that the ring still holds. A segment that was overwritten has none."""
-
-    def __init__(self, writer: RecorderWriter) -> None:
-        self._writer = writer
-
-    def frame(self, page: OpenPage, index: int) -> Frame | None:
-        """Frame `index` of a page; None if it was overwritten."""
-        for head, at in self.segments(page, reverse=True):
-            position = index - head[_FRAME_BASE]
-            if 0 <= position < head[_FRAMES]:
-                return self._decode(page, at, position)
-        return None
-
-    def frames(self, page: OpenPage) -> list[Frame]:
-        """The frames of a page that were not overwritten."""
-        return [
-            self._decode(page, at, position) for head, at in self.segments(page) for position in range(head[_FRAMES])
-        ]
-
-    def table(self, at: int, dtype: Any, count: int) -> Any:
-        """A table of the file as a NumPy array of records, in place: `count` of `dtype` from offset `at` on."""
-        import numpy  # not at the top: a process that only writes does without it
-
-        return numpy.frombuffer(self._writer.view, dtype, count, at)
-
-    def segments(self, page: OpenPage, *, reverse: bool = False) -> Iterator[tuple[list[int], int]]:
-        """(header, offset in the file) of the segments that are still this page's."""
-        for number in reversed(page.held) if reverse else list(page.held):
-            at = self._writer.segment_at(number)
-            if at is None:
-                continue
-            with self._writer.view[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as view:
-                head = view.tolist()
-            if head[SegmentField.PAGE] == page.number:
-                yield head, at
-
-    def _decode(self, page: OpenPage, at: int, position: int) -> Frame:
-        data = self._writer.view
-        fields = layout.FRAME.unpack_from(data, at + layout.FRAMES_AT + position * layout.FRAME.size)
-        first, count = fields[6], fields[7]
-        start = at + layout.ROWS_AT + first * layout.ROW.size
-        rows = layout.ROW.iter_unpack(data[start : start + count * layout.ROW.size])
-        return decode_frame(page.batch, fields, rows, self._value_at(page), self._writer.names)
-
-    def _value_at(self, page: OpenPage) -> Callable[[int], Value | None]:
-        def value_at(index: int) -> Value | None:
-            if index == layout.NOTHING:
-                return None
-            for head, at in self.segments(page, reverse=True):
-                position = index - head[_VALUE_BASE]
-                if 0 <= position < head[_VALUES]:
-                    start = at + layout.VALUES_AT + position * layout.VALUE.size
-                    return Value(*layout.VALUE.unpack_from(self._writer.view, start))
-            return None
-
-        return value_at

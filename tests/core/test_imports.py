@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import gpuwatch
 import pytest
 
-from ..parsed import nodes_of, tree_of
+from ..parsed import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {"cli", "launcher", "worker", "collector", "slurm", "core"}
@@ -163,15 +163,10 @@ def floor_of(room: str, path: Path) -> int:
     return next(known[place] for place in (path, *path.parents) if place in known)
 
 
-def imported_at_the_top(path: Path) -> set[Path]:
-    body = [node for node in tree_of(path).body if isinstance(node, (ast.ImportFrom, ast.Try))]
-    return imported_files(path, ast.walk(ast.Module(body, []))) - {path.relative_to(ROOT)}
-
-
-def imported_files(path: Path, nodes: Iterable[ast.AST] | None = None) -> set[Path]:
+def imported_files(path: Path) -> set[Path]:
     """What a file imports by a relative name, as paths from the root; a name in a module is the module."""
     found = set()
-    for node in nodes_of(path) if nodes is None else nodes:
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             target = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             inside = [target / alias.name for alias in node.names] if target.is_dir() else [target]
@@ -212,14 +207,27 @@ def test_folders_are_few_and_hold_much():
         assert own.count("/") <= 1 or own in SMALL, f"{own} is a third level"
 
 
-def test_no_modules_import_each_other():
-    """At their top; what is imported in a function, or for types alone, may come back."""
-    imports = {path.relative_to(ROOT): imported_at_the_top(path) for room in ROOMS for path in modules(room)}
-    order: list[Path] = []
-    below: dict[Path, set[Path]] = {path: found & imports.keys() for path, found in imports.items()}
-    while ready := [path for path, found in below.items() if path not in order and found <= set(order)]:
-        order += ready
-    assert len(order) == len(imports), f"in a circle: {sorted(map(str, imports.keys() - set(order)))}"
+def test_no_files_need_each_other():
+    """Whether a name is imported at the top, in a function, or for types alone; and the files of C by their headers."""
+    below = {
+        path.relative_to(ROOT): imported_files(path) for room in ROOMS for path in modules(room)
+    } | included_files()
+    order: set[Path] = set()
+    while ready := [
+        path for path, found in below.items() if path not in order and found & below.keys() <= order | {path}
+    ]:
+        order |= set(ready)
+    assert len(order) == len(below), f"in a circle: {sorted(map(str, below.keys() - order))}"
+
+
+def included_files() -> dict[Path, set[Path]]:
+    """What each file in C needs: a header stands for the file of its name, if there is one."""
+    found: dict[str, set[str]] = {}
+    files = sorted((ROOT / "worker" / "native").rglob("*.[ch]"))
+    for path in files:
+        found.setdefault(path.stem, set()).update(re.findall(r'#include "(.+)\.h"', path.read_text()))
+    assert len(found) > 20
+    return {Path(name): {Path(other) for other in others} for name, others in found.items()}
 
 
 def test_the_fence_sees_relative_imports():

@@ -9,7 +9,7 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.text_report import render_text
 from gpuwatch.core.torch_names import notes_on
 from gpuwatch.launcher import life
-from gpuwatch.worker.compile.attach import compiled_views
+from gpuwatch.worker.compile.region_parts import compiled_views
 
 NEWER = "torch 9.1 is newer than the newest release that gpuwatch was tested with"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from gpuwatch.worker.compile.attach import compiled_views
+from gpuwatch.worker.compile.region_parts import compiled_views
 
 pytestmark = pytest.mark.slow
 

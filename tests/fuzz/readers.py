@@ -25,8 +25,9 @@ with atheris.instrument_imports(include=["gpuwatch"]):
     from gpuwatch.collector.protocol import RunProtocol, StoreMessage
     from gpuwatch.collector.report.model import to_json
     from gpuwatch.collector.report.text_report import render_text
-    from gpuwatch.collector.run_files import RunPaths, read_report
+    from gpuwatch.collector.run_files import RunPaths
     from gpuwatch.collector.store import RunStore
+    from gpuwatch.collector.written_report import read_report
     from gpuwatch.core.errors import GpuwatchError
     from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ScriptExit, ShapeDef, SlotDef
     from gpuwatch.core.recorder.layout import NOTHING, file_name

@@ -12,8 +12,8 @@ import torch
 from ...core.signal_errors import from_outside
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.tensor_stats import TensorReading
-from .attach import RegionFrame, RegionGradient, RegionScope
 from .dynamo import SEEN, forget, is_for_inductor, is_split_by_ddp, on_device, renewed, uses_cuda_graphs
+from .region_parts import RegionFrame, RegionGradient, RegionScope
 
 _MOST_UNTAKEN = 64
 _OWN = -1

@@ -15,9 +15,9 @@ from ..device.device import without_modes
 from ..record.judging import FrameWriter
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
-from .attach import GradientHooks, RegionFrame, RegionPolicy, RegionRow
 from .dynamo import SEEN, on_device
 from .region_calls import RegionCall
+from .region_parts import GradientHooks, RegionFrame, RegionPolicy, RegionRow
 from .regions import RankRegions, Region
 from .trace import MARK
 

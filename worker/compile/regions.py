@@ -14,7 +14,6 @@ from torch._guards import CompileContext
 
 from ..record.names import wrapped_child
 from ..record.roots import ModuleInfo
-from .attach import RegionFrame, RegionGradient, RegionPolicy, RegionRow, RegionScope, is_a_backward
 from .dynamo import (
     SEEN,
     current_output,
@@ -28,6 +27,7 @@ from .dynamo import (
     traced_method,
 )
 from .region_calls import RegionCalls
+from .region_parts import RegionFrame, RegionGradient, RegionPolicy, RegionRow, RegionScope, is_a_backward
 
 
 @dataclass
@@ -280,7 +280,7 @@ class RankRegions:
             self._by_compile[compile_id] = region
             self.regions.append(region)
         region.traced_in(current_output())
-        region.entered(self._policy.resolve(module, region), module)
+        region.entered(self._policy.resolve(module, region.stack[-1] if region.stack else region.root), module)
         return 0
 
     def leave(self) -> bool:

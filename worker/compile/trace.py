@@ -25,8 +25,8 @@ from ...core.frames import RowKind
 from ...core.signal_errors import from_outside, suppress_own
 from ..device.torch_reader import graph_numbers
 from . import dynamo
-from .attach import compiled_views
 from .dynamo import BUFFERS, current_graph, hook_begins, hook_ends, is_closed, traced_value
+from .region_parts import compiled_views
 from .regions import RankRegions
 
 MARK = "_gpuwatch_place"

@@ -17,7 +17,7 @@ from torch._dynamo import types as strategies
 from torch._guards import CompileContext
 
 from ...core.signal_errors import from_outside, suppress_own
-from .attach import is_a_backward
+from .region_parts import is_a_backward
 
 _PACKAGE = __name__.partition(".")[0] + "."
 

@@ -21,7 +21,8 @@ from ...core.frames import Phase, RowKind, RowMark
 from ...core.guest.threads import SECOND_RUN
 from ...core.recorder import layout
 from ...core.recorder.layout import NOTHING, HeadField, SegmentField
-from ...core.recorder.pages import OwnPages, RowFields
+from ...core.recorder.own_pages import OwnPages
+from ...core.recorder.pages import RowFields
 from ...core.recorder.writer import OpenPage
 from ...core.torch_names import name_in_torch
 from ..hooks.call_frames import CallFrames

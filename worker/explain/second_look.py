@@ -22,7 +22,7 @@ from torch import nn
 
 from ...core.events import BadWeight, GraphNode, HeldValue, LookedAgain, OwnCodeModule, ReducedElement
 from ...core.frames import RowKind, format_number, module_text
-from ...core.recorder.pages import OwnPages
+from ...core.recorder.own_pages import OwnPages
 from ...core.roles import RoleKind, parse_role
 from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch

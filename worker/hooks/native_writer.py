@@ -7,9 +7,10 @@ Both work on the same dictionaries.
 from __future__ import annotations
 
 import struct
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -30,9 +31,6 @@ from ..record.names import KWARGS, leaves_of
 from ..record.progress import RunProgress
 from ..record.rows import COUNT_EVERY, RowWriter
 from ..record.tensor_stats import TensorStats
-
-if TYPE_CHECKING:
-    from .backward import BackwardHooks
 
 try:
     from ..native.core import LAYOUT, FrameWriter
@@ -106,7 +104,14 @@ def called_by_native_hooks(progress: RunProgress, rows: RowWriter) -> tuple[Call
     return *reads, buffer.keep, rows.device_frame, progress.recorder.continue_segment, leaves_of, count_issued
 
 
-def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: BackwardHooks) -> Any:
+class GradientTables(Protocol):
+    """The hooks of the backward, as far as the native writer shares their tables."""
+
+    parameters: dict[int, tuple[weakref.ref[torch.Tensor], list[Any]]]
+    local: dict[int, tuple[weakref.ref[torch.Tensor], int]]
+
+
+def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: GradientTables) -> Any:
     """A FrameWriter; None if it was not built, this torch does not support it, or `--sync` is set.
 
     It reads tensors in host memory itself. For a frame's tensors on a device it calls `rows.device_frame`.

@@ -14,7 +14,7 @@ import torch
 from ...core.events import NotLookedInto
 from ...core.frames import Phase, RowMark
 from ...core.recorder.layout import HeadField
-from ..compile.attach import CompiledViews, RegionScope, is_a_backward
+from ..compile.region_parts import CompiledViews, RegionScope, is_a_backward
 from ..device.device import without_modes
 from ..record.judging import FrameWriter
 from ..record.names import class_of, outputs_of, unwrap
@@ -221,10 +221,10 @@ class CompiledPolicy:
         """The innermost module whose call hooks see."""
         return self._running.innermost()
 
-    def resolve(self, module: torch.nn.Module, region: Any) -> ModuleInfo:
-        """The info of a module that is being traced. The region is None while it is being opened."""
+    def resolve(self, module: torch.nn.Module, caller: ModuleInfo | None) -> ModuleInfo:
+        """The info of a module that is being traced. `caller`: what calls it in the graph; None for the first one."""
         if self._stack:
             return self._roots.child(module, self._stack[0].root, self._stack[-1])
-        if region is not None:
-            return self._roots.child(module, region.root.root, region.stack[-1] if region.stack else region.root)
+        if caller is not None:
+            return self._roots.child(module, caller.root, caller)
         return self._roots.enter(module)[0]

@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+#include "objects.h"
+
 /* The open segment; NULL, with no exception set, if there is none. The file cannot be unmapped until PyBuffer_Release. The
    caller keeps the interpreter's lock until then. */
 static char *borrow_segment(FrameWriter *self, Py_buffer *memory, int64_t *at)

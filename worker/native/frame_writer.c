@@ -3,30 +3,12 @@
 
 #include "frame_writer.h"
 
+#include "frame_reads.h"
 #include "frame_store.h"
 #include "gradient_hooks.h"
 #include "objects.h"
 #include "rows.h"
 #include "types.h"
-
-int may_look(FrameWriter *self)
-{
-    PyObject *depth = PyObject_CallNoArgs(self->modes);
-    const int none = depth != NULL && PyLong_Check(depth) && PyLong_AsLong(depth) == 0;
-    Py_XDECREF(depth);
-    drop_error();
-    return none && find(self->compiler, s__is_compiling_flag) == Py_False;
-}
-
-int issued_now(FrameWriter *self, int64_t *seq)
-{
-    PyObject *found = PyObject_CallNoArgs(self->issued);
-    const int good = found != NULL && PyLong_Check(found);
-    *seq = good ? PyLong_AsLongLong(found) : -1;
-    Py_XDECREF(found);
-    drop_error();
-    return good;
-}
 
 static PyObject *answer(int taken)
 {

@@ -4,6 +4,7 @@
 
 #include <structmember.h>
 
+#include "frame_reads.h"
 #include "frame_store.h"
 #include "objects.h"
 #include "types.h"

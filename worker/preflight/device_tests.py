@@ -24,8 +24,8 @@ import psutil
 import torch
 
 from ...core.text import MemoryAmount
-from .coordinator import ProbeFailure
 from .inventory import device_uuid
+from .probe_child import ProbeFailure
 from .steps import ComputeResult
 
 CPU_QUICK = MemoryAmount(size=64 << 20)

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ...core.text import ranks_text
 from .blame.group_blame import RankVote, VoteResult, judge, judge_sums_of_pairs
 from .blame.pairs import ROUNDS, blame, next_pairs
-from .coordinator import ProbeFailure
+from .probe_child import ProbeFailure
 from .steps import PairResult
 
 # Collectives with a deadline, on gloo and on NCCL alike.

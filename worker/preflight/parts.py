@@ -28,11 +28,11 @@ from ...core.settings import WorkerSettings
 from ...core.text import parse_amount
 from .bandwidth import measure
 from .blame.known_errors import explain
-from .coordinator import Answer, ProbeFailure, RankChild, Say, TestEnding
 from .device_tests import AllocationResult, allocate, compute, cuda_load
 from .group_collectives import check_group, join
 from .inventory import HealthResult, check_health, gather, gather_device
 from .meeting import FAILED, StoreLost, store_below
+from .probe_child import Answer, ProbeFailure, RankChild, Say, TestEnding
 from .steps import ComputeResult, RankMeasurements, RankStepReport, StageDeadlines, stage_of
 
 _HEALTH_SHARE = 0.8

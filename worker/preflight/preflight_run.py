@@ -26,7 +26,7 @@ from ...core.recorder.layout import HeadField, RankPhase, seal
 from ...core.settings import VARIABLE
 from ...core.text import messages_among
 from ..session import WorkerSession
-from .coordinator import exit_text
+from .probe_child import exit_text
 from .steps import LINES, Line, PreflightEnd, StageDeadlines, StageProgress
 
 _MARGIN_S = 5.0

@@ -16,11 +16,11 @@ from typing import Any
 
 from ...core.recorder import group_table as table
 from ...core.recorder.group_table import GroupField, GroupPhase
-from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, HeadField
+from ...core.recorder.layout import GROUP_BYTES, GROUPS, HeadField
 from ...core.recorder.writer import RecorderWriter
 from ...core.signal_errors import from_outside, suppress_own
 from ..answers import answer_about_nccl
-from .collectives import ANYONE, MOST_PENDING, NO_MESSAGE, GroupMessages, PeerCounts
+from .group_messages import MOST_PENDING, NO_MESSAGE, GroupMessages, GroupSlot, PeerCounts
 from .tensor_stats import CODES
 
 _modules = sys.modules
@@ -44,29 +44,6 @@ class GroupCall(IntEnum):
     WAIT = 3
     BLOCK = 4
     """A wait of the current stream: the host goes on."""
-
-
-class GroupSlot:
-    """One group's place in the table."""
-
-    __slots__ = ("at", "field", "group", "members", "name", "number", "ranks")
-
-    def __init__(self, group: Any, number: int) -> None:
-        self.group = weakref.ref(group)
-        self.at = GROUPS_AT + number * GROUP_BYTES
-        """Offset in the recorder, in bytes."""
-        self.field = number * GROUP_BYTES // 8
-        """The same in the table's integers."""
-        self.number = number
-        self.name = str(group.group_name)
-        self.ranks: list[int] = []
-        """The members, in the order of their ranks within the group."""
-        self.members = ""
-        """The same as text, sorted."""
-
-    def member(self, number: int) -> int:
-        """Rank in the job of a rank of the group; -1 if it is not known."""
-        return self.ranks[number] if 0 <= number < len(self.ranks) else ANYONE
 
 
 @dataclass

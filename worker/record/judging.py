@@ -30,7 +30,7 @@ from ...core.events import (
 from ...core.frames import Frame, FramePhase, Phase, Row, RowMark, module_text
 from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, FrameJudgement, PageSoFar, WarningLimits, ZeroGradients, anomaly_at
 from ...core.recorder.layout import NOTHING, HeadField, seal
-from ...core.recorder.pages import OwnPages
+from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role
 from ...core.settings import as_keywords
@@ -38,8 +38,8 @@ from ...core.signal_errors import from_outside
 from ...core.text import shown_name
 from ...core.values import NonFinite, name_of
 from .collectives import issued, moments
-from .device_rows import LateMasks
 from .held_alarms import HeldAlarm, NonFiniteRow, TrainedModules
+from .late_masks import LateMasks
 from .names import CALL
 from .notable import frames_to_judge
 from .passed import LatePassed

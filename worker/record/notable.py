@@ -14,8 +14,8 @@ import torch
 from ...core.judge import WarningLimits
 from ...core.recorder import layout
 from ...core.recorder.layout import SegmentField
+from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.page_tables import FRAMES, ROWS, VALUES
-from ...core.recorder.pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.values import COUNTED, DTYPE_CODES, DTYPE_MAX, DTYPE_NAMES, PENDING, SHARE, NonFinite, ValueEncoding
 from .tensor_stats import CODES, FLOATS, measure

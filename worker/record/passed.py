@@ -26,9 +26,8 @@ from ...core.values import DTYPE_NAMES, NonFinite, decode, name_of
 from ..device.device import is_on_device, without_modes
 from ..device.passed_readings import PassedReading, PassedReadings
 from .bad_elements import NO_LOOK, CloserLook, KeptSummands
-from .collectives import NO_MESSAGE, message_of
-from .device_rows import ClosedMask, LateMasks
-from .group_slots import GroupSlot
+from .group_messages import NO_MESSAGE, GroupSlot, message_of
+from .late_masks import ClosedMask, LateMasks
 from .progress import RunProgress
 from .rows import RowWriter
 from .tensor_stats import CODES, FLOATS, FloatFormat, TensorStats, in_memory, measure

@@ -10,7 +10,8 @@ from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import build, open_store, report_from_store, write_report
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.run_files import RunPaths, read_report
+from gpuwatch.collector.run_files import RunPaths
+from gpuwatch.collector.written_report import read_report
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.columns import ABSENT, pack
 from gpuwatch.core.wire.messages import AgentMessage, RankHistoryMessage, encode

@@ -15,8 +15,9 @@ from gpuwatch.collector.finish import merged_report, report_from_store, write_re
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.report.model import RunReport, to_json
 from gpuwatch.collector.report.text_report import render_text
-from gpuwatch.collector.run_files import RunPaths, new_run, read_report
+from gpuwatch.collector.run_files import RunPaths, new_run
 from gpuwatch.collector.store import RunStore
+from gpuwatch.collector.written_report import read_report
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.events import NodeSignal, OwnFault, StepTimes
 from gpuwatch.core.wire.columns import pack_steps

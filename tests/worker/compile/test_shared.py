@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpuwatch.core.events import NotLookedInto
 from gpuwatch.worker.compile import dynamo
-from gpuwatch.worker.compile.attach import compiled_views
+from gpuwatch.worker.compile.region_parts import compiled_views
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh

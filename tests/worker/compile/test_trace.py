@@ -11,7 +11,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from gpuwatch.core.events import IgnoredAlarm, NotLookedInto
 from gpuwatch.core.recorder.layout import HeadField
 from gpuwatch.worker.compile import dynamo
-from gpuwatch.worker.compile.attach import compiled_views
+from gpuwatch.worker.compile.region_parts import compiled_views
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn

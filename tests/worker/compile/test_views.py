@@ -7,7 +7,7 @@ import torch
 from gpuwatch.core.events import CompiledUnseen, NotLookedInto
 from gpuwatch.worker.compile import attach
 from gpuwatch.worker.compile import attach as traced
-from gpuwatch.worker.compile.attach import compiled_views
+from gpuwatch.worker.compile.region_parts import compiled_views
 from torch import nn
 from torch._dynamo.utils import counters
 

@@ -50,7 +50,7 @@ def show(name):
 LOOKS = """
 from gpuwatch.core.judge import WarningLimits
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.record.device_rows import LateMasks
+from gpuwatch.worker.record.late_masks import LateMasks
 from gpuwatch.worker.record.passed import LatePassed
 from gpuwatch.worker.record.passed import PassedValues
 from gpuwatch.worker.record.progress import RunProgress

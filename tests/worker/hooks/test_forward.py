@@ -16,7 +16,7 @@ import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import IgnoredAlarm
 from gpuwatch.core.recorder.layout import HeadField
-from gpuwatch.worker.compile.attach import compiled_views
+from gpuwatch.worker.compile.region_parts import compiled_views
 from gpuwatch.worker.hooks.global_hooks import RunningCalls
 from needs import needs
 from torch import nn

@@ -24,12 +24,12 @@ from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.preflight import steps
 from gpuwatch.worker.preflight.bandwidth import measure
-from gpuwatch.worker.preflight.coordinator import RankChild
 from gpuwatch.worker.preflight.course import PreflightRun
 from gpuwatch.worker.preflight.device_tests import allocate, compute
 from gpuwatch.worker.preflight.group_collectives import check_group, join
 from gpuwatch.worker.preflight.meeting import StoreRendezvous, connect
 from gpuwatch.worker.preflight.parts import RankTests
+from gpuwatch.worker.preflight.probe_child import RankChild
 from gpuwatch.worker.preflight.steps import PreflightEnd, StageDeadlines
 
 CPU = torch.device("cpu")

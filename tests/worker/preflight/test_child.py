@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from gpuwatch.worker.preflight.coordinator import ProbeFailure, RankChild
+from gpuwatch.worker.preflight.probe_child import ProbeFailure, RankChild
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_a_child_ends_with_its_parent():
     """A parent that is killed in the middle leaves none."""
     script = (
         "import os, signal\n"
-        "from gpuwatch.worker.preflight.coordinator import RankChild\n"
+        "from gpuwatch.worker.preflight.probe_child import RankChild\n"
         "def call(say):\n"
         "    say(str(os.getpid()))\n"
         "    signal.pause()\n"

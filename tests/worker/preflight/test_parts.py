@@ -8,10 +8,10 @@ import signal
 import pytest
 from gpuwatch.core.identity import RankIdentity
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.preflight.coordinator import RankChild
 from gpuwatch.worker.preflight.device_tests import AllocationResult
 from gpuwatch.worker.preflight.inventory import HealthResult
 from gpuwatch.worker.preflight.parts import RankTests
+from gpuwatch.worker.preflight.probe_child import RankChild
 from gpuwatch.worker.preflight.steps import StageDeadlines
 from msgspec.structs import replace
 

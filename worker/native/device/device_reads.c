@@ -6,7 +6,6 @@
 #include "frame_store.h"
 #include "launches.h"
 #include "objects.h"
-#include "waiting.h"
 
 enum { ASK_PYTHON = -1, HAS_FAILED = -2 };
 

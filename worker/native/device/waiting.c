@@ -4,7 +4,6 @@
 #include "waiting.h"
 
 #include "objects.h"
-#include "rows.h"
 
 static int append_to(PyObject *object, PyObject *name, PyObject *item)
 {

@@ -7,8 +7,8 @@
 #ifndef GPUWATCH_ROWS_H
 #define GPUWATCH_ROWS_H
 
-#include "frame_writer.h"
 #include "reductions.h"
+#include "writer_state.h"
 
 enum { MOST_ROWS = 32, NO_ROW = -1 };
 
@@ -49,10 +49,6 @@ int version_of(FrameWriter *self, PyObject *tensor, int64_t *version);
 int leaf_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int depth, int is_output);
 int weight_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *name, PyObject *weight, int64_t step);
 int gradient_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *gradient, int mark);
-
-/* Read and number; 0 if Python must write the frame. May release the interpreter's lock, and calls Python for tensors on a
-   device. `step`: optimizer steps so far. The numbers of a weight are valid within one step. */
-int read_rows(FrameWriter *self, Frame *frame, int64_t step);
 
 /* Make the objects to remember; 0 if that fails. `remember` puts them into the dictionaries after the frame was stored. */
 int make_memories(FrameWriter *self, Frame *frame, int64_t step);

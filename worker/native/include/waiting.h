@@ -3,7 +3,15 @@
 #ifndef GPUWATCH_WAITING_H
 #define GPUWATCH_WAITING_H
 
-#include "device_reads.h"
+#include "rows.h"
+
+/* The rows of a frame that lie on a device. Weights come last: if something else of the frame is non-finite, a weight is
+   read that would keep its earlier numbers. */
+typedef struct {
+    Row *rows[MOST_ROWS];
+    int64_t elements[MOST_ROWS]; /* of each: see `elements_in_order`; 0 for a weight that was read before */
+    int used, values, fresh;     /* of these are no weights; were not read before */
+} Asked;
 
 /* What a frame is read with. The objects are owned. */
 typedef struct {
