@@ -25,7 +25,7 @@ from gpuwatch.core.events import (
     SlotDef,
     WorkerExit,
 )
-from gpuwatch.core.frames import Phase, RowKind
+from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder import page_tables as tables
 from gpuwatch.core.values import DTYPE_CODES, NonFinite, ValueEncoding
@@ -100,12 +100,12 @@ class Model:
             for place, value in enumerate((weight, given, output)):
                 rows.append(
                     layout.ROW.pack(
-                        3 * number + place, value, int(place == 0), DTYPE_CODES["float32"], RowKind.MEASURED, 0
+                        3 * number + place, value, int(place == 0), DTYPE_CODES["float32"], RowKind.MEASURED.number, 0
                     )
                 )
             parent, depth = (0, 1) if number else (layout.NOTHING, 0)
             index = len(frames)
-            frames.append(layout.FRAME.pack(number, parent, depth, Phase.FORWARD, 0, 0, first, 3, index))
+            frames.append(layout.FRAME.pack(number, parent, depth, FramePhase.FORWARD.number, 0, 0, first, 3, index))
             given = output
         return list(_cut(frames, rows, values))
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
-from .frames import Frame, FramePhase, Row, RowContent, is_inside
+from .frames import Frame, FramePhase, Row, RowKind, is_inside
 from .roles import RoleKind
 from .values import NonFinite
 
@@ -95,8 +95,8 @@ class BadValues:
         outputs = frame.outputs
         if not self.undecided or not outputs:  # a call that raised has returned nothing
             return ()
-        readable = all(row.kind in (RowContent.MEASURED, RowContent.EMPTY, RowContent.NONE) for row in outputs) and any(
-            row.kind == RowContent.MEASURED for row in outputs
+        readable = all(row.kind in (RowKind.MEASURED, RowKind.EMPTY, RowKind.NONE) for row in outputs) and any(
+            row.kind == RowKind.MEASURED for row in outputs
         )
         flags = _flags_of(outputs)
         taken: list[BadValue] = []

@@ -10,7 +10,7 @@ abs min  abs max  metadata
 from __future__ import annotations
 
 import math
-from enum import IntEnum, IntFlag
+from enum import IntFlag
 
 import msgspec
 
@@ -23,31 +23,26 @@ NAME_INDENT = " " * 17
 
 
 class FramePhase(WordEnum):
-    """What was being computed when a frame was taken. The order is that of a recorder's numbers."""
+    """What was being computed when a frame was taken, by its number in a recorder and its word everywhere else."""
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    WEIGHT = "weight"
+    number: int
+
+    FORWARD = "forward", 0
+    BACKWARD = "backward", 1
+    WEIGHT = "weight", 2
     """Only in a verdict: a weight was bad before the call. No frame has it."""
-    OPTIMIZER = "optimizer"
-    COLLECTIVE = "collective"
-    INPUT = "input"
+    OPTIMIZER = "optimizer", 3
+    COLLECTIVE = "collective", 4
+    INPUT = "input", 5
     """Only in a verdict: the model was handed a bad value. No frame has it."""
-    RECOMPUTE = "recompute"
+    RECOMPUTE = "recompute", 6
     """A forward that activation checkpointing runs again during the backward."""
-    BUFFER = "buffer"
+    BUFFER = "buffer", 7
     """Before the root's forward: a frame of buffers that were not finite then."""
 
 
-class Phase(IntEnum):
-    """The number of a frame's phase in a recorder; 2 and 5 are free."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    OPTIMIZER = 3
-    COLLECTIVE = 4
-    RECOMPUTE = 6
-    BUFFER = 7
+PHASES = tuple(FramePhase)
+"""By number."""
 
 
 class RowMark(IntFlag):
@@ -66,28 +61,22 @@ class RowMark(IntFlag):
     """A gradient of the rehearsal of `make_graphed_callables`: nobody has written it."""
 
 
-class RowContent(WordEnum):
-    """Whether a row has numbers, or why it has none. The order is that of a recorder's numbers."""
+class RowKind(WordEnum):
+    """Whether a row has numbers, or why it has none, by its number in a recorder and its word everywhere else."""
 
-    MEASURED = "measured"
-    NONE = "none"
-    NOT_A_TENSOR = "not_a_tensor"
-    NOT_MEASURABLE = "not_measurable"
-    EMPTY = "empty"
-    LOST = "lost"
-    PENDING = "pending"
+    number: int
+
+    MEASURED = "measured", 0
+    NONE = "none", 1
+    NOT_A_TENSOR = "not_a_tensor", 2
+    NOT_MEASURABLE = "not_measurable", 3
+    EMPTY = "empty", 4
+    LOST = "lost", 5
+    PENDING = "pending", 6
 
 
-class RowKind(IntEnum):
-    """The number of a row's content in a recorder."""
-
-    MEASURED = 0
-    NONE = 1
-    NOT_A_TENSOR = 2
-    NOT_MEASURABLE = 3
-    EMPTY = 4
-    LOST = 5
-    PENDING = 6
+ROW_KINDS = tuple(RowKind)
+"""By number."""
 
 
 class Row(RowStatistics, frozen=True):
@@ -104,7 +93,7 @@ class Row(RowStatistics, frozen=True):
     neginf: bool
     dtype: str
     shape: list[int] | None
-    kind: RowContent = RowContent.MEASURED
+    kind: RowKind = RowKind.MEASURED
     flags: int = 0
     value: int = -1
     """Index of the measured value in the page. Two rows with the same index are about the same tensor."""
@@ -225,11 +214,11 @@ def format_row(row: Row) -> str:
     >>> format_row(Row("output", 0.5, None, False, True, False, "float16", [2]))
     '5.00e-01      inf output'
     """
-    if row.kind == RowContent.NONE:
+    if row.kind == RowKind.NONE:
         return f"{'None':>17} {row.role}"
-    if row.kind == RowContent.NOT_A_TENSOR:
+    if row.kind == RowKind.NOT_A_TENSOR:
         return f"{'not a tensor':>17} {row.role}"
-    if row.kind != RowContent.MEASURED:
+    if row.kind != RowKind.MEASURED:
         return f"{row.kind.replace('_', ' '):>17} {row.role}"
     if row.nan:  # torch's own min and max, which this table grew from, are nan as soon as one element is
         return f"{'nan':>8} {'nan':>8} {row.role}"

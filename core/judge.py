@@ -30,7 +30,7 @@ from typing import NamedTuple
 from .bad_values import NAMED_BY_SCRIPT as NAMED_BY_SCRIPT
 from .bad_values import BadValue, BadValues
 from .events import Anomaly, IssuedMoment, LookedAgain, OptimizerStep, RunPosition
-from .frames import Frame, FramePhase, Page, Row, RowContent, RowMark
+from .frames import Frame, FramePhase, Page, Row, RowKind, RowMark
 from .roles import GRADIENTS, RoleKind
 from .values import DTYPE_MAX, NonFinite, name_of
 
@@ -147,7 +147,7 @@ def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
     if not any(row.flags for row in (*weights, *outputs, *gradients, *states, *buffers)):
         return None
     before = [row for row in frame.rows if row.role_kind is RoleKind.BEFORE]
-    was_finite = {row.parsed_role.name for row in before if not row.flags and row.kind == RowContent.MEASURED}
+    was_finite = {row.parsed_role.name for row in before if not row.flags and row.kind == RowKind.MEASURED}
     handed = {row.value for row in frame.inputs if row.value >= 0 and row.role not in was_finite}
     input_flags = reduce(or_, (row.flags for row in frame.inputs), 0)
     for row in (*weights, *outputs, *gradients, *states, *buffers):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..core.frames import HEADER, NAME_INDENT, Row, RowContent, format_row
+from ..core.frames import HEADER, NAME_INDENT, Row, format_row
 from ..core.signal_errors import from_outside, suppress_own
 from ..core.values import NonFinite, Value
 from .detect_overflow import look, never_compiled, print_non_finite
@@ -229,9 +229,6 @@ def _version_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
-_KINDS = list(RowContent)
-
-
 def _text(numbers: TensorStats) -> str:
     """A line of the table up to its role.
 
@@ -240,4 +237,4 @@ def _text(numbers: TensorStats) -> str:
     """
     value = Value(*numbers[:3])
     nan, posinf, neginf = (kind in value.flags for kind in (NonFinite.NAN, NonFinite.POSINF, NonFinite.NEGINF))
-    return format_row(Row("", value.abs_min, value.abs_max, nan, posinf, neginf, "", None, _KINDS[numbers.kind]))
+    return format_row(Row("", value.abs_min, value.abs_max, nan, posinf, neginf, "", None, numbers.content))

@@ -47,7 +47,7 @@ def measure_with_one_wait(tensor: torch.Tensor) -> TensorStats:
     if plain is None:
         return NOT_MEASURABLE
     if plain.numel() == 0:
-        return TensorStats(0, 0, 0, RowKind.EMPTY)
+        return TensorStats(0, 0, 0, RowKind.EMPTY.number)
     if plain.dtype is torch.bool:
         plain = plain.view(torch.uint8)
     lowest, highest = torch.aminmax(plain)
@@ -62,7 +62,7 @@ def measure_with_one_wait(tensor: torch.Tensor) -> TensorStats:
         has_posinf, has_neginf = high == math.inf, low == -math.inf
     flags |= (NonFinite.POSINF if has_posinf else 0) | (NonFinite.NEGINF if has_neginf else 0)
     largest = math.nan if flags & NonFinite.NAN else max(abs(low), abs(high))
-    return TensorStats(_bits(least), _bits(largest), int(flags) | ValueEncoding.FLOAT64 << 8, RowKind.MEASURED)
+    return TensorStats(_bits(least), _bits(largest), int(flags) | ValueEncoding.FLOAT64 << 8, RowKind.MEASURED.number)
 
 
 def _of_integers(plain: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor) -> TensorStats:
@@ -70,7 +70,7 @@ def _of_integers(plain: torch.Tensor, lowest: torch.Tensor, highest: torch.Tenso
     low, high, smallest = torch.stack((lowest, highest, least)).tolist()
     if smallest < 0:  # the absolute value of the smallest integer overflows
         return measure(plain)
-    return TensorStats(smallest, max(abs(low), abs(high)), ValueEncoding.INTEGER << 8, RowKind.MEASURED)
+    return TensorStats(smallest, max(abs(low), abs(high)), ValueEncoding.INTEGER << 8, RowKind.MEASURED.number)
 
 
 def _bits(number: float) -> int:

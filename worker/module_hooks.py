@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core.events import RunPosition
-from ..core.frames import Phase
+from ..core.frames import FramePhase
 from ..core.judge import WarningLimits
 from ..core.recorder.layout import NOTHING, HeadField, seal
 from ..core.recorder.writer import RecorderWriter
@@ -32,8 +32,9 @@ from .hooks.process_groups import CollectivePatches
 from .hooks.skipping import BatchSkipping, CompiledPolicy
 from .patches import allow_global_hooks
 from .record.bad_elements import KeptSummands
+from .record.frame_writer import FrameWriter
 from .record.held_alarms import TrainedModules
-from .record.judging import AlarmRecorder, FrameWriter
+from .record.judging import AlarmRecorder
 from .record.late_masks import LateMasks
 from .record.names import CALL, ModuleSelection
 from .record.notable import NotableFilter
@@ -216,6 +217,6 @@ class ModuleHooks:
         row = self.rows.leaf(info, "output", tensor)
         parent = stack[-1].id if stack else NOTHING
         depth = self._running.depths[len(stack) - 1] + 1 if stack else 0
-        self.frames.put(page, info, Phase.FORWARD, [row], parent=parent, depth=depth)
+        self.frames.put(page, info, FramePhase.FORWARD, [row], parent=parent, depth=depth)
         if not stack:
             self._recorder.pause_page()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...core.events import PassedTensor
-from ...core.frames import FramePhase, Row, RowContent
+from ...core.frames import FramePhase, Row, RowKind
 from ...core.values import DTYPE_MAX, NonFinite
 from ...core.verdicts import Certainty
 from ..facts.diagnosis import DiagnosisOrder, LocalDiagnosis, number_text, rows_in
@@ -256,7 +256,7 @@ def _rows(page: KeptPage | None, phase: FramePhase) -> dict[tuple[str, str], Row
         for frame in sorted(page.frames if page is not None else (), key=lambda frame: frame.index)
         if frame.phase == phase
         for row in frame.gradients
-        if row.kind == RowContent.MEASURED
+        if row.kind == RowKind.MEASURED
     }
 
 

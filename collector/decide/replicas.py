@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ...core.frames import Frame, FramePhase, Row, RowContent, module_text
+from ...core.frames import Frame, FramePhase, Row, RowKind, module_text
 from ...core.identity import is_rank
 from ..facts.calls import FrameCalls, begun
 from ..facts.diagnosis import LocalDiagnosis, number_text
@@ -226,7 +226,7 @@ def _last_step(facts: RunFacts, page: KeptPage, key: tuple[str, str]) -> tuple[R
     rows = [(frame, row) for frame in before.frames if frame.module == module for row in frame.rows]
     last = FramePhase.OPTIMIZER if before.step < page.step else FramePhase.FORWARD
     stepped = [row for frame, row in rows if frame.phase == last and row.role == role]
-    gradients = [row for frame, row in rows if row.role == f"grad {role}" and row.kind == RowContent.MEASURED]
+    gradients = [row for frame, row in rows if row.role == f"grad {role}" and row.kind == RowKind.MEASURED]
     sizes = [math.inf if row.abs_max is None or not row.finite else row.abs_max for row in gradients]
     return (stepped[-1] if stepped else None), max(sizes, default=None)
 

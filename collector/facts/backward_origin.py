@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.events import GraphNode
-from ...core.frames import Frame, FramePhase, Row, RowContent
+from ...core.frames import Frame, FramePhase, Row, RowKind
 from ...core.roles import RoleKind
 from ...core.values import DTYPE_MAX
 from .calls import FrameCalls, TensorUsers, users_inside, users_of
@@ -122,7 +122,7 @@ def largest_gradient(call: Frame, ops: Iterable[str], gradients: list[Row], *, o
     if not used <= _PRODUCTS:
         return None
     if of_parameter:
-        given = _largest([row for row in call.inputs if row.kind == RowContent.MEASURED])
+        given = _largest([row for row in call.inputs if row.kind == RowKind.MEASURED])
         is_known = given is not None and "ConvolutionBackward0" not in used
         return max(rows) * handed * max(given or 0.0, 1.0) if is_known else None
     weight = _largest(call.weights)
@@ -296,7 +296,7 @@ class _BackwardTrail:
     def _returned_finite(self, module: str) -> bool:
         """Whether all outputs of a module in the forward were measured and finite."""
         rows = [row for call in self._calls_of(module) for row in call.outputs]
-        return bool(rows) and all(row.finite and row.kind == RowContent.MEASURED for row in rows)
+        return bool(rows) and all(row.finite and row.kind == RowKind.MEASURED for row in rows)
 
     def _cannot_overflow(self, maker: GradientMaker, call: Frame) -> bool:
         """Whether a call's operations are of a kind, and its numbers so small, that it can only make finite ones."""

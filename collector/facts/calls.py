@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from typing import NamedTuple
 
-from ...core.frames import Frame, FramePhase, Row, RowContent, is_inside
+from ...core.frames import Frame, FramePhase, Row, RowKind, is_inside
 
 _SYNCHRONISED = "SyncBatchNorm"
 
@@ -254,7 +254,7 @@ def _values(rows: list[Row]) -> set[int]:
 
 
 def _can_lead_on(row: Row) -> bool:
-    if row.kind in (RowContent.NONE, RowContent.NOT_A_TENSOR, RowContent.EMPTY):
+    if row.kind in (RowKind.NONE, RowKind.NOT_A_TENSOR, RowKind.EMPTY):
         return False
     return row.dtype.startswith(("float", "bfloat", "complex", "unknown"))
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy
 
 from ...core.events import Anomaly, IssuedMoment, LookedAgain, RunPosition, split_label
-from ...core.frames import Frame, FramePhase, Page, Row, RowContent, format_number, module_text
+from ...core.frames import Frame, FramePhase, Page, Row, RowKind, format_number, module_text
 from ...core.identity import is_rank
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
@@ -92,7 +92,7 @@ class LocalDiagnosis:
     mask: str = ""
     """The -inf from which a nan was made: `a row of input[1] is -inf throughout`."""
     seen_in: FramePhase = FramePhase.FORWARD
-    """Phase of the frame, as core.frames.Phase has it. A bad weight may show in a forward or after a step."""
+    """FramePhase of the frame, as core.frames.Phase has it. A bad weight may show in a forward or after a step."""
     cause: str = ""
     notes: tuple[str, ...] = ()
     """Further evidence."""
@@ -247,7 +247,7 @@ def rows_in(frames: Iterable[Frame], phase: FramePhase, like: Frame, role: str, 
         for frame in frames
         if frame.phase == phase and frame.module == like.module and (frame.index < like.index or not before)
         for row in frame.rows
-        if row.role == role and row.kind == RowContent.MEASURED
+        if row.role == role and row.kind == RowKind.MEASURED
     ]
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...core.events import Anomaly
-from ...core.frames import Frame, FramePhase, Page, Row, RowContent, RowMark, module_text
+from ...core.frames import Frame, FramePhase, Page, Row, RowKind, RowMark, module_text
 from ...core.judge import NAMED_BY_SCRIPT, first_expected_gradient
 from ...core.roles import role_of_parameter
 from ...core.values import NonFinite, name_of
@@ -387,7 +387,7 @@ def _weight_row(role: str, value: str, dtype: str) -> Row:
 def _unseen_object(frame: Frame) -> tuple[str, ...]:
     """A call that was handed no tensor, and an object: a generator or a class of the script's own may hold some."""
     kinds = {row.kind for row in frame.inputs}
-    if RowContent.NOT_A_TENSOR not in kinds or RowContent.MEASURED in kinds:
+    if RowKind.NOT_A_TENSOR not in kinds or RowKind.MEASURED in kinds:
         return ()
     came = "received an object that is not inspected: the value may have come in it"
     return (f"{module_text(frame.module, frame.cls)} {came}",)

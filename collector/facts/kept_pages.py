@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import numpy
 
 from ...core.events import Definition
-from ...core.frames import Frame, FramePhase, Page, Phase, Row, RowContent
+from ...core.frames import Frame, FramePhase, Page, Row, RowKind
 from ...core.recorder.page_tables import PageTables, whole
 from ...core.recorder.pages import NameTable, decode_frame
 from ...core.signal_errors import from_outside
@@ -163,7 +163,7 @@ class KeptPage:
     @property
     def has_backward(self) -> bool:
         """Frames are in the order in which they happened: a batch with a backward does not end with its forward."""
-        return self._last_phase not in (-1, Phase.FORWARD)
+        return self._last_phase not in (-1, FramePhase.FORWARD.number)
 
     @property
     def first_frame(self) -> Frame | None:
@@ -254,7 +254,7 @@ class KeptPage:
         found: Weights = {}
         for frame in sorted(self._tables.forward_weights(self._names.names), key=lambda frame: frame.index):
             for row in frame.weights:
-                if row.kind == RowContent.MEASURED:
+                if row.kind == RowKind.MEASURED:
                     found.setdefault((frame.module, row.role), row)
         return found
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ...core.events import OptimizerStep
-from ...core.frames import Frame, FramePhase, Page, Row, RowContent, RowMark
+from ...core.frames import Frame, FramePhase, Page, Row, RowKind, RowMark
 from ...core.judge import first_expected_gradient
 from ...core.roles import RoleKind, is_param_group, role_of_parameter
 from ...core.values import DTYPE_MAX
@@ -184,12 +184,12 @@ def _explain_weight(alarm: AlarmPage, frame: Frame, row: Row, gradients: list[Ro
     was_bad = before is not None and not before.finite
     of_step, name = _rows_of_step(alarm.frames, frame), row.parsed_role.name
     states = [each for each in of_step if each.role_kind is RoleKind.STATE and each.parsed_role.name == name]
-    had_none = any(each.role == f"state grad {row.role}" and each.kind == RowContent.NONE for each in of_step)
+    had_none = any(each.role == f"state grad {row.role}" and each.kind == RowKind.NONE for each in of_step)
     notes = [
         f"the optimizer's {state.parsed_role.key} of {name}: abs min "
         f"{number_text(state.abs_min)}, abs max {number_text(state.abs_max)}"
         for state in states
-        if state.kind == RowContent.MEASURED
+        if state.kind == RowKind.MEASURED
     ]
     step = alarm.anomaly.optimizer
     source: Source = "weight"
@@ -307,7 +307,7 @@ def _readings(page: Page, frame: Frame, row: Row, earlier: Sequence[Page]) -> It
             if other.phase not in (FramePhase.FORWARD, FramePhase.OPTIMIZER):
                 continue
             for found in other.weights:
-                if found.role == row.role and found.kind == RowContent.MEASURED and found.shape == row.shape:
+                if found.role == row.role and found.kind == RowKind.MEASURED and found.shape == row.shape:
                     yield WeightReading(each, other, found)
 
 
@@ -352,7 +352,7 @@ def _stepped_without_it(pages: list[Page], frame: Frame, row: Row) -> bool:
         (other.module, found.parsed_role.name)
         for other in frames
         for found in other.gradients
-        if found.role_kind is RoleKind.GRAD_WEIGHT and found.kind == RowContent.MEASURED
+        if found.role_kind is RoleKind.GRAD_WEIGHT and found.kind == RowKind.MEASURED
     }
     stepped = any(other.phase == FramePhase.OPTIMIZER and other.weights for other in frames)
     return stepped and bool(seen) and (frame.module, row.parsed_role.name) not in seen

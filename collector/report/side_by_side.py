@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ...core.frames import HEADER, NAME_INDENT, Frame, FramePhase, Row, RowContent, format_number, format_row
+from ...core.frames import HEADER, NAME_INDENT, Frame, FramePhase, Row, RowKind, format_number, format_row
 from ...core.recorder.stalls import is_users
 from ...core.text import ranks_text
 from ...core.values import SHOWN_STATISTICS
@@ -137,7 +137,7 @@ def cell_of(frame: Frame | None) -> ModuleCell:
     if frame is None:
         return ModuleCell("-")
     rows = frame.outputs if frame.phase in (FramePhase.FORWARD, FramePhase.RECOMPUTE) else frame.rows
-    rows = [row for row in rows if row.kind == RowContent.MEASURED]
+    rows = [row for row in rows if row.kind == RowKind.MEASURED]
     if not rows:
         return ModuleCell("-")
     for name, bad in (("nan", any(r.nan for r in rows)), ("inf", any(r.posinf or r.neginf for r in rows))):

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ...core.errors import Code, UsageError
-from ...core.frames import Frame, FramePhase, Row, RowContent, format_number, module_text
+from ...core.frames import Frame, FramePhase, Row, RowKind, format_number, module_text
 from ...core.recorder.page_tables import whole
 from ...core.text import numbers_text, shown_name
 from ..decide.decide import decide
@@ -73,7 +73,7 @@ def difference(a: Iterable[Frame], b: Iterable[Frame]) -> BatchDifference:
     found: list[RowDifference] = []
     for place, row in _rows(a):
         other = theirs.pop(place, None)
-        compared += other is not None and row.kind == other.kind == RowContent.MEASURED
+        compared += other is not None and row.kind == other.kind == RowKind.MEASURED
         what = _compare(row, other)
         if what is not None:
             found.append(RowDifference(*place, what, row, other, _factor(row, other)))
@@ -91,7 +91,7 @@ def _rows(frames: Iterable[Frame]) -> Iterator[tuple[_TensorKey, Row]]:
             counted = frame.module, frame.phase, row.role
             call = calls[counted]
             calls[counted] += 1
-            if row.kind not in (RowContent.NOT_A_TENSOR, RowContent.NONE):
+            if row.kind not in (RowKind.NOT_A_TENSOR, RowKind.NONE):
                 yield (frame.module, frame.cls, frame.phase, row.role, call), row
 
 
@@ -103,7 +103,7 @@ def _compare(a: Row, b: Row | None) -> What | None:
     if a.dtype != b.dtype:
         return "dtype"
     if a.kind != b.kind:
-        return "only in A" if a.kind == RowContent.MEASURED else "only in B"
+        return "only in A" if a.kind == RowKind.MEASURED else "only in B"
     if a.flags != b.flags:
         return "non-finite"
     if any(map(_differ, (a.abs_max, a.abs_min, a.zeros), (b.abs_max, b.abs_min, b.zeros))):
@@ -290,7 +290,7 @@ def _of(row: Row | None, what: str) -> str:
 
 
 def _number(row: Row | None) -> str:
-    if row is None or row.kind != RowContent.MEASURED:
+    if row is None or row.kind != RowKind.MEASURED:
         return "-"
     if row.flags:
         return "nan" if row.nan else "inf"

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy
 
-from ..frames import Frame, Phase, Row, RowKind
+from ..frames import Frame, FramePhase, Row, RowKind
 from ..values import Value, ValueEncoding
 from ..wire.messages import PageMessage
 from . import layout
@@ -48,7 +48,7 @@ _MOST_BITS[ValueEncoding.FLOAT64] = (1 << 63) - 1
 _MOST_BITS[ValueEncoding.FLOAT32] = (1 << 32) - 1
 _MOST_BITS[[ValueEncoding.FLOAT16, ValueEncoding.BFLOAT16]] = (1 << 16) - 1
 
-_LAST_PHASE, _LAST_KIND = int(max(Phase)), int(max(RowKind))
+_LAST_PHASE, _LAST_KIND = len(FramePhase) - 1, len(RowKind) - 1
 
 
 class PageTables:
@@ -104,7 +104,8 @@ class PageTables:
     @property
     def arrived(self) -> int:
         """Rows in frames that have their numbers."""
-        there = (self.positions >= 0) & (self.metas >> 8 & 0xFF != 0xFF) & (self.rows["kind"] == RowKind.MEASURED)
+        measured = self.rows["kind"] == RowKind.MEASURED.number
+        there = measured & (self.positions >= 0) & (self.metas >> 8 & 0xFF != 0xFF)
         return int((there & self._rows_of(numpy.ones(len(self.frames), bool))).sum())
 
     # -- frames as objects --------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ class PageTables:
         return bad
 
     def _forward(self) -> Any:
-        return self.frames["phase"] == Phase.FORWARD
+        return self.frames["phase"] == FramePhase.FORWARD.number
 
     @cached_property
     def _bounds(self) -> tuple[Any, Any]:

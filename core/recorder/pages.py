@@ -9,15 +9,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..events import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
-from ..frames import Frame, FramePhase, Page, Row, RowContent, RowKind
+from ..frames import PHASES, ROW_KINDS, Frame, Page, Row, RowKind
 from ..roles import RoleKind, parse_role
 from ..text import is_shown, shown_name
 from ..values import DTYPE_NAMES, PENDING, NonFinite, Value, headroom
 from ..wire.messages import PageMessage
 from . import layout
-
-_PHASES, _CONTENTS = list(FramePhase), list(RowContent)
-
 
 _MOST_SLOTS = 1 << 20
 """More than the log of a recorder can hold."""
@@ -127,7 +124,7 @@ def decode_frame(
         index=index,
         module=module.name if module else f"<module {module_id}>",
         cls=module.cls if module else "?",
-        phase=_PHASES[phase],
+        phase=PHASES[phase],
         rows=[decode_row(row, value_at, names) for row in rows],
         depth=depth,
         parent=None if parent_id == layout.NOTHING else parent.name if parent else f"<module {parent_id}>",
@@ -145,13 +142,14 @@ _STATISTICS = [
 def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: NameTable) -> Row:
     """One row of a frame."""
     slot_id, value_index, shape_id, dtype, kind, mark = row
+    content = ROW_KINDS[kind]
     slot = names.slots.get(slot_id)
     shape = names.shapes.get(shape_id)
     value = value_at(value_index)
-    if value is None and kind == RowKind.MEASURED:
-        kind = RowKind.LOST
+    if value is None and content is RowKind.MEASURED:
+        content = RowKind.LOST
     if value is not None and value.meta == PENDING:
-        kind, value = RowKind.PENDING, None
+        content, value = RowKind.PENDING, None
     flags = value.flags if value is not None else NonFinite.NONE
     statistics: dict[str, Any] = {name: getattr(value, name, None) for name in _STATISTICS}  # None has none of them
     name = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else "unknown"
@@ -162,7 +160,7 @@ def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: N
         neginf=bool(flags & NonFinite.NEGINF),
         dtype=name,
         shape=list(shape.dims) if shape else None,
-        kind=_CONTENTS[kind],
+        kind=content,
         flags=int(flags),
         value=value_index if value_index != layout.NOTHING else -1,
         mark=mark,

@@ -68,7 +68,7 @@ class OutputSlots:
         rows = page.rows
         columns = self._column[numpy.minimum(rows["slot"], len(self._column) - 1)]
         positions, meta = page.positions, page.metas
-        wanted = (columns >= 0) & (positions >= 0) & (rows["kind"] == RowKind.MEASURED) & page.forward_rows
+        wanted = (columns >= 0) & (positions >= 0) & (rows["kind"] == RowKind.MEASURED.number) & page.forward_rows
         pending = (meta >> 8 & 0xFF) == 0xFF
         chosen = wanted & ~pending
         codes = _codes(page.values["high"][positions[chosen]], meta[chosen])

@@ -27,7 +27,7 @@ from gpuwatch.core.events import (
     SlotDef,
     WorkerExit,
 )
-from gpuwatch.core.frames import Phase, RowKind, RowMark
+from gpuwatch.core.frames import FramePhase, RowKind, RowMark
 from gpuwatch.core.judge import anomaly_of, first_expected_gradient, judge
 from gpuwatch.core.preflight import PreflightFinding
 from gpuwatch.core.recorder import layout
@@ -130,7 +130,7 @@ class Batch:
         depth=None,
         seq=None,
         collectives=0,
-        phase=Phase.FORWARD,
+        phase=FramePhase.FORWARD,
         marks=None,
         dtype="float32",
         shapes=None,
@@ -161,18 +161,18 @@ class Batch:
         """A gradient in the backward: `output`, `output[1]`, or a parameter's name. Returns the frame's index."""
         role = f"grad {role}"
         rows = [(role, self.tensor(number))]
-        return self._frame(module, cls, rows, phase=Phase.BACKWARD, seq=seq, marks={role: mark}, dtype=dtype)
+        return self._frame(module, cls, rows, phase=FramePhase.BACKWARD, seq=seq, marks={role: mark}, dtype=dtype)
 
     def got(self, module, cls, gradients, *, mark=0, seq=None, dtype="float32"):
         """Gradients as the optimizer gets them: {parameter: number}."""
         rows = [(f"grad {name}", self.tensor(number)) for name, number in gradients.items()]
         marks = {role: mark for role, _ in rows}
-        return self._frame(module, cls, rows, phase=Phase.COLLECTIVE, seq=seq, marks=marks, dtype=dtype)
+        return self._frame(module, cls, rows, phase=FramePhase.COLLECTIVE, seq=seq, marks=marks, dtype=dtype)
 
     def stepped(self, module, cls, weights, *, seq=None):
         """Weights after the step: {parameter: number}; optimizer state as `state exp_avg weight`."""
         rows = [(name, self.tensor(number)) for name, number in weights.items()]
-        return self._frame(module, cls, rows, phase=Phase.OPTIMIZER, seq=seq)
+        return self._frame(module, cls, rows, phase=FramePhase.OPTIMIZER, seq=seq)
 
     def _frame(
         self,
@@ -198,11 +198,11 @@ class Batch:
                 self._definitions.append(SlotDef(slot, number, role))
             mark = (marks or {}).get(role, 0)
             shape = (shapes or {}).get(role, 0)
-            self._rows.append((slot, value, shape, DTYPE_CODES[dtype], RowKind.MEASURED, mark))
+            self._rows.append((slot, value, shape, DTYPE_CODES[dtype], RowKind.MEASURED.number, mark))
         seq = self.seq if seq is None else seq
         index = len(self._frames)
         self._frames.append(
-            layout.FRAME.pack(number, parent_number, depth, phase, collectives, seq, first, len(roles), index)
+            layout.FRAME.pack(number, parent_number, depth, phase.number, collectives, seq, first, len(roles), index)
         )
         if self.anomaly is None:
             frame = self.decoded().frames[index]
@@ -361,7 +361,7 @@ BUILDERS = SimpleNamespace(
     NodeBye=NodeBye,
     RankInventoryEvent=RankInventoryEvent,
     RowMark=RowMark,
-    Phase=Phase,
+    Phase=FramePhase,
     NAN=NAN,
     INF=INF,
     NEGINF=NEGINF,

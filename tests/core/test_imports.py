@@ -230,6 +230,19 @@ def included_files() -> dict[Path, set[Path]]:
     return {Path(name): {Path(other) for other in others} for name, others in found.items()}
 
 
+def test_a_frame_is_written_in_one_place_of_each_language():
+    """Whoever knows a frame's rows hands them to FrameWriter of Python or to `store_frame` of C."""
+    writers = set()
+    for path in modules("worker"):
+        calls = (node.func for node in nodes_of(path) if isinstance(node, ast.Call))
+        methods = [func for func in calls if isinstance(func, ast.Attribute) and func.attr == "frame"]
+        if any(ast.unparse(func.value).endswith("recorder") for func in methods):
+            writers.add(path.relative_to(ROOT).as_posix())
+    assert writers == {"worker/record/frame_writer.py"}
+    files = sorted((ROOT / "worker" / "native").rglob("*.c"))
+    assert [path.name for path in files if "FRAMES_PER_SEGMENT" in path.read_text()] == ["frame_store.c"]
+
+
 def test_the_fence_sees_relative_imports():
     assert rooms_imported(ROOT / "launcher" / "agent" / "agent.py") == {"launcher", "core"}
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from gpuwatch.core.events import ModuleDef, RootDef, ShapeDef, SlotDef
-from gpuwatch.core.frames import Phase, RowKind, RowMark
+from gpuwatch.core.frames import FramePhase, RowKind, RowMark
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.pages import NameTable, decode_page
 from gpuwatch.core.values import COUNTED, DTYPE_CODES, PENDING, SHARE, NonFinite, Value, ValueEncoding
@@ -141,7 +141,7 @@ def test_a_gap_in_the_middle_is_counted():
 
 @pytest.mark.parametrize("kind", [kind for kind in RowKind if kind is not RowKind.MEASURED])
 def test_rows_without_numbers_keep_their_kind(kind):
-    frame = (1, 0, 1, [(0, NOTHING, NOTHING, 0, int(kind))])
+    frame = (1, 0, 1, [(0, NOTHING, NOTHING, 0, kind.number)])
     row = decode_page(page(segment([frame])), names()).frames[0].rows[0]
     assert (row.kind, row.abs_min, row.value, row.dtype) == (kind.name.lower(), None, -1, "unknown")
 
@@ -156,9 +156,9 @@ def test_definitions_may_come_in_any_order_and_twice():
     assert decode_page(message, names([*reversed(DEFINITIONS), *DEFINITIONS])) == decode_page(message, names())
 
 
-@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("phase", FramePhase)
 def test_every_phase_has_its_name(phase):
-    decoded = decode_page(page(segment([LINEAR], VALUES, phase=int(phase), collectives=9)), names())
+    decoded = decode_page(page(segment([LINEAR], VALUES, phase=phase.number, collectives=9)), names())
     assert (decoded.frames[0].phase, decoded.frames[0].collectives) == (phase.name.lower(), 9)
 
 
@@ -195,8 +195,8 @@ def test_a_page_that_was_written_in_turns_has_its_frames_in_order():
     decoded = decode_page(
         page(
             segment([LINEAR] * 2, VALUES),
-            segment([LINEAR], index=1, frame_base=2, value_base=2, phase=int(Phase.BACKWARD)),
-            segment([LINEAR], index=2, frame_base=3, value_base=2, phase=int(Phase.OPTIMIZER)),
+            segment([LINEAR], index=1, frame_base=2, value_base=2, phase=FramePhase.BACKWARD.number),
+            segment([LINEAR], index=2, frame_base=3, value_base=2, phase=FramePhase.OPTIMIZER.number),
         ),
         names(),
     )

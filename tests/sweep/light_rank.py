@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, RunPosition, ShapeDef, SlotDef
-from gpuwatch.core.frames import Phase, RowKind
+from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, HeadField, HooksState
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import DTYPE_CODES, NonFinite, ValueEncoding
@@ -75,11 +75,11 @@ class Frames:
 
     def _frame(self, module: int, parent: int, depth: int, seq: int, values: tuple[int, int, int]) -> int:
         rows = [
-            (3 * module + place, value, 0, DTYPE_CODES["float32"], RowKind.MEASURED, 0)
+            (3 * module + place, value, 0, DTYPE_CODES["float32"], RowKind.MEASURED.number, 0)
             for place, value in enumerate(values)
             if value != NOTHING
         ]
-        return self._recorder.frame(module, parent, depth, Phase.FORWARD, seq, rows)
+        return self._recorder.frame(module, parent, depth, FramePhase.FORWARD.number, seq, rows)
 
 
 def meet(batch: int) -> None:

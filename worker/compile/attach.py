@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...core.frames import Phase
+from ...core.frames import FramePhase
 from ...core.recorder.layout import NOTHING
 from ...core.signal_errors import from_outside
 from ..patches import after_import
-from ..record.judging import FrameWriter
+from ..record.frame_writer import FrameWriter
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
 from .region_parts import CompiledViews, GradientHooks, RegionPolicy, compiled_views, eval_frame
@@ -147,7 +147,11 @@ class CompiledRegions:
         self._regions.attach()
 
     def take(
-        self, under: ModuleInfo | None = None, parent: int = NOTHING, depth: int = 0, phase: Phase = Phase.FORWARD
+        self,
+        under: ModuleInfo | None = None,
+        parent: int = NOTHING,
+        depth: int = 0,
+        phase: FramePhase = FramePhase.FORWARD,
     ) -> bool:
         """See `RegionPages.take`."""
         return self._pages is not None and self._pages.take(under, parent, depth, phase)

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from ...core.frames import Phase, RowKind
+from ...core.frames import ROW_KINDS, FramePhase, RowKind
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.values import decode
 from ..device.device import without_modes
-from ..record.judging import FrameWriter
+from ..record.frame_writer import FrameWriter
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
 from .dynamo import SEEN, on_device
@@ -38,7 +38,11 @@ class RegionPages:
         """Input rows of that region's calls whose tensors no call of the region returned."""
 
     def take(
-        self, under: ModuleInfo | None = None, parent: int = NOTHING, depth: int = 0, phase: Phase = Phase.FORWARD
+        self,
+        under: ModuleInfo | None = None,
+        parent: int = NOTHING,
+        depth: int = 0,
+        phase: FramePhase = FramePhase.FORWARD,
     ) -> bool:
         """Write the frames of the graphs that have run since the last call, in the call `under`.
 
@@ -56,7 +60,7 @@ class RegionPages:
         """Write the frames of the running backward so far. A parameter of `info` has just got its gradient."""
         for region in self._regions.regions:
             if region.moved():
-                without_modes(self._forward, region, None, NOTHING, 0, Phase.FORWARD)
+                without_modes(self._forward, region, None, NOTHING, 0, FramePhase.FORWARD)
             self._take_gradients(region, info)
 
     def skip(self) -> None:
@@ -89,7 +93,7 @@ class RegionPages:
         self._rows.begin_page(page.batch)
         return page
 
-    def _forward(self, region: Region, under: ModuleInfo | None, parent: int, depth: int, phase: Phase) -> bool:
+    def _forward(self, region: Region, under: ModuleInfo | None, parent: int, depth: int, phase: FramePhase) -> bool:
         try:
             if self._progress.skipped:
                 region.skip()
@@ -102,7 +106,7 @@ class RegionPages:
                 return False
             rooted = any(not frame.info.name for frame in run.frames)
             page = self._page((run.under or region.root).root, under)
-            region.runs.begin(run, page.number, phase is Phase.RECOMPUTE)
+            region.runs.begin(run, page.number, phase is FramePhase.RECOMPUTE)
             if rooted:
                 parent, depth = NOTHING, 0
             seen = self._seen = {}
@@ -116,7 +120,13 @@ class RegionPages:
             region.forget()
 
     def _put(
-        self, frame: RegionFrame, page: OpenPage, seen: dict[int, RecordedRow], parent: int, depth: int, phase: Phase
+        self,
+        frame: RegionFrame,
+        page: OpenPage,
+        seen: dict[int, RecordedRow],
+        parent: int,
+        depth: int,
+        phase: FramePhase,
     ) -> None:
         info = frame.info
         rows: list[RecordedRow] = []
@@ -145,7 +155,7 @@ class RegionPages:
     def _row(self, frame: RegionFrame, traced: RegionRow, seen: dict[int, RecordedRow]) -> RecordedRow:
         place = traced.place
         if place < 0:
-            return self._rows.traced(frame.info, traced.role, traced.dtype, RowKind(traced.kind))
+            return self._rows.traced(frame.info, traced.role, traced.dtype, ROW_KINDS[traced.kind])
         known = seen.get(place)
         if known is not None:
             return self._rows.traced(frame.info, traced.role, traced.dtype, RowKind.MEASURED, known)
@@ -203,7 +213,7 @@ class RegionPages:
                     source = run.source(position)
                     role = f"grad {traced.role}"
                     row = self._rows.traced(info, role, traced.dtype, RowKind.MEASURED, source, mark)
-                    self._frames.put(page, info, Phase.BACKWARD, [row])
+                    self._frames.put(page, info, FramePhase.BACKWARD, [row])
 
 
 def _same(row: RecordedRow, other: RecordedRow) -> bool:

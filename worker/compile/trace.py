@@ -253,4 +253,5 @@ def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
         _hook_ends()
 
 
-assert (RowKind.NONE, RowKind.NOT_A_TENSOR, RowKind.NOT_MEASURABLE, RowKind.MEASURED) == (1, 2, 3, 0)
+_kinds = RowKind.MEASURED, RowKind.NONE, RowKind.NOT_A_TENSOR, RowKind.NOT_MEASURABLE
+assert [kind.number for kind in _kinds] == [0, 1, 2, 3]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.frames import Phase, RowKind, RowMark
+from ...core.frames import PHASES, FramePhase, RowKind, RowMark
 from ...core.guest.threads import SECOND_RUN
 from ...core.recorder import layout
 from ...core.recorder.layout import NOTHING, HeadField, SegmentField
@@ -34,8 +34,10 @@ from .captured_rows import CAPTURED, GraphReads
 from .device import device_for, without_modes
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
-_MEASURED = int(RowKind.MEASURED)
-_FORWARD, _BACKWARD, _OPTIMIZER = int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.OPTIMIZER)
+_MEASURED = RowKind.MEASURED.number
+_FORWARD, _BACKWARD, _OPTIMIZER = (
+    phase.number for phase in (FramePhase.FORWARD, FramePhase.BACKWARD, FramePhase.OPTIMIZER)
+)
 _REHEARSED = int(RowMark.REHEARSED)
 
 
@@ -303,7 +305,7 @@ class GraphReplays:
         if within:
             calls, outer = {info.id for info in running.stack}, running.stack[-1].id
             deeper = running.depths[len(running.stack) - 1] + all(frame.module not in calls for frame in frames)
-        seq, write = issued(), self._recorder.frame
+        seq, write = issued(), self._frames.frames.put_unjudged
         for module, parent, depth, phase, rows in frames:
             # what a replay computes is written, whatever the gradients were with which it was captured
             packed = [
@@ -313,9 +315,9 @@ class GraphReplays:
                 for slot, value, shape, dtype, kind, mark in rows
             ]
             if phase != _FORWARD:
-                write(module, parent, depth, phase, seq, packed)
+                write(module, PHASES[phase], seq, packed, parent, depth)
             elif module not in calls:  # a running call writes its own frame when it returns
-                write(module, outer if parent == NOTHING else parent, depth + deeper, phase, seq, packed)
+                write(module, PHASES[phase], seq, packed, outer if parent == NOTHING else parent, depth + deeper)
 
     def _named_in(self, own: RootInfo, root: RootInfo, frame: _CapturedFrame) -> _CapturedFrame:
         """A frame as one of `root`: it may have been captured in a root of its own."""

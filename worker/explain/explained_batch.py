@@ -26,8 +26,8 @@ from ..hooks.accumulated_gradients import gradient_of, put_first
 from ..record.autograd_graph import GraphCalls
 from ..record.bad_elements import KeptSummands
 from ..record.collectives import ranks
+from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
-from ..record.judging import FrameWriter
 from ..record.names import walk
 from .operation_watch import CodePlace, MadeValue, OperationWatch, foreign_class, is_users_file, operation_name
 

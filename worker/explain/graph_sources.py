@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...core.events import OwnCodeModule
-from ...core.frames import Frame, Row, RowContent
+from ...core.frames import Frame, Row, RowKind
 from ...core.roles import RoleKind
 from ..record.autograd_graph import MOST_NODES, AutogradGraph, GraphCalls, NodesOfCall, next_node, outwards, shapes_of
 from ..record.names import CALL, inputs_of, outputs_of
@@ -31,7 +31,7 @@ from ..record.roots import ModuleInfo
 
 _MOST_TOLD = 8
 _KINDS = (RoleKind.INPUT, RoleKind.OUTPUT)
-_NO_TENSORS = (RowContent.NONE, RowContent.NOT_A_TENSOR)
+_NO_TENSORS = (RowKind.NONE, RowKind.NOT_A_TENSOR)
 
 
 class ShownTensors(NamedTuple):

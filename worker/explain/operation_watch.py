@@ -337,7 +337,7 @@ def numbers_of(tensor: torch.Tensor) -> tuple[OperandNumbers, int]:
     """(the description of a tensor, its flags). Waits for a device."""
     found = without_modes(measure, unwrapped(tensor).detach())
     dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-    if found.kind != RowKind.MEASURED:
+    if found.content is not RowKind.MEASURED:
         return OperandNumbers(dtype, shape, None, ""), 0
     value = Value(*found[:3])
     flags = int(value.flags)

@@ -270,7 +270,7 @@ def _attributes(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Te
 def _found(tensor: torch.Tensor) -> str:
     """`finite`, `nan`, `+inf`, `-inf`; "" if it cannot be measured."""
     numbers = measure(tensor)
-    return name_of(NonFinite(numbers.meta & 0xFF)) if numbers.kind == RowKind.MEASURED else ""
+    return name_of(NonFinite(numbers.meta & 0xFF)) if numbers.content is RowKind.MEASURED else ""
 
 
 def _autocast(module: nn.Module) -> str:

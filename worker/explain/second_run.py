@@ -32,8 +32,9 @@ from ...core.values import NonFinite
 from ..device.device import may_have_devices, transforms, without_modes
 from ..hooks.global_hooks import GlobalHooks, RunningCalls
 from ..record.collectives import issued
+from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
-from ..record.judging import FrameWriter, ends_by_another_watch
+from ..record.judging import ends_by_another_watch
 from ..record.names import inputs_of, unwrap, walk
 from ..record.roots import ModuleInfo
 from ..record.tensor_stats import version_of

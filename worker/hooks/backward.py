@@ -17,7 +17,7 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 
-from ...core.frames import Phase, RowMark
+from ...core.frames import FramePhase, RowMark
 from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import from_outside
@@ -26,7 +26,7 @@ from ..compile import attach as traced
 from ..device.device import StreamKey, without_modes
 from ..patches import after_import
 from ..record.autograd_graph import GraphCalls, GraphHold, LeftGradients
-from ..record.judging import FrameWriter
+from ..record.frame_writer import FrameWriter
 from ..record.names import OUTPUTS, outputs_of
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
@@ -357,7 +357,7 @@ class BackwardHooks:
         self._progress.resume(page)  # another hook may have stepped
         self.current = gradient
         try:
-            self._frames.put(page, info, Phase.BACKWARD, [row])
+            self._frames.put(page, info, FramePhase.BACKWARD, [row])
         finally:
             self.current = None
 

@@ -11,10 +11,10 @@ from ...core.roles import role_of_parameter
 from ...core.values import NonFinite
 from ..compile.attach import CompiledRegions
 from ..device.device import is_on_device, without_modes
-from ..record.judging import FrameWriter
+from ..record.frame_writer import FrameReader, FrameWriter
 from ..record.names import inputs_of, outputs_of
 from ..record.roots import ModuleInfo
-from ..record.rows import RecordedRow, RowWriter, closed_marked
+from ..record.rows import RecordedRow, closed_marked
 from .backward import BackwardHooks
 from .global_hooks import RunningCalls
 from .skipping import CompiledPolicy
@@ -46,7 +46,7 @@ class CallFrames:
         kwargs: Any,
         output: Any,
         raised: bool,
-        reader: RowWriter | CompiledRegions,
+        reader: FrameReader,
     ) -> None:
         """Write the frame of the innermost call."""
         page = self._recorder.page

@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from ...core.events import RunPosition
-from ...core.frames import Phase
+from ...core.frames import FramePhase
 from ...core.recorder.layout import NOTHING, HeadField
 from ..patches import PatchLedger
 from ..record.autograd_graph import GraphCalls
@@ -43,7 +43,7 @@ class RunningCalls:
         self.thread = 0
         self.outer_exception: BaseException | None = None
         """The exception that was being handled when the root was called."""
-        self.phase = Phase.FORWARD
+        self.phase = FramePhase.FORWARD
         self.nodes: GraphCalls | None = None
         """The autograd nodes of the calls of the root; None if no gradients are recorded."""
         self.page_with_threads = -1
@@ -51,7 +51,7 @@ class RunningCalls:
         self._sharded: dict[int, bool] = {}
         """id of a root -> see `gathers`."""
 
-    def begin(self, phase: Phase, nodes: GraphCalls | None) -> None:
+    def begin(self, phase: FramePhase, nodes: GraphCalls | None) -> None:
         """A root is called."""
         self.phase, self.nodes = phase, nodes
         self.thread = _this_thread()

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from ...core.recorder.layout import HeadField
 from ..device.device import ToHost, to_host, without_modes
 from ..patches import PatchLedger
-from ..record.judging import FrameWriter
+from ..record.frame_writer import FrameWriter
 from .backward import BackwardHooks
 from .optimizer import OptimizerHooks
 

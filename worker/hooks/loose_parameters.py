@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ...core.events import LooseParameters
-from ...core.frames import Phase
+from ...core.frames import FramePhase
 from ...core.roles import param_group
 from ..device.device import is_on_device
-from ..record.judging import FrameWriter
+from ..record.frame_writer import FrameWriter
 from ..record.tensor_stats import measure
 
 _MOST_TOLD = 8
@@ -94,7 +94,7 @@ class LooseReader:
         else:
             self._progress.resume(page)
         row = self._frames.rows.gradient(info, f"params[{position}]", parameter, 0, numbers)
-        self._frames.put(page, info, Phase.OPTIMIZER, [row])
+        self._frames.put(page, info, FramePhase.OPTIMIZER, [row])
 
     def _is_used(self, parameter: torch.Tensor) -> bool:
         """Whether the script computes with it: known from its second step on, at once where no module was called."""

@@ -15,7 +15,7 @@ import torch
 
 from ...core.errors import JobEnded
 from ...core.events import BatchInputs
-from ...core.frames import Phase
+from ...core.frames import FramePhase
 from ...core.guest.tell import tell
 from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
@@ -220,12 +220,12 @@ class ModuleCalls:
             return None
         self._global.put_back()
         info, opens_batch = self._roots.enter(module)
-        root, phase = info.root, Phase.FORWARD
+        root, phase = info.root, FramePhase.FORWARD
         if root.page is not None and _graph_task() != -1:
             if self._skipping.skips_again(module):
                 return None
             page = self._gradients.page_of(root) or root.page
-            phase = Phase.RECOMPUTE
+            phase = FramePhase.RECOMPUTE
             self._progress.resume(page)
         else:
             self.end_last_batch(root)
@@ -238,7 +238,7 @@ class ModuleCalls:
             self._explainer.root_begins(module)
         self._running.begin(phase, GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None)
         self._progress.enter(RankPhase.FORWARD)
-        if phase is Phase.FORWARD and opens_batch:
+        if phase is FramePhase.FORWARD and opens_batch:
             self._root_tensors.look(root, module, page)
             self._explainer.batch_begins(module, page)
         return info
@@ -285,7 +285,7 @@ class ModuleCalls:
             elif info.watched:
                 caller, writer = stack[position - 1], self._gradients.writer
                 parent = running.parent() if caller.is_wrapper or not position else caller.id
-                depth, phase, step = self._depths[position], running.phase, self._progress.step
+                depth, phase, step = self._depths[position], running.phase.number, self._progress.step
                 if (
                     writer is None
                     or has_graphs
@@ -310,7 +310,7 @@ class ModuleCalls:
         return self._leave_root(info, args, kwargs, output, raised)
 
     def _leave_root(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any, raised: bool) -> RootInfo | None:
-        is_again, nodes = self._running.phase is Phase.RECOMPUTE, self._running.nodes
+        is_again, nodes = self._running.phase is FramePhase.RECOMPUTE, self._running.nodes
         self._global.put_back()
         with self._lock:
             self._graphs.take()

@@ -16,7 +16,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...core.events import OwnFault
-from ...core.frames import Phase, RowKind, RowMark
+from ...core.frames import FramePhase, RowKind, RowMark
 from ...core.recorder import group_table, layout
 from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import HeadField, RankPhase, SegmentField
@@ -62,7 +62,7 @@ def python_layout() -> dict[str, int]:
     numbers |= {name: getattr(group_table, name) for name in ("RECENT", "RECENT_AT", "OPERATION_BYTES")}
     numbers |= {f"S_{name}": SegmentField[name] for name in _OF_SEGMENT}
     numbers |= {f"F_{name}": HeadField[name] for name in ("PHASE", "MODULE", "WAITED_NS")}
-    numbers |= {f"KIND_{kind.name}": kind for kind in RowKind if kind not in (RowKind.LOST, RowKind.PENDING)}
+    numbers |= {f"KIND_{kind.name}": kind.number for kind in RowKind if kind not in (RowKind.LOST, RowKind.PENDING)}
     numbers |= {f"FRAME_{name}": _offset(layout.FRAME, at) for at, name in enumerate(_OF_FRAME, 2)}
     numbers |= {f"ROW_{name}": _offset(layout.ROW, at) for at, name in enumerate(("DTYPE", "KIND", "MARK"), 3)}
     numbers |= {
@@ -71,8 +71,8 @@ def python_layout() -> dict[str, int]:
         "ROW_BYTES": layout.ROW.size,
         "VALUE_BYTES": layout.VALUE.size,
         "RANK_BACKWARD": RankPhase.BACKWARD,
-        "PHASE_BACKWARD": Phase.BACKWARD,
-        "PHASE_OPTIMIZER": Phase.OPTIMIZER,
+        "PHASE_BACKWARD": FramePhase.BACKWARD.number,
+        "PHASE_OPTIMIZER": FramePhase.OPTIMIZER.number,
         "MARK_SCALED": RowMark.SCALED,
         "MARK_REHEARSED": RowMark.REHEARSED,
         "ENCODING_INTEGER": ValueEncoding.INTEGER,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...core.events import UnreadStates
-from ...core.frames import Phase, RowMark
+from ...core.frames import FramePhase, RowMark
 from ...core.recorder.layout import HeadField, RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.roles import param_group
@@ -18,7 +18,7 @@ from ..device.device import is_on_device, without_modes
 from ..patches import PatchLedger
 from ..record.bad_elements import KeptSummands
 from ..record.collectives import ranks
-from ..record.judging import FrameWriter
+from ..record.frame_writer import FrameWriter
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
 from ..record.tensor_stats import measure
@@ -151,7 +151,7 @@ class OptimizerHooks:
                     if gradient is not None and (reduced or self._guard or not self._gradients.is_local(gradient)):
                         rows.append(self._rows.gradient(info, f"grad {name}", gradient, mark))
                 if rows:
-                    written.append((page, self._frames.put(page, info, Phase.COLLECTIVE, rows)))
+                    written.append((page, self._frames.put(page, info, FramePhase.COLLECTIVE, rows)))
         self._rows.flush()
         if not self._guard or given is not None:
             return False
@@ -181,7 +181,7 @@ class OptimizerHooks:
                     info, role = self._roots.place(name, self._progress.root, cls), f"grad params[{position}]"
                 page = self._resume(info) or self._progress.begin_page(info.root)
                 row = self._rows.gradient(info, role, parameter.grad, mark, numbers)
-                written.append((page, self._frames.put(page, info, Phase.COLLECTIVE, [row])))
+                written.append((page, self._frames.put(page, info, FramePhase.COLLECTIVE, [row])))
         return written
 
     # -- after --------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class OptimizerHooks:
                     rows.append(row)
                     if row.flags:
                         rows += self.steps.beside(info, name, optimizer, parameter, has_gradient(optimizer, parameter))
-                self._frames.put(page, info, Phase.OPTIMIZER, rows)
+                self._frames.put(page, info, FramePhase.OPTIMIZER, rows)
         if loose and not self._is_part:
             self._loose_reader.after_step(optimizer, loose)
         self.steps.wrote(optimizer, grouped, written)
@@ -301,5 +301,5 @@ class OptimizerHooks:
                 numbers = measure(gradient)
                 if numbers.meta & 0xFF:
                     row = self._rows.gradient(info, f"grad {name}", gradient, RowMark.SCALED, numbers)
-                    self._frames.put(page, info, Phase.COLLECTIVE, [row])
+                    self._frames.put(page, info, FramePhase.COLLECTIVE, [row])
                     return

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.events import OptimizerStep
-from ...core.frames import Frame, Phase
-from ...core.recorder.layout import NOTHING
+from ...core.frames import Frame, FramePhase
 from ...core.recorder.writer import OpenPage
 from ...core.roles import Role, RoleKind, parse_role
 from ..device.device import without_modes
+from ..record.frame_writer import FrameWriter
 from ..record.held_alarms import NonFiniteRow
-from ..record.judging import FrameWriter
 from ..record.roots import ModuleInfo, RankRoots
 from ..record.rows import RecordedRow
 from ..record.tensor_stats import local_part, measure
@@ -160,7 +159,7 @@ class OptimizerSteps:
             for key, state in low_precision_states(optimizer, parameter)
         ]
         if rows:
-            self._frames.put(page, info, Phase.OPTIMIZER, rows)
+            self._frames.put(page, info, FramePhase.OPTIMIZER, rows)
             self.states.were_read(optimizer)
 
     def wrote(self, optimizer: Any, grouped: ModuleParameters, written: dict[tuple[int, int], ModuleInfo]) -> None:
@@ -207,7 +206,7 @@ class OptimizerSteps:
             for row in self.beside(info, role, optimizer, parameter, id(parameter) not in without)
         ]
         if packed:
-            recorder.frame(info.id, NOTHING, 0, Phase.OPTIMIZER, frame.seq, packed)
+            self._frames.put_unjudged(info.id, FramePhase.OPTIMIZER, frame.seq, packed)
         if current is None:
             recorder.pause_page()
         else:

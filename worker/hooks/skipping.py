@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from ...core.events import NotLookedInto
-from ...core.frames import Phase, RowMark
+from ...core.frames import FramePhase, RowMark
 from ...core.recorder.layout import HeadField
 from ..compile.region_parts import CompiledViews, RegionScope, is_a_backward
 from ..device.device import without_modes
-from ..record.judging import FrameWriter
+from ..record.frame_writer import FrameWriter
 from ..record.names import class_of, outputs_of, unwrap
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import RecordedRow
@@ -133,7 +133,7 @@ class BatchSkipping:
                 self._rows.begin_page(page.batch)
             rows.append(self._rows.leaf(info, role, leaf, _SKIPPED))
         if page is not None and any(row.flags or row.pending for row in rows):
-            self._frames.put(page, info, Phase.FORWARD, rows)
+            self._frames.put(page, info, FramePhase.FORWARD, rows)
         self._progress.recorder.pause_page()
 
 

@@ -126,7 +126,7 @@ class KeptSummands:
             return
         found = without_modes(measure, summand)
         value = Value(*found[:3])
-        is_large = found.kind == RowKind.MEASURED and value.abs_max * ranks() > DTYPE_MAX["float16"]
+        is_large = found.content is RowKind.MEASURED and value.abs_max * ranks() > DTYPE_MAX["float16"]
         if is_large and not value.flags and self._bytes + summand.nbytes <= _MOST_BYTES:
             self._kept[id(holder)] = weakref.ref(holder), without_modes(summand.to, "cpu", copy=True)
             self._bytes += summand.nbytes

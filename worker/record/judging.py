@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from typing import ParamSpec, TypeVar
 
@@ -27,9 +27,9 @@ from ...core.events import (
     RunPosition,
     ScalerSkip,
 )
-from ...core.frames import Frame, FramePhase, Phase, Row, RowMark, module_text
+from ...core.frames import Frame, FramePhase, Row, RowMark, module_text
 from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, FrameJudgement, PageSoFar, WarningLimits, ZeroGradients, anomaly_at
-from ...core.recorder.layout import NOTHING, HeadField, seal
+from ...core.recorder.layout import HeadField, seal
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role
@@ -37,15 +37,14 @@ from ...core.settings import as_keywords
 from ...core.signal_errors import from_outside
 from ...core.text import shown_name
 from ...core.values import NonFinite, name_of
-from .collectives import issued, moments
+from .collectives import moments
 from .held_alarms import HeldAlarm, NonFiniteRow, TrainedModules
 from .late_masks import LateMasks
 from .names import CALL
 from .notable import frames_to_judge
 from .passed import LatePassed
 from .progress import RunProgress
-from .roots import ModuleInfo, RankRoots
-from .rows import COUNT_EVERY, RecordedRow, RowWriter
+from .rows import COUNT_EVERY, RowWriter
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -437,42 +436,6 @@ class AlarmRecorder:
                     subnormals=row.subnormals,
                 )
             )
-
-
-@dataclass(eq=False, repr=False)
-class FrameWriter:
-    """Writes the frames that the native writer does not write, and has notable ones judged.
-
-    Hooks that write frames take from here what they make them of.
-    """
-
-    progress: RunProgress
-    roots: RankRoots
-    rows: RowWriter
-    judging: AlarmRecorder
-
-    def put(
-        self,
-        page: OpenPage,
-        info: ModuleInfo,
-        phase: Phase,
-        rows: Sequence[RecordedRow],
-        *,
-        parent: int = NOTHING,
-        depth: int = 0,
-        entered: int = -1,
-    ) -> int:
-        """Write a frame into the open page `page`. Returns the frame's index in the page.
-
-        `entered` is the number of collectives issued before the call began, -1 if it is not known.
-        """
-        seq = issued()
-        collectives = max(0, seq - entered) if entered >= 0 else 0
-        packed = [row.packed for row in rows]
-        index = self.progress.recorder.frame(info.id, parent, depth, phase, seq, packed, collectives)
-        if any(row.notable for row in rows) or self.judging.suspects(page):
-            self.judging.judge(page, index)
-        return index
 
 
 def ends_by_another_watch() -> bool:

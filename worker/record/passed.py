@@ -184,7 +184,7 @@ def _in_host_memory(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None
 def _measured(tensor: torch.Tensor) -> TensorStats:
     with torch.no_grad():
         numbers = measure(tensor)
-    return numbers if numbers.kind == RowKind.MEASURED else TensorStats(0, 0, 0, numbers.kind)
+    return numbers if numbers.content is RowKind.MEASURED else TensorStats(0, 0, 0, numbers.kind)
 
 
 # Tensors in a device's memory that pass between ranks: read on the device, and recorded when the numbers arrive.

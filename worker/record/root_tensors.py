@@ -20,13 +20,13 @@ from msgspec.structs import replace
 from torch import nn
 
 from ...core.events import HashFlag, HeldValue, ReplicaHashes
-from ...core.frames import Phase
+from ...core.frames import FramePhase
 from ...core.judge import STATISTICS
 from ...core.recorder.writer import OpenPage
 from ...core.signal_errors import suppress_own
 from ...core.torch_names import name_in_torch
 from ..device.device import ToHost, device_for, has_reader, is_on_device, to_host, without_modes
-from .judging import FrameWriter
+from .frame_writer import FrameWriter
 from .names import walk
 from .roots import RootInfo
 from .tensor_stats import FLOATS, place_of, version_of
@@ -214,7 +214,7 @@ class RootTensors:
         buffer = owner._buffers.get(held.name) if owner is not None else None
         if info is not None and buffer is not None:
             row = self._rows.leaf(info, f"buffer {held.name}", buffer)
-            self._frames.put(page, info, Phase.BUFFER, [row])
+            self._frames.put(page, info, FramePhase.BUFFER, [row])
 
     # -- hashes -------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ COUNT_EVERY = 10
 
 _TENSOR = torch.Tensor
 _ref = weakref.ref
-_MEASURED = int(RowKind.MEASURED)
+_MEASURED, _NOT_MEASURABLE = RowKind.MEASURED.number, RowKind.NOT_MEASURABLE.number
 _IGNORED = int(RowMark.IGNORED)
 _NEGINF, _CLOSED = int(NonFinite.NEGINF), int(RowMark.CLOSED)
 
@@ -254,7 +254,7 @@ class RowWriter(DeviceRows):
             mark |= _IGNORED
         if not isinstance(leaf, _TENSOR):
             kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
-            return RecordedRow((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
+            return RecordedRow((slot, NOTHING, NOTHING, 0, kind.number, mark), 0, False)
         version = version_of(leaf)
         key = id(leaf)
         known = self.seen.get(key)
@@ -326,7 +326,7 @@ class RowWriter(DeviceRows):
             mark |= _IGNORED
         code = CODES.get(dtype, 0) if dtype is not None else 0
         if source is None:
-            return RecordedRow((slot, NOTHING, NOTHING, code, int(kind), mark), 0, False)
+            return RecordedRow((slot, NOTHING, NOTHING, code, kind.number, mark), 0, False)
         if isinstance(source, RecordedRow):
             packed, flags, _, high, meta, _ = source
             again = (slot, packed[1], packed[2], code, packed[4], mark)
@@ -339,7 +339,7 @@ class RowWriter(DeviceRows):
             )
         (low, high, meta, seen_as), dims = source
         if seen_as != _MEASURED:
-            return RecordedRow((slot, NOTHING, NOTHING, code, int(seen_as), mark), 0, True)
+            return RecordedRow((slot, NOTHING, NOTHING, code, seen_as, mark), 0, True)
         value = self._recorder.value(low, high, meta)
         packed = (slot, value, self._shape_of(dims), code, 0, mark)
         return _new(RecordedRow, (packed, meta & 0xFF, True, high, meta, self.notable.value(code, high, meta)))
@@ -408,9 +408,9 @@ class RowWriter(DeviceRows):
         if kind == _MEASURED:
             value = self._recorder.value(low, high, meta)
             flags = meta & 0xFF
-        elif kind == RowKind.NOT_MEASURABLE:
+        elif kind == _NOT_MEASURABLE:
             self._note_unmeasured(slot, tensor, mark, info)
-        packed = (slot, value, self._shape(tensor), code, int(kind), mark)
+        packed = (slot, value, self._shape(tensor), code, kind, mark)
         notable = kind == _MEASURED and self.notable.value(code, high, meta)
         return _new(RecordedRow, (packed, flags, True, high, meta, notable))
 
@@ -427,7 +427,7 @@ class RowWriter(DeviceRows):
             kind = RowKind.EMPTY
         elif not self.is_capturing:  # what a graph does not read is counted by itself
             self._note_unmeasured(slot, tensor, mark, info)
-        packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark)
+        packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), kind.number, mark)
         return _new(RecordedRow, (packed, 0, True, 0, meta, False))
 
     def _note_unmeasured(self, slot: int, tensor: torch.Tensor, mark: int, info: ModuleInfo | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.frames import RowKind
+from ...core.frames import ROW_KINDS, RowKind
 from ...core.signal_errors import from_outside
 from ...core.torch_names import name_in_torch
 from ...core.values import COUNTED, DTYPE_CODES, INF_BITS, MIN_NORMAL_BITS, SHARE, SIGN_MASK, NonFinite, ValueEncoding
@@ -18,12 +18,17 @@ from .host_reduce import below, read_floats
 
 
 class TensorStats(NamedTuple):
-    """The numbers of a tensor, for its row. `kind` (RowKind) says whether the other three are valid."""
+    """The numbers of a tensor, for its row. `kind`, the number of a RowKind, says whether the other three are valid."""
 
     low: int
     high: int
     meta: int
     kind: int
+
+    @property
+    def content(self) -> RowKind:
+        """`kind` as the enum."""
+        return ROW_KINDS[self.kind]
 
 
 class TensorReading(NamedTuple):
@@ -80,11 +85,11 @@ _unwrap = name_in_torch("torch._C._functorch.get_unwrapped")
 _is_functional = name_in_torch("torch._is_functional_tensor", lambda tensor: False)
 _has_storage = name_in_torch("torch._C._has_storage", lambda tensor: True)
 _FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
-_MEASURED = int(RowKind.MEASURED)
+_MEASURED = RowKind.MEASURED.number
 _new: Callable[[type[TensorStats], tuple[int, int, int, int]], TensorStats] = tuple.__new__
 """Makes a named tuple three times as fast as its class does."""
-_EMPTY = TensorStats(0, 0, 0, RowKind.EMPTY)
-NOT_MEASURABLE = TensorStats(0, 0, 0, RowKind.NOT_MEASURABLE)
+_EMPTY = TensorStats(0, 0, 0, RowKind.EMPTY.number)
+NOT_MEASURABLE = TensorStats(0, 0, 0, RowKind.NOT_MEASURABLE.number)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +121,7 @@ def measure(tensor: torch.Tensor, count: bool = False) -> TensorStats:
     if place is not None:
         return stats_in_memory(tensor, *place, count)
     numbers = _measure_any(tensor)
-    if count and numbers[3] == RowKind.MEASURED and tensor.dtype in LOW_PRECISION:
+    if count and numbers[3] == _MEASURED and tensor.dtype in LOW_PRECISION:
         try:
             return numbers._replace(meta=numbers.meta | _shares(tensor))
         except Exception as error:  # the numbers are valid without the shares
@@ -200,7 +205,7 @@ def _measure(tensor: torch.Tensor) -> TensorStats:
         return stats_in_memory(tensor, flat.data_ptr(), flat.numel(), kind, False)
     low, high = (int(number.item()) for number in torch.aminmax(bits.bitwise_and(kind.mask)))  # waits for the device
     meta = kind.meta | (_non_finite_flags(tensor) if high >= kind.inf else 0)
-    return TensorStats(low, high, meta, RowKind.MEASURED)
+    return TensorStats(low, high, meta, _MEASURED)
 
 
 def hides_floats(tensor: torch.Tensor) -> bool:
@@ -312,7 +317,7 @@ def _measure_integers(tensor: torch.Tensor) -> TensorStats:
         high = max(-low, high)
         low = int(sizes.amin().item()) if sizes.numel() else -low
     limit = (1 << 63) - 1
-    return TensorStats(min(low, limit), min(high, limit), ValueEncoding.INTEGER << 8, RowKind.MEASURED)
+    return TensorStats(min(low, limit), min(high, limit), ValueEncoding.INTEGER << 8, _MEASURED)
 
 
 def is_foreign(kind: type) -> bool:

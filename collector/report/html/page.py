@@ -17,7 +17,7 @@ from jinja2.runtime import Context
 from markupsafe import Markup, escape
 
 from ....core.errors import CODE, CodeText, code_texts, coded
-from ....core.frames import Row, RowContent, format_number
+from ....core.frames import Row, RowKind, format_number
 from ....core.signal_errors import from_outside
 from ....core.text import numbers_text
 from ....core.verdicts import ReportSection, VerdictKind
@@ -195,7 +195,7 @@ def _pairs(shown: RankReport, healthy: RankReport | None) -> list[tuple[str, str
 def _column(row: Row | None) -> TensorColumn | None:
     if row is None:
         return None
-    if row.kind != RowContent.MEASURED:
+    if row.kind != RowKind.MEASURED:
         return row.kind.replace("_", " "), "", ""
     if row.nan:
         return "nan", "nan", "bad"

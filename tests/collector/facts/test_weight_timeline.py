@@ -169,7 +169,7 @@ def without_gradient(make, **more):
     batch = trained(make, 3, gradient=None, stepped=None, **more)
     batch.stepped("fc", "Linear", {"weight": make.NAN, "state grad weight": 1.0})
     slot = next(n for (_, role), n in batch._slots.items() if role == "state grad weight" and n == batch._rows[-1][0])
-    batch._rows[-1] = (slot, layout.NOTHING, layout.NOTHING, 0, RowKind.NONE, 0)
+    batch._rows[-1] = (slot, layout.NOTHING, layout.NOTHING, 0, RowKind.NONE.number, 0)
     return batch
 
 

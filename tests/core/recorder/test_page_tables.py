@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.core.events import ModuleDef, RootDef, ShapeDef, SlotDef
-from gpuwatch.core.frames import Phase, RowKind, RowMark
+from gpuwatch.core.frames import FramePhase, RowKind, RowMark
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.page_tables import PageTables, whole
 from gpuwatch.core.recorder.pages import NameTable, decode_page
@@ -34,7 +34,7 @@ ROWS = st.tuples(
     st.one_of(st.integers(0, 40), st.just(layout.NOTHING)),
     st.integers(0, 2),
     st.sampled_from([*DTYPE_CODES.values(), 200]),
-    st.sampled_from(list(RowKind)),
+    st.sampled_from([kind.number for kind in RowKind]),
     st.integers(0, max(RowMark) * 2 - 1),
 )
 
@@ -51,7 +51,7 @@ def pages(draw):
                 draw(st.integers(0, 5)),
                 draw(st.sampled_from([0, 1, layout.NOTHING])),
                 draw(st.integers(0, 3)),
-                draw(st.sampled_from(list(Phase))),
+                draw(st.sampled_from([phase.number for phase in FramePhase])),
                 draw(st.integers(0, 3)),
                 draw(st.integers(-1, 9)),
                 draw(st.integers(0, 9)),

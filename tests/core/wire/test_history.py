@@ -9,7 +9,7 @@ import zlib
 import numpy
 import pytest
 from gpuwatch.core.events import SlotDef
-from gpuwatch.core.frames import Phase, RowKind
+from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.page_tables import PageTables
 from gpuwatch.core.values import DTYPE_CODES, PENDING, NonFinite, ValueEncoding
@@ -27,11 +27,13 @@ def bits(number: float, encoding: ValueEncoding) -> int:
     return struct.unpack(f"<{other}", struct.pack(f"<{one}", number))[0]
 
 
-def page(*values: tuple[int, int, int], slots=None, phase=Phase.FORWARD) -> PageTables:
+def page(*values: tuple[int, int, int], slots=None, phase=FramePhase.FORWARD) -> PageTables:
     """One frame with a row for each value."""
     slots = slots or [OUTPUT] * len(values)
-    rows = [layout.ROW.pack(slot, n, 0, DTYPE_CODES["float32"], RowKind.MEASURED, 0) for n, slot in enumerate(slots)]
-    frame = layout.FRAME.pack(0, layout.NOTHING, 0, phase, 0, 0, 0, len(rows), 0)
+    rows = [
+        layout.ROW.pack(slot, n, 0, DTYPE_CODES["float32"], RowKind.MEASURED.number, 0) for n, slot in enumerate(slots)
+    ]
+    frame = layout.FRAME.pack(0, layout.NOTHING, 0, phase.number, 0, 0, 0, len(rows), 0)
     packed = b"".join(layout.VALUE.pack(*value) for value in values)
     return PageTables(PageMessage(0, 0, 0, 0, 0, 0, True, [PageSegment(0, 0, 0, frame, b"".join(rows), packed)]))
 
@@ -79,7 +81,7 @@ def test_of_a_module_that_was_called_twice_the_larger_one_counts(slots):
 def test_only_what_a_forward_returned_counts(slots):
     one = (0, bits(1.0, ValueEncoding.FLOAT32), 2 << 8)
     assert numbers(slots, page(one, slots=[INPUT])) == []
-    assert numbers(slots, page(one, phase=Phase.RECOMPUTE)) == []
+    assert numbers(slots, page(one, phase=FramePhase.RECOMPUTE)) == []
     assert numbers(slots, page(one, slots=[77])) == []
 
 

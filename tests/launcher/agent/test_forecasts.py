@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.core.events import LimitForecast, ModuleDef, RootDef, SlotDef
-from gpuwatch.core.frames import Phase, RowKind
+from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import DTYPE_CODES, ValueEncoding
@@ -58,8 +58,8 @@ def batch(writer: RecorderWriter, number: int, values: list[float]) -> None:
     for module, value in enumerate(values):
         (bits,) = struct.unpack("<H", struct.pack("<e", value))
         index = writer.value(0, bits, ValueEncoding.FLOAT16 << 8)
-        row = (module, index, 0, DTYPE_CODES["float16"], RowKind.MEASURED, 0)
-        writer.frame(module, NOTHING, 0, Phase.FORWARD, 0, [row])
+        row = (module, index, 0, DTYPE_CODES["float16"], RowKind.MEASURED.number, 0)
+        writer.frame(module, NOTHING, 0, FramePhase.FORWARD.number, 0, [row])
     writer.end_page(page)
 
 

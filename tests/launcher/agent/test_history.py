@@ -7,7 +7,7 @@ import struct
 
 import pytest
 from gpuwatch.core.events import ModuleDef, OwnFault, RootDef, SlotDef, costs_frames
-from gpuwatch.core.frames import Phase, RowKind
+from gpuwatch.core.frames import FramePhase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
@@ -55,7 +55,9 @@ def batch(writer: RecorderWriter, number: int, value: tuple[int, int, int]) -> N
     page = writer.begin_page(0, number, number)
     writer.resume_page(page)
     index = writer.value(*value)
-    writer.frame(0, NOTHING, 0, Phase.FORWARD, 0, [(0, index, 0, DTYPE_CODES["float32"], RowKind.MEASURED, 0)])
+    writer.frame(
+        0, NOTHING, 0, FramePhase.FORWARD.number, 0, [(0, index, 0, DTYPE_CODES["float32"], RowKind.MEASURED.number, 0)]
+    )
     writer.end_page(page)
 
 
@@ -131,8 +133,8 @@ def test_a_hundred_thousand_batches_stay_inside_the_bound(monkeypatch):
 
 def page_of(slots: int) -> PageMessage:
     """A page with a row for each slot."""
-    rows = b"".join(struct.pack("<IIIBBH", n, 0, 0, 1, RowKind.MEASURED, 0) for n in range(slots))
-    frame = struct.pack("<IIhBBqIII", 0, NOTHING, 0, Phase.FORWARD, 0, 0, 0, slots, 0)
+    rows = b"".join(struct.pack("<IIIBBH", n, 0, 0, 1, RowKind.MEASURED.number, 0) for n in range(slots))
+    frame = struct.pack("<IIhBBqIII", 0, NOTHING, 0, FramePhase.FORWARD.number, 0, 0, 0, slots, 0)
     return PageMessage(0, 0, 0, 0, 0, 0, True, [PageSegment(0, 0, 0, frame, rows, struct.pack("<qqq", *float32(1.0)))])
 
 

@@ -81,7 +81,7 @@ class Job:
                     0,
                     number,
                     [
-                        (3 * module + place, value, NOTHING, DTYPE_CODES["float32"], int(RowKind.MEASURED), 0)
+                        (3 * module + place, value, NOTHING, DTYPE_CODES["float32"], RowKind.MEASURED.number, 0)
                         for place, value in enumerate(values)
                     ],
                 )

@@ -50,7 +50,7 @@ class LateReader:
             raise RuntimeError("the device is gone")
         with torch.no_grad():
             stats = known if known is not None else measure(tensor)
-        if id(tensor) in self.refused or stats.kind != RowKind.MEASURED:
+        if id(tensor) in self.refused or stats.content is not RowKind.MEASURED:
             return None, None
         index = self._recorder.value(0, 0, PENDING)
         at = self._recorder._values_at + self._recorder.value_position * layout.VALUE.size

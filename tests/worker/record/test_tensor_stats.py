@@ -43,7 +43,7 @@ def without_gradients():
 
 def look(tensor) -> Value:
     numbers = measure(tensor)
-    assert numbers.kind == RowKind.MEASURED
+    assert numbers.content == RowKind.MEASURED
     return Value(*numbers[:3])
 
 
@@ -145,7 +145,7 @@ def test_a_finite_complex_number_with_a_magnitude_beyond_its_type_is_no_overflow
 @pytest.mark.parametrize("dtype", [*FLOATS, *FLOAT8, torch.int32, torch.bool, torch.complex64])
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 3)])
 def test_empty_is_a_kind_of_its_own(dtype, shape):
-    assert measure(torch.empty(shape, dtype=dtype)).kind == RowKind.EMPTY
+    assert measure(torch.empty(shape, dtype=dtype)).content == RowKind.EMPTY
 
 
 def test_a_scalar():
@@ -264,13 +264,13 @@ def test_quantized_tensors_show_what_their_integers_stand_for():
 def test_tensors_without_values_are_not_measurable_and_no_error():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    assert measure(torch.empty(3, device="meta")).kind == RowKind.NOT_MEASURABLE
-    assert measure(torch.empty(3, device="meta", dtype=torch.int64)).kind == RowKind.NOT_MEASURABLE
+    assert measure(torch.empty(3, device="meta")).content == RowKind.NOT_MEASURABLE
+    assert measure(torch.empty(3, device="meta", dtype=torch.int64)).content == RowKind.NOT_MEASURABLE
     with FakeTensorMode() as mode:
         fake = torch.empty(3)
-        assert measure(fake).kind == RowKind.NOT_MEASURABLE
-    assert measure(fake).kind == RowKind.NOT_MEASURABLE
-    assert measure(mode.from_tensor(torch.ones(2))).kind == RowKind.NOT_MEASURABLE
+        assert measure(fake).content == RowKind.NOT_MEASURABLE
+    assert measure(fake).content == RowKind.NOT_MEASURABLE
+    assert measure(mode.from_tensor(torch.ones(2))).content == RowKind.NOT_MEASURABLE
 
 
 class Plain(torch.Tensor):
@@ -286,7 +286,7 @@ class Hostile(torch.Tensor):
 def test_a_subclass_is_measured_and_a_hostile_one_is_no_error():
     check(torch.tensor([1.0, -INF]).as_subclass(Plain), torch.tensor([1.0, -INF]))
     check(torch.nn.Parameter(torch.tensor([1.0, -4.0])))
-    assert measure(torch.ones(2).as_subclass(Hostile)).kind in (RowKind.NOT_MEASURABLE, RowKind.MEASURED)
+    assert measure(torch.ones(2).as_subclass(Hostile)).content in (RowKind.NOT_MEASURABLE, RowKind.MEASURED)
 
 
 def test_under_vmap_all_calls_are_measured_at_once():
@@ -331,7 +331,7 @@ def test_no_dtype_of_this_torch_raises():
                 tensor = torch.zeros(3, dtype=torch.uint8).to(dtype)
             except Exception:
                 continue
-            assert measure(tensor).kind in (RowKind.MEASURED, RowKind.NOT_MEASURABLE)
+            assert measure(tensor).content in (RowKind.MEASURED, RowKind.NOT_MEASURABLE)
 
 
 def test_every_measured_dtype_has_a_code():
@@ -357,10 +357,10 @@ def test_a_view_into_memory_that_was_given_back_is_not_read(dtype, name, left):
     view = VIEWS_OF_100[name](tensor)
     tensor.untyped_storage().resize_(left * tensor.itemsize)
     assert in_memory(view) is None
-    assert measure(view, count=True).kind == RowKind.NOT_MEASURABLE
+    assert measure(view, count=True).content == RowKind.NOT_MEASURABLE
 
 
 def test_zeros_that_have_no_memory_are_not_read():
     zeros = torch._efficientzerotensor(3)
     assert in_memory(zeros) is None
-    assert measure(zeros).kind == RowKind.NOT_MEASURABLE
+    assert measure(zeros).content == RowKind.NOT_MEASURABLE

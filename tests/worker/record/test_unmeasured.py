@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from gpuwatch.core.events import UnmeasuredTensor
-from gpuwatch.core.frames import RowContent
+from gpuwatch.core.frames import RowKind
 from gpuwatch.worker.device.device import without_modes
 from gpuwatch.worker.record.bad_elements import pattern_of
 from torch import nn
@@ -243,7 +243,7 @@ def test_a_weight_that_is_gathered_from_shards_is_read_as_these_are(
     watched = watch()
     train(model)
     rows = [(row.role, row.kind) for frame in watched.frames("forward") for row in frame.rows if row.role == "weight"]
-    assert rows == [("weight", RowContent.NOT_MEASURABLE)]
+    assert rows == [("weight", RowKind.NOT_MEASURABLE)]
     verdict = watched.verdict()
     kind, certainty = ("clean", "established") if readable else ("unknown", "unknown")
     assert (verdict.kind, verdict.certainty, watched.faults) == (kind, certainty, [])
