@@ -95,6 +95,11 @@ class InventoryFacts(msgspec.Struct, frozen=True):
     rdma_devices: list[str] = []
     """InfiniBand and RoCE adapters."""
 
+    @property
+    def has_gpu(self) -> bool:
+        """Whether the rank has a GPU of its own, as far as is known."""
+        return self.device not in ("", "cpu")
+
 
 # What ranks write into a store that anybody on the network may write into: sealed with a key that only they have.
 

@@ -12,7 +12,7 @@ import torch
 from ..core.frames import RowKind
 from ..core.signal_errors import from_outside
 from ..core.values import NonFinite, ValueEncoding
-from .device.device import without_modes
+from .device.device import device_for, has_reader, without_modes
 from .record.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain
 from .watch import watching_hooks
 
@@ -31,7 +31,7 @@ def look(tensor: torch.Tensor) -> TensorStats:
     """
     if tensor.device.type in ("cpu", "meta"):
         return measure(tensor)
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    if has_reader(tensor.device) and device_for(tensor.device).is_capturing():
         return NOT_MEASURABLE  # waiting for the device would break the user's capture
     try:
         return measure_with_one_wait(tensor)

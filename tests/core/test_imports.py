@@ -243,6 +243,22 @@ def test_a_frame_is_written_in_one_place_of_each_language():
     assert [path.name for path in files if "FRAMES_PER_SEGMENT" in path.read_text()] == ["frame_store.c"]
 
 
+def test_another_accelerator_is_added_in_one_folder():
+    """Beside worker/device, these alone name a kind of GPU, each for a reason of its own."""
+    may = {
+        "cli/replay.py": "--device cuda",
+        "collector/assemble/build.py": "the version of CUDA, in report.json",
+        "core/torch_names.py": "names of torch that releases have or lack",
+        "launcher/fill_in.py": "how many GPUs there are, before any rank",
+        "worker/explain/reproduce.py": "it runs beside a capture, alone",
+        "worker/preflight/blame/consistency.py": "the version of CUDA",
+        "worker/preflight/blame/host_setups.py": "advice for a script",
+    }
+    kinds = re.compile(r"torch\.(cuda|xpu|mps)\b|[\"'](cuda|xpu|mps)[\"']|\.is_(cuda|xpu|mps)\b")
+    told = {path.relative_to(ROOT) for room in ROOMS for path in modules(room) if kinds.search(path.read_text())}
+    assert {path.as_posix() for path in told if path.parent != Path("worker", "device")} == may.keys()
+
+
 def test_the_fence_sees_relative_imports():
     assert rooms_imported(ROOT / "launcher" / "agent" / "agent.py") == {"launcher", "core"}
 

@@ -66,7 +66,7 @@ class ForwardCapture:
             "name": name,
             "rank": self._rank,
             "grad": torch.is_grad_enabled(),
-            "rng": {"cpu": random.cpu, "cuda": random.cuda} if random is not None else None,
+            "rng": {"cpu": random.cpu, reproduce.OF_GPU: random.gpu} if random is not None else None,
             "autocast": dict(
                 part.args for part in contexts if isinstance(part, partial) and part.func is torch.autocast
             ),

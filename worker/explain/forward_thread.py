@@ -25,6 +25,7 @@ from ...core.guest.threads import SECOND_RUN, begin
 from ...core.roles import RoleKind
 from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, headroom
+from ..device.accelerator import Accelerator, GeneratorState, gpu_in_use
 from ..device.device import without_modes
 from ..record.names import inputs_of, outputs_of, unwrap, walk
 from .operation_watch import CodePlace, OperationWatch, SecondRunStopped
@@ -143,18 +144,13 @@ def runs_eagerly() -> ContextMaker | None:
     return partial(_set_stance, "force_eager") if _set_stance is not None else None
 
 
-def _has_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no annotation there
-
-
 def contexts_of_this_thread() -> list[ContextMaker]:
     """Contexts that give another thread what torch keeps for this one. They are made and entered there."""
     found: list[ContextMaker] = [torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad]
-    devices = ["cpu"]
-    if _has_cuda():
-        devices.append("cuda")
-        found.append(partial(torch.cuda.device, torch.cuda.current_device()))
-        found.append(partial(torch.cuda.stream, torch.cuda.current_stream()))
+    devices, gpu = ["cpu"], gpu_in_use()
+    if gpu is not None:
+        devices.append(gpu.type)
+        found += gpu.contexts()
     found += [partial(torch.device, mode.device) for mode in function_modes() if hasattr(mode, "device")]
     for device in devices:
         if torch.is_autocast_enabled(device):
@@ -164,19 +160,21 @@ def contexts_of_this_thread() -> list[ContextMaker]:
 
 @dataclass(frozen=True, slots=True)
 class RandomNumbers:
-    """The state of torch's generators: that of the CPU, and seed and offset of the current CUDA device."""
+    """The state of torch's generators: that of the CPU, and seed and offset of the current GPU."""
 
     cpu: torch.Tensor
-    cuda: tuple[int, int] | None = None
+    gpu: GeneratorState | None = None
 
 
 def random_numbers() -> RandomNumbers:
     """The state now. Waits for no device."""
-    cuda = None
-    if _has_cuda() and not torch.cuda.is_current_stream_capturing():
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        cuda = generator.initial_seed(), generator.get_offset()
-    return RandomNumbers(torch.get_rng_state(), cuda)
+    gpu = gpu_in_use()
+    return RandomNumbers(torch.get_rng_state(), gpu.random_state() if gpu is not None else None)
+
+
+def _forked_generators(gpu: Accelerator | None) -> AbstractContextManager[None]:
+    fork = torch.random.fork_rng
+    return fork([]) if gpu is None else fork([gpu.current()], device_type=gpu.type)
 
 
 @contextmanager
@@ -185,21 +183,19 @@ def kept_as_it_is(module: nn.Module, watch: OperationWatch, start: RandomNumbers
 
     Within it torch's generators begin at `start`.
     """
-    devices = [torch.cuda.current_device()] if _has_cuda() else []
+    gpu = gpu_in_use()
     numpy = sys.modules.get("numpy")
     of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy is not None else None
     holders = [table for part in module.modules() for table in (vars(part), part._buffers, part._modules)]
     tables = [(table, dict(table)) for table in holders]
     fast = torch.backends.mha.get_fastpath_enabled()
-    with torch.random.fork_rng(devices), warnings.catch_warnings():
+    with _forked_generators(gpu), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.backends.mha.set_fastpath_enabled(fast and not torch.is_grad_enabled())
         if start is not None:
             torch.set_rng_state(start.cpu)
-            if start.cuda is not None and devices:
-                generator = torch.cuda.default_generators[devices[0]]
-                generator.manual_seed(start.cuda[0])
-                generator.set_offset(start.cuda[1])
+            if start.gpu is not None and gpu is not None:
+                gpu.set_random_state(start.gpu)
         try:
             yield
         finally:

@@ -23,7 +23,7 @@ class ReplayRequest(msgspec.Struct, frozen=True):
     out: str
     """The file to write the ReplayAnswer into: the forward itself may print."""
     device: str
-    """`cpu`, `cuda`, or "" for the one that it ran on, if that is here."""
+    """`cpu`, the type of a GPU, or "" for the one that it ran on, if that is here."""
     dtypes: list[str]
     trust: bool
 
@@ -72,6 +72,7 @@ def main() -> int:
 def _answer(request: ReplayRequest) -> ReplayAnswer:
     import torch
 
+    from ..device.accelerator import built_gpu
     from . import (
         forward_thread,  # noqa: F401  # before the capture's folders are on sys.path
         reproduce,
@@ -85,10 +86,13 @@ def _answer(request: ReplayRequest) -> ReplayAnswer:
     why = reproduce.needs_trust(capture)
     if why and not request.trust:
         return ReplayAnswer(why, True)
-    if request.device == "cuda" and not torch.cuda.is_available():
-        return ReplayAnswer("expected a GPU for --device cuda, found none that torch can use")
+    gpu = built_gpu()
+    if gpu is not None and not gpu.count():
+        gpu = None
+    if request.device not in ("", "cpu") and gpu is None:
+        return ReplayAnswer(f"expected a GPU for --device {request.device}, found none that torch can use")
     first = next((tensor.split()[-1] for tensor in capture["tensors"]), "cpu")
-    device = request.device or ("cuda" if first.startswith("cuda") and torch.cuda.is_available() else "cpu")
+    device = request.device or (gpu.type if gpu is not None and first.startswith(gpu.type) else "cpu")
     sys.argv = [capture["source"]["file"]]
     own = ", ".join([f"autocast {str(dtype).removeprefix('torch.')}" for dtype in capture["autocast"].values()])
     notes = list(capture["notes"])

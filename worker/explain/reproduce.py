@@ -28,6 +28,8 @@ from torch import nn
 from torch.utils import _pytree
 
 FORMAT = 1
+OF_GPU = "cuda"
+"""The key of the GPU's random numbers in a capture."""
 SCRIPTS = ("__main__", "__mp_main__")
 """Names of the module that a script is."""
 OF_TORCH = "torch.nn.modules."
@@ -239,10 +241,10 @@ def surroundings(capture: dict[str, Any], device: str, *, autocast: bool = True)
             stack.enter_context(torch.autocast(device if kind != "cpu" else kind, dtype))
         if capture["rng"] is not None:
             torch.set_rng_state(capture["rng"]["cpu"].cpu())
-            if device != "cpu" and capture["rng"]["cuda"] is not None:
+            if device != "cpu" and capture["rng"][OF_GPU] is not None:
                 generator = torch.cuda.default_generators[torch.cuda.current_device()]
-                generator.manual_seed(capture["rng"]["cuda"][0])
-                generator.set_offset(capture["rng"]["cuda"][1])
+                generator.manual_seed(capture["rng"][OF_GPU][0])
+                generator.set_offset(capture["rng"][OF_GPU][1])
         yield
 
 

@@ -14,13 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ...core.preflight import BandwidthRow
+from ..device.accelerator import accelerator_of
 from .blame.odd_ranks import size_text
-from .device_tests import timed
 from .group_collectives import GroupCollectives
 from .steps import LinkSpeed, RankMeasurements
 
-CPU_LARGEST = 16 << 20
-CUDA_LARGEST = 256 << 20
 SMALLEST = 64 << 10
 _STEP = 4
 _MOST_REPEATS = 20
@@ -41,7 +39,7 @@ def measure(group: GroupCollectives, largest_bytes: int = 0) -> RankMeasurements
 
     Polling does not affect the times: on CUDA the device's own clock measures them.
     """
-    largest = largest_bytes or (CUDA_LARGEST if group.device.type == "cuda" else CPU_LARGEST)
+    largest = largest_bytes or accelerator_of(group.device).sizes.all_reduce
     rows: list[BandwidthRow] = []
     longest_s: dict[int, float] = {}
     left_s = 0.0
@@ -153,4 +151,5 @@ def _timed(group: GroupCollectives, name: str, call: Callable[[], object], repea
         for _ in range(repeats):
             call()
 
-    return timed(group.device, repeated, group.deadline, lambda: group.too_late(name)) / repeats
+    accelerator = accelerator_of(group.device)
+    return accelerator.timed(repeated, group.deadline, lambda: group.too_late(name)) / repeats

@@ -5,7 +5,6 @@ A fact that cannot be read is unknown.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import ipaddress
 import os
@@ -13,7 +12,6 @@ import platform
 import resource
 import threading
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from ...core.gpu.nvml_child import GpuReading, ask_nvml
 from ...core.host import boot_id, gpuwatch_version, host_name
 from ...core.identity import RankIdentity
 from ...core.preflight import InventoryFacts, PreflightFinding
-from ...core.text import first_line
+from ..device.accelerator import CudaAccelerator, built_gpu
 
 T = TypeVar("T")
 
@@ -54,12 +52,12 @@ def gather(identity: RankIdentity, script: str = "", environ: Mapping[str, str] 
     Does not use CUDA, so that the process can fork afterwards. With a torch without CUDA the inventory is complete, and
     `device` is set.
     """
-    has_cuda = bool(torch.version.cuda or torch.version.hip)
+    gpu = built_gpu()
     return InventoryFacts(
         host=soft(host_name, ""),
         node=soft(lambda: int(environ["GROUP_RANK"]), 0),
         boot_id=soft(boot_id, ""),
-        device="" if has_cuda else "cpu",
+        device="" if gpu is not None else "cpu",
         driver=soft(Path("/sys/module/nvidia/version").read_text, "").strip(),
         versions=_versions(),
         environment=soft(lambda: settings(environ), {}),
@@ -70,8 +68,8 @@ def gather(identity: RankIdentity, script: str = "", environ: Mapping[str, str] 
         script=script,
         script_digest=soft(lambda: _digest(script), "") if script else "",
         local_rank=identity.local_rank,
-        gpus_visible=None if has_cuda else 0,
-        device_error="" if has_cuda else "this torch is built without CUDA",
+        gpus_visible=None if gpu is not None else 0,
+        device_error="" if gpu is not None else "this torch is built without CUDA",
         rdma_devices=soft(lambda: sorted(os.listdir("/sys/class/infiniband")), []),  # noqa: PTH208  # names only
     )
 
@@ -104,11 +102,12 @@ def _nccl_file(path: Path) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
+    gpu = built_gpu()
     found = {
+        **(gpu.toolkit() if gpu is not None else {}),
         "torch": soft(lambda: str(torch.__version__), ""),
         "python": platform.python_version(),
         "gpuwatch": soft(gpuwatch_version, ""),
-        "cuda": torch.version.cuda or "",
     }
     return {name: version for name, version in found.items() if version}
 
@@ -161,71 +160,33 @@ def gather_device(facts: InventoryFacts, local_rank: int) -> InventoryFacts:
 
     `device` is `cpu` for a rank without its own GPU. Raises torch's error for a GPU that exists but cannot be read.
     """
+    gpu = built_gpu() or CudaAccelerator()  # torch says why there is none
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reason is read below and becomes a finding
-        error = _why_no_gpu()
+        error = gpu.why_none()
         if error:
             return replace(facts, device="cpu", gpus_visible=0, device_error=error)
-        visible, nccl = torch.cuda.device_count(), soft(_nccl, "")
+        visible = gpu.count()
         facts = replace(
             facts,
             device="cpu",
             driver=facts.driver or soft(_driver, ""),
-            versions={**facts.versions, **({"nccl": nccl} if nccl else {})},
+            versions={**facts.versions, **soft(gpu.versions, {})},
             gpus_visible=visible,
         )
         if local_rank >= visible:
             return facts
-        properties = torch.cuda.get_device_properties(local_rank)
-        memory = soft(lambda: _memory(local_rank), None)
+        device = torch.device(gpu.type, local_rank)
+        memory = soft(lambda: gpu.memory(device), None)
         return replace(
             facts,
-            device=f"cuda:{local_rank}",
-            device_name=properties.name,
-            uuid=soft(lambda: device_uuid(local_rank), ""),
-            pci_bus=soft(lambda: _pci_bus(properties), ""),
+            device=str(device),
+            device_name=gpu.name(local_rank),
+            uuid=soft(lambda: gpu.uuid(local_rank), ""),
+            pci_bus=soft(lambda: gpu.pci_bus(local_rank), ""),
             device_memory_free=memory[0] if memory else None,
             device_memory_total=memory[1] if memory else None,
         )
-
-
-def _memory(ordinal: int) -> tuple[int, int]:
-    """(free, total) bytes. The device is made current first, so that no other device gets a context."""
-    torch.cuda.set_device(ordinal)
-    return torch.cuda.mem_get_info(ordinal)
-
-
-def _why_no_gpu() -> str:
-    """Why CUDA cannot be used: the first line of its error. "" if it can be used."""
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch.cuda.init has no annotations
-    except Exception as error:  # its class depends on the cause and the version
-        return first_line(error)
-    return "" if torch.cuda.device_count() else "no GPU is visible"
-
-
-def device_uuid(ordinal: int) -> str:
-    """`GPU-...` as NVML writes it; `MIG-...` for an instance, of which torch's property may give the whole GPU's."""
-    properties = torch.cuda.get_device_properties(ordinal)
-    if " MIG " in properties.name:
-        return f"MIG-{_driver_uuid(ordinal)}"
-    return f"GPU-{properties.uuid}"
-
-
-def _driver_uuid(ordinal: int) -> str:
-    """The UUID from the driver: cuDeviceGetUuid_v2 (CUDA 11.4) is documented to return that of a MIG instance."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    found = (ctypes.c_ubyte * 16)()
-    status = driver.cuDeviceGetUuid_v2(ctypes.byref(found), ctypes.c_int(ordinal))
-    if status:
-        raise OSError(f"cuDeviceGetUuid_v2 returned {status}")
-    return str(uuid.UUID(bytes=bytes(found)))
-
-
-def _pci_bus(properties: torch._C._CudaDeviceProperties) -> str:
-    """`0000:3b:00.0`, as the kernel and lspci write it. torch has it from 2.7 on."""
-    domain, bus, device = (getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _driver() -> str:
@@ -237,10 +198,6 @@ def _driver() -> str:
         return str(pynvml.nvmlSystemGetDriverVersion())
     finally:
         pynvml.nvmlShutdown()
-
-
-def _nccl() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch.cuda.nccl has no annotations
 
 
 # The health stage: compares what NVML reports of the rank's GPU under load with the table of thresholds.

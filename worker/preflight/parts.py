@@ -26,9 +26,10 @@ from ...core.identity import RankIdentity, is_peer_failure
 from ...core.preflight import Grade, InventoryFacts, PreflightFinding
 from ...core.settings import WorkerSettings
 from ...core.text import parse_amount
+from ..device.accelerator import accelerator_of, gpu_in_use
 from .bandwidth import measure
 from .blame.known_errors import explain
-from .device_tests import AllocationResult, allocate, compute, cuda_load
+from .device_tests import AllocationResult, allocate, compute
 from .group_collectives import check_group, join
 from .inventory import HealthResult, check_health, gather, gather_device
 from .meeting import FAILED, StoreLost, store_below
@@ -45,8 +46,9 @@ _GRACE_SHARE = 0.05
 def perform(test: Callable[..., Any], answer: Answer) -> Any:
     """Run a test, in the child. Empties torch's cache: the next test or another rank may need the memory."""
     result = test(answer) if isinstance(test, GroupTest) else test()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotations there
-        torch.cuda.empty_cache()
+    gpu = gpu_in_use()
+    if gpu is not None:
+        gpu.release_cache()
     return result
 
 
@@ -142,7 +144,8 @@ class RankTests:
             return RankStepReport(detail="no GPU in use")
 
         thresholds, share_s = self.settings.health_thresholds, deadline_s * _HEALTH_SHARE
-        load = partial(cuda_load, self.device.index) if self.device.type == "cuda" else None
+        accelerator = accelerator_of(self.device)
+        load = partial(accelerator.load, self.device.index) if accelerator.is_gpu else None
         test = partial(check_health, uuid, me.rank, self.facts.host, thresholds, share_s, load)
         ending = self.child.run(test, deadline_s)
         if ending.kind == "ok":
@@ -160,8 +163,8 @@ class RankTests:
         """The memory test. `gpus` are the UUIDs of all ranks' GPUs: ranks that share a GPU share its memory."""
         amount = parse_amount(self.settings.alloc) if self.settings.alloc else None
         quick = self.settings.preflight == "quick"
-        on_cuda, uuid = self.device.type == "cuda", self.facts.uuid
-        sharers = max(1, gpus.count(uuid) if uuid else 1) if on_cuda else self.identity.local_world_size
+        on_gpu, uuid = self.facts.has_gpu, self.facts.uuid
+        sharers = max(1, gpus.count(uuid) if uuid else 1) if on_gpu else self.identity.local_world_size
         test = partial(allocate, self.device, amount, quick=quick, sharers=sharers)
         ending = self.child.run(test, self.deadlines.work("allocation"))
         if ending.kind != "ok":

@@ -164,6 +164,11 @@ class RankAttendance(msgspec.Struct, frozen=True):
     gpu: str = ""
     """UUID; "" if there is none or it is unknown."""
 
+    @property
+    def has_gpu(self) -> bool:
+        """Whether it has a GPU of its own."""
+        return self.device not in ("", "cpu")
+
 
 class ComputeResult(msgspec.Struct, frozen=True):
     """The results of one rank. Ranks with the same `device_type` must have the same bits."""
@@ -218,7 +223,7 @@ class RankRoster(msgspec.Struct, frozen=True):
     @property
     def backend(self) -> str:
         """NCCL only if every rank has its own GPU."""
-        return "nccl" if all(one.device.startswith("cuda") for one in self.ranks) else "gloo"
+        return "nccl" if all(one.has_gpu for one in self.ranks) else "gloo"
 
     def ranks_of(self, *nodes: int) -> list[int]:
         """The ranks of these nodes."""

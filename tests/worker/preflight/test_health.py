@@ -137,10 +137,10 @@ def test_whose_gpu_it_is(uuid, local_rank, visible, expected):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_gpu_is_looked_at_under_load():
-    from gpuwatch.worker.preflight.device_tests import cuda_load
+    from gpuwatch.worker.device.accelerator import CudaAccelerator
 
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    result = check_health(uuid, 3, "n0", "", 60.0, partial(cuda_load, 0))
+    result = check_health(uuid, 3, "n0", "", 60.0, partial(CudaAccelerator().load, 0))
     assert not [finding for finding in result.findings if "not under load" in finding.sentence]
     assert "not under load" not in result.detail
     assert "load failed" not in result.detail

@@ -100,7 +100,7 @@ def test_the_device_completes_the_inventory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda ordinal: (10, 20))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda ordinal: gpu)
     monkeypatch.setattr(inventory, "_driver", lambda: "550.54")
-    monkeypatch.setattr(inventory, "_nccl", lambda: "2.27.3")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
 
     whole = gather_device(facts, 3)
 
@@ -149,8 +149,8 @@ def test_a_gpu_is_described_as_nvml_knows_it():
 @pytest.mark.gpu
 def test_the_drivers_uuid_is_torchs_for_a_whole_gpu():
     code = (
-        "import torch; torch.cuda.init(); from gpuwatch.worker.preflight import inventory as d\n"
-        "print(d.device_uuid(0) == 'GPU-' + d._driver_uuid(0), ' MIG ' in torch.cuda.get_device_name(0))"
+        "import torch; torch.cuda.init(); from gpuwatch.worker.device import accelerator as d\n"
+        "print(d.CudaAccelerator().uuid(0) == 'GPU-' + d.driver_uuid(0), ' MIG ' in torch.cuda.get_device_name(0))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout.split() in (["True", "False"], ["False", "True"]), done.stderr

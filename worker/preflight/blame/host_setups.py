@@ -122,7 +122,7 @@ def _limit(known: InventoryFacts, name: str) -> int | None:
 def _uses_rdma(known: InventoryFacts) -> bool:
     return (
         bool(known.rdma_devices)
-        and known.device.startswith("cuda")
+        and known.has_gpu
         and known.environment.get("NCCL_IB_DISABLE", "0") in ("", "0")
         and known.environment.get("NCCL_NET", "").casefold() != "socket"
     )
@@ -201,8 +201,9 @@ def interfaces_named(facts: Facts) -> list[PreflightFinding]:
                 wrong.setdefault((setting, value), []).append(rank)
     found = []
     for (setting, value), ranks in wrong.items():
-        device = "cuda" if setting.startswith("NCCL") else "cpu"
-        grade: Grade = "fail" if any(facts[rank].device.startswith(device) for rank in ranks) else "warn"
+        on_gpu = setting.startswith("NCCL")
+        uses_it = any(facts[rank].device and facts[rank].has_gpu == on_gpu for rank in ranks)
+        grade: Grade = "fail" if uses_it else "warn"
         has = ", ".join(usable_interfaces(facts[ranks[0]]))
         sentence = f"{setting}={value} names no interface of {place_text(ranks, facts)}; there are: {has}"
         found.append(
@@ -312,8 +313,8 @@ def _next(ranks: list[int], facts: Facts) -> str:
 
 def ranks_without_gpu(facts: Facts) -> list[PreflightFinding]:
     """Ranks on the CPU in a job with GPUs, including ranks whose GPU could not be read."""
-    without = [rank for rank in sorted(facts) if not facts[rank].device.startswith("cuda")]
-    with_gpu = [rank for rank in sorted(facts) if facts[rank].device.startswith("cuda")]
+    without = [rank for rank in sorted(facts) if not facts[rank].has_gpu]
+    with_gpu = [rank for rank in sorted(facts) if facts[rank].has_gpu]
     blind = [rank for rank in without if facts[rank].gpus_visible == 0]
     stuck = [rank for rank in without if facts[rank].gpus_visible is None and facts[rank].device_error]
     too_many = [rank for rank in without if facts[rank].gpus_visible]

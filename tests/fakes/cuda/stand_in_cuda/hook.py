@@ -28,9 +28,10 @@ def _install_kernels() -> None:
 
 
 def _make_the_device_tests_small() -> None:
-    tests = sys.modules["gpuwatch.worker.preflight.device_tests"]
-    tests.CUDA_SIZE, tests.CUDA_REPEATS = 256, 2  # type: ignore[attr-defined]  # a GPU's takes hours here
-    tests._LOAD_SIZE, tests._TRANSFER_BYTES = 256, 1 << 20  # type: ignore[attr-defined]
+    module = sys.modules["gpuwatch.worker.device.accelerator"]
+    cuda = module.CudaAccelerator  # type: ignore[attr-defined]
+    cuda.sizes = cuda.sizes._replace(matmul=256, repeats=2)  # a GPU's takes hours here
+    module._LOAD_SIZE, module._TRANSFER_BYTES = 256, 1 << 20  # type: ignore[attr-defined]
 
 
 def _have_inductor_call_operations() -> None:
@@ -43,7 +44,7 @@ _AFTER: dict[str, Callable[[], None]] = {
     "torch": _install_operations,
     "torch._inductor.config": _have_inductor_call_operations,
     "triton.compiler.compiler": _install_kernels,
-    "gpuwatch.worker.preflight.device_tests": _make_the_device_tests_small,
+    "gpuwatch.worker.device.accelerator": _make_the_device_tests_small,
 }
 
 
