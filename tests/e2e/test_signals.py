@@ -78,7 +78,7 @@ def test_a_thousand_of_them(bench, place, without_c, late):
 @pytest.mark.parametrize("without_c", [[], ["--without-c"]])
 @pytest.mark.parametrize("place", ["second run", pytest.param("compiled", marks=pytest.mark.soak)])
 def test_one_that_comes_in_a_second_run_or_in_compiled_code(bench, place, without_c):
-    """torch loses one there now and then, without gpuwatch, too: in C++, and in callbacks of weak references."""
+    """torch loses one there now and then, without gpuwatch, too: in guards, and in callbacks of weak references."""
     found = signalled(bench, "--places", place, "--signals", "30", *without_c)
     assert found["ended in gpuwatch"] == 0, found["ended in"]
     assert found["caught"][place] >= 5  # a run that is faster than those before it ends before its signal

@@ -30,15 +30,34 @@ def current_output() -> Any:
 
 def traced_value(name: str) -> Any:
     """The argument `name` of the function that is being traced. It adds no guard, unlike a read of its id."""
-    output = current_output()
-    tx = output.current_tx
-    while tx is not None and name not in tx.symbolic_locals:
-        tx = tx.parent
-    found = tx.symbolic_locals[name].realize() if tx is not None else None
+    found = _traced_argument(name)
     key = getattr(found, "module_key", None)
     if key is not None:  # a module that dynamo specializes its graph for, as an older torch may
-        return output.get_submodule(key)
+        return current_output().get_submodule(key)
     return getattr(found, "value", None)
+
+
+def traced_class(name: str) -> type | None:
+    """The class of the argument `name` of the function that is being traced. None if dynamo does not say.
+
+    It adds no guard, unlike `type(argument) is torch.Tensor`. Dynamo guards any object that it finds under two names
+    with a function in Python, and drops what a signal's handler raises there.
+    """
+    try:
+        found: type | None = _traced_argument(name).python_type()
+        return found
+    except NotImplementedError as error:
+        if from_outside(error):
+            raise
+        return None
+
+
+def _traced_argument(name: str) -> Any:
+    """What dynamo knows of the argument `name` of the function that is being traced; None if there is none."""
+    tx = current_output().current_tx
+    while tx is not None and name not in tx.symbolic_locals:
+        tx = tx.parent
+    return tx.symbolic_locals[name].realize() if tx is not None else None
 
 
 def traced_method(running: torch.nn.Module | None) -> tuple[types.CodeType | None, torch.nn.Module | None]:

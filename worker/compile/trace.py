@@ -25,7 +25,7 @@ from ...core.frames import RowKind
 from ...core.signal_errors import from_outside, suppress_own
 from ..device.torch_reader import graph_numbers
 from . import dynamo
-from .dynamo import BUFFERS, current_graph, hook_begins, hook_ends, is_closed, traced_value
+from .dynamo import BUFFERS, current_graph, hook_begins, hook_ends, is_closed, traced_class, traced_value
 from .region_parts import compiled_views
 from .regions import RankRegions
 
@@ -36,6 +36,7 @@ Inputs of the graph are never marked: a script that passes the same tensor again
 """
 
 _THROUGH_DATA = compiled_views().through_data
+_STRIDED, _look = torch.strided, torch.ops.gpuwatch.look
 
 R = TypeVar("R")
 
@@ -64,8 +65,9 @@ def _constant(call: C) -> C:
 
 
 @_constant
-def _opens(cls: str) -> bool:
-    return _safely(lambda regions: regions.opens(cls, traced_value("module")), False)
+def _opens() -> bool:  # not given the name of the class: dynamo would guard it for each module
+    module = traced_value("module")
+    return _safely(lambda regions: regions.opens(type(module).__name__, module), False)
 
 
 @_constant
@@ -126,6 +128,12 @@ def _has_read(place: int) -> bool:
 
 
 @_constant
+def _is_tensor(or_parameter: bool) -> bool:
+    cls = _safely(lambda _: traced_class("value"), None)
+    return cls is torch.Tensor or (or_parameter and cls is torch.nn.Parameter)
+
+
+@_constant
 def _left_root() -> bool:
     region = RankRegions.current.traced if RankRegions.current is not None else None
     return region is not None and not region.left.name
@@ -170,7 +178,7 @@ def _wants_gradients() -> bool:
 
 def traced_before(module: torch.nn.Module) -> None:
     """A module is entered. Dynamo traces this function, so only Python that it supports well may stand here."""
-    if _opens(type(module).__name__):
+    if _opens():
         _enter()  # not given its id: dynamo would make a graph for each block of a model
 
 
@@ -191,7 +199,7 @@ def traced_after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -
 def _record(value: Any, role: str, returned: bool, depth: int) -> None:
     if value is None:
         _row(role, -1, 1, None, "")
-    elif type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+    elif _is_tensor(True):
         _record_tensor(value, role, returned)
     elif type(value) in (tuple, list) and depth < 3:
         for position, item in enumerate(value):
@@ -205,7 +213,7 @@ def _record(value: Any, role: str, returned: bool, depth: int) -> None:
 
 
 def _unmark(value: Any, depth: int) -> None:
-    if type(value) is torch.Tensor and getattr(value, MARK, -1) >= 0:
+    if _is_tensor(False) and getattr(value, MARK, -1) >= 0:
         setattr(value, MARK, -1)
     elif type(value) in (tuple, list) and depth < 3:
         for item in value:
@@ -216,7 +224,7 @@ def _unmark(value: Any, depth: int) -> None:
 
 
 def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
-    if not tensor.dtype.is_floating_point or tensor.numel() == 0 or tensor.layout is not torch.strided:
+    if not tensor.dtype.is_floating_point or tensor.numel() == 0 or tensor.layout is not _STRIDED:
         _row(role, -1, 3, tensor.dtype, "")
         return
     known = getattr(tensor, MARK, -1)
@@ -230,7 +238,7 @@ def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
     place = _row(role, known_place if known_place >= 0 else -2, 0, tensor.dtype, device)
     if known_place < 0:
         if _in_host_memory(device):
-            torch.ops.gpuwatch.look(detached, getattr(BUFFERS, f"token_{place}"), place)
+            _look(detached, getattr(BUFFERS, f"token_{place}"), place)
         else:
             getattr(BUFFERS, f"place_{place}").copy_(graph_numbers(detached))
         _read_ends(place)
@@ -241,7 +249,7 @@ def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
 
         def hook(grad: torch.Tensor) -> torch.Tensor:
             if _in_host_memory(device):
-                torch.ops.gpuwatch.look(grad.detach(), getattr(BUFFERS, f"token_{gradient}"), gradient)
+                _look(grad.detach(), getattr(BUFFERS, f"token_{gradient}"), gradient)
             elif _THROUGH_DATA:
                 getattr(BUFFERS, f"place_{gradient}").data.copy_(graph_numbers(grad.detach()))
             else:

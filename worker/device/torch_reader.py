@@ -150,11 +150,12 @@ GRAPH_NUMBERS = 3
 """How many. As elements, they have the extremes and the non-finite values of the tensor."""
 FROM_GRAPH = -1
 """The stride of their source, by which a reader can tell them from a tensor of float64."""
+_stack, _FLOAT64 = torch.stack, torch.float64  # read from `torch` itself, they would add a guard (see `traced_class`)
 
 
 def graph_numbers(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a tensor, in float64. Dynamo traces this function."""
-    return torch.stack((tensor.amin(), tensor.amax(), tensor.abs().amin())).to(torch.float64)
+    return _stack((tensor.amin(), tensor.amax(), tensor.abs().amin())).to(_FLOAT64)
 
 
 def graph_source(numbers: torch.Tensor) -> TensorSource:

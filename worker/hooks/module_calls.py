@@ -38,7 +38,7 @@ try:
 except ImportError:  # installed without a C compiler: the hooks' share of the recursion limit is not given back
     call_begins = call_ends = work_begins = work_ends = lambda: None
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling, _is_dynamo_compiling = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 _is_tracing = name_in_torch("torch._C._is_tracing", lambda: False)
 _graph_task = name_in_torch("torch._C._current_graph_task_id", lambda: -1)
 _this_thread = threading.get_ident
@@ -98,7 +98,7 @@ class ModuleCalls:
     def before(self, module: torch.nn.Module, args: Any) -> None:
         """A module is called."""
         if _is_compiling():
-            if torch.compiler.is_dynamo_compiling() and traced.before is not None:
+            if _is_dynamo_compiling() and traced.before is not None:
                 traced.before(module)
             return
         call_begins()
@@ -126,7 +126,7 @@ class ModuleCalls:
         # `rest` is (kwargs, output). When the forward raised, torch (up to at least 2.13) omits kwargs in a global hook
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
         if _is_compiling():
-            if torch.compiler.is_dynamo_compiling() and traced.after is not None:
+            if _is_dynamo_compiling() and traced.after is not None:
                 traced.after(module, args, kwargs, output)
             return
         work_begins()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import input_codes
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
@@ -671,6 +672,49 @@ def test_no_graph_is_made_of_our_hooks(watch):
     assert [torch._C._dynamo.eval_frame._debug_get_cache_entry_list(hook.__code__) for hook in hooks] == [[], [], []]
     compiled = {code.co_name for code in (reference() for reference in input_codes.seen) if code is not None}
     assert compiled & {"before", "after", "traced_before"} == set()
+    assert watched.faults == []
+
+
+class Layers(nn.Module):
+    """Dynamo knows nothing in it under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Product()
+        self.head = Product()
+
+    def forward(self, x):
+        return self.head(self.block(x))
+
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((16, 16), 0.1))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
+def test_no_guard_in_python_is_ours(watch, monkeypatch, on_host):
+    """Dynamo drops what a signal's handler raises in such a guard, which its own code calls after all others."""
+    pairs = []
+    of_two_names = GuardBuilder.DUPLICATE_INPUT
+
+    def noted(builder, guard, source_b):
+        pairs.append((guard.name, source_b))
+        of_two_names(builder, guard, source_b)
+
+    monkeypatch.setattr(GuardBuilder, "DUPLICATE_INPUT", noted)
+    train(Layers)
+    assert pairs == []
+    torch.compiler.reset()
+    if not on_host:
+        monkeypatch.setattr(dynamo, "in_host_memory", lambda device: False)
+    watched = watch(on_overflow="continue", watch=GRADIENTS)
+    train(Layers)
+    assert pairs == []
     assert watched.faults == []
 
 
