@@ -108,6 +108,16 @@ def uses_cuda_graphs() -> bool:
     return bool(_option("triton.cudagraphs"))
 
 
+def is_for_compiled_autograd() -> bool:
+    """Whether compiled autograd is on by its setting, and so within calls of compiled code alone.
+
+    Dynamo then hands the hook of a gradient to compiled autograd. A backward outside of such a call runs without that,
+    and ends in "BackwardState requires CompiledAutograd". (torch 2.13, torch/_dynamo/variables/tensor.py and
+    eval_frame.py)
+    """
+    return bool(getattr(torch._dynamo.config, "compiled_autograd", False))
+
+
 def is_lite() -> bool:
     """Whether the graph that is being traced is for torch.compile(mode="lite"), which torch 2.11 has.
 

@@ -19,6 +19,7 @@ from .dynamo import (
     current_output,
     forget,
     is_closed,
+    is_for_compiled_autograd,
     is_for_inductor,
     is_lite,
     on_device,
@@ -271,6 +272,7 @@ class RankRegions:
         if region is None:
             info = self._policy.resolve(module, None)
             gradients = self._gradients and (self._opened is not RegionScope.UNSEEN or is_for_inductor())
+            gradients = gradients and not is_for_compiled_autograd()
             region = Region(info, type(module).__name__, self._owner, self._opened, gradients)
             if self._gradients and not gradients:
                 self._policy.not_looked_into(None, region.cls)

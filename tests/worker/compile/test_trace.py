@@ -718,6 +718,17 @@ def test_no_guard_in_python_is_ours(watch, monkeypatch, on_host):
     assert watched.faults == []
 
 
+def test_a_backward_outside_of_compiled_autograds_setting_runs_on(watch):
+    """The setting holds within the compiled forward, where a hook of a gradient would be handed to it."""
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        plain = train(Layers)
+        torch.compiler.reset()
+        watched = watch(on_overflow="continue", watch=GRADIENTS)
+        assert train(Layers)[0] == plain[0]
+    assert watched.faults == []
+    assert watched.of(NotLookedInto)  # its gradients
+
+
 @pytest.mark.slow
 def test_a_graph_reads_a_tensor_once_whoever_is_handed_it(watch):
     """Even where dynamo has no way from the arguments to the module: in a slice of a ModuleList."""
