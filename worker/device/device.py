@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.signal_errors import from_outside, suppress_own
 from ...core.torch_names import name_in_torch
+from .accelerator import built_gpu
 
 _modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 transforms = name_in_torch("torch._C._functorch.peek_interpreter_stack", lambda: None)
@@ -197,6 +198,9 @@ class CudaDevice:
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
+_KINDS: dict[str, Callable[[], StatsDevice]] = {CudaDevice.type: CudaDevice}
+
+
 def has_ended(driver: StatsDevice, key: StreamKey, stream: Any) -> bool:
     """Whether everything that was started on a stream has ended. Waits for it, `CLOSE_S` seconds at most.
 
@@ -256,21 +260,20 @@ def is_on_device(tensor: torch.Tensor) -> bool:
 
 def has_reader(device: torch.device) -> bool:
     """Whether tensors on `device` can be read without waiting."""
-    return device.type == "cuda" or (device.type == "cpu" and late_device() is not None)
+    return device.type in _KINDS or (device.type == "cpu" and late_device() is not None)
 
 
 def may_have_devices() -> bool:
     """Whether this torch can have tensors that `has_reader` holds for. Asks no driver."""
-    built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]  # torch has no annotation there
-    return bool(built) or late_device() is not None
+    return built_gpu() is not None or late_device() is not None
 
 
 def device_for(device: torch.device) -> StatsDevice:
     """The `StatsDevice` for tensors on `device`. Raises TypeError for an unknown kind."""
     late = late_device() if device.type == "cpu" else None
-    if late is None and device.type != "cuda":
-        raise TypeError(f"expected a tensor on CUDA, found {device.type}")
-    return late or CudaDevice()
+    if late is None and device.type not in _KINDS:
+        raise TypeError(f"expected a tensor on {' or '.join(_KINDS)}, found {device.type}")
+    return late or _KINDS[device.type]()
 
 
 class ToHost:
