@@ -111,7 +111,7 @@ def main() -> None:
         folder = Path(name)
         collector, agent = start(folder, args.ranks, args.trace_batches, args.telemetry)
         writers = [make_rank(folder, rank, args.ranks, args.frames) for rank in range(args.ranks)]
-        agent.tell(WorkersStarted(0, dict.fromkeys(range(args.ranks), 1)))
+        agent.send(WorkersStarted(0, dict.fromkeys(range(args.ranks), 1)))
         assert isinstance(collector.answer, CollectorBound)
         viewer = job_viewer(Path(collector.answer.run_dir)) if args.viewer else None
         if viewer is not None:
@@ -124,8 +124,8 @@ def main() -> None:
         for rank, writer in enumerate(writers):
             writer.append(ScriptExit(RunPosition(rank, 0), 0))
             writer.fields[HeadField.PHASE] = RankPhase.FINISHED
-        agent.tell(WorkersEnded(0, dict.fromkeys(range(args.ranks), 0), []))
-        agent.tell(LaunchDone("ok"))
+        agent.send(WorkersEnded(0, dict.fromkeys(range(args.ranks), 0), []))
+        agent.send(LaunchDone("ok"))
         agent.wait()
         assert agent.verdict is not None
         print(f"verdict: {agent.verdict.kind}")

@@ -100,7 +100,7 @@ def train(
         rows.append(seen)
         if len(rows) % EVERY_BATCH == 0:
             rows = thinned(rows, lambda row: row.batch, EVERY_BATCH)
-        told += [(number, recorder.names[column], each) for column, each in forecasts.look(rows, recorder.dtypes)]
+        told += [(number, recorder.names[column], each) for column, each in forecasts.update(rows, recorder.dtypes)]
     return Course(batches, None, told)
 
 

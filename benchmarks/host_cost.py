@@ -173,13 +173,13 @@ class Gpuwatch:
         self._count_what_is_left()
 
     def _count_what_is_left(self) -> None:
-        take = self._hooks._call_frames.take
+        take = self._hooks._call_frames.record
 
         def counted(*call: Any) -> None:
             self.left += 1
             take(*call)
 
-        self._hooks._call_frames.take = counted  # type: ignore[method-assign]
+        self._hooks._call_frames.record = counted  # type: ignore[method-assign]
 
     def seen(self) -> Counts:
         """Checks the last page: a watcher that sees nothing would be the cheapest of all. Raises on a fault."""

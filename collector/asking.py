@@ -81,7 +81,7 @@ class AskedAll:
     last: tuple[int, HangFinding] | None = None
     """The last finding, with its attempt."""
 
-    def hear(self, event: RankStall | RankLook | WorkerExit, now: float) -> int | None:
+    def on_message(self, event: RankStall | RankLook | WorkerExit, now: float) -> int | None:
         """Take an event. Returns the number of a round if it begins one; None for most events."""
         if isinstance(event, WorkerExit):
             self._ended[event.where.attempt, event.where.rank] = event

@@ -132,7 +132,7 @@ class RunProtocol:
 
     # -- hearing ------------------------------------------------------------------------------------------------
 
-    def hear(self, agent: str, message: AgentMessage, now: float) -> list[Action]:
+    def on_message(self, agent: str, message: AgentMessage, now: float) -> list[Action]:
         """One message of an agent."""
         node = self.nodes.get(agent)
         if isinstance(message.body, AgentHello) and node is None:
@@ -270,7 +270,7 @@ class RunProtocol:
     def _react_to_event(self, message: wire.EventMessage, now: float) -> list[Action]:
         event = message.event
         if isinstance(event, RankStall | RankLook | WorkerExit):
-            number = self.asking.hear(event, now)
+            number = self.asking.on_message(event, now)
             return self._to_all(wire.LookAtRanks(number)) if number is not None else []
         if isinstance(event, PreflightResult) and event.stops:
             self._job_is_over(now)

@@ -79,7 +79,7 @@ class WaitingPages:
         self._pages.append((agent, n, page, num_bytes))
         self._num_bytes += num_bytes
 
-    def take(self, look: Callable[[str, int, PageMessage], None]) -> None:
+    def drain(self, look: Callable[[str, int, PageMessage], None]) -> None:
         """Call `look` for some pages, the oldest first."""
         left = _AT_ONCE_BYTES
         while self._pages and left > 0:
@@ -179,7 +179,7 @@ class CollectorServer:
         self._lines = StageLines(self._folded)
         self._live = LiveFindings(self._folded, self._say, log, self._forecast)
         if self._view is not None:
-            self._view.tell(paths.folder)
+            self._view.announce(paths.folder)
         self._started_ns = started_ns(store)
         clock, poller = OwnClock(), zmq.Poller()
         poller.register(self._socket.socket, zmq.POLLIN)
@@ -195,7 +195,7 @@ class CollectorServer:
             if self._socket.socket in ready:
                 self._receive(now)
             self._live.tick()
-            self._pages.take(self._fold)
+            self._pages.drain(self._fold)
             self._show(now)
             self._write()
             self._socket.count_failed_handshakes()
@@ -209,7 +209,7 @@ class CollectorServer:
         for agent, message, data in self._socket.messages():
             if isinstance(message.body, PageMessage | wire.NameDefinitions):
                 taken[agent] = None
-            for action in self._protocol.hear(agent, message, now):
+            for action in self._protocol.on_message(agent, message, now):
                 if isinstance(action, LookAhead):
                     self._ahead[agent, message.n] = message, data
                     self._fold(agent, 0, message.body)
@@ -224,7 +224,7 @@ class CollectorServer:
 
     def _keep(self, agent: str, message: AgentMessage, data: bytes) -> None:
         self._ahead.pop((agent, message.n), None)
-        self._lines.hear(message.body)
+        self._lines.on_message(message.body)
         if message.n:
             self._store.add(agent, message, data)
         else:
@@ -239,9 +239,9 @@ class CollectorServer:
 
     def _fold(self, agent: str, n: int, body: AgentBody) -> None:
         self._folded.add(agent, n, body)
-        self._live.hear(body)
+        self._live.on_message(body)
         if isinstance(body, wire.NodeBeat) and body.looks:
-            self._stacks.hear(body)
+            self._stacks.on_message(body)
 
     def _write(self) -> None:
         """Acknowledge written messages and hand over new ones. An acknowledgement means that they are on the disk."""
@@ -336,7 +336,7 @@ class CollectorServer:
         """Make the report in its own thread, answer beats meanwhile, and deliver the verdict to every agent."""
         store, run_protocol = self._store, self._protocol
         while self._pages:
-            self._pages.take(self._fold)
+            self._pages.drain(self._fold)
         for (agent, _), (message, data) in self._ahead.items():  # it was never sent again: the report knows of it
             store.add(agent, message, data)
         stamp(store, "ended")

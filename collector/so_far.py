@@ -57,7 +57,7 @@ class LiveVerdict:
         self.said = ""
         """The last line without its time; "" before there is one."""
 
-    def hear(self, body: AgentBody) -> None:
+    def on_message(self, body: AgentBody) -> None:
         """What was added to the fold."""
         if isinstance(body, EventMessage) and isinstance(body.event, Anomaly):
             self._any = self._changed = self._urgent = True
@@ -102,7 +102,7 @@ class LiveForecast:
         self._say = say
         self._told = any(rank.forecasts for rank in folded.as_it_stands().ranks.values())
 
-    def hear(self, body: AgentBody) -> None:
+    def on_message(self, body: AgentBody) -> None:
         """One message that came in."""
         if self._told or not isinstance(body, EventMessage) or not isinstance(body.event, LimitForecast):
             return
@@ -146,7 +146,7 @@ class LiveStragglers:
         self.slow: ViewStraggler | None = None
         """The slow rank now, if the last two comparisons agree."""
 
-    def hear(self, body: AgentBody) -> None:
+    def on_message(self, body: AgentBody) -> None:
         """Take the step times of a beat."""
         if not isinstance(body, NodeBeat):
             return
@@ -233,11 +233,11 @@ class LiveFindings:
         self._forecast = LiveForecast(folded, forecast)
         self._errors: set[str] = set()
 
-    def hear(self, body: AgentBody) -> None:
+    def on_message(self, body: AgentBody) -> None:
         """What was added to the fold."""
         for part in (self.verdict, self._forecast, self.stragglers):
             with self._alone(part):
-                part.hear(body)
+                part.on_message(body)
 
     def tick(self) -> None:
         """Report changes, once the messages that arrived together are heard."""

@@ -29,7 +29,7 @@ class StageLines:
         results, ranks = self._results, self._folded.as_it_stands().ranks
         self._is_over = 0 < len(ranks) <= len(results)  # an earlier collector of this run has told it
 
-    def hear(self, body: AgentBody) -> None:
+    def on_message(self, body: AgentBody) -> None:
         """One message that came in, and that is or will be folded."""
         event = body.event if isinstance(body, EventMessage) else None
         self._is_new |= isinstance(body, AgentHello) or isinstance(

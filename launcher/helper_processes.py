@@ -197,7 +197,7 @@ class NodeAgent(RestartedHelper):
         """It has a verdict, or has been given up."""
         return self._over.is_set()
 
-    def tell(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Tell it something, and whoever comes after it."""
         with self._lock:
             self._told.append(message)

@@ -235,7 +235,7 @@ class TorchrunRanks(RankStarter):
             with suppress(psutil.Error):
                 self._unseen.append(psutil.Process(pid))
         self._ranks += self._unseen
-        self._life.tell(WorkersStarted(attempt, pids))
+        self._life.send(WorkersStarted(attempt, pids))
 
     def is_waited_for(self, attempt: int, running: list[int]) -> bool:
         """One has failed, for which torchrun ends the others: whether it waits, as one looks into its own overflow."""
@@ -247,8 +247,8 @@ class TorchrunRanks(RankStarter):
     def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
         """The ranks of this node have ended."""
         self._unseen = []
-        self._life.overflows.look(attempt, codes)
-        self._life.tell(WorkersEnded(attempt, codes, failed))
+        self._life.overflows.read(attempt, codes)
+        self._life.send(WorkersEnded(attempt, codes, failed))
 
     def may_restart(self, attempt: int, ranks: list[int]) -> bool:
         """Not after an abort: the same overflow, or the same bad GPU, would only be met again."""

@@ -182,7 +182,7 @@ class JobLife:
                 done = self._ranks.run(self)
             except UsageError as error:
                 done = pipe.LaunchDone("failed", error=error.text)
-                self.tell(done)
+                self.send(done)
                 raise
             with self.finishing:
                 return self.finish(done)
@@ -204,10 +204,10 @@ class JobLife:
         """None as long as there is none."""
         return self.agent.verdict if self.agent is not None else None
 
-    def tell(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Tell the agent something."""
         if self.agent is not None:
-            self.agent.tell(message)
+            self.agent.send(message)
 
     def wait(self) -> None:
         """Wait until the agent has a verdict or is given up, and the collector has printed its last line."""
@@ -268,7 +268,7 @@ class JobLife:
     def finish(self, done: pipe.LaunchDone) -> int:
         """The ranks have ended: wait for the verdict, have it printed, and say what to exit with."""
         done = self._ranks.settle(done)
-        self.tell(done)
+        self.send(done)
         if not self._ranks.wait(self):
             self.hurry = True
             return self._exit_code(done, None, left=True)

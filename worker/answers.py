@@ -52,7 +52,7 @@ def answer_with_stacks(folder: Path, rank: int, attempt: int) -> None:
 def look_at_stack_file() -> None:
     """Write no stack any more once the script has closed the file or has its number. Never raises."""
     if _answering is not None and not _answering.file.is_ours:
-        _answering.let_go()
+        _answering.release()
 
 
 class _StackFile:
@@ -67,7 +67,7 @@ class _StackFile:
         if self._is_enabled:
             faulthandler.enable(file=file.number, all_threads=False)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Stop writing, and forbid the agent to ask: without a handler, the signal would end the process."""
         global _answering
         _answering = None

@@ -80,7 +80,7 @@ class ModuleHooks:
             has_run=lambda page: gradients.has_run(page),
             optimizer_of=lambda bad: steps.steps.optimizer_of(bad),
             on_bad_weight=lambda *weight: steps.steps.weight_is_bad(*weight),
-            look_again=lambda bad: second_look.look(bad),
+            look_again=lambda bad: second_look.read(bad),
             on_end=lambda bad: self.second_runs.expect(bad),
             conclude=lambda: self.second_runs.conclude(),
         )
@@ -165,12 +165,12 @@ class ModuleHooks:
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
-        self.put_back()
+        self.reinstall()
         self.second_runs.explained.ends()
         with self.progress.faults.within("process groups"):
             self.progress.groups.notice()
         with self.progress.lock:
-            self._graphs.take()
+            self._graphs.record()
             for root in self._roots.infos:
                 self._graphs.batch_ends(root)
                 if root.page is not None:
@@ -193,9 +193,9 @@ class ModuleHooks:
             everything = self.judging.collect()
             return self._scalers.collect() and everything
 
-    def put_back(self) -> None:
+    def reinstall(self) -> None:
         """Attach the hooks again if somebody cleared torch's global hooks; calls in between were not recorded."""
-        self._global.put_back()
+        self._global.reinstall()
 
     # -- tensors that the script names --------------------------------------------------------------------------
 

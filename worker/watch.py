@@ -285,7 +285,7 @@ class ModelWatch:
 
     def _facts(self) -> RunFacts:
         if not self._closed and os.getpid() == self._pid:
-            self._hooks.put_back()
+            self._hooks.reinstall()
             self._hooks.read_states()
         self._settle()
         pages = (self._reader.page(held.number) for held in self._reader.held())

@@ -88,7 +88,7 @@ class ViewPublisher:
         everywhere = re.sub(r"^tcp://(\[::\]|0\.0\.0\.0|\*):", f"tcp://{host.host_name()}:", bound)
         self._keys = ViewerKeys(everywhere, server.public.decode(), viewer.public.decode(), viewer.private.decode())
 
-    def tell(self, folder: Path) -> None:
+    def announce(self, folder: Path) -> None:
         """Write the port and key into the run's folder for viewers. A full disk costs the view alone."""
         path = folder / FILE
         with suppress(OSError):

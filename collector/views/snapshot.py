@@ -250,7 +250,7 @@ class StacksRound:
         self._asked_at, self._looks = now, {}
         return True
 
-    def hear(self, beat: NodeBeat) -> None:
+    def on_message(self, beat: NodeBeat) -> None:
         """Take the looks of a beat, at the ranks that it speaks of."""
         own = {(state.rank, state.attempt) for state in beat.ranks}
         for look in unpack_list(beat.looks, RankLook):

@@ -89,11 +89,11 @@ class TopApp(App[int]):
 
     def on_mount(self) -> None:
         """Start polling."""
-        self.set_interval(EVERY_S, self.look)
+        self.set_interval(EVERY_S, self.poll)
         self.query_one(RankTable).focus()
         self.draw()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take the newest picture and draw it."""
         try:
             view = self._newest()

@@ -66,7 +66,7 @@ class GpuReading(msgspec.Struct, tag="told"):
     name: str = ""
     processes: list[GpuProcess] = []
 
-    def take(self, told: GpuReading) -> None:
+    def merge(self, told: GpuReading) -> None:
         """Add an answer."""
         self.name = told.name or self.name
         self.values.update(told.values)
@@ -139,7 +139,7 @@ class ChildAnswer:
     """The question without an answer."""
     finished: bool = False
 
-    def take(self, line: Line) -> None:
+    def merge(self, line: Line) -> None:
         """Add a line."""
         if isinstance(line, NvmlTrouble):
             self.trouble, self.next, self.finished = line.why, line.next, True
@@ -147,7 +147,7 @@ class ChildAnswer:
             self.asking = line
         elif isinstance(line, GpuReading):
             self.asking = None
-            self.readings.setdefault(line.device, GpuReading(line.device)).take(line)
+            self.readings.setdefault(line.device, GpuReading(line.device)).merge(line)
         elif isinstance(line, NvmlFinished):
             self.asking, self.finished = None, True
 
@@ -178,7 +178,7 @@ def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> 
     try:
         with suppress(TimeoutError):
             for line in messages_among(lines_until(child.stdout.fileno(), lambda: end), LINES):
-                answer.take(line)
+                answer.merge(line)
                 if answer.finished:
                     break
             in_time = True  # it has said all, or closed its output

@@ -167,7 +167,7 @@ class NodeAgentLoop:
             while not self.finished(self._now):
                 ready = dict(poller.poll(int(LOOK_S * 1000)))
                 now = self._now = self._time.now()
-                self._ends.look()
+                self._ends.poll()
                 if not ready and now < due:
                     continue
                 due = now + TURN_S - LOOK_S / 2
@@ -189,7 +189,7 @@ class NodeAgentLoop:
     def turn(self, now: float, *, heard: bool = True) -> None:
         """Hear the collector, read the ranks, send every due message. `heard`: the socket's descriptor is readable."""
         self._now = now
-        for message in self._link.hear(now, readable=heard, may_start_over=not self._launch_gone):
+        for message in self._link.on_message(now, readable=heard, may_start_over=not self._launch_gone):
             self._hear_collector(message, now)
         self._poll_ranks(now)
         if self._done is None:
@@ -331,7 +331,7 @@ class NodeAgentLoop:
     def _poll_gpus(self, poller: select.poll, ready: dict[int, int], now: float) -> None:
         fd = self._gpus.fd
         if fd is not None and fd in ready:
-            self._gpus.hear()
+            self._gpus.on_message()
         self._gpus.tick(now)
         if fd is not None and self._gpus.fd is None:
             poller.unregister(fd)
@@ -399,7 +399,7 @@ class NodeAgentLoop:
             for watch in self._ranks.values():
                 watch.want(message, now)
         elif isinstance(message, messages.LookAtRanks):
-            self._stalls.look(self._of_ranks, message.number, now)
+            self._stalls.inspect(self._of_ranks, message.number, now)
             if message.number != messages.SHOWN_LOOK:
                 self._put(self._telemetry.told(now))
         elif isinstance(message, messages.StopRanks):

@@ -109,7 +109,7 @@ class RankHistory:
             elif isinstance(entry, SlotDef):
                 self._module_of[entry.id] = entry.module
 
-    def look(self, reader: RecorderReader, header: tuple[int, ...], now: float) -> None:
+    def read(self, reader: RecorderReader, header: tuple[int, ...], now: float) -> None:
         """Look at the newest batches that are over, if it is time for that. `now` is monotonic time in seconds."""
         number = header[HeadField.PAGE] - 1
         if now < self._due or number <= self._done:
@@ -167,7 +167,7 @@ class RankHistory:
         if len(rows) % EVERY_BATCH == 0 or self._bytes > BYTES:
             self._thin()
         try:
-            told = self._forecasts.setdefault(page.root, RootForecasts()).look(self._rows[page.root], self._dtypes)
+            told = self._forecasts.setdefault(page.root, RootForecasts()).update(self._rows[page.root], self._dtypes)
             self._told += [found for each in told if (found := self._forecast(*each, page)) is not None]
         except Exception as error:  # it decides nothing, and costs the history nothing
             self.forecast_error = self.forecast_error or error
@@ -244,17 +244,17 @@ class RankStepTimes:
         self.last_s: deque[float] = deque(maxlen=LAST_STEPS)
         """Seconds of the last steps that were timed, in their order."""
 
-    def look(self, reader: RecorderReader, header: tuple[int, ...]) -> None:
+    def read(self, reader: RecorderReader, header: tuple[int, ...]) -> None:
         """Take the steps that were timed since the last look. What the ring has lost meanwhile is not in the sums."""
         if header[HeadField.STEPS_TIMED] == self._seen:
             return
         for count, step in reader.steps(self._seen):
             self._any_lost |= count != self._seen + 1
             self._seen = count
-            self.take(step)
+            self.add(step)
         self._began_ns = min(self._began_ns, time.time_ns() - sum(self._total_ns))
 
-    def take(self, step: TimedStep) -> None:
+    def add(self, step: TimedStep) -> None:
         """One step more."""
         self._taken += 1
         self.last_s.append(sum(step.parts) / 1e9)

@@ -83,7 +83,7 @@ class CollectorLink:
             socket.connect(config.collector)
         return socket
 
-    def hear(self, now: float, *, readable: bool, may_start_over: bool) -> Iterator[messages.CollectorMessage]:
+    def on_message(self, now: float, *, readable: bool, may_start_over: bool) -> Iterator[messages.CollectorMessage]:
         """Yield the messages that have arrived, except acknowledgements, which are handled here.
 
         `may_start_over`: raise ForgottenMessages where the collector's store was lost. Another agent, which the launch
@@ -114,7 +114,7 @@ class CollectorLink:
                 self._tell(UserNotice(coded(text, Code.CLIENTS_REJECTED)))
 
     def _acknowledged(self, ack: messages.MessageAck, may_start_over: bool, now: float) -> None:
-        self._clock.hear(ack.echo_ns, ack.time_ns, time.time_ns())
+        self._clock.on_message(ack.echo_ns, ack.time_ns, time.time_ns())
         self._beats.answered(ack.echo_ns)
         self.is_looked_at = ack.looks
         if self.outbox.acknowledged(ack.n, ack.credit, ack.received):
@@ -291,7 +291,7 @@ class ClockOffset:
     def __init__(self) -> None:
         self._exchanges: deque[ClockExchange] = deque(maxlen=KEPT)
 
-    def hear(self, sent_ns: int, theirs_ns: int, now_ns: int) -> None:
+    def on_message(self, sent_ns: int, theirs_ns: int, now_ns: int) -> None:
         """An answer arrived at `now_ns` to a beat sent at `sent_ns`, both by this host's clock."""
         if not sent_ns or not theirs_ns or now_ns < sent_ns:  # an older collector; a clock that was set back meanwhile
             return

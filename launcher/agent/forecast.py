@@ -183,7 +183,7 @@ class RootForecasts:
         self._before: dict[int, int] = {}
         """What the last look found: the batch by which each passes, at the latest."""
 
-    def look(self, rows: Sequence[BatchRow], dtypes: dict[int, int]) -> list[tuple[int, LimitCrossing]]:
+    def update(self, rows: Sequence[BatchRow], dtypes: dict[int, int]) -> list[tuple[int, LimitCrossing]]:
         """The columns that pass their limit soon. Call it for each new batch.
 
         `rows` are all that are kept, the newest last; `dtypes` are those of columns.

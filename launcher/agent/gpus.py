@@ -63,7 +63,7 @@ class GpuWatch:
         """Where the child speaks, to be polled; None once there is nothing more to hear."""
         return self._output.fd if self._child is not None else None
 
-    def hear(self) -> None:
+    def on_message(self) -> None:
         """There is something to read at `fd`."""
         for line in messages_among(self._output.lines(), nvml_child.LINES):
             self._take(line)

@@ -60,7 +60,7 @@ class ProcessEnds:
                 raise
             self._epoll.register(pidfd, select.EPOLLIN)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Note which have begun to end since the last look."""
         now_ns = time.time_ns()
         for watched in [watched for watched in self._watched if _is_ending(watched.statm)]:
@@ -71,7 +71,7 @@ class ProcessEnds:
 
     def when_ns(self, key: RankKey) -> tuple[int, int]:
         """(when the rank's process was last seen alive, when it was seen to end); (0, 0) if that is not known."""
-        self.look()
+        self.poll()
         return self._ended.get(key, (0, 0))
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class SeenOverflows:
         self._folder = folder
         self._seen: dict[tuple[int, int], Anomaly | None] = {}
 
-    def look(self, attempt: int, codes: dict[int, int | None]) -> None:
+    def read(self, attempt: int, codes: dict[int, int | None]) -> None:
         """The ranks of this attempt have ended with these codes: read their recorders."""
         for rank, code in codes.items():
             seen, first = code == RANK_OVERFLOW, None  # a script may have that code of its own: a recorder tells

@@ -210,7 +210,7 @@ class StallWatch:
                 limit_s = rest.limit_s(state.batch, limit)
                 yield RankStall(watch.where(state), round(limit_s, 1))
 
-    def look(self, watches: Collection[RankWatch], number: int, now: float) -> None:
+    def inspect(self, watches: Collection[RankWatch], number: int, now: float) -> None:
         """Look at all of these ranks; `seen` gives what comes of it."""
         for watch in watches:
             if not watch.ended:

@@ -170,14 +170,14 @@ class RankWatch:
         """The history's forecasts, and faults: it and the times of steps decide nothing, and all else goes on."""
         forecasts: list[events.LimitForecast] = []
         try:
-            self.steps.look(reader, header)
+            self.steps.read(reader, header)
         except Exception as error:
             self._failed("step times", error)
         try:
             if definitions:
                 self._history.define(definitions)
             if not self.ended:
-                self._history.look(reader, header, now)
+                self._history.read(reader, header, now)
                 forecasts = self._history.told(self.rank, self.attempt)
         except Exception as error:
             self._failed("history", error)

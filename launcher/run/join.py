@@ -126,7 +126,7 @@ class JoinedRanks(RankStarter):
     def run(self, life: JobLife) -> LaunchDone:
         """Run to the end of the last process here that has the variables, or of the run."""
         folder = str(life.scratch)
-        self._ranks = HostRanks(life.scratch, life.tell, lambda attempt, rank, code: None)
+        self._ranks = HostRanks(life.scratch, life.send, lambda attempt, rank, code: None)
         write_settings(life.scratch, with_fields(self._join.settings, recorder_dir=folder))
         hello = with_fields(self._join.agent.hello, versions=host.versions(), job=None, starts_all=False)
         config = with_fields(
@@ -148,7 +148,7 @@ class JoinedRanks(RankStarter):
     def _watch(self, agent: NodeAgent) -> None:
         next_look = kill_at = 0.0
         while not agent.is_over:
-            self._ranks.look({})
+            self._ranks.poll({})
             now = time.monotonic()
             if self._stop.wait(_LOOK_S):
                 time.sleep(_LOOK_S)

@@ -98,7 +98,7 @@ class CommandRanks(RankStarter):
         """Start the helpers, and run this command, the other tasks' commands and their ranks to their end."""
         self._scratch = life.scratch
         self._ranks = HostRanks(
-            life.scratch, life.tell, lambda attempt, rank, code: life.overflows.look(attempt, {rank: code})
+            life.scratch, life.send, lambda attempt, rank, code: life.overflows.read(attempt, {rank: code})
         )
         address = life.start_collector(self._terms, self._show)
         settings = with_fields(
@@ -149,7 +149,7 @@ class CommandRanks(RankStarter):
             tasks.share_scratch(self._scratch)
             tasks.say(TaskCommand(command.pid))
         while (code := command.turn()) is None or (tasks is not None and not tasks.all_ended()):
-            self._ranks.look(self._codes)
+            self._ranks.poll(self._codes)
             self._stop_after_failure()
         self._ranks.last_look(self._codes)
         self._ranks.stopping = True

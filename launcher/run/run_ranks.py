@@ -144,7 +144,7 @@ class HostRanks:
         """Whether there was any."""
         return bool(self._ranks)
 
-    def look(self, own_codes: dict[int, int | None]) -> None:
+    def poll(self, own_codes: dict[int, int | None]) -> None:
         """Find new ranks, and ended ones. `own_codes`: the commands' exit codes by pid; None for one that runs."""
         if self._ranks and any(self._folder.glob(LATER_PROGRAMS)):
             pids = {rank.pid for rank in self._ranks.values() if is_rank(rank.rank)}
@@ -175,10 +175,10 @@ class HostRanks:
 
     def last_look(self, own_codes: dict[int, int | None]) -> None:
         """The command has ended. If nothing became a rank for sure, what had a model was one."""
-        self.look(own_codes)
+        self.poll(own_codes)
         if not self._ranks:
             self._adopt(lambda header: True)
-            self.look(own_codes)
+            self.poll(own_codes)
         self._tell_of_processes(lambda header: True)
         # once: what the command has waited for has ended with it; what it has left behind is not waited for
         self._last_end = self._last_end or time.monotonic() + _LAST_END_S

@@ -70,9 +70,9 @@ def report_of(wires: list[bytes]) -> str:
             message = decode_agent(wire)
         except WireError:
             continue
-        for action in protocol.hear("a0", message, 0.0):
+        for action in protocol.on_message("a0", message, 0.0):
             if isinstance(action, StoreMessage):
-                lines.hear(message.body)
+                lines.on_message(message.body)
                 folded.add("a0", message.n, message.body)
                 kept.append(("a0", message.n, message.body))
     protocol.tick(1000.0)

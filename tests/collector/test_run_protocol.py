@@ -68,7 +68,7 @@ class Cluster:
         n = 0 if isinstance(body, NodeBeat) else self._sent.get(agent, 0) + 1
         if n:
             self._sent[agent] = n
-        return self.run_protocol.hear(agent, AgentMessage(n, body, max(0, n - 1)), now)
+        return self.run_protocol.on_message(agent, AgentMessage(n, body, max(0, n - 1)), now)
 
     def beat(self, now, *agents):
         for agent in agents:
@@ -118,7 +118,7 @@ def anomaly(rank=0, batch=3, root="Net", aborts=False, looks=False) -> EventMess
 def test_a_hello_is_kept_welcomed_and_acknowledged(make):
     run_protocol = RunProtocol("run", "job")
     message = AgentMessage(1, make.hello())
-    assert run_protocol.hear("a0", message, 0) == [
+    assert run_protocol.on_message("a0", message, 0) == [
         StoreMessage(),
         SendMessage("a0", RunWelcome("run")),
     ]
@@ -127,7 +127,7 @@ def test_a_hello_is_kept_welcomed_and_acknowledged(make):
 
 def test_an_agent_of_another_job_is_refused_and_counted(make):
     run_protocol = RunProtocol("run", "job")
-    actions = run_protocol.hear("x", AgentMessage(1, make.hello(rdzv_id="other job")), 0)
+    actions = run_protocol.on_message("x", AgentMessage(1, make.hello(rdzv_id="other job")), 0)
     assert [type(action.message) for action in actions] == [AgentRefused]
     assert "'other job'" in actions[0].message.reason
     assert run_protocol.strangers == 1
@@ -145,9 +145,9 @@ def test_an_agent_of_another_job_is_refused_and_counted(make):
 )
 def test_a_hello_that_is_not_of_this_job_is_refused_and_ends_nothing(two, make, agent, hello, reason):
     greeting = make.hello(**{"agent": agent, "nproc": 1, "nodes": 2, **hello})
-    ((_, refused),) = sent(two.run_protocol.hear(agent, AgentMessage(1, greeting), 0), AgentRefused)
+    ((_, refused),) = sent(two.run_protocol.on_message(agent, AgentMessage(1, greeting), 0), AgentRefused)
     assert reason in refused.reason
-    two.run_protocol.hear(agent, AgentMessage(2, NodeBye("failed"), 1), 0)
+    two.run_protocol.on_message(agent, AgentMessage(2, NodeBye("failed"), 1), 0)
     two.beat(100, "a0", "a1")
     assert two.tick(100) == []
     assert two.run_protocol.strangers == 1
@@ -156,7 +156,7 @@ def test_a_hello_that_is_not_of_this_job_is_refused_and_ends_nothing(two, make, 
 
 def test_a_node_that_has_failed_or_is_silent_makes_room_for_another(two, make):
     two.say("a1", NodeBye("failed"))
-    two.run_protocol.hear("a9", AgentMessage(1, make.hello("a9", "h9", 1, 2)), 0)
+    two.run_protocol.on_message("a9", AgentMessage(1, make.hello("a9", "h9", 1, 2)), 0)
     assert "a9" in two.run_protocol.nodes
 
 
@@ -165,7 +165,7 @@ def test_what_a_node_says_of_another_nodes_rank_is_not_believed(two, make):
     two.say("a1", make.NodeBeat([make.state(1)], {}))
     assert two.say("a1", anomaly(rank=0, aborts=True)) == []
     beat = AgentMessage(0, make.NodeBeat([make.state(1), make.state(0)], {}))
-    assert not any(isinstance(action, StoreMessage) for action in two.run_protocol.hear("a1", beat, 0))
+    assert not any(isinstance(action, StoreMessage) for action in two.run_protocol.on_message("a1", beat, 0))
     assert two.run_protocol.disbelieved == 2
     two.beat(STOP_AFTER_S + 1, "a0", "a1")
     assert two.tick(STOP_AFTER_S + 1) == []
@@ -189,14 +189,14 @@ def test_a_second_hello_of_an_agent_changes_nothing_and_is_counted(two, make):
 
 def test_a_hello_that_is_sent_again_as_nobody_has_answered_is_no_replay(two):
     first = AgentMessage(1, two.run_protocol.nodes["a0"].hello)
-    assert sent(two.run_protocol.hear("a0", first, 0), RunWelcome) != []
+    assert sent(two.run_protocol.on_message("a0", first, 0), RunWelcome) != []
     assert two.run_protocol.replays == 0
 
 
 def test_a_replayed_hello_of_an_earlier_agent_does_not_take_the_place_of_a_later_one(make):
     run_protocol = RunProtocol("run", "job")
-    run_protocol.hear("a.1", AgentMessage(1, make.hello("a.1")), 0)
-    ((_, refused),) = sent(run_protocol.hear("a.0", AgentMessage(1, make.hello("a.0")), 0), AgentRefused)
+    run_protocol.on_message("a.1", AgentMessage(1, make.hello("a.1")), 0)
+    ((_, refused),) = sent(run_protocol.on_message("a.0", AgentMessage(1, make.hello("a.0")), 0), AgentRefused)
     assert "a later agent of its launch" in refused.reason
     assert set(run_protocol.nodes) == {"a.1"}
     assert not run_protocol.nodes["a.1"].replaced
@@ -207,9 +207,9 @@ def test_a_message_is_acknowledged_once_it_is_durable_and_not_before(two):
     two.run_protocol.committed(two.run_protocol.received)
     assert [type(action) for action in two.say("a0", event())] == [StoreMessage]
     beat = AgentMessage(0, NodeBeat([], {}))
-    assert two.run_protocol.hear("a0", beat, 0)[1] == SendMessage("a0", MessageAck(1))
+    assert two.run_protocol.on_message("a0", beat, 0)[1] == SendMessage("a0", MessageAck(1))
     again = AgentMessage(2, event(), after=1)
-    assert two.run_protocol.hear("a0", again, 0) == [SendMessage("a0", MessageAck(1))]
+    assert two.run_protocol.on_message("a0", again, 0) == [SendMessage("a0", MessageAck(1))]
     assert two.run_protocol.committed(two.run_protocol.received) == [SendMessage("a0", MessageAck(2))]
     assert two.run_protocol.committed(two.run_protocol.received) == []
 
@@ -217,24 +217,24 @@ def test_a_message_is_acknowledged_once_it_is_durable_and_not_before(two):
 def test_a_gap_is_not_kept_and_asked_for_again(two):
     two.run_protocol.committed(two.run_protocol.received)
     lost = AgentMessage(4, event(), after=3)
-    assert two.run_protocol.hear("a0", lost, 0) == [SendMessage("a0", MessageAck(1, resend=True))]
+    assert two.run_protocol.on_message("a0", lost, 0) == [SendMessage("a0", MessageAck(1, resend=True))]
 
 
 def test_an_anomaly_behind_a_gap_is_looked_at_and_not_kept_before_it_comes_in_its_order(two):
     """Once in its order it is kept, and no batch is asked for twice."""
     ahead = AgentMessage(4, anomaly(), 3)
-    actions = two.run_protocol.hear("a0", ahead, 0)
+    actions = two.run_protocol.on_message("a0", ahead, 0)
     assert actions[0] == LookAhead()
     assert actions[-1] == SendMessage("a0", MessageAck(0, resend=True))
     assert len(sent(actions, WantedBatch)) == 4, "two batches of two nodes"
     for number in (2, 3):
-        two.run_protocol.hear("a0", AgentMessage(number, event(number), number - 1), 0)
-    assert two.run_protocol.hear("a0", ahead, 0) == [StoreMessage()]
+        two.run_protocol.on_message("a0", AgentMessage(number, event(number), number - 1), 0)
+    assert two.run_protocol.on_message("a0", ahead, 0) == [StoreMessage()]
 
 
 def test_a_page_that_the_agent_dropped_is_no_gap(two):
     dropped = AgentMessage(9, event(), after=1)
-    assert two.run_protocol.hear("a0", dropped, 0) == [StoreMessage()]
+    assert two.run_protocol.on_message("a0", dropped, 0) == [StoreMessage()]
     assert two.run_protocol.committed(two.run_protocol.received)[0] == SendMessage("a0", MessageAck(9))
 
 
@@ -242,14 +242,16 @@ def test_a_duplicate_is_acknowledged_and_not_kept_again(two):
     two.say("a0", event())
     two.run_protocol.committed(two.run_protocol.received)
     again = AgentMessage(2, event(), after=1)
-    assert two.run_protocol.hear("a0", again, 0) == [SendMessage("a0", MessageAck(2))]
+    assert two.run_protocol.on_message("a0", again, 0) == [SendMessage("a0", MessageAck(2))]
 
 
 def test_an_agent_whose_hello_was_lost_is_asked_for_everything(make):
     run_protocol = RunProtocol("run", "job")
-    assert run_protocol.hear("a9", AgentMessage(2, event(), 1), 0) == [SendMessage("a9", MessageAck(0, resend=True))]
+    assert run_protocol.on_message("a9", AgentMessage(2, event(), 1), 0) == [
+        SendMessage("a9", MessageAck(0, resend=True))
+    ]
     # nor does one say more that has told everything, to a collector whose store was lost
-    assert run_protocol.hear("a9", AgentMessage(0, NodeBeat([], {})), 0) == [
+    assert run_protocol.on_message("a9", AgentMessage(0, NodeBeat([], {})), 0) == [
         SendMessage("a9", MessageAck(0, resend=True))
     ]
 
@@ -257,17 +259,17 @@ def test_an_agent_whose_hello_was_lost_is_asked_for_everything(make):
 def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
     run_protocol = RunProtocol("run", "job")
     message = AgentMessage(1, make.hello())
-    run_protocol.hear("a0", message, 0)
+    run_protocol.on_message("a0", message, 0)
     run_protocol.committed(run_protocol.received)
-    again = run_protocol.hear("a0", message, 1)
+    again = run_protocol.on_message("a0", message, 1)
     assert sent(again, RunWelcome) == [("a0", RunWelcome("run"))]
     assert not any(isinstance(action, StoreMessage) for action in again)
 
 
 def test_a_hello_that_comes_again_with_the_run_that_has_welcomed_it_is_no_replay(make):
     run_protocol = RunProtocol("run", "job")
-    run_protocol.hear("a0", AgentMessage(1, make.hello()), 0)
-    again = run_protocol.hear("a0", AgentMessage(1, make.hello(run="run")), 1)
+    run_protocol.on_message("a0", AgentMessage(1, make.hello()), 0)
+    again = run_protocol.on_message("a0", AgentMessage(1, make.hello(run="run")), 1)
     assert sent(again, RunWelcome) == [("a0", RunWelcome("run"))]
     assert run_protocol.replays == 0
 
@@ -276,12 +278,12 @@ def test_a_beat_is_kept_and_answered_with_what_there_is(two):
     two.say("a0", event())
     two.run_protocol.committed(two.run_protocol.received)
     beat = AgentMessage(0, NodeBeat([], {}))
-    assert two.run_protocol.hear("a0", beat, 0) == [StoreMessage(), SendMessage("a0", MessageAck(2))]
+    assert two.run_protocol.on_message("a0", beat, 0) == [StoreMessage(), SendMessage("a0", MessageAck(2))]
 
 
 def test_an_answer_to_a_beat_says_what_had_come_before_it_stored_or_not(two):
     two.say("a0", event())
-    assert two.run_protocol.hear("a0", AgentMessage(0, NodeBeat([], {}, sent_ns=7)), 0)[-1] == SendMessage(
+    assert two.run_protocol.on_message("a0", AgentMessage(0, NodeBeat([], {}, sent_ns=7)), 0)[-1] == SendMessage(
         "a0", MessageAck(0, echo_ns=7, received=2)
     )
 
@@ -291,9 +293,9 @@ def test_agents_share_the_room_for_what_is_on_the_way(make):
     assert run_protocol.credit == MOST_CREDIT
     for number in range(128):
         agent = f"a{number}"
-        run_protocol.hear(agent, AgentMessage(1, make.hello(agent, nproc=8, nodes=128)), 0)
+        run_protocol.on_message(agent, AgentMessage(1, make.hello(agent, nproc=8, nodes=128)), 0)
     assert run_protocol.credit == ON_THE_WAY_BYTES // 128
-    run_protocol.hear("a0", AgentMessage(2, NodeBye("ok"), 1), 0)
+    run_protocol.on_message("a0", AgentMessage(2, NodeBye("ok"), 1), 0)
     assert run_protocol.credit == ON_THE_WAY_BYTES // 127
 
 
@@ -438,18 +440,18 @@ def restored(make, *bodies, nodes=2):
 def test_it_goes_on_where_the_one_before_it_was(make):
     run_protocol = restored(make, event())
     beat = AgentMessage(0, NodeBeat([], {}))
-    assert run_protocol.hear("a0", beat, 1) == [StoreMessage(), SendMessage("a0", MessageAck(2))]
+    assert run_protocol.on_message("a0", beat, 1) == [StoreMessage(), SendMessage("a0", MessageAck(2))]
     lost = AgentMessage(4, event(), after=3)
-    assert run_protocol.hear("a0", lost, 1) == [SendMessage("a0", MessageAck(2, resend=True))]
-    assert run_protocol.hear("a0", AgentMessage(3, event(), after=2), 1) == [StoreMessage()]
+    assert run_protocol.on_message("a0", lost, 1) == [SendMessage("a0", MessageAck(2, resend=True))]
+    assert run_protocol.on_message("a0", AgentMessage(3, event(), after=2), 1) == [StoreMessage()]
 
 
 def test_it_asks_again_for_the_batches_that_the_one_before_it_wanted(make):
     run_protocol = restored(make, anomaly(rank=1, root="Net#2"))
     beat = AgentMessage(0, NodeBeat([], {}))
-    asked = sent(run_protocol.hear("a0", beat, 1), WantedBatch)
+    asked = sent(run_protocol.on_message("a0", beat, 1), WantedBatch)
     assert asked == [("a0", WantedBatch(0, "Net", 1, 3)), ("a0", WantedBatch(0, "Net", 1, 2))]
-    assert sent(run_protocol.hear("a0", beat, 2), WantedBatch) == []
+    assert sent(run_protocol.on_message("a0", beat, 2), WantedBatch) == []
 
 
 def test_it_knows_who_has_said_goodbye(make):
@@ -481,10 +483,10 @@ def test_a_straggler_is_waited_for_but_not_for_ever(two):
 
 def test_a_node_that_never_came_is_given_a_moment(make):
     run_protocol = RunProtocol("run", "job")
-    run_protocol.hear("a0", AgentMessage(1, make.hello("a0", nodes=2)), 0)
-    run_protocol.hear("a0", AgentMessage(2, NodeBye("failed"), 1), 1)
+    run_protocol.on_message("a0", AgentMessage(1, make.hello("a0", nodes=2)), 0)
+    run_protocol.on_message("a0", AgentMessage(2, NodeBye("failed"), 1), 1)
     assert run_protocol.tick(2) == []
-    run_protocol.hear("a0", AgentMessage(0, NodeBeat([], {})), 1 + STOP_AFTER_S)  # it waits for the verdict
+    run_protocol.on_message("a0", AgentMessage(0, NodeBeat([], {})), 1 + STOP_AFTER_S)  # it waits for the verdict
     assert run_protocol.tick(1.1 + STOP_AFTER_S) == [FinishRun()]
 
 

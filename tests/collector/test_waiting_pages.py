@@ -35,13 +35,13 @@ def test_they_are_looked_at_in_their_order_some_at_a_time_and_make_room_again():
     turns = 0
     while waiting:
         before = len(seen)
-        waiting.take(lambda agent, n, body: seen.append(n))
+        waiting.drain(lambda agent, n, body: seen.append(n))
         assert 0 < len(seen) - before < 20, "the rest gets its turn"
         turns += 1
     assert seen == list(range(200))
     assert turns > 10
     assert waiting.has_room
-    waiting.take(lambda agent, n, body: seen.append(n))
+    waiting.drain(lambda agent, n, body: seen.append(n))
     assert len(seen) == 200
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..parsed import nodes_of
 from .test_imports import ROOMS, ROOT, modules
 
-DOMAIN = {"Anomaly", "Certainty", "Code", "Frame", "Page", "Region", "Role", "Row", "Value", "Verdict"}
+DOMAIN = {"Accelerator", "Anomaly", "Certainty", "Code", "Frame", "Page", "Region", "Role", "Row", "Value", "Verdict"}
 """The nouns of the domain. Every other class is such a noun, or another one, and what it is of it: RegionCall."""
 
 

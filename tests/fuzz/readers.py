@@ -129,7 +129,7 @@ def targets(folder: Path, seeds: Seeds) -> dict[str, tuple[list[bytes], Callable
             return
         protocol, kept = RunProtocol("run", "job"), []
         for each in (*seeds.messages[:-1], message, seeds.messages[-1]):
-            kept += [each.body for act in protocol.hear("a", each, 0.0) if isinstance(act, StoreMessage)]
+            kept += [each.body for act in protocol.on_message("a", each, 0.0) if isinstance(act, StoreMessage)]
         protocol.tick(1000.0)
         report_of(kept)
 

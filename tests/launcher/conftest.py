@@ -114,7 +114,7 @@ class Node:
         self.agent = NodeAgent(config, self.said.append, lambda reason, restart: self.stops.append(reason))
         self.ranks = [Rank(self.scratch, rank, world) for rank in ranks]
         pids = {rank.rank: 1 for rank in self.ranks}
-        self.agent.tell(WorkersStarted(0, pids))
+        self.agent.send(WorkersStarted(0, pids))
 
     def train(self, *batches: int) -> None:
         for rank in self.ranks:
@@ -126,8 +126,8 @@ class Node:
         assert self.agent is not None
         for rank in self.ranks:
             rank.finish()
-        self.agent.tell(WorkersEnded(attempt, {rank.rank: 0 for rank in self.ranks}, []))
-        self.agent.tell(LaunchDone("ok"))
+        self.agent.send(WorkersEnded(attempt, {rank.rank: 0 for rank in self.ranks}, []))
+        self.agent.send(LaunchDone("ok"))
 
     def verdict(self) -> JobResult:
         assert self.agent is not None

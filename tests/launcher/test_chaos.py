@@ -59,10 +59,10 @@ def test_whatever_happens_to_the_helpers_the_verdict_is_right(make_node, seed):
         if rng.random() < 0.06:
             disturb(rng, nodes)
     if kind == "killed":
-        other.agent.tell(WorkersEnded(0, {2: -signal.SIGTERM, 3: -signal.SIGKILL}, [3]))
-        head.agent.tell(WorkersEnded(0, {0: -signal.SIGTERM, 1: -signal.SIGTERM}, []))
+        other.agent.send(WorkersEnded(0, {2: -signal.SIGTERM, 3: -signal.SIGKILL}, [3]))
+        head.agent.send(WorkersEnded(0, {0: -signal.SIGTERM, 1: -signal.SIGTERM}, []))
         for node in nodes:
-            node.agent.tell(LaunchDone("failed"))
+            node.agent.send(LaunchDone("failed"))
     else:
         for node in nodes:
             node.end_ranks()

@@ -120,11 +120,11 @@ def test_a_collector_that_is_killed_while_the_verdict_is_waited_for(node):
 def test_a_collector_whose_store_was_lost_is_told_everything_again(node):
     """Also what no recorder holds any more: the attempts whose recorders were freed."""
     for attempt in range(1, 5):
-        node.agent.tell(WorkersEnded(attempt - 1, {rank.rank: 1 for rank in node.ranks}, [0]))
+        node.agent.send(WorkersEnded(attempt - 1, {rank.rank: 1 for rank in node.ranks}, [0]))
         for rank in node.ranks:
             rank.writer.close()
         node.ranks = [Rank(node.scratch, rank, 2, attempt) for rank in range(2)]
-        node.agent.tell(WorkersStarted(attempt, {0: 1, 1: 1}))
+        node.agent.send(WorkersStarted(attempt, {0: 1, 1: 1}))
     until(lambda: not list(node.scratch.glob("*.attempt-001.recorder")), "the oldest recorders are freed")
     node.ranks[1].writer.append(ANOMALY_OF_ATTEMPT_4)
     until(lambda: any(isinstance(body.event, Anomaly) for body in stored(node, EventMessage)), "the anomaly")
@@ -267,11 +267,11 @@ def test_a_clean_job_whose_collector_never_came_is_clean_once_its_spools_are_mer
 def test_recorders_of_old_attempts_are_freed_and_the_last_ones_kept(node):
     attempts = 13
     for attempt in range(1, attempts):
-        node.agent.tell(WorkersEnded(attempt - 1, {rank.rank: 1 for rank in node.ranks}, [0]))
+        node.agent.send(WorkersEnded(attempt - 1, {rank.rank: 1 for rank in node.ranks}, [0]))
         for rank in node.ranks:
             rank.writer.close()
         node.ranks = [Rank(node.scratch, rank, 2, attempt) for rank in range(2)]
-        node.agent.tell(WorkersStarted(attempt, {0: 1, 1: 1}))
+        node.agent.send(WorkersStarted(attempt, {0: 1, 1: 1}))
     node.train(0)
     left = [f"rank-0000{rank}.attempt-0{attempt}.recorder" for rank in range(2) for attempt in (10, 11, 12)]
     until(lambda: sorted(path.name for path in node.scratch.glob("*.recorder")) == left, f"{left} alone")
@@ -291,8 +291,8 @@ def test_an_agent_does_not_die_of_a_recorder_that_is_cut_short(node):
     os.truncate(broken.writer.path, 5000)  # its own rank would be killed by SIGBUS
     node.train(2)
     node.ranks[0].finish()
-    node.agent.tell(WorkersEnded(0, {0: -signal.SIGTERM, 1: -signal.SIGBUS}, [1]))
-    node.agent.tell(LaunchDone("failed"))
+    node.agent.send(WorkersEnded(0, {0: -signal.SIGTERM, 1: -signal.SIGBUS}, [1]))
+    node.agent.send(LaunchDone("failed"))
     verdict = node.verdict()
     assert (verdict.exit_code, verdict.kind) == (5, "lost"), verdict.text
     assert report_of(node)["verdict"]["rank"] == 1

@@ -33,7 +33,7 @@ def record(tmp_path):
 def test_a_rank_that_has_said_nothing_is_no_overflow(record, tmp_path):
     record(0)
     overflows = SeenOverflows(tmp_path)
-    overflows.look(0, {0: 0, 1: 1, 2: None})
+    overflows.read(0, {0: 0, 1: 1, 2: None})
     assert overflows.sentence == ""
 
 
@@ -42,9 +42,9 @@ def test_what_a_recorders_header_says_is_told_and_outlives_the_file(record, tmp_
     writer = record(1)
     writer.append(ANOMALY)
     overflows = SeenOverflows(tmp_path)
-    overflows.look(0, {0: 1, 1: 1})
+    overflows.read(0, {0: 1, 1: 1})
     writer.path.unlink()
-    overflows.look(1, {0: 0, 1: 0})
+    overflows.read(1, {0: 0, 1: 0})
     assert overflows.sentence == "rank 1 saw an overflow: +inf in output of `fc` (Linear), forward of batch 3"
 
 
@@ -67,7 +67,7 @@ def test_of_several_ranks_the_earliest_batch_is_told(record, tmp_path):
     later = msgspec.structs.replace(ANOMALY.where, rank=0, batch=4)
     record(0).append(msgspec.structs.replace(ANOMALY, where=later, module="embed"))
     overflows = SeenOverflows(tmp_path)
-    overflows.look(0, {0: 0, 1: 0})
+    overflows.read(0, {0: 0, 1: 0})
     assert overflows.sentence == (
         "ranks 0, 1 saw an overflow; in the earliest batch, on rank 1: "
         "+inf in output of `fc` (Linear), forward of batch 3"
@@ -76,18 +76,18 @@ def test_of_several_ranks_the_earliest_batch_is_told(record, tmp_path):
 
 def test_an_exit_code_or_a_damaged_header_is_told_without_a_place(record, tmp_path):
     overflows = SeenOverflows(tmp_path)
-    overflows.look(0, {4: RANK_OVERFLOW})
+    overflows.read(0, {4: RANK_OVERFLOW})
     assert overflows.sentence == "rank 4 saw an overflow; the place is unknown"
     other = SeenOverflows(tmp_path)
     record(2).fields[HeadField.ANOMALY] = AnomalyFlag.SEEN
-    other.look(0, {2: 0})
+    other.read(0, {2: 0})
     assert other.sentence == "rank 2 saw an overflow; the place is unknown"
 
 
 def test_the_code_of_a_script_is_no_overflow_where_the_recorder_says_none(record, tmp_path):
     record(1)
     overflows = SeenOverflows(tmp_path)
-    overflows.look(0, {1: RANK_OVERFLOW})
+    overflows.read(0, {1: RANK_OVERFLOW})
     assert overflows.sentence == ""
 
 
@@ -96,7 +96,7 @@ def test_garbage_in_a_header_accuses_nobody(record, tmp_path, garbage):
     writer = record(1)
     writer.fields[HeadField.ANOMALY] = garbage
     overflows = SeenOverflows(tmp_path)
-    overflows.look(0, {1: 1})
+    overflows.read(0, {1: 1})
     assert overflows.sentence == ""
     reader = RecorderReader(writer.path)
     assert (reader.state().overflow, reader.state().records_lost) == (False, 1)
@@ -106,6 +106,6 @@ def test_garbage_in_a_header_accuses_nobody(record, tmp_path, garbage):
 def test_a_hostile_name_reaches_no_terminal(record, tmp_path):
     record(1).append(msgspec.structs.replace(ANOMALY, module="fc\x1b[2J\nVERDICT", role="kwargs.\x9b"))
     overflows = SeenOverflows(tmp_path)
-    overflows.look(0, {1: 1})
+    overflows.read(0, {1: 1})
     assert overflows.sentence.isprintable()
     assert "`fc\\x1b[2J\\nVERDICT` (Linear)" in overflows.sentence

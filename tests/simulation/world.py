@@ -111,10 +111,10 @@ class Collector:
         """All that is in the store."""
         return [*sorted(self.stored, key=lambda each: each[:2]), *((agent, 0, b) for agent, b in self.beats.items())]
 
-    def hear(self, agent: str, data: bytes, now: float) -> Iterator[SendMessage]:
+    def on_message(self, agent: str, data: bytes, now: float) -> Iterator[SendMessage]:
         """One message from the network."""
         message = decode_agent(data)
-        for action in self.protocol.hear(agent, message, now):
+        for action in self.protocol.on_message(agent, message, now):
             if isinstance(action, StoreMessage):
                 if message.n:
                     self.new.append((agent, message.n, message.body))
@@ -269,7 +269,7 @@ class World:
     def _deliver(self, node: Node, number: int) -> None:
         queue = node.network.made.to_collector
         for _ in range(min(number, len(queue))):
-            self._send(self.collector.hear(node.agent_name, queue.popleft(), self.now))
+            self._send(self.collector.on_message(node.agent_name, queue.popleft(), self.now))
 
     def _send(self, sends: Iterator[SendMessage] | list[SendMessage]) -> None:
         for send in sends:

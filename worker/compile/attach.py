@@ -142,19 +142,19 @@ class CompiledRegions:
         self._regions = RankRegions(self._policy, grads and views.gradients, self._fault, without)
         self._pages = RegionPages(self._regions, self._policy, self._frames, self._gradients)
         if grads:
-            self._gradients.before_parameter = self._pages.take_gradients
-            leave_alone((self._pages.take_gradients,))  # no Python function calls it: the compiled hooks do
+            self._gradients.before_parameter = self._pages.record_gradients
+            leave_alone((self._pages.record_gradients,))  # no Python function calls it: the compiled hooks do
         self._regions.attach()
 
-    def take(
+    def record(
         self,
         under: ModuleInfo | None = None,
         parent: int = NOTHING,
         depth: int = 0,
         phase: FramePhase = FramePhase.FORWARD,
     ) -> bool:
-        """See `RegionPages.take`."""
-        return self._pages is not None and self._pages.take(under, parent, depth, phase)
+        """See `RegionPages.record`."""
+        return self._pages is not None and self._pages.record(under, parent, depth, phase)
 
     def skip(self) -> None:
         """See `RegionPages.skip`."""

@@ -37,7 +37,7 @@ class RegionPages:
         self._inputs: list[RecordedRow] = []
         """Input rows of that region's calls whose tensors no call of the region returned."""
 
-    def take(
+    def record(
         self,
         under: ModuleInfo | None = None,
         parent: int = NOTHING,
@@ -56,7 +56,7 @@ class RegionPages:
                 rootless |= without_modes(self._forward, region, under, parent, depth, phase)
         return rootless
 
-    def take_gradients(self, info: ModuleInfo) -> None:
+    def record_gradients(self, info: ModuleInfo) -> None:
         """Write the frames of the running backward so far. A parameter of `info` has just got its gradient."""
         for region in self._regions.regions:
             if region.moved():

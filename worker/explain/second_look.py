@@ -69,7 +69,7 @@ class SecondLook:
         self._late_passed, self._masks = parts.judging.passed, parts.judging.masks
         self._own = OwnPages(self._progress.recorder)
 
-    def look(self, bad: NonFiniteRow) -> LookedAgain | None:
+    def read(self, bad: NonFiniteRow) -> LookedAgain | None:
         """Read the module of an alarm; None if it is no module, or is gone without a graph."""
         root, module = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)
         graph = without_modes(self._graph_of, bad)

@@ -70,7 +70,7 @@ class AccumulatedGradients:
         now = issued(), _address_of(gradient), version_of(gradient)
         self._early[id(parameter)] = EarlyReading(gradient, page, row, step, *now)
 
-    def take(self, parameter: torch.Tensor) -> EarlyReading | None:
+    def pop(self, parameter: torch.Tensor) -> EarlyReading | None:
         """What was noted of this parameter's gradient in the backward that runs."""
         return self._early.pop(id(parameter), None)
 

@@ -256,7 +256,7 @@ class BackwardHooks:
             Variable._execution_engine.queue_callback(self._progress.times.reduction_ends)
             self._stream = self._rows.stream
             self.graphs.ends(self._judging.collect())
-            self.let_go()
+            self.release()
 
     def _read_waiting(self) -> None:
         if self.waits:
@@ -268,9 +268,9 @@ class BackwardHooks:
         """Whether a backward has reached the outputs of the root of this page, which is one of the latest."""
         return page in self._backwards
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Let go of the graphs whose numbers have arrived."""
-        self.graphs.let_go(self._judging.waits_for)
+        self.graphs.release(self._judging.waits_for)
 
     def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor | None) -> None:
         """Record the gradient of a module's output. It is None if only other outputs of the operation have one."""
@@ -279,7 +279,7 @@ class BackwardHooks:
         try:
             with self._progress.lock:
                 self._page = page
-                without_modes(self.take, info, role, page, gradient)
+                without_modes(self.record, info, role, page, gradient)
         except Exception as error:
             if from_outside(error):
                 raise
@@ -321,7 +321,7 @@ class BackwardHooks:
             )
 
     def _record(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
-        early, gradient = self._accumulated.take(parameter), gradient_of(parameter)
+        early, gradient = self._accumulated.pop(parameter), gradient_of(parameter)
         fate = fate_of(early, gradient, self._progress.step) if early is not None else GradientFate.CHANGED
         if fate is GradientFate.REPLACED:
             return
@@ -331,7 +331,7 @@ class BackwardHooks:
             page = self._page_for(info) if gradient is not None else None
             if gradient is None or page is None:
                 return
-            self.take(info, role, page, gradient)
+            self.record(info, role, page, gradient)
         if gradient is not None and fate is not GradientFate.TAKEN:
             self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
 
@@ -341,7 +341,7 @@ class BackwardHooks:
             self.before_parameter(info)
         return self._page or info.root.page
 
-    def take(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
+    def record(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
         """Write one gradient as a frame of its own."""
         self._put(info, page, self._read(info, role, page, gradient), gradient)
 
@@ -379,7 +379,7 @@ class BackwardHooks:
         self._page = None
         self._accumulated.forget()
         self._read_waiting()  # the backward before has failed
-        self.let_go()
+        self.release()
         self.graphs.batch_begins(self._rows.is_capturing or self._rows.stream != self._stream)
         if len(self.local) > 4 * max(64, len(self.parameters)):  # zero_grad(set_to_none=True) makes new ones each step
             for gone in [key for key, known in self.local.items() if known[0]() is None]:

@@ -38,7 +38,7 @@ class CallFrames:
         watch = self._progress.settings.watch
         self._forward, self._grads, self._weights = "forward" in watch, "grads" in watch, "weights" in watch
 
-    def take(
+    def record(
         self,
         info: ModuleInfo,
         module: torch.nn.Module,
@@ -78,28 +78,28 @@ class CallFrames:
         depth = running.depths[len(running.stack) - 1]
         self.frames.put(page, info, running.phase, rows, parent=running.parent(), depth=depth, entered=info.seq)
 
-    def take_wrapper(
+    def record_wrapper(
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
     ) -> None:
         """A wrapper has a frame of its own only if nothing inside it was recorded."""
-        rootless = self._take_graphs_in(info, len(self.running.stack) - 1)
+        rootless = self._record_graphs_in(info, len(self.running.stack) - 1)
         page = self._recorder.page
         if page is not None and (rootless or info.entered == self._recorder.frame_count) and info.watched:
-            without_modes(self.take, info, module, args, kwargs, output, raised, self.graphs)
+            without_modes(self.record, info, module, args, kwargs, output, raised, self.graphs)
 
-    def take_graphs(self, position: int) -> bool:
+    def record_graphs(self, position: int) -> bool:
         """Write the frames of the graphs that have run in a running call. False if it is known to run none."""
         info = self.running.stack[position]
         if info.cls not in self.policy.around:
             return False
         with self._progress.lock:
-            self._take_graphs_in(info, position)
+            self._record_graphs_in(info, position)
         return True
 
-    def _take_graphs_in(self, info: ModuleInfo, position: int) -> bool:
+    def _record_graphs_in(self, info: ModuleInfo, position: int) -> bool:
         parent = self.running.parent() if info.is_wrapper else info.id
         depth = self.running.depths[position] + (not info.is_wrapper)
-        return self.graphs.take(info, parent, depth, self.running.phase)
+        return self.graphs.record(info, parent, depth, self.running.phase)
 
     def _read_weights(
         self, info: ModuleInfo, module: torch.nn.Module

@@ -155,7 +155,7 @@ class GlobalHooks:
         ]
         self._entries = [(place, name, getattr(place, name), key, value) for place, name, key, value in entries]
 
-    def put_back(self) -> None:
+    def reinstall(self) -> None:
         """Register cleared hooks again; calls in the meantime were not recorded.
 
         Each hook gets its old key: code that then restores the table's earlier entries finds the hook once, not twice.

@@ -104,7 +104,7 @@ class ModuleCalls:
         call_begins()
         try:
             self._progress.raise_kept()
-            if self._skipping.root is not None and self._skipping.goes_on(module):
+            if self._skipping.root is not None and self._skipping.holds(module):
                 if self._around_graphs and class_of(module) in self._around_graphs:
                     self._skip_graphs()
                 return
@@ -198,7 +198,7 @@ class ModuleCalls:
             self._running.leave_out_thread()
             return
         if self._around_graphs and stack and not info.is_graph:
-            self._frames.take_graphs(len(stack) - 1)
+            self._frames.record_graphs(len(stack) - 1)
         if self._around_graphs and info.cls in self._around_graphs:
             self._graphs.discard()
         info.seq = issued()
@@ -218,7 +218,7 @@ class ModuleCalls:
         """A module is called while no other one runs. None if this batch is skipped or the module is not watched."""
         if self._skipping.leaves_out(module):
             return None
-        self._global.put_back()
+        self._global.reinstall()
         info, opens_batch = self._roots.enter(module)
         root, phase = info.root, FramePhase.FORWARD
         if root.page is not None and _graph_task() != -1:
@@ -239,7 +239,7 @@ class ModuleCalls:
         self._running.begin(phase, GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None)
         self._progress.enter(RankPhase.FORWARD)
         if phase is FramePhase.FORWARD and opens_batch:
-            self._root_tensors.look(root, module, page)
+            self._root_tensors.read(root, module, page)
             self._explainer.batch_begins(module, page)
         return info
 
@@ -247,7 +247,7 @@ class ModuleCalls:
         """The next batch of a root begins."""
         if root.page is not None:
             self._explainer.batch_ends(root.page.number)
-        self._graphs.take()
+        self._graphs.record()
         self._graphs.batch_ends(root)
         if root.page is not None:
             self._judging.forward_ends(root.page)  # an interrupt may have ended it without its hooks
@@ -278,10 +278,10 @@ class ModuleCalls:
             without_modes(rows.forget_changed_arguments, args, kwargs)
         try:
             position = len(stack) - 1
-            has_graphs = bool(self._around_graphs) and self._frames.take_graphs(position)
+            has_graphs = bool(self._around_graphs) and self._frames.record_graphs(position)
             if info.is_wrapper:
                 with self._lock:
-                    self._frames.take_wrapper(info, module, args, kwargs, output, raised)
+                    self._frames.record_wrapper(info, module, args, kwargs, output, raised)
             elif info.watched:
                 caller, writer = stack[position - 1], self._gradients.writer
                 parent = running.parent() if caller.is_wrapper or not position else caller.id
@@ -295,10 +295,10 @@ class ModuleCalls:
                 ):
                     with self._lock:
                         reader = self._graphs if has_graphs else rows
-                        without_modes(self._frames.take, info, module, args, kwargs, output, raised, reader)
+                        without_modes(self._frames.record, info, module, args, kwargs, output, raised, reader)
             if self._masks.slots and page is not None and not raised:
                 with self._lock:
-                    self._masks.look(info, page, args, kwargs)
+                    self._masks.read(info, page, args, kwargs)
             if shards:
                 with self._lock:
                     rows.read_waiting()
@@ -311,16 +311,16 @@ class ModuleCalls:
 
     def _leave_root(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any, raised: bool) -> RootInfo | None:
         is_again, nodes = self._running.phase is FramePhase.RECOMPUTE, self._running.nodes
-        self._global.put_back()
+        self._global.reinstall()
         with self._lock:
-            self._graphs.take()
+            self._graphs.record()
             page = self._recorder.page
             self._recorder.pause_page()
             self._rows.flush()
             if page is not None:
                 self._judging.forward_ends(page)
             self._judging.collect()
-            self._gradients.let_go()
+            self._gradients.release()
             if not (raised or is_again):
                 self._record_inputs(page, args, kwargs)
             if nodes is not None and not raised:

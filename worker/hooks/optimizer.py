@@ -79,11 +79,11 @@ class OptimizerHooks:
             return None
         self._progress.raise_kept()
         with self._before_faults:
-            self._global.put_back()
+            self._global.reinstall()
             with self._progress.lock:
-                self._graphs.take()
+                self._graphs.record()
                 self._judging.collect()
-                self._gradients.let_go()
+                self._gradients.release()
         self._progress.times.optimizer_begins()
         self._progress.enter(RankPhase.OPTIMIZER)
         self.steps.begins(optimizer)

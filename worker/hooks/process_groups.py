@@ -110,7 +110,7 @@ class CollectivePatches:
                 message_begun=self._groups.messages.begun,
                 message_received=self._groups.messages.waited_for,
                 passed=self._passed.note if self._passed is not None else None,
-                late=self._late.look if self._late is not None else None,
+                late=self._late.read if self._late is not None else None,
                 send_before=self._send_before,
                 on_fault=self._fault,
                 exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
@@ -230,7 +230,7 @@ class CollectivePatches:
         late = [tensor for tensor in tensors_in(tensors) if is_on_device(tensor)]
         if self._late is None or not late:
             return None
-        return self._late.look(
+        return self._late.read(
             place.slot.number, place.number, place.operation, place.root, place.message, when, place.late, late
         )
 

@@ -99,7 +99,7 @@ class BatchSkipping:
         """Whether the module of a skipped batch runs, and lives."""
         return self.root is not None and self.root() is not None
 
-    def goes_on(self, module: torch.nn.Module) -> bool:
+    def holds(self, module: torch.nn.Module) -> bool:
         """Whether `module` is called inside the skipped root.
 
         It is not if an interrupt ended that root's forward without its hook.

@@ -271,7 +271,7 @@ def _read_under_load(reading: GpuReading, load: GpuLoad, end: float) -> bool:
     trouble = "" if began.wait(seconds) else f"the load did not begin within {seconds:.0f} s"
     if not trouble and not errors:
         answer = ask_nvml([reading.device], end - time.monotonic(), loaded=True)
-        reading.take(answer.readings.get(reading.device, GpuReading(reading.device)))
+        reading.merge(answer.readings.get(reading.device, GpuReading(reading.device)))
         trouble = answer.trouble
     trouble = next(iter(errors), trouble)
     enough.set()

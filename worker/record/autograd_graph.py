@@ -187,7 +187,7 @@ class GraphHold:
             self.held = [*(graph for graph in self.running if not graph.kept), *self.held]
         self.running = []
 
-    def let_go(self, waits_for: Callable[[int], bool]) -> None:
+    def release(self, waits_for: Callable[[int], bool]) -> None:
         """Let go of the graphs for which no number is outstanding. `waits_for` gets the number of a page."""
         if self.held:
             self.held = [graph for graph in self.held if waits_for(graph.calls.page)]

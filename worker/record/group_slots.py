@@ -59,7 +59,7 @@ class OperationPlace:
     given: tuple[int, int] = (-1, 0)
     """passed.Look"""
     late: Any = None
-    """The result of LatePassed.look for the inputs."""
+    """The result of LatePassed.read for the inputs."""
     outputs: list[weakref.ref[Any]] = field(default_factory=list)
     """Those of its output tensors that can be read."""
 

@@ -48,7 +48,7 @@ class LateMasks:
             self._pages_left -= 1
             self.slots |= slots_of_masks(own, page, self._rows.argument_slots)
 
-    def look(self, info: ModuleInfo, page: OpenPage, args: Any, kwargs: Any) -> None:
+    def read(self, info: ModuleInfo, page: OpenPage, args: Any, kwargs: Any) -> None:
         """Start to read whether a mask among a call's arguments has such a row. Does not wait."""
         roles = {role for role, slot in info.slots.items() if slot in self.slots}
         for role, leaf in inputs_of(args, kwargs) if roles else ():

@@ -122,7 +122,7 @@ class PassedValues:
             tensor, flags = max(bad, key=lambda each: bool(each[1] & NonFinite.NAN))
             look = PassedLook(high, dtype)
             closer = partial(self.summands.look_closer, tensor, came_out)
-            self.tell(passing, came_out, look, flags, CODES.get(tensor.dtype, 0), tensor.numel(), closer=closer)
+            self.report(passing, came_out, look, flags, CODES.get(tensor.dtype, 0), tensor.numel(), closer=closer)
 
     def passing(self, slot: int, number: int, operation: int, root: int, message: int) -> NotedOperation | None:
         """The operation of a place in the table; None if its group is gone."""
@@ -134,7 +134,7 @@ class PassedValues:
         number, member, tag = message_of(message)
         return NotedOperation(group, operation, number, group.member(member), tag)
 
-    def tell(
+    def report(
         self,
         passing: NotedOperation,
         came_out: bool,
@@ -253,7 +253,7 @@ class LatePassed:
                 raise
             self._fails("device", error)
 
-    def look(
+    def read(
         self, slot: int, number: int, operation: int, root: int, message: int, when: int, given: Given, tensors: Any
     ) -> Given:
         """Read the inputs or outputs of an operation that has a place in the table.
@@ -321,7 +321,7 @@ class LatePassed:
         slot, number, operation, root, message, given, refs = outputs
         alive = [tensor for ref in refs if (tensor := ref()) is not None]
         if alive:
-            self.look(slot, number, operation, root, message, PassedWhen.CAME_OUT, given, alive)
+            self.read(slot, number, operation, root, message, PassedWhen.CAME_OUT, given, alive)
 
     # -- numbers that have arrived ------------------------------------------------------------------------------
 
@@ -367,4 +367,4 @@ class LatePassed:
         bad = [(flags, *tensor) for (*_, meta), tensor in read if (flags := meta & 0xFF)]
         worst = max(bad, key=lambda each: bool(each[0] & NonFinite.NAN))
         closer = next((look for look in about.closer if look.element), NO_LOOK)
-        self._passed.tell(about.passing, about.came_out, given, *worst, about.where, lambda: closer)
+        self._passed.report(about.passing, about.came_out, given, *worst, about.where, lambda: closer)

@@ -99,7 +99,7 @@ class RootTensors:
         self._norms: list[tuple[ToHost, list[_HeldBuffer]]] = []
         self._hashes: list[_WaitingHashes] = []
 
-    def look(self, root: RootInfo, module: nn.Module, page: OpenPage) -> None:
+    def read(self, root: RootInfo, module: nn.Module, page: OpenPage) -> None:
         """A batch of a root begins. The caller holds the lock."""
         if self._is_on:
             with self._progress.faults.within("buffers"):

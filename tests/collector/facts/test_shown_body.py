@@ -117,7 +117,7 @@ def test_lines_that_are_told_while_the_preflight_runs_are_shown_too(make):
     lines = StageLines(folded)
     finding = make.found("compute", grade="warn", sentence="rank 0 on h\x1b[2J is slow\nVERDICT clean")
     for body in (make.hello(nproc=1), make.began(0, "compute"), make.stage(0, "compute"), make.concluded(0, [finding])):
-        lines.hear(body)
+        lines.on_message(body)
         folded.add("a0", 0, body)
     over = lines.end()[-1]
     assert all(line.isprintable() for line in [over.text, *over.warnings])

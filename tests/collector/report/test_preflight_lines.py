@@ -10,15 +10,15 @@ from gpuwatch.core.wire.pipe import PreflightOver, StageLine
 class HeardLines(StageLines):
     """Each message is folded, as the collector does it."""
 
-    def hear(self, body):
-        super().hear(body)
+    def on_message(self, body):
+        super().on_message(body)
         self._folded.add("a0", 0, body)
 
 
 def heard(*bodies) -> StageLines:
     lines = HeardLines(FactFold())
     for body in bodies:
-        lines.hear(body)
+        lines.on_message(body)
     return lines
 
 
@@ -26,11 +26,11 @@ def test_a_stage_is_told_as_it_begins_as_ranks_end_it_and_when_it_is_over(make):
     lines = heard(make.hello(nproc=2), make.began(0, "health"))
     assert lines.due() == [StageLine("health", 0, 2)]
     assert lines.due() == []
-    lines.hear(make.stage(0, "health", 0.5))
+    lines.on_message(make.stage(0, "health", 0.5))
     assert lines.due() == [StageLine("health", 1, 2, "", 0.5)]
-    lines.hear(make.stage(1, "health", 0.7, "warn"))
+    lines.on_message(make.stage(1, "health", 0.7, "warn"))
     assert lines.due() == [StageLine("health", 2, 2, "", 0.7)]
-    lines.hear(make.began(1, "compute"))
+    lines.on_message(make.began(1, "compute"))
     assert lines.due() == [StageLine("health", 2, 2, "warn", 0.7), StageLine("compute", 0, 2)]
 
 
@@ -43,7 +43,7 @@ def test_a_stage_after_which_the_preflight_stops_is_not_called_good_first(make):
     """What is wrong with it is only known when all ranks have been compared."""
     lines = heard(make.hello(nproc=1, check_only=True), make.stage(0, "bandwidth"))
     assert [line.grade for line in lines.due()] == [""]
-    lines.hear(make.concluded(0, [make.found("bandwidth", "fail", "job", [0], ["h"], "slow")]))
+    lines.on_message(make.concluded(0, [make.found("bandwidth", "fail", "job", [0], ["h"], "slow")]))
     assert [line.grade for line in lines.due()] == ["fail", "fail"]
 
 
@@ -68,7 +68,7 @@ def test_the_last_line_of_a_healthy_preflight_is_one_for_the_user(make):
 def test_it_is_over_once_and_nothing_comes_after_it(make):
     lines = heard(make.hello(nproc=1), make.stage(0, "arrive"), make.concluded(0))
     assert isinstance(lines.due()[-1], PreflightOver)
-    lines.hear(make.stage(0, "compute"))
+    lines.on_message(make.stage(0, "compute"))
     assert lines.due() == []
     assert lines.end() == []
 

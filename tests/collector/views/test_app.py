@@ -20,7 +20,7 @@ def drive(views, act, size=(80, 24)):
         app = TopApp(lambda: left.pop(0) if left else None, lambda: not left, "gpuwatch report run-1")
         async with app.run_test(size=size) as pilot:
             for _ in range(len(views) + 1):
-                app.look()
+                app.poll()
             await act(pilot, app)
             await pilot.pause()
             return [
@@ -99,7 +99,7 @@ def test_a_last_look_when_the_screen_is_gone_draws_nothing(picture):
     async def act(pilot, app):
         await app.query_one("#events").remove()
         await app.query_one(RankTable).remove()
-        app.look()
+        app.poll()
 
     drive([picture.view([picture.rank(0)])], act)
 

@@ -19,13 +19,13 @@ def test_an_error_is_logged_once_and_the_rest_goes_on(make, monkeypatch):
         patch.setattr("gpuwatch.collector.so_far.overflow_verdict", broken)
         for body in messages:
             folded.add("a0", 1, body)
-            live.hear(body)
+            live.on_message(body)
             live.tick()
-            live.hear(body)
+            live.on_message(body)
             live.tick()
     assert logged == ["LiveVerdict has failed: RuntimeError: no such thing"]
     for body in messages:
-        live.hear(body)
+        live.on_message(body)
     live.verdict._due = 0.0
     live.tick()
     assert "the verdict so far: " in logged[-1]

@@ -28,7 +28,7 @@ def hear(bodies, folded=None):
     live = LiveForecast(folded, said.append)
     for n, body in enumerate(bodies, 1):
         folded.add("a0", n, body)
-        live.hear(body)
+        live.on_message(body)
     return said
 
 

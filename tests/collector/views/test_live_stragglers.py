@@ -37,7 +37,7 @@ class Job:
                 steps_timed=self.timed[rank],
                 parts_us=list(self.parts[rank]),
             )
-            self.live.hear(NodeBeat([state], {}))
+            self.live.on_message(NodeBeat([state], {}))
         self.live.tick()
 
     def runs(self, *slow: tuple[int, float], part: str = "forward", stretches: int = 3) -> list[str]:

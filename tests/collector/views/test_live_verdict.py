@@ -27,11 +27,11 @@ class Live:
         self.clock.used += 0.01
         return self.clock.used
 
-    def hear(self, *bodies) -> None:
+    def on_message(self, *bodies) -> None:
         for body in bodies:
             self._n += 1
             self.folded.add("a0", self._n, body)
-            self.verdict.hear(body)
+            self.verdict.on_message(body)
 
 
 @pytest.fixture
@@ -48,18 +48,18 @@ def overflow(make, rank, seq):
 
 def test_it_is_said_as_soon_as_the_event_is_there_and_again_when_it_changes(live, make):
     definitions, anomaly, page = overflow(make, 1, seq=9).messages()
-    live.hear(make.hello(nproc=2), definitions)
+    live.on_message(make.hello(nproc=2), definitions)
     live.verdict.tick()
     assert live.said == []
-    live.hear(anomaly)
+    live.on_message(anomaly)
     live.verdict.tick()
     (line,) = live.said
     assert line.startswith("1970-01-01T00:00:00.250Z the verdict so far: supported: Rank 1 on h0 overflowed first")
-    live.hear(*overflow(make, 0, seq=3).messages())
+    live.on_message(*overflow(make, 0, seq=3).messages())
     live.clock.now += 10
     live.verdict.tick()
     assert "Rank 0 on h0 overflowed first" in live.said[-1]
-    live.hear(page)
+    live.on_message(page)
     live.clock.now += 10
     live.verdict.tick()
     assert "Rank 0 on h0 overflowed first" in live.said[-1]
@@ -68,19 +68,19 @@ def test_it_is_said_as_soon_as_the_event_is_there_and_again_when_it_changes(live
 def test_pages_without_an_anomaly_are_not_decided_about(live, make):
     batch = make.Batch(0)
     batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor()])
-    live.hear(make.hello(), *batch.messages())
+    live.on_message(make.hello(), *batch.messages())
     live.verdict.tick()
     assert live.clock.used == 0
 
 
 def test_it_takes_a_share_of_the_time_and_an_anomaly_waits_less(live, make):
-    live.hear(make.hello(nproc=3), *overflow(make, 2, seq=9).messages())
+    live.on_message(make.hello(nproc=3), *overflow(make, 2, seq=9).messages())
     live.verdict.tick()
-    live.hear(overflow(make, 1, seq=5).page_message())
+    live.on_message(overflow(make, 1, seq=5).page_message())
     live.clock.now += 0.03
     live.verdict.tick()
     assert len(live.said) == 1, "10 ms of work pay for 50 ms"
-    live.hear(*overflow(make, 1, seq=5).messages())
+    live.on_message(*overflow(make, 1, seq=5).messages())
     live.verdict.tick()
     assert "Rank 1 " in live.said[-1]
 
@@ -95,18 +95,18 @@ def test_where_there_is_little_of_a_processor_it_leaves_most_of_the_time_to_what
         decided.append(live.clock.now)
 
     live.verdict._decide = slowly
-    live.hear(make.hello(nproc=3), *overflow(make, 2, seq=9).messages())
+    live.on_message(make.hello(nproc=3), *overflow(make, 2, seq=9).messages())
     for _ in range(100):
-        live.hear(overflow(make, 1, seq=5).page_message())
+        live.on_message(overflow(make, 1, seq=5).page_message())
         live.verdict.tick()
         live.clock.now += 0.05
     assert len(decided) == 5, "0.2 s of work, then 1 s for what comes"
 
 
 def test_many_anomalies_at_once_take_half_a_processor(live, make):
-    live.hear(make.hello(nproc=400))
+    live.on_message(make.hello(nproc=400))
     for rank in range(300):
-        live.hear(*overflow(make, rank, seq=1000 - rank).messages()[:2])
+        live.on_message(*overflow(make, rank, seq=1000 - rank).messages()[:2])
         live.verdict.tick()
     assert len(live.said) == 100, "1 s is saved up, and each decision takes 10 ms"
     live.clock.now += 0.1
@@ -116,7 +116,7 @@ def test_many_anomalies_at_once_take_half_a_processor(live, make):
 
 def test_it_goes_on_by_itself_until_all_ranks_are_diagnosed(live, make):
     for rank in range(20):
-        live.hear(*overflow(make, rank, seq=100 - rank).messages())
+        live.on_message(*overflow(make, rank, seq=100 - rank).messages())
     turns = 0
     while live.verdict._changed:
         live.verdict.tick()

@@ -45,7 +45,7 @@ def context(door):
 @pytest.fixture
 def publisher(context, tmp_path):
     made = ViewPublisher(context, "tcp://127.0.0.1:29401", KEYS.collector, KEYS.viewer)
-    made.tell(tmp_path)
+    made.announce(tmp_path)
     yield made
     made.close()
 

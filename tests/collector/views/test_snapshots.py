@@ -30,7 +30,7 @@ def drawn(views, columns, lines, *keys):
         async with app.run_test(size=(columns, lines)) as pilot:
             await pilot.pause()  # its widgets are there
             while left:
-                app.look()
+                app.poll()
             await pilot.pause()
             await pilot.press(*keys)
             await pilot.pause()

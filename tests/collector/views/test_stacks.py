@@ -37,9 +37,9 @@ def test_a_round_ends_when_every_running_rank_was_looked_at():
     stacks = StacksRound()
     assert stacks.begins(10.0)
     assert not stacks.begins(10.1), "one at a time"
-    stacks.hear(beat(look(1)))
+    stacks.on_message(beat(look(1)))
     assert stacks.conclude({0, 1}, 10.2) is None
-    stacks.hear(beat(look(0)))
+    stacks.on_message(beat(look(0)))
     assert [found.where.rank for found in stacks.conclude({0, 1}, 10.3)] == [0, 1]
     assert stacks.begins(10.4), "the next one"
 
@@ -47,24 +47,24 @@ def test_a_round_ends_when_every_running_rank_was_looked_at():
 def test_a_rank_that_nobody_looked_at_is_waited_for_a_while_only():
     stacks = StacksRound()
     stacks.begins(10.0)
-    stacks.hear(beat(look(1)))
+    stacks.on_message(beat(look(1)))
     assert stacks.conclude({0, 1}, 10.0 + ANSWER_S - 0.1) is None
     assert [found.where.rank for found in stacks.conclude({0, 1}, 10.0 + ANSWER_S)] == [1]
 
 
 def test_a_look_that_comes_outside_of_a_round_or_is_of_another_nodes_rank_does_not_count():
     stacks = StacksRound()
-    stacks.hear(beat(look(0)))
+    stacks.on_message(beat(look(0)))
     stacks.begins(10.0)
-    stacks.hear(beat(look(2), look(1, attempt=7)))
-    stacks.hear(NodeBeat([state(0)], {}, looks=b"no list of looks"))
+    stacks.on_message(beat(look(2), look(1, attempt=7)))
+    stacks.on_message(NodeBeat([state(0)], {}, looks=b"no list of looks"))
     assert stacks.conclude(set(), 10.1) == []
 
 
 def test_control_characters_of_a_stack_do_not_reach_the_terminal():
     stacks = StacksRound()
     stacks.begins(10.0)
-    stacks.hear(beat(look(0, [StackLine("/home/me/train.py", 1, "main", "\x1b[2Jx()")])))
+    stacks.on_message(beat(look(0, [StackLine("/home/me/train.py", 1, "main", "\x1b[2Jx()")])))
     (found,) = stacks.conclude({0}, 10.1)
     assert "\x1b" not in "\n".join(view_text(StacksView(0, "r", 1, {0: "a"}, [found])))
 

@@ -243,7 +243,7 @@ def test_steps_without_a_time_are_left_out(make, changes):
 
 def test_an_agent_that_missed_steps_gives_them_no_time(make):
     times = RankStepTimes()
-    times.take(STEPS[0])
+    times.add(STEPS[0])
     assert times.event(make.where(0)).began_ns == 0, "it was read by no look"
 
 

@@ -90,7 +90,7 @@ def verdict(folder: Path, beforehand: RankWatch | None = None) -> str:
 
 def told_by_the_launch(folder: Path) -> str:
     overflows = SeenOverflows(folder)
-    overflows.look(0, {0: 0})
+    overflows.read(0, {0: 0})
     return overflows.sentence
 
 

@@ -89,7 +89,7 @@ def test_of_healthy_modules_nothing_is_told(writer, watch):
 
 
 def test_a_forecast_that_cannot_be_made_costs_nothing_else(writer, watch, monkeypatch):
-    monkeypatch.setattr(history.RootForecasts, "look", lambda *given: 1 / 0)
+    monkeypatch.setattr(history.RootForecasts, "update", lambda *given: 1 / 0)
     assert told_of(writer, watch, 20, lambda n: [1.0, 1.0, 1.0]) == []
     messages = watch.end(1, "itself", 99.0)
     assert [message for message in messages if isinstance(message, PageMessage)]

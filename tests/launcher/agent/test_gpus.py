@@ -31,7 +31,7 @@ class Watched:
                 self.seen += self.watch.events()
                 assert condition(self.seen), self.seen
             elif select.select([fd], [], [], 0.5)[0]:
-                self.watch.hear()
+                self.watch.on_message()
             self.seen += self.watch.events()
             return condition(self.seen)
 

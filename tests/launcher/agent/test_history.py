@@ -71,8 +71,8 @@ def test_every_batch_that_is_over_is_looked_at_once(writer, reader):
     kept.define(NAMES)
     for number in range(20):
         batch(writer, number, float32(number + 1))
-        kept.look(reader, reader.header(), number)
-        kept.look(reader, reader.header(), number)
+        kept.read(reader, reader.header(), number)
+        kept.read(reader, reader.header(), number)
     assert all_of(kept) == (list(range(19)), [float(number + 1) for number in range(19)])
     kept.finish(reader)
     assert all_of(kept)[0] == list(range(20)), "and the last one when the rank has ended"
@@ -85,7 +85,7 @@ def test_it_takes_a_bounded_share_of_a_processor(writer, reader):
     kept.define(NAMES)
     for number in range(400):
         batch(writer, number, float32(1.0))
-        kept.look(reader, reader.header(), number * 0.05)
+        kept.read(reader, reader.header(), number * 0.05)
     assert len(all_of(kept)[0]) <= 20 * history._AT_A_TIME + 1
 
 
@@ -94,13 +94,13 @@ def test_numbers_that_are_late_are_waited_for(writer, reader):
     kept.define(NAMES)
     batch(writer, 0, (0, 0, PENDING))
     batch(writer, 1, float32(1.0))
-    kept.look(reader, reader.header(), 0.0)
+    kept.read(reader, reader.header(), 0.0)
     assert kept.messages(0, 0) == []
     segment = writer.segment_at(0)
     assert segment is not None
     place = bytes(writer.view).index(PENDING.to_bytes(8, "little"), segment) - 16
     writer.view[place : place + 24] = b"".join(part.to_bytes(8, "little") for part in float32(5.0))
-    kept.look(reader, reader.header(), 0.5)
+    kept.read(reader, reader.header(), 0.5)
     assert all_of(kept) == ([0], [5.0])
 
 
@@ -169,7 +169,7 @@ def test_a_rank_that_ended_well_tells_it_only_if_it_was_asked(writer, watch, tmp
 
 
 def test_a_history_that_cannot_be_read_costs_nothing_else(writer, watch, monkeypatch):
-    monkeypatch.setattr(RankHistory, "look", lambda *given: 1 / 0)
+    monkeypatch.setattr(RankHistory, "read", lambda *given: 1 / 0)
     monkeypatch.setattr(RankHistory, "finish", lambda *given: 1 / 0)
     run(writer, watch, float32(4.0))
     assert [m for m in watch.end(1, "itself", 9.0) if isinstance(m, PageMessage)]
@@ -202,10 +202,10 @@ def poll_until_told(watch, writer, batches: int) -> list[OwnFault]:
 @pytest.mark.parametrize(
     ("part", "place"),
     [
-        ("forecasts", "gpuwatch.launcher.agent.forecast.RootForecasts.look"),
+        ("forecasts", "gpuwatch.launcher.agent.forecast.RootForecasts.update"),
         ("hottest modules", "gpuwatch.launcher.agent.batch_history.closest"),
-        ("history", "gpuwatch.launcher.agent.batch_history.RankHistory.look"),
-        ("step times", "gpuwatch.launcher.agent.batch_history.RankStepTimes.look"),
+        ("history", "gpuwatch.launcher.agent.batch_history.RankHistory.read"),
+        ("step times", "gpuwatch.launcher.agent.batch_history.RankStepTimes.read"),
     ],
 )
 def test_an_error_of_ours_is_told_once_and_costs_nothing_else(writer, watch, monkeypatch, part, place):

@@ -224,7 +224,7 @@ class Watched:
         def hear():
             found = condition()
             if not found and select.select([self.watch.fd], [], [], 0.5)[0]:
-                self.watch.hear()
+                self.watch.on_message()
             return found
 
         return until(hear, "what the other process reads of the GPUs", lambda: vars(self.watch), look_s=0)

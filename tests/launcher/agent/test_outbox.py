@@ -46,7 +46,7 @@ class Link:
             if position < len(losses) and losses[position]:
                 continue
             message = decode_agent(data)
-            for action in self.run_protocol.hear("a", message, self.now):
+            for action in self.run_protocol.on_message("a", message, self.now):
                 if isinstance(action, StoreMessage):
                     self.stored.append(message)
                 elif isinstance(action, SendMessage) and isinstance(action.message, MessageAck):
@@ -57,7 +57,7 @@ class Link:
             if isinstance(send.message, MessageAck)
         ]
 
-    def hear(self, losses: list[bool]) -> None:
+    def on_message(self, losses: list[bool]) -> None:
         for position, ack in enumerate(self.acks):
             if position < len(losses) and losses[position]:
                 continue
@@ -72,7 +72,7 @@ STEP = st.one_of(
     st.tuples(st.just("event")),
     st.tuples(st.just("page"), st.integers(0, 2)),
     st.tuples(st.just("send"), LOSSES),
-    st.tuples(st.just("hear"), LOSSES),
+    st.tuples(st.just("on_message"), LOSSES),
     st.tuples(st.just("resend")),
 )
 
@@ -97,7 +97,7 @@ def test_whatever_is_lost_every_event_arrives_once_and_in_order(steps, page_byte
     for _ in range(3):  # the link works again
         link.outbox.send_again()
         link.send([])
-        link.hear([])
+        link.on_message([])
     assert link.outbox.empty
     assert link.outbox.unacknowledged() == []
     bodies = [message.body for message in link.stored]

@@ -30,10 +30,10 @@ def test_each_end_has_its_time_in_the_order_of_the_ends(ends):
     assert [ends.when_ns((rank, 0)) for rank in range(3)] == [(0, 0)] * 3
     before = time.time_ns()
     for rank in (2, 0, 1):
-        ends.look()
+        ends.poll()
         children[rank].kill()
         wait(ends)
-        ends.look()
+        ends.poll()
         children[rank].wait()
         children[rank].stdin.close()
     times = [ends.when_ns((rank, 0)) for rank in (2, 0, 1)]

@@ -16,7 +16,7 @@ from gpuwatch.launcher.agent.batch_history import BLOCK, RankStepTimes
 def sample_of(numbers):
     steps = RankStepTimes()
     for number in numbers:
-        steps.take(TimedStep(number, (number * 1000, 2000, 3000, 4000, 5000)))
+        steps.add(TimedStep(number, (number * 1000, 2000, 3000, 4000, 5000)))
     event = steps.event(RunPosition(0))
     assert event is not None
     return event, unpack_steps(event.steps)

@@ -52,7 +52,7 @@ def test_a_rank_that_is_the_command_has_ended_by_itself_once_whoever_started_it_
     record(monkeypatch, command.pid, tmp_path / file_name(0, 0))
     told = []
     ranks = HostRanks(tmp_path, told.append, lambda *end: None)
-    ranks.look({command.pid: None})
+    ranks.poll({command.pid: None})
 
     ranks.last_look({command.pid: -signal.SIGKILL})
     ranks.stopping = True
@@ -71,9 +71,9 @@ def test_a_process_that_goes_on_as_another_program_is_two_attempts_of_one_rank(t
     record(monkeypatch, command.pid, tmp_path / path(0))
     told, ended = [], []
     ranks = HostRanks(tmp_path, told.append, lambda *end: ended.append(end))
-    ranks.look({command.pid: None})
+    ranks.poll({command.pid: None})
     record(monkeypatch, command.pid, tmp_path / path(1), attempt=1)
-    ranks.look({command.pid: None})
+    ranks.poll({command.pid: None})
     assert ended == ([(0, 0, 0)] if becomes == "ranks" else [])
 
     command.communicate(b"\n")
@@ -123,7 +123,7 @@ def test_of_two_that_train_without_a_group_one_is_the_rank_and_the_other_has_its
     told, ended = [], []
     ranks = HostRanks(tmp_path, told.append, lambda *end: ended.append(end))
     for _ in range(2):
-        ranks.look({})
+        ranks.poll({})
     assert [each.pids for each in told] == [{0: first.pid}, {number_of(second): second.pid}]
     assert ranks.running == [0], "a process that is no rank is not waited for"
 
@@ -148,7 +148,7 @@ def test_a_process_that_only_made_a_model_is_not_in_the_report_and_one_that_call
     told = []
     ranks = HostRanks(tmp_path, told.append, lambda *end: None)
     for _ in range(2):
-        ranks.look({})
+        ranks.poll({})
     assert [each.pids for each in told] == [{0: rank.pid}]
 
     for process in (rank, made, called):

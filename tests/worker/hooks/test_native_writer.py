@@ -288,7 +288,7 @@ def test_what_is_ordinary_is_taken(tmp_path):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for number in range(3):
             if number == 2:  # names and weights are known
-                hooks._call_frames.take = noting("frame", hooks._call_frames.take)
+                hooks._call_frames.record = noting("frame", hooks._call_frames.record)
                 gradients.of_output = noting("output", gradients.of_output)
                 gradients.of_parameter = noting("parameter", gradients.of_parameter)
                 hooks.rows.weight = noting("weight", hooks.rows.weight)

@@ -189,7 +189,7 @@ def test_graphs_are_held_until_their_numbers_have_arrived(busy):
         )
     job.device.held.clear()
     job.watched.hooks.judging.finish()
-    job.gradients.let_go()
+    job.gradients.release()
     assert job.gradients.graphs.held == []
     assert job.watched.faults == job.watched.anomalies == []
 
