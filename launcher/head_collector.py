@@ -1,4 +1,4 @@
-"""The collector of a job as the launch of its head node has it, and where that of another node is. Imports no torch."""
+"""Starts the collector on the head node; on other nodes, finds its address. Imports no torch."""
 
 from __future__ import annotations
 

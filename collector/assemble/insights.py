@@ -273,7 +273,7 @@ def dead_modules(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
 
 
 def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[RunInsight]:
-    """A rank whose module returns something far from what it returns on the others, which are alike."""
+    """A rank whose module output differs from the (mutually similar) outputs of all other ranks."""
     ranks = sorted(opened)[:_MOST_COMPARED]
     batches = sorted(set.intersection(*(set(opened[rank].batches[-_LAST:]) for rank in ranks))) if ranks else []
     if len(ranks) < _FEWEST_COMPARED or len(batches) < _LAST // 2:

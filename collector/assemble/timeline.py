@@ -174,7 +174,7 @@ class FigureSamples:
 
     at_s: Any
     values: Any
-    """A level as it was; a count as what it grew by, nan where that is not known."""
+    """Gauges as sampled, counters as increments; nan if unknown."""
     over_s: Any
     """The seconds in which a count grew by its value."""
     counts: bool

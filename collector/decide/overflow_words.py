@@ -419,7 +419,7 @@ def _step_for_optimizer(first: LocalDiagnosis) -> str:
 
 def _step_for_weight(first: LocalDiagnosis, clues: AdviceClues) -> str:
     if first.computed:
-        return "Look at the code that computes that weight, and at what it is computed from."
+        return "Check the code that computes this weight, and its inputs."
     if first.seen_in == FramePhase.OPTIMIZER:
         if clues.gradients:
             return "Look at what else changes that weight: that batch shows no gradient of it, but shows others."

@@ -73,7 +73,7 @@ class PassedOperations:
         return self._follow(came[-1]) if came else None
 
     def put_into_sum(self, diagnosis: LocalDiagnosis) -> PassedTensor | None:
-        """What one rank put into the sum of the gradients in which that of a diagnosis was; None if that is not known.
+        """One rank's contribution to the reduced gradient under diagnosis; None if unknown.
 
         Every other rank has put finite numbers into that sum.
         """

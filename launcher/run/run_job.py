@@ -212,7 +212,7 @@ class CommandRanks(RankStarter):
         return LaunchDone("failed")
 
     def _why_no_rank(self) -> str:
-        """What Python processes have left behind that could not be watched; else what it can be."""
+        """Names processes that could not be watched, with the reason."""
         for _, why in self._unwatched():
             has_none = "ModuleNotFoundError" in why or "ImportError" in why
             return f"{why}: install gpuwatch into that Python, too" if has_none else why
