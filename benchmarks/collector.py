@@ -40,7 +40,6 @@ import msgspec
 import psutil
 import zmq
 from gpuwatch.core.guest.own_imports import own_command
-from gpuwatch.core.settings import OnHang
 from gpuwatch.core.text import from_json
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import AgentHello
@@ -122,7 +121,7 @@ class Figures:
 class Collector:
     """The product's collector process, with its folder."""
 
-    def __init__(self, folder: Path, on_hang: OnHang = "report") -> None:
+    def __init__(self, folder: Path) -> None:
         self.keys = derive_keys("a secret of the benchmark", JOB)
         self._child = subprocess.Popen(own_command("gpuwatch.collector"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._child.stdin is not None
@@ -138,7 +137,6 @@ class Collector:
                 keys.viewer.public.decode(),
                 str(folder),
                 JOB,
-                on_hang=on_hang,
             ),
         )
         bound = from_json(self._child.stdout.readline(), FromCollector)
@@ -218,21 +216,12 @@ class Collector:
 class Nodes:
     """All simulated nodes, in this process."""
 
-    def __init__(
-        self,
-        ranks: int,
-        collector: Collector,
-        folder: Path,
-        model: Model,
-        kind: type[SimulatedRank] = SimulatedRank,
-        hang_timeout_s: float = 0.0,
-    ) -> None:
+    def __init__(self, ranks: int, collector: Collector, folder: Path, model: Model) -> None:
         nodes = max(1, ranks // RANKS_PER_NODE)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, nodes + 16)
         self.agents: list[NodeAgentLoop] = []
         self.ranks: list[SimulatedRank] = []
-        self._pipes: list[io.BytesIO] = []
         self._turns = 0
         self._rss = psutil.Process().memory_info().rss
         self.agent_bytes = self.agents_rss = 0
@@ -257,20 +246,14 @@ class Nodes:
                     JOB,
                 ),
                 identity=f"{node:08x}",
-                hang_timeout_s=hang_timeout_s,
             )
-            self._pipes.append(io.BytesIO())
-            agent = NodeAgentLoop(config, self._pipes[-1], gpus=cast(GpuWatch, NoGpus()), context=self._context)
+            agent = NodeAgentLoop(config, io.BytesIO(), gpus=cast(GpuWatch, NoGpus()), context=self._context)
             for local in range(RANKS_PER_NODE):
-                rank = kind(model, node * RANKS_PER_NODE + local, local, ranks)
+                rank = SimulatedRank(model, node * RANKS_PER_NODE + local, local, ranks)
                 rank.traces = getattr(agent, "traces", None)
                 self.ranks.append(rank)
                 agent._ranks[rank.rank, 0] = cast(RankWatch, rank)
             self.agents.append(agent)
-
-    def told(self, node: int) -> bytes:
-        """What an agent has told its launch."""
-        return self._pipes[node].getvalue()
 
     def turn(self) -> None:
         """Every agent takes a turn, as it does fifty times a second."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from turns import interval
 
 SCRIPT = """
 import torch.distributed as dist
@@ -118,14 +119,6 @@ def rows_of(found: dict[str, list[float]]) -> list[Row]:
             )
         )
     return rows
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """A 95 % interval of the median, from the order of the values alone."""
-    ordered = sorted(values)
-    away = round(0.98 * len(ordered) ** 0.5)
-    middle = (len(ordered) - 1) / 2
-    return ordered[max(0, round(middle - away))], ordered[min(len(ordered) - 1, round(middle + away))]
 
 
 def table(rows: list[Row], title: str) -> Table:

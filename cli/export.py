@@ -13,7 +13,6 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 import click
 
 from ..core.errors import Code, UsageError
-from ..core.text import is_web_address
 from .report import (
     RUNS_DIR,
     TEXT_OR_JSON,
@@ -31,30 +30,19 @@ from .report import (
 if TYPE_CHECKING:
     from ..collector.views.frame_export import ExportRow
 
-_NEEDS = {
-    "parquet": ("pyarrow", "pyarrow"),
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "otlp": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"),
-}
-"""form -> (module that writes it, packages that have it)"""
-_NO_TABLE = ("perfetto", "otlp")
-
 
 @click.command(name="export")
 @click.argument("run", required=False, shell_complete=complete_runs)
 @RUNS_DIR
 @format_option(
-    *("jsonl", "csv", "parquet", "tensorboard", "perfetto", "otlp"),
-    text="perfetto: a trace of all ranks, for ui.perfetto.dev and chrome://tracing. otlp: the figures of nodes and "
-    "ranks, sent to an OpenTelemetry collector. parquet needs pyarrow, tensorboard needs "
-    "tensorboard, otlp needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http.",
+    *("jsonl", "csv", "parquet", "perfetto"),
+    text="perfetto: a trace of all ranks, for ui.perfetto.dev and chrome://tracing. parquet needs pyarrow.",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="Write it to this file; for tensorboard, into this new folder. jsonl, csv and perfetto are printed "
-    "without it.",
+    help="Write it to this file. jsonl, csv and perfetto are printed without it.",
 )
 @click.option(
     "--table",
@@ -70,12 +58,6 @@ _NO_TABLE = ("perfetto", "otlp")
     metavar="R",
     help="Only the numbers of this rank, or of those at a place in a DeviceMesh of the script: tp=2,dp=0.",
 )
-@click.option(
-    "--endpoint",
-    envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
-    metavar="URL",
-    help="For otlp: where to send it, such as http://host:4318. [default: $OTEL_EXPORTER_OTLP_ENDPOINT]",
-)
 def export(
     run: str | None,
     runs_dir: str,
@@ -83,7 +65,6 @@ def export(
     output: Path | None,
     tables: tuple[str, ...],
     choice: RankChoice | None,
-    endpoint: str | None,
 ) -> int:
     """Write the numbers that the store of RUN holds as one table: frames, history and verdict.
 
@@ -91,19 +72,16 @@ def export(
     """
     from ..collector.views import frame_export, trace_export
 
-    if tables and form in _NO_TABLE:
+    if tables and form == "perfetto":
         raise UsageError(
-            Code.WRONG_TOGETHER, f"--table: expected a format with a table, found --format {form}; leave --table out"
+            Code.WRONG_TOGETHER, "--table: expected a format with a table, found --format perfetto; leave --table out"
         )
-    if form in _NEEDS:
-        _expect_library(form)
+    if form == "parquet":
+        _expect_pyarrow()
     path = find_run(run, Path(runs_dir))
-    if form == "otlp":
-        return _send(path, endpoint, output, choice)
-    if form in _NEEDS and output is None:
-        what = "folder" if form == "tensorboard" else "file"
+    if form == "parquet" and output is None:
         raise UsageError(
-            Code.ARGUMENT_MISSING, f"--format {form}: expected a {what} to write to, found none; add: -o {what.upper()}"
+            Code.ARGUMENT_MISSING, "--format parquet: expected a file to write to, found none; add: -o FILE"
         )
     with facts_of(path) as facts:
         ranks = ranks_of(choice, facts) if choice is not None else None
@@ -122,51 +100,23 @@ def export(
             if write is not None:
                 with output.open("w", encoding="utf-8", newline="") as out:
                     write(rows, out)
-            elif form == "parquet":
-                frame_export.write_parquet(rows, output)
-            elif output.exists() and (not output.is_dir() or any(output.iterdir())):
-                raise UsageError(
-                    Code.NOT_WRITABLE,
-                    f"--output: expected a new or an empty folder, found {output}, which is not empty",
-                )
             else:
-                frame_export.write_tensorboard(rows, output)
+                frame_export.write_parquet(rows, output)
         except OSError as error:
             what = f"expected a path that can be written, found {output}: {error.strerror}"
             raise UsageError(Code.NOT_WRITABLE, f"--output: {what}") from error
     return 0
 
 
-def _send(path: Path, endpoint: str | None, output: Path | None, choice: RankChoice | None) -> int:
-    from ..collector.views.otlp_export import send_otlp
-
-    if output is not None:
-        raise UsageError(
-            Code.WRONG_TOGETHER,
-            f"--output: expected none with --format otlp, which is sent, found {output}; leave it out",
-        )
-    if not endpoint or not is_web_address(endpoint):
-        found = f"found {endpoint}" if endpoint else "found none"
-        raise UsageError(
-            Code.WRONG_VALUE,
-            f"--endpoint: expected the address of an OpenTelemetry collector, http://HOST:4318, {found}",
-        )
-    with facts_of(path) as facts:
-        sent = send_otlp(facts, path.name, endpoint, ranks_of(choice, facts) if choice is not None else None)
-    click.echo(f"gpuwatch: sent {sent} points to {endpoint}", err=True)
-    return 0
-
-
-def _expect_library(form: str) -> None:
-    """Raises UsageError, saying how to install what writes this format."""
-    module, packages = _NEEDS[form]
+def _expect_pyarrow() -> None:
+    """Raises UsageError, saying how to install it."""
     try:
-        importlib.import_module(module)
+        importlib.import_module("pyarrow")
     except ImportError as error:
         raise UsageError(
             Code.NOT_INSTALLED,
-            f"--format {form}: expected {module}, which writes it, found it not installed; install it with: "
-            f"pip install {packages}",
+            "--format parquet: expected pyarrow, which writes it, found it not installed; install it with: "
+            "pip install pyarrow",
         ) from error
 
 

@@ -34,7 +34,7 @@ COMMANDS = {
     "replay": "Run the forward that --capture wrote again, as it was and in each dtype.",
     "runs": "List the runs of a folder with their verdicts.",
     "diff": "Show where the numbers of two runs, ranks or batches first differ.",
-    "export": "Write the numbers of a run as JSON lines, CSV, Parquet or for TensorBoard.",
+    "export": "Write the numbers of a run as JSON lines, CSV, Parquet or a trace for Perfetto.",
     "explain": "Say what the code at the end of a message means, and what to do.",
     "collect": "Run a collector by hand, for launches with --collector.",
 }

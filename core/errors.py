@@ -90,7 +90,6 @@ class Code(str, Enum):
     UNREADABLE = "GW414"
     NOT_RUNNING = "GW415"
     NO_CAPTURE = "GW416"
-    NOT_TAKEN = "GW417"
     NOT_WRITABLE = "GW421"
     ADDRESS_IN_USE = "GW422"
     NO_MEETING_POINT = "GW423"

@@ -23,8 +23,6 @@ def test_commands_and_their_options():
     assert offered("report", "--f") == ["--format"]
     assert offered("report", "--format", "") == ["text", "json", "html"]
     assert offered("export", "--format", "p") == ["parquet", "perfetto"]
-    assert offered("export", "--format", "o") == ["otlp"]
-    assert offered("export", "--e") == ["--endpoint"]
 
 
 def test_options_that_argparse_parses_and_files_behind_them():

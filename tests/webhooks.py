@@ -1,4 +1,4 @@
-"""A real HTTP server that hears what is posted to it: JSON, or bytes that `read` understands."""
+"""A real HTTP server that hears the JSON that is posted to it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 
 class Server(ThreadingHTTPServer):
-    """Answers with `codes` one after another, and with 200 then. `heard`: (path, what `read` returned) of each."""
+    """Answers with `codes` one after another, and with 200 then. `heard`: (path, JSON) of each."""
 
-    def __init__(self, *codes, read=json.loads):
-        self.codes, self.heard, self.read = list(codes), [], read
+    def __init__(self, *codes):
+        self.codes, self.heard = list(codes), []
         super().__init__(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self.server_port}/hooks/a-secret"
 
@@ -21,7 +21,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.heard.append((self.path, self.server.read(body)))
+        self.server.heard.append((self.path, json.loads(body)))
         self.send_response(self.server.codes.pop(0) if self.server.codes else 200)
         self.end_headers()
 
@@ -33,8 +33,8 @@ class Handler(BaseHTTPRequestHandler):
 def serve():
     found = []
 
-    def start(*codes, **named):
-        found.append(Server(*codes, **named))
+    def start(*codes):
+        found.append(Server(*codes))
         threading.Thread(target=found[-1].serve_forever, daemon=True).start()
         return found[-1]
 

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -173,44 +173,3 @@ def write_parquet(rows: Iterable[ExportRow], path: Path) -> None:
         while chunk := [msgspec.structs.astuple(row) for row in itertools.islice(rest, _AT_A_TIME)]:
             table = dict(zip(COLUMNS, zip(*chunk, strict=True), strict=True))
             writer.write_table(pyarrow.table(table, schema=schema))
-
-
-# Scalars for TensorBoard, a TensorBoard run for each rank: abs max of each module's outputs, batch by batch.
-
-
-def write_tensorboard(rows: Iterable[ExportRow], folder: Path) -> None:
-    """`folder/rank3`: scalars `abs_max/<root>/<module>/output` by batch; `folder/verdict`: its statement.
-
-    A number that is not finite gives no point. Raises OSError.
-    """
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    writers: dict[str, EventFileWriter] = {}
-    try:
-        for row in rows:
-            summary, name = _summary(row)
-            if summary is not None:
-                if name not in writers:
-                    writers[name] = EventFileWriter(str(folder / name))
-                writers[name].add_event(Event(wall_time=0.0, step=max(0, row.batch or 0), summary=summary))
-    finally:
-        for writer in writers.values():
-            writer.close()
-
-
-def _summary(row: ExportRow) -> tuple[Any, str]:
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.types_pb2 import DT_STRING
-
-    if row.table == "verdict":
-        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        tensor = TensorProto(dtype=DT_STRING, string_val=[f"{row.kind}, {row.certainty}: {row.text}".encode()])
-        return Summary(value=[Summary.Value(tag="verdict", metadata=metadata, tensor=tensor)]), "verdict"
-    if row.abs_max is None or row.attempt is None:
-        return None, ""
-    tag = f"abs_max/{row.root}/{row.module or '(root)'}/{row.role}" + (f"/{row.phase}" if row.table == "frames" else "")
-    who = f"rank{row.rank}" if row.process is None else f"process{row.process}"
-    attempt = f"-attempt{row.attempt}" if row.attempt else ""
-    return Summary(value=[Summary.Value(tag=tag, simple_value=row.abs_max)]), f"{who}{attempt}"

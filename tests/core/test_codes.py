@@ -85,7 +85,6 @@ GW413 no_store
 GW414 unreadable
 GW415 not_running
 GW416 no_capture
-GW417 not_taken
 GW421 not_writable
 GW422 address_in_use
 GW423 no_meeting_point

@@ -71,8 +71,6 @@ NOT_RUN: list[tuple[str, str, str]] = [
     ("docs/development.md", "make *", RUNS_ALL),
     ("docs/development.md", "python -m *", RUNS_ALL),
     ("docs/development.md", "python docs/make_options.py*", "test_pages.py compares the two"),
-    ("docs/export.md", "pip install *", INSTALLS),
-    ("docs/export.md", "gpuwatch export *--format otlp *", "needs a collector: tests/collector/views/test_otlp.py"),
     ("docs/export.md", "gpuwatch export --rank tp=*", "needs a DeviceMesh: tests/collector/views/test_export.py"),
     ("docs/export.md", "mlflow *", "needs MLflow: tests/frameworks/test_trackers.py"),
     ("docs/export.md", "python -c *wandb*", "needs W&B: tests/frameworks/test_trackers.py"),

@@ -65,8 +65,12 @@ class Scenario:
 CLEAN = {"kind": "clean"}
 
 
+def _overflow(**fields: Any) -> dict[str, Any]:
+    return {"kind": "overflow", **{"class" if name == "cls" else name: value for name, value in fields.items()}}
+
+
 def _found(phase: str, rank: int | None, module: str, cls: str, **more: Any) -> dict[str, Any]:
-    return {"kind": "overflow", "phase": phase, "rank": rank, "module": module, "class": cls, "between": None, **more}
+    return _overflow(phase=phase, rank=rank, module=module, cls=cls, **{"between": None, **more})
 
 
 def _forward(rank: int, module: str, cls: str = "Linear", **more: Any) -> dict[str, Any]:
@@ -112,7 +116,7 @@ FORWARD = [
         "leaf, --every 5, an idle batch",
         "forward_leaf.py",
         # where in the model is not known: nobody looked. The witness did.
-        {"kind": "overflow", "phase": "forward", "rank": 1, "module": None, "class": None, "root": "Net", "batch": 7},
+        _overflow(phase="forward", rank=1, module=None, cls=None, root="Net", batch=7),
         args=("--batch", "7", "--batches", "9"),
         options=("--every", "5"),
         witness="rank=1 phase=forward module=body.up class=Linear batch=7",
@@ -125,16 +129,7 @@ FORWARD = [
     Scenario(
         "between two children",
         "between_children.py",
-        {
-            "kind": "overflow",
-            "phase": "forward",
-            "rank": 0,
-            "module": "block",
-            "class": "Block",
-            "between": ("block.enter", "block.leave"),
-            "value": "+inf",
-            "batch": 1,
-        },
+        _found("forward", 0, "block", "Block", between=("block.enter", "block.leave"), value="+inf", batch=1),
     ),
     Scenario("keywords and dicts", "kwargs_dict.py", _forward(0, "scores", "Scores", role="output.logits[0]", batch=1)),
     Scenario(
@@ -169,14 +164,7 @@ FORWARD = [
     Scenario(
         "two ranks in one batch",
         "two_ranks.py",
-        {
-            "kind": "overflow",
-            "phase": "forward",
-            "role": "output",
-            "value": "+inf",
-            "batch": 2,
-            "certainty": "supported",
-        },
+        _overflow(phase="forward", role="output", value="+inf", batch=2, certainty="supported"),
         together={0: "body.up", 1: "head"},
         witness="rank=0 phase=forward module=body.up class=Linear batch=2",
     ),
@@ -185,11 +173,7 @@ FORWARD = [
 ]
 
 INPUTS_AND_WEIGHTS = [
-    Scenario(
-        "bad batch",
-        "bad_batch.py",
-        _found("input", 1, "", "Net", role="input[0]", value="nan", batch=3),
-    ),
+    Scenario("bad batch", "bad_batch.py", _found("input", 1, "", "Net", role="input[0]", value="nan", batch=3)),
     Scenario(
         "weight bad at the start, on one rank",
         "weights_at_start.py",
@@ -240,17 +224,14 @@ PLACES = [
     Scenario(
         "a buffer that nobody has initialised",
         "places.py",
-        {
-            **{"kind": "overflow", "rank": 1, "module": "rotary", "class": "Rotary", "phase": "buffer"},
-            **{"role": "buffer inv_freq", "value": "nan", "batch": 2},
-        },
+        _overflow(rank=1, module="rotary", cls="Rotary", phase="buffer", role="buffer inv_freq", value="nan", batch=2),
         args=("--fault", "buffer"),
         statement="^Rank 1 on .*: buffer `rotary.inv_freq` was not finite before batch 2's forward",
     ),
     Scenario(
         "all ranks alike",
         "places.py",
-        {"kind": "overflow", "phase": "forward", "role": "output", "value": "+inf", "batch": 2},
+        _overflow(phase="forward", role="output", value="+inf", batch=2),
         args=("--fault", "alike"),
         together={0: "body.up", 1: "body.up"},
         statement="^All 2 ranks overflowed alike",
@@ -260,7 +241,7 @@ PLACES = [
         "a wild weight upstream",
         "places.py",
         # `up` is where it overflows; that `enter` has a wild weight is the line beside it
-        {"kind": "overflow", "rank": 1, "batch": 2, "certainty": "supported", "module": "body.up"},
+        _overflow(rank=1, batch=2, certainty="supported", module="body.up"),
         args=("--fault", "wild"),
         evidence="changed since it was last read, and not by a recorded step: weight of `enter`",
         witness="rank=1 phase=forward module=body.up class=Linear batch=2",
@@ -276,7 +257,7 @@ PLACES = [
         "inside of compiled code that is not inspected",
         "places.py",
         # the leaf is `body.up`; frames show `body` or the model around it, and it is said that no more is known
-        {"kind": "overflow", "rank": 1, "phase": "forward", "batch": 2, "certainty": "supported"},
+        _overflow(rank=1, phase="forward", batch=2, certainty="supported"),
         args=("--fault", "hidden"),
         evidence="compiled code inside .* was not inspected",
         witness="",
@@ -294,7 +275,7 @@ PLACES = [
         "a value that goes on by an attribute",
         "by_another_way.py",
         # no frame shows it: the module around it that takes it out has returned it first
-        {"kind": "overflow", "rank": 1, "phase": "forward", "module": "encoder", "batch": 2, "certainty": "supported"},
+        _overflow(rank=1, phase="forward", module="encoder", batch=2, certainty="supported"),
         evidence="MulBackward0 of `encoder`",
         witness="rank=1 phase=forward module=taker class=Taker batch=2",
     ),
@@ -302,7 +283,7 @@ PLACES = [
         "a value that goes on by a list",
         "by_another_way.py",
         # which of the two has made it, no number tells: the smallest module that holds both is the model
-        {"kind": "overflow", "rank": 1, "phase": "forward", "module": "", "batch": 2, "certainty": "supported"},
+        _overflow(rank=1, phase="forward", module="", batch=2, certainty="supported"),
         args=("--way", "list"),
         statement="made by code of `encoder` or of `taker` itself",
         witness="rank=1 phase=forward module=taker class=Taker batch=2",
@@ -311,7 +292,7 @@ PLACES = [
         "a value that goes on by a list, without gradients",
         "by_another_way.py",
         # `encoder` has made it, and no frame and no graph tells: nothing of `taker` is proven
-        {"kind": "overflow", "rank": 1, "phase": "forward", "batch": 2, "certainty": "supported"},
+        _overflow(rank=1, phase="forward", batch=2, certainty="supported"),
         args=("--way", "list", "--gradients", "0"),
         evidence="ran without gradients: autograd's graph",
         witness="rank=1 phase=forward module=taker class=Taker batch=2",
@@ -348,14 +329,7 @@ BACKWARD = [
         "activation's gradient, nobody looked",
         "zero_length.py",
         # the weight was bad after the step of batch 2, and at the start of batch 3; whose gradient it was, nobody saw
-        {
-            "kind": "overflow",
-            "rank": None,
-            "certainty": "unknown",
-            "module": "embed",
-            "phase": "weight",
-            "batch": {2, 3},
-        },
+        _overflow(rank=None, certainty="unknown", module="embed", phase="weight", batch={2, 3}),
         options=("--watch", "forward,weights"),
     ),
     Scenario(
@@ -371,37 +345,20 @@ BACKWARD = [
     Scenario(
         "the script's own loss",
         "loss_at_zero.py",
-        {"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "class": "Net", "value": "+inf", "batch": 2},
+        _overflow(phase="backward", rank=1, module="", cls="Net", value="+inf", batch=2),
         witness="rank=1 phase=gradient module=head class=Linear batch=2",
     ),
     Scenario(
         "between two children, backward",
         "where_trap.py",
-        {
-            "kind": "overflow",
-            "phase": "backward",
-            "rank": 0,
-            "module": "block",
-            "class": "Block",
-            "between": (ANY, "block.enter"),
-            "value": "nan",
-            "batch": 1,
-        },
+        _found("backward", 0, "block", "Block", between=(ANY, "block.enter"), value="nan", batch=1),
     ),
     Scenario(
         "sum of two consumers' gradients",
         "fan_out.py",
-        {
-            "kind": "overflow",
-            "phase": "backward",
-            "rank": 1,
-            "module": "block",
-            "class": "Block",
-            "between": (ANY, "block.enter"),
-            "certainty": "supported",
-            "value": "+inf",
-            "batch": 2,
-        },
+        _found(
+            "backward", 1, "block", "Block", between=(ANY, "block.enter"), certainty="supported", value="+inf", batch=2
+        ),
         witness="rank=1 phase=gradient module=block.enter class=Linear batch=2",
     ),
     *(
@@ -432,14 +389,7 @@ BACKWARD = [
             name,
             "shared_input.py",
             # nobody has seen the gradient between the module and the block's own code
-            {
-                "kind": "overflow",
-                "phase": "backward",
-                "rank": 1,
-                "module": "block",
-                "batch": 2,
-                "certainty": "supported",
-            },
+            _overflow(phase="backward", rank=1, module="block", batch=2, certainty="supported"),
             args=("--block", block),
             statement=said,
             witness=witness,
@@ -457,14 +407,7 @@ BACKWARD = [
             f"{block}, recompiled in that batch",
             "shared_input.py",
             # dynamo compiles again, because an attribute has changed; only frames show the tensor's users
-            {
-                "kind": "overflow",
-                "phase": "backward",
-                "rank": 1,
-                "module": module,
-                "batch": 2,
-                "certainty": "supported",
-            },
+            _overflow(phase="backward", rank=1, module=module, batch=2, certainty="supported"),
             args=("--block", block, "--how", "compiled"),
             statement="`block.scale`",
             witness="",
@@ -514,10 +457,10 @@ STEP = [
     Scenario(
         "optimizer step, on all ranks",
         "step_overflow.py",
-        {"kind": "overflow", "phase": "optimizer", "role": "weight", "value": "-inf", "batch": 2},
+        _overflow(phase="optimizer", role="weight", value="-inf", batch=2),
         args=("--where", "all"),
         together={0: "head", 1: "head"},
-        weaker=({"kind": "overflow", "rank": None, "module": "head", "phase": "optimizer"},),
+        weaker=(_overflow(rank=None, module="head", phase="optimizer"),),
     ),
     Scenario(
         "Adam without eps",
@@ -631,7 +574,7 @@ PARALLEL = [
         "fsdp.py",
         _backward(1, "blocks.1.root", "Root", value="+inf", batch=2),
         args=("--fault", "boundary"),
-        weaker=({"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "between": (ANY, ANY), "batch": 2},),
+        weaker=(_overflow(phase="backward", rank=1, module="", between=(ANY, ANY), batch=2),),
     ),
     Scenario(
         "FSDP2, one rank's shard of a weight",
@@ -652,10 +595,7 @@ PARALLEL = [
         witness="rank=1 phase=weight module=embed class=Linear batch=3",
     ),
     Scenario(
-        "tensor parallel, column shard",
-        "tensor_parallel.py",
-        _forward(1, "mlp.up", batch=2),
-        args=("--fault", "up"),
+        "tensor parallel, column shard", "tensor_parallel.py", _forward(1, "mlp.up", batch=2), args=("--fault", "up")
     ),
     Scenario(
         "tensor parallel, a shard's weight",
@@ -668,7 +608,7 @@ PARALLEL = [
         "tensor_parallel.py",
         _forward(1, "mlp.down", batch=2),
         args=("--fault", "partial"),
-        weaker=({"kind": "overflow", "rank": None, "module": "mlp.down", "certainty": "unknown"},),
+        weaker=(_overflow(rank=None, module="mlp.down", certainty="unknown"),),
     ),
     Scenario("pipeline, forward", "pipeline.py", _forward(0, "up", root="First", batch=5)),
     Scenario(
@@ -690,17 +630,9 @@ PARALLEL = [
             f"pipeline of the script's own, whose code makes it between two ranks, {fault}",
             "hand_made_pipeline.py",
             # no module made it: the script of the rank that sent it did
-            {
-                "kind": "overflow",
-                "rank": rank,
-                "module": None,
-                "class": None,
-                "phase": "collective",
-                "batch": 2,
-                "certainty": "supported",
-            },
+            _overflow(rank=rank, module=None, cls=None, phase="collective", batch=2, certainty="supported"),
             args=("--fault", fault),
-            weaker=({"kind": "overflow", "rank": None, "certainty": "unknown"},),
+            weaker=(_overflow(rank=None, certainty="unknown"),),
             evidence=f"rank {rank} put .inf into message",
         )
         for fault, rank in (("forward", 0), ("backward", 1))
@@ -718,7 +650,7 @@ PARALLEL = [
         "compiled.py",
         _backward(1, "length", "Length", batch=3),
         args=("--fault", "backward"),
-        weaker=({"kind": "overflow", "phase": "backward", "rank": 1, "between": (ANY, ANY), "batch": 3},),
+        weaker=(_overflow(phase="backward", rank=1, between=(ANY, ANY), batch=3),),
     ),
     *(
         Scenario(
@@ -736,7 +668,7 @@ PARALLEL = [
             "compiled_blocks.py",
             _backward(1, "blocks.2.length", "Length", batch=3),
             args=("--around", around, "--fault", "backward"),
-            weaker=({"kind": "overflow", "phase": "backward", "rank": 1, "between": (ANY, ANY), "batch": 3},),
+            weaker=(_overflow(phase="backward", rank=1, between=(ANY, ANY), batch=3),),
             witness="",
         )
         for around in ("ddp", "fsdp")
@@ -816,15 +748,7 @@ EXPECTED = [
     Scenario(
         "GradScaler's scale collapses",
         "scaler.py",
-        {
-            "kind": "overflow",
-            "phase": "backward",
-            "rank": 1,
-            "module": "scale",
-            "class": "GradientScale",
-            "role": "grad input[0]",
-            "value": "+inf",
-        },
+        _overflow(phase="backward", rank=1, module="scale", cls="GradientScale", role="grad input[0]", value="+inf"),
         args=("--fault", "always"),
         options=("--scaler-skips", "5"),
     ),
@@ -832,7 +756,7 @@ EXPECTED = [
         "a GradScaler that scales, and an optimizer that is stepped without it",
         "scaler.py",
         # 2**19 is inf in float16: the scale alone has made it, and nobody has skipped the step
-        {"kind": "overflow", "phase": "backward", "value": "+inf", "batch": 0},
+        _overflow(phase="backward", value="+inf", batch=0),
         args=("--fault", "bypassed"),
         together={0: "", 1: ""},
         evidence="GradScaler had scaled the loss; its scale was 524288",
@@ -870,7 +794,7 @@ LESS_WATCHED = [
     Scenario(
         "leaf, in a batch that is skipped",
         "forward_leaf.py",
-        {"kind": "overflow", "rank": 1, "module": None, "batch": 2, "certainty": "supported"},
+        _overflow(rank=1, module=None, batch=2, certainty="supported"),
         options=("--every", "3"),
         statement="the module is unknown",
         witness="rank=1 phase=forward module=body.up class=Linear batch=2",
@@ -878,7 +802,7 @@ LESS_WATCHED = [
     Scenario(
         "activation's gradient, in a batch that is skipped",
         "zero_length.py",
-        {"kind": "overflow", "rank": None, "phase": "weight", "batch": 3, "certainty": "unknown"},
+        _overflow(rank=None, phase="weight", batch=3, certainty="unknown"),
         options=("--every", "3"),
         statement="in code that was not watched",
     ),
@@ -886,7 +810,7 @@ LESS_WATCHED = [
         Scenario(
             f"{name}, of a module that is not watched",
             script,
-            {"kind": "overflow", "rank": 1, "module": "head", "batch": batch, "certainty": "supported"},
+            _overflow(rank=1, module="head", batch=batch, certainty="supported"),
             args=args,
             options=("--modules", "head*"),
             statement=_NOT_SEEN,
@@ -902,24 +826,15 @@ LESS_WATCHED = [
     Scenario(
         "activation's gradient, of a module that is not watched",
         "zero_length.py",
-        {"kind": "overflow", "rank": 1, "phase": "backward", "module": "", "batch": 2, "certainty": "supported"},
+        _overflow(rank=1, phase="backward", module="", batch=2, certainty="supported"),
         options=("--modules", "head*", "--modules", "embed*"),
         witness="rank=1 phase=backward module=length class=Length batch=2",
     ),
     Scenario(
         "activation's gradient, where neither gradients nor weights are watched",
         "zero_length.py",
-        {
-            "kind": "overflow",
-            "rank": None,
-            "phase": {
-                "weight",
-                "forward",
-            },  # a device is asked after the next step: the weight may be bad because of it
-            "module": "embed",
-            "batch": 3,
-            "certainty": "unknown",
-        },
+        # a device is asked after the next step: the weight may be bad because of it
+        _overflow(rank=None, phase={"weight", "forward"}, module="embed", batch=3, certainty="unknown"),
         options=("--watch", "forward"),
         evidence="weights are not watched",
     ),
@@ -978,10 +893,10 @@ COMMUNICATION = [
         Scenario(
             f"what one rank's own code passes on, {way}",
             "passed.py",
-            {"kind": "overflow", "phase": "collective", "rank": rank, "module": None, "class": None, "root": None},
+            _overflow(phase="collective", rank=rank, module=None, cls=None, root=None),
             args=("--way", way),
             nproc=nproc,
-            weaker=({"kind": "overflow", "rank": None, "certainty": "unknown"},),
+            weaker=(_overflow(rank=None, certainty="unknown"),),
             evidence=f"rank {rank} put .inf into {evidence}",
         )
         for way, rank, nproc, evidence in (
@@ -995,14 +910,7 @@ COMMUNICATION = [
         Scenario(
             f"a sum of finite numbers over the ranks{'' if explain == 'auto' else ', under --explain'}",
             "passed.py",
-            {
-                "kind": "overflow",
-                "phase": "collective",
-                "rank": None,
-                "module": None,
-                "class": None,
-                "certainty": "established",
-            },
+            _overflow(phase="collective", rank=None, module=None, cls=None, certainty="established"),
             args=("--way", "sum"),
             options=("--explain", explain),
             statement="what every rank put in was finite, but their sum was not",
@@ -1031,9 +939,7 @@ COMMUNICATION = [
         witness="rank=0 phase=backward module=length class=Length batch=11",  # it counts the forwards begun by then
     ),
     Scenario(
-        "experts with all_to_all, forward of one rank's expert",
-        "exchanges.py",
-        _forward(1, "expert.up", batch=2),
+        "experts with all_to_all, forward of one rank's expert", "exchanges.py", _forward(1, "expert.up", batch=2)
     ),
     Scenario(
         "experts with all_to_all, backward of one rank's expert, with another rank's token",
@@ -1079,25 +985,21 @@ COMMUNICATION = [
         "FSDP2 that reduces in float16",
         "sharded.py",
         # its gradient is finite in bfloat16, and inf in the float16 that it puts in: no module has made that
-        {"kind": "overflow", "phase": "collective", "rank": 1, "module": None, "batch": 2, "certainty": "supported"},
+        _overflow(phase="collective", rank=1, module=None, batch=2, certainty="supported"),
         args=("--fault", "reduced"),
         evidence="rank 1 put .inf into reduce_scatter",
         witness="rank=1 phase=weight module=blocks.0.down class=Linear batch=3",
     ),
     *(
         Scenario(
-            f"a policy and its frozen reference: {what}",
-            "policy.py",
-            truth,
-            args=("--fault", fault),
-            witness=witness,
+            f"a policy and its frozen reference: {what}", "policy.py", truth, args=("--fault", fault), witness=witness
         )
         for what, fault, truth, witness in (
             ("the reference overflows", "reference", _forward(1, "body.up", root="Reference", batch=2), None),
             (
                 "the script's ratio",
                 "ratio",
-                {"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "class": "Policy", "batch": 2},
+                _overflow(phase="backward", rank=1, module="", cls="Policy", batch=2),
                 "rank=1 phase=gradient module=head class=Linear batch=2",
             ),
             ("the policy overflows as it generates", "policy", _forward(1, "body.up", root="Policy"), None),

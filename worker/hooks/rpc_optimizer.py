@@ -4,6 +4,9 @@ Up to torch 2.13, the process that holds the parameters compiles an optimizer fo
 within a module that calls one operation of gpuwatch's before each step and one after it; what the step computes is the
 same. From torch 2.14 on that optimizer is a class of Python, whose `step` is replaced. The process that calls
 `DistributedOptimizer.step` counts the step where none of the parameters is its own.
+
+Without this file, an inf that the last of these steps makes would be in a run that is called clean, established. One of
+an earlier step would be laid to the script or to memory, since no step was counted between two forwards.
 """
 
 # no `from __future__ import annotations`: TorchScript reads the annotations of ScriptedStep

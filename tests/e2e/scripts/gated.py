@@ -12,29 +12,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from ddp_overflow import Block
 from torch import nn
 
 BATCHES, ALONE, BAD = 9, range(3, 6), 4
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.keep = nn.Linear(8, 8, bias=False)
-        self.widen = nn.Linear(8, 8, bias=False)
-        nn.init.eye_(self.keep.weight)
-        nn.init.eye_(self.widen.weight)
-        with torch.no_grad():
-            self.widen.weight.mul_(2)
-
-    def forward(self, x):
-        return self.widen(self.keep(x))
-
-
 def main():
     before, after = (Path(path) for path in os.environ["GATES"].split(os.pathsep))
     dist.init_process_group("gloo", timeout=timedelta(seconds=int(os.environ.get("GROUP_TIMEOUT_S", 1800))))
-    model = nn.parallel.DistributedDataParallel(Net())
+    model = nn.parallel.DistributedDataParallel(Block())
     optimizer = torch.optim.SGD(model.parameters(), lr=0)
     for batch in range(BATCHES):
         if batch == ALONE.start:

@@ -1,0 +1,1 @@
+../../../e2e/scripts/ddp_overflow.py
