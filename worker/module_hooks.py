@@ -160,8 +160,9 @@ class ModuleHooks:
         return self._roots.name_of(module) if module is not None else None
 
     def read_states(self) -> None:
-        """Read what no hook reads after the last step so far. Waits for no device, and raises nothing."""
+        """Read weights and states that no hook has read since the last batch. Waits for nothing, and raises nothing."""
         self._steps.read_states()
+        self._steps.read_changed_weights()
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""

@@ -266,6 +266,34 @@ class OptimizerHooks:
             for name, steps in states.take_gone():
                 recorder.append(UnreadStates(self._progress.where(), name.rpartition(".")[2], steps))
 
+    def read_changed_weights(self) -> None:
+        """Read the weights that have changed since they were last read. Waits for no device, and raises nothing.
+
+        No forward follows the last batch. A step that torch.compile made a graph of calls no hook, and neither does a
+        script that changes its weights itself: what these leave behind would be read by nobody.
+        """
+        with self._after_faults, self._progress.lock:
+            if self._weights and not self._rows.is_capturing:
+                current = self._recorder.page
+                without_modes(self._record_changed_weights)
+                self._rows.flush()
+                if current is None:
+                    self._recorder.pause_page()
+                else:
+                    self._recorder.resume_page(current)
+
+    def _record_changed_weights(self) -> None:
+        changed: ModuleParameters = {}
+        for held, info, name in list(self._roots.parameters.values()):
+            parameter = held()
+            if parameter is not None and self._rows.weight_has_changed(parameter):
+                changed.setdefault(info, []).append((name, parameter))
+        with self._rows.together():
+            for page, info, parameters in self._with_pages(changed):
+                rows = [self._rows.weight_again(info, name, each, self._progress.step) for name, each in parameters]
+                if any(row.flags or row.pending for row in rows):
+                    self._frames.put(page, info, FramePhase.OPTIMIZER, rows)
+
     # -- both ---------------------------------------------------------------------------------------------------
 
     def _with_pages(

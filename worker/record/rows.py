@@ -24,7 +24,7 @@ from ..device.device_buffer import DeviceRow
 from ..device.torch_reader import FROM_GRAPH, GRAPH_NUMBERS
 from .device_rows import DeviceRows
 from .names import ModuleSelection, inputs_of
-from .roots import ModuleInfo, shards_of
+from .roots import ModuleInfo, is_released, shards_of
 from .tensor_stats import (
     CODES,
     FloatFormat,
@@ -382,6 +382,13 @@ class RowWriter(DeviceRows):
         self.seen.pop(id(parameter), None)
         self.weights.pop(id(parameter), None)
         return self.weight(info, name, parameter, step)
+
+    def weight_has_changed(self, parameter: torch.Tensor) -> bool:
+        """Whether a weight that was read has another version since, and can be read again."""
+        known = self.weights.get(id(parameter))
+        if known is None or known[0]() is not parameter or known[1] == version_of(parameter):
+            return False
+        return not is_released(parameter) and has_numbers(parameter)
 
     def _host_row(self, slot: int, tensor: torch.Tensor, mark: int, place: tuple[int, int, FloatFormat]) -> RecordedRow:
         """The row of a tensor in host memory, at the place that `in_memory` returned."""
