@@ -327,9 +327,9 @@ class ModuleCalls:
         page, seq = self._recorder.page, issued()
         shards = rows.device_buffer is not None and running.is_sharded()
         if rows.device_buffer is not None and not shards and rows.may_have_changed(seq):
-            # `without_modes` is around every operation of ours on tensors. A TorchFunctionMode or TorchDispatchMode of
-            # the script's would count or change it (torch/overrides.py, torch/utils/_python_dispatch.py), and with
-            # gradients on it would add nodes to the script's graph and move their numbers.
+            # `without_modes` goes around what calls torch's operations. A TorchFunctionMode or TorchDispatchMode of the
+            # script's would see them, and may count or change them (torch/overrides.py,
+            # torch/utils/_python_dispatch.py). With gradients on they would make nodes, and move the script's numbers.
             without_modes(rows.forget_changed_arguments, args, kwargs)
         try:
             position = len(stack) - 1
