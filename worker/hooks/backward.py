@@ -236,8 +236,8 @@ class BackwardHooks:
     # Autograd calls these in the thread that runs the node. For nodes on the host that is the thread which called
     # `backward` (torch/csrc/autograd/graph_task.h, cpu_ready_queue_); for nodes on a device it is a thread of
     # autograd's for that device (engine.h, start_device_threads), while the caller waits. So hooks of two devices may
-    # run at once, and each takes the lock before it writes. What a hook raises ends the backward, and `backward` raises
-    # it.
+    # run at once, and each takes the lock before it writes a frame. What a hook raises ends the backward: `backward`
+    # raises it in the script.
 
     def graph_begins(self, calls: GraphCalls) -> None:
         """A backward has reached an output of a root."""
