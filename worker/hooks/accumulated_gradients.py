@@ -10,6 +10,18 @@ write into it, or into the memory that `.grad` has afterwards, and nothing order
 So a first hook starts to read the gradient before all others, and keeps the row. A last one decides with `fate_of` what
 the others have done to it, and writes the frame.
 
+When the memory of a gradient is written, and by which hook it is read (torch 2.13, one leaf, one backward):
+
+    hooks of the tensor (`register_hook`)          the sum of all contributions is there, `.grad` is still the old one
+    AccumulateGrad                                 writes `.grad`, or adds to it in place
+    `register_post_accumulate_grad_hook`           read here: by one hook before those of others, or one on each side
+    hooks of the AccumulateGrad node               DDP's Reducer: copies the gradient, and reduces it over the ranks
+    callbacks of the engine (`queue_callback`)     DDP and FSDP wait for the gradients of all ranks
+    step                                           read again, where it is not as it was recorded
+
+See torch/csrc/autograd/functions/accumulate_grad.h, and torch/csrc/distributed/c10d/reducer.hpp for DDP.
+A reentrant checkpoint runs a backward of its own for each of its calls: `.grad` is then written several times.
+
 Megatron, Transformer Engine and Apex can add a weight's gradient to `main_grad` within the backward's own kernel, on
 autograd's stream. `.grad` is then a placeholder that nobody writes.
 """
@@ -67,6 +79,8 @@ class AccumulatedGradients:
         self, parameter: torch.Tensor, page: OpenPage, gradient: torch.Tensor, row: RecordedRow, step: int
     ) -> None:
         """`row` is that of a gradient which no other hook has got yet."""
+        # Three marks, since each change leaves another one. An operation in place raises the version. `.data = ...`
+        # changes the address and not the version. A collective changes neither, but is counted.
         now = issued(), _address_of(gradient), version_of(gradient)
         self._early[id(parameter)] = EarlyReading(gradient, page, row, step, *now)
 
@@ -86,6 +100,7 @@ def fate_of(early: EarlyReading, now: torch.Tensor | None, step: int) -> Gradien
     """
     if step != early.step:
         return GradientFate.REPLACED
+    # first of the four: what another stream still writes must not be read, whatever else is the same
     if now is None or issued() != early.issued:
         return GradientFate.TAKEN
     if now is not early.gradient:
@@ -97,6 +112,7 @@ def fate_of(early: EarlyReading, now: torch.Tensor | None, step: int) -> Gradien
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Where autograd has accumulated the gradient of a parameter."""
+    # Megatron's and Transformer Engine's mark: the kernel has added to `main_grad`, and `.grad` holds nothing
     if getattr(parameter, "grad_added_to_main_grad", False):
         return getattr(parameter, "main_grad", None)
     return parameter.grad
@@ -108,6 +124,8 @@ def is_offloaded(parameter: torch.Tensor) -> bool:
     FSDP2 calls the hooks of such a parameter when it has started to copy the gradient from the device. It waits for
     the copy at the end of the backward, and the hook before the step reads it then.
     """
+    # A hook here would also cost time: torch 2.13 copies such a gradient without overlap if the parameter has a
+    # post-accumulate hook (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce).
     mesh = getattr(parameter, "device_mesh", None)
     return mesh is not None and parameter.is_cpu and getattr(mesh, "device_type", "cpu") != "cpu"
 
@@ -118,6 +136,7 @@ def put_first(handle: Any) -> None:
     torch reads the values of the dictionary in C++, in the order in which they were entered: `move_to_end` of an
     OrderedDict has no effect there.
     """
+    # the order within an OrderedDict is kept beside the dict that C++ reads, so the others are entered again
     hooks = handle.hooks_dict_ref()
     for key in [key for key in hooks if key != handle.id]:
         hooks[key] = hooks.pop(key)

@@ -169,9 +169,12 @@ class BackwardHooks:
 
     def watch_output(self, info: ModuleInfo, role: str, tensor: torch.Tensor, page: OpenPage) -> None:
         """Record this tensor's gradient when it is computed. A leaf gets no hook: it would collect one per call."""
+        # a leaf outlives the batch, and with it each hook would
         if tensor.is_leaf or tensor.is_inference():
             return
         role = _OF_OUTPUT.get(role) or f"grad {role}"
+        # torch starts an empty dictionary when the tensor is changed in place, and leaves the earlier hooks with the
+        # earlier node (torch 2.13). So a hook that is found here is about the very value that this call returns.
         hooks: Any = tensor._backward_hooks
         if hooks is not None:
             for hook in hooks.values():
@@ -181,10 +184,12 @@ class BackwardHooks:
                     return
         native = self.writer.hook(info, role, page) if self.writer is not None else None
         new = native or _as_hook(_OutputRecord(self, info, role, page))
+        # on the tensor: called once in a backward, with the sum over all that used it
         tensor.register_hook(new)  # type: ignore[no-untyped-call]  # torch has no annotation
 
     def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
         """Record this parameter's local gradient whenever it has been accumulated. A second call changes nothing."""
+        # an id may be a new parameter's once the old one is freed: the weak reference says which
         known = self.parameters.get(id(parameter))
         if (known is not None and known[0]() is parameter) or not info.watched or not self._attached:
             return
@@ -192,6 +197,8 @@ class BackwardHooks:
             return  # a lazy one gets its shape in its module's first forward
         if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
             role = f"grad {name}"
+            # after accumulation and before DDP's Reducer, whose hooks are on the node: the gradient is still this
+            # rank's own
             others = bool(parameter._post_accumulate_grad_hooks)
             # the native hook reads `.grad`, and when all other hooks have had it
             is_plain = not others and not hasattr(parameter, "main_grad")
@@ -226,6 +233,12 @@ class BackwardHooks:
 
     # -- called by the hooks ------------------------------------------------------------------------------------
 
+    # Autograd calls these in the thread that runs the node. For nodes on the host that is the thread which called
+    # `backward` (torch/csrc/autograd/graph_task.h, cpu_ready_queue_); for nodes on a device it is a thread of
+    # autograd's for that device (engine.h, start_device_threads), while the caller waits. So hooks of two devices may
+    # run at once, and each takes the lock before it writes a frame. What a hook raises ends the backward: `backward`
+    # raises it in the script.
+
     def graph_begins(self, calls: GraphCalls) -> None:
         """A backward has reached an output of a root."""
         if not self._attached:
@@ -233,6 +246,9 @@ class BackwardHooks:
         with self._progress.faults.within("gradient hook"):
             self.begins(calls.page)
             if self.graphs.begins(calls):
+                # Callbacks run in the order in which they were queued, when all nodes have run. DDP queues its own when
+                # its last bucket is ready, and so after this one (torch/csrc/distributed/c10d/reducer.cpp,
+                # mark_variable_ready).
                 Variable._execution_engine.queue_callback(self.backward_ends)
                 self.waits = not (torch.distributed.is_available() and torch.distributed.is_initialized())
             elif self.waits and any(graph.within is not None for graph in self.graphs.running):
@@ -253,7 +269,9 @@ class BackwardHooks:
         with self._progress.faults.within("end of the backward"):
             self._read_waiting()
             self._progress.times.backward_ends()
+            # queued from a callback: it runs after those that are queued now
             Variable._execution_engine.queue_callback(self._progress.times.reduction_ends)
+            # the next batch may run on another one: its graph must not be held across that
             self._stream = self._rows.stream
             self.graphs.ends(self._judging.collect())
             self.release()
@@ -274,10 +292,13 @@ class BackwardHooks:
 
     def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor | None) -> None:
         """Record the gradient of a module's output. It is None if only other outputs of the operation have one."""
+        # a graph may keep our hook for longer than we watch
         if gradient is None or not self._attached or _is_compiling():
             return
         try:
+            # the hook of another device's gradient may be writing in its own thread
             with self._progress.lock:
+                # the gradients of parameters that come next belong to this page, too
                 self._page = page
                 without_modes(self.record, info, role, page, gradient)
         except Exception as error:
@@ -333,6 +354,8 @@ class BackwardHooks:
                 return
             self.record(info, role, page, gradient)
         if gradient is not None and fate is not GradientFate.TAKEN:
+            # weak: `zero_grad(set_to_none=True)` must free it. The next accumulation adds in place, and raises the
+            # version.
             self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
 
     def _page_for(self, info: ModuleInfo) -> OpenPage | None:
@@ -355,6 +378,7 @@ class BackwardHooks:
     def _put(self, info: ModuleInfo, page: OpenPage, row: RecordedRow, gradient: torch.Tensor | None) -> None:
         """`gradient`: where the numbers of the row still are."""
         self._progress.resume(page)  # another hook may have stepped
+        # a second look at an alarm reads the tensor itself
         self.current = gradient
         try:
             self._frames.put(page, info, FramePhase.BACKWARD, [row])

@@ -67,12 +67,15 @@ class CallFrames:
                     row = reader.leaf(info, role, leaf)
                     rows.append(row)
                     flags |= row.flags
+                    # a tensor that an inner call has returned keeps the hook and the name of that call
                     if row.fresh and self._grads:
                         self.gradients.watch_output(info, role, leaf, page)
+                # only after a bad output: this reads memory a second time
                 if flags:
                     self._doubt(info, module, arguments, rows, weights, flags)
                 if self._rows.changed:
                     self._put_before(info, arguments, returned, rows, first)
+        # on a device the weights are read last, and stand first in the frame as in host memory
         rows[:0] = [self._rows.weight(info, role, parameter, self._progress.step) for role, parameter in later]
         running = self.running
         depth = running.depths[len(running.stack) - 1]
@@ -110,6 +113,7 @@ class CallFrames:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 role = role_of_parameter(name)
+                # each time, as the script may unfreeze a parameter; a second call returns at once
                 if self._grads and parameter.requires_grad:
                     self.gradients.watch_parameter(parameter, info, role)
                 if self._weights and is_on_device(parameter):
@@ -138,6 +142,7 @@ class CallFrames:
                 if rows[position].flags:
                     break
         for position, (role, leaf) in enumerate(arguments, weights):
+            # one that was read for this frame is as it was a moment ago: only an earlier reading can be out of date
             if not rows[position].fresh and not rows[position].flags and isinstance(leaf, torch.Tensor):
                 again = self._rows.read_again(info, role, leaf)
                 if again is not None:

@@ -54,7 +54,10 @@ class RunningCalls:
     def begin(self, phase: FramePhase, nodes: GraphCalls | None) -> None:
         """A root is called."""
         self.phase, self.nodes = phase, nodes
+        # Not always the main thread. A checkpoint's recompute runs where its backward runs, which for nodes on a device
+        # is a thread of autograd's (torch/csrc/autograd/engine.h, start_device_threads).
         self.thread = _this_thread()
+        # the script may call the model within an `except` block: that exception is not one of the forward's
         self.outer_exception = sys.exc_info()[1]
 
     def where(self) -> RunPosition:
@@ -83,6 +86,7 @@ class RunningCalls:
         if known is None:
             module = root.ref()
             parts = module.modules() if module is not None else ()
+            # by name: nothing of torch.distributed is imported that the script does not use
             classes = {cls.__name__ for part in parts for cls in type(part).__mro__}
             known = bool(classes & {"FSDPModule", "FullyShardedDataParallel"})
             known = known or (module is not None and any(map(is_in_parts, module.parameters())))
@@ -97,6 +101,9 @@ class RunningCalls:
         if not self.stack:
             return
         innermost = self.stack[-1].ref()
+        # torch does not call `after` when a forward ends with KeyboardInterrupt (_call_impl: `except Exception`), nor
+        # when the table of forward hooks was cleared. So the thread's own frames decide: while the innermost call runs,
+        # a frame of `_call_impl` has its module.
         frame: FrameType | None = sys._current_frames().get(self.thread)
         while frame is not None:
             if frame.f_code is CALL and frame.f_locals.get("self") is innermost:
@@ -139,9 +146,13 @@ class GlobalHooks:
 
         They fire for existing modules and optimizers and for those made later.
         """
+        # Global hooks of modules run before those of the module itself (torch/nn/modules/module.py, _call_impl). Of an
+        # optimizer the global hook is the first before its step and the last after it (torch/optim/optimizer.py,
+        # profile_hook_step). So the weights are read after other hooks have changed them.
         before, after, before_step, after_step = hooks
         extra = {"with_kwargs": True} if HANDS_OVER_KWARGS else {}
         of_before = torch_module.register_module_forward_pre_hook(before)
+        # always_call: the stack must also shrink when a forward raises
         of_after = torch_module.register_module_forward_hook(after, always_call=True, **extra)
         of_step = torch_optimizer.register_optimizer_step_pre_hook(before_step)
         of_stepped = torch_optimizer.register_optimizer_step_post_hook(after_step)
@@ -160,13 +171,18 @@ class GlobalHooks:
 
         Each hook gets its old key: code that then restores the table's earlier entries finds the hook once, not twice.
         """
+        # The tables are one set for the whole process, and torch tells nobody when an entry goes.
+        # `_global_forward_hooks.clear()` in a library takes ours out as well. Without a look at the tables the rest of
+        # the run would seem to have no calls and no overflow.
         gone = False
         for place, name, _, key, value in self._entries:
             table = getattr(place, name)
             if key not in table:
+                # at the end of the table: hooks of others that were registered since run before it from now on
                 table[key] = value
                 gone = True
         if gone:
+            # the calls that ended in the meantime have not left the stack
             self._running.drop_dead()
             fields = self._fields
             if not fields[HeadField.HOOKS_GONE]:
@@ -187,6 +203,8 @@ class GlobalHooks:
         finally:
             ours &= {handle.id for handle in self.handles}  # they may have been detached since
             for table, earlier in zip(tables, before, strict=True):
+                # a dictionary has no insertion at a place: it is filled anew, the earlier entries first, then those
+                # added meanwhile
                 since = dict(table)
                 table.clear()
                 table.update({each: hook for each, hook in earlier.items() if each in ours or each in since})

@@ -101,6 +101,8 @@ class GradScalerHooks:
     def _around_step(self, before: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(before)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            # `step` calls the optimizer's own only if no gradient is bad (torch/amp/grad_scaler.py, _maybe_opt_step).
+            # So the count of steps, which our hooks of the optimizer raise, tells a step that was skipped.
             number = self._progress.step
             result = before(scaler, optimizer, *args, **kwargs)
             self._stepped(scaler, optimizer, number)
@@ -111,6 +113,7 @@ class GradScalerHooks:
     def _around_update(self, before: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(before)
         def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            # after `update` the next backward has another scale, or none: `scale` marks it
             self._gradients.scaled = False
             return before(scaler, *args, **kwargs)
 
@@ -126,7 +129,10 @@ class GradScalerHooks:
         with self._progress.faults.within("GradScaler"):
             self.collect()
             found_inf, self._steps.found_inf = self._steps.found_inf, None
+            # set on the optimizer by GradScaler.step for its kernel, which then skips the update by itself
             if found_inf is not None:
+                # `get_scale` and `.item()` would wait for the device in each step: a fused optimizer exists to avoid
+                # that
                 copy = to_host(found_inf, scaler._get_scale_async())  # does not wait
                 if copy is not None:
                     self._unknown.append(_UnknownStep(copy, optimizer, step))
@@ -146,6 +152,7 @@ class GradScalerHooks:
         if not self._unknown:
             return True
         self._judging.collect()
+        # in the order of the steps: "in a row" counts them
         while self._unknown and self._unknown[0].copy.arrived() and not self._judging.is_late(self._unknown[0].step):
             first = self._unknown.pop(0)
             found_inf, scale = first.copy.numbers

@@ -169,10 +169,14 @@ class GroupHooks:
 
     def _hook(self, group: Any) -> Callable[[Any], None]:
         """What worker/native/group_hook.c does likewise."""
+        # weak: the group holds this hook, and would never be freed
         groups, ref, operations = self._groups, weakref.ref(group), self._operations
 
         def before(call: Any) -> None:
             try:
+                # A replaced method notes its own operation, and torch calls this hook for it as well, in the same
+                # thread. `threads_inside` keeps it from being counted twice. A thread that is not inside of one comes
+                # from C++: DDP, or a functional collective.
                 operation, group = operations.get(call.name.value), ref()
                 if operation is None or group is None or threading.get_ident() in groups.threads_inside:
                     return

@@ -32,6 +32,7 @@ class _ReachedHook:
     __slots__ = ("handle", "parameter", "yes")
 
     def __init__(self, parameter: torch.Tensor) -> None:
+        # weak: the parameter holds this hook
         self.parameter = weakref.ref(parameter)
         self.yes = False
         self.handle: Any = None

@@ -95,27 +95,45 @@ class ModuleCalls:
 
     # -- called by torch ----------------------------------------------------------------------------------------
 
+    # The order in one call (torch/nn/modules/module.py, _call_impl):
+    # before, the module's own pre-hooks, forward, after, the module's own forward hooks.
+    # So FSDP2, whose hooks are the module's own, gathers weights after `before` and frees them after `after`: they are
+    # whole in `after`, and only there. A hook of the module's own may replace the result after it was recorded: the row
+    # of whatever gets it shows the other one.
+    # torch also calls `after` when the forward or any pre-hook has raised an Exception (always_call). It does not on
+    # KeyboardInterrupt and SystemExit, which leave entries on the stack.
+
     def before(self, module: torch.nn.Module, args: Any) -> None:
         """A module is called."""
+        # within torch.compile and torch.export (torch/compiler, is_compiling): tensors hold no numbers while they trace
         if _is_compiling():
             if _is_dynamo_compiling() and traced.before is not None:
                 traced.before(module)
             return
+        # before any other call: the frames that a hook may take until here are few (worker/native/recursion.c)
         call_begins()
         try:
+            # first: what a signal's handler has raised must not wait for our own work
             self._progress.raise_kept()
+            # a skipped root is not on the stack: all calls within it end here
             if self._skipping.root is not None and self._skipping.holds(module):
                 if self._around_graphs and class_of(module) in self._around_graphs:
                     self._skip_graphs()
                 return
+            # torch.jit.trace calls the model to record its operations: that is no batch
             if _is_tracing():
                 return
             try:
+                # Only an Exception of gpuwatch's own ends here. A signal's handler may raise at any bytecode of the
+                # main thread, and so within this call (docs.python.org/3/library/signal.html, Execution of Python
+                # signal handlers). What it raises is the script's: a checkpoint at preemption, an alarm, Ctrl-C. All
+                # handlers of errors in this folder ask `from_outside` for this reason.
                 self._enter(module)
             except Exception as error:
                 if from_outside(error):
                     raise
                 self._fault("forward pre-hook", error)
+            # an alarm ends the job where a root begins: then no module of the script's is half done
             if self._judging.pending is not None and len(self._stack) == 1:
                 self._judging.raise_pending()
         finally:
@@ -142,8 +160,10 @@ class ModuleCalls:
                 finished = self._leave(module, args, kwargs, output)
             except Exception as error:
                 if from_outside(error):
-                    # torch (_call_impl, for always_call) silences what a hook raises while another error is raised
+                    # torch (_call_impl, for always_call) silences what a hook raises while another error is raised: it
+                    # only warns
                     if error.__context__ not in (None, self._running.outer_exception):
+                        # the next hook of ours raises it
                         self._progress.keep(error)
                         return
                     raise
@@ -152,6 +172,7 @@ class ModuleCalls:
             if self._sync and output is not None:
                 with self._progress.faults.within("forward hook"):
                     self._judging.finish()
+            # arguments and result of the call are at hand only here
             if self._judging.pending is not None and info.ref() is module:
                 with self._progress.faults.within("a second run"):
                     self._explainer.returned(info, args, kwargs, output)
@@ -181,12 +202,17 @@ class ModuleCalls:
     def _enter(self, module: torch.nn.Module) -> None:
         stack = self._stack
         info = stack[0].root.modules.get(id(module)) if stack else None
+        # A dictionary by id, and then `is`: an id may belong to another module once the first one is freed
+        # (docs.python.org/3/library/functions.html#id). The root within itself means that its last call has ended
+        # without `after`, or that it calls itself: `drop_dead` finds out.
         if info is None or info is stack[0] or info.guessed or info.ref() is not module:
             if stack:
+                # the stack may be that of a forward which KeyboardInterrupt has ended
                 self._running.drop_dead()
             if not stack:
                 with self._lock:
                     info = self._enter_root(module)
+            # calls of two threads would be taken for calls within each other: the stack is of the root's thread alone
             elif _this_thread() == self._running.thread:
                 info = self._roots.child(module, stack[0].root, stack[-1])
             else:
@@ -198,11 +224,14 @@ class ModuleCalls:
             self._running.leave_out_thread()
             return
         if self._around_graphs and stack and not info.is_graph:
+            # the graphs that the caller has run so far come before this call, as in the forward
             self._frames.record_graphs(len(stack) - 1)
         if self._around_graphs and info.cls in self._around_graphs:
             self._graphs.discard()
+        # what is issued between here and the frame was issued within the call
         info.seq = issued()
         if self._running.nodes is not None:
+            # autograd numbers its nodes in each thread as they are made: this call makes those from here on
             info.first_node = next_node()
         if info.is_wrapper:
             info.entered = self._recorder.frame_count
@@ -211,6 +240,7 @@ class ModuleCalls:
             self._depths.append(0)
         if position:
             self._depths[position] = self._depths[position - 1] + (not stack[position - 1].is_wrapper)
+        # after all that may fail: without an entry `after` records nothing of this call
         stack.append(info)
         self._fields[_MODULE] = info.id
 
@@ -218,9 +248,14 @@ class ModuleCalls:
         """A module is called while no other one runs. None if this batch is skipped or the module is not watched."""
         if self._skipping.leaves_out(module):
             return None
+        # A table may have been cleared since the last batch. If it was that of the pre-hooks, this is not called: the
+        # next step of an optimizer has them put back.
         self._global.reinstall()
         info, opens_batch = self._roots.enter(module)
         root, phase = info.root, FramePhase.FORWARD
+        # A module that is called while autograd runs is run again by an activation checkpoint
+        # (torch/utils/checkpoint.py). Its frames belong to the page of that backward and begin no batch. For a model on
+        # a device this thread is one of autograd's, and it is the thread of the stack until the call returns.
         if root.page is not None and _graph_task() != -1:
             if self._skipping.skips_again(module):
                 return None
@@ -236,6 +271,7 @@ class ModuleCalls:
         self._rows.begin_page(page.batch)
         if self._explainer.is_on:
             self._explainer.root_begins(module)
+        # under no_grad autograd makes no nodes, so there are none to remember
         self._running.begin(phase, GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None)
         self._progress.enter(RankPhase.FORWARD)
         if phase is FramePhase.FORWARD and opens_batch:
@@ -247,6 +283,7 @@ class ModuleCalls:
         """The next batch of a root begins."""
         if root.page is not None:
             self._explainer.batch_ends(root.page.number)
+        # what compiled code left of the last batch is written while its forward counts as running
         self._graphs.record()
         self._graphs.batch_ends(root)
         if root.page is not None:
@@ -254,6 +291,7 @@ class ModuleCalls:
         self._judging.collect()
         if root.page is not None:
             self._judging.held.batch_ended(root.page)
+        # last: it lets go of graphs, and `collect` above may have asked them where a gradient was made
         self._gradients.batch_begins()
 
     # -- after a module's forward -------------------------------------------------------------------------------
@@ -261,20 +299,37 @@ class ModuleCalls:
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> RootInfo | None:
         """Record the frame. Returns the root whose batch has ended with it."""
         stack, running, rows = self._stack, self._running, self._rows
+        # The order below:
+        #  1. find the entry of this call, as calls above it may have ended without `after`
+        #  2. note its autograd nodes and collectives, before anything of ours can add to either
+        #  3. forget what a collective within the call may have changed, before its arguments are looked up
+        #  4. write the frames of graphs that ran in the call, which come before its own
+        #  5. write its frame
+        #  6. launch what still waits to be read of weights that FSDP frees in the module's own hook, right after this
+        #  7. take the entry off, whatever was raised in between
         if _this_thread() != running.thread:
             return None
         info = stack[-1]
+        # torch runs this hook after an Exception alone (_call_impl: `except Exception`). A KeyboardInterrupt that the
+        # script catches in an outer module leaves the entries of the inner ones: they are dropped here.
         while info.ref() is not module:
             if not any(entered.ref() is module for entered in stack):
                 return None  # entered before the hooks were attached
             stack.pop()
             info = stack[-1]
+        # A forward may also return None. The exception that is handled tells the two apart, unless the script called
+        # the root in an `except` block: that one is not of this call.
         raised = output is None and sys.exc_info()[1] not in (None, running.outer_exception)
         if running.nodes is not None:
+            # our own operations make no node, since they run with gradients off: the number is still that of the
+            # script's next
             running.nodes.calls.append((info, info.first_node, next_node()))
         page, seq = self._recorder.page, issued()
         shards = rows.device_buffer is not None and running.is_sharded()
         if rows.device_buffer is not None and not shards and rows.may_have_changed(seq):
+            # `without_modes` goes around what calls torch's operations. A TorchFunctionMode or TorchDispatchMode of the
+            # script's would see them, and may count or change them (torch/overrides.py,
+            # torch/utils/_python_dispatch.py). With gradients on they would make nodes, and move the script's numbers.
             without_modes(rows.forget_changed_arguments, args, kwargs)
         try:
             position = len(stack) - 1
@@ -286,6 +341,9 @@ class ModuleCalls:
                 caller, writer = stack[position - 1], self._gradients.writer
                 parent = running.parent() if caller.is_wrapper or not position else caller.id
                 depth, phase, step = self._depths[position], running.phase.number, self._progress.step
+                # The writer in C comes first. For tensors in host memory it takes no lock (see RecorderLock), and it
+                # returns False, with nothing written, for a frame that is not ordinary. Only then Python writes, under
+                # the lock.
                 if (
                     writer is None
                     or has_graphs
@@ -300,9 +358,11 @@ class ModuleCalls:
                 with self._lock:
                     self._masks.read(info, page, args, kwargs)
             if shards:
+                # FSDP2's own hook of this module (_fsdp_state.py, _post_forward) comes next, and frees the weights
                 with self._lock:
                     rows.read_waiting()
         finally:
+            # also when a handler has raised: torch does not call this hook twice for one call
             stack.pop()
         if stack:
             self._fields[_MODULE] = stack[-1].id
@@ -311,9 +371,9 @@ class ModuleCalls:
 
     def _leave_root(self, info: ModuleInfo, args: Any, kwargs: Any, output: Any, raised: bool) -> RootInfo | None:
         is_again, nodes = self._running.phase is FramePhase.RECOMPUTE, self._running.nodes
-        self._global.reinstall()
+        self._global.reinstall()  # the script may have cleared the tables within the forward
         with self._lock:
-            self._graphs.record()
+            self._graphs.record()  # while the page is open: these are its last frames
             page = self._recorder.page
             self._recorder.pause_page()
             self._rows.flush()
@@ -321,7 +381,7 @@ class ModuleCalls:
                 self._judging.forward_ends(page)
             self._judging.collect()
             self._gradients.release()
-            if not (raised or is_again):
+            if not (raised or is_again):  # after `collect`, which says whether this page has the first alarm
                 self._record_inputs(page, args, kwargs)
             if nodes is not None and not raised:
                 without_modes(self._gradients.watch_graph, nodes, output)

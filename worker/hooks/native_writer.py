@@ -116,10 +116,12 @@ def native_writer_of(progress: RunProgress, rows: RowWriter, gradients: Gradient
 
     It reads tensors in host memory itself. For a frame's tensors on a device it calls `rows.device_frame`.
     """
+    # through it C reads a tensor's address, dtype and shape without a call of Python
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     settings = progress.settings
     if FrameWriter is None or exchange is None or settings.sync:
         return None
+    # the part in C may be older than this Python, after an upgrade by hand: it would write at wrong offsets
     wrong = difference(LAYOUT)
     if wrong:
         progress.recorder.append(OwnFault(progress.where(), "native frame writer", wrong))

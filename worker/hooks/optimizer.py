@@ -79,6 +79,7 @@ class OptimizerHooks:
             return None
         self._progress.raise_kept()
         with self._before_faults:
+            # the hooks of module calls may be gone, and then no call puts them back
             self._global.reinstall()
             with self._progress.lock:
                 self._graphs.record()
@@ -116,6 +117,8 @@ class OptimizerHooks:
 
     def _with_guard(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A closure computes the gradients within the step: check them when it returns."""
+        # args[0] is the optimizer: torch hands over the arguments of the method as a function (optimizer.py,
+        # profile_hook_step)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             return None
@@ -134,11 +137,13 @@ class OptimizerHooks:
 
         True if the guard is on and one of them is an alarm. The guard waits for their numbers.
         """
+        # a reduction over ranks leaves a gradient's version as it is: with several ranks all gradients are read again
         reduced, given = ranks() > 1, optimizer.gradients if isinstance(optimizer, ScriptedOptimizer) else None
         mark = RowMark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
         written: list[tuple[OpenPage, int]] = []
         self._loose = []
         self._grouped = by_module(self._roots, optimizer, self._loose)
+        # one launch on a device for all of them
         with self._rows.together():
             for page, info, parameters in self._with_pages(self._grouped):
                 self._rows.count_in(page.batch)
@@ -215,7 +220,8 @@ class OptimizerHooks:
         progress.enter(RankPhase.SCRIPT)
 
     def _record_weights(self, optimizer: Any) -> None:
-        self._rows.forget()  # an optimizer may change parameters without raising their version
+        # fused kernels write into a parameter without a new version (torch/optim/adam.py, _fused_adam, torch 2.13)
+        self._rows.forget()
         written: dict[tuple[int, int], ModuleInfo] = {}
         grouped, self._grouped = self._grouped, None
         loose, self._loose = self._loose, []

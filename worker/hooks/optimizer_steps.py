@@ -71,6 +71,7 @@ class OptimizerSteps:
 
     def add(self, optimizer: Any) -> None:
         """Remember the settings of the step that has just ended. Waits for no device."""
+        # copied: a scheduler changes `lr` in the same dictionaries before a device's numbers arrive
         groups = [_numbers(group) for group in optimizer.param_groups]
         self._steps.append(_StepSettings(self._progress.step, weakref.ref(optimizer), groups))
 
@@ -164,6 +165,7 @@ class OptimizerSteps:
 
     def wrote(self, optimizer: Any, grouped: ModuleParameters, written: dict[tuple[int, int], ModuleInfo]) -> None:
         """A step has ended, and the weights in these frames ((page, frame) -> module) arrive later from a device."""
+        # an id of a freed optimizer may be another's next
         self._last = {key: last for key, last in self._last.items() if last.optimizer() is not None}
         if written:
             self._last[id(optimizer)] = _LastStep(
@@ -221,8 +223,10 @@ def by_module(roots: RankRoots, optimizer: Any, loose: Loose | None = None) -> M
     parameter: torch.Tensor
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
+            # the weak reference tells a new parameter from a freed one of the same id
             owner = owners.get(id(parameter))
             if owner is None or owner[0]() is not parameter:
+                # once for each step: the script may have added parameters to a module since its last call
                 if not searched:
                     roots.find_parameters()
                     searched = True

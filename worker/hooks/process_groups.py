@@ -66,6 +66,7 @@ class CollectivePatches:
         module = sys.modules.get("torch.distributed.distributed_c10d")
         if module is None:
             return
+        # before the methods: what they note has a place from the first call on
         self._groups.shows = True
         count_with(self._groups)
         self._groups.native = self._writer(module.ProcessGroup) if self._native else None
@@ -130,6 +131,7 @@ class CollectivePatches:
         writer = self._groups.native
         if writer is None:
             return self._around(before, method)
+        # by position: C reads them in this order (group_methods.c)
         name, call, operation, *places = method
         return writer.method(name, before, call, OPERATIONS.index(operation), *places)
 
@@ -168,9 +170,12 @@ class CollectivePatches:
                 on_fault(error)
             if place is None:
                 return before(self, *args, **kwargs)
+            # Between the two lists of notes the script's collective runs as it would without us: outside of any `try`
+            # that could end its error. It may block for minutes, or raise, or be left by a signal's handler.
             groups.threads_inside.add(get_ident())
             try:
                 result = before(self, *args, **kwargs)
+            # also KeyboardInterrupt: a rank that left a collective no longer waits in it
             except BaseException:
                 with suppress_own(Exception):  # the error of the call is raised
                     groups.leave_phase(place, GroupPhase.FAILED)
@@ -196,6 +201,7 @@ class CollectivePatches:
             if method.tensor >= len(args):  # called with keywords: only the group's own counter counts it
                 return None
             tensor = args[method.tensor] if method.tensor >= 0 else None
+            # collectives get lists of tensors, or lists of lists: the first tensor stands for all
             while tensor.__class__ is list:
                 tensor = tensor[0] if tensor else None
             if method.call == GroupCall.P2P:
@@ -206,6 +212,7 @@ class CollectivePatches:
                 root = getattr(args[-1], "rootRank", -1) if method.is_rooted else -1
                 place = groups.begin(group, code, tensor, root)
             if place is not None and self._passed is not None:
+                # before the call: a collective such as all_reduce writes its result over its input
                 self._look_at_inputs(self._passed, place, group, method, args)
             if self._send_before is not None:
                 self._send_before()
@@ -219,6 +226,10 @@ class CollectivePatches:
         """Read the inputs, and remember the output tensors."""
         is_root = place.root < 0 or place.root == group.rank()
         if 0 <= method.returned < len(args) and (is_root or not method.returned_at_root):
+            # Only remembered. When the call returns, another thread (Gloo) or another stream (NCCL) may still write
+            # into them. They are read when the script has waited: `Work.wait` makes the current stream wait for the
+            # operation (its docstring, and docs.pytorch.org/docs/stable/distributed.html, Synchronous and asynchronous
+            # collective operations).
             place.outputs = refs_to(args[method.returned])
         if 0 <= method.given < len(args) and (is_root or not method.given_at_root):
             place.given = look_at(args[method.given])
@@ -240,9 +251,11 @@ class CollectivePatches:
         ends = method.call in (GroupCall.WAIT, GroupCall.BARRIER)
 
         def finish(place: OperationPlace, owner: Any, result: Any) -> None:
+            # the group's own counter has counted a message, or those of a barrier, in a way of its own
             if counts_again:
                 groups.count_again(place, owner)
             if method.call == GroupCall.BLOCK:
+                # the stream waits and the host goes on: the tensors may be read on that stream, and not by the host
                 groups.ended(place, on_host=False)
                 self._look_late(place, PassedWhen.ISSUED, _alive(place))
             elif ends:
@@ -252,6 +265,9 @@ class CollectivePatches:
                 if self._passed is not None and look_at(alive).high == NOT_FINITE:
                     _tell(self._passed, place, True, alive)
             else:
+                # Without a work there is nothing to wait for. The backend has made the current stream wait in C++
+                # (distributed_c10d.py: "backends that don't sync at CPP level" return one), so a read on that stream
+                # comes after the operation.
                 if result is None or (method.call == GroupCall.P2P and place.message == NO_MESSAGE):
                     self._look_late(place, PassedWhen.ISSUED, _alive(place))
                 groups.issued(place, result)
@@ -267,6 +283,7 @@ def _named(call: Callable[..., Any], name: str, before: Any) -> FunctionType:
     """`call` in the place of `before`."""
     assert isinstance(call, FunctionType)
     # pybind11 detects by its caller's name that an override calls it, and then calls the base's method
+    # (pybind11.h, get_type_override). Under another name our function would be called again, without end.
     code = call.__code__.replace(co_name=name)
     ours = FunctionType(code, call.__globals__, name, call.__defaults__, call.__closure__)
     ours.__doc__ = before.__doc__

@@ -117,6 +117,7 @@ class RpcOptimizers:
     def _around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def step_seen(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            # outside of our guard: an error of the step is the script's
             result = step(optimizer, *args, **kwargs)
             with self._faults:
                 if not any(each.is_owner() for each in optimizer.remote_optimizers):

@@ -105,6 +105,7 @@ class BatchSkipping:
         It is not if an interrupt ended that root's forward without its hook.
         """
         root = self.root() if self.root is not None else None
+        # the root itself again: its last call was ended without `after`, as KeyboardInterrupt does (module_calls.py)
         if root is not None and root is not module:
             return True
         self.root = None

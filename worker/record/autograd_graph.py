@@ -27,7 +27,7 @@ from .roots import ModuleInfo
 from .tensor_stats import version_of
 
 next_node: Callable[[], int] = name_in_torch("torch.autograd._get_sequence_nr", lambda: 0)
-"""The number that the next node of this thread gets."""
+"""The number that the next node of this thread gets: each thread counts its own (torch/csrc/autograd/node.h)."""
 
 
 MOST_NODES = 200_000
@@ -103,6 +103,7 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
 
     On a device, hooks run in a thread of autograd's own, while the thread that has called it waits.
     """
+    # this thread first: with nodes on the host it is the one that called `backward`
     frames = [sys._getframe(), *sys._current_frames().values()]
     try:
         code = getattr(_ENGINE, "__code__", None)
@@ -110,6 +111,8 @@ def running_graph(calls: GraphCalls) -> AutogradGraph | None:
         if engine is None:
             return None
         outputs = engine.f_locals.get("t_outputs", ())
+        # _engine_run_backward(t_outputs, *args) of torch/autograd/graph.py: its locals are the only place that has the
+        # roots
         roots = tuple(each.grad_fn for each in outputs if getattr(each, "grad_fn", None) is not None)
         around = outwards(engine, _runs_a_backward)
         within = around.f_locals["ctx"] if around is not None else None
@@ -175,6 +178,7 @@ class GraphHold:
 
     def begins(self, calls: GraphCalls) -> bool:
         """A backward has reached these calls. Whether it is known to be no part of another one."""
+        # a root may have several outputs, and so this is called several times in one backward: frames are walked once
         graph = running_graph(calls) if not any(graph.calls is calls for graph in self.running) else None
         if graph is None:
             return False
@@ -220,6 +224,7 @@ def holds_nothing(roots: tuple[Any, ...]) -> bool:
     left = list(roots)
     while left:
         node = left.pop()
+        # of a torch.autograd.Function: the node is its `ctx`, and what a forward sets on that is in `vars`
         if isinstance(node, BackwardCFunction):
             if not all(map(_is_plain, vars(node).values())):
                 return False
@@ -228,6 +233,7 @@ def holds_nothing(roots: tuple[Any, ...]) -> bool:
         if not isinstance(getattr(node, "variable", None), Parameter | None):
             return False
         for used, _ in node.next_functions:
+            # None: that input needs no gradient
             if used is not None and used not in known:
                 known.add(used)
                 left.append(used)
@@ -299,6 +305,7 @@ class LeftGradients:
 def _extremes(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Without a temporary of the gradient's size; None for a tensor that torch has no such operation for."""
     try:
+        # nan if one element is: aminmax propagates it (docs.pytorch.org/docs/stable/generated/torch.aminmax.html)
         smallest, largest = torch.aminmax(gradient)
     except (RuntimeError, TypeError) as error:  # it is empty, of 8 bits, or complex (from torch 2.15 on a TypeError)
         if from_outside(error):

@@ -3,6 +3,11 @@
 `issued` counts all operations, sends and receives too. If it grew between two places on this rank, a value may have
 arrived from another rank. It is a sum and does not order two ranks. For that, each of its values has a moment: the
 collectives on each group, and the messages to and from each peer.
+
+All members issue the collectives of a group in the same order, and each counts them: the numbers are in sync
+(torch/csrc/distributed/c10d/Backend.hpp, getSequenceNumberForGroup). So what rank A computes between its fourth and
+its fifth collective reaches rank B with B's fifth at the earliest. A clock cannot say that: the clocks of two hosts
+differ, and an earlier time is no sign that a value has arrived.
 """
 
 from __future__ import annotations
@@ -68,15 +73,19 @@ def count_issued() -> int:
             groups = _counting(groups)
             if not groups:
                 return -1
+        # torch counts what C++ issues as well, and so DDP's buckets
         for group in groups:
             total += group._get_sequence_number_for_group()
     except Exception as error:
         if from_outside(error):
             raise
+        # a group without a counter, such as `fake`, raises RuntimeError (Backend.hpp); so does a dictionary that
+        # another thread changes
         return count_issued() if _leave_out_silent() else -1
     if total != history.seq or number != history.groups:
         history.seq, history.groups = total, number
         sent, received = table.messages_by_peer() if table is not None else ({}, {})
+        # only where something was issued: an event asks for a moment much later than it happened
         history.moments.append(IssuedMoment(total, clock(), sent, received))
     return int(total)
 

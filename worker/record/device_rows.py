@@ -91,6 +91,7 @@ class DeviceRows:
             except Exception as error:
                 if from_outside(error):
                     raise
+                # no second attempt: one fault is recorded, and not one in each call
                 self._device_failed = True
                 self._on_fault("device", error)
                 return None
@@ -100,6 +101,8 @@ class DeviceRows:
         """Send the readings of frames: the next operation on the stream is a collective, which may hang."""
         buffer = self.device_buffer
         if buffer is not None:
+            # Copies to the host that stand behind a collective on the stream arrive when it ends. If a peer never
+            # comes, they would never arrive, and the frames that explain the hang would be missing.
             if buffer.has_unsent:
                 buffer.flush()
             self._is_sent = True

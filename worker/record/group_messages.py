@@ -118,6 +118,7 @@ class GroupMessages:
                 for outputs in bundle.outputs:
                     self.on_bundle(outputs)
             return
+        # a send that has ended says nothing of its receiver: only a receive orders two ranks
         if message & 1:
             return
         self.received += 1
@@ -149,5 +150,6 @@ class GroupMessages:
         self._last_bundle -= 1
         self._bundles[self._last_bundle] = bundle
         if len(self._bundles) > MOST_PENDING:
+            # a script may never wait for a bundle: the oldest goes
             del self._bundles[next(iter(self._bundles))]
         return self._last_bundle

@@ -134,6 +134,10 @@ class GroupTable:
         self._pending = {}
         if self.native is not None:
             self.native.forget()
+        # The mapping is shared (MAP_SHARED): a forked child that cleared the table would clear its parent's. So the
+        # child forgets its own dictionaries, which fork has copied, and writes nothing. A spawned child has a new
+        # interpreter and never has this object (docs.python.org/3/library/multiprocessing.html, Contexts and start
+        # methods).
         if os.getpid() == self._pid:
             with suppress_own(ValueError):  # the recorder is closed
                 for slot in range(GROUPS):
@@ -153,6 +157,7 @@ class GroupTable:
         """A group's slot. A new group gets a free one, if there is one."""
         key = id(group)
         slot = self._slots.get(key)
+        # an id may be a new group's once the old one is destroyed
         if key in self._slots and (slot is None or slot.group() is group):
             return slot
         if not self.shows:
@@ -187,6 +192,8 @@ class GroupTable:
             slot = self.slot_of(group)
             if slot is None:
                 return None
+        # The group's own counter also counts what C++ has issued since this table last looked: those come before this
+        # one. The call that follows raises it by one, which `_COUNTED` has already.
         counted = group._get_sequence_number_for_group()
         fields, field = self._fields, slot.field
         number = fields[field + _BEGUN] + 1 + max(0, counted - fields[field + _COUNTED])
@@ -195,6 +202,7 @@ class GroupTable:
         at = slot.at
         place = at + _RECENT_AT + _OPERATION_BYTES * (number & _RING_MASK)
         now = _now()
+        # first the operation, then the number that leads a reader of the other process to it
         _pack_operation(self._view, place, number, _what_of(operation, dtype, root), elements, now, 0)
         _pack_move(self._view, at + _MOVE_AT, number, _ISSUING, number, now)
         return OperationPlace(slot, number, operation=operation, root=root)
@@ -216,6 +224,7 @@ class GroupTable:
     def waits_for(self, work: Any) -> OperationPlace | None:
         """The rank begins to wait for a work. None if it is not known which one that is."""
         entry = self._pending.pop(id(work), None)
+        # a work that was freed unwaited leaves its id to the next one
         if entry is None or entry[0]() is not work:
             return None
         place = entry[1]
@@ -230,6 +239,7 @@ class GroupTable:
             pending = self._pending
             if len(pending) > MOST_PENDING:
                 self._pending = pending = {}
+            # weak: the script may drop a work without a wait for it
             pending[id(work)] = weakref.ref(work), place
 
     def ended(self, place: OperationPlace, on_host: bool = True) -> None:
@@ -241,6 +251,7 @@ class GroupTable:
         fields[at + _STATE] = fields[at + _AFTER]
         if on_host and place.number > 0 and fields[at + _ENDED] >= 0:  # below 0: the device ends them
             recent = at + (_RECENT_AT + _OPERATION_BYTES * (place.number & _RING_MASK)) // 8
+            # the ring holds the last few operations: a later one may have this entry by now
             if fields[recent] == place.number:
                 fields[recent + 4] = now - fields[recent + 3]
             fields[at + _ENDED] = max(fields[at + _ENDED], place.number)
@@ -283,6 +294,7 @@ class GroupTable:
         module = _modules["torch.distributed.distributed_c10d"]
         places = module._world.pg_group_ranks.get(group, {})
         ranks = [int(rank) for rank in places]
+        # torch has the rank in the job -> the rank in the group
         slot.ranks = [int(rank) for rank in sorted(places, key=places.__getitem__)]
         self._write_text(slot.at + table.NAME_AT, table.NAME_BYTES, str(group.group_name))
         slot.members = table.members_text(sorted(ranks))
@@ -293,6 +305,7 @@ class GroupTable:
             self._fields[slot.field + GroupField.AFTER] = GroupPhase.ON_DEVICE if self.sees_all else GroupPhase.NONE
             answer_about_nccl(self._folder, self._header[HeadField.RANK], self._header[HeadField.ATTEMPT])
         self._count_unseen(slot, group._get_sequence_number_for_group())
+        # last: the agent reads the slot from then on
         self._fields[slot.field + GroupField.USED] = 1
 
     def _counted_beside(self) -> dict[str, int]:
@@ -312,6 +325,7 @@ class GroupTable:
         """Count the operations that torch has issued without Python."""
         fields, field = self._fields, slot.field
         unseen = counted - fields[field + _COUNTED]
+        # below 0 is what `begin` has counted in advance, of a call that has not come to its end
         if unseen > 0:
             fields[field + _BEGUN] += unseen
             fields[field + _COUNTED] = counted

@@ -137,6 +137,7 @@ class AlarmRecorder:
 
     def judge(self, page: OpenPage, index: int) -> None:
         """Judge the notable frame `index`: now, or when the outstanding numbers of its page have arrived."""
+        # an earlier frame may still turn out bad, and this one only show the same value: all wait for the first
         if page.number in self._late:
             self._to_judge.add(page.number)
             self.collect()
@@ -213,6 +214,7 @@ class AlarmRecorder:
                 self.masks.learn(self._own, self._late[number])
         self._to_judge |= {number for number, page in self._late.items() if self.suspects(page)}
         arrived = {number for number in self._late if not buffer.pending(number)}
+        # in the order of the pages, and not of arrival: the first alarm of the run must not depend on streams
         for number in sorted(self._to_judge):
             page = self._late.get(number)
             if page is not None:
@@ -404,6 +406,7 @@ class AlarmRecorder:
 
     def raise_pending(self) -> None:
         """Raise OverflowDetected if an anomaly is to end the job."""
+        # taken out first: a script that catches it may go on, and it must not be raised again
         pending, self.pending = self.pending, None
         if pending is not None:
             where = self._progress.where()
@@ -440,6 +443,7 @@ class AlarmRecorder:
 
 def ends_by_another_watch() -> bool:
     """Whether the call ends by what another watch of the model has raised. torch warns of what later hooks raise."""
+    # this runs in a hook that torch calls while it handles that error (_call_impl, always_call)
     error = sys.exc_info()[1]
     at = error.__traceback__ if isinstance(error, OverflowDetected) else None
     return at is not None and at.tb_frame.f_code is CALL  # else the script handles an earlier one

@@ -1,4 +1,7 @@
-"""Names of modules as the user wrote them, without the parts that wrappers add."""
+"""Names of modules as the user wrote them, without the parts that wrappers add.
+
+Also what goes by names: `--modules` and `--ignore`, the roles of a call's arguments, and digests of a batch by role.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+# `Module.__call__` leads here, but for a module whose `compile()` was called (module.py, _wrapped_call_impl)
 CALL = torch.nn.Module._call_impl.__code__
 """The code object of every module call. A stack frame with this code is a module call."""
 
@@ -52,6 +56,8 @@ def unwrap(module: nn.Module) -> nn.Module:
 def class_of(module: nn.Module) -> str:
     """The name of the class that the user wrote: `Block` where `fully_shard` derived `FSDPBlock` from it."""
     cls = type(unwrap(module))
+    # fully_shard gives the module a class of the bases (FSDPModule, its own class), named FSDP and its name
+    # (_fully_shard.py)
     if cls.__name__.startswith("FSDP") and cls.__mro__[1].__name__ == "FSDPModule" and len(cls.__bases__) > 1:
         cls = cls.__bases__[1]
     return cls.__name__

@@ -182,6 +182,7 @@ def _in_host_memory(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None
 
 
 def _measured(tensor: torch.Tensor) -> TensorStats:
+    # called in the script's own gradient mode, from within a collective
     with torch.no_grad():
         numbers = measure(tensor)
     return numbers if numbers.content is RowKind.MEASURED else TensorStats(0, 0, 0, numbers.kind)
@@ -279,12 +280,14 @@ class LatePassed:
     def _look(
         self, slot: int, number: int, operation: int, root: int, message: int, when: int, given: Given, tensors: Any
     ) -> Given:
+        # a message of a bundle has no work of its own (GroupMessages.begun): this call's is the one that was begun last
         if operation in _MESSAGES and message == NO_MESSAGE:
             message = self._groups.messages.last_in_bundle(slot)
             if message == NO_MESSAGE:
                 return None
         found = list(tensors_in(tensors))
         if when == PassedWhen.ISSUED:
+            # weak: the bundle may never be waited for, and must not keep the tensors
             outputs = slot, number, operation, root, message, given, [weakref.ref(tensor) for tensor in found]
             if self._groups.messages.keep_in_bundle(slot, outputs):
                 return None
@@ -352,6 +355,7 @@ class LatePassed:
             if isinstance(about, ClosedMask):
                 self._masks.note(about)
             elif isinstance(about.given, PassedReading) and about.given.missing and not about.given.is_lost:
+                # two streams may deliver an operation's outputs before its inputs: the event needs both
                 self._held.append(reading)
             else:
                 self._tell(reading, about)

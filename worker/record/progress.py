@@ -1,4 +1,7 @@
-"""Where this rank is in its run."""
+"""Where this rank is in its run (step, batch, page), and the lock under which it writes that into its recorder.
+
+Also the times of a step's parts, and the record of gpuwatch's own errors.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,16 @@ from .collectives import issued, position
 from .group_slots import GroupTable
 from .roots import RootInfo
 
-# One thread at a time writes into the recorder. Autograd has a thread per device, and each runs gradient hooks.
+# One thread at a time writes into the recorder. Autograd has a thread for each device, and it runs gradient hooks
+# (torch/csrc/autograd/engine.h, start_device_threads). A script may call modules in threads of its own.
+#
+# Python that writes a frame holds the lock while it reads the frame's tensors and writes their rows. A page stays open
+# for a whole batch, and the lock is free in between.
+#
+# A signal's handler runs in the main thread, in the middle of whatever that thread does. One that saves a checkpoint
+# may issue collectives or call modules, whose hooks take the lock. If the main thread holds it already, it gets it once
+# more: it is an RLock (docs.python.org/3/library/threading.html#rlock-objects), where a Lock would wait for itself. If
+# another thread holds it, that thread runs on while the handler waits, and gives it back.
 
 
 try:
@@ -120,6 +132,8 @@ class StepClock:
         spent = self._spent
         if self._forwards and self._reduced:
             count = self._fields[_TIMED] + 1
+            # the count stands at both ends: the agent reads this in another process, and sees by them whether it is
+            # whole
             _pack(self._view, STEPS_AT + count % STEPS * STEP_BYTES, count, number, *spent, count)
             self._fields[_TIMED] = count
         spent[:] = (0, 0, 0, 0, 0)
@@ -154,7 +168,7 @@ class FaultGuard(NamedTuple):
         if not isinstance(error, Exception) or from_outside(error):
             return False
         self.record(self.part, error)
-        return True
+        return True  # `with` ends the error: only one of gpuwatch's own gets here
 
 
 class FaultRecorder:
@@ -229,6 +243,7 @@ class RunProgress:
     def raise_kept(self) -> None:
         """Raise it."""
         if self._kept is not None:
+            # taken out before it is raised: raised twice, it would end what the script does to handle it
             error, self._kept = self._kept, None
             raise error
 

@@ -168,6 +168,7 @@ class RootTensors:
 
     @staticmethod
     def _is_to_look_at(held: _HeldBuffer, tensor: torch.Tensor, batch: int) -> bool:
+        # BatchNorm's running averages change in each batch: reading all of them each time would cost a pass
         if held.is_busy:
             return batch % _EVERY == 0
         return held.seen is None or held.seen() is not tensor or held.version != version_of(tensor)
@@ -272,6 +273,7 @@ def _entries(module: nn.Module) -> tuple[list[str], list[torch.Tensor]]:
     """(`w fc1.weight float32 [4, 4]`, tensor) of the weights and buffers that a rank holds whole; `b` is a buffer."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     parts = list(walk(module))
+    # FSDP1 gives each rank another part of a weight: its hashes differ on healthy ranks
     sharded = any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
     for path, part in parts:
         for kind, name, tensor in _held_by(part, with_weights=not sharded):

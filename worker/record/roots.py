@@ -163,6 +163,7 @@ class RankRoots:
         A part of an earlier root may be called by itself: a checkpointed block is recomputed, or the script calls one
         encoder layer. Such a call belongs to that root and to its current batch.
         """
+        # weak references everywhere, so that a script can free its model: an id alone may be another module's by now
         known = self._root_by_id.get(id(module))
         if known is not None and known.ref() is module:
             return self._info(module, known), True

@@ -95,6 +95,13 @@ def _is_empty(tensor: torch.Tensor) -> bool:
 _new: Callable[[type[RecordedRow], tuple[Any, ...]], RecordedRow] = tuple.__new__
 """Makes a named tuple three times as fast as its class does."""
 
+# A tensor is remembered by id, with a weak reference, its version and at times its address, and never held:
+#
+# - A strong reference would keep an activation that the script has dropped, for as long as the page.
+# - An id and an address belong to another tensor once the first one is freed: the weak reference is dead then
+#   (docs.python.org/3/library/functions.html#id).
+# - An operation in place raises `_version`. `x.data = ...` does not, but changes the address. A collective changes
+#   neither: `may_have_changed` counts collectives for that. An inference tensor has no version, and -1 never matches.
 _Seen = tuple[Callable[[], Any], int, int, int, int, int, int, int, int, int]
 """Weak reference to the tensor, its version; value, shape, dtype code and kind of its row, flags, high and meta;
 and the address of its elements if it is on a device, 0 where that is not known."""
@@ -137,6 +144,7 @@ class RowWriter(DeviceRows):
 
     def begin_page(self, batch: int) -> None:
         """Forget the tensors of the page before, and decide whether this batch is counted."""
+        # addresses and ids are used again in the next batch
         self.seen.clear()
         self.by_memory.clear()
         self.changed.clear()
@@ -218,6 +226,7 @@ class RowWriter(DeviceRows):
 
     def may_have_changed(self, seq: int) -> bool:
         """Whether a collective was issued since something on a device was read for this page. `seq`: see `issued`."""
+        # values of the page up to here were read before the collective that was issued since
         if seq != self._seq_of_call:
             self._seq_of_call = seq
             self._first_after = self._recorder.value_count
@@ -265,6 +274,7 @@ class RowWriter(DeviceRows):
         memory = None
         if place is not None and type(leaf) is _TENSOR:
             memory = (place[0], place[1], place[2][0])
+            # alive and at that address still: the allocator gives freed memory to the next tensor of that size
             alias = self.by_memory.get(memory)
             if alias is not None and alias[1] == version >= 0 and _is_still_at(alias[0](), place[0]):
                 # another view of the same elements: reshaped, or returned by an autograd function, as in FSDP
@@ -360,6 +370,7 @@ class RowWriter(DeviceRows):
             packed = (slot, seen[2], seen[3], seen[4], seen[5], mark)
             return _new(RecordedRow, (packed, seen[6], False, seen[7], seen[8], seen[6] != 0))
         known = self.weights.get(key)
+        # the step as well: fused optimizers write without a new version
         if known is not None and not (known[1] == version and known[2] == step and known[0]() is parameter):
             known = None
         reference = known[0] if known is not None else _ref(parameter)

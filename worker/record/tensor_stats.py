@@ -105,6 +105,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 def version_of(tensor: torch.Tensor) -> int:
     """The number of in-place changes; -1 for an inference tensor, which does not count them."""
     try:
+        # raises for an inference tensor: "Inference tensors do not track version counter"
         return unwrapped(tensor)._version
     except RuntimeError as error:
         if from_outside(error):
@@ -145,6 +146,7 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None:
     if kind is None:
         return None
     try:
+        # is_neg: the memory of `x.conj().imag` holds the numbers with the other sign
         if not tensor.is_contiguous() or tensor.is_neg():
             return None
         address, count = tensor.data_ptr(), tensor.numel()
@@ -199,6 +201,7 @@ def _measure(tensor: torch.Tensor) -> TensorStats:
         return NOT_MEASURABLE
     if kind is None:
         return _measure_integers(tensor)
+    # the bits as integers: their order without the sign is that of the numbers, and inf and nan are above all others
     bits = tensor.view(kind.bits)
     if tensor.is_cpu:
         flat = _flat(bits).contiguous()
@@ -367,6 +370,7 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     tensor = local_part(unwrapped(tensor))
     if hasattr(tensor, "trigger_wait"):  # a collective of torch.distributed may not have filled it yet
+        # torch/distributed/_functional_collectives.py, AsyncCollectiveTensor
         tensor = tensor.trigger_wait()
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if type(tensor).__name__ == "FakeTensor":
