@@ -139,7 +139,10 @@ def put_first(handle: Any) -> None:
     # the order within an OrderedDict is kept beside the dict that C++ reads, so the others are entered again
     hooks = handle.hooks_dict_ref()
     for key in [key for key in hooks if key != handle.id]:
-        hooks[key] = hooks.pop(key)
+        hook = hooks[key]
+        # no call between these lines: a signal's handler that raises after one would leave the hook out for good
+        del hooks[key]
+        hooks[key] = hook
 
 
 def _address_of(gradient: torch.Tensor) -> int:

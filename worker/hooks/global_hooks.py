@@ -203,12 +203,14 @@ class GlobalHooks:
         finally:
             ours &= {handle.id for handle in self.handles}  # they may have been detached since
             for table, earlier in zip(tables, before, strict=True):
-                # a dictionary has no insertion at a place: it is filled anew, the earlier entries first, then those
-                # added meanwhile
+                # a dictionary has no insertion at a place: each is entered anew, the earlier ones first, then those
+                # added meanwhile. A signal's handler may raise after any call, so none lies between `del` and the entry
                 since = dict(table)
-                table.clear()
-                table.update({each: hook for each, hook in earlier.items() if each in ours or each in since})
-                table.update(since)
+                kept = {each: hook for each, hook in earlier.items() if each in ours or each in since}
+                for each, hook in {**kept, **since}.items():
+                    if each in table:
+                        del table[each]
+                    table[each] = hook
 
     def detach(self) -> None:
         """Remove them."""

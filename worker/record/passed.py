@@ -182,9 +182,8 @@ def _in_host_memory(tensor: torch.Tensor) -> tuple[int, int, FloatFormat] | None
 
 
 def _measured(tensor: torch.Tensor) -> TensorStats:
-    # called in the script's own gradient mode, from within a collective
-    with torch.no_grad():
-        numbers = measure(tensor)
+    # called from within a collective, where the script's own modes are on
+    numbers = without_modes(measure, tensor)
     return numbers if numbers.content is RowKind.MEASURED else TensorStats(0, 0, 0, numbers.kind)
 
 

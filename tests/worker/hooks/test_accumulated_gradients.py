@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import signal
 
 import pytest
 import torch
@@ -161,6 +163,27 @@ def test_the_hooks_of_others_keep_their_order_and_ours_come_off(watch):
     assert len(model.weight._post_accumulate_grad_hooks) == 2
     backward(model)
     assert seen == ["first", "second"] * 2
+
+
+def test_no_hook_is_lost_where_a_signal_comes_while_they_are_put_in_order():
+    def interrupt(number, frame):
+        raise InterruptedError
+
+    weight = nn.Parameter(torch.ones(1))
+    handles = [weight.register_post_accumulate_grad_hook(lambda _: None) for _ in range(3)]
+    interrupted, before = 0, signal.signal(signal.SIGALRM, interrupt)
+    try:
+        while interrupted < 300:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-3))
+                for _ in range(1000):
+                    put_first(handles[interrupted % 3])
+            except InterruptedError:
+                interrupted += 1
+            assert handles[0].hooks_dict_ref().keys() == {handle.id for handle in handles}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_torch_calls_a_hook_first_that_was_put_first():
