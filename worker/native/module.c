@@ -13,7 +13,6 @@
 #include "layout.h"
 #include "objects.h"
 #include "readings.h"
-#include "recursion.h"
 #include "reductions.h"
 #include "threads.h"
 #include "types.h"
@@ -145,11 +144,6 @@ static PyMethodDef methods[] = {
      "omp_get_max_threads, omp_in_parallel, omp_get_thread_num and omp_get_num_threads. Without arguments, the calling\n"
      "thread reads alone."},
     {"trace_hooks_as", trace_hooks_as, METH_O, "Have dynamo trace this Python function where it traces a hook of a gradient."},
-    {"call_begins", call_begins, METH_NOARGS, "A forward pre-hook has begun. Until `work_ends` it may take some frames."},
-    {"work_begins", work_begins, METH_NOARGS, "A forward hook has begun. Until `call_ends` it may take some frames."},
-    {"work_ends", work_ends, METH_NOARGS, "The pre-hook ends."},
-    {"call_ends", call_ends, METH_NOARGS, "The forward hook ends."},
-    {"first_frame", first_frame, METH_NOARGS, "The frames below the caller are ours: it is to be the first one."},
     {NULL, NULL, 0, NULL},
 };
 
