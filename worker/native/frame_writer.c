@@ -178,9 +178,11 @@ static int is_local(FrameWriter *self, PyObject *gradient)
     PyObject *key = PyLong_FromVoidPtr(gradient);
     PyObject *known = key != NULL ? find(self->local, key) : NULL;
     Py_XDECREF(key);
-    return known != NULL && PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == 2 &&
-           is_ref_to(PyTuple_GET_ITEM(known, 0), gradient) && integer_of(gradient, s__version, &version) &&
-           item(known, 1) == version;
+    if (known == NULL || !PyTuple_CheckExact(known) || PyTuple_GET_SIZE(known) != 2 ||
+        !is_ref_to(PyTuple_GET_ITEM(known, 0), gradient))
+        return 0;
+    const int64_t then = item(known, 1); /* before the getter of a subclass runs: `known` is borrowed */
+    return integer_of(gradient, s__version, &version) && then == version;
 }
 
 static PyObject *writer_all_local(FrameWriter *self, PyObject *parameters)

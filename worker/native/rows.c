@@ -194,10 +194,11 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
     PyObject *seen = find(self->seen, row->key);
     if (is_memory_of(seen, row) && !has_moved(self, seen, row))
         return from_memory(seen, row);
+    /* asked before place_of: that makes a tuple, for which gc may run, and `seen` is borrowed */
+    const int is_changed = seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), tensor);
     if (!place_of(self, row))
         return 0;
-    if (seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), tensor) &&
-        is_for_device(self, row) == 1)
+    if (is_changed && is_for_device(self, row) == 1)
         return 0; /* changed: Python also records the numbers it had before */
     if ((PyObject *)Py_TYPE(tensor) == self->tensor && row->view.is_in_order && row->view.address != NULL &&
         row->dtype < FLOATS_END) {
