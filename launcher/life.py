@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sysconfig
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -43,6 +44,10 @@ WITHOUT_C = (
 )
 
 
+_FREE_THREADED = (
+    "gpuwatch has no C extension for a Python without the GIL, which it would turn on again, so Python does that work: "
+    "each module call takes about four times as much processor time (docs/cost.md)"
+)
 _WITHOUT_RECURSION = (
     "worker/native/recursion.c of gpuwatch was not built for this Python, so its hooks take frames of a script's "
     "recursion limit: about 190 nested modules fit into a limit of 1000, instead of 248 (docs/limits.md)"
@@ -52,7 +57,7 @@ _WITHOUT_RECURSION = (
 def without_c() -> str:
     """What this Python lacks of the part in C; "" if it lacks nothing."""
     if not host.has_part_in_c():
-        return WITHOUT_C
+        return _FREE_THREADED if sysconfig.get_config_var("Py_GIL_DISABLED") else WITHOUT_C
     folder = Path(__file__).parents[1] / "worker" / "native"
     has_recursion = any((folder / f"recursion{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
     return "" if has_recursion else _WITHOUT_RECURSION
